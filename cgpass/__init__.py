@@ -1,0 +1,1 @@
+"""CUDA graphs for PyTorch that just work."""

@@ -1,0 +1,37 @@
+"""Every exception that cgpass raises. All derive from `CGPassError` and from the fitting builtin."""
+
+
+class CGPassError(Exception):
+    """Base class: `except CGPassError` catches whatever cgpass itself raises."""
+
+
+class OptionError(CGPassError, ValueError):
+    """An option's name or value is not one that cgpass knows."""
+
+
+class DriverUnavailableError(CGPassError, RuntimeError):
+    """The driver that was asked for can't run here (no CUDA, or the graph lives on another device)."""
+
+
+class InputError(CGPassError, TypeError):
+    """A call's input is of a kind that a CUDA graph can't take, or a sealed wrapper was misused."""
+
+
+class StaticInputMovedError(CGPassError, RuntimeError):
+    """A static input moved and `static_input_check="error"` forbids recording again."""
+
+
+class CaptureError(CGPassError, RuntimeError):
+    """A partition could not be captured and `on_skip="raise"` forbids running it plainly."""
+
+
+class PassError(CGPassError, RuntimeError):
+    """A graph pass failed; names the pass, its stage and the passes that ran before it."""
+
+
+class PreconditionError(CGPassError, ValueError):
+    """A graph given to a pass does not satisfy what the pass requires."""
+
+
+class PostconditionError(CGPassError, RuntimeError):
+    """A pass left a graph that breaks what the pass ensures."""

@@ -1,0 +1,34 @@
+"""What an input of a partition is to the runtime: its kind, the name its user knows, where it is used."""
+
+import enum
+from dataclasses import dataclass
+
+
+class InputKind(enum.Enum):
+    """How a recording treats an input."""
+
+    STATIC = "static"
+    """Parameter, buffer or marked static: read where it lies; a new address needs a new recording."""
+    POOLED = "pooled"
+    """Made by a captured partition: static while it lies where a recording put it."""
+    COPIED = "copied"
+    """User input, tangent, or value of an eager partition: copied into a placeholder every call."""
+    SYMINT = "symint"
+    """A Python integer that is part of the signature."""
+    GENERATOR = "generator"
+    """A `torch.Generator`, part of the signature by identity and registered with the graph."""
+    OPAQUE = "opaque"
+    """Any other object, part of the signature by identity."""
+
+
+@dataclass(frozen=True)
+class InputInfo:
+    """One input of a partition, as messages and reports name it."""
+
+    name: str
+    """As the user knows it, e.g. `L['self'].fc.weight`, else the node's name."""
+    kind: InputKind
+    line: str | None = None
+    """User's source line that first reads it, `model.py:41 in forward: code`."""
+    mutated: bool = False
+    """Written by the partition: a copied input is written back after every replay."""

@@ -1,0 +1,1 @@
+"""Capture and replay. Knows nothing of FX."""
