@@ -1,0 +1,38 @@
+"""The mark that says which partition a node belongs to."""
+
+from dataclasses import dataclass
+
+from torch import fx
+
+KEY = "cgpass"
+"""Where `node.meta` holds the tag."""
+
+
+@dataclass(frozen=True)
+class PartitionTag:
+    """A node's partition.
+
+    Placeholders, the output, `get_attr` nodes and host scalars carry no tag: the last two are
+    copied into every partition that uses them.
+    """
+
+    index: int
+    """Position of the partition among all partitions of its graph, captured and eager alike."""
+    captured: bool
+    """Whether a CUDA graph will hold the partition."""
+
+    def __str__(self) -> str:
+        return f"{'captured' if self.captured else 'eager'}_{self.index}"
+
+
+def get_tag(node: fx.Node) -> PartitionTag | None:
+    """The partition of `node`, None if it belongs to none."""
+    return node.meta.get(KEY)
+
+
+def set_tag(node: fx.Node, tag: PartitionTag | None) -> None:
+    """Put `node` into a partition; None takes it out of any."""
+    if tag is None:
+        node.meta.pop(KEY, None)
+    else:
+        node.meta[KEY] = tag

@@ -1,0 +1,271 @@
+"""Facts about a node's value: tensors, storages, mutation, randomness, symbols, the user's line.
+
+Everything here reads `node.meta["val"]`, the fake value that tracing left, and operator schemas.
+"""
+
+import itertools
+import operator
+import os
+import re
+from collections.abc import Iterable, Iterator
+
+import sympy
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
+
+_SCALARS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)
+_SHAPE_READERS = frozenset(
+    {"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "sym_is_contiguous"}
+)
+_COLLECTIVE_NAMESPACES = frozenset(
+    {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem"}
+)
+_RANDOM_HOPS = frozenset(
+    {
+        "graphsafe_run_with_rng_state",
+        "run_and_save_rng_state",
+        "run_with_rng_state",
+        "run_dtensor_rng_op",
+    }
+)
+_EFFECT_HOPS = frozenset({"with_effects", "print", "call_torchbind", "aoti_call_delegate"})
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)')
+_TORCH_ROOT = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+
+def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    """The tensors among a node's outputs, in order."""
+    return tuple(v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor))
+
+
+def hop_name(node: fx.Node) -> str | None:
+    """The name of the higher-order operator that a node calls, None for any other node."""
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return target.name()
+    return None
+
+
+def bodies(node: fx.Node) -> tuple[fx.GraphModule, ...]:
+    """The nested graphs that a higher-order operator gets as arguments."""
+    owner = node.graph.owning_module
+    if hop_name(node) is None or owner is None:
+        return ()
+    found = []
+    for arg in node.all_input_nodes:
+        if arg.op == "get_attr":
+            body = attribute(owner, str(arg.target))
+            if isinstance(body, fx.GraphModule):
+                found.append(body)
+    return tuple(found)
+
+
+def attribute(gm: torch.nn.Module, path: str) -> object:
+    """What `gm` holds at a dotted path, None where there is nothing."""
+    found: object = gm
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def is_scalar(node: fx.Node) -> bool:
+    """Whether a node's value is one number, symbolic or not."""
+    return isinstance(node.meta.get("val"), _SCALARS)
+
+
+def is_host_scalar(node: fx.Node) -> bool:
+    """Whether a node computes a number on the host without reading any tensor's data.
+
+    `sym_size` and arithmetic on symbolic integers are, `item()` and custom operators that turn a
+    tensor into a number are not. Such a node costs nothing and can be repeated anywhere.
+    """
+    if node.op != "call_function" or not is_scalar(node) or hop_name(node) is not None:
+        return False
+    if node.target is operator.getitem:
+        return all(is_host_scalar(arg) for arg in node.all_input_nodes)
+    if isinstance(node.target, torch._ops.OpOverload):
+        if node.target._opname in _SHAPE_READERS:
+            return True
+        if torch.Tag.data_dependent_output in node.target.tags:
+            return False
+    return all(is_scalar(arg) for arg in node.all_input_nodes)
+
+
+def _storages(values: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:
+    for value in values:
+        if value.layout == torch.strided:
+            yield value.untyped_storage()
+
+
+def storage_keys(node: fx.Node) -> frozenset[int]:
+    """The identities of the storages that a node's outputs lie in; views share their base's."""
+    return frozenset(s._cdata for s in _storages(tensors(node)))
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """A symbolic size's value while tracing, 0 where it depends on data."""
+    if isinstance(size, int):
+        return size
+    return int(size) if size.node.expr.is_number else int(size.node.hint or 0)
+
+
+def output_bytes(node: fx.Node) -> int:
+    """The bytes of the storages that a node allocates for its outputs.
+
+    Views, results written in place and `getitem` cost nothing; symbolic sizes count by the values
+    they had while tracing.
+    """
+    if node.op != "call_function" or node.target is operator.getitem:
+        return 0
+    seen = {key for arg in node.all_input_nodes for key in storage_keys(arg)}
+    total = 0
+    for storage in _storages(tensors(node)):
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            total += hint(storage.nbytes())
+    return total
+
+
+def _nodes(value: object) -> Iterator[fx.Node]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, fx.Node))
+
+
+def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The argument nodes that a node writes to, by its schema.
+
+    Operators without a schema count as writing to every tensor they could: a Triton kernel to all
+    its tensors, a nested graph to all operands if anything in it writes to one of its inputs.
+    """
+    if isinstance(node.target, torch._ops.OpOverload):
+        found = _written_by_schema(node, node.target._schema)
+    elif hop_name(node) == "triton_kernel_wrapper_mutation":
+        found = list(_nodes(node.kwargs.get("kwargs")))
+    elif any(_writes_inputs(body) for body in bodies(node)):
+        found = [arg for arg in node.all_input_nodes if arg.op != "get_attr"]
+    else:
+        found = []
+    return tuple(dict.fromkeys(arg for arg in found if tensors(arg)))
+
+
+def _written_by_schema(node: fx.Node, schema: torch.FunctionSchema) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        if position < len(node.args) and not argument.kwarg_only:
+            found.extend(_nodes(node.args[position]))
+        else:
+            found.extend(_nodes(node.kwargs.get(argument.name)))
+    return found
+
+
+def _writes_inputs(body: fx.GraphModule) -> bool:
+    own = {key for node in body.graph.find_nodes(op="placeholder") for key in storage_keys(node)}
+    return any(
+        own & storage_keys(arg) or arg.op == "placeholder"
+        for node in body.graph.nodes
+        for arg in mutated_inputs(node)
+    )
+
+
+def argument(node: fx.Node, name: str) -> object:
+    """What a node passes for the argument `name`: its default if left out, None if unknown."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.kwargs.get(name)
+    for position, arg in enumerate(node.target._schema.arguments):
+        if arg.name == name:
+            if position < len(node.args) and not arg.kwarg_only:
+                return node.args[position]
+            return node.kwargs.get(name, arg.default_value)
+    return None
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers, so that its order among such nodes matters.
+
+    Attention with a dropout of zero carries the same tag as with one and draws nothing.
+    """
+    if isinstance(node.target, torch._ops.OpOverload):
+        if torch.Tag.nondeterministic_seeded not in node.target.tags:
+            return False
+        dropout = argument(node, "dropout_p")
+        return not (isinstance(dropout, (int, float)) and dropout == 0)
+    if hop_name(node) in _RANDOM_HOPS:
+        return True
+    return any(is_random(inner) for body in bodies(node) for inner in body.graph.nodes)
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node communicates between processes, so that its order among such nodes matters."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.namespace in _COLLECTIVE_NAMESPACES
+    return any(is_collective(inner) for body in bodies(node) for inner in body.graph.nodes)
+
+
+def has_side_effect(node: fx.Node) -> bool:
+    """Whether a node does more than compute its outputs and must not be dropped or swapped.
+
+    It writes to an input, returns nothing, or runs host code. Drawing random numbers and
+    communicating have questions of their own, `is_random` and `is_collective`.
+    """
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    if hop_name(node) in _EFFECT_HOPS or mutated_inputs(node):
+        return True
+    if any(has_side_effect(inner) for body in bodies(node) for inner in body.graph.nodes):
+        return True
+    return node.meta.get("val") is None or node.is_impure(impure_random=False)
+
+
+def _symbolic(values: Iterable[object]) -> Iterator[object]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield from value.shape
+            if value.layout == torch.strided:
+                yield from (*value.stride(), value.storage_offset())
+        else:
+            yield value
+
+
+def free_symbols(node: fx.Node) -> tuple[sympy.Symbol, ...]:
+    """The symbols in a node's value: shapes, strides and offsets of tensors, symbolic numbers.
+
+    Ordered by first appearance, by name within one expression.
+    """
+    found: dict[sympy.Symbol, None] = {}
+    for value in _symbolic(tree_leaves(node.meta.get("val"))):
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            found.update(dict.fromkeys(sorted(value.node.expr.free_symbols, key=str)))
+    return tuple(found)
+
+
+def unbacked_symbols(node: fx.Node) -> tuple[sympy.Symbol, ...]:
+    """The symbols in a node's value that depend on data, ordered as `free_symbols`."""
+    value = node.meta.get("val")
+    if value is None:
+        return ()
+    unbacked = free_unbacked_symbols([v for v in tree_leaves(value) if _has_symbols(v)])
+    return tuple(symbol for symbol in free_symbols(node) if symbol in unbacked)
+
+
+def _has_symbols(value: object) -> bool:
+    return isinstance(value, (torch.Tensor, *_SCALARS))
+
+
+def user_line(node: fx.Node) -> str | None:
+    """Where the user wrote what a node does: `model.py:41 in forward: code`.
+
+    The innermost frame of the node's stack trace that isn't torch's own.
+    """
+    found = None
+    lines = (node.stack_trace or "").splitlines()
+    for frame, code in itertools.zip_longest(lines, lines[1:], fillvalue=""):
+        match = _FRAME.search(frame)
+        if match is None or match["file"].startswith((_TORCH_ROOT, "<frozen")):
+            continue
+        source = "" if _FRAME.search(code) else code.strip()
+        place = f"{os.path.basename(match['file'])}:{match['line']} in {match['name'].strip()}"
+        found = f"{place}: {source}" if source else place
+    return found
