@@ -1,0 +1,242 @@
+"""The only file that touches private torch modules.
+
+Each symbol is imported on first use, so that importing cgpass loads neither Dynamo nor Inductor. What differs between
+torch 2.11 and 2.15 is told apart here, by looking for the feature first and at the version second.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+SUPPORTED = ((2, 11), (2, 15))
+"""First and last torch version that cgpass is tested with."""
+
+
+# ---- storages and addresses
+
+
+def storage_use_count(storage_cdata: int) -> int:
+    """How many references C++ holds to the StorageImpl at `storage_cdata` (`UntypedStorage._cdata`).
+
+    Source: torch/csrc/Module.cpp, `_storage_Use_Count`, 2.11 to 2.15.
+    """
+    return torch._C._storage_Use_Count(storage_cdata)
+
+
+storage_use_count = torch._C._storage_Use_Count  # noqa: F811  the same, without a Python frame
+
+
+def tensor_at_address(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that reads the memory where `tensor` lies now, whatever becomes of `tensor`'s storage.
+
+    **Lifetime:** owns nothing; the caller keeps the memory alive.
+    """
+    storage = tensor.untyped_storage()
+    raw = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), tensor.device, storage.nbytes()
+    )
+    out = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    with torch.no_grad():
+        return out.set_(raw, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+# ---- CUDA graphs
+
+
+def clear_cublas_workspaces() -> None:
+    """Free cuBLAS' persistent workspaces, so that none is left pinned in a graph's pool.
+
+    Source: torch/_inductor/cudagraph_trees.py `clear_cublass_cache`, 2.11.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def abandon_failed_capture(device: int, pool: tuple[int, int]) -> None:
+    """Take the allocator out of capture routing after `capture_end` raised.
+
+    torch 2.11's `CUDAGraph::capture_end` raises before it stops routing allocations to the pool; later versions
+    clean up in `reset`, where these calls find nothing to do and say so by raising.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+
+
+def current_raw_stream(device: int) -> int:
+    """The current stream's handle as an integer, without building a `torch.cuda.Stream`."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+def is_capturing() -> bool:
+    """Whether the current stream is being captured by anybody."""
+    return torch._C._cuda_isCurrentStreamCapturing()
+
+
+# ---- Dynamo, AOTAutograd
+
+
+def compile_with_inductor(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    inner_compile: Callable[..., Any],
+    partition_fn: Callable[..., Any],
+    config_patches: Mapping[str, Any],
+) -> Callable[..., Any]:
+    """Run `compile_fx` with our split and our compiler of the split graphs.
+
+    AOTAutograd's cache must be off, since a hit never calls `inner_compile`; donated buffers too, since with them
+    `retain_graph=True` raises and pieces of a backward graph would donate the wrong inputs.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return partition_fn(*args, **kwargs)
+
+        def uuid(self) -> str:
+            return "cgpass-split-1"
+
+    patches = {
+        **config_patches,
+        "triton.cudagraphs": False,
+        "custom_partitioner_fn": Partitioner(),
+    }
+    with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False):
+        return compile_fx(
+            gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches
+        )
+
+
+def compile_with_aten(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    inference: Callable[..., Any],
+    partition_fn: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Run AOTAutograd without Inductor and without decompositions."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config as functorch_config
+
+    backend = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        partition_fn=partition_fn,
+        keep_inference_input_mutations=True,
+    )
+    with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False):
+        return backend(gm, list(example_inputs))
+
+
+def inductor_inner(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+) -> Callable[[list[Any]], Any]:
+    """`compile_fx_inner` with Inductor's own CUDA graphs off; boxed."""
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import BoxedBool
+
+    kwargs["cudagraphs"] = BoxedBool(False)
+    return compile_fx_inner(gm, example_inputs, **kwargs)
+
+
+@contextlib.contextmanager
+def own_tracing_context() -> Iterator[None]:
+    """A fresh TracingContext with the ambient fake mode, for compiling one piece of a graph.
+
+    A second piece in the same context trips Inductor's check that output strides are reported once, and a piece
+    would read the whole backward graph's donated buffers by position.
+    """
+    from torch._guards import TracingContext, tracing
+
+    outer = TracingContext.try_get()
+    context = TracingContext(None if outer is None else outer.fake_mode)
+    with tracing(context):
+        yield
+
+
+def report_output_strides(strides: Sequence[tuple[Any, ...] | None]) -> None:
+    """Tell AOTAutograd the strides of a forward graph's outputs, so that the backward is compiled for them."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides is not None and not context.output_strides:
+        context.output_strides.extend(strides)
+
+
+def static_input_indices() -> tuple[int, ...]:
+    """Positions of the forward graph's inputs that AOTAutograd knows to keep their address."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    return () if metadata is None else tuple(metadata.static_input_indices or ())
+
+
+def fake_mode_of(values: Sequence[Any]) -> Any:
+    """The FakeTensorMode of `values`, or None."""
+    from torch._guards import detect_fake_mode
+
+    return detect_fake_mode(list(values))
+
+
+def dynamo_source_name(node: torch.fx.Node) -> str | None:
+    """What a placeholder of Dynamo's graph stands for in the user's words, `L['self'].fc.weight`."""
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    if source is None:
+        return None
+    name = source.name
+    return name() if callable(name) else name
+
+
+def boxed_graph_module(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """`gm` as generated Python that takes one list, empties it, and drops values at their last use."""
+    from torch.fx.graph import _BoxedCodeGen
+
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+    return gm.forward
+
+
+# ---- facts about operators, the joint graph
+
+
+def is_cudagraph_unsafe(node: torch.fx.Node) -> bool:
+    """Whether torch itself keeps a node out of CUDA graphs.
+
+    Source: torch/_inductor/utils.py `is_cudagraph_unsafe_fx_node`, 2.11 to 2.15. Its list names some operators
+    without the overload and so never finds them; those are looked for by their packet too.
+    """
+    from torch._inductor.utils import FORBIDDEN_CUDAGRAPH_OPS, is_cudagraph_unsafe_fx_node
+
+    if is_cudagraph_unsafe_fx_node(node):
+        return True
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet is not None and str(packet) in FORBIDDEN_CUDAGRAPH_OPS
+
+
+def min_cut_partition(
+    joint: torch.fx.GraphModule,
+    joint_inputs: Sequence[Any],
+    *,
+    compiler: str,
+    num_fwd_outputs: int,
+    static_lifetime_input_indices: list[int] | None = None,
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """AOTAutograd's min-cut split of a joint graph into forward and backward."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(
+        joint,
+        joint_inputs,
+        compiler=compiler,
+        num_fwd_outputs=num_fwd_outputs,
+        static_lifetime_input_indices=static_lifetime_input_indices,
+    )

@@ -1,0 +1,146 @@
+"""`GraphDriver`: the one seam between our rules and the device, and the driver for CUDA.
+
+A driver knows how to record a callable, to replay what it recorded and where memory lies. It knows no signature, no
+static input and no liveness: those are the wrapper's.
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from cgpass import _torch
+
+BoxedCallable = Callable[[list[Any]], Sequence[Any]]
+"""Takes one list of inputs, which it may empty, and returns a sequence of outputs."""
+
+
+class CapturedGraph(Protocol):
+    """What a driver recorded."""
+
+    def replay(self) -> None:
+        """Run the recorded work again on the current stream, reading and writing the same memory."""
+
+    def reset(self) -> None:
+        """Free the graph. Memory that its outputs lie in is freed when they are."""
+
+
+class GraphDriver(Protocol):
+    """Records callables on one device, all of them into one memory pool."""
+
+    device: torch.device
+
+    def record(
+        self, fn: BoxedCallable, args: list[Any], *, opaque: bool
+    ) -> tuple[CapturedGraph, list[Any]]:
+        """Record `fn(args)` without running it for its effects.
+
+        Args:
+            fn: What to record.
+            args: Its inputs: tensors are read where they lie now, generators are registered.
+            opaque: Whether `fn`'s kernels bypass aten (Inductor's do), so that only the whole of it can be recorded.
+
+        Returns:
+            The graph and `fn`'s outputs. Output tensors hold nothing of meaning before the first replay.
+            **Lifetime:** they own their memory in the pool; each replay writes it again.
+        """
+        ...
+
+    def is_capturing(self) -> bool:
+        """Whether somebody else records on the current stream."""
+        ...
+
+    def enter_call(self) -> None:
+        """Order this call after the previous one if it came on another stream."""
+        ...
+
+
+@contextlib.contextmanager
+def no_gc() -> Iterator[None]:
+    """No garbage collection inside: a collected tensor's or graph's destructor may touch the device."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class CUDADriver:
+    """Records into CUDA graphs: one pool and one side stream.
+
+    Source: capture rules in the CUDA C++ Programming Guide, "CUDA Graphs"; torch/cuda/graphs.py, 2.11.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Args: device: the CUDA device, with its index."""
+        self.device = device
+        self._index = device.index
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._last_stream: int | None = None
+
+    def record(
+        self, fn: BoxedCallable, args: list[Any], *, opaque: bool
+    ) -> tuple[CapturedGraph, list[Any]]:
+        """See `GraphDriver.record`; `opaque` makes no difference to CUDA."""
+        del opaque
+        graph = torch.cuda.CUDAGraph()
+        generators = [torch.cuda.default_generators[self._index]]
+        generators += [a for a in args if isinstance(a, torch.Generator)]
+        for generator in generators[1:]:
+            graph.register_generator_state(generator)
+        states = [generator.clone_state() for generator in generators]
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with no_gc(), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            _torch.clear_cublas_workspaces()
+            try:
+                outputs = self._capture(graph, fn, args)
+            except BaseException:
+                # Random ops drawn inside a failed capture leave the generator unusable until its state is replaced.
+                for generator, state in zip(generators, states, strict=True):
+                    generator.graphsafe_set_state(state)
+                raise
+            finally:
+                _torch.clear_cublas_workspaces()
+        current.wait_stream(self._stream)
+        return graph, outputs
+
+    def _capture(
+        self, graph: torch.cuda.CUDAGraph, fn: BoxedCallable, args: list[Any]
+    ) -> list[Any]:
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            outputs = list(fn(args))
+        except BaseException:
+            self._end_failed(graph)
+            raise
+        try:
+            graph.capture_end()
+        except BaseException:
+            _torch.abandon_failed_capture(self._index, self._pool)
+            raise
+        return outputs
+
+    def _end_failed(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            _torch.abandon_failed_capture(self._index, self._pool)
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured."""
+        return _torch.is_capturing()
+
+    def enter_call(self) -> None:
+        """Make the current stream wait for the stream of the previous call, if that was another one."""
+        stream = _torch.current_raw_stream(self._index)
+        if stream != self._last_stream:
+            if self._last_stream is not None:
+                current = torch.cuda.current_stream(self.device)
+                current.wait_stream(torch.cuda.ExternalStream(self._last_stream, self.device))
+            self._last_stream = stream

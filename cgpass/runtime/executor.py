@@ -1,0 +1,124 @@
+"""Runs the partitions of a graph in order: a flat list of steps over precomputed slots."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cgpass.runtime.owner import Owner
+from cgpass.runtime.wrapper import CUDAGraphWrapper
+
+
+@dataclass(frozen=True)
+class Step:
+    """One partition: which slots it reads, writes and drops."""
+
+    name: str
+    run: CUDAGraphWrapper | Callable[[list[Any]], Sequence[Any]]
+    """A wrapper, or a plain callable that takes one list and may empty it."""
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    drops: tuple[int, ...] = ()
+    """Slots whose last reader this step is."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A graph's steps. Slots 0 to num_inputs - 1 hold the call's inputs."""
+
+    num_inputs: int
+    num_slots: int
+    steps: tuple[Step, ...]
+    outputs: tuple[int, ...]
+    """Slot of each output of the graph."""
+    constants: tuple[tuple[int, Any], ...] = ()
+    """Slots filled before the first step: constant outputs, attributes of the graph."""
+    visible: frozenset[int] = frozenset()
+    """Positions of outputs that the user gets: these are copied out of the pool."""
+
+    def __str__(self) -> str:
+        lines = [f"inputs: {_range(self.num_inputs)}"]
+        if self.constants:
+            lines.append(f"constants: {', '.join(str(slot) for slot, _ in self.constants)}")
+        for step in self.steps:
+            drops = f", drops {_slots(step.drops)}" if step.drops else ""
+            lines.append(f"{step.name}: {_slots(step.inputs)} -> {_slots(step.outputs)}{drops}")
+        visible = [i for i in range(len(self.outputs)) if i in self.visible]
+        lines.append(f"outputs: {_slots(self.outputs)}, visible: {_slots(visible)}")
+        return "\n".join(lines)
+
+
+def _range(n: int) -> str:
+    return "none" if n == 0 else "0" if n == 1 else f"0 to {n - 1}"
+
+
+def _slots(slots: Sequence[int]) -> str:
+    return "(" + ", ".join(map(str, slots)) + ")"
+
+
+class Executor:
+    """Calls a plan's steps; boxed calling convention."""
+
+    _boxed_call = True
+
+    def __init__(self, plan: Plan, owner: Owner) -> None:
+        """Args: plan: what to run. owner: of its wrappers."""
+        self.plan = plan
+        self._owner = owner
+        self._template: list[Any] = [None] * (plan.num_slots - plan.num_inputs)
+        for slot, value in plan.constants:
+            self._template[slot - plan.num_inputs] = value
+        made_by = {slot: (n, k) for n, s in enumerate(plan.steps) for k, slot in enumerate(s.outputs)}
+        self._copies: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
+        """Step number, its outputs to copy out, and the graph's output positions they go to."""
+        for number, step in enumerate(plan.steps):
+            if isinstance(step.run, CUDAGraphWrapper):
+                pairs = [
+                    (made_by[slot][1], position)
+                    for position, slot in enumerate(plan.outputs)
+                    if position in plan.visible and made_by.get(slot, (-1, 0))[0] == number
+                ]
+                if pairs:
+                    self._copies.append(
+                        (number, tuple(k for k, _ in pairs), tuple(p for _, p in pairs))
+                    )
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        """Run every step.
+
+        Args:
+            args: The graph's inputs; the list is emptied.
+
+        Returns:
+            The graph's outputs. **Lifetime:** those marked visible are the caller's own; others may lie in the pool,
+            where no replay overwrites them while they are held.
+        """
+        with self._owner.lock:
+            self._owner.driver.enter_call()
+            return self._run(args)
+
+    def _run(self, args: list[Any]) -> list[Any]:
+        slots = args + self._template
+        args.clear()
+        recordings: list[Any] = []
+        for step in self.plan.steps:
+            inputs = [slots[i] for i in step.inputs]
+            for i in step.drops:
+                slots[i] = None
+            run = step.run
+            if isinstance(run, CUDAGraphWrapper):
+                outputs, recording = run.run(inputs)
+                recordings.append(recording)
+            else:
+                outputs = run(inputs)
+                recordings.append(None)
+            for slot, value in zip(step.outputs, outputs, strict=True):
+                slots[slot] = value
+            del inputs, outputs
+        results = [slots[i] for i in self.plan.outputs]
+        del slots
+        for number, taken, positions in self._copies:
+            recording = recordings[number]
+            if recording is not None:
+                copied = recording.copy_out(taken, positions, results)
+                self.plan.steps[number].run.stats.copied_bytes += copied
+        return results

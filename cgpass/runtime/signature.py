@@ -1,0 +1,128 @@
+"""What must match for a recording to be replayed, and differences as text."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from cgpass.errors import InputError
+from cgpass.inputs import InputInfo, InputKind
+
+ShapeKey = tuple[Any, ...]
+"""Integers, identities of objects, and tensor layouts where nobody guards them."""
+StaticKey = tuple[int, ...]
+"""Addresses of static inputs."""
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_BY_VALUE = (int, bool, str, type(None), torch.dtype, torch.device, torch.layout)
+
+
+class Layout:
+    """Which inputs of a partition are static, copied, or part of the signature."""
+
+    def __init__(self, infos: Sequence[InputInfo], *, check_static: bool, check_layout: bool) -> None:
+        """Sort inputs by kind.
+
+        Args:
+            infos: One per input, in order.
+            check_static: Whether addresses of parameters and buffers are part of the signature.
+            check_layout: Whether tensors' sizes, strides and dtypes are, because no guard of the caller covers them.
+        """
+        self.infos = tuple(infos)
+        kinds = [info.kind for info in infos]
+
+        def positions(*wanted: InputKind) -> tuple[int, ...]:
+            return tuple(i for i, kind in enumerate(kinds) if kind in wanted)
+
+        self.copied = positions(InputKind.COPIED)
+        self.pooled = positions(InputKind.POOLED)
+        self.parameters = positions(InputKind.STATIC)
+        self.static = positions(InputKind.STATIC, InputKind.POOLED) if check_static else self.pooled
+        self.mutated = tuple(i for i, info in enumerate(infos) if info.mutated)
+        self._values = positions(InputKind.SYMINT)
+        self._objects = positions(InputKind.GENERATOR, InputKind.OPAQUE)
+        self._layouts = positions(InputKind.COPIED, InputKind.STATIC) if check_layout else ()
+
+    def shape_key(self, args: Sequence[Any]) -> ShapeKey:
+        """The part of the signature that decides what is computed."""
+        key = tuple([args[i] for i in self._values])
+        if self._objects:
+            key += tuple([id(args[i]) for i in self._objects])
+        if self._layouts:
+            key += tuple([_layout_of(args[i]) for i in self._layouts])
+        return key
+
+    def static_key(self, args: Sequence[Any]) -> StaticKey:
+        """The part of the signature that decides where it is read."""
+        return tuple([args[i].data_ptr() for i in self.static])
+
+    def moved(self, old: StaticKey, new: StaticKey) -> list[int]:
+        """Positions of the inputs whose address differs."""
+        return [i for i, a, b in zip(self.static, old, new, strict=True) if a != b]
+
+
+def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tuple(tensor.size()), tensor.stride(), tensor.dtype)
+
+
+def describe(infos: Iterable[InputInfo], limit: int = 5) -> str:
+    """Names of inputs with the user's lines that read them, at most `limit` of them."""
+    infos = list(infos)
+    parts = [i.name if i.line is None else f"{i.name} (read at {i.line})" for i in infos[:limit]]
+    if len(infos) > limit:
+        parts.append(f"and {len(infos) - limit} more")
+    return ", ".join(parts)
+
+
+def infer_infos(
+    args: Sequence[Any], static_input_indices: Iterable[int], device: torch.device
+) -> tuple[InputInfo, ...]:
+    """Kinds of inputs of a callable that nothing is known of but one call's inputs.
+
+    Raises:
+        InputError: An input is of a kind that a recording can't take; names its position.
+    """
+    static = frozenset(static_input_indices)
+    unknown = sorted(i for i in static if not 0 <= i < len(args))
+    if unknown:
+        raise InputError(f"static_input_indices names input {unknown[0]}, but the call has {len(args)}")
+    return tuple(
+        InputInfo(f"input {i}", _infer_kind(i, value, static, device)) for i, value in enumerate(args)
+    )
+
+
+def _infer_kind(
+    index: int, value: Any, static: frozenset[int], device: torch.device
+) -> InputKind:
+    if isinstance(value, torch.Tensor):
+        check_tensor(f"input {index}", value, device)
+        return InputKind.STATIC if index in static else InputKind.COPIED
+    if index in static:
+        raise InputError(f"input {index} is named static but is a {type(value).__name__}, not a tensor")
+    if isinstance(value, torch.Generator):
+        return InputKind.GENERATOR
+    if isinstance(value, _BY_VALUE):
+        return InputKind.SYMINT
+    if isinstance(value, float | complex | list | tuple | dict | set):
+        raise InputError(
+            f"input {index} is a {type(value).__name__}: a graph would freeze its value; "
+            "pass tensors (a changing number as a 0-dim tensor on the device), integers or generators"
+        )
+    return InputKind.OPAQUE
+
+
+def check_tensor(name: str, value: torch.Tensor, device: torch.device) -> None:
+    """Refuse tensors that a recording can't read.
+
+    Raises:
+        InputError: A subclass, a layout other than strided, or another device.
+    """
+    if type(value) not in _PLAIN_TENSORS:
+        raise InputError(
+            f"{name} is a {type(value).__name__}: a recording takes plain tensors; "
+            "pass its inner tensors, or use torch.compile(backend='cgpass'), which does"
+        )
+    if value.layout is not torch.strided:
+        raise InputError(f"{name} has layout {value.layout}: a recording takes strided tensors")
+    if value.device != device:
+        raise InputError(f"{name} lies on {value.device}, the recording on {device}: move it there")

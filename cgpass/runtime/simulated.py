@@ -1,0 +1,177 @@
+"""`SimulatedDriver`: CUDA graphs' rules on CPU, failings included.
+
+A recording is a tape of aten calls with the very memory they touched. A replay runs the tape again on that memory:
+host code does not run again, inputs are read where they lay, outputs and temporaries are written where they lay, in
+one pool that later recordings reuse. A partition compiled by Inductor calls no aten op that could be taped, so it is
+taped as one call.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cgpass import _torch
+from cgpass.runtime.driver import BoxedCallable, CapturedGraph, no_gc
+
+_POISON = 0xFF
+_HOST_READS = (torch.Tag.data_dependent_output, torch.Tag.cudagraph_unsafe)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _has_dynamic_output(func: Any, tags: Sequence[torch.Tag], args: tuple[Any, ...]) -> bool:
+    if torch.Tag.dynamic_output_shape not in tags:
+        return False
+    if func.overloadpacket is not torch.ops.aten.index:
+        return True
+    return any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1]))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class SimulatedPool:
+    """Memory of one owner's recordings: blocks that are free take the next recording's values."""
+
+    def __init__(self) -> None:
+        """An empty pool."""
+        self._free: dict[int, list[torch.UntypedStorage]] = {}
+
+    def place(self, value: torch.Tensor) -> torch.Tensor:
+        """`value` moved into a free block of its size, if there is one."""
+        blocks = self._free.get(value.untyped_storage().nbytes())
+        if not blocks:
+            return value
+        out = torch.empty(0, dtype=value.dtype)
+        out.set_(blocks.pop(), value.storage_offset(), value.size(), value.stride())
+        return out.copy_(value)
+
+    def release(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Take back blocks that a finished recording no longer needs."""
+        for storage in storages:
+            self._free.setdefault(storage.nbytes(), []).append(storage)
+
+
+class _Tape(TorchDispatchMode):
+    """Runs aten ops and notes each with the tensors it read and wrote."""
+
+    def __init__(self, pool: SimulatedPool, generators: Sequence[torch.Generator]) -> None:
+        super().__init__()
+        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
+        self.fresh: dict[int, torch.UntypedStorage] = {}
+        self._pool = pool
+        self._generators = generators
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._refuse(func, args, kwargs)
+        return self.note(func, args, kwargs)
+
+    def note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `func`, put what it allocated into the pool, and note the call."""
+        known = {_address(t) for t in _tensors((args, kwargs))} | self.fresh.keys()
+        out = func(*args, **kwargs)
+
+        def own(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or value.untyped_storage().nbytes() == 0:
+                return value
+            if _address(value) in known:
+                return value
+            placed = self._pool.place(value)
+            self.fresh[_address(placed)] = placed.untyped_storage()
+            return placed
+
+        out = pytree.tree_map(own, out)
+        self.calls.append((func, args, kwargs, out))
+        return out
+
+    def _refuse(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tags = getattr(func, "tags", ())
+        if any(tag in tags for tag in _HOST_READS) or _has_dynamic_output(func, tags, args):
+            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Generator) and all(leaf is not g for g in self._generators):
+                raise RuntimeError(f"a generator used by {func} is not registered with the graph")
+
+
+class SimulatedGraph:
+    """A tape that can be run again."""
+
+    def __init__(self, tape: _Tape, keepalive: Sequence[torch.Tensor]) -> None:
+        """Args: tape: what was recorded. keepalive: owners of the memory that the tape reads by address."""
+        self._calls = tape.calls
+        self._keepalive = keepalive
+
+    def replay(self) -> None:
+        """Run every call on the memory of the recording."""
+        with torch.no_grad():
+            for func, args, kwargs, recorded in self._calls:
+                again = func(*args, **kwargs)
+                for old, new in zip(_tensors(recorded), _tensors(again), strict=True):
+                    if _address(old) != _address(new):
+                        old.copy_(new)
+
+    def reset(self) -> None:
+        """Drop the tape and with it the memory of temporaries."""
+        self._calls = []
+        self._keepalive = ()
+
+
+class SimulatedDriver:
+    """`GraphDriver` on CPU."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """Args: device: the CPU."""
+        self.device = device or torch.device("cpu")
+        self._pool = SimulatedPool()
+        self._recording = False
+
+    def record(
+        self, fn: BoxedCallable, args: list[Any], *, opaque: bool
+    ) -> tuple[CapturedGraph, list[Any]]:
+        """See `GraphDriver.record`. Runs `fn` once, then puts back its inputs and the generators."""
+        keepalive = [a for a in args if isinstance(a, torch.Tensor)]
+        generators = [
+            torch.default_generator,
+            *(a for a in args if isinstance(a, torch.Generator)),
+        ]
+        before = [(s, s.clone()) for s in {_address(t): t.untyped_storage() for t in keepalive}.values()]
+        states = [g.get_state() for g in generators]
+        tape = _Tape(self._pool, generators)
+        inputs = [_torch.tensor_at_address(a) if isinstance(a, torch.Tensor) else a for a in args]
+        self._recording = True
+        try:
+            with no_gc(), torch.no_grad():
+                outputs = self._run(tape, fn, inputs, opaque=opaque)
+        finally:
+            self._recording = False
+            for storage, content in before:
+                storage.copy_(content)
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+        kept = {_address(t) for t in _tensors(outputs)}
+        self._pool.release([s for address, s in tape.fresh.items() if address not in kept])
+        for storage in tape.fresh.values():
+            storage.fill_(_POISON)
+        return SimulatedGraph(tape, keepalive), outputs
+
+    def _run(self, tape: _Tape, fn: BoxedCallable, inputs: list[Any], *, opaque: bool) -> list[Any]:
+        if opaque:
+            return list(tape.note(lambda *args: tuple(fn(list(args))), tuple(inputs), {}))
+        with tape:
+            return list(fn(list(inputs)))
+
+    def is_capturing(self) -> bool:
+        """Whether this driver records right now."""
+        return self._recording
+
+    def enter_call(self) -> None:
+        """Nothing to order: the CPU has one stream."""
