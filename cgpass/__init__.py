@@ -1,1 +1,44 @@
-"""CUDA graphs for PyTorch that just work."""
+"""CUDA graphs for PyTorch that just work: `torch.compile(model, backend="cgpass")`."""
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+from cgpass import errors
+from cgpass.options import Options, set_defaults
+
+if TYPE_CHECKING:
+    from cgpass.backend import cgpass, reset
+    from cgpass.runtime.wrapper import CUDAGraphWrapper
+    from cgpass.telemetry import counters, summary
+
+__all__ = [
+    "CUDAGraphWrapper",
+    "Options",
+    "cgpass",
+    "counters",
+    "errors",
+    "reset",
+    "set_defaults",
+    "summary",
+]
+
+_HOMES: Final = {
+    "CUDAGraphWrapper": "cgpass.runtime.wrapper",
+    "cgpass": "cgpass.backend",
+    "counters": "cgpass.telemetry",
+    "reset": "cgpass.backend",
+    "summary": "cgpass.telemetry",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load what needs torch on first use: `import cgpass` itself stays light."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'cgpass' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

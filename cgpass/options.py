@@ -1,0 +1,293 @@
+"""What a user can set: `Options`, the process-wide defaults and the `CGPASS_*` variables."""
+
+import difflib
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from types import TracebackType
+from typing import Any, Final, Literal
+
+from cgpass.errors import OptionError
+
+__all__ = ["Options", "current_defaults", "set_defaults"]
+
+_ENV_PREFIX: Final = "CGPASS_"
+_OPERATOR: Final = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*(\.[A-Za-z_]\w*)?")
+
+
+def _choice(*allowed: str) -> Any:
+    return field(default=allowed[0], metadata={"allowed": allowed})
+
+
+def _count(default: int, *, at_least: int) -> Any:
+    return field(default=default, metadata={"at_least": at_least})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Settings of one compiled function; immutable, comparable and hashable.
+
+    Built directly, fields that are left out have the defaults below. `Options.parse`, which
+    `torch.compile(..., options={...})` goes through, starts from the process-wide defaults.
+
+    Raises:
+        OptionError: A field's value is not one of those allowed.
+    """
+
+    compiler: Literal["inductor", "eager"] = _choice("inductor", "eager")
+    """What makes a partition's kernels: Inductor, or the aten operators as they are."""
+
+    driver: Literal["auto", "cuda", "simulated", "none"] = _choice(
+        "auto", "cuda", "simulated", "none"
+    )
+    """What records and replays; `auto`: `cuda` if the graph is on CUDA, else `none`."""
+
+    static_input_check: Literal["rerecord", "error", "off"] = _choice("rerecord", "error", "off")
+    """What a moved static address does; `off` only where they provably never move."""
+
+    max_recordings: int = _count(64, at_least=1)
+    """Shapes a partition keeps recordings for."""
+
+    max_static_sets: int = _count(256, at_least=1)
+    """Sets of static addresses per shape."""
+
+    outputs: Literal["shared", "owned"] = _choice("shared", "owned")
+    """Outputs on pool memory, rescued before it is reused, or copies in allocator memory."""
+
+    max_rerecords: int = _count(128, at_least=0)
+    """Recordings made because a known input moved before a partition stops making more."""
+
+    num_warmup_calls: int = _count(1, at_least=1)
+    """Calls that run plainly before a recording is made."""
+
+    min_partition_ops: int = _count(4, at_least=1)
+    """Captured partitions with fewer operators than this run plainly."""
+
+    unsafe_ops: tuple[str, ...] = ()
+    """Operators that are never captured, as `ns::op` or `ns::op.overload`."""
+
+    on_skip: Literal["warn", "raise", "silent"] = _choice("warn", "raise", "silent")
+    """What a partition that can't be captured does."""
+
+    rng: Literal["exact", "paired"] = _choice("exact", "paired")
+    """Random numbers as eager's own, or generator pairs with seeds of their own."""
+
+    inductor: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Inductor config patches for the partitions."""
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            value = _validated(spec.name, getattr(self, spec.name))
+            object.__setattr__(self, spec.name, value)
+
+    @classmethod
+    def parse(cls, options: "Mapping[str, Any] | Options | None" = None) -> "Options":
+        """Read what a user gave as `options=`, over the process-wide defaults.
+
+        Args:
+            options: Names and values; an `Options` is complete in itself and returned as it is.
+
+        Returns:
+            Validated options.
+
+        Raises:
+            OptionError: An unknown name (with the nearest known one) or a bad value.
+        """
+        if isinstance(options, Options):
+            return options
+        if options is not None and not isinstance(options, Mapping):
+            raise OptionError(
+                f"cgpass: options must be a dict of option names and values, got {_shown(options)}."
+            )
+        return cls(**{**_defaults(), **_known(options or {})})
+
+
+_SPECS: Final = {spec.name: spec for spec in fields(Options)}
+
+
+class _SetDefaults:
+    """Undoes one `set_defaults` on exit from a `with` block."""
+
+    def __init__(self, before: Mapping[str, Any], changed: Iterable[str]) -> None:
+        self._before = before
+        self._changed = tuple(changed)
+
+    def __enter__(self) -> Options:
+        return current_defaults()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with _lock:
+            for name in self._changed:
+                if name in self._before:
+                    _overrides[name] = self._before[name]
+                else:
+                    _overrides.pop(name, None)
+
+
+_lock: Final = threading.Lock()
+_overrides: Final[dict[str, Any]] = {}
+
+
+def set_defaults(**options: Any) -> _SetDefaults:
+    """Change the defaults of every function compiled from now on in this process.
+
+    Used as a statement the change stays; as `with cgpass.set_defaults(...):` the values from before
+    come back at the end of the block. `options=` of `torch.compile` goes before these defaults,
+    and these go before the environment variables `CGPASS_<OPTION>`.
+
+    Args:
+        **options: Fields of `Options`.
+
+    Returns:
+        A context manager that restores what was set before; entering gives the new defaults.
+
+    Raises:
+        OptionError: An unknown name or a bad value; nothing is changed then.
+    """
+    checked = {name: _validated(name, value) for name, value in _known(options).items()}
+    with _lock:
+        before = {name: _overrides[name] for name in checked if name in _overrides}
+        _overrides.update(checked)
+    return _SetDefaults(before, checked)
+
+
+def current_defaults() -> Options:
+    """Return the process-wide defaults: `set_defaults` over `CGPASS_*` over the built-in ones."""
+    return Options(**_defaults())
+
+
+def _defaults() -> dict[str, Any]:
+    with _lock:
+        return {**_from_environment(), **_overrides}
+
+
+def _from_environment() -> dict[str, Any]:
+    """Read `CGPASS_<OPTION>`; other variables of that prefix are the scripts' unless misspelt."""
+    found = {}
+    for variable in sorted(os.environ):
+        if not variable.startswith(_ENV_PREFIX):
+            continue
+        name = variable.removeprefix(_ENV_PREFIX).lower()
+        if name in _SPECS:
+            found[name] = _from_text(variable, name, os.environ[variable])
+        elif nearest := _nearest(name):
+            raise OptionError(
+                f"cgpass: environment variable {variable} is not an option; "
+                f"did you mean {_ENV_PREFIX}{nearest.upper()}?"
+            )
+    return found
+
+
+def _from_text(variable: str, name: str, text: str) -> Any:
+    read = _READERS.get(name, int if "at_least" in _SPECS[name].metadata else str)
+    try:
+        value = read(text.strip())
+    except ValueError:
+        value = text  # refused below, with the text as the user wrote it
+    return _validated(name, value, f"environment variable {variable}")
+
+
+def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name in options:
+        if name not in _SPECS:
+            nearest = _nearest(name)
+            hint = f"did you mean {nearest!r}?" if nearest else f"known: {', '.join(_SPECS)}."
+            raise OptionError(f"cgpass: unknown option {name!r}; {hint}")
+    return options
+
+
+def _nearest(name: str) -> str | None:
+    matches = difflib.get_close_matches(str(name).lower(), _SPECS, n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def _validated(name: str, value: Any, where: str | None = None) -> Any:
+    """Return `value` in the form that `Options` keeps, or raise naming `where` it came from."""
+    where = where or f"option {name!r}"
+    metadata = _SPECS[name].metadata
+    if "allowed" in metadata:
+        return _one_of(value, metadata["allowed"], where)
+    if "at_least" in metadata:
+        return _whole_number(value, metadata["at_least"], where)
+    return _CHECKS[name](value, where)
+
+
+def _one_of(value: Any, allowed: tuple[str, ...], where: str) -> str:
+    if isinstance(value, str) and value in allowed:
+        return value
+    matches = difflib.get_close_matches(value.lower(), allowed, n=1) if _is_text(value) else []
+    hint = f"; did you mean {matches[0]!r}?" if matches else "."
+    raise OptionError(
+        f"cgpass: {where} must be one of {', '.join(map(repr, allowed))}, got {_shown(value)}{hint}"
+    )
+
+
+def _whole_number(value: Any, at_least: int, where: str) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= at_least:
+        return value
+    raise OptionError(f"cgpass: {where} must be an int >= {at_least}, got {_shown(value)}.")
+
+
+def _operators(value: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(value, (tuple, list, set, frozenset)):
+        raise OptionError(
+            f"cgpass: {where} must be a tuple or list of operator names, got {_shown(value)}."
+        )
+    for item in value:
+        if not (_is_text(item) and _OPERATOR.fullmatch(item)):
+            raise OptionError(
+                f"cgpass: {where} must hold names of the form 'ns::op' or 'ns::op.overload', "
+                f"got {_shown(item)}{_operator_hint(item)}"
+            )
+    return tuple(sorted(set(value)))
+
+
+def _operator_hint(item: Any) -> str:
+    """Suggest `aten::add.Tensor` for `torch.ops.aten.add.Tensor`, given as text or as itself."""
+    parts = str(item).removeprefix("torch.ops.").split(".")
+    guess = "::".join([parts[0], ".".join(parts[1:])])
+    return f"; did you mean {guess!r}?" if _OPERATOR.fullmatch(guess) else "."
+
+
+def _config_patches(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise OptionError(
+            f"cgpass: {where} must be a dict of Inductor config names and values, "
+            f"got {_shown(value)}."
+        )
+    for name in value:
+        if not _is_text(name):
+            raise OptionError(
+                f"cgpass: {where} must have Inductor config names (str) as keys, "
+                f"got {_shown(name)}."
+            )
+    return dict(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return f"{text} ({type(value).__name__})"
+
+
+_CHECKS: Final[dict[str, Callable[[Any, str], Any]]] = {
+    "unsafe_ops": _operators,
+    "inductor": _config_patches,
+}
+
+_READERS: Final[dict[str, Callable[[str], Any]]] = {
+    "unsafe_ops": lambda text: tuple(item.strip() for item in text.split(",") if item.strip()),
+    "inductor": json.loads,
+}

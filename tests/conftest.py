@@ -1,0 +1,30 @@
+"""Skips what this machine has no CUDA devices for; keeps one test's options from the next."""
+
+import os
+
+import pytest
+import torch
+
+from cgpass import options
+
+SCRIPTS_OWN = {"CGPASS_VENV"}
+
+
+def pytest_collection_modifyitems(items):
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        needed = 1 if item.get_closest_marker("gpu") else 0
+        if marker := item.get_closest_marker("multigpu"):
+            needed = marker.args[0]
+        if needed > found:
+            reason = f"needs {needed} CUDA device(s), found {found}"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def builtin_defaults(monkeypatch):
+    """Every test starts from the built-in options, whatever the shell or a test before it set."""
+    for name in set(os.environ) - SCRIPTS_OWN:
+        if name.startswith("CGPASS_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(options, "_overrides", {})

@@ -1,0 +1,162 @@
+"""The texts that a user meets who mistypes an option."""
+
+import pytest
+
+from cgpass.errors import OptionError
+from cgpass.options import Options, current_defaults, set_defaults
+
+PARSED = [
+    (
+        {"compilr": "eager"},
+        "cgpass: unknown option 'compilr'; did you mean 'compiler'?",
+    ),
+    (
+        {"spam": 1},
+        (
+            "cgpass: unknown option 'spam'; known: compiler, driver, static_input_check, "
+            "max_recordings, max_static_sets, outputs, max_rerecords, num_warmup_calls, "
+            "min_partition_ops, unsafe_ops, on_skip, rng, inductor."
+        ),
+    ),
+    (
+        {3: 1},
+        (
+            "cgpass: unknown option 3; known: compiler, driver, static_input_check, "
+            "max_recordings, max_static_sets, outputs, max_rerecords, num_warmup_calls, "
+            "min_partition_ops, unsafe_ops, on_skip, rng, inductor."
+        ),
+    ),
+    (
+        {"driver": "simulate"},
+        (
+            "cgpass: option 'driver' must be one of 'auto', 'cuda', 'simulated', 'none', "
+            "got 'simulate' (str); did you mean 'simulated'?"
+        ),
+    ),
+    (
+        {"driver": None},
+        (
+            "cgpass: option 'driver' must be one of 'auto', 'cuda', 'simulated', 'none', "
+            "got None (NoneType)."
+        ),
+    ),
+    (
+        {"max_recordings": 0},
+        "cgpass: option 'max_recordings' must be an int >= 1, got 0 (int).",
+    ),
+    (
+        {"max_rerecords": "many"},
+        "cgpass: option 'max_rerecords' must be an int >= 0, got 'many' (str).",
+    ),
+    (
+        {"num_warmup_calls": True},
+        "cgpass: option 'num_warmup_calls' must be an int >= 1, got True (bool).",
+    ),
+    (
+        {"unsafe_ops": "aten::add"},
+        (
+            "cgpass: option 'unsafe_ops' must be a tuple or list of operator names, "
+            "got 'aten::add' (str)."
+        ),
+    ),
+    (
+        {"unsafe_ops": ["torch.ops.aten.add.Tensor"]},
+        (
+            "cgpass: option 'unsafe_ops' must hold names of the form 'ns::op' or 'ns::op.overload', "
+            "got 'torch.ops.aten.add.Tensor' (str); did you mean 'aten::add.Tensor'?"
+        ),
+    ),
+    (
+        {"unsafe_ops": [None]},
+        (
+            "cgpass: option 'unsafe_ops' must hold names of the form 'ns::op' or 'ns::op.overload', "
+            "got None (NoneType)."
+        ),
+    ),
+    (
+        {"inductor": [("max_autotune", True)]},
+        (
+            "cgpass: option 'inductor' must be a dict of Inductor config names and values, "
+            "got [('max_autotune', True)] (list)."
+        ),
+    ),
+    (
+        {"inductor": {1: True}},
+        "cgpass: option 'inductor' must have Inductor config names (str) as keys, got 1 (int).",
+    ),
+    (
+        ["driver", "none"],
+        "cgpass: options must be a dict of option names and values, got ['driver', 'none'] (list).",
+    ),
+    (
+        {"rng": "x" * 100},
+        (
+            "cgpass: option 'rng' must be one of 'exact', 'paired', "
+            "got 'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx... (str)."
+        ),
+    ),
+]
+
+ENVIRONMENT = [
+    (
+        "CGPASS_DRIVER",
+        "cud",
+        (
+            "cgpass: environment variable CGPASS_DRIVER must be one of 'auto', 'cuda', 'simulated', "
+            "'none', got 'cud' (str); did you mean 'cuda'?"
+        ),
+    ),
+    (
+        "CGPASS_MAX_RECORDINGS",
+        "3.5",
+        "cgpass: environment variable CGPASS_MAX_RECORDINGS must be an int >= 1, got '3.5' (str).",
+    ),
+    (
+        "CGPASS_UNSAFE_OPS",
+        "aten.add",
+        (
+            "cgpass: environment variable CGPASS_UNSAFE_OPS must hold names of the form 'ns::op' or "
+            "'ns::op.overload', got 'aten.add' (str); did you mean 'aten::add'?"
+        ),
+    ),
+    (
+        "CGPASS_INDUCTOR",
+        "max_autotune",
+        (
+            "cgpass: environment variable CGPASS_INDUCTOR must be a dict of Inductor config names and "
+            "values, got 'max_autotune' (str)."
+        ),
+    ),
+    (
+        "CGPASS_MAX_RECORDING",
+        "3",
+        (
+            "cgpass: environment variable CGPASS_MAX_RECORDING is not an option; "
+            "did you mean CGPASS_MAX_RECORDINGS?"
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), PARSED)
+def test_parse(given, message):
+    with pytest.raises(OptionError) as caught:
+        Options.parse(given)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(("variable", "text", "message"), ENVIRONMENT)
+def test_environment(monkeypatch, variable, text, message):
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(OptionError) as caught:
+        current_defaults()
+    assert str(caught.value) == message
+
+
+def test_set_defaults_names_the_nearest_option():
+    with pytest.raises(OptionError) as caught:
+        set_defaults(min_partition_op=1)
+    assert (
+        str(caught.value)
+        == "cgpass: unknown option 'min_partition_op'; did you mean 'min_partition_ops'?"
+    )

@@ -1,0 +1,83 @@
+"""What `import cgpass` gives, what it costs, and that the packaging says the same."""
+
+import importlib
+import importlib.metadata
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import cgpass
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+LIGHT = """
+import sys
+import cgpass
+cgpass.Options(driver="none")
+cgpass.set_defaults(rng="paired")
+loaded = [m for m in sys.modules if m.startswith(("torch._dynamo", "torch._inductor"))]
+assert not loaded, loaded
+assert "torch" not in sys.modules
+"""
+
+
+def test_public_names():
+    assert cgpass.__all__ == [
+        "CUDAGraphWrapper",
+        "Options",
+        "cgpass",
+        "counters",
+        "errors",
+        "reset",
+        "set_defaults",
+        "summary",
+    ]
+
+
+@pytest.mark.parametrize("name", cgpass.__all__)
+def test_every_public_name_loads_and_is_documented(name):
+    assert getattr(cgpass, name).__doc__
+    assert name in dir(cgpass)
+
+
+def test_a_name_that_does_not_exist():
+    with pytest.raises(AttributeError, match="module 'cgpass' has no attribute 'nothing'"):
+        _ = cgpass.nothing
+
+
+def test_import_is_light():
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_entry_point_is_the_backend():
+    module, _, name = PROJECT["entry-points"]["torch_dynamo_backends"]["cgpass"].partition(":")
+    assert getattr(importlib.import_module(module), name) is cgpass.cgpass
+
+
+def test_the_installed_package_declares_the_backend():
+    try:
+        distribution = importlib.metadata.distribution("cgpass")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("cgpass is not installed here")
+    (entry,) = distribution.entry_points.select(group="torch_dynamo_backends")
+    assert (entry.name, entry.value) == ("cgpass", "cgpass.backend:cgpass")
+
+
+def test_errors_derive_from_one_base_and_a_builtin():
+    classes = [c for c in vars(cgpass.errors).values() if isinstance(c, type)]
+    assert len(classes) > 5
+    for each in classes:
+        assert issubclass(each, cgpass.errors.CGPassError)
+        if each is not cgpass.errors.CGPassError:
+            base, builtin = each.__bases__
+            assert base is cgpass.errors.CGPassError
+            assert builtin.__module__ == "builtins"
