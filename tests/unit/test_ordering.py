@@ -1,0 +1,229 @@
+"""The fewest colour switches, against brute force and within a memory limit."""
+
+import itertools
+import math
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cgpass.passes.ordering import (
+    OrderingProblem,
+    count_inversions,
+    count_switches,
+    find_order,
+    peak_bytes,
+)
+
+C, E = True, False
+
+
+def problem(colours, before, sizes=None, reads=None, kept=()):
+    return OrderingProblem(
+        captured=tuple(colours),
+        predecessors=tuple(tuple(b) for b in before),
+        allocated_bytes=tuple(sizes or [0] * len(colours)),
+        reads=tuple(tuple(r) for r in (before if reads is None else reads)),
+        kept=frozenset(kept),
+    )
+
+
+def topological_orders(p, done=()):
+    if len(done) == len(p):
+        yield done
+        return
+    for node in range(len(p)):
+        if node not in done and all(before in done for before in p.predecessors[node]):
+            yield from topological_orders(p, (*done, node))
+
+
+def fewest_by_brute_force(p, increase):
+    """Fewest switches of all orders within the limit: depth first, giving up what is no better."""
+    limit = math.floor(naive_peak(p, range(len(p))) * (1 + increase))
+    best = len(p) + 1
+
+    def visit(done, switches):
+        nonlocal best
+        if switches >= best:
+            return
+        if len(done) == len(p):
+            best = switches
+            return
+        for node in range(len(p)):
+            if node in done or any(before not in done for before in p.predecessors[node]):
+                continue
+            if live_bytes(p, done) + p.allocated_bytes[node] > limit:
+                continue
+            changed = bool(done) and p.captured[done[-1]] != p.captured[node]
+            visit((*done, node), switches + changed)
+
+    visit((), 0)
+    return best
+
+
+def live_bytes(p, done):
+    left = [node for node in range(len(p)) if node not in done]
+    return sum(
+        p.allocated_bytes[value]
+        for value in done
+        if value in p.kept or any(value in p.reads[node] for node in left)
+    )
+
+
+def naive_peak(p, order):
+    order = tuple(order)
+    return max(
+        (live_bytes(p, order[:i]) + p.allocated_bytes[order[i]] for i in range(len(order))),
+        default=0,
+    )
+
+
+def tight_problem(rng, size):
+    """Short chains through big values, one after the other: gathering a colour holds many of them."""
+    before = [[n - 1] if n and rng.random() < 0.6 else [] for n in range(size)]
+    for n in range(2, size):
+        if rng.random() < 0.2:
+            before[n] = sorted({*before[n], rng.randrange(n)})
+    colours = [rng.random() < 0.5 for _ in range(size)]
+    sizes = [rng.choice([1, 60, 100]) if n + 1 < size else 1 for n in range(size)]
+    return problem(colours, before, sizes)
+
+
+def check_valid(p, ordering, increase):
+    order = ordering.order
+    assert sorted(order) == list(range(len(p)))
+    place = {node: at for at, node in enumerate(order)}
+    assert all(place[b] < place[n] for n in range(len(p)) for b in p.predecessors[n])
+    assert tuple(node for segment in ordering.segments for node in segment) == order
+    colours = [{p.captured[node] for node in segment} for segment in ordering.segments]
+    assert all(len(colour) == 1 for colour in colours)
+    assert all(a != b for a, b in itertools.pairwise(colours))
+    assert ordering.switches == count_switches(p, order)
+    assert ordering.peak_bytes <= math.floor(ordering.original_peak_bytes * (1 + increase))
+
+
+@st.composite
+def problems(draw, most=7):
+    size = draw(st.integers(0, most))
+    before = [[b for b in range(node) if draw(st.integers(0, 3)) == 0] for node in range(size)]
+    return problem(
+        draw(st.lists(st.booleans(), min_size=size, max_size=size)),
+        before,
+        draw(st.lists(st.integers(0, 40), min_size=size, max_size=size)),
+        [[b for b in bs if draw(st.integers(0, 4))] for bs in before],
+        draw(st.sets(st.integers(0, size - 1))) if size else (),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(), st.sampled_from([0.0, 0.05, 0.3, 10.0]))
+def test_equals_brute_force(p, increase):
+    ordering = find_order(p, increase)
+    check_valid(p, ordering, increase)
+    assert ordering.switches == fewest_by_brute_force(p, increase) if len(p) else not ordering.order
+    assert ordering.peak_bytes == naive_peak(p, ordering.order)
+    assert find_order(p, increase) == ordering
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_equals_brute_force_on_ten_nodes(seed):
+    p = tight_problem(random.Random(seed), 10)
+    ordering = find_order(p, 0.05)
+    check_valid(p, ordering, 0.05)
+    assert ordering.switches == fewest_by_brute_force(p, 0.05)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(most=6))
+def test_an_order_as_good_as_any_stays(p):
+    best = find_order(p, 0.05).order
+    names = {node: at for at, node in enumerate(best)}
+    moved = problem(
+        [p.captured[n] for n in best],
+        [[names[b] for b in p.predecessors[n]] for n in best],
+        [p.allocated_bytes[n] for n in best],
+        [[names[b] for b in p.reads[n]] for n in best],
+        {names[n] for n in p.kept},
+    )
+    limit_is_the_same = peak_bytes(p, best) == peak_bytes(p, range(len(p)))
+    if limit_is_the_same:
+        assert find_order(moved, 0.05).order == tuple(range(len(p)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(most=9))
+def test_one_colour_keeps_its_order(p):
+    for colour in (C, E):
+        one = problem([colour] * len(p), p.predecessors, p.allocated_bytes, p.reads)
+        ordering = find_order(one, 0.0)
+        assert ordering.order == tuple(range(len(p)))
+        assert len(ordering.segments) == min(1, len(p))
+
+
+def test_starts_with_the_better_colour():
+    # Captured first needs C E C E; eager first needs E C E.
+    p = problem([C, E, C, E], [[], [], [1], [2]])
+    assert find_order(p).segments == ((1,), (0, 2), (3,))
+
+
+def test_independent_eager_nodes_gather():
+    p = problem([E, C, E, C, E, C], [[], [0], [], [2], [], [4]])
+    assert find_order(p).segments == ((0, 2, 4), (1, 3, 5))
+
+
+def test_memory_limit_keeps_big_values_apart():
+    # Gathering the eager nodes would hold all three big values at once.
+    p = problem([E, C, E, C, E, C], [[], [0], [], [2], [], [4]], [100, 1, 100, 1, 100, 1])
+    assert find_order(p, 0.05).order == (0, 1, 2, 3, 4, 5)
+    assert find_order(p, 1.0).switches == 3
+    assert find_order(p, 2.0).switches == 1
+
+
+def test_search_finds_what_no_drain_finds():
+    # Gathering all three pairs breaks the limit, gathering the two small ones does not.
+    p = problem([E, C, E, C, E, C], [[], [0], [], [2], [], [4]], [100, 1, 50, 1, 50, 1])
+    ordering = find_order(p, 0.05)
+    assert ordering.segments == ((0,), (1,), (2, 4), (3, 5))
+    assert ordering.switches == fewest_by_brute_force(p, 0.05) == 3
+
+
+def test_search_prefers_the_nearest_order():
+    rng = random.Random(7)
+    compared = 0
+    for _ in range(150):
+        p = tight_problem(rng, 7)
+        every = list(topological_orders(p))
+        limit = peak_bytes(p, range(7))
+        orders = [o for o in every if peak_bytes(p, o) <= limit]
+        fewest = min(count_switches(p, o) for o in every)
+        within = min(count_switches(p, o) for o in orders)
+        if within > fewest:  # no drain can have met the limit: the search decided
+            nearest = min(count_inversions(o) for o in orders if count_switches(p, o) == within)
+            assert count_inversions(find_order(p, 0.0).order) == nearest
+            compared += 1
+    assert compared >= 10
+
+
+@pytest.mark.parametrize("increase", [0.0, 0.05, 100.0])
+@pytest.mark.parametrize("width", [1, 8, 5000])
+def test_five_thousand_nodes_are_ordered_quickly(width, increase):
+    rng = random.Random(width)
+    size = 5000
+    before = [
+        sorted({rng.randrange(max(0, n - width), n) for _ in range(2)}) if n else []
+        for n in range(size)
+    ]
+    p = problem(
+        [rng.random() < 0.8 for _ in range(size)],
+        before,
+        [rng.choice([0, 4, 1000]) for _ in range(size)],
+        kept={size - 1},
+    )
+    start = time.perf_counter()
+    ordering = find_order(p, increase)
+    elapsed_s = time.perf_counter() - start
+    check_valid(p, ordering, increase)
+    assert ordering.switches <= count_switches(p, range(size))
+    assert elapsed_s < 20
