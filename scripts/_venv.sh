@@ -1,0 +1,57 @@
+# Shared set-up of the other scripts; sourced, not run.
+#
+# prepare_venv EXTRA [TORCH_VERSION] makes a virtual environment that has cgpass (editable), the
+# extra EXTRA and torch, and leaves the path of its interpreter in $PYTHON. The environment is, in
+# this order: $CGPASS_VENV; with a torch version .venv-torch-VERSION; the active one; .venv.
+# Where nothing changed since the last set-up nothing is installed.
+
+find_python() {
+  local candidate
+  for candidate in python3 python3.14 python3.13 python3.12 python3.11 python; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  echo "Python 3.11 or newer is needed and was not found on PATH." >&2
+  return 1
+}
+
+create_venv() {
+  local directory=$1 host
+  host=$(find_python)
+  echo "== creating $directory"
+  # Debian's Python comes without ensurepip: then pip is put in by the pip outside.
+  if ! "$host" -m venv "$directory" >/dev/null 2>&1; then
+    "$host" -m venv --clear --without-pip "$directory"
+    "$host" -m pip --python "$directory/bin/python" install --quiet pip
+  fi
+}
+
+wanted_stamp() {
+  local extra=$1 torch=$2
+  echo "$PWD extra=$extra torch=${torch:-any} $(cksum <pyproject.toml)"
+}
+
+prepare_venv() {
+  local extra=$1 torch=${2:-} directory wanted stamp
+  if [[ -n ${CGPASS_VENV:-} ]]; then
+    directory=$CGPASS_VENV
+  elif [[ -n $torch ]]; then
+    directory=.venv-torch-$torch
+  else
+    directory=${VIRTUAL_ENV:-.venv}
+  fi
+  [[ -x $directory/bin/python ]] || create_venv "$directory"
+  PYTHON=$(cd "$directory/bin" && pwd)/python
+
+  stamp=$directory/.cgpass-setup
+  wanted=$(wanted_stamp "$extra" "$torch")
+  if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
+    echo "== installing cgpass[$extra] into $directory (minutes the first time)"
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check \
+      ${torch:+"torch==$torch"} -e ".[$extra]"
+    echo "$wanted" >"$stamp"
+  fi
+  "$PYTHON" -c 'import sys, torch; print("== Python", sys.version.split()[0], "torch", torch.__version__, "CUDA", torch.cuda.is_available())'
+}

@@ -1,0 +1,272 @@
+"""Compares ways of running forward and backward of real models.
+
+    python scripts/bench.py --out bench.json --markdown bench.md
+    python scripts/bench.py --models gpt2 --arms default,cgpass --steps 20
+    python scripts/bench.py --memory --out memory.json
+    python scripts/bench.py --device cpu --tiny --models gpt2 --steps 2 --rounds 1
+
+Times: all arms of a model in one process, in interleaved blocks. The processes of all models
+compile side by side; then they measure one after the other, with nothing else running.
+Memory (`--memory`): one process per arm with a fresh compile cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchlib import arms, models, report, worker
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--models", default=",".join(models.SPECS), help="names, with commas")
+    add("--arms", default=",".join(arms.NAMES), help="names, with commas; also cgpass-eager")
+    add("--steps", type=int, default=10, help="synchronised steps per block")
+    add("--rounds", type=int, default=6, help="blocks per arm")
+    add("--check-steps", type=int, default=5, help="steps whose losses are compared")
+    add("--memory", action="store_true", help="peak memory and compile time instead of times")
+    add("--compile-only", action="store_true", help="fill the compile cache and check losses")
+    add("--parallel", type=int, default=0, help="processes compiling at a time (0: by cores)")
+    add("--budget", type=float, default=520.0, help="seconds for everything")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--tiny", action="store_true", help="tiny models, to try the script")
+    add("--out", type=Path, help="file for the JSON")
+    add("--markdown", type=Path, help="file for the tables")
+    add("--worker", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def first_line(command: list[str]) -> str:
+    """First line a command prints, empty if it fails."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    lines = done.stdout.strip().splitlines()
+    return lines[0].strip() if done.returncode == 0 and lines else ""
+
+
+def metadata(args: argparse.Namespace) -> dict[str, Any]:
+    """What the figures were taken on."""
+    cuda = args.device == "cuda"
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return {
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "gpu": torch.cuda.get_device_name(0) if cuda else args.device,
+        "driver": first_line(query) if cuda else "-",
+        "cores": os.cpu_count(),
+        "commit": os.environ.get("BENCH_COMMIT") or first_line(["git", "rev-parse", "HEAD"]),
+        "command": shlex.join(["python", *sys.argv]),
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "parallel": args.parallel,
+    }
+
+
+def jobs(args: argparse.Namespace, directory: str) -> list[worker.Job]:
+    """One job a model, or one a model and arm for memory."""
+    names = [name for name in args.models.split(",") if name]
+    unknown = [name for name in names if name not in models.SPECS]
+    if unknown:
+        raise SystemExit(f"unknown models {unknown}; known: {', '.join(models.SPECS)}")
+    chosen = tuple(name for name in args.arms.split(",") if name)
+    for name in chosen:
+        arms.check_name(name)
+    common = {
+        "device": args.device,
+        "tiny": args.tiny,
+        "steps": args.steps,
+        "rounds": args.rounds,
+        "check_steps": args.check_steps,
+        "directory": directory,
+    }
+    if args.memory:
+        return [
+            worker.Job(name=f"{model}.{arm}", kind="memory", model=model, arms=(arm,), **common)
+            for model in names
+            for arm in chosen
+        ]
+    kind = "compile" if args.compile_only else "time"
+    return [
+        worker.Job(name=model, kind=kind, model=model, arms=chosen, **common) for model in names
+    ]
+
+
+class Fleet:
+    """The worker processes of one run: compile side by side, measure in turn."""
+
+    def __init__(self, args: argparse.Namespace, directory: Path, deadline: float) -> None:
+        self.args = args
+        self.directory = directory
+        self.deadline = deadline
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def file(self, job: worker.Job, suffix: str) -> Path:
+        """A file by which parent and worker talk."""
+        return self.directory / f"{job.name}.{suffix}"
+
+    def start(self, job: worker.Job) -> None:
+        """Starts a worker; for memory with a compile cache of its own."""
+        env = dict(os.environ)
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+        env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        threads = "2" if job.kind == "memory" else "3"
+        env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", threads)
+        env.setdefault("OMP_NUM_THREADS", "2")
+        if job.kind == "memory":
+            cache = self.directory / f"cache.{job.name}"
+            env["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+            env["TRITON_CACHE_DIR"] = str(cache / "triton")
+        described = json.dumps(dataclasses.asdict(job))
+        command = [sys.executable, "-u", str(Path(__file__).resolve()), "--worker", described]
+        self.processes[job.name] = subprocess.Popen(command, env=env, cwd=ROOT)
+
+    def await_ready(self, batch: list[worker.Job], until: float) -> None:
+        """Waits until each worker is ready, gone, or too late (then it is ended)."""
+        for job in batch:
+            process = self.processes[job.name]
+            while process.poll() is None and not self.file(job, "ready").exists():
+                if time.monotonic() > until:
+                    print(f"{job.name}: not ready in time, ended", flush=True)
+                    process.kill()
+                    process.wait()
+                time.sleep(0.1)
+
+    def turn(self, job: worker.Job) -> None:
+        """Lets one ready worker measure, and waits for its end."""
+        process = self.processes[job.name]
+        if process.poll() is not None:
+            return
+        self.file(job, "go").touch()
+        if job.kind == "memory":
+            self._measure_footprint(job)
+        try:
+            process.wait(timeout=max(5.0, self.deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            print(f"{job.name}: out of time, ended", flush=True)
+            process.kill()
+            process.wait()
+
+    def _measure_footprint(self, job: worker.Job) -> None:
+        """Writes what the device gets back when the process leaves, all others being idle."""
+        process = self.processes[job.name]
+        while process.poll() is None and not self.file(job, "measured").exists():
+            if time.monotonic() > self.deadline:
+                return
+            time.sleep(0.02)
+        cuda = self.args.device == "cuda"
+        before = torch.cuda.mem_get_info(0)[0] if cuda else 0
+        self.file(job, "leave").touch()
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            return
+        after = torch.cuda.mem_get_info(0)[0] if cuda else 0
+        self.file(job, "footprint").write_text(str(after - before))
+
+    def collect(self, job: worker.Job) -> dict[str, Any]:
+        """What a worker wrote, with how it ended."""
+        path = self.file(job, "json")
+        data = json.loads(path.read_text()) if path.exists() else {"model": job.model, "arms": {}}
+        process = self.processes[job.name]
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        if not data.get("done") and "error" not in data:
+            data["error"] = f"the process ended with status {process.returncode}"
+            if job.kind == "memory":
+                data["arms"].setdefault(job.arms[0], {}).setdefault("error", data["error"])
+        footprint = self.file(job, "footprint")
+        entry = data["arms"].get(job.arms[0], {})
+        if footprint.exists() and "reserved_bytes" in entry:
+            entry["footprint_bytes"] = int(footprint.read_text())
+            entry["beyond_allocator_bytes"] = entry["footprint_bytes"] - entry["reserved_bytes"]
+        shutil.rmtree(self.directory / f"cache.{job.name}", ignore_errors=True)
+        return data
+
+
+def merge(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Joins the results of one model's workers."""
+    joined: dict[str, dict[str, Any]] = {}
+    for data in found:
+        known = joined.setdefault(data["model"], {**data, "arms": {}})
+        known["arms"].update(data["arms"])
+    return list(joined.values())
+
+
+def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Runs all jobs, in waves of what may compile side by side."""
+    deadline = time.monotonic() + args.budget
+    todo = jobs(args, str(directory))
+    size = args.parallel or max(1, (os.cpu_count() or 2) * 3 // 4)
+    args.parallel = size
+    data: dict[str, Any] = {
+        "kind": "memory" if args.memory else "time",
+        "meta": metadata(args),
+        "results": [],
+    }
+    found: list[dict[str, Any]] = []
+    fleet = Fleet(args, directory, deadline)
+    for first in range(0, len(todo), size):
+        wave = todo[first : first + size]
+        left = deadline - time.monotonic()
+        if left < 20:
+            print(f"out of time, left out: {[job.name for job in todo[first:]]}", flush=True)
+            data["left_out"] = [job.name for job in todo[first:]]
+            break
+        for job in wave:
+            fleet.start(job)
+        reserve = 0 if args.memory or args.compile_only else min(0.35 * left, 20.0 * len(wave))
+        fleet.await_ready(wave, deadline - reserve)
+        for job in wave:
+            fleet.turn(job)
+            found.append(fleet.collect(job))
+            data["results"] = merge(found)
+            write(args, data)
+    data["meta"]["seconds"] = round(args.budget - (deadline - time.monotonic()), 1)
+    return data
+
+
+def write(args: argparse.Namespace, data: dict[str, Any]) -> None:
+    """Writes the JSON and the tables as far as they are."""
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(data, indent=1) + "\n")
+    if args.markdown:
+        args.markdown.parent.mkdir(parents=True, exist_ok=True)
+        args.markdown.write_text(report.render(data))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the benchmark, or one worker of it."""
+    args = parse(argv)
+    if args.worker:
+        described = json.loads(args.worker)
+        return worker.main(worker.Job(**described | {"arms": tuple(described["arms"])}))
+    with tempfile.TemporaryDirectory(prefix="bench-") as directory:
+        data = run(args, Path(directory))
+    write(args, data)
+    print(report.render(data), flush=True)
+    return 1 if any("error" in model for model in data["results"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""The benchmark's results as Markdown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def number(value: Any, digits: int = 2) -> str:
+    """A number, or a dash where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def median(entry: dict[str, Any], key: str) -> float | None:
+    """Median of a measured quantity of an arm."""
+    return entry.get(key, {}).get("median")
+
+
+def mark(name: str, entry: dict[str, Any]) -> str:
+    """A note on an arm: its error, or that its losses differ."""
+    if "error" in entry:
+        return "failed: " + " ".join(entry["error"].split())[:110].replace("|", "/")
+    notes = []
+    if entry.get("differs"):
+        notes.append("**losses differ**")
+    found = entry.get("check")
+    if name == "cgpass" and found and found.get("equal"):
+        mode = ", deterministic mode" if found["deterministic"] else ""
+        notes.append(f"losses bitwise equal{mode}")
+    if found and not found.get("plain_repeatable", True):
+        notes.append("the plain runs differ too")
+    return "; ".join(notes)
+
+
+def partitions(entry: dict[str, Any]) -> str:
+    """Captured and eager partitions of an arm of cgpass."""
+    counters = entry.get("warmup_counters")
+    if not counters:
+        return "-"
+    return f"{counters.get('partitions_captured')}/{counters.get('partitions_eager')}"
+
+
+def kernel_text(entry: dict[str, Any]) -> str:
+    """Captured and total kernels of forward and backward."""
+    found = entry.get("kernels") or {}
+    return f"{found['captured']}/{found['total']}" if "total" in found else "-"
+
+
+def time_rows(model: dict[str, Any]) -> list[str]:
+    """Table of one model's arms."""
+    rows = [
+        (
+            "| arm | step ms (p10 to p90) | loop ms | host fwd+bwd ms | GPU busy ms | kernels captured/all"
+            " | partitions captured/eager | copied KiB/step | note |"
+        ),
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, entry in model.get("arms", {}).items():
+        step = entry.get("step_ms", {})
+        text = "-"
+        if step:
+            text = f"{step['median']:.2f} ({step['p10']:.2f} to {step['p90']:.2f})"
+        copied = entry.get("copied_bytes_per_step")
+        cells = (
+            name,
+            text,
+            number(median(entry, "loop_ms")),
+            number(median(entry, "host_ms")),
+            number((entry.get("kernels") or {}).get("gpu_busy_ms")),
+            kernel_text(entry),
+            partitions(entry),
+            number(None if copied is None else copied / 1024, 1),
+            mark(name, entry),
+        )
+        rows.append("| " + " | ".join(cells) + " |")
+    return rows
+
+
+def summary_rows(results: list[dict[str, Any]]) -> list[str]:
+    """Synchronised steps of all models, and cgpass against its rivals."""
+    names = ["eager", "default", "reduce-overhead", "cudagraphs", "cgpass", "limit"]
+    rows = [
+        "| step ms | " + " | ".join(names) + " | default / cgpass | reduce-overhead / cgpass |",
+        "|---" * (len(names) + 3) + "|",
+    ]
+    for model in results:
+        steps = {name: median(model.get("arms", {}).get(name, {}), "step_ms") for name in names}
+        ours = steps["cgpass"]
+        ratios = [
+            number(steps[rival] / ours if ours and steps[rival] else None)
+            for rival in ("default", "reduce-overhead")
+        ]
+        cells = [model.get("title", model["model"]), *map(number, steps.values()), *ratios]
+        rows.append("| " + " | ".join(cells) + " |")
+    return rows
+
+
+def mebibytes(value: int | None) -> str:
+    """Bytes as MiB."""
+    return "-" if value is None else f"{value / 2**20:.0f}"
+
+
+def memory_rows(results: list[dict[str, Any]]) -> list[str]:
+    """Peak memory and compile time, one row per model and arm."""
+    rows = [
+        (
+            "| model | arm | peak reserved MiB | peak allocated MiB | beyond the allocator MiB"
+            " | build + first steps s | note |"
+        ),
+        "|---|---|---|---|---|---|---|",
+    ]
+    for model in results:
+        for name, entry in model.get("arms", {}).items():
+            cells = (
+                model.get("title", model["model"]),
+                name,
+                mebibytes(entry.get("peak_reserved_bytes")),
+                mebibytes(entry.get("peak_allocated_bytes")),
+                mebibytes(entry.get("beyond_allocator_bytes")),
+                number(entry.get("prepare_s"), 1),
+                "failed: " + entry["error"][:90].replace("|", "/") if "error" in entry else "",
+            )
+            rows.append("| " + " | ".join(cells).replace("\n", " ") + " |")
+    return rows
+
+
+def render(data: dict[str, Any]) -> str:
+    """The whole report."""
+    meta = data["meta"]
+    head = [
+        f"torch {meta['torch']}, {meta['gpu']}, driver {meta['driver']}, commit {meta['commit']}.",
+        f"Command: `{meta['command']}`.",
+        "",
+    ]
+    if data["kind"] == "memory":
+        note = f"One process per arm, fresh cache, {meta['parallel']} compiling at a time."
+        return "\n".join([*head, note, "", *memory_rows(data["results"]), ""])
+    body = [*summary_rows(data["results"]), ""]
+    for model in data["results"]:
+        error = f" (stopped: {model['error'][:120]})" if "error" in model else ""
+        body += [f"## {model.get('title', model['model'])}{error}", "", *time_rows(model), ""]
+    return "\n".join([*head, *body])

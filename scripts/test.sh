@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Sets up a virtual environment and runs all checks; fails if one of them fails.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/_venv.sh
+
+usage() {
+  cat <<'END'
+usage: bash scripts/test.sh [--torch VERSION] [PYTEST ARGUMENTS...]
+
+Sets up a virtual environment (the active one, $CGPASS_VENV or .venv) and runs ruff, pyrefly and
+the tests. Tests that need CUDA skip themselves where there is none.
+
+  --torch VERSION   with this torch, in an environment of its own (.venv-torch-VERSION)
+  -h, --help        this text
+
+Other arguments go to pytest, e.g. -k options.
+END
+}
+
+torch=
+while (($#)); do
+  case $1 in
+    -h | --help) usage && exit ;;
+    --torch) torch=${2:?--torch needs a version, e.g. 2.11.0} && shift 2 ;;
+    --torch=*) torch=${1#*=} && shift ;;
+    *) break ;;
+  esac
+done
+
+prepare_venv dev "$torch"
+
+failed=()
+check() {
+  echo "== $1"
+  "${@:2}" || failed+=("$1")
+}
+check "ruff check" "$PYTHON" -m ruff check
+check "ruff format" "$PYTHON" -m ruff format --check --quiet
+check "pyrefly" "$PYTHON" -m pyrefly check --python-interpreter-path "$PYTHON"
+check "pytest" "$PYTHON" -m pytest "$@"
+
+if ((${#failed[@]})); then
+  printf 'failed: %s\n' "${failed[@]}"
+  exit 1
+fi
+echo "all checks passed"
