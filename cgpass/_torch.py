@@ -240,3 +240,8 @@ def min_cut_partition(
         num_fwd_outputs=num_fwd_outputs,
         static_lifetime_input_indices=static_lifetime_input_indices,
     )
+
+
+def input_position(node: torch.fx.Node) -> int | None:
+    """Position among Dynamo's inputs of what a placeholder of AOTAutograd's graph stands for, if it is one of them."""
+    return getattr(node.meta.get("desc"), "idx", None)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.wrapper import CUDAGraphWrapper
+from cgpass.runtime.runner import PartitionRunner
 
 
 @dataclass(frozen=True)
@@ -13,8 +13,8 @@ class Step:
     """One partition: which slots it reads, writes and drops."""
 
     name: str
-    run: CUDAGraphWrapper | Callable[[list[Any]], Sequence[Any]]
-    """A wrapper, or a plain callable that takes one list and may empty it."""
+    run: PartitionRunner | Callable[[list[Any]], Sequence[Any]]
+    """A runner, or a plain callable that takes one list and may empty it."""
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     drops: tuple[int, ...] = ()
@@ -60,18 +60,20 @@ class Executor:
 
     _boxed_call = True
 
-    def __init__(self, plan: Plan, owner: Owner) -> None:
-        """Args: plan: what to run. owner: of its wrappers."""
+    def __init__(self, plan: Plan, owner: Owner | None) -> None:
+        """Args: plan: what to run. owner: of its runners; None if nothing is recorded."""
         self.plan = plan
         self._owner = owner
         self._template: list[Any] = [None] * (plan.num_slots - plan.num_inputs)
         for slot, value in plan.constants:
             self._template[slot - plan.num_inputs] = value
-        made_by = {slot: (n, k) for n, s in enumerate(plan.steps) for k, slot in enumerate(s.outputs)}
+        made_by = {
+            slot: (n, k) for n, s in enumerate(plan.steps) for k, slot in enumerate(s.outputs)
+        }
         self._copies: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
         """Step number, its outputs to copy out, and the graph's output positions they go to."""
         for number, step in enumerate(plan.steps):
-            if isinstance(step.run, CUDAGraphWrapper):
+            if isinstance(step.run, PartitionRunner):
                 pairs = [
                     (made_by[slot][1], position)
                     for position, slot in enumerate(plan.outputs)
@@ -92,6 +94,8 @@ class Executor:
             The graph's outputs. **Lifetime:** those marked visible are the caller's own; others may lie in the pool,
             where no replay overwrites them while they are held.
         """
+        if self._owner is None:
+            return self._run(args)
         with self._owner.lock:
             self._owner.driver.enter_call()
             return self._run(args)
@@ -105,7 +109,7 @@ class Executor:
             for i in step.drops:
                 slots[i] = None
             run = step.run
-            if isinstance(run, CUDAGraphWrapper):
+            if isinstance(run, PartitionRunner):
                 outputs, recording = run.run(inputs)
                 recordings.append(recording)
             else:

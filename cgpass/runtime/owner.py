@@ -5,6 +5,8 @@ import weakref
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.liveness import LiveOutputs
 
@@ -49,17 +51,95 @@ class Owner:
         """Have `member` closed with this owner."""
         self._members.append(member)
 
-    def add_pool_storage(self, address: int, count: int = 1) -> None:
-        """Note that a recording's output lies at `address` (or, with count -1, no longer does)."""
-        left = self._pool_addresses.get(address, 0) + count
+    def close(self) -> None:
+        """Free graphs and memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much a wrapper records. See `cgpass.Options` for the meaning of each."""
+
+    num_warmup_calls: int = 1
+    max_recordings: int = 64
+    max_static_sets: int = 256
+    max_rerecords: int = 128
+
+
+class Owner:
+    """Driver (with its pool and stream), order of recordings, and live outputs of one compiled function."""
+
+    def __init__(self, driver: GraphDriver) -> None:
+        """Args: driver: records and replays; its pool is this owner's."""
+        self.driver = driver
+        self.live = LiveOutputs()
+        self.lock = threading.RLock()
+        self.closed = False
+        self._births = 0
+        self._members: list[Closeable] = []
+        self._pool_addresses: dict[int, int] = {}
+        _owners.add(self)
+
+    def next_birth(self) -> int:
+        """Position of one more recording in the order of recordings."""
+        self._births += 1
+        return self._births
+
+    def add(self, member: Closeable) -> None:
+        """Have `member` closed with this owner."""
+        self._members.append(member)
+
+    def add_pool_storage(self, tensor: torch.Tensor) -> None:
+        """Note that a recording's output lies where `tensor` does."""
+        address = tensor.untyped_storage().data_ptr()
+        self._pool_addresses[address] = self._pool_addresses.get(address, 0) + 1
+
+    def drop_pool_storage(self, tensor: torch.Tensor) -> None:
+        """Undo one `add_pool_storage`."""
+        address = tensor.untyped_storage().data_ptr()
+        left = self._pool_addresses.pop(address, 0) - 1
         if left > 0:
             self._pool_addresses[address] = left
-        else:
-            self._pool_addresses.pop(address, None)
 
-    def is_pool_storage(self, address: int) -> bool:
-        """Whether some recording's output lies in the storage at `address`."""
-        return address in self._pool_addresses
+    def is_pool_storage(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in the output of a recording."""
+        return tensor.untyped_storage().data_ptr() in self._pool_addresses
+
+    def close(self) -> None:
+        """Free graphs and memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much a wrapper records. See `cgpass.Options` for the meaning of each."""
+
+    num_warmup_calls: int = 1
+    max_recordings: int = 64
+    max_static_sets: int = 256
+    max_rerecords: int = 128
+
+
+class Owner:
+    """Driver (with its pool and stream), order of recordings, and live outputs of one compiled function."""
+
+    def __init__(self, driver: GraphDriver) -> None:
+        """Args: driver: records and replays; its pool is this owner's."""
+        self.driver = driver
+        self.live = LiveOutputs()
+        self.lock = threading.RLock()
+        self.closed = False
+        self._births = 0
+        self._members: list[Closeable] = []
+        self._pool_addresses: dict[int, int] = {}
+        _owners.add(self)
+
+    def next_birth(self) -> int:
+        """Position of one more recording in the order of recordings."""
+        self._births += 1
+        return self._births
+
+    def add(self, member: Closeable) -> None:
+        """Have `member` closed with this owner."""
+        self._members.append(member)
 
     def close(self) -> None:
         """Free every recording. Calls made afterwards run without a graph."""

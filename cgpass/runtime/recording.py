@@ -47,6 +47,10 @@ class Placeholder:
             )
             self.tensor = self.target
 
+    def copy_from(self, value: torch.Tensor) -> None:
+        """Give the placeholder the value of `value`."""
+        self.target.copy_(self.source(value))
+
     def source(self, value: torch.Tensor) -> torch.Tensor:
         """What is copied into `target` (or back from it) when the input is `value`."""
         return flat_view(value) if self.flat else value
@@ -239,7 +243,9 @@ class CopyOut:
             else:
                 simple.setdefault(tensor.dtype, []).append((n, tensor))
         self._simple = list(simple.values())
-        whole = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in self._whole}
+        whole = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in self._whole
+        }
         self.copied_bytes = sum(_bytes(t) for group in self._simple for _, t in group)
         self.copied_bytes += sum(whole.values())
 

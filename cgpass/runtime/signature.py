@@ -20,7 +20,9 @@ _BY_VALUE = (int, bool, str, type(None), torch.dtype, torch.device, torch.layout
 class Layout:
     """Which inputs of a partition are static, copied, or part of the signature."""
 
-    def __init__(self, infos: Sequence[InputInfo], *, check_static: bool, check_layout: bool) -> None:
+    def __init__(
+        self, infos: Sequence[InputInfo], *, check_static: bool, check_layout: bool
+    ) -> None:
         """Sort inputs by kind.
 
         Args:
@@ -85,20 +87,23 @@ def infer_infos(
     static = frozenset(static_input_indices)
     unknown = sorted(i for i in static if not 0 <= i < len(args))
     if unknown:
-        raise InputError(f"static_input_indices names input {unknown[0]}, but the call has {len(args)}")
+        raise InputError(
+            f"static_input_indices names input {unknown[0]}, but the call has {len(args)}"
+        )
     return tuple(
-        InputInfo(f"input {i}", _infer_kind(i, value, static, device)) for i, value in enumerate(args)
+        InputInfo(f"input {i}", _infer_kind(i, value, static, device))
+        for i, value in enumerate(args)
     )
 
 
-def _infer_kind(
-    index: int, value: Any, static: frozenset[int], device: torch.device
-) -> InputKind:
+def _infer_kind(index: int, value: Any, static: frozenset[int], device: torch.device) -> InputKind:
     if isinstance(value, torch.Tensor):
         check_tensor(f"input {index}", value, device)
         return InputKind.STATIC if index in static else InputKind.COPIED
     if index in static:
-        raise InputError(f"input {index} is named static but is a {type(value).__name__}, not a tensor")
+        raise InputError(
+            f"input {index} is named static but is a {type(value).__name__}, not a tensor"
+        )
     if isinstance(value, torch.Generator):
         return InputKind.GENERATOR
     if isinstance(value, _BY_VALUE):

@@ -6,7 +6,7 @@ one pool that later recordings reuse. A partition compiled by Inductor calls no 
 taped as one call.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,18 @@ def _has_dynamic_output(func: Any, tags: Sequence[torch.Tag], args: tuple[Any, .
     if func.overloadpacket is not torch.ops.aten.index:
         return True
     return any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1]))
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Tensors that a call may write: those its schema says, all of them where there is no schema."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return _tensors((args, kwargs))
+    named = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
+    writes = [
+        a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    ]
+    return _tensors([named.get(name) for name in writes])
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -65,6 +77,8 @@ class _Tape(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
         self.fresh: dict[int, torch.UntypedStorage] = {}
+        self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        """Storages that a call wrote and that existed before the recording, with a copy of what they held."""
         self._pool = pool
         self._generators = generators
 
@@ -77,6 +91,7 @@ class _Tape(TorchDispatchMode):
 
     def note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `func`, put what it allocated into the pool, and note the call."""
+        self._keep_contents(_written(func, args, kwargs))
         known = {_address(t) for t in _tensors((args, kwargs))} | self.fresh.keys()
         out = func(*args, **kwargs)
 
@@ -92,6 +107,18 @@ class _Tape(TorchDispatchMode):
         out = pytree.tree_map(own, out)
         self.calls.append((func, args, kwargs, out))
         return out
+
+    def _keep_contents(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            address = _address(tensor)
+            if address not in self.fresh and address not in self.before:
+                storage = tensor.untyped_storage()
+                self.before[address] = (storage, storage.clone())
+
+    def restore(self) -> None:
+        """Put back what calls wrote into memory that existed before."""
+        for storage, content in self.before.values():
+            storage.copy_(content)
 
     def _refuse(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tags = getattr(func, "tags", ())
@@ -143,7 +170,6 @@ class SimulatedDriver:
             torch.default_generator,
             *(a for a in args if isinstance(a, torch.Generator)),
         ]
-        before = [(s, s.clone()) for s in {_address(t): t.untyped_storage() for t in keepalive}.values()]
         states = [g.get_state() for g in generators]
         tape = _Tape(self._pool, generators)
         inputs = [_torch.tensor_at_address(a) if isinstance(a, torch.Tensor) else a for a in args]
@@ -153,8 +179,7 @@ class SimulatedDriver:
                 outputs = self._run(tape, fn, inputs, opaque=opaque)
         finally:
             self._recording = False
-            for storage, content in before:
-                storage.copy_(content)
+            tape.restore()
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
         kept = {_address(t) for t in _tensors(outputs)}

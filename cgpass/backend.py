@@ -1,0 +1,390 @@
+"""The torch.compile backend: joins AOTAutograd, passes, compilers and the runtime."""
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from cgpass import _torch, telemetry
+from cgpass.compile import Boxed, Compiler, output_strides
+from cgpass.errors import CaptureError, DriverUnavailableError, OptionError
+from cgpass.graph.capturability import Reason
+from cgpass.graph.inputs import input_infos
+from cgpass.graph.origins import Origins
+from cgpass.graph.partition_tag import get_tag
+from cgpass.inputs import InputInfo, InputKind
+from cgpass.options import Options
+from cgpass.passes import graph_passes, outline_passes
+from cgpass.passes.base import PassContext, run_passes
+from cgpass.passes.split_joint import split_joint
+from cgpass.plan import build_plan, whole_plan
+from cgpass.runtime.driver import CUDADriver, GraphDriver
+from cgpass.runtime.executor import Executor
+from cgpass.runtime.owner import Owner, close_all
+from cgpass.runtime.runner import PartitionRunner, RunnerSettings
+from cgpass.runtime.simulated import SimulatedDriver
+
+log = logging.getLogger(__name__)
+
+Direction = Literal["forward", "backward", "inference"]
+
+
+def cgpass(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | Options | None = None,
+    mode: str | None = None,
+    name: str | None = None,
+) -> Callable[..., Any]:
+    """The backend behind `torch.compile(..., backend="cgpass")`.
+
+    Args:
+        gm: Dynamo's graph.
+        example_inputs: Its inputs, fake or real.
+        options: Fields of `cgpass.Options`.
+        mode: Must be left out: Inductor's modes choose Inductor's own CUDA graphs.
+        name: Given by newer torch versions, for messages only.
+
+    Returns:
+        A callable with Dynamo's calling convention. **Lifetime:** outputs and gradients are the caller's own.
+
+    Raises:
+        OptionError: An unknown option or a bad value.
+        DriverUnavailableError: `driver="cuda"` without CUDA.
+    """
+    del name
+    parsed = Options.parse(options)
+    if mode not in (None, "default"):
+        raise OptionError(
+            f"mode={mode!r} belongs to Inductor and chooses its own CUDA graphs; with backend='cgpass' leave mode out "
+            "and give Inductor's settings as options={'inductor': {...}}"
+        )
+    if parsed.driver == "cuda" and not torch.cuda.is_available():
+        raise DriverUnavailableError(
+            'driver="cuda", but torch finds no CUDA device; use driver="auto", or driver="simulated" on CPU'
+        )
+    return Compilation(parsed).compile(gm, example_inputs)
+
+
+def reset() -> None:
+    """Free every recording of this process; `torch.compiler.reset()` calls it too."""
+    close_all()
+
+
+cgpass.reset = reset  # torch._dynamo.reset() looks for this attribute
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a graph's partitions are captured, or why they are not."""
+
+    device: torch.device | None
+    records: bool
+    skip: str | None = None
+
+
+def find_target(gm: fx.GraphModule, driver: str) -> Target:
+    """Choose the device that a graph is captured on.
+
+    Args:
+        gm: A graph with fake tensors in `meta["val"]`.
+        driver: The option.
+    """
+    devices = _devices(gm)
+    cuda = sorted((d for d in devices if d.type == "cuda"), key=str)
+    others = sorted({d.type for d in devices} - {"cuda", "cpu", "meta"})
+    if others:
+        return Target(
+            None, False, f"it uses a device that cgpass does not know: {', '.join(others)}"
+        )
+    if len(cuda) > 1:
+        return Target(None, False, f"it uses several devices: {', '.join(map(str, cuda))}")
+    if not devices:
+        return Target(None, False, "it has no tensors")
+    if driver == "none":
+        return Target(cuda[0] if cuda else torch.device("cpu"), records=False)
+    if driver == "simulated":
+        if cuda:
+            return Target(None, False, 'driver="simulated" records on CPU, but it uses CUDA')
+        return Target(torch.device("cpu"), records=True)
+    if not cuda:
+        return Target(None, False, "it uses no CUDA device")
+    return Target(cuda[0], records=True)
+
+
+def _devices(gm: fx.GraphModule) -> set[torch.device]:
+    found: set[torch.device] = set()
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        for leaf in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(leaf, torch.Tensor):
+                found.add(leaf.device)
+    return found
+
+
+class Compilation:
+    """One call of the backend: a forward and later a backward graph, or an inference graph.
+
+    The callables it makes keep it, and with it the owner of their recordings, alive.
+    """
+
+    def __init__(self, options: Options) -> None:
+        """Args: options: validated."""
+        self.options = options
+        self._owner: Owner | None = None
+        self._num_fwd_outputs = 0
+        self._names: dict[int, str] = {}
+        self._saved: dict[str, InputKind] = {}
+
+    # ---- wiring
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Hand the graph to AOTAutograd with our split and our compilers."""
+        for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+            self._names[position] = _torch.dynamo_source_name(node) or node.name
+        if self.options.compiler == "inductor":
+            return _torch.compile_with_inductor(
+                gm,
+                example_inputs,
+                inner_compile=self._inner_compile,
+                partition_fn=functools.partial(self._split, compiler="inductor"),
+                config_patches=self.options.inductor,
+            )
+        return _torch.compile_with_aten(
+            gm,
+            example_inputs,
+            forward=functools.partial(self._aten_compile, direction="forward"),
+            backward=functools.partial(self._aten_compile, direction="backward"),
+            inference=functools.partial(self._aten_compile, direction="inference"),
+            partition_fn=functools.partial(self._split, compiler="eager"),
+        )
+
+    def _split(self, joint: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
+        self._num_fwd_outputs = settings["num_fwd_outputs"]
+        telemetry.compile_stats.joint_graphs += 1
+        return split_joint(joint, inputs, **settings)
+
+    def _inner_compile(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any
+    ) -> Boxed:
+        direction: Direction = "forward"
+        if settings.get("is_backward"):
+            direction = "backward"
+        elif settings.get("is_inference"):
+            direction = "inference"
+        compiler = Compiler(
+            compiler="inductor",
+            is_backward=direction == "backward",
+            is_inference=direction == "inference",
+            whole_graph_settings=tuple(settings.items()),
+        )
+        return self.compile_graph(gm, example_inputs, direction, compiler)
+
+    def _aten_compile(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, direction: Direction
+    ) -> Boxed:
+        return self.compile_graph(gm, example_inputs, direction, Compiler(compiler="eager"))
+
+    # ---- one graph
+
+    def compile_graph(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        direction: Direction,
+        compiler: Compiler,
+    ) -> Boxed:
+        """Partition a graph, compile the partitions and join them.
+
+        Args:
+            gm: A forward, backward or inference graph after AOTAutograd.
+            example_inputs: Its fake inputs.
+            direction: Which of them it is.
+            compiler: What makes partitions callable.
+
+        Returns:
+            A boxed callable.
+        """
+        target = find_target(gm, self.options.driver)
+        if target.skip is not None or target.device is None:
+            return self._run_plainly(gm, example_inputs, direction, compiler, target.skip or "")
+        context = PassContext(device=target.device, stage="graph", direction=direction, dump=None)
+        result = run_passes(graph_passes(self.options), gm, context)
+        gm = result.gm
+        tags = {tag for tag in map(get_tag, gm.graph.nodes) if tag is not None}
+        reasons = [note for note in result.notes if isinstance(note, Reason)]
+        if not any(tag.captured for tag in tags):
+            why = "; ".join(dict.fromkeys(map(str, reasons))) or "it has no operators"
+            return self._run_plainly(gm, example_inputs, direction, compiler, why)
+        self._report_reasons(reasons, direction)
+        origins = Origins(gm, self._placeholder_kinds(gm, direction))
+        if direction == "forward":
+            self._saved = origins.by_name()
+        build = _GraphBuilder(self, direction, compiler, origins, target)
+        if len(tags) == 1:
+            return build.whole(gm, example_inputs)
+        return build.partitioned(gm, context)
+
+    def _placeholder_kinds(self, gm: fx.GraphModule, direction: Direction) -> dict[str, InputKind]:
+        """Kinds of the graph's tensor inputs, by placeholder name; what is missing moves."""
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        if direction == "backward":
+            return {n.name: self._saved[n.name] for n in placeholders if n.name in self._saved}
+        return {placeholders[i].name: InputKind.STATIC for i in _torch.static_input_indices()}
+
+    def visible_outputs(self, gm: fx.GraphModule, direction: Direction) -> frozenset[int]:
+        """Positions of a graph's outputs that the user gets: all but the saved tensors."""
+        num_outputs = len(gm.graph.output_node().args[0])
+        return frozenset(range(self._num_fwd_outputs if direction == "forward" else num_outputs))
+
+    def user_names(self, gm: fx.GraphModule) -> dict[str, str]:
+        """What the user calls each input of a forward or inference graph, by placeholder name."""
+        names: dict[str, str] = {}
+        for node in gm.graph.find_nodes(op="placeholder"):
+            position = _torch.input_position(node)
+            if position in self._names:
+                names[node.name] = self._names[position]
+        return names
+
+    def owner(self, device: torch.device) -> Owner:
+        """The owner of this function's recordings."""
+        if self._owner is None:
+            self._owner = Owner(self._driver(device))
+        return self._owner
+
+    def _driver(self, device: torch.device) -> GraphDriver:
+        return SimulatedDriver(device) if device.type == "cpu" else CUDADriver(device)
+
+    # ---- what is not captured
+
+    def _run_plainly(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        direction: Direction,
+        compiler: Compiler,
+        why: str,
+    ) -> Boxed:
+        """Compile a graph without partitions, as `torch.compile` would, and say why."""
+        asked = self.options.driver not in ("auto", "none") or any(
+            device.type == "cuda" for device in _devices(gm)
+        )
+        telemetry.add_graph(telemetry.GraphSummary(direction, (), skip=why))
+        if asked:
+            telemetry.compile_stats.skips += 1
+            self._on_skip(f"the {direction} graph runs without CUDA graphs: {why}")
+        return compiler.whole(gm, example_inputs)
+
+    def _report_reasons(self, reasons: Sequence[Reason], direction: Direction) -> None:
+        """One message per graph for everything in it that can't be captured."""
+        if reasons:
+            listed = "\n  ".join(dict.fromkeys(map(str, reasons)))
+            self._on_skip(f"parts of the {direction} graph run without CUDA graphs:\n  {listed}")
+
+    def _on_skip(self, message: str) -> None:
+        if self.options.on_skip == "raise":
+            raise CaptureError(message)
+        level = logging.WARNING if self.options.on_skip == "warn" else logging.INFO
+        log.log(level, "%s", message)
+
+
+@dataclass(frozen=True)
+class _GraphBuilder:
+    """Joins the partitions of one graph."""
+
+    compilation: Compilation
+    direction: Direction
+    compiler: Compiler
+    origins: Origins
+    target: Target
+
+    def whole(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+        """A graph that is one captured partition."""
+        infos = self._infos(gm)
+        num_inputs = len(infos)
+        num_outputs = len(gm.graph.output_node().args[0])
+        visible = self.compilation.visible_outputs(gm, self.direction)
+        self._summarise({"captured_0": gm}, {})
+        fn = self.compiler.whole(gm, example_inputs)
+        if not self.target.records:
+            return fn
+        run = self._runner("captured_0", fn, infos)
+        plan = whole_plan(num_inputs, num_outputs, run, "captured_0", visible)
+        return Executor(plan, run.owner)
+
+    def partitioned(self, gm: fx.GraphModule, context: PassContext) -> Boxed:
+        """A graph of several partitions."""
+        reasons = {str(tag): [] for tag in map(get_tag, gm.graph.nodes) if tag is not None}
+        visible = self.compilation.visible_outputs(gm, self.direction)
+        if self.direction == "forward":
+            _torch.report_output_strides(output_strides(gm))
+        outlined = run_passes(outline_passes(), gm, context).gm
+        names = self.compilation.user_names(gm)
+        parts = {
+            name: module
+            for name, module in outlined.named_children()
+            if isinstance(module, fx.GraphModule)
+        }
+        self._summarise(parts, reasons)
+        runs = {name: self._compile_part(name, module, names) for name, module in parts.items()}
+        plan = build_plan(outlined, runs, visible)
+        owner = self.compilation.owner(self.target.device) if self.target.records else None
+        return Executor(plan, owner)
+
+    def _compile_part(self, name: str, gm: fx.GraphModule, names: Mapping[str, str]) -> Any:
+        if not name.startswith("captured"):
+            return self.compiler.eager(gm)
+        infos = self._infos(gm, names)
+        static = [i for i, info in enumerate(infos) if info.kind is InputKind.STATIC]
+        fn = self.compiler.captured(gm, static)
+        return self._runner(name, fn, infos) if self.target.records else fn
+
+    def _infos(
+        self, gm: fx.GraphModule, names: Mapping[str, str] | None = None
+    ) -> tuple[InputInfo, ...]:
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        kinds = [self.origins.kind_of(node) for node in placeholders]
+        return input_infos(
+            gm,
+            static=[i for i, kind in enumerate(kinds) if kind is InputKind.STATIC],
+            pooled=[
+                n.name for n, k in zip(placeholders, kinds, strict=True) if k is InputKind.POOLED
+            ],
+            names=self.compilation.user_names(gm) if names is None else names,
+        )
+
+    def _runner(self, name: str, fn: Boxed, infos: tuple[InputInfo, ...]) -> PartitionRunner:
+        return PartitionRunner(
+            fn,
+            infos,
+            self.compilation.owner(self.target.device),
+            RunnerSettings.of(self.compilation.options, opaque=self.compiler.opaque),
+            name=f"{self.direction} {name}",
+        )
+
+    def _summarise(
+        self, parts: Mapping[str, fx.GraphModule], reasons: Mapping[str, Iterable[str]]
+    ) -> None:
+        telemetry.add_graph(
+            telemetry.GraphSummary(
+                self.direction,
+                tuple(
+                    telemetry.PartitionSummary(
+                        name,
+                        name.startswith("captured"),
+                        _num_ops(gm),
+                        tuple(reasons.get(name, ())),
+                    )
+                    for name, gm in parts.items()
+                ),
+            )
+        )
+
+
+def _num_ops(gm: fx.GraphModule) -> int:
+    return sum(n.op == "call_function" and "getitem" not in str(n.target) for n in gm.graph.nodes)

@@ -1,0 +1,78 @@
+"""Makes a partition callable: by Inductor, or as the aten operators it consists of."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from cgpass import _torch
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+"""Takes one list of inputs, which it may empty, and returns a sequence of outputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiler:
+    """How partitions of one graph become callables."""
+
+    compiler: Literal["inductor", "eager"]
+    is_backward: bool = False
+    is_inference: bool = False
+    whole_graph_settings: tuple[tuple[str, Any], ...] = ()
+    """What `compile_fx` told us to compile the whole graph with."""
+
+    @property
+    def opaque(self) -> bool:
+        """Whether captured partitions run kernels that are no aten calls."""
+        return self.compiler == "inductor"
+
+    def whole(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+        """A graph that is one partition: compiled exactly as `torch.compile` would.
+
+        Args:
+            gm: The whole forward, backward or inference graph.
+            example_inputs: Fake inputs, as AOTAutograd gave them.
+        """
+        if self.compiler == "eager":
+            return _torch.boxed_graph_module(gm)
+        return _torch.inductor_inner(gm, example_inputs, **dict(self.whole_graph_settings))
+
+    def captured(self, gm: fx.GraphModule, static: Sequence[int]) -> Boxed:
+        """A captured partition among others.
+
+        Every output keeps the strides its fake tensor has, since other partitions were traced with them.
+
+        Args:
+            gm: The partition, returning a tuple.
+            static: Inputs whose address stays.
+        """
+        if self.compiler == "eager":
+            return _torch.boxed_graph_module(gm)
+        output = gm.graph.output_node()
+        output.meta["user_visible_output_idxs"] = [
+            i for i, value in enumerate(output.args[0]) if isinstance(value, fx.Node)
+        ]
+        inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+        with _torch.own_tracing_context():
+            return _torch.inductor_inner(
+                gm,
+                inputs,
+                static_input_idxs=tuple(static),
+                is_backward=self.is_backward,
+                is_inference=self.is_inference,
+            )
+
+    def eager(self, gm: fx.GraphModule) -> Boxed:
+        """A partition that no graph can hold: generated Python over its operators."""
+        return _torch.boxed_graph_module(gm)
+
+
+def output_strides(gm: fx.GraphModule) -> list[tuple[Any, ...] | None]:
+    """Strides of a graph's outputs, None for what is no tensor."""
+    strides: list[tuple[Any, ...] | None] = []
+    for value in gm.graph.output_node().args[0]:
+        fake = value.meta.get("val") if isinstance(value, fx.Node) else None
+        strides.append(tuple(fake.stride()) if isinstance(fake, torch.Tensor) else None)
+    return strides

@@ -1,0 +1,110 @@
+"""From an outlined graph to the executor's plan: slots, steps and what each may drop."""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from cgpass.graph.values import attribute
+from cgpass.runtime.executor import Plan, Step
+
+Run = Any
+"""A CUDAGraphWrapper or a boxed callable."""
+
+
+def build_plan(gm: fx.GraphModule, runs: Mapping[str, Run], visible: frozenset[int]) -> Plan:
+    """Plan the calls of an outlined graph.
+
+    Args:
+        gm: Placeholders, calls of submodules, `getitem`, host scalars and attributes, as `Outline` leaves it.
+        runs: What runs each submodule, by its name.
+        visible: Positions of outputs that the user gets.
+    """
+    return _Builder(gm, runs).build(visible)
+
+
+def whole_plan(
+    num_inputs: int, num_outputs: int, run: Run, name: str, visible: frozenset[int]
+) -> Plan:
+    """The plan of a graph that is one partition."""
+    outputs = tuple(range(num_inputs, num_inputs + num_outputs))
+    inputs = tuple(range(num_inputs))
+    step = Step(name, run, inputs, outputs, drops=inputs)
+    return Plan(num_inputs, num_inputs + num_outputs, (step,), outputs, visible=visible)
+
+
+def _host_step(node: fx.Node) -> Callable[[list[Any]], Sequence[Any]]:
+    readers = node.all_input_nodes
+
+    def run(values: list[Any]) -> Sequence[Any]:
+        env = dict(zip(readers, values, strict=True))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+        return (node.target(*args, **kwargs),)
+
+    return run
+
+
+class _Builder:
+    def __init__(self, gm: fx.GraphModule, runs: Mapping[str, Run]) -> None:
+        self._gm = gm
+        self._runs = runs
+        self._slots: dict[fx.Node, int] = {}
+        self._num_slots = 0
+        self._constants: list[tuple[int, Any]] = []
+        self._steps: list[tuple[str, Run, tuple[int, ...], tuple[int, ...]]] = []
+
+    def build(self, visible: frozenset[int]) -> Plan:
+        placeholders = self._gm.graph.find_nodes(op="placeholder")
+        for node in placeholders:
+            self._slots[node] = self._new_slot()
+        for node in self._gm.graph.nodes:
+            if node.op == "get_attr":
+                self._slots[node] = self._constant(attribute(self._gm, node.target))
+            elif node.op == "call_module":
+                self._add_call(node)
+            elif node.op == "call_function" and node.target is not operator.getitem:
+                self._slots[node] = self._new_slot()
+                inputs = tuple(self._slots[n] for n in node.all_input_nodes)
+                self._steps.append((node.name, _host_step(node), inputs, (self._slots[node],)))
+        results = self._gm.graph.output_node().args[0]
+        outputs = tuple(
+            self._slots[value] if isinstance(value, fx.Node) else self._constant(value)
+            for value in results
+        )
+        return Plan(
+            len(placeholders),
+            self._num_slots,
+            self._with_drops(outputs),
+            outputs,
+            tuple(self._constants),
+            visible,
+        )
+
+    def _new_slot(self) -> int:
+        self._num_slots += 1
+        return self._num_slots - 1
+
+    def _constant(self, value: Any) -> int:
+        slot = self._new_slot()
+        self._constants.append((slot, value))
+        return slot
+
+    def _add_call(self, node: fx.Node) -> None:
+        submodule = self._gm.get_submodule(node.target)
+        num_outputs = len(submodule.graph.output_node().args[0])
+        slots = tuple(self._new_slot() for _ in range(num_outputs))
+        for user in node.users:
+            self._slots[user] = slots[user.args[1]]
+        inputs = tuple(self._slots[value] for value in node.args)
+        self._steps.append((node.target, self._runs[node.target], inputs, slots))
+
+    def _with_drops(self, outputs: Sequence[int]) -> tuple[Step, ...]:
+        """Steps in order, each dropping what neither a later step nor the graph's output reads."""
+        needed = set(outputs) | {slot for slot, _ in self._constants}
+        steps: list[Step] = []
+        for name, run, inputs, made in reversed(self._steps):
+            drops = tuple(dict.fromkeys(s for s in inputs if s not in needed))
+            needed.update(inputs)
+            steps.append(Step(name, run, inputs, made, drops))
+        return tuple(reversed(steps))

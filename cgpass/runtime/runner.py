@@ -1,0 +1,272 @@
+"""`PartitionRunner`: records a boxed callable once per signature and replays it."""
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from cgpass.errors import CaptureError
+from cgpass.inputs import InputInfo, InputKind
+from cgpass.options import Options
+from cgpass.runtime.actions import Action, decide
+from cgpass.runtime.driver import BoxedCallable
+from cgpass.runtime.owner import Limits, Owner
+from cgpass.runtime.recording import Placeholder, Recording
+from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe
+from cgpass.runtime.table import RecordingTable
+from cgpass.telemetry import CallStats, new_call_stats
+
+log = logging.getLogger(__name__)
+
+_MISSES_UNTIL_COPIED = 8
+"""Calls in a row in which a pooled input lay outside the pool before it is copied from then on."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunnerSettings:
+    """What a runner may do; each as the field of `cgpass.Options` of that name says."""
+
+    limits: Limits = dataclasses.field(default_factory=Limits)
+    static_input_check: str = "rerecord"
+    on_skip: str = "warn"
+    opaque: bool = False
+    """Whether the callable's kernels bypass aten."""
+    check_layout: bool = False
+    """Whether tensors' sizes, strides and dtypes belong to the signature; needed where no guard covers them."""
+
+    @classmethod
+    def of(cls, options: Options, *, opaque: bool, check_layout: bool = False) -> "RunnerSettings":
+        """The settings that a user's options ask for."""
+        return cls(
+            limits=Limits(
+                num_warmup_calls=options.num_warmup_calls,
+                max_recordings=options.max_recordings,
+                max_static_sets=options.max_static_sets,
+                max_rerecords=options.max_rerecords,
+            ),
+            static_input_check=options.static_input_check,
+            on_skip=options.on_skip,
+            opaque=opaque,
+            check_layout=check_layout,
+        )
+
+
+class PartitionRunner:
+    """Runs one captured partition: warm-up, record, replay, or plainly. See Note [What a call does]."""
+
+    def __init__(
+        self,
+        fn: BoxedCallable,
+        infos: Sequence[InputInfo],
+        owner: Owner,
+        settings: RunnerSettings,
+        *,
+        name: str,
+    ) -> None:
+        """Wrap `fn`.
+
+        Args:
+            fn: Takes one list of inputs and returns a sequence of outputs. Writes only inputs marked `mutated`.
+            infos: Its inputs.
+            owner: Pool, driver and liveness shared with other runners.
+            settings: What it may do.
+            name: For messages.
+        """
+        self.name = name
+        self.owner = owner
+        self.stats: CallStats = new_call_stats()
+        self.failure: str | None = None
+        self._fn = fn
+        self._settings = settings
+        self._placeholders: dict[tuple[Any, ...], Placeholder] = {}
+        self._misses = (0, 0)
+        self._written: set[int] = set()
+        self._set_infos(infos)
+        owner.add(self)
+
+    def _set_infos(self, infos: Sequence[InputInfo]) -> None:
+        settings = self._settings
+        self._layout = Layout(
+            infos,
+            check_static=settings.static_input_check != "off",
+            check_layout=settings.check_layout,
+        )
+        self.table = RecordingTable(
+            self.name,
+            self._layout,
+            settings.limits,
+            self.stats,
+            on_moved=settings.static_input_check,
+        )
+        self._last: tuple[ShapeKey, StaticKey, list[Recording]] | None = None
+
+    # ---- a call
+
+    def run(self, args: list[Any]) -> tuple[Sequence[Any], Recording | None]:
+        """Run one call.
+
+        Args:
+            args: The inputs; the list is emptied.
+
+        Returns:
+            The outputs, and the recording that made them (None if they were made plainly).
+            **Lifetime:** outputs of a recording lie in the pool. They stay valid as long as somebody holds them,
+            since no recording is replayed over held memory; placeholders and temporaries do not.
+        """
+        self.stats.calls += 1
+        layout = self._layout
+        shape_key, static_key = layout.shape_key(args), layout.static_key(args)
+        last = self._last
+        if last is not None and last[0] == shape_key and last[1] == static_key:
+            recordings = last[2]
+        else:
+            recordings = self.table.find(shape_key, static_key)
+        if recordings and not self.owner.driver.is_capturing():
+            youngest = self.owner.live.youngest()
+            for recording in recordings:
+                if recording.birth > youngest:
+                    self._last = (shape_key, static_key, recordings)
+                    return self._replay(recording, args), recording
+        return self._without_recording(args, shape_key, static_key)
+
+    def _replay(self, recording: Recording, args: list[Any]) -> list[Any]:
+        outputs = recording.run(args)
+        args.clear()
+        stats = self.stats
+        stats.replays += 1
+        stats.copied_bytes += recording.copied_bytes
+        recording.last_used = stats.calls
+        if recording.own_outputs:
+            self.owner.live.push(recording.birth, recording.held)
+        return outputs
+
+    def _without_recording(
+        self, args: list[Any], shape_key: ShapeKey, static_key: StaticKey
+    ) -> tuple[Sequence[Any], Recording | None]:
+        warm = self.table.num_warmups(shape_key) >= self._settings.limits.num_warmup_calls
+        usable = self._is_usable() and not (warm and self._has_strays(args))
+        room = usable and self._make_room(shape_key, static_key, args)
+        action = decide(usable=usable, warm=warm, safe=False, room=room)
+        if action is Action.RECORD:
+            try:
+                recording = self._record(args)
+            except Exception as error:
+                return self._after_failed_capture(error, args), None
+            recordings = self.table.add(shape_key, static_key, args, recording)
+            self._last = (shape_key, static_key, recordings)
+            return self._replay(recording, args), recording
+        if action is Action.WARM_UP:
+            outputs = self._warm_up(args)
+            self.table.add_warmup(shape_key)
+            self.stats.warmups += 1
+        else:
+            outputs = self._fn(args)
+            self.stats.plain_calls += 1
+        return outputs, None
+
+    def _warm_up(self, args: list[Any]) -> Sequence[Any]:
+        """Run plainly; where nobody told which inputs are written, find out."""
+        if not self._settings.check_layout:
+            return self._fn(args)
+        tensors = [(i, a, a._version) for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
+        outputs = self._fn(args)
+        self._written.update(i for i, tensor, version in tensors if tensor._version != version)
+        return outputs
+
+    def _is_usable(self) -> bool:
+        if self.failure is not None or self.owner.closed:
+            return False
+        return not self.owner.driver.is_capturing()
+
+    def _has_strays(self, args: Sequence[Any]) -> bool:
+        """Whether a pooled input is not where a recording put it; if that goes on, it becomes a copied one."""
+        strays = [
+            i
+            for i in self._layout.pooled
+            if args[i].numel() and not self.owner.is_pool_storage(args[i])
+        ]
+        if not strays:
+            return False
+        call = self.stats.calls
+        in_a_row = self._misses[1] + 1 if self._misses[0] == call - 1 else 1
+        self._misses = (call, in_a_row)
+        if in_a_row >= _MISSES_UNTIL_COPIED:
+            infos = [
+                dataclasses.replace(info, kind=InputKind.COPIED) if i in strays else info
+                for i, info in enumerate(self._layout.infos)
+            ]
+            names = describe(infos[i] for i in strays)
+            log.info("%s copies %s from now on", self.name, names)
+            self.close()
+            self._set_infos(infos)
+        return True
+
+    def _make_room(self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]) -> bool:
+        room, dropped = self.table.make_room(shape_key, static_key, args)
+        self._close(dropped)
+        return room
+
+    # ---- recording
+
+    def _record(self, args: list[Any]) -> Recording:
+        placeholders = {i: self._placeholder(i, args[i]) for i in self._layout.copied}
+        staged = [placeholders[i].tensor if i in placeholders else a for i, a in enumerate(args)]
+        for i, placeholder in placeholders.items():
+            placeholder.copy_from(args[i])
+        graph, outputs = self.owner.driver.record(
+            self._fn, list(staged), opaque=self._settings.opaque
+        )
+        recording = Recording(
+            graph,
+            outputs,
+            staged,
+            placeholders,
+            mutated=sorted({*self._layout.mutated, *self._written}),
+            birth=self.owner.next_birth(),
+        )
+        del outputs
+        recording.seal()
+        for tensor in recording.own_outputs:
+            self.owner.add_pool_storage(tensor)
+        self.stats.recordings += 1
+        log.info("%s: recording %d made", self.name, self.stats.recordings)
+        return recording
+
+    def _placeholder(self, index: int, value: torch.Tensor) -> Placeholder:
+        """One placeholder per input and layout, for all recordings: each copies in before it replays."""
+        key = (index, value.size(), value.stride(), value.dtype)
+        if key not in self._placeholders:
+            self._placeholders[key] = Placeholder(value)
+        return self._placeholders[key]
+
+    def _after_failed_capture(self, error: Exception, args: list[Any]) -> Sequence[Any]:
+        """Make the call plainly, and record no more if that works: otherwise the error is the user's own."""
+        failure = f"{type(error).__name__}: {error}"
+        message = (
+            f"{self.name} can't be captured and runs without a graph from now on: {failure}. "
+            'Name the operator in options={"unsafe_ops": (...)} to capture the rest.'
+        )
+        if self._settings.on_skip == "raise":
+            raise CaptureError(message) from error
+        outputs = self._fn(args)
+        self.failure = failure
+        self.stats.plain_calls += 1
+        level = logging.WARNING if self._settings.on_skip == "warn" else logging.INFO
+        log.log(level, "%s", message)
+        return outputs
+
+    # ---- end
+
+    def _close(self, recordings: Iterable[Recording]) -> None:
+        self._last = None
+        for recording in recordings:
+            for tensor in recording.own_outputs:
+                self.owner.drop_pool_storage(tensor)
+            recording.close()
+
+    def close(self) -> None:
+        """Drop every recording; the next calls warm up again unless the owner is closed."""
+        self._close(self.table.clear())
+        self._placeholders.clear()

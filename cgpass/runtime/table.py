@@ -1,0 +1,186 @@
+"""`RecordingTable`: the recordings of one partition by signature, and how many there may be."""
+
+import logging
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from cgpass.errors import StaticInputMovedError
+from cgpass.runtime.owner import Limits
+from cgpass.runtime.recording import Recording
+from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe
+from cgpass.telemetry import CallStats
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+_IDLE_FACTOR = 8
+"""A recording unused for this many times the limit's number of calls may give way to a new one."""
+
+
+@dataclass
+class _Shape:
+    """Everything known of one shape key."""
+
+    num_warmups: int = 0
+    sets: dict[StaticKey, list[Recording]] = field(default_factory=dict)
+
+    def recordings(self) -> list[Recording]:
+        return [recording for members in self.sets.values() for recording in members]
+
+
+class RecordingTable:
+    """Shape key -> static key -> recordings, oldest first.
+
+    Nothing is dropped for a call that would itself be dropped next: past a limit calls run plainly and known
+    signatures keep replaying. Only what was not used for long makes room.
+    """
+
+    def __init__(
+        self, name: str, layout: Layout, limits: Limits, stats: CallStats, *, on_moved: str
+    ) -> None:
+        """An empty table.
+
+        Args:
+            name: Of the partition, for messages.
+            layout: Of its inputs.
+            limits: How many recordings there may be.
+            stats: Where events are counted, and the clock of what is idle.
+            on_moved: "rerecord", "error" or "off".
+        """
+        self._name = name
+        self._layout = layout
+        self._limits = limits
+        self._stats = stats
+        self._on_moved = on_moved
+        self._shapes: dict[ShapeKey, _Shape] = {}
+        self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._num_rerecords = 0
+        self._warned = False
+
+    def find(self, shape_key: ShapeKey, static_key: StaticKey) -> list[Recording]:
+        """Recordings of a signature, oldest first."""
+        shape = self._shapes.get(shape_key)
+        return [] if shape is None else shape.sets.get(static_key, [])
+
+    def all(self) -> list[Recording]:
+        """Every recording."""
+        return [recording for shape in self._shapes.values() for recording in shape.recordings()]
+
+    def num_warmups(self, shape_key: ShapeKey) -> int:
+        """Warm-up calls that a shape has had."""
+        shape = self._shapes.get(shape_key)
+        return 0 if shape is None else shape.num_warmups
+
+    def add_warmup(self, shape_key: ShapeKey) -> None:
+        """Count one warm-up call of a shape."""
+        self._shapes.setdefault(shape_key, _Shape()).num_warmups += 1
+
+    def add(
+        self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any], recording: Recording
+    ) -> list[Recording]:
+        """Keep a recording; returns all of its signature."""
+        members = self._shapes.setdefault(shape_key, _Shape()).sets.setdefault(static_key, [])
+        members.append(recording)
+        for i in self._layout.parameters:
+            self._seen[i] = weakref.ref(args[i])  # the user's model keeps parameters alive
+        return members
+
+    def clear(self) -> list[Recording]:
+        """Forget everything, and return what is to be closed."""
+        recordings = self.all()
+        self._shapes.clear()
+        self._seen.clear()
+        return recordings
+
+    # ---- limits
+
+    def make_room(
+        self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]
+    ) -> tuple[bool, list[Recording]]:
+        """Whether this signature may have one more recording, and the idle ones that gave way, to be closed.
+
+        Raises:
+            StaticInputMovedError: A parameter or buffer moved and `on_moved` is "error".
+        """
+        shape = self._shapes.get(shape_key)
+        if shape is None or not shape.sets:
+            return self._room_for_shape()
+        moved = self._moved(shape, static_key)
+        if moved and self._on_moved == "error":
+            names = describe(self._layout.infos[i] for i in moved)
+            raise StaticInputMovedError(
+                f"{self._name}: static inputs moved since they were recorded: {names}. Keep parameters and buffers "
+                'where they are, or use static_input_check="rerecord".'
+            )
+        dropped: list[Recording] = []
+        limit = self._limits.max_static_sets
+        if len(shape.recordings()) >= limit:
+            dropped = self._drop_idle_set(shape, limit)
+            if not dropped:
+                self._warn("max_static_sets", limit, moved)
+                return False, []
+        return self._count_rerecord(moved, args), dropped
+
+    def _room_for_shape(self) -> tuple[bool, list[Recording]]:
+        limit = self._limits.max_recordings
+        recorded = [key for key, shape in self._shapes.items() if shape.sets]
+        if len(recorded) < limit:
+            return True, []
+        for key in recorded:
+            recordings = self._shapes[key].recordings()
+            if self._is_idle(recordings, limit):
+                del self._shapes[key]
+                return True, recordings
+        self._warn("max_recordings", limit, [])
+        return False, []
+
+    def _moved(self, shape: _Shape, static_key: StaticKey) -> list[int]:
+        """Parameters and buffers whose address differs from the newest recording's."""
+        if static_key in shape.sets:
+            return []
+        pooled = set(self._layout.pooled)
+        newest = next(reversed(shape.sets))
+        return [i for i in self._layout.moved(newest, static_key) if i not in pooled]
+
+    def _count_rerecord(self, moved: Sequence[int], args: Sequence[Any]) -> bool:
+        """Allow a recording for moved inputs; a set of other tensors seen for the first time is none."""
+        known = [i for i in moved if i in self._seen and self._seen[i]() is args[i]]
+        if not known:
+            return True
+        if self._num_rerecords >= self._limits.max_rerecords:
+            self._warn("max_rerecords", self._limits.max_rerecords, known)
+            return False
+        self._num_rerecords += 1
+        self._stats.rerecordings += 1
+        names = describe(self._layout.infos[i] for i in known)
+        log.info("%s records again (%d): %s moved", self._name, self._num_rerecords, names)
+        return True
+
+    def _drop_idle_set(self, shape: _Shape, limit: int) -> list[Recording]:
+        for key, recordings in shape.sets.items():
+            if self._is_idle(recordings, limit):
+                return shape.sets.pop(key)
+        return []
+
+    def _is_idle(self, recordings: Iterable[Recording], limit: int) -> bool:
+        last_used = max((r.last_used for r in recordings), default=0)
+        return self._stats.calls - last_used > _IDLE_FACTOR * limit
+
+    def _warn(self, option: str, limit: int, moved: Sequence[int]) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        names = describe(self._layout.infos[i] for i in moved)
+        cause = f" Moved, after {self._stats.calls} calls: {names}." if moved else ""
+        log.warning(
+            "%s has as many recordings as %s=%d allows: calls with other shapes or addresses run without a graph, "
+            "known ones keep replaying.%s Raise the option, or keep shapes and addresses fixed.",
+            self._name,
+            option,
+            limit,
+            cause,
+        )
