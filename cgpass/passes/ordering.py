@@ -8,9 +8,10 @@ Without a memory limit the maximal drain is optimal for a given starting colour:
 node of the current colour, switch, repeat. Whatever another order with the same starting colour has
 run after k switches, the drain has run too. So the better of both starting colours has the fewest
 switches any order can have. That count is a lower bound for orders within the memory limit, and a
-drain that meets the limit reaches it. Only if none does is there a search over down-sets: live bytes
-and ready nodes depend only on which nodes have run, so (nodes run, last colour) is a complete state,
-and the shortest path by (switches, inversions) is the best and, among those, the nearest order.
+drain that meets the limit reaches it. Only if none does is there a search over down-sets: live
+bytes and ready nodes depend only on which nodes have run, so (nodes run, last colour) is a complete
+state, and the shortest path by (switches, inversions) is the best and, among those, the nearest
+order.
 """
 
 import heapq
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _MAX_STEPS = 50_000
-"""Steps that the exact search may take: all that a graph of 12 nodes can have (2**13 states of 6 on average)."""
+"""Steps of the exact search: all that 12 nodes can have (2**13 states, 6 steps each on average)."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,11 @@ class Ordering:
 def find_order(problem: OrderingProblem, max_memory_increase: float = 0.05) -> Ordering:
     """Return the order with the fewest colour switches among those within the memory limit.
 
-    The limit is `1 + max_memory_increase` times the original order's estimated peak. Exact for graphs of up to 12
-    nodes, and for larger ones where a drain meets the limit or the search stays within its budget; else the best that
-    a memory-limited drain finds. Among equal counts the order nearest to the original (fewest inversions) of those
-    considered wins; the original itself where it is as good as any. Deterministic.
+    The limit is `1 + max_memory_increase` times the original order's estimated peak. Exact for
+    graphs of up to 12 nodes, and for larger ones where a drain meets the limit or the search stays
+    within its budget; else the best that a memory-limited drain finds. Among equal counts the order
+    nearest to the original (fewest inversions) of those considered wins, the original itself where
+    it is as good as any. Deterministic.
     """
     original = tuple(range(len(problem)))
     original_peak = peak_bytes(problem, original)
@@ -159,7 +161,7 @@ def _successors(problem: OrderingProblem) -> list[list[int]]:
 
 
 def _reversed(problem: OrderingProblem) -> OrderingProblem:
-    """The problem read from its end, without its memory: drained, it runs every node as late as it can."""
+    """The problem read from its end, without its memory: drained, nodes run as late as they can."""
     last = len(problem) - 1
     flipped = [tuple(last - node for node in after) for after in _successors(problem)]
     nothing: tuple[tuple[int, ...], ...] = ((),) * len(problem)
@@ -222,7 +224,7 @@ class _ReadyNodes:
 
 
 def _drain(problem: OrderingProblem, start: bool, limit: float) -> tuple[int, ...] | None:
-    """Run every ready node of a colour that fits, in original order, then switch; `None` if nothing fits."""
+    """Run what is ready and fits of a colour, in original order, then switch; None if stuck."""
     successors = _successors(problem)
     missing = [len(set(before)) for before in problem.predecessors]
     ready = {True: _ReadyNodes(len(problem)), False: _ReadyNodes(len(problem))}
@@ -299,7 +301,7 @@ class _State:
 
 
 def _search(problem: OrderingProblem, limit: int) -> tuple[int, ...] | None:
-    """Dijkstra over down-sets by (switches, inversions); `None` if the budget of states does not suffice."""
+    """Shortest path over down-sets by (switches, inversions); None if the budget runs out."""
     masks = _Masks.of(problem)
     everything = (1 << len(problem)) - 1
     sources = _mask([node for node, before in enumerate(masks.before) if not before])

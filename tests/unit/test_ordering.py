@@ -81,7 +81,7 @@ def naive_peak(p, order):
 
 
 def tight_problem(rng, size):
-    """Short chains through big values, one after the other: gathering a colour holds many of them."""
+    """Short chains through big values: gathering a colour holds many of them."""
     before = [[n - 1] if n and rng.random() < 0.6 else [] for n in range(size)]
     for n in range(2, size):
         if rng.random() < 0.2:

@@ -1,0 +1,275 @@
+"""Cut a graph into captured and eager partitions, reordered so that there are few of them."""
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from cgpass.errors import PostconditionError
+from cgpass.graph import values
+from cgpass.graph.capturability import Reason, why_not_capturable
+from cgpass.graph.partition_tag import PartitionTag, get_tag, set_tag
+from cgpass.passes.base import Pass, PassContext, PassResult
+from cgpass.passes.ordering import OrderingProblem, find_order
+
+
+@dataclass(frozen=True)
+class Partition(Pass):
+    """Reorder the nodes for few boundaries and tag each with its partition.
+
+    Dependencies, mutations, random numbers, collectives and side effects keep their order. Notes:
+    a `Reason` for each eager operator, in order (`getitem` has its producer's).
+    """
+
+    name: ClassVar[str] = "partition"
+
+    unsafe_ops: frozenset[str] = frozenset()
+    """Operators never captured, "ns::op" or "ns::op.overload"."""
+    min_partition_ops: int = 4
+    """A captured partition with fewer operators that launch work runs plainly."""
+    max_memory_increase: float = 0.05
+    """How much reordering may raise the estimated peak memory, as a fraction."""
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+        """Tag `gm`'s nodes, in an order with few boundaries."""
+        groups = _groups(gm)
+        reasons = [
+            why_not_capturable(group[0], ctx.device, unsafe_ops=self.unsafe_ops, gm=gm)
+            for group in groups
+        ]
+        segments = _cut(groups, reasons, range(len(groups)), self.min_partition_ops)
+        modified = False
+        if not _is_tagged(gm, groups, segments):
+            captured = tuple(reason is None for reason in reasons)
+            order = find_order(_problem(gm, groups, captured), self.max_memory_increase).order
+            segments = _cut(groups, reasons, order, self.min_partition_ops)
+            _apply(gm, groups, segments)
+            modified = True
+        notes = [one.reason for segment in segments for one in segment if one.reason is not None]
+        return PassResult(gm, modified, tuple(notes))
+
+    def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
+        """Partitions are contiguous, numbered in order and alternate."""
+        tags = [tag for tag, _ in itertools.groupby(map(get_tag, gm.graph.nodes)) if tag]
+        tags = [tag for tag, _ in itertools.groupby(tags)]
+        if [tag.index for tag in tags] != list(range(len(tags))):
+            raise PostconditionError(f"partitions are not contiguous: {', '.join(map(str, tags))}")
+        if any(a.captured == b.captured for a, b in itertools.pairwise(tags)):
+            raise PostconditionError(f"partitions don't alternate: {', '.join(map(str, tags))}")
+
+
+Group = tuple[fx.Node, ...]
+"""An operator and the `getitem` nodes that take its results apart: they stay together."""
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A group in a segment, and why it is eager."""
+
+    group: int
+    reason: Reason | None
+
+
+Segment = list[_Member]
+
+
+def _is_passive(node: fx.Node) -> bool:
+    """Whether a node belongs to no partition: it costs nothing and is there wherever it is used."""
+    return node.op in ("placeholder", "get_attr", "output") or values.is_host_scalar(node)
+
+
+def _groups(gm: fx.GraphModule) -> list[Group]:
+    members: dict[fx.Node, list[fx.Node]] = {}
+    home: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        if _is_passive(node):
+            continue
+        producer = node.args[0] if node.target is operator.getitem else None
+        first = home.get(producer, node) if isinstance(producer, fx.Node) else node
+        home[node] = first
+        members.setdefault(first, []).append(node)
+    return [tuple(group) for group in members.values()]
+
+
+class _Inputs:
+    """Inputs of nodes, where a host scalar stands for the inputs it is made of."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._behind: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        for node in gm.graph.nodes:
+            if values.is_host_scalar(node):
+                self._behind[node] = self.of(node)
+
+    def of(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        found: dict[fx.Node, None] = {}
+        for arg in node.all_input_nodes:
+            found.update(dict.fromkeys(self._behind.get(arg, (arg,))))
+        return tuple(found)
+
+
+def _problem(
+    gm: fx.GraphModule, groups: Sequence[Group], captured: tuple[bool, ...]
+) -> OrderingProblem:
+    home = {node: at for at, group in enumerate(groups) for node in group}
+    owner: dict[int, int] = {}
+    predecessors: list[dict[int, None]] = []
+    reads: list[dict[int, None]] = []
+    chains = _Chains()
+    sources = _Inputs(gm)
+    for at, group in enumerate(groups):
+        inputs = sources.of(group[0])
+        before = {home[arg]: None for arg in inputs if arg in home}
+        before.update(dict.fromkeys(chains.add(at, group[0], inputs)))
+        predecessors.append(before)
+        keys = itertools.chain.from_iterable(map(values.storage_keys, inputs))
+        reads.append({owner[key]: None for key in keys if key in owner})
+        for node in group:
+            for key in values.storage_keys(node):
+                owner.setdefault(key, at)
+    returned = itertools.chain.from_iterable(
+        values.storage_keys(arg) for arg in sources.of(gm.graph.output_node())
+    )
+    return OrderingProblem(
+        captured=captured,
+        predecessors=tuple(tuple(sorted(before)) for before in predecessors),
+        allocated_bytes=tuple(values.output_bytes(group[0]) for group in groups),
+        reads=tuple(tuple(sorted(read)) for read in reads),
+        kept=frozenset(owner[key] for key in returned if key in owner),
+    )
+
+
+class _Chains:
+    """Orders that no data flow shows: mutations, random numbers, collectives, side effects."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, int] = {}
+        self._writer: dict[Hashable, int] = {}
+        self._readers: dict[Hashable, list[int]] = {}
+
+    def add(self, at: int, node: fx.Node, inputs: Iterable[fx.Node]) -> list[int]:
+        """Register a group; return the groups that must run before it."""
+        before: list[int] = []
+        for kind in _kinds(node):
+            if kind in self._last:
+                before.append(self._last[kind])
+            self._last[kind] = at
+        written = {key for arg in values.mutated_inputs(node) for key in _memory(arg)}
+        read = dict.fromkeys(key for arg in inputs for key in _memory(arg))
+        for key in read:
+            if key in self._writer:
+                before.append(self._writer[key])
+            if key in written:
+                before.extend(self._readers.pop(key, ()))
+                self._writer[key] = at
+            else:
+                self._readers.setdefault(key, []).append(at)
+        return before
+
+
+def _kinds(node: fx.Node) -> Iterator[str]:
+    if values.is_random(node):
+        yield "random"
+    if values.is_collective(node):
+        yield "collective"
+    # What only writes to its inputs is ordered by the memory it touches.
+    if values.has_side_effect(node) and not values.mutated_inputs(node):
+        yield "side effect"
+
+
+def _memory(node: fx.Node) -> frozenset[Hashable]:
+    """What a node's value lies in: its storages, or the attribute if tracing left no value."""
+    keys = values.storage_keys(node)
+    if not keys and node.op == "get_attr":
+        return frozenset([str(node.target)])
+    return frozenset(keys)
+
+
+def _cut(
+    groups: Sequence[Group], reasons: Sequence[Reason | None], order: Iterable[int], minimum: int
+) -> list[Segment]:
+    """Cut an order where the colour changes; what is too small to capture turns eager."""
+    segments: list[Segment] = []
+    for captured, run in itertools.groupby(order, key=lambda at: reasons[at] is None):
+        members = [_Member(at, reasons[at]) for at in run]
+        count = sum(_launches(groups[member.group][0]) for member in members)
+        if captured and count < minimum:
+            members = [
+                dataclasses.replace(one, reason=_too_small(groups[one.group][0], count, minimum))
+                for one in members
+            ]
+        if segments and (segments[-1][0].reason is None) == (members[0].reason is None):
+            segments[-1].extend(members)
+        else:
+            segments.append(members)
+    return segments
+
+
+def _launches(node: fx.Node) -> bool:
+    """Whether a node does work on the device; views don't."""
+    return values.output_bytes(node) > 0 or values.has_side_effect(node)
+
+
+def _too_small(node: fx.Node, count: int, minimum: int) -> Reason:
+    return Reason(
+        code="too_small",
+        op=str(node.target),
+        detail=f"its partition would hold {count} operators, min_partition_ops is {minimum}",
+        fix=f"set min_partition_ops to {count} or less to capture it",
+        line=values.user_line(node),
+    )
+
+
+def _tags(groups: Sequence[Group], segments: Sequence[Segment]) -> dict[fx.Node, PartitionTag]:
+    return {
+        node: PartitionTag(index, captured=segment[0].reason is None)
+        for index, segment in enumerate(segments)
+        for member in segment
+        for node in groups[member.group]
+    }
+
+
+def _is_contiguous(nodes: Iterable[fx.Node], tags: dict[fx.Node, PartitionTag]) -> bool:
+    indices = [tags[node].index for node in nodes if node in tags]
+    return indices == sorted(indices)
+
+
+def _is_tagged(gm: fx.GraphModule, groups: Sequence[Group], segments: Sequence[Segment]) -> bool:
+    """Whether an earlier run left exactly these partitions: its order must not be improved upon.
+
+    A second run would measure its memory limit from the order that the first one chose.
+    """
+    tags = _tags(groups, segments)
+    same = all(get_tag(node) == tags.get(node) for node in gm.graph.nodes)
+    return same and _is_contiguous(gm.graph.nodes, tags)
+
+
+def _apply(gm: fx.GraphModule, groups: Sequence[Group], segments: Sequence[Segment]) -> None:
+    tags = _tags(groups, segments)
+    order = [member.group for segment in segments for member in segment]
+    if order != sorted(order) or not _is_contiguous(gm.graph.nodes, tags):
+        _reorder(gm, [node for at in order for node in groups[at]])
+    for node in gm.graph.nodes:
+        set_tag(node, tags.get(node))
+
+
+def _reorder(gm: fx.GraphModule, order: Iterable[fx.Node]) -> None:
+    """Put nodes in `order`; attributes and host scalars come just before their first user."""
+    nodes = list(gm.graph.nodes)
+    placed: dict[fx.Node, None] = dict.fromkeys(n for n in nodes if n.op == "placeholder")
+
+    def place(node: fx.Node) -> None:
+        for arg in node.all_input_nodes:
+            if arg not in placed:
+                place(arg)
+        placed[node] = None
+
+    for node in (*order, *nodes):
+        if node not in placed and node.op != "output":
+            place(node)
+    output = gm.graph.output_node()
+    for node in placed:
+        output.prepend(node)
