@@ -7,7 +7,7 @@ import itertools
 import operator
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import sympy
 import torch
@@ -30,6 +30,9 @@ _RANDOM_HOPS = frozenset(
         "run_dtensor_rng_op",
     }
 )
+_OPERATOR_WRAPPERS = frozenset(
+    {"graphsafe_run_with_rng_state", "auto_functionalized", "auto_functionalized_v2"}
+)
 _EFFECT_HOPS = frozenset({"with_effects", "print", "call_torchbind", "aoti_call_delegate"})
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)')
 _TORCH_ROOT = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -48,9 +51,21 @@ def hop_name(node: fx.Node) -> str | None:
     return None
 
 
-def bodies(node: fx.Node) -> tuple[fx.GraphModule, ...]:
-    """The nested graphs that a higher-order operator gets as arguments."""
-    owner = node.graph.owning_module
+def called(node: fx.Node) -> tuple[object, tuple[object, ...], Mapping[str, object]]:
+    """What a node calls, with which arguments: inside a wrapper that runs one operator, that one."""
+    name = hop_name(node)
+    if name in _OPERATOR_WRAPPERS and node.args:
+        kwargs = {k: v for k, v in node.kwargs.items() if k != "rng_state"}
+        return node.args[0], node.args[1:], kwargs
+    return node.target, node.args, node.kwargs
+
+
+def bodies(node: fx.Node, gm: fx.GraphModule | None = None) -> tuple[fx.GraphModule, ...]:
+    """The nested graphs that a higher-order operator gets as arguments.
+
+    `gm` holds them, by default the node's own module.
+    """
+    owner = gm or node.graph.owning_module
     if hop_name(node) is None or owner is None:
         return ()
     found = []
@@ -172,13 +187,14 @@ def _writes_inputs(body: fx.GraphModule) -> bool:
 
 def argument(node: fx.Node, name: str) -> object:
     """What a node passes for the argument `name`: its default if left out, None if unknown."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return node.kwargs.get(name)
-    for position, arg in enumerate(node.target._schema.arguments):
+    target, args, kwargs = called(node)
+    if not isinstance(target, torch._ops.OpOverload):
+        return kwargs.get(name)
+    for position, arg in enumerate(target._schema.arguments):
         if arg.name == name:
-            if position < len(node.args) and not arg.kwarg_only:
-                return node.args[position]
-            return node.kwargs.get(name, arg.default_value)
+            if position < len(args) and not arg.kwarg_only:
+                return args[position]
+            return kwargs.get(name, arg.default_value)
     return None
 
 
@@ -187,20 +203,22 @@ def is_random(node: fx.Node) -> bool:
 
     Attention with a dropout of zero carries the same tag as with one and draws nothing.
     """
-    if isinstance(node.target, torch._ops.OpOverload):
-        if torch.Tag.nondeterministic_seeded not in node.target.tags:
+    if hop_name(node) in _RANDOM_HOPS:
+        return True
+    target, _, _ = called(node)
+    if isinstance(target, torch._ops.OpOverload):
+        if torch.Tag.nondeterministic_seeded not in target.tags:
             return False
         dropout = argument(node, "dropout_p")
         return not (isinstance(dropout, (int, float)) and dropout == 0)
-    if hop_name(node) in _RANDOM_HOPS:
-        return True
     return any(is_random(inner) for body in bodies(node) for inner in body.graph.nodes)
 
 
 def is_collective(node: fx.Node) -> bool:
     """Whether a node communicates between processes, so that its order among such nodes matters."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target.namespace in _COLLECTIVE_NAMESPACES
+    target, _, _ = called(node)
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace in _COLLECTIVE_NAMESPACES
     return any(is_collective(inner) for body in bodies(node) for inner in body.graph.nodes)
 
 

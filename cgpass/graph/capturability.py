@@ -1,0 +1,296 @@
+"""Whether a CUDA graph can hold a node, and if not, why.
+
+The verdict is about the node alone: what it calls, what it reads and what it makes. It errs on the
+side of capturing where nothing is known (custom operators), since the last warm-up before a capture
+runs with torch's synchronisation check and finds what this missed.
+"""
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from cgpass import _torch
+from cgpass.graph import op_tables, values
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a node runs outside of any CUDA graph."""
+
+    code: str
+    """Stable name of the rule, a key of `op_tables.FIXES`."""
+    op: str
+    """What the node calls."""
+    detail: str
+    """What about it can't be captured."""
+    fix: str
+    """What the user can do about it."""
+    line: str | None
+    """The user's line, `model.py:41 in forward: code`."""
+
+    def __str__(self) -> str:
+        """One line for messages and reports."""
+        place = f" at {self.line}" if self.line else ""
+        return f"{self.op}{place}: {self.detail} [{self.code}]; {self.fix}"
+
+
+@dataclass(frozen=True)
+class _Query:
+    node: fx.Node
+    device: torch.device
+    unsafe_ops: frozenset[str]
+    gm: fx.GraphModule | None
+
+    @property
+    def op(self) -> object:
+        return values.called(self.node)[0]
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return tuple(t for arg in self.node.all_input_nodes for t in values.tensors(arg))
+
+    @property
+    def outputs(self) -> tuple[torch.Tensor, ...]:
+        return values.tensors(self.node)
+
+
+_Found = tuple[str, str] | None
+"""A rule's answer: code and detail, None if it has nothing against the node."""
+
+
+def why_not_capturable(
+    node: fx.Node,
+    device: torch.device,
+    *,
+    unsafe_ops: frozenset[str] = frozenset(),
+    gm: fx.GraphModule | None = None,
+) -> Reason | None:
+    """Why `node` can't be part of a CUDA graph on `device`, None if it can.
+
+    Args:
+        node: any node; placeholders, outputs, `get_attr` and host scalars are never in the way.
+        device: where the graph is captured.
+        unsafe_ops: operators that the user keeps out, `"ns::op"` or `"ns::op.overload"`.
+        gm: holds the nested graphs that the node refers to; default: the node's own module.
+    """
+    if node.target is operator.getitem:
+        parent = node.args[0]
+        if not isinstance(parent, fx.Node) or parent.op != "call_function":
+            return None
+        return why_not_capturable(parent, device, unsafe_ops=unsafe_ops, gm=gm)
+    if node.op in ("placeholder", "output", "get_attr") or values.is_host_scalar(node):
+        return None
+    query = _Query(node, device, unsafe_ops, gm or node.graph.owning_module)
+    for rule in _RULES:
+        found = rule(query)
+        if found is not None:
+            code, detail = found
+            fix = op_tables.FIXES[code]
+            return Reason(code, _op_name(node), detail, fix, values.user_line(node))
+    return None
+
+
+def _op_name(node: fx.Node) -> str:
+    op = values.called(node)[0]
+    name = values.hop_name(node)
+    if name is not None:
+        return name if op is node.target else f"{name}({op})"
+    if isinstance(op, torch._ops.OpOverload) or node.op != "call_function":
+        return str(op)
+    return getattr(op, "__name__", str(op))
+
+
+def _spellings(target: object) -> frozenset[str]:
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name
+        return frozenset({name, f"{name}.{target._overloadname}"})
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return frozenset({f"higher_order::{target.name()}"})
+    return frozenset()
+
+
+def _short_name(op: torch._ops.OpOverload) -> str:
+    return op._schema.name.removeprefix("aten::")
+
+
+def _listed_by_user(query: _Query) -> _Found:
+    listed = query.unsafe_ops & (_spellings(query.op) | _spellings(query.node.target))
+    return ("unsafe_ops", f"{min(listed)} is listed in unsafe_ops") if listed else None
+
+
+def _python_call(query: _Query) -> _Found:
+    known = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
+    if query.node.op == "call_function" and isinstance(query.op, known):
+        return None
+    return "python_call", "it is Python code, which a replay does not run again"
+
+
+def _tagged(query: _Query) -> _Found:
+    op = query.op
+    if not isinstance(op, torch._ops.OpOverload):
+        return None
+    if torch.Tag.cudagraph_unsafe in op.tags:
+        return "cudagraph_unsafe", "the operator is tagged cudagraph_unsafe"
+    if torch.Tag.data_dependent_output in op.tags:
+        return "host_read", "the host reads a tensor's data and waits for the device"
+    if torch.Tag.dynamic_output_shape in op.tags and not _has_fixed_shape(query):
+        return "dynamic_shape", "the size of its result depends on the data"
+    return None
+
+
+def _has_fixed_shape(query: _Query) -> bool:
+    """Whether an operator tagged with a dynamic shape has a fixed one for these arguments."""
+    assert isinstance(query.op, torch._ops.OpOverload)
+    name = _short_name(query.op)
+    if name == "repeat_interleave":
+        return values.argument(query.node, "output_size") is not None
+    return name in op_tables.INDEXING
+
+
+def _by_name(query: _Query) -> _Found:
+    op = query.op
+    if not isinstance(op, torch._ops.OpOverload):
+        return None
+    name = _short_name(op)
+    if op.namespace in op_tables.HOST_NAMESPACES or name in op_tables.HOST_STATE:
+        return "host_state", "it changes what the host knows, which a replay does not do again"
+    if name in op_tables.SYNCS or str(op) in op_tables.SYNCS:
+        return "host_sync", "its implementation waits for the device or copies to the host"
+    if name == "histc" and _histc_reads_range(query.node):
+        return "host_sync", "without a range it reads the smallest and largest value on the host"
+    if name == "_grouped_mm" and any(t.dtype != torch.bfloat16 for t in query.outputs):
+        return "host_sync", "it reads the group offsets on the host unless the type is bfloat16"
+    return None
+
+
+def _histc_reads_range(node: fx.Node) -> bool:
+    return values.argument(node, "min") == values.argument(node, "max")
+
+
+def _bool_index(query: _Query) -> _Found:
+    op = query.op
+    if not isinstance(op, torch._ops.OpOverload) or _short_name(op) not in op_tables.INDEXING:
+        return None
+    for index in tree_leaves(values.argument(query.node, "indices")):
+        if isinstance(index, fx.Node):
+            for tensor in values.tensors(index):
+                if tensor.dtype in (torch.bool, torch.uint8):
+                    return "bool_index", f"an index of type {_dtype(tensor)} is a hidden nonzero()"
+    return None
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _higher_order(query: _Query) -> _Found:
+    op = query.op
+    if not isinstance(op, torch._ops.HigherOrderOperator):
+        return None
+    name = op.name()
+    if name in op_tables.CONTROL_FLOW:
+        return "control_flow", "which way it goes is decided on the host"
+    if name in op_tables.CAPTURABLE_HOPS:
+        return None
+    if name not in op_tables.NESTED_GRAPH_HOPS:
+        return "higher_order_op", f"the higher-order operator {name} is not known to be capturable"
+    return _nested_graph(query)
+
+
+def _nested_graph(query: _Query) -> _Found:
+    bodies = values.bodies(query.node, query.gm)
+    if not bodies:
+        return "nested_graph", "its nested graph was not found"
+    for body in bodies:
+        for inner in body.graph.nodes:
+            reason = why_not_capturable(
+                inner, query.device, unsafe_ops=query.unsafe_ops, gm=body
+            )
+            if reason is not None:
+                return "nested_graph", f"inside it, {reason.op}: {reason.detail}"
+    return None
+
+
+def _on(tensor: torch.Tensor, device: torch.device) -> bool:
+    if tensor.device.type != device.type:
+        return tensor.device.type == "meta"
+    return None in (device.index, tensor.device.index) or tensor.device.index == device.index
+
+
+def _devices(query: _Query) -> _Found:
+    reads = [t for t in query.inputs if not _on(t, query.device)]
+    makes = [t for t in query.outputs if not _on(t, query.device)]
+    for tensor in (*reads, *makes):
+        if tensor.device.type != "cpu":
+            return "other_device", f"it uses a tensor on {tensor.device}, the graph is on {query.device}"
+    if not reads and not makes:
+        return None
+    on_device = any(_on(t, query.device) for t in (*query.inputs, *query.outputs))
+    if not on_device:
+        return "cpu_tensor", "it runs on the CPU"
+    if makes:
+        return "device_to_host", "it copies to the CPU and waits for the device"
+    if isinstance(query.op, torch._ops.OpOverload) and _short_name(query.op) in op_tables.COPIES:
+        return "host_to_device", "it copies from CPU memory, which has to be pinned and stay in place"
+    if all(tensor.dim() == 0 for tensor in reads):
+        return "cpu_scalar", "it reads a CPU scalar tensor, whose value a recording would freeze"
+    return "cpu_tensor", "it reads a tensor on the CPU"
+
+
+def _layouts(query: _Query) -> _Found:
+    for tensor in (*query.inputs, *query.outputs):
+        if tensor.layout != torch.strided:
+            return "layout", f"it uses a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
+        if tensor.is_quantized:
+            return "layout", f"it uses a quantised tensor ({_dtype(tensor)})"
+        if tensor.is_nested:
+            return "layout", "it uses a nested tensor"
+    return None
+
+
+def _scalars(query: _Query) -> Iterator[fx.Node]:
+    return (arg for arg in query.node.all_input_nodes if values.is_scalar(arg))
+
+
+def _unbacked(query: _Query) -> _Found:
+    for node in (*query.node.all_input_nodes, query.node):
+        symbols = values.unbacked_symbols(node)
+        if symbols and values.tensors(node):
+            return "unbacked_size", f"the size {symbols[0]} depends on data"
+    for scalar in _scalars(query):
+        if values.unbacked_symbols(scalar):
+            return "host_scalar", f"it gets the number {scalar.name}, which depends on data"
+        if isinstance(scalar.meta["val"], (float, torch.SymFloat)):
+            return "host_scalar", f"it gets the float {scalar.name}, which may change every call"
+    return None
+
+
+def _no_tensors(query: _Query) -> _Found:
+    if query.inputs or query.outputs:
+        return None
+    return "host_only", "it reads and makes no tensors, so nothing of it runs on the device"
+
+
+def _torch_says_no(query: _Query) -> _Found:
+    if _torch.is_cudagraph_unsafe(query.node):
+        return "torch_unsafe", "torch lists it as unsafe for CUDA graphs"
+    return None
+
+
+_RULES: tuple[Callable[[_Query], _Found], ...] = (
+    _listed_by_user,
+    _python_call,
+    _tagged,
+    _by_name,
+    _bool_index,
+    _higher_order,
+    _devices,
+    _layouts,
+    _unbacked,
+    _no_tensors,
+    _torch_says_no,
+)

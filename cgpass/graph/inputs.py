@@ -1,0 +1,66 @@
+"""What the placeholders of a graph are to the runtime."""
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import fx
+
+from cgpass.graph import values
+from cgpass.inputs import InputInfo, InputKind
+
+
+def input_infos(
+    gm: fx.GraphModule,
+    *,
+    static: Collection[int],
+    pooled: Collection[str] = (),
+    names: Mapping[str, str] | None = None,
+) -> tuple[InputInfo, ...]:
+    """One `InputInfo` a placeholder of `gm`, in order.
+
+    Args:
+        gm: a whole graph or a partition of one.
+        static: positions of the placeholders that keep their address.
+        pooled: names of the placeholders that a captured partition made.
+        names: what the user calls a placeholder, by its name; default: that name.
+    """
+    known = names or {}
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    written = _written_storages(gm)
+    return tuple(
+        InputInfo(
+            name=known.get(node.name, node.name),
+            kind=_kind(node, is_static=index in static, is_pooled=node.name in pooled),
+            line=_first_line(node),
+            mutated=node in written or bool(written & values.storage_keys(node)),
+        )
+        for index, node in enumerate(placeholders)
+    )
+
+
+def _kind(node: fx.Node, *, is_static: bool, is_pooled: bool) -> InputKind:
+    value = node.meta.get("val")
+    if isinstance(value, torch.SymInt) or type(value) is int:
+        return InputKind.SYMINT
+    if isinstance(value, torch.Generator):
+        return InputKind.GENERATOR
+    if not isinstance(value, torch.Tensor):
+        return InputKind.OPAQUE
+    if is_static:
+        return InputKind.STATIC
+    return InputKind.POOLED if is_pooled else InputKind.COPIED
+
+
+def _written_storages(gm: fx.GraphModule) -> frozenset[fx.Node | int]:
+    """The nodes that anything in the graph writes to, and the storages they lie in."""
+    written: set[fx.Node | int] = set()
+    for node in gm.graph.nodes:
+        for target in values.mutated_inputs(node):
+            written.add(target)
+            written |= values.storage_keys(target)
+    return frozenset(written)
+
+
+def _first_line(node: fx.Node) -> str | None:
+    lines = (values.user_line(user) for user in node.users)
+    return next((line for line in lines if line is not None), None)

@@ -1,0 +1,149 @@
+"""What is known of single operators: which ones a CUDA graph can't hold, and what to do about it.
+
+Source: a capture of every operator below and of what is missing here on an H200 with torch 2.11;
+ATen's implementations for what no tag tells (2.11 to 2.15).
+"""
+
+SYNCS = frozenset(
+    {
+        "nonzero",
+        "nonzero_numpy",
+        "argwhere",
+        "masked_select",
+        "_unique",
+        "_unique2",
+        "unique_dim",
+        "unique_consecutive",
+        "unique_dim_consecutive",
+        "bincount",
+        "_ctc_loss",
+        "segment_reduce",
+        "_segment_reduce_backward",
+        "embedding_renorm_",
+        "aten.normal.Tensor_Tensor",
+        "aten.normal.float_Tensor",
+        "_linalg_check_errors",
+        "_linalg_eigh",
+        "_linalg_eigvals",
+        "_linalg_svd",
+        "linalg_eig",
+        "linalg_eigvals",
+        "linalg_lstsq",
+        "linalg_matrix_exp",
+        "linalg_pinv",
+        "is_nonzero",
+        "_pack_padded_sequence",
+        "_to_sparse",
+        "to_sparse",
+        "_coalesce",
+        "_nested_tensor_from_mask",
+        "_nested_get_min_seqlen",
+        "_nested_get_max_seqlen",
+    }
+)
+"""Operators without a telling tag that synchronise, by name or by `aten.name.overload`."""
+
+HOST_STATE = frozenset(
+    {
+        "_assert_scalar",
+        "_pin_memory",
+        "_resize_output_",
+        "is_pinned",
+        "pin_memory",
+        "record_stream",
+        "resize_",
+        "set_",
+        "fsdp::set_",
+    }
+)
+"""Operators that change or read what only the host knows: storages, streams, pinned memory."""
+
+HOST_NAMESPACES = frozenset(
+    {"c10d", "debugprims", "export", "mempool", "profiler", "streams", "symm_mem"}
+)
+"""Namespaces whose operators work on host state; functional collectives are not among them."""
+
+INDEXING = frozenset(
+    {
+        "index",
+        "_unsafe_index",
+        "index_put",
+        "index_put_",
+        "_unsafe_index_put",
+        "_index_put_impl_",
+        "_unsafe_masked_index",
+        "_unsafe_masked_index_put_accumulate",
+    }
+)
+"""Operators that are capturable with integer indices and hide a nonzero() with boolean ones."""
+
+COPIES = frozenset({"_to_copy", "copy", "copy_", "prims::device_put"})
+"""Operators that move data between devices."""
+
+CONTROL_FLOW = frozenset(
+    {
+        "associative_scan",
+        "cond",
+        "map_impl",
+        "scan",
+        "switch",
+        "while_loop",
+        "while_loop_stack_output",
+    }
+)
+
+NESTED_GRAPH_HOPS = frozenset(
+    {
+        "control_deps",
+        "hints_wrapper",
+        "invoke_subgraph",
+        "local_map_hop",
+        "strict_mode",
+        "tag_activation_checkpoint",
+        "wrap",
+        "wrap_activation_checkpoint",
+        "wrap_with_autocast",
+        "wrap_with_set_grad_enabled",
+    }
+)
+"""Higher-order operators that run a nested graph once: the graph decides."""
+
+CAPTURABLE_HOPS = frozenset(
+    {
+        "flex_attention",
+        "flex_attention_backward",
+        "flex_gemm",
+        "foreach_map",
+        "inline_asm_elementwise",
+        "invoke_quant",
+        "invoke_quant_packed",
+        "out_dtype",
+        "triton_kernel_wrapper_functional",
+        "triton_kernel_wrapper_mutation",
+    }
+)
+
+FIXES = {
+    "unsafe_ops": "take it out of unsafe_ops to have it captured",
+    "python_call": "make it a custom operator, or leave it: only this runs outside of the graphs",
+    "cudagraph_unsafe": "take the tag off if the operator neither syncs nor reads host memory",
+    "host_read": "keep the value on the device (torch.where, tensor arithmetic) instead of item()",
+    "dynamic_shape": "use a form with a fixed size (nonzero_static, torch.where, output_size=)",
+    "host_state": "move it out of the compiled function",
+    "host_sync": "use a form that does not check on the host (cholesky_ex, explicit range, bfloat16)",
+    "bool_index": "use torch.where, masked_fill or integer indices instead of a boolean mask",
+    "control_flow": "use torch.where to choose between both results on the device",
+    "higher_order_op": "leave it: only this runs outside of the graphs",
+    "nested_graph": "see the operator named: it decides for the whole nested graph",
+    "other_device": "move the tensor to the graph's device before the compiled function",
+    "cpu_tensor": "create the tensor on the device",
+    "device_to_host": "copy to the CPU after the compiled function",
+    "host_to_device": "create the tensor on the device, or copy it before the compiled function",
+    "cpu_scalar": "make the scalar on the device, or pass a Python number if it never changes",
+    "layout": "use a dense strided tensor",
+    "unbacked_size": "use a form with a fixed size before this (nonzero_static, torch.where)",
+    "host_scalar": "pass it as a tensor on the device",
+    "host_only": "leave it: it costs no device time",
+    "torch_unsafe": "leave it: only this runs outside of the graphs",
+}
+"""What a user can do, by the code of the reason."""

@@ -1,0 +1,253 @@
+"""Put CPU scalars and constants that device operators read on the device.
+
+A CPU scalar tensor read by a device operator would be frozen into a recording, a constant made on
+the CPU is copied from memory that isn't pinned: each would be a boundary for no good reason.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from cgpass import _torch
+from cgpass.graph import values
+from cgpass.graph.capturability import why_not_capturable
+from cgpass.passes.base import Pass, PassContext, PassResult
+from cgpass.passes.node_meta import inherit_meta
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+_FILLED = {
+    aten.full.default: lambda node: node.args[1],
+    aten.full_like.default: lambda node: node.args[1],
+    aten.scalar_tensor.default: lambda node: node.args[0],
+    aten.zeros.default: lambda _: 0,
+    aten.zeros_like.default: lambda _: 0,
+    aten.ones.default: lambda _: 1,
+    aten.ones_like.default: lambda _: 1,
+}
+"""Operators that make a tensor of one number, and how to find the number."""
+
+_FRESH = (aten.lift_fresh_copy.default, aten.lift_fresh.default)
+
+
+def move_constant(constant: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The constant on `device`, as a real tensor even while a graph is being traced.
+
+    **Lifetime:** the result owns its memory; outside of any graph's pool.
+    """
+    with _torch.no_fake_mode():
+        return constant.detach().to(device)
+
+
+@dataclass(frozen=True)
+class LiftCpuScalars(Pass):
+    """Lift CPU scalars, constants and filled tensors that device operators read.
+
+    - A CPU scalar, input or computed, is copied to the device once, directly after the inputs or
+      after the node that computes it. This copy is the one boundary that is left.
+    - A constant of the graph is moved to the device now and costs nothing at run time.
+    - A tensor of one number (`full`, `scalar_tensor`, `zeros`) is made on the device.
+
+    Other copies from the CPU stay where they are. A scalar that the graph writes to before its last
+    reader is left alone. With half-precision operands an aten kernel rounds a scalar that lies on
+    the device to the operands' type first, and one that lies on the CPU not.
+    """
+
+    name: ClassVar[str] = "lift_cpu_scalars"
+
+    move: Callable[[torch.Tensor, torch.device], torch.Tensor] = move_constant
+    """Moves a constant's values to the device."""
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+        """Rewrite `gm` in place."""
+        lift = _Lift(gm, ctx.device, self.move)
+        changed = [lift.scalar(source, readers) for source, readers in lift.scalars().items()]
+        changed += [lift.copy(node) for node in lift.copies()]
+        lift.drop_unread()
+        return PassResult(gm, any(changed))
+
+
+class _Lift:
+    """One run over one graph."""
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        device: torch.device,
+        move: Callable[[torch.Tensor, torch.device], torch.Tensor],
+    ) -> None:
+        self._gm = gm
+        self._device = device
+        self._move = move
+        self._order = {node: position for position, node in enumerate(gm.graph.nodes)}
+        self._candidates: list[fx.Node] = []
+
+    def scalars(self) -> dict[fx.Node, list[fx.Node]]:
+        """The CPU scalars that are all that keeps a node from being captured; their readers."""
+        found: dict[fx.Node, list[fx.Node]] = {}
+        for node in self._gm.graph.nodes:
+            reason = why_not_capturable(node, self._device, gm=self._gm)
+            if reason is None or reason.code != "cpu_scalar" or node.op != "call_function":
+                continue
+            for arg in node.all_input_nodes:
+                if _is_cpu_tensor(arg):
+                    found.setdefault(arg, []).append(node)
+        return found
+
+    def copies(self) -> list[fx.Node]:
+        """The nodes that do nothing but copy a CPU tensor to the device."""
+        return [
+            node
+            for target in (aten._to_copy.default, prims.device_put.default)
+            for node in self._gm.graph.find_nodes(op="call_function", target=target)
+            if _is_cpu_tensor(node.all_input_nodes[0]) and self._is_on_device(node)
+        ]
+
+    def scalar(self, source: fx.Node, readers: list[fx.Node]) -> bool:
+        """Let `readers` read `source` on the device; false if that is not possible."""
+        first_write = self._first_write(source)
+        if any(self._order[reader] > first_write for reader in readers):
+            return False
+        value = _on(source.meta["val"], self._device)
+        constant = self._constant(source)
+        if constant is not None:
+            lifted = self._moved(constant, source, value)
+        elif _is_filled(source):
+            lifted = self._filled(source, value)
+        else:
+            lifted = self._copied(source, readers[0], value)
+        for reader in readers:
+            reader.replace_input_with(source, lifted)
+        self._candidates.append(source)
+        return True
+
+    def copy(self, node: fx.Node) -> bool:
+        """Make what `node` copies on the device; false if it has to be copied every call."""
+        source = node.all_input_nodes[0]
+        if not _changes_only_device_and_dtype(node):
+            return False
+        wanted, had = node.meta["val"], source.meta["val"]
+        constant = self._constant(source)
+        if constant is not None:
+            with _torch.no_fake_mode():
+                converted = constant.to(wanted.dtype)
+            lifted = self._moved(converted, node, wanted)
+            if self._escapes(node):
+                lifted = self._fresh_copy(lifted, node, wanted)
+        elif _is_filled(source) and wanted.dtype == had.dtype:
+            lifted = self._filled(source, wanted, before=node)
+        elif _is_filled(source):
+            made = self._filled(source, _on(had, self._device), before=node)
+            node.replace_input_with(source, made)
+            self._candidates.append(source)
+            return True
+        else:
+            return False
+        node.replace_all_uses_with(lifted)
+        self._candidates += [source, node]
+        return True
+
+    def drop_unread(self) -> None:
+        """Erase what the rewriting left without readers, back to the constants."""
+        pending = list(self._candidates)
+        while pending:
+            node = pending.pop()
+            if node in self._order and node.op != "placeholder" and not node.users:
+                pending.extend(node.all_input_nodes)
+                del self._order[node]
+                self._gm.graph.erase_node(node)
+
+    def _is_on_device(self, node: fx.Node) -> bool:
+        return all(t.device.type == self._device.type != "cpu" for t in values.tensors(node))
+
+    def _first_write(self, source: fx.Node) -> float:
+        memory = values.storage_keys(source)
+        writers = (
+            self._order[node]
+            for node in self._order
+            if any(memory & values.storage_keys(arg) for arg in values.mutated_inputs(node))
+        )
+        return min(writers, default=float("inf"))
+
+    def _escapes(self, node: fx.Node) -> bool:
+        """Whether the caller, or a node that writes, gets hold of a node's memory."""
+        memory = values.storage_keys(node)
+        handed_out = (values.storage_keys(n) for n in self._gm.graph.output_node().all_input_nodes)
+        return any(memory & keys for keys in handed_out) or self._first_write(node) < float("inf")
+
+    def _constant(self, source: fx.Node) -> torch.Tensor | None:
+        """The values of a constant of the graph, None if `source` is none or has no values."""
+        if source.target in _FRESH:
+            source = source.all_input_nodes[0]
+        if source.op != "get_attr" or self._first_write(source) < float("inf"):
+            return None
+        found = values.attribute(self._gm, str(source.target))
+        is_known = isinstance(found, torch.Tensor) and not _torch.is_fake(found)
+        return found if is_known else None
+
+    def _moved(self, constant: torch.Tensor, stands_for: fx.Node, value: torch.Tensor) -> fx.Node:
+        name = f"{stands_for.name}_on_{self._device.type}"
+        while hasattr(self._gm, name):
+            name += "_"
+        self._gm.register_buffer(name, self._move(constant, self._device), persistent=False)
+        with self._gm.graph.inserting_before(stands_for):
+            node = self._gm.graph.get_attr(name)
+        inherit_meta(node, stands_for, value)
+        return node
+
+    def _fresh_copy(self, moved: fx.Node, stands_for: fx.Node, value: torch.Tensor) -> fx.Node:
+        moved.meta["val"] = _on(value, self._device)
+        with self._gm.graph.inserting_before(stands_for):
+            node = self._gm.graph.call_function(aten.clone.default, (moved,))
+        inherit_meta(node, stands_for, value)
+        return node
+
+    def _filled(
+        self, source: fx.Node, value: torch.Tensor, before: fx.Node | None = None
+    ) -> fx.Node:
+        kwargs = {
+            "dtype": value.dtype,
+            "layout": torch.strided,
+            "device": self._device,
+            "pin_memory": False,
+        }
+        args = (list(value.shape), _FILLED[source.target](source))
+        with self._gm.graph.inserting_before(before or source):
+            node = self._gm.graph.call_function(aten.full.default, args, kwargs)
+        inherit_meta(node, source, value)
+        return node
+
+    def _copied(self, source: fx.Node, reader: fx.Node, value: torch.Tensor) -> fx.Node:
+        after = source
+        if source.op == "placeholder":
+            after = self._gm.graph.find_nodes(op="placeholder")[-1]
+        with self._gm.graph.inserting_after(after):
+            node = self._gm.graph.call_function(
+                aten._to_copy.default, (source,), {"device": self._device}
+            )
+        inherit_meta(node, reader if source.op == "placeholder" else source, value)
+        return node
+
+
+def _is_cpu_tensor(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
+
+
+def _is_filled(node: fx.Node) -> bool:
+    """Whether a node makes a tensor of one number, of a size that is known."""
+    return node.target in _FILLED and all(type(size) is int for size in node.meta["val"].shape)
+
+
+def _on(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    with _torch.mode_of(value):
+        return torch.empty_like(value, device=device)
+
+
+def _changes_only_device_and_dtype(node: fx.Node) -> bool:
+    kept = {"memory_format": (None, torch.preserve_format), "layout": (None, torch.strided)}
+    return all(node.kwargs.get(key) in allowed for key, allowed in kept.items())

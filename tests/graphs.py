@@ -1,0 +1,297 @@
+"""Graphs over fake CUDA tensors, for tests on machines without a GPU.
+
+Two things are missing there and are put in place while tracing: a device guard for CUDA (the CPU
+build of torch has none) and an autograd engine that doesn't ask for CUDA streams.
+"""
+
+import contextlib
+import ctypes
+import heapq
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+
+from cgpass import _torch
+
+CUDA = torch.device("cuda", 0)
+
+
+# ---- a CUDA device guard for the CPU build
+
+
+def install_noop_cuda_guard() -> None:
+    """Put the meta device's guard, which does nothing, where CUDA's is missing.
+
+    Source: c10/core/impl/DeviceGuardImplInterface.h; CUDA is 1, meta 14 of 21 device types.
+    """
+    if torch.backends.cuda.is_built():
+        return
+    cuda, meta, count = 1, 14, 21
+    path = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so")
+    name = "_ZN3c104impl26device_guard_impl_registryE"
+    try:
+        registry = (ctypes.c_void_p * count).in_dll(ctypes.CDLL(path), name)
+    except (OSError, ValueError):
+        pytest.skip("this build of torch hides its device guard registry")
+    if not registry[cuda]:
+        registry[cuda] = registry[meta]
+
+
+class FakeCudaGenerator(torch.Generator):
+    """A CPU generator that says it lives on CUDA."""
+
+    @property
+    def device(self) -> torch.device:
+        return CUDA
+
+    def clone_state(self) -> "FakeCudaGenerator":
+        clone = FakeCudaGenerator()
+        clone.set_state(self.get_state())
+        return clone
+
+    def graphsafe_get_state(self) -> "FakeCudaGenerator":
+        return self
+
+    def graphsafe_set_state(self, other: torch.Generator) -> "FakeCudaGenerator":
+        return self
+
+
+# ---- an autograd engine in Python
+
+
+def python_grad(
+    outputs: Any, inputs: Any, grad_outputs: Any = None, **_: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad` without streams; knows neither hooks nor `create_graph`."""
+    outputs, inputs = _tuple(outputs), _tuple(inputs)
+    given = [None] * len(outputs) if grad_outputs is None else _tuple(grad_outputs)
+    targets = [(e.node, e.output_nr) for e in map(get_gradient_edge, inputs)]
+    roots = [(e.node, e.output_nr) for e in map(get_gradient_edge, outputs)]
+    sweep = _Sweep({node for node, _ in targets}, [node for node, _ in roots])
+    with torch.no_grad():
+        for out, root, grad in zip(outputs, roots, given, strict=True):
+            sweep.add(*root, torch.ones_like(out) if grad is None else grad)
+        sweep.run([node for node, _ in roots])
+    return tuple(sweep.arrived.get(node, {}).get(number) for node, number in targets)
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, torch.Tensor) else tuple(value)
+
+
+class _Sweep:
+    def __init__(self, targets: set[Any], roots: list[Any]) -> None:
+        self.needed: dict[Any, bool] = {}
+        self.waiting: dict[Any, int] = {}
+        self.arrived: dict[Any, dict[int, torch.Tensor]] = {}
+        self._find_needed(targets, roots)
+        for node in self.needed:
+            for child in self._children(node):
+                self.waiting[child] = self.waiting.get(child, 0) + 1
+
+    def _find_needed(self, targets: set[Any], roots: list[Any]) -> None:
+        stack = [(root, False) for root in roots]
+        seen = set()
+        while stack:
+            node, done = stack.pop()
+            children = [c for c, _ in node.next_functions if c is not None]
+            if done:
+                self.needed[node] = node in targets or any(self.needed.get(c) for c in children)
+            elif node not in seen:
+                seen.add(node)
+                stack.append((node, True))
+                stack.extend((c, False) for c in children)
+
+    def _children(self, node: Any) -> list[Any]:
+        return [c for c, _ in node.next_functions if c is not None and self.needed[c]]
+
+    def add(self, node: Any, number: int, grad: torch.Tensor) -> None:
+        slots = self.arrived.setdefault(node, {})
+        slots[number] = slots[number] + grad if number in slots else grad
+
+    def run(self, roots: list[Any]) -> None:
+        order = itertools.count()
+        ready: list[tuple[int, int, Any]] = []
+        queued = set()
+
+        def push(node: Any) -> None:
+            if node not in queued and not self.waiting.get(node) and self.needed[node]:
+                queued.add(node)
+                heapq.heappush(ready, (-node._sequence_nr(), next(order), node))
+
+        for root in roots:
+            push(root)
+        while ready:
+            node = heapq.heappop(ready)[2]
+            if self._children(node):
+                self._apply(node)
+                for child in self._children(node):
+                    self.waiting[child] -= 1
+                    push(child)
+
+    def _apply(self, node: Any) -> None:
+        slots = self.arrived.get(node, {})
+        grads = [slots.get(i) for i in range(len(node._input_metadata))]
+        call = node.apply if hasattr(node, "apply") else node
+        results = call(*grads)
+        results = results if isinstance(results, tuple) else (results,)
+        for (child, number), grad in zip(node.next_functions, results, strict=False):
+            if child is not None and grad is not None and self.needed[child]:
+                meta = child._input_metadata[number]
+                self.add(child, number, grad.sum_to_size(tuple(meta.shape)).to(meta.dtype))
+
+
+# ---- tracing
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor to trace with; `dynamic` makes every dimension symbolic."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    device: str = "cuda"
+    dynamic: bool = False
+    grad: bool = False
+
+
+def cpu(*shape: int, dtype: torch.dtype = torch.float32) -> Spec:
+    """A CPU tensor to trace with."""
+    return Spec(shape, dtype, "cpu")
+
+
+def ints(*shape: int) -> Spec:
+    """An int64 CUDA tensor to trace with."""
+    return Spec(shape, torch.int64)
+
+
+def dynamic(*shape: int) -> Spec:
+    """A CUDA tensor with symbolic dimensions to trace with."""
+    return Spec(shape, dynamic=True)
+
+
+@contextlib.contextmanager
+def fake_cuda() -> Iterator[FakeTensorMode]:
+    """Let CUDA tensors be made, computed with and differentiated, all of them fake."""
+    install_noop_cuda_guard()
+    old_grad, old_generators = torch.autograd.grad, torch.cuda.default_generators
+    torch.autograd.grad = python_grad
+    torch.cuda.default_generators = (FakeCudaGenerator(),)
+    try:
+        with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
+            yield mode
+    finally:
+        torch.autograd.grad, torch.cuda.default_generators = old_grad, old_generators
+
+
+def fake_tensor(mode: FakeTensorMode, spec: Spec | Sequence[int]) -> torch.Tensor:
+    """A fake tensor of `mode`; a bare shape is float32 on CUDA."""
+    if not isinstance(spec, Spec):
+        spec = Spec(tuple(spec))
+    shape: Sequence[Any] = spec.shape
+    if spec.dynamic:
+        context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(shape))
+        real = torch.empty(shape, device="meta")
+        shape = mode.from_tensor(real, symbolic_context=context).shape
+    with mode:
+        tensor = torch.empty(shape, dtype=spec.dtype, device=spec.device)
+        return tensor.requires_grad_(spec.grad)
+
+
+def fake_cuda_graph(fn: Callable[..., Any], *specs: Spec | Sequence[int]) -> fx.GraphModule:
+    """Trace `fn` to aten operators on fake tensors of the given shapes, on CUDA unless told else."""
+    with fake_cuda() as mode:
+        args = [fake_tensor(mode, spec) for spec in specs]
+        return make_fx(fn, record_stack_traces=True)(*args)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A joint graph as AOTAutograd hands it to a split."""
+
+    gm: fx.GraphModule
+    inputs: Sequence[Any]
+    kwargs: dict[str, Any]
+
+
+def joint_graph(fn: Callable[..., Any], *specs: Spec | Sequence[int]) -> Joint:
+    """The joint graph of `fn` on fake CUDA tensors that all require gradients unless told else."""
+    seen: list[Joint] = []
+
+    def catch(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        seen.append(Joint(_copy(gm), inputs, kwargs))
+        kwargs = {k: v for k, v in kwargs.items() if k.startswith(("num_fwd", "static_life"))}
+        return _torch.min_cut_partition(gm, inputs, compiler="eager", **kwargs)
+
+    with fake_cuda() as mode:
+        wanted = [s if isinstance(s, Spec) else Spec(tuple(s), grad=True) for s in specs]
+        _compile(fn, [fake_tensor(mode, spec) for spec in wanted], _boxed, catch)
+    return seen[0]
+
+
+def inference_graph(fn: Callable[..., Any], *specs: Spec | Sequence[int]) -> fx.GraphModule:
+    """The graph of `fn` without gradients on fake CUDA tensors, as Dynamo and AOTAutograd make it."""
+    seen: list[fx.GraphModule] = []
+
+    def catch(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        seen.append(_copy(gm))
+        return _boxed(gm, inputs)
+
+    with fake_cuda() as mode, torch.no_grad():
+        _compile(fn, [fake_tensor(mode, spec) for spec in specs], catch, None)
+    return seen[0]
+
+
+def _compile(fn: Callable[..., Any], args: list[Any], compiler: Any, split: Any) -> None:
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return _torch.compile_with_aten(
+            gm,
+            inputs,
+            forward=compiler,
+            backward=compiler,
+            inference=compiler,
+            partition_fn=split,
+        )
+
+    torch.compiler.reset()
+    torch.compile(fn, backend=backend, fullgraph=True)(*args)
+
+
+def _boxed(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    def run(args: list[Any]) -> Any:
+        return gm(*args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(gm, graph)
+
+
+def node_named(gm: fx.GraphModule, name: str) -> fx.Node:
+    """The node of that name."""
+    return next(node for node in gm.graph.nodes if node.name == name)
+
+
+def calls(gm: fx.GraphModule, target: Any) -> list[fx.Node]:
+    """The nodes that call `target`."""
+    return gm.graph.find_nodes(op="call_function", target=target)
