@@ -202,7 +202,19 @@ def boxed_graph_module(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
 
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
-    return gm.forward
+    _ = gm.code  # a lazy GraphModule generates its forward only now
+    forward = type(gm).forward
+
+    def boxed(args: list[Any]) -> Any:
+        return forward(gm, args)
+
+    return mark_boxed(boxed)
+
+
+def mark_boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Tell AOTAutograd that `fn`, a plain function, takes one list. Dynamo's wrappers carry the mark along."""
+    fn._boxed_call = True
+    return fn
 
 
 # ---- facts about operators, the joint graph
@@ -245,3 +257,26 @@ def min_cut_partition(
 def input_position(node: torch.fx.Node) -> int | None:
     """Position among Dynamo's inputs of what a placeholder of AOTAutograd's graph stands for, if it is one of them."""
     return getattr(node.meta.get("desc"), "idx", None)
+
+
+# ---- fake tensors
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no values, only metadata."""
+    from torch._subclasses.fake_tensor import is_fake as torch_is_fake
+
+    return torch_is_fake(tensor)
+
+
+def no_fake_mode() -> contextlib.AbstractContextManager[Any]:
+    """Compute with real tensors, though a graph is being traced."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def mode_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """The fake mode of a fake tensor, to make another one like it; nothing for a real one."""
+    mode = getattr(tensor, "fake_mode", None)
+    return contextlib.nullcontext() if mode is None else mode

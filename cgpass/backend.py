@@ -12,7 +12,7 @@ from torch import fx
 from cgpass import _torch, telemetry
 from cgpass.compile import Boxed, Compiler, output_strides
 from cgpass.errors import CaptureError, DriverUnavailableError, OptionError
-from cgpass.graph.capturability import Reason
+from cgpass.graph.capturability import Reason, why_not_capturable
 from cgpass.graph.inputs import input_infos
 from cgpass.graph.origins import Origins
 from cgpass.graph.partition_tag import get_tag
@@ -24,7 +24,7 @@ from cgpass.passes.split_joint import split_joint
 from cgpass.plan import build_plan, whole_plan
 from cgpass.runtime.driver import CUDADriver, GraphDriver
 from cgpass.runtime.executor import Executor
-from cgpass.runtime.owner import Owner, close_all
+from cgpass.runtime.owner import Owner, release_all
 from cgpass.runtime.runner import PartitionRunner, RunnerSettings
 from cgpass.runtime.simulated import SimulatedDriver
 
@@ -72,8 +72,11 @@ def cgpass(
 
 
 def reset() -> None:
-    """Free every recording of this process; `torch.compiler.reset()` calls it too."""
-    close_all()
+    """Free every recording of this process; `torch.compiler.reset()` calls it too.
+
+    Compiled functions stay usable: their next calls warm up and record again.
+    """
+    release_all()
 
 
 cgpass.reset = reset  # torch._dynamo.reset() looks for this attribute
@@ -315,7 +318,7 @@ class _GraphBuilder:
             return fn
         run = self._runner("captured_0", fn, infos)
         plan = whole_plan(num_inputs, num_outputs, run, "captured_0", visible)
-        return Executor(plan, run.owner)
+        return _boxed(Executor(plan, run.owner))
 
     def partitioned(self, gm: fx.GraphModule, context: PassContext) -> Boxed:
         """A graph of several partitions."""
@@ -330,11 +333,11 @@ class _GraphBuilder:
             for name, module in outlined.named_children()
             if isinstance(module, fx.GraphModule)
         }
-        self._summarise(parts, reasons)
+        self._summarise(parts, _reasons_by_part(gm, self.compilation.options.unsafe_ops, context.device))
         runs = {name: self._compile_part(name, module, names) for name, module in parts.items()}
         plan = build_plan(outlined, runs, visible)
         owner = self.compilation.owner(self.target.device) if self.target.records else None
-        return Executor(plan, owner)
+        return _boxed(Executor(plan, owner))
 
     def _compile_part(self, name: str, gm: fx.GraphModule, names: Mapping[str, str]) -> Any:
         if not name.startswith("captured"):
@@ -384,6 +387,25 @@ class _GraphBuilder:
                 ),
             )
         )
+
+
+def _boxed(executor: Executor) -> Boxed:
+    def call(args: list[Any]) -> list[Any]:
+        return executor(args)
+
+    return _torch.mark_boxed(call)
+
+
+def _reasons_by_part(gm: fx.GraphModule, unsafe_ops: Iterable[str], device: torch.device) -> dict[str, list[str]]:
+    """Why each eager partition is not captured, by the partition's name."""
+    reasons: dict[str, list[str]] = {}
+    for node in gm.graph.nodes:
+        tag = get_tag(node)
+        if tag is not None and not tag.captured:
+            why = why_not_capturable(node, device, unsafe_ops=frozenset(unsafe_ops), gm=gm)
+            if why is not None:
+                reasons.setdefault(str(tag), []).append(str(why))
+    return {name: list(dict.fromkeys(lines)) for name, lines in reasons.items()}
 
 
 def _num_ops(gm: fx.GraphModule) -> int:

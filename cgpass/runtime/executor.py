@@ -58,8 +58,6 @@ def _slots(slots: Sequence[int]) -> str:
 class Executor:
     """Calls a plan's steps; boxed calling convention."""
 
-    _boxed_call = True
-
     def __init__(self, plan: Plan, owner: Owner | None) -> None:
         """Args: plan: what to run. owner: of its runners; None if nothing is recorded."""
         self.plan = plan

@@ -68,19 +68,23 @@ class Owner:
         """Whether `tensor` lies in the output of a recording."""
         return tensor.untyped_storage().data_ptr() in self._pool_addresses
 
-    def close(self) -> None:
-        """Free every recording. Calls made afterwards run without a graph."""
+    def release(self) -> None:
+        """Free every recording. Calls made afterwards warm up and record again."""
         with self.lock:
-            self.closed = True
             for member in self._members:
                 member.close()
+
+    def close(self) -> None:
+        """Free every recording. Calls made afterwards run without a graph."""
+        self.closed = True
+        self.release()
 
 
 _owners: "weakref.WeakSet[Owner]" = weakref.WeakSet()
 """Owners are kept alive by the compiled functions that use them."""
 
 
-def close_all() -> None:
-    """Close every owner of this process."""
+def release_all() -> None:
+    """Free every recording of this process."""
     for owner in list(_owners):
-        owner.close()
+        owner.release()

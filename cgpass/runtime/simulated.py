@@ -6,6 +6,7 @@ one pool that later recordings reuse. A partition compiled by Inductor calls no 
 taped as one call.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -132,10 +133,11 @@ class _Tape(TorchDispatchMode):
 class SimulatedGraph:
     """A tape that can be run again."""
 
-    def __init__(self, tape: _Tape, keepalive: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tape: _Tape, keepalive: Sequence[object]) -> None:
         """Args: tape: what was recorded. keepalive: owners of the memory that the tape reads by address."""
         self._calls = tape.calls
         self._keepalive = keepalive
+        self._storages = list(tape.fresh.values())
 
     def replay(self) -> None:
         """Run every call on the memory of the recording."""
@@ -147,7 +149,7 @@ class SimulatedGraph:
                         old.copy_(new)
 
     def reset(self) -> None:
-        """Drop the tape and with it the memory of temporaries."""
+        """Drop the tape. Memory stays as long as another graph that reads it keeps this one alive."""
         self._calls = []
         self._keepalive = ()
 
@@ -160,12 +162,18 @@ class SimulatedDriver:
         self.device = device or torch.device("cpu")
         self._pool = SimulatedPool()
         self._recording = False
+        self._makers: weakref.WeakValueDictionary[int, SimulatedGraph] = (
+            weakref.WeakValueDictionary()
+        )
+        """Which graph's memory lies at an address."""
 
     def record(
         self, fn: BoxedCallable, args: list[Any], *, opaque: bool
     ) -> tuple[CapturedGraph, list[Any]]:
         """See `GraphDriver.record`. Runs `fn` once, then puts back its inputs and the generators."""
-        keepalive = [a for a in args if isinstance(a, torch.Tensor)]
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        # Not the outputs of other recordings themselves: holding those would look like a user who does.
+        keepalive = [self._makers.get(_address(t), t) for t in tensors]
         generators = [
             torch.default_generator,
             *(a for a in args if isinstance(a, torch.Generator)),
@@ -186,7 +194,9 @@ class SimulatedDriver:
         self._pool.release([s for address, s in tape.fresh.items() if address not in kept])
         for storage in tape.fresh.values():
             storage.fill_(_POISON)
-        return SimulatedGraph(tape, keepalive), outputs
+        graph = SimulatedGraph(tape, keepalive)
+        self._makers.update(dict.fromkeys(tape.fresh, graph))
+        return graph, outputs
 
     def _run(self, tape: _Tape, fn: BoxedCallable, inputs: list[Any], *, opaque: bool) -> list[Any]:
         if opaque:
