@@ -1,0 +1,130 @@
+"""The runner: what it hands on, what it checks, what it says when a pass fails."""
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import fx
+
+from cgpass.errors import PassError, PostconditionError, PreconditionError
+from cgpass.passes.base import Pass, PassContext, PassResult, run_passes
+
+
+@dataclass(frozen=True)
+class Note(Pass):
+    name: ClassVar[str] = "note"
+    text: str = "hello"
+
+    def run(self, gm, ctx):
+        return PassResult(gm, False, (self.text, ctx.direction))
+
+
+@dataclass(frozen=True)
+class ReluToNeg(Pass):
+    name: ClassVar[str] = "relu_to_neg"
+
+    def run(self, gm, ctx):
+        nodes = gm.graph.find_nodes(op="call_function", target=torch.relu)
+        for node in nodes:
+            node.target = torch.neg
+        return PassResult(gm, bool(nodes))
+
+
+@dataclass(frozen=True)
+class Fussy(Note):
+    name: ClassVar[str] = "fussy"
+
+    def requires(self, gm, ctx):
+        raise PreconditionError("node 'relu' is not to my taste")
+
+
+@dataclass(frozen=True)
+class Careless(Note):
+    name: ClassVar[str] = "careless"
+
+    def ensures(self, gm, ctx):
+        raise PostconditionError("a promise was broken")
+
+
+@dataclass(frozen=True)
+class Breaker(Pass):
+    name: ClassVar[str] = "breaker"
+
+    def run(self, gm, ctx):
+        relu = gm.graph.find_nodes(op="call_function", target=torch.relu)[0]
+        gm.graph.output_node().append(relu)
+        return PassResult(gm, True)
+
+
+def traced():
+    return fx.symbolic_trace(lambda x: torch.relu(x) + 1)
+
+
+def context(dump=None):
+    return PassContext(torch.device("cpu"), "split", "forward", dump)
+
+
+def test_hands_on_graph_and_notes():
+    gm = traced()
+    result = run_passes([Note(), ReluToNeg(), Note("again")], gm, context())
+    assert result.modified
+    assert result.notes == ("hello", "forward", "again", "forward")
+    assert result.gm(torch.ones(1)).item() == 0.0  # recompiled
+
+
+def test_unmodified_graph_is_reported_so():
+    gm = traced()
+    assert not run_passes([Note()], gm, context()).modified
+    assert not run_passes([], gm, context()).modified
+
+
+def test_passes_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Note().text = "bye"
+
+
+def test_dumps_before_and_after_each_pass():
+    dumps = {}
+    run_passes([Note(), ReluToNeg()], traced(), context(dumps.__setitem__))
+    assert list(dumps) == [
+        "split_forward_0_before",
+        "split_forward_1_note",
+        "split_forward_2_relu_to_neg",
+    ]
+    assert "relu" in dumps["split_forward_1_note"]
+    assert "= neg(" in dumps["split_forward_2_relu_to_neg"]
+
+
+def test_logs_a_line_for_each_pass(caplog):
+    with caplog.at_level(logging.DEBUG, logger="cgpass.passes.base"):
+        run_passes([Note(), ReluToNeg()], traced(), context())
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.rsplit(", ", 1)[0] for line in lines] == [
+        "stage split (forward): pass note: left alone, 2 notes",
+        "stage split (forward): pass relu_to_neg: modified, 0 notes",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("failing", "cause", "text"),
+    [
+        (Fussy(), PreconditionError, "node 'relu' is not to my taste"),
+        (Careless(), PostconditionError, "a promise was broken"),
+    ],
+)
+def test_failure_names_pass_stage_and_passes_before(failing, cause, text):
+    with pytest.raises(PassError) as caught:
+        run_passes([Note(), failing], traced(), context())
+    assert str(caught.value) == (
+        f"pass '{failing.name}' failed in stage 'split' (forward): {cause.__name__}: {text}. "
+        "Passes that ran before it: note."
+    )
+    assert isinstance(caught.value.__cause__, cause)
+
+
+def test_invalid_graph_is_the_pass_s_failure():
+    with pytest.raises(PassError, match=r"(?s)pass 'breaker' failed .* before it: none\."):
+        run_passes([Breaker()], traced(), context())
