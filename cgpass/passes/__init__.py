@@ -1,0 +1,26 @@
+"""The passes of each stage, in order."""
+
+from cgpass.options import Options
+from cgpass.passes.base import Pass
+from cgpass.passes.lift_cpu_scalars import LiftCpuScalars
+from cgpass.passes.outline import Outline
+from cgpass.passes.partition import Partition
+
+
+def graph_passes(options: Options) -> tuple[Pass, ...]:
+    """What a forward, backward or inference graph goes through; leaves it tagged."""
+    return (
+        # Before the partitions are cut, since what it moves to the device needs no boundary.
+        LiftCpuScalars(),
+        # Last: whatever came later would have to keep the order and the tags.
+        Partition(
+            unsafe_ops=frozenset(options.unsafe_ops),
+            min_partition_ops=options.min_partition_ops,
+        ),
+    )
+
+
+def outline_passes() -> tuple[Pass, ...]:
+    """What a tagged graph of several partitions goes through."""
+    # On its own, since a graph that is one captured partition is compiled whole.
+    return (Outline(),)
