@@ -84,7 +84,9 @@ def make_model(setting: Setting) -> GPT2LMHeadModel:
         eos_token_id=0,
         use_cache=False,
     )
-    return GPT2LMHeadModel(config).to(setting.device).train()
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # left to be guessed, it logs a warning that breaks the graph
+    return model.to(setting.device).train()
 
 
 def synchronize(device: torch.device) -> None:
@@ -170,8 +172,9 @@ def report_captured(before: dict[str, int], graphs: str) -> None:
     after = cgpass.counters()
     print("\nWhat was captured, what was not and why:")
     print("\n".join(f"  {line}" for line in graphs.splitlines()))
-    counts = {name: after[name] - before.get(name, 0) for name in after}
-    print("  " + ", ".join(f"{name} {count}" for name, count in counts.items() if count))
+    for name, total in after.items():
+        if count := total - before.get(name, 0):
+            print(f"  {name:20} {count:,}")
 
 
 def compare_step_times(setting: Setting, options: dict[str, str], compiler: str) -> None:
