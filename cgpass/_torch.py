@@ -139,12 +139,17 @@ def compile_with_aten(
 def inductor_inner(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
 ) -> Callable[[list[Any]], Any]:
-    """`compile_fx_inner` with Inductor's own CUDA graphs off; boxed."""
+    """`compile_fx_inner` with Inductor's own CUDA graphs off; boxed.
+
+    Our split is taken out of Inductor's configuration: it has done its work, and Inductor's code cache can't pickle it.
+    """
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.utils import BoxedBool
 
     kwargs["cudagraphs"] = BoxedBool(False)
-    return compile_fx_inner(gm, example_inputs, **kwargs)
+    with config.patch(custom_partitioner_fn=None):
+        return compile_fx_inner(gm, example_inputs, **kwargs)
 
 
 @contextlib.contextmanager
