@@ -167,14 +167,15 @@ def choose_driver(wanted: str, device: torch.device) -> str:
     return "cuda" if device.type == "cuda" else "simulated"
 
 
-def report_captured(before: dict[str, int], graphs: str) -> None:
-    """Print what the run since `before` captured, what it did not, and why."""
+def report_captured(before: dict[str, int], graphs: str) -> int:
+    """Print what the run since `before` captured, what not and why; return its replays."""
     after = cgpass.counters()
     print("\nWhat was captured, what was not and why:")
     print("\n".join(f"  {line}" for line in graphs.splitlines()))
     for name, total in after.items():
         if count := total - before.get(name, 0):
             print(f"  {name:20} {count:,}")
+    return after["replays"] - before["replays"]
 
 
 def compare_step_times(setting: Setting, options: dict[str, str], compiler: str) -> None:
@@ -236,14 +237,17 @@ def main(arguments: list[str] | None = None) -> int:
     torch.use_deterministic_algorithms(mode=True)
     before = cgpass.counters()
     graphs = train(setting, f"With graphs: {options}", backend="cgpass", options=options)
-    report_captured(before, cgpass.summary())
+    replays = report_captured(before, cgpass.summary())
     plainly = options | {"driver": "none"}
     plain = train(setting, f"Without graphs: {plainly}", backend="cgpass", options=plainly)
     torch.use_deterministic_algorithms(mode=False)
 
     if device.type == "cuda":
         compare_step_times(setting, options, compiler)
-    if trouble := difference(graphs, plain):
+    trouble = difference(graphs, plain)
+    if trouble is None and options["driver"] != "none" and not replays:
+        trouble = "nothing was replayed"
+    if trouble:
         print(f"\nFAILED: {trouble}")
         return 1
     print(
