@@ -1,7 +1,8 @@
 """Graphs over fake CUDA tensors, for tests on machines without a GPU.
 
 Two things are missing there and are put in place while tracing: a device guard for CUDA (the CPU
-build of torch has none) and an autograd engine that doesn't ask for CUDA streams.
+build of torch has none) and an autograd engine that doesn't ask for CUDA streams. The guard knows
+no current device: write `.to("cuda:0")`, not `.to("cuda")`.
 """
 
 import contextlib

@@ -85,6 +85,11 @@ class _Lift:
         self._move = move
         self._order = {node: position for position, node in enumerate(gm.graph.nodes)}
         self._candidates: list[fx.Node] = []
+        self._written: dict[int, int] = {}
+        for node, position in self._order.items():
+            for arg in values.mutated_inputs(node):
+                for key in values.storage_keys(arg):
+                    self._written.setdefault(key, position)
 
     def scalars(self) -> dict[fx.Node, list[fx.Node]]:
         """The CPU scalars that are all that keeps a node from being captured; their readers."""
@@ -165,13 +170,9 @@ class _Lift:
         return all(t.device.type == self._device.type != "cpu" for t in values.tensors(node))
 
     def _first_write(self, source: fx.Node) -> float:
-        memory = values.storage_keys(source)
-        writers = (
-            self._order[node]
-            for node in self._order
-            if any(memory & values.storage_keys(arg) for arg in values.mutated_inputs(node))
-        )
-        return min(writers, default=float("inf"))
+        """Position of the first node that writes to the memory of `source`."""
+        never = float("inf")
+        return min((self._written.get(k, never) for k in values.storage_keys(source)), default=never)
 
     def _escapes(self, node: fx.Node) -> bool:
         """Whether the caller, or a node that writes, gets hold of a node's memory."""

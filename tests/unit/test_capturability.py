@@ -1,0 +1,213 @@
+"""Which nodes a CUDA graph can hold: every reason has a graph that provokes it."""
+
+import pytest
+import torch
+from torch import fx
+
+from cgpass.graph import op_tables
+from cgpass.graph.capturability import Reason, why_not_capturable
+from tests.graphs import CUDA, Spec, calls, cpu, dynamic, fake_cuda_graph, ints, node_named
+
+aten = torch.ops.aten
+hops = torch.ops.higher_order
+
+
+@torch.library.custom_op("cgpass_tests::tagged", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+def tagged(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("cgpass_tests::plain", mutates_args=())
+def plain(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+tagged.register_fake(torch.empty_like)
+plain.register_fake(torch.empty_like)
+
+
+def reasons(fn, *specs, **kwargs) -> list[Reason]:
+    gm = fake_cuda_graph(fn, *specs)
+    found = [why_not_capturable(node, CUDA, **kwargs) for node in gm.graph.nodes]
+    return [reason for reason in found if reason is not None]
+
+
+def by_hand(target, *args, value=None, like=None, body=None, **kwargs) -> fx.Node:
+    """One call on a CUDA input `x` (and a nested graph `body`), made without tracing."""
+    gm = fake_cuda_graph(lambda x: x.sin(), (3,))
+    (sin,) = calls(gm, aten.sin.default)
+    x = sin.args[0]
+    if body is not None:
+        gm.body = body
+    with gm.graph.inserting_after(sin):
+        node = gm.graph.call_function(target, (), kwargs)
+    named = {"x": x}
+    if body is not None:
+        with gm.graph.inserting_before(node):
+            named["body"] = gm.graph.get_attr("body")
+    node.args = tuple(named.get(arg, arg) if isinstance(arg, str) else arg for arg in args)
+    node.meta["val"] = x.meta["val"] if value is None else value
+    return node
+
+
+def why(node: fx.Node) -> Reason | None:
+    return why_not_capturable(node, CUDA)
+
+
+def sparse():
+    indices = torch.tensor([[0]])
+    return torch.sparse_coo_tensor(indices, torch.ones(1), (3,), check_invariants=False)
+
+
+PROVOKED = {
+    "unsafe_ops": lambda: reasons(torch.sin, (3,), unsafe_ops=frozenset({"aten::sin"})),
+    "python_call": lambda: [why(by_hand(sorted, "x"))],
+    "cudagraph_unsafe": lambda: reasons(tagged, (3,)),
+    "host_read": lambda: reasons(lambda x: x.sum().item(), (3,)),
+    "dynamic_shape": lambda: reasons(torch.nonzero, (3,)),
+    "host_state": lambda: [why(by_hand(aten.resize_.default, "x", [2]))],
+    "host_sync": lambda: reasons(lambda x: torch.histc(x, 4), (3,)),
+    "bool_index": lambda: reasons(lambda x: x[x > 0], (3,)),
+    "control_flow": lambda: [why(by_hand(hops.cond, "x"))],
+    "higher_order_op": lambda: [
+        why(by_hand(hops.run_and_save_rng_state, aten.rand_like.default, "x"))
+    ],
+    "nested_graph": lambda: [
+        why(by_hand(hops.invoke_subgraph, "body", "name", "x", body=reading_body()))
+    ],
+    "other_device": lambda: reasons(torch.sin, Spec((3,), device="cuda:1")),
+    "cpu_tensor": lambda: reasons(torch.sin, cpu(3)),
+    "device_to_host": lambda: reasons(lambda x: x.cpu(), (3,)),
+    "host_to_device": lambda: reasons(lambda x: x.to(CUDA), cpu(3)),
+    "cpu_scalar": lambda: reasons(torch.mul, (3,), cpu()),
+    "layout": lambda: [
+        why_not_capturable(
+            by_hand(aten.add.Tensor, 1, 2, value=sparse()), torch.device("cpu")
+        )
+    ],
+    "unbacked_size": lambda: reasons(lambda x: x.nonzero() + 1, (3,))[1:],
+    "host_scalar": lambda: reasons(lambda x: x * x.sum().item(), (3,))[1:],
+    "host_only": lambda: [why(by_hand(aten.sym_constrain_range.default, 3, value=()))],
+    "torch_unsafe": lambda: [
+        why(by_hand(aten._fused_moving_avg_obs_fq_helper_functional.default, "x"))
+    ],
+}
+
+
+def reading_body() -> fx.GraphModule:
+    return fake_cuda_graph(lambda x: x.sum().item(), (3,))
+
+
+def test_every_reason_is_provoked_and_has_a_fix():
+    assert list(PROVOKED) == list(op_tables.FIXES)
+
+
+@pytest.mark.parametrize("code", PROVOKED)
+def test_a_node_is_refused_with_its_reason(code):
+    found = PROVOKED[code]()
+    assert [reason.code for reason in found] == [code]
+    (reason,) = found
+    assert reason.fix == op_tables.FIXES[code]
+    assert f"[{code}]" in str(reason)
+    assert "\n" not in str(reason)
+
+
+CAPTURABLE = {
+    "integer index": lambda: reasons(lambda x, i: x[i], (3,), ints(2)),
+    "index_put": lambda: reasons(lambda x, i: x.index_put((i,), x[:2], True), (3,), ints(2)),
+    "multinomial": lambda: reasons(lambda x: torch.multinomial(x, 2), (3,)),
+    "histc with a range": lambda: reasons(lambda x: torch.histc(x, 4, 0.0, 1.0), (3,)),
+    "masked_fill": lambda: reasons(lambda x: x.masked_fill(x > 0, 0.0), (3,)),
+    "masked_scatter": lambda: reasons(lambda x: x.masked_scatter(x > 0, x), (3,)),
+    "nonzero_static": lambda: reasons(lambda x: torch.nonzero_static(x, size=2), (3,)),
+    "repeat_interleave": lambda: reasons(
+        lambda x, n: torch.repeat_interleave(x, n, output_size=6), (3,), ints(3)
+    ),
+    "sort": lambda: reasons(torch.sort, (3,)),
+    "dropout": lambda: reasons(lambda x: torch.nn.functional.dropout(x), (3,)),
+    "inv_ex": lambda: reasons(torch.linalg.inv_ex, (3, 3)),
+    "a custom operator": lambda: reasons(plain, (3,)),
+    "writing to an input": lambda: reasons(lambda x: x.copy_(x + 1), (3,)),
+    "symbolic sizes": lambda: reasons(lambda x: x.view(-1) * x.shape[0], dynamic(3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", CAPTURABLE)
+def test_a_node_is_captured(name):
+    assert CAPTURABLE[name]() == []
+
+
+@pytest.mark.parametrize(
+    ("fn", "specs", "code"),
+    [
+        (lambda x: torch.histc(x, 4), [(3,)], "host_sync"),
+        (lambda x: torch.normal(x, x), [(3,)], "host_sync"),
+        (lambda x: x.index_put((x > 0,), x.sum()), [(3,)], "bool_index"),
+        (lambda x, n: torch.repeat_interleave(x, n), [(3,), ints(3)], "dynamic_shape"),
+        (lambda x: torch.linalg.inv(x), [(3, 3)], "host_sync"),
+        (lambda x, i: x[i], [(3,), cpu(2, dtype=torch.int64)], "cpu_tensor"),
+    ],
+    ids=["histc", "normal", "index_put", "repeat_interleave", "inv", "index on the CPU"],
+)
+def test_arguments_decide(fn, specs, code):
+    assert code in [reason.code for reason in reasons(fn, *specs)]
+
+
+def test_unsafe_ops_may_name_an_overload():
+    assert reasons(torch.sin, (3,), unsafe_ops=frozenset({"aten::sin.out"})) == []
+    (reason,) = reasons(torch.sin, (3,), unsafe_ops=frozenset({"aten::sin.default"}))
+    assert reason.detail == "aten::sin.default is listed in unsafe_ops"
+
+
+def test_getitem_inherits_from_its_parent():
+    gm = fake_cuda_graph(lambda x: torch.linalg.eigh(x)[1], (3, 3))
+    found = {n.name: why(n) for n in gm.graph.nodes if n.op == "call_function"}
+    assert {r and r.code for r in found.values()} == {"host_sync"}
+    assert len(found) > 1
+
+
+def test_a_wrapped_operator_decides_for_its_wrapper():
+    wrap = hops.graphsafe_run_with_rng_state
+    assert why(by_hand(wrap, aten.rand_like.default, "x")) is None
+    reason = why(by_hand(wrap, aten.bincount.default, "x"))
+    assert (reason.code, reason.op) == (
+        "dynamic_shape",
+        "graphsafe_run_with_rng_state(aten.bincount.default)",
+    )
+
+
+def test_a_nested_graph_decides_for_its_caller():
+    good = fake_cuda_graph(torch.sin, (3,))
+    assert why(by_hand(hops.invoke_subgraph, "body", "name", "x", body=good)) is None
+    reason = why(by_hand(hops.invoke_subgraph, "body", "name", "x", body=reading_body()))
+    assert reason.detail.startswith("inside it, aten._local_scalar_dense.default: the host reads")
+    missing = why(by_hand(hops.invoke_subgraph, "name", "x"))
+    assert missing.detail == "its nested graph was not found"
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "wait_tensor"])
+def test_functional_collectives_are_captured(name):
+    target = getattr(torch.ops._c10d_functional, name).default
+    assert why(by_hand(target, "x")) is None
+
+
+def test_host_scalars_and_inputs_are_never_in_the_way():
+    gm = fake_cuda_graph(lambda x: x.new_zeros(x.nonzero().shape[0] * 2), (3,))
+    scalars = [n for n in gm.graph.nodes if n.name.startswith(("sym_size", "mul"))]
+    assert len(scalars) == 2
+    assert [why(n) for n in (*scalars, node_named(gm, "x_1"), gm.graph.output_node())] == [None] * 4
+
+
+def test_cpu_is_a_device_like_any_other():
+    gm = fake_cuda_graph(torch.mul, cpu(3), cpu())
+    assert all(why_not_capturable(n, torch.device("cpu")) is None for n in gm.graph.nodes)
+
+
+def test_message_names_operator_line_detail_and_fix():
+    (reason,) = reasons(lambda x: x.sum().item(), (3,))
+    where = f" at {reason.line}" if reason.line else ""
+    assert str(reason) == (
+        f"aten._local_scalar_dense.default{where}: the host reads a tensor's data and waits for "
+        "the device [host_read]; keep the value on the device (torch.where, tensor arithmetic) "
+        "instead of item()"
+    )

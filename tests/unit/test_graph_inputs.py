@@ -1,0 +1,70 @@
+"""Kinds of inputs, found from a graph's placeholders."""
+
+import torch
+
+from cgpass.graph.inputs import input_infos
+from cgpass.inputs import InputInfo, InputKind
+from tests.graphs import FakeCudaGenerator, dynamic, fake_cuda_graph, node_named
+
+
+def kinds(gm, **kwargs):
+    kwargs.setdefault("static", ())
+    return [info.kind for info in input_infos(gm, **kwargs)]
+
+
+def test_tensors_are_static_pooled_or_copied():
+    gm = fake_cuda_graph(lambda a, b, c: a + b + c, (3,), (3,), (3,))
+    assert kinds(gm, static={0}, pooled={"b_1"}) == [
+        InputKind.STATIC,
+        InputKind.POOLED,
+        InputKind.COPIED,
+    ]
+
+
+def test_static_wins_over_pooled():
+    gm = fake_cuda_graph(torch.sin, (3,))
+    name = next(iter(gm.graph.nodes)).name
+    assert kinds(gm, static=[0], pooled=[name]) == [InputKind.STATIC]
+
+
+def test_other_values_go_by_their_type():
+    gm = fake_cuda_graph(lambda a, b, c, d: a + b + c, dynamic(3), (1,), (1,), (1,))
+    node_named(gm, "b_1").meta["val"] = node_named(gm, "a_1").meta["val"].shape[0]
+    node_named(gm, "c_1").meta["val"] = FakeCudaGenerator()
+    node_named(gm, "d_1").meta["val"] = object()
+    assert kinds(gm) == [
+        InputKind.COPIED,
+        InputKind.SYMINT,
+        InputKind.GENERATOR,
+        InputKind.OPAQUE,
+    ]
+
+
+def test_mutated_inputs_are_found_through_views():
+    def fn(x, y):
+        x.view(-1)[0].fill_(1.0)
+        return x + y
+
+    gm = fake_cuda_graph(fn, (3,), (3,))
+    assert [info.mutated for info in input_infos(gm, static=())] == [True, False]
+
+
+def test_names_are_the_users_where_known():
+    gm = fake_cuda_graph(lambda x, w: x @ w, (3, 4), (4, 5))
+    infos = input_infos(gm, static={1}, names={"w_1": "L['self'].weight"})
+    assert [info.name for info in infos] == ["x_1", "L['self'].weight"]
+
+
+def test_line_is_the_first_users():
+    gm = fake_cuda_graph(lambda x, y: x.sin().cos(), (3,), (3,))
+    trace = '  File "/home/me/model.py", line 41, in forward\n    y = x.sin()\n'
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default):
+        node.meta["stack_trace"] = trace
+    assert input_infos(gm, static=()) == (
+        InputInfo("x_1", InputKind.COPIED, "model.py:41 in forward: y = x.sin()"),
+        InputInfo("y_1", InputKind.COPIED),
+    )
+
+
+def test_a_graph_without_inputs_has_none():
+    assert input_infos(fake_cuda_graph(lambda: torch.ones(3)), static=()) == ()

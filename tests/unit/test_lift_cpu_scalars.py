@@ -1,0 +1,204 @@
+"""Lifting of CPU scalars and constants, on fake CUDA tensors."""
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from cgpass.graph.capturability import why_not_capturable
+from cgpass.graph.text import graph_text
+from cgpass.passes.base import PassContext
+from cgpass.passes.lift_cpu_scalars import LiftCpuScalars, move_constant
+from tests.graphs import CUDA, calls, cpu, fake_cuda, inference_graph, ints
+
+aten = torch.ops.aten
+CONTEXT = PassContext(device=CUDA, stage="partition", direction="forward")
+
+
+def fake_move(constant, device):
+    with fake_cuda():
+        return torch.empty(constant.shape, dtype=constant.dtype, device=device)
+
+
+def lift(gm):
+    result = LiftCpuScalars(move=fake_move).run(gm, CONTEXT)
+    assert result.gm is gm
+    assert result.notes == ()
+    gm.graph.lint()
+    return result.modified
+
+
+def boundaries(gm):
+    found = ((n.name, why_not_capturable(n, CUDA)) for n in gm.graph.nodes)
+    return {name: reason.code for name, reason in found if reason}
+
+
+def test_a_scalar_input_is_copied_once_for_all_readers():
+    gm = inference_graph(lambda x, s: (x * s).sin() + s, (3,), cpu())
+    assert boundaries(gm) == {"mul": "cpu_scalar", "add": "cpu_scalar"}
+    assert lift(gm)
+    assert_expected_inline(graph_text(gm), """\
+arg0_1: float32[3]@cuda = placeholder
+arg1_1: float32[]@cpu = placeholder
+_to_copy_default: float32[]@cuda = aten._to_copy.default(arg1_1, device=cuda:0)
+mul: float32[3]@cuda = aten.mul.Tensor(arg0_1, _to_copy_default)
+sin: float32[3]@cuda = aten.sin.default(mul)
+add: float32[3]@cuda = aten.add.Tensor(sin, _to_copy_default)
+return (add,)""")
+    assert boundaries(gm) == {"_to_copy_default": "host_to_device"}
+
+
+def test_a_constant_moves_to_the_device_at_compile_time():
+    gm = inference_graph(lambda x: x + torch.tensor([1.0, 2.0, 3.0]).to("cuda:0"), (3,))
+    assert boundaries(gm) == {"lift_fresh_copy": "cpu_tensor", "_to_copy": "host_to_device"}
+    assert lift(gm)
+    assert_expected_inline(graph_text(gm), """\
+arg0_1: float32[3]@cuda = placeholder
+_to_copy_on_cuda: float32[3]@cuda = get_attr(_to_copy_on_cuda)
+add: float32[3]@cuda = aten.add.Tensor(arg0_1, _to_copy_on_cuda)
+return (add,)""")
+    assert gm._to_copy_on_cuda.device == CUDA
+    assert boundaries(gm) == {}
+
+
+def test_a_constant_s_type_changes_with_it():
+    gm = inference_graph(lambda x: x + torch.tensor([1, 2, 3]).to("cuda:0", torch.float32), (3,))
+    assert lift(gm)
+    assert gm._to_copy_on_cuda.dtype == torch.float32
+    assert boundaries(gm) == {}
+
+
+def test_a_scalar_constant_moves_too():
+    gm = inference_graph(lambda x: x * torch.tensor(2.0), (3,))
+    assert lift(gm)
+    assert_expected_inline(graph_text(gm), """\
+arg0_1: float32[3]@cuda = placeholder
+lift_fresh_copy_on_cuda: float32[]@cuda = get_attr(lift_fresh_copy_on_cuda)
+mul: float32[3]@cuda = aten.mul.Tensor(arg0_1, lift_fresh_copy_on_cuda)
+return (mul,)""")
+
+
+def test_a_constant_that_is_handed_out_is_copied_every_call():
+    gm = inference_graph(lambda x: (x, torch.tensor([1.0, 2.0]).to("cuda:0")), (3,))
+    assert lift(gm)
+    (clone,) = calls(gm, aten.clone.default)
+    assert clone in gm.graph.output_node().all_input_nodes
+    assert boundaries(gm) == {}
+
+
+def test_filled_tensors_are_made_on_the_device():
+    def fn(x):
+        return x * torch.full((), 2.0), x + torch.ones(3).to("cuda:0")
+
+    gm = inference_graph(fn, (3,))
+    assert lift(gm)
+    assert_expected_inline(graph_text(gm), """\
+arg0_1: float32[3]@cuda = placeholder
+full_default: float32[]@cuda = aten.full.default([], 2.0, dtype=float32, layout=strided, device=cuda:0, pin_memory=False)
+mul: float32[3]@cuda = aten.mul.Tensor(arg0_1, full_default)
+full_default_1: float32[3]@cuda = aten.full.default([3], 1, dtype=float32, layout=strided, device=cuda:0, pin_memory=False)
+add: float32[3]@cuda = aten.add.Tensor(arg0_1, full_default_1)
+return (mul, add)""")
+    assert boundaries(gm) == {}
+
+
+def test_a_filled_tensor_of_another_type_is_cast_on_the_device():
+    gm = inference_graph(lambda x: x + torch.zeros(3).to("cuda:0", torch.float64), (3,))
+    assert lift(gm)
+    assert boundaries(gm) == {}
+    (cast,) = calls(gm, aten._to_copy.default)
+    assert cast.all_input_nodes[0].meta["val"].dtype == torch.float32
+
+
+def test_a_computed_scalar_is_copied_where_it_is_computed():
+    gm = inference_graph(lambda x, s: x * (s + 1), (3,), cpu())
+    assert lift(gm)
+    (copied,) = calls(gm, aten._to_copy.default)
+    assert copied.prev.target is aten.add.Tensor
+    assert boundaries(gm) == {"add": "cpu_tensor", "_to_copy_default": "host_to_device"}
+
+
+def test_new_nodes_keep_the_user_s_line():
+    gm = inference_graph(lambda x, s: x * s, (3,), cpu())
+    (mul,) = calls(gm, aten.mul.Tensor)
+    assert lift(gm)
+    (copied,) = calls(gm, aten._to_copy.default)
+    assert copied.stack_trace == mul.stack_trace is not None
+    assert copied.meta["val"].device == CUDA
+
+
+@pytest.mark.parametrize(
+    ("fn", "specs"),
+    [
+        (lambda x, y: x.sin() * y, [(3,), (3,)]),
+        (lambda x, s: (x.sin(), s + 1), [(3,), cpu()]),
+        (lambda x, y: x + y.to("cuda:0"), [(3,), cpu(3)]),
+        (lambda x, i: x[i], [(3,), cpu(2, dtype=torch.int64)]),
+        (lambda x, i: x[i], [(3,), ints(2)]),
+    ],
+    ids=["no scalar", "no device reader", "copied by the user", "CPU index", "device index"],
+)
+def test_what_is_no_needless_boundary_is_left_alone(fn, specs):
+    gm = inference_graph(fn, *specs)
+    before = graph_text(gm)
+    assert not lift(gm)
+    assert graph_text(gm) == before
+
+
+def test_a_scalar_that_is_written_before_its_reader_is_refused():
+    gm = inference_graph(lambda x, s: x * s, (3,), cpu())
+    (mul,) = calls(gm, aten.mul.Tensor)
+    scalar = mul.args[1]
+    with gm.graph.inserting_before(mul):
+        write = gm.graph.call_function(aten.fill_.Scalar, (scalar, 2.0))
+    write.meta["val"] = scalar.meta["val"]
+    assert not lift(gm)
+    assert mul.args[1] is scalar
+
+
+def test_a_scalar_that_is_written_after_its_readers_is_lifted():
+    def fn(x, s):
+        y = x * s
+        s.add_(1)
+        return y
+
+    gm = inference_graph(fn, (3,), cpu())
+    assert lift(gm)
+    assert "mul" not in boundaries(gm)
+
+
+def test_a_constant_without_values_is_copied_every_call():
+    gm = inference_graph(lambda x: x * torch.tensor(2.0), (3,))
+    with fake_cuda():
+        gm._tensor_constant0 = torch.empty(())
+    assert lift(gm)
+    assert list(boundaries(gm).values()) == ["cpu_tensor", "host_to_device"]
+
+
+@pytest.mark.parametrize(
+    ("fn", "specs"),
+    [
+        (lambda x, s: (x * s).sin() + s, [(3,), cpu()]),
+        (lambda x: x + torch.tensor([1.0, 2.0, 3.0]).to("cuda:0"), [(3,)]),
+        (lambda x: x + torch.zeros(3).to("cuda:0", torch.float64), [(3,)]),
+    ],
+    ids=["scalar", "constant", "filled"],
+)
+def test_twice_is_once(fn, specs):
+    gm = inference_graph(fn, *specs)
+    assert lift(gm)
+    once = graph_text(gm)
+    assert not lift(gm)
+    assert graph_text(gm) == once
+
+
+def test_on_the_cpu_there_is_nothing_to_lift():
+    gm = inference_graph(lambda x, s: x * s + torch.tensor(2.0), cpu(3), cpu())
+    context = PassContext(device=torch.device("cpu"), stage="partition", direction="forward")
+    assert not LiftCpuScalars().run(gm, context).modified
+
+
+def test_constants_move_as_real_tensors_while_tracing():
+    with fake_cuda() as mode:
+        moved = move_constant(torch.nn.Parameter(torch.ones(2)), torch.device("cpu"))
+        assert moved is not None
+    assert type(moved) is torch.Tensor or mode is not None

@@ -1,0 +1,200 @@
+"""Facts about node values, on traced graphs over fake CUDA tensors."""
+
+import operator
+
+import pytest
+import torch
+
+from cgpass.graph import values
+from tests.graphs import calls, dynamic, fake_cuda_graph, ints, node_named
+
+aten = torch.ops.aten
+
+
+def flags(gm, predicate):
+    return [node.name for node in gm.graph.nodes if predicate(node)]
+
+
+def one(gm, target):
+    (node,) = calls(gm, target)
+    return node
+
+
+def test_tensors_are_those_among_the_outputs():
+    gm = fake_cuda_graph(lambda x: torch.nn.functional.dropout(x), (3,))
+    dropout = one(gm, aten.native_dropout.default)
+    assert [t.dtype for t in values.tensors(dropout)] == [torch.float32, torch.bool]
+    assert values.tensors(gm.graph.output_node()) == ()
+
+
+def test_host_scalars_read_shapes_but_no_data():
+    def fn(x):
+        n = x.nonzero().shape[0]
+        return x.new_zeros(x.shape[0] * 2 + n), x.sum().item() * 2
+
+    gm = fake_cuda_graph(fn, dynamic(4))
+    scalars = flags(gm, values.is_host_scalar)
+    assert not any(name.startswith("_local_scalar") for name in scalars)
+    assert all(name.startswith(("sym_size", "mul", "add")) for name in scalars)
+    assert len(scalars) >= 4
+
+
+def test_a_number_out_of_a_tensor_operator_is_no_host_scalar():
+    gm = fake_cuda_graph(lambda x: torch.nn.functional.dropout(x), (3,))
+    item = one(gm, aten.native_dropout.default)
+    item.meta["val"] = (item.meta["val"][0], 7)
+    getitem = next(iter(item.users))
+    getitem.meta["val"] = 7
+    assert not values.is_host_scalar(getitem)
+
+
+def test_views_share_their_base_s_storage():
+    gm = fake_cuda_graph(lambda x: (x.view(-1)[1:], x + 1), (2, 3))
+    x, add = node_named(gm, "x_1"), one(gm, aten.add.Tensor)
+    assert values.storage_keys(one(gm, aten.view.default)) == values.storage_keys(x)
+    assert values.storage_keys(add).isdisjoint(values.storage_keys(x))
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (lambda x: x + 1, [64]),
+        (lambda x: x.view(-1), [0]),
+        (lambda x: x.add_(1), [0]),
+        (lambda x: x.double(), [128]),
+        (lambda x: x.sum(0).expand(4, 4), [16, 0]),
+        (lambda x: x.sort()[0], [64 + 128, 0, 0]),
+    ],
+    ids=["new", "view", "in place", "cast", "expand", "getitem"],
+)
+@pytest.mark.parametrize("shape", [(4, 4), dynamic(4, 4)], ids=["static", "dynamic"])
+def test_output_bytes_count_what_a_node_allocates(fn, expected, shape):
+    gm = fake_cuda_graph(fn, shape)
+    computing = [
+        n
+        for n in gm.graph.nodes
+        if n.op == "call_function" and not values.is_host_scalar(n)
+    ]
+    found = [values.output_bytes(n) for n in computing]
+    assert found[: len(expected)] == expected
+    assert not any(found[len(expected) :])
+
+
+def test_sizes_that_depend_on_data_count_nothing():
+    gm = fake_cuda_graph(torch.nonzero, (4,))
+    assert values.output_bytes(one(gm, aten.nonzero.default)) == 0
+
+
+def test_mutated_inputs_follow_the_schema():
+    gm = fake_cuda_graph(lambda x, y: (x.copy_(y), torch.add(x, y, out=y)), (3,), (3,))
+    x, y = node_named(gm, "x_1"), node_named(gm, "y_1")
+    assert values.mutated_inputs(one(gm, aten.copy_.default)) == (x,)
+    assert values.mutated_inputs(one(gm, aten.add.out)) == (y,)
+
+
+def test_lists_are_mutated_item_by_item():
+    gm = fake_cuda_graph(lambda x, y: torch._foreach_add_([x, y], 1.0), (3,), (3,))
+    foreach = one(gm, aten._foreach_add_.Scalar)
+    assert [n.name for n in values.mutated_inputs(foreach)] == ["x_1", "y_1"]
+
+
+def test_a_triton_kernel_may_write_to_all_its_tensors():
+    gm = fake_cuda_graph(lambda x: x.sin(), (3,))
+    x, sin = node_named(gm, "x_1"), one(gm, aten.sin.default)
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+
+    with gm.graph.inserting_after(sin):
+        kernel = gm.graph.call_function(
+            triton_kernel_wrapper_mutation, (), {"kernel_idx": 0, "kwargs": {"a": sin, "b": x}}
+        )
+    assert set(values.mutated_inputs(kernel)) == {x, sin}
+    assert values.has_side_effect(kernel)
+
+
+def test_a_nested_graph_that_writes_may_write_to_all_operands():
+    gm = fake_cuda_graph(lambda x: x.sin(), (3,))
+    gm.body = fake_cuda_graph(lambda x: x.view(-1).add_(1), (3,))
+    x = node_named(gm, "x_1")
+    with gm.graph.inserting_after(x):
+        body = gm.graph.get_attr("body")
+    with gm.graph.inserting_after(body):
+        call = gm.graph.call_function(torch.ops.higher_order.invoke_subgraph, (body, "name", x))
+    assert values.mutated_inputs(call) == (x,)
+    gm.body = fake_cuda_graph(lambda x: x.view(-1).add(1), (3,))
+    assert values.mutated_inputs(call) == ()
+
+
+@pytest.mark.parametrize(("dropout", "random"), [(0.0, False), (0.5, True)])
+def test_attention_is_random_only_with_dropout(dropout, random):
+    def fn(q):
+        return aten._scaled_dot_product_flash_attention(q, q, q, dropout)[0]
+
+    gm = fake_cuda_graph(fn, (1, 2, 8, 8))
+    assert values.is_random(one(gm, aten._scaled_dot_product_flash_attention.default)) is random
+
+
+def test_random_operators_are_found_inside_wrappers_too():
+    gm = fake_cuda_graph(lambda x: (torch.rand_like(x), x.sin()), (3,))
+    sin = one(gm, aten.sin.default)
+    assert flags(gm, values.is_random) == ["rand_like"]
+    sin.target = torch.ops.higher_order.graphsafe_run_with_rng_state
+    sin.args = (aten.rand_like.default, *sin.args)
+    assert flags(gm, values.is_random) == ["rand_like", "sin"]
+
+
+def test_collectives_are_known_by_namespace():
+    gm = fake_cuda_graph(lambda x: x.sin().cos(), (3,))
+    one(gm, aten.sin.default).target = torch.ops._c10d_functional.wait_tensor.default
+    assert flags(gm, values.is_collective) == ["sin"]
+
+
+def test_side_effects_are_writes_and_calls_without_result():
+    def fn(x):
+        torch.ops.aten._assert_async.msg(x.sum() > 0, "positive")
+        x.add_(1)
+        return torch.rand_like(x)
+
+    gm = fake_cuda_graph(fn, (3,))
+    assert flags(gm, values.has_side_effect) == ["_assert_async", "add_"]
+
+
+def test_symbols_are_ordered_by_appearance():
+    def fn(x, i):
+        return x.t(), x[: i.shape[0]], x.nonzero()
+
+    gm = fake_cuda_graph(fn, dynamic(3, 4), ints(2))
+    rows, columns = values.free_symbols(node_named(gm, "x_1"))
+    transposed = next(n for n in gm.graph.nodes if n.op == "call_function" and values.tensors(n))
+    assert values.free_symbols(transposed) == (columns, rows)
+    assert values.unbacked_symbols(transposed) == ()
+    nonzero = one(gm, aten.nonzero.default)
+    (count,) = values.unbacked_symbols(nonzero)
+    assert count in values.free_symbols(nonzero)
+
+
+def test_arguments_are_found_by_name():
+    gm = fake_cuda_graph(lambda x: torch.histc(x, 4, 0.0, 1.0), (3,))
+    histc = one(gm, aten.histc.default)
+    assert [values.argument(histc, n) for n in ("bins", "max", "nothing")] == [4, 1.0, None]
+    gm = fake_cuda_graph(lambda x: torch.histc(x), (3,))
+    assert values.argument(one(gm, aten.histc.default), "bins") == 100
+
+
+def test_user_line_is_the_innermost_frame_outside_of_torch():
+    gm = fake_cuda_graph(lambda x: x.sin(), (3,))
+    sin = one(gm, aten.sin.default)
+    sin.meta["stack_trace"] = (
+        '  File "/a/train.py", line 7, in step\n    loss = model(x)\n'
+        '  File "/a/model.py", line 41, in forward\n    return torch.sin(x)\n               ^^^^\n'
+        f'  File "{torch.__file__}", line 3, in sin\n    inner()\n'
+    )
+    assert values.user_line(sin) == "model.py:41 in forward: return torch.sin(x)"
+    sin.meta["stack_trace"] = '  File "/a/model.py", line 41, in <lambda>'
+    assert values.user_line(sin) == "model.py:41 in <lambda>"
+    sin.meta.pop("stack_trace")
+    assert values.user_line(sin) is None
+
+
+def test_getitem_itself_has_no_effect():
+    gm = fake_cuda_graph(lambda x: x.sort()[1], (3,))
+    assert not any(values.has_side_effect(n) for n in calls(gm, operator.getitem))
