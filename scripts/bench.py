@@ -29,6 +29,8 @@ import torch
 from benchlib import arms, models, report, worker
 
 ROOT = Path(__file__).resolve().parent.parent
+# Arms that capture by hand or whatever they are given: a failure may leave CUDA unusable.
+RISKY = ("cudagraphs", "limit")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -127,7 +129,6 @@ class Fleet:
         """Starts a worker; for memory with a compile cache of its own."""
         env = dict(os.environ)
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
-        env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         threads = "2" if job.kind == "memory" else "3"
         env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", threads)
         env.setdefault("OMP_NUM_THREADS", "2")
@@ -149,6 +150,20 @@ class Fleet:
                     process.kill()
                     process.wait()
                 time.sleep(0.1)
+
+    def restart_failed(self, batch: list[worker.Job]) -> list[worker.Job]:
+        """Starts workers that died while preparing again, without the arms that may kill them."""
+        again = []
+        for index, job in enumerate(batch):
+            status = self.processes[job.name].poll()
+            safe = tuple(name for name in job.arms if name not in RISKY)
+            if status in (None, 0) or safe == job.arms or not safe:
+                continue
+            print(f"{job.name}: ended with {status}, again without {RISKY}", flush=True)
+            batch[index] = dataclasses.replace(job, arms=safe)
+            self.start(batch[index])
+            again.append(batch[index])
+        return again
 
     def turn(self, job: worker.Job) -> None:
         """Lets one ready worker measure, and waits for its end."""
@@ -236,6 +251,7 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
             fleet.start(job)
         reserve = 0 if args.memory or args.compile_only else min(0.35 * left, 20.0 * len(wave))
         fleet.await_ready(wave, deadline - reserve)
+        fleet.await_ready(fleet.restart_failed(wave), deadline - reserve)
         for job in wave:
             fleet.turn(job)
             found.append(fleet.collect(job))

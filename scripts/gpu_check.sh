@@ -40,7 +40,6 @@ printf '[torch_dynamo_backends]\ncgpass = cgpass.backend:cgpass\n' >"$meta/entry
 
 export PYTHONPATH="$root:$root/scripts:$scratch/site${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-export CUBLAS_WORKSPACE_CONFIG="${CUBLAS_WORKSPACE_CONFIG:-:4096:8}"
 export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$scratch/inductor}"
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$scratch/triton}"
 
@@ -67,7 +66,7 @@ run_pytest() {
     export TORCHINDUCTOR_COMPILE_THREADS="${TORCHINDUCTOR_COMPILE_THREADS:-2}"
   fi
   timeout --signal=INT --kill-after=15 "$limit" "$python" -m pytest -q -m "$marks" \
-    $(have pytest_timeout && echo --timeout=240) -o junit_family=xunit1 --junitxml="$out/$name.xml" -p no:cacheprovider --tb=short \
+    $(have pytest_timeout && echo --timeout=240) -o junit_family=xunit1 --junitxml="$out/$name.xml" -p no:cacheprovider -p no:benchmark --tb=short \
     ${parallel[@]+"${parallel[@]}"} ${ignored[@]+"${ignored[@]}"} "$@" 2>&1 | tee "$out/$name.log"
 }
 

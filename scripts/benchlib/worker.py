@@ -236,6 +236,7 @@ def run_memory(job: Job, workload: models.Workload, results: Results) -> None:
 def main(job: Job) -> int:
     """Runs the job; returns the exit status."""
     torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.recompile_limit = 64  # frames after a graph break are shared by the arms
     results = Results(Path(job.directory) / f"{job.name}.json", {"model": job.model, "arms": {}})
     results.write()
     device = torch.device(job.device, 0) if job.device == "cuda" else torch.device(job.device)

@@ -59,21 +59,21 @@ def images(side=64, count=4, classes=10):
 def gpt2(dropout=0.0):
     import transformers
 
-    return LanguageLoss(
-        transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                n_layer=2,
-                n_embd=64,
-                n_head=4,
-                vocab_size=256,
-                n_positions=64,
-                resid_pdrop=dropout,
-                embd_pdrop=dropout,
-                attn_pdrop=dropout,
-                use_cache=False,
-            )
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_layer=2,
+            n_embd=64,
+            n_head=4,
+            vocab_size=256,
+            n_positions=64,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+            use_cache=False,
         )
     )
+    model.loss_type = "ForCausalLM"  # else it is looked up with a log message: a graph break
+    return LanguageLoss(model)
 
 
 def llama():

@@ -135,8 +135,8 @@ def test_dynamic_shapes(compiler):
 
 
 @BOTH
-def test_a_host_read_in_the_middle_splits_the_graph(compiler, monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_a_host_read_in_the_middle_splits_the_graph(compiler):
     data = harness.batches(rows(16, 32))
     ours = graphs_and_plain(build(Synchronises), data, compiler=compiler)
     counters = ours.counters
