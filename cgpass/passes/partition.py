@@ -214,11 +214,12 @@ def _launches(node: fx.Node) -> bool:
 
 
 def _too_small(node: fx.Node, count: int, minimum: int) -> Reason:
+    fix = f"set min_partition_ops to {count} or less to capture it"
     return Reason(
         code="too_small",
         op=str(node.target),
         detail=f"its partition would hold {count} operators, min_partition_ops is {minimum}",
-        fix=f"set min_partition_ops to {count} or less to capture it",
+        fix=fix if count else "nothing is lost: it launches no work",
         line=values.user_line(node),
     )
 

@@ -1,0 +1,236 @@
+"""Partitions: few, in a valid order, the same on every run."""
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from cgpass.errors import PassError
+from cgpass.graph import partition_tag, values
+from cgpass.graph.text import graph_text
+from cgpass.passes.base import PassContext, run_passes
+from cgpass.passes.partition import Partition
+from tests.graphs import CUDA, calls, fake_cuda_graph, node_named
+
+CONTEXT = PassContext(CUDA, "partition", "forward")
+aten = torch.ops.aten
+
+
+def partition(gm, **settings):
+    return run_passes([Partition(**{"min_partition_ops": 1, **settings})], gm, CONTEXT)
+
+
+def order(gm):
+    return [node.name for node in gm.graph.nodes if node.op == "call_function"]
+
+
+def tags(gm):
+    found = (partition_tag.get_tag(node) for node in gm.graph.nodes)
+    return list(dict.fromkeys(str(tag) for tag in found if tag))
+
+
+def two_syncs(x, y):
+    a = x.relu()
+    i = torch.nonzero(a)
+    b = y.relu()
+    j = torch.nonzero(b)
+    return i, j, a + b
+
+
+def chain(x):
+    return x.relu().exp().sin().cos()
+
+
+def test_gathers_what_can_be_captured():
+    gm = fake_cuda_graph(two_syncs, (4,), (4,))
+    result = partition(gm)
+    assert result.modified
+    assert_expected_inline(
+        graph_text(gm),
+        """\
+x_1: float32[4]@cuda = placeholder
+y_1: float32[4]@cuda = placeholder
+relu: float32[4]@cuda = aten.relu.default(x_1)  # captured_0
+relu_1: float32[4]@cuda = aten.relu.default(y_1)  # captured_0
+add: float32[4]@cuda = aten.add.Tensor(relu, relu_1)  # captured_0
+nonzero: int64[u0, 1]@cuda = aten.nonzero.default(relu)  # eager_1
+nonzero_1: int64[u1, 1]@cuda = aten.nonzero.default(relu_1)  # eager_1
+return (nonzero, nonzero_1, add)""",
+    )
+    assert [note.code for note in result.notes] == ["dynamic_shape", "dynamic_shape"]
+
+
+def test_capturable_graph_is_one_partition_in_its_own_order():
+    gm = fake_cuda_graph(chain, (4,))
+    before = order(gm)
+    assert partition(gm).notes == ()
+    assert tags(gm) == ["captured_0"]
+    assert order(gm) == before
+
+
+@pytest.mark.parametrize("unsafe", [(), ("aten::exp",), ("aten::sin.default", "aten::relu")])
+def test_twice_is_once(unsafe):
+    gm = fake_cuda_graph(chain, (4,))
+    first = partition(gm, unsafe_ops=frozenset(unsafe))
+    text = graph_text(gm)
+    second = partition(gm, unsafe_ops=frozenset(unsafe))
+    assert first.modified
+    assert not second.modified
+    assert graph_text(gm) == text
+    assert second.notes == first.notes
+
+
+def test_twice_is_once_where_memory_allowed_a_reordering():
+    def values_of_all_sizes(x):
+        kept = []
+        for size in (100, 96, 8, 4, 4, 2):
+            big = x.expand(size).exp()
+            kept.append(torch.nonzero(big.sum()))
+        return kept
+
+    gm = fake_cuda_graph(values_of_all_sizes, (1,))
+    partition(gm, max_memory_increase=0.3)
+    text = graph_text(gm)
+    assert not partition(gm, max_memory_increase=0.3).modified
+    assert graph_text(gm) == text
+
+
+def test_other_settings_partition_again():
+    gm = fake_cuda_graph(chain, (4,))
+    partition(gm)
+    assert partition(gm, unsafe_ops=frozenset(["aten::exp"])).modified
+    assert tags(gm) == ["captured_0", "eager_1", "captured_2"]
+    assert partition(gm).modified
+    assert tags(gm) == ["captured_0"]
+
+
+def test_getitem_follows_its_producer():
+    def late_index(x):
+        top = x.max(0)
+        i = torch.nonzero(x)
+        return i, top[0], top[1]
+
+    gm = fake_cuda_graph(late_index, (4, 4))
+    producer, second = calls(gm, aten.max.dim)[0], node_named(gm, "getitem_1")
+    gm.graph.output_node().prepend(second)
+    partition(gm)
+    assert second.prev.prev is producer
+    assert partition_tag.get_tag(second) == partition_tag.get_tag(producer)
+
+
+def test_mutation_stays_between_its_readers():
+    def write_between(x):
+        view = x.view(4)
+        i = torch.nonzero(view)
+        x.add_(1)
+        j = torch.nonzero(view)
+        return i, j, view * 2
+
+    gm = fake_cuda_graph(write_between, (2, 2))
+    partition(gm)
+    found = order(gm)
+    assert found.index("nonzero") < found.index("add_") < found.index("nonzero_1")
+    assert found.index("add_") < found.index("mul")
+
+
+@pytest.mark.parametrize("unsafe", ["aten::bernoulli", "aten::rand_like"])
+def test_random_numbers_keep_their_order(unsafe):
+    def draw(x):
+        return [f(x) for f in (torch.rand_like, torch.bernoulli, torch.rand_like, torch.bernoulli)]
+
+    gm = fake_cuda_graph(draw, (4,))
+    before = [node.name for node in gm.graph.nodes if values.is_random(node)]
+    assert len(before) == 4
+    partition(gm, unsafe_ops=frozenset([unsafe]))
+    assert [node.name for node in gm.graph.nodes if values.is_random(node)] == before
+    assert len(tags(gm)) == 4
+
+
+def test_side_effects_keep_their_order():
+    def check(x):
+        torch._assert_async(x.sum() > 0)
+        i = torch.nonzero(x)
+        torch._assert_async(x.max() > 1)
+        return i
+
+    gm = fake_cuda_graph(check, (4,))
+    before = [node.name for node in gm.graph.nodes if values.has_side_effect(node)]
+    partition(gm, unsafe_ops=frozenset(["aten::_assert_async"]))
+    assert len(before) == 2
+    assert [node.name for node in gm.graph.nodes if values.has_side_effect(node)] == before
+
+
+def test_too_small_a_partition_runs_plainly():
+    def little_between(x):
+        i = torch.nonzero(x)
+        a = i.sum() * 1.0
+        return torch.nonzero(a.view(1).expand(4))
+
+    gm = fake_cuda_graph(little_between, (4,))
+    result = partition(gm, unsafe_ops=frozenset(["aten::sum"]), min_partition_ops=2)
+    assert tags(gm) == ["eager_0"]
+    small = [note for note in result.notes if note.code == "too_small"]
+    assert [note.op for note in small] == [
+        "aten.mul.Tensor",
+        "aten.view.default",
+        "aten.expand.default",
+    ]
+    assert small[0].detail == "its partition would hold 1 operators, min_partition_ops is 2"
+    assert small[0].fix == "set min_partition_ops to 1 or less to capture it"
+
+
+@pytest.mark.parametrize(("minimum", "found"), [(4, "captured_0"), (5, "eager_0")])
+def test_minimum_holds_for_the_whole_graph(minimum, found):
+    gm = fake_cuda_graph(lambda x: chain(x).view(2, 2).t(), (4,))
+    partition(gm, min_partition_ops=minimum)
+    assert tags(gm) == [found]
+
+
+def test_memory_limit_keeps_big_values_apart():
+    def big_values(x):
+        return [torch.nonzero(x.expand(1000).exp().sum() + k) for k in range(4)]
+
+    def many_live(x):
+        return [torch.nonzero(x.expand(1000).exp()) for _ in range(4)]
+
+    # The sums are small: all of the work can be captured first. The wide values can't wait.
+    for fn, expected in ((big_values, 2), (many_live, 8)):
+        gm = fake_cuda_graph(fn, (1,))
+        partition(gm)
+        assert len(tags(gm)) == expected
+    gm = fake_cuda_graph(many_live, (1,))
+    partition(gm, max_memory_increase=10.0)
+    assert len(tags(gm)) == 2
+
+
+def test_graph_without_operators_has_no_partitions():
+    gm = fake_cuda_graph(lambda x: x, (4,))
+    result = partition(gm)
+    assert tags(gm) == []
+    assert not result.modified
+    assert result.notes == ()
+
+
+def test_broken_tags_are_refused():
+    class Unordered(Partition):
+        def run(self, gm, ctx):
+            result = super().run(gm, ctx)
+            first = calls(gm, aten.relu.default)[0]
+            partition_tag.set_tag(first, partition_tag.PartitionTag(7, captured=True))
+            return result
+
+    gm = fake_cuda_graph(chain, (4,))
+    with pytest.raises(PassError, match="partitions are not contiguous: captured_7, captured_0"):
+        run_passes([Unordered(min_partition_ops=1)], gm, CONTEXT)
+
+
+def test_attributes_come_before_their_first_user():
+    gm = fake_cuda_graph(two_syncs, (4,), (4,))
+    gm.scale = torch.nn.Parameter(torch.ones(4))
+    relu, nonzero, late = (node_named(gm, name) for name in ("relu", "nonzero", "relu_1"))
+    with gm.graph.inserting_before(late):
+        scale = gm.graph.get_attr("scale")
+    late.replace_input_with(late.args[0], scale)
+    partition(gm)
+    assert [node.name for node in (relu.next, relu.next.next)] == ["scale", "relu_1"]
+    assert partition_tag.get_tag(scale) is None
+    assert partition_tag.get_tag(nonzero).index == 1
