@@ -1,0 +1,324 @@
+"""Outlined graphs: submodules with explicit inputs, equal in what they compute."""
+
+import itertools
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from cgpass.errors import PassError
+from cgpass.graph import values
+from cgpass.graph.partition_tag import PartitionTag, get_tag
+from cgpass.graph.text import graph_text
+from cgpass.passes.base import PassContext, run_passes
+from cgpass.passes.outline import Outline
+from cgpass.passes.partition import Partition
+from tests.graphs import CUDA, calls, fake_cuda_graph, node_named
+
+CPU = torch.device("cpu")
+aten = torch.ops.aten
+
+
+def outline(gm, device=CUDA, unsafe=(), minimum=1):
+    passes = [Partition(frozenset(unsafe), minimum), Outline()]
+    return run_passes(passes, gm, PassContext(device, "outline", "forward")).gm
+
+
+def on_cpu(fn, *args, mode="fake"):
+    return make_fx(fn, tracing_mode=mode)(*args)
+
+
+def inputs(module):
+    return [node.name for node in module.graph.find_nodes(op="placeholder")]
+
+
+def outputs(module):
+    return [node.name for node in module.graph.output_node().all_input_nodes]
+
+
+def sync_between(x, w):
+    a = x @ w
+    top, where = a.max(1)
+    i = torch.nonzero(top)
+    return i, (a * 2).relu(), where
+
+
+def test_submodules_take_and_return_what_is_used():
+    gm = fake_cuda_graph(sync_between, (4, 4), (4, 4))
+    assert_expected_inline(
+        graph_text(outline(gm)),
+        """\
+x_1: float32[4, 4]@cuda = placeholder
+w_1: float32[4, 4]@cuda = placeholder
+captured_0: (float32[4]@cuda, int64[4]@cuda, float32[4, 4]@cuda) = captured_0(x_1, w_1)  # captured_0
+getitem: float32[4]@cuda = getitem(captured_0, 0)
+getitem_1: int64[4]@cuda = getitem(captured_0, 1)
+relu: float32[4, 4]@cuda = getitem(captured_0, 2)
+eager_1: (int64[u0, 1]@cuda) = eager_1(getitem)  # eager_1
+nonzero: int64[u0, 1]@cuda = getitem(eager_1, 0)
+return (nonzero, relu, getitem_1)
+captured_0:
+    x_1: float32[4, 4]@cuda = placeholder
+    w_1: float32[4, 4]@cuda = placeholder
+    mm: float32[4, 4]@cuda = aten.mm.default(x_1, w_1)
+    max_1: (float32[4]@cuda, int64[4]@cuda) = aten.max.dim(mm, 1)
+    getitem: float32[4]@cuda = getitem(max_1, 0)
+    getitem_1: int64[4]@cuda = getitem(max_1, 1)
+    mul: float32[4, 4]@cuda = aten.mul.Tensor(mm, 2)
+    relu: float32[4, 4]@cuda = aten.relu.default(mul)
+    return (getitem, getitem_1, relu)
+eager_1:
+    getitem: float32[4]@cuda = placeholder
+    nonzero: int64[u0, 1]@cuda = aten.nonzero.default(getitem)
+    return (nonzero,)""",
+    )
+
+
+def two_eager(x):
+    big = x.exp()
+    return (big.sin() + 1).cos().relu()
+
+
+def test_values_are_freed_at_their_last_use():
+    outlined = outline(fake_cuda_graph(two_eager, (4,)), unsafe=["aten::exp", "aten::sin"])
+    assert_expected_inline(
+        outlined.eager_0.code.strip(),
+        """\
+def forward(self, x_1):
+    exp = torch.ops.aten.exp.default(x_1);  x_1 = None
+    sin = torch.ops.aten.sin.default(exp);  exp = None
+    return (sin,)""",
+    )
+
+
+def test_wholly_captured_graph():
+    gm = fake_cuda_graph(two_eager, (4,))
+    outlined = outline(gm)
+    assert [name for name, _ in outlined.named_children()] == ["captured_0"]
+    assert inputs(outlined) == inputs(outlined.captured_0) == inputs(gm)
+
+
+def test_twice_is_once_and_the_tagged_graph_stays():
+    gm = fake_cuda_graph(sync_between, (4, 4), (4, 4))
+    context = PassContext(CUDA, "outline", "forward")
+    run_passes([Partition(min_partition_ops=1)], gm, context)
+    before = graph_text(gm)
+    once = run_passes([Outline()], gm, context)
+    assert graph_text(gm) == before
+    text = graph_text(once.gm)
+    twice = run_passes([Outline()], once.gm, context)
+    assert once.modified
+    assert not twice.modified
+    assert graph_text(twice.gm) == text
+
+
+def test_graph_without_partitions_is_left_alone():
+    gm = fake_cuda_graph(lambda x: x, (4,))
+    assert outline(gm) is gm
+
+
+def test_untagged_graph_is_refused():
+    gm = fake_cuda_graph(two_eager, (4,))
+    with pytest.raises(PassError, match=r"node 'exp' \(aten.exp.default\) belongs to no partition"):
+        run_passes([Outline()], gm, PassContext(CUDA, "outline", "forward"))
+
+
+def test_scattered_partition_is_refused():
+    gm = fake_cuda_graph(two_eager, (4,))
+    for position, node in enumerate(n for n in gm.graph.nodes if n.op == "call_function"):
+        node.meta["cgpass"] = PartitionTag(position % 2, captured=position % 2 == 0)
+    with pytest.raises(PassError, match="not contiguous: captured_0, eager_1, captured_0"):
+        run_passes([Outline()], gm, PassContext(CUDA, "outline", "forward"))
+
+
+def test_names_and_meta_stay():
+    gm = fake_cuda_graph(sync_between, (4, 4), (4, 4))
+    mm, out = calls(gm, aten.mm.default)[0], gm.graph.output_node()
+    mm.stack_trace = "a trace"
+    mm.meta |= {"recompute": 1, "custom": {"region": "a"}, "nn_module_stack": {"m": ("m", "M")}}
+    node_named(gm, "x_1").meta["desc"] = "the input"
+    out.meta["user_visible_output_idxs"] = [0, 1]
+    outlined = outline(gm)
+    inner = calls(outlined.captured_0, aten.mm.default)[0]
+    assert inner.name == "mm"
+    for key in ("val", "stack_trace", "recompute", "custom", "nn_module_stack"):
+        assert inner.meta[key] is mm.meta[key]
+    for module in (outlined, outlined.captured_0):
+        assert node_named(module, "x_1").meta["desc"] == "the input"
+    assert outlined.graph.output_node().meta["user_visible_output_idxs"] == [0, 1]
+    assert get_tag(node_named(outlined, "captured_0")) == PartitionTag(0, captured=True)
+
+
+def test_attributes_are_in_every_submodule_that_uses_them():
+    gm = on_cpu(lambda x: (x.relu().exp() + 1) * 2, torch.ones(3))
+    gm.register_parameter("scale", torch.nn.Parameter(torch.full((3,), 5.0)))
+    first = calls(gm, aten.relu.default)[0]
+    with gm.graph.inserting_before(first):
+        scale = gm.graph.get_attr("scale")
+    for target in (aten.add.Tensor, aten.mul.Tensor):
+        calls(gm, target)[0].update_arg(1, scale)
+    gm.graph.output((gm.graph.output_node().args[0], scale))
+    gm.graph.erase_node(next(n for n in gm.graph.nodes if n.op == "output"))
+    gm.recompile()
+    outlined = outline(gm, CPU, unsafe=["aten::add"])
+    assert outlined.eager_1.scale is outlined.captured_2.scale is outlined.scale is gm.scale
+    assert torch.equal(outlined(torch.ones(3))[0], gm(torch.ones(3))[0])
+
+
+def dynamic_sizes(x, w):
+    rows = x.shape[0]
+    flat = x.view(rows * 4) * rows
+    i = torch.nonzero(flat)
+    y = torch.ones(rows * 2) + w
+    return flat + 1, i.float() * 3, y.sum() * (rows * 2), rows * 2
+
+
+def test_symbols_reach_submodules():
+    gm = on_cpu(dynamic_sizes, torch.ones(6, 4), torch.ones(12), mode="symbolic")
+    outlined = outline(gm, CPU)
+    assert_expected_inline(
+        graph_text(outlined),
+        """\
+x_1: float32[s0, 4]@cpu = placeholder
+w_1: float32[2*s0]@cpu = placeholder
+sym_size_int: SymInt(s0) = aten.sym_size.int(x_1, 0)
+captured_0: (float32[4*s0]@cpu, float32[4*s0]@cpu, float32[]@cpu) = captured_0(x_1, w_1, sym_size_int)  # captured_0
+mul_1: float32[4*s0]@cpu = getitem(captured_0, 0)
+add_1: float32[4*s0]@cpu = getitem(captured_0, 1)
+mul_5: float32[]@cpu = getitem(captured_0, 2)
+eager_1: (float32[u0, 1]@cpu) = eager_1(mul_1, sym_size_int)  # eager_1
+mul_3: float32[u0, 1]@cpu = getitem(eager_1, 0)
+mul_6: SymInt(2*s0) = mul(sym_size_int, 2)
+return (add_1, mul_3, mul_5, mul_6)
+captured_0:
+    x_1: float32[s0, 4]@cpu = placeholder
+    w_1: float32[2*s0]@cpu = placeholder
+    sym_size_int: SymInt(s0) = placeholder
+    mul: SymInt(4*s0) = mul(sym_size_int, 4)
+    view: float32[4*s0]@cpu = aten.view.default(x_1, [mul])
+    mul_1: float32[4*s0]@cpu = aten.mul.Tensor(view, sym_size_int)
+    mul_2: SymInt(2*s0) = mul(sym_size_int, 2)
+    ones: float32[2*s0]@cpu = aten.ones.default([mul_2], device=cpu, pin_memory=False)
+    add: float32[2*s0]@cpu = aten.add.Tensor(ones, w_1)
+    add_1: float32[4*s0]@cpu = aten.add.Tensor(mul_1, 1)
+    sum_1: float32[]@cpu = aten.sum.default(add)
+    mul_4: SymInt(2*s0) = mul(sym_size_int, 2)
+    mul_5: float32[]@cpu = aten.mul.Tensor(sum_1, mul_4)
+    return (mul_1, add_1, mul_5)
+eager_1:
+    mul_1: float32[4*s0]@cpu = placeholder
+    sym_size_int: SymInt(s0) = placeholder
+    nonzero: int64[u0, 1]@cpu = aten.nonzero.default(mul_1)
+    _to_copy: float32[u0, 1]@cpu = aten._to_copy.default(nonzero, dtype=float32)
+    mul_3: float32[u0, 1]@cpu = aten.mul.Tensor(_to_copy, 3)
+    return (mul_3,)""",
+    )
+    x, w = torch.randn(5, 4), torch.randn(10)
+    expected, found = gm(x, w), outlined(x, w)
+    assert all(torch.equal(a, b) for a, b in zip(expected[:3], found[:3], strict=True))
+    assert found[3] == expected[3] == 10
+
+
+def test_number_read_from_a_tensor_goes_from_submodule_to_submodule():
+    def scale_by_sum(x):
+        n = x.sum().item()
+        return (x + 1) * (n * 2)
+
+    gm = on_cpu(scale_by_sum, torch.ones(3), mode="symbolic")
+    outlined = outline(gm, CPU)
+    x = torch.randn(3)
+    assert torch.equal(outlined(x), gm(x))
+    assert len(list(outlined.children())) == 2
+
+
+def test_in_place_result_is_known_by_its_input():
+    def write(x, y):
+        z = x.add_(y)
+        return torch.nonzero(z), z
+
+    gm = on_cpu(write, torch.ones(3), torch.ones(3))
+    outlined = outline(gm, CPU)
+    assert inputs(outlined.eager_1) == ["x_1"]
+    assert outputs(outlined.captured_0) == []
+    x, y = torch.randn(3), torch.randn(3)
+    expected = x + y
+    i, z = outlined(x, y)
+    assert z is x
+    assert torch.equal(z, expected)
+    assert torch.equal(i, torch.nonzero(expected))
+
+
+# ---- random graphs
+
+UNARY = (torch.relu, torch.sin, torch.neg, torch.Tensor.t, lambda x: x.reshape(2, 8).reshape(4, 4))
+BINARY = (torch.add, torch.mul, torch.mm, torch.maximum)
+OPS = ("relu", "sin", "neg", "t", "view", "add", "mul", "mm", "maximum", "max", "add_", "bernoulli")
+
+
+@st.composite
+def programs(draw):
+    """Steps of (kind, function, operands); operands count from the first input."""
+    steps = []
+    for have in range(2, 2 + draw(st.integers(1, 14))):
+        kind = draw(st.sampled_from(["unary", "binary", "binary", "max", "write", "random"]))
+        number = draw(st.integers(0, 4 if kind == "unary" else 3))
+        steps.append((kind, number, draw(st.tuples(*[st.integers(0, have - 1)] * 2))))
+    unsafe = draw(st.sets(st.sampled_from(OPS)))
+    return steps, frozenset(f"aten::{op}" for op in unsafe), draw(st.sampled_from([1, 1, 3]))
+
+
+def run_program(steps, *made):
+    made = [value.clone() for value in made]
+    for kind, number, (a, b) in steps:
+        if kind == "unary":
+            made.append(UNARY[number](made[a]))
+        elif kind == "binary":
+            made.append(BINARY[number](made[a], made[b]))
+        elif kind == "max":
+            top, where = made[a].max(1, keepdim=True)
+            made.append((top + where) * made[b])
+        elif kind == "write":
+            made.append(made[a].add_(1.5))
+        else:
+            made.append(torch.bernoulli(made[a], 0.5))
+    return made[-4:]
+
+
+def check_partitions(before: list[fx.Node], gm: fx.GraphModule) -> None:
+    after = [node for node in gm.graph.nodes if node.op == "call_function"]
+    assert sorted(map(str, before)) == sorted(map(str, after))
+    tags = [get_tag(node) for node in after]
+    assert [tag.index for tag in tags] == sorted(tag.index for tag in tags)
+    cuts = list(dict.fromkeys(tags))
+    assert all(a.captured != b.captured for a, b in itertools.pairwise(cuts))
+    ordered = [[n for n in nodes if values.is_random(n)] for nodes in (before, after)]
+    assert ordered[0] == ordered[1]
+
+
+# Tracing is slow, so failing programs are not shrunk.
+@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(programs())
+def test_random_graphs_execute_equal(program):
+    steps, unsafe, minimum = program
+    torch.manual_seed(0)
+    args = torch.rand(4, 4), torch.rand(4, 4)
+    gm = on_cpu(lambda *xs: run_program(steps, *xs), *args)
+    torch.manual_seed(1)
+    expected = gm(*args)
+    before = [node for node in gm.graph.nodes if node.op == "call_function"]
+    outlined = outline(gm, CPU, unsafe, minimum)
+    check_partitions(before, gm)
+    torch.manual_seed(1)
+    found = outlined(*args)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    inner = [
+        node.name
+        for module in outlined.children()
+        for node in module.graph.nodes
+        if node.op == "call_function"
+    ]
+    assert sorted(inner) == sorted(node.name for node in before)
