@@ -206,7 +206,8 @@ def fake_tensor(mode: FakeTensorMode, spec: Spec | Sequence[int]) -> torch.Tenso
     shape: Sequence[Any] = spec.shape
     if spec.dynamic:
         context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(shape))
-        real = torch.empty(shape, device="meta")
+        with _torch.no_fake_mode():
+            real = torch.empty(shape, device="meta")
         shape = mode.from_tensor(real, symbolic_context=context).shape
     with mode:
         tensor = torch.empty(shape, dtype=spec.dtype, device=spec.device)

@@ -207,9 +207,7 @@ def _nested_graph(query: _Query) -> _Found:
         return "nested_graph", "its nested graph was not found"
     for body in bodies:
         for inner in body.graph.nodes:
-            reason = why_not_capturable(
-                inner, query.device, unsafe_ops=query.unsafe_ops, gm=body
-            )
+            reason = why_not_capturable(inner, query.device, unsafe_ops=query.unsafe_ops, gm=body)
             if reason is not None:
                 return "nested_graph", f"inside it, {reason.op}: {reason.detail}"
     return None
@@ -226,7 +224,10 @@ def _devices(query: _Query) -> _Found:
     makes = [t for t in query.outputs if not _on(t, query.device)]
     for tensor in (*reads, *makes):
         if tensor.device.type != "cpu":
-            return "other_device", f"it uses a tensor on {tensor.device}, the graph is on {query.device}"
+            return (
+                "other_device",
+                f"it uses a tensor on {tensor.device}, the graph is on {query.device}",
+            )
     if not reads and not makes:
         return None
     on_device = any(_on(t, query.device) for t in (*query.inputs, *query.outputs))
@@ -235,7 +236,10 @@ def _devices(query: _Query) -> _Found:
     if makes:
         return "device_to_host", "it copies to the CPU and waits for the device"
     if isinstance(query.op, torch._ops.OpOverload) and _short_name(query.op) in op_tables.COPIES:
-        return "host_to_device", "it copies from CPU memory, which has to be pinned and stay in place"
+        return (
+            "host_to_device",
+            "it copies from CPU memory, which has to be pinned and stay in place",
+        )
     if all(tensor.dim() == 0 for tensor in reads):
         return "cpu_scalar", "it reads a CPU scalar tensor, whose value a recording would freeze"
     return "cpu_tensor", "it reads a tensor on the CPU"
@@ -244,7 +248,10 @@ def _devices(query: _Query) -> _Found:
 def _layouts(query: _Query) -> _Found:
     for tensor in (*query.inputs, *query.outputs):
         if tensor.layout != torch.strided:
-            return "layout", f"it uses a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
+            return (
+                "layout",
+                f"it uses a tensor of layout {str(tensor.layout).removeprefix('torch.')}",
+            )
         if tensor.is_quantized:
             return "layout", f"it uses a quantised tensor ({_dtype(tensor)})"
         if tensor.is_nested:

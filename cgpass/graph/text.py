@@ -41,16 +41,20 @@ def _symbol_names() -> Callable[[str], str]:
 
 def _lines(gm: fx.GraphModule, rename: Callable[[str], str]) -> list[str]:
     lines = [_line(node, rename) for node in gm.graph.nodes]
-    for name in _nested(gm):
+    for name, body in _nested(gm).items():
         lines.append(f"{name}:")
-        lines.extend(f"    {line}" for line in _lines(gm.get_submodule(name), rename))
+        lines.extend(f"    {line}" for line in _lines(body, rename))
     return lines
 
 
-def _nested(gm: fx.GraphModule) -> list[str]:
-    names = [str(n.target) for n in gm.graph.nodes if n.op in ("call_module", "get_attr")]
+def _nested(gm: fx.GraphModule) -> dict[str, fx.GraphModule]:
     modules = dict(gm.named_modules())
-    return [n for n in dict.fromkeys(names) if isinstance(modules.get(n), fx.GraphModule)]
+    found = {}
+    for node in gm.graph.nodes:
+        body = modules.get(str(node.target)) if node.op in ("call_module", "get_attr") else None
+        if isinstance(body, fx.GraphModule):
+            found[str(node.target)] = body
+    return found
 
 
 def _line(node: fx.Node, rename: Callable[[str], str]) -> str:

@@ -255,7 +255,8 @@ def free_symbols(node: fx.Node) -> tuple[sympy.Symbol, ...]:
     found: dict[sympy.Symbol, None] = {}
     for value in _symbolic(tree_leaves(node.meta.get("val"))):
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            found.update(dict.fromkeys(sorted(value.node.expr.free_symbols, key=str)))
+            symbols = value.node.expr.atoms(sympy.Symbol)
+            found.update(dict.fromkeys(sorted(symbols, key=str)))
     return tuple(found)
 
 

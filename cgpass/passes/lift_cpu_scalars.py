@@ -6,7 +6,7 @@ the CPU is copied from memory that isn't pinned: each would be a boundary for no
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -20,7 +20,7 @@ from cgpass.passes.node_meta import inherit_meta
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-_FILLED = {
+_FILLED: dict[Any, Callable[[fx.Node], Any]] = {
     aten.full.default: lambda node: node.args[1],
     aten.full_like.default: lambda node: node.args[1],
     aten.scalar_tensor.default: lambda node: node.args[0],
@@ -172,7 +172,9 @@ class _Lift:
     def _first_write(self, source: fx.Node) -> float:
         """Position of the first node that writes to the memory of `source`."""
         never = float("inf")
-        return min((self._written.get(k, never) for k in values.storage_keys(source)), default=never)
+        return min(
+            (self._written.get(k, never) for k in values.storage_keys(source)), default=never
+        )
 
     def _escapes(self, node: fx.Node) -> bool:
         """Whether the caller, or a node that writes, gets hold of a node's memory."""
@@ -210,7 +212,7 @@ class _Lift:
     def _filled(
         self, source: fx.Node, value: torch.Tensor, before: fx.Node | None = None
     ) -> fx.Node:
-        kwargs = {
+        kwargs: dict[str, Any] = {
             "dtype": value.dtype,
             "layout": torch.strided,
             "device": self._device,

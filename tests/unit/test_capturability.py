@@ -12,7 +12,9 @@ aten = torch.ops.aten
 hops = torch.ops.higher_order
 
 
-@torch.library.custom_op("cgpass_tests::tagged", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+@torch.library.custom_op(
+    "cgpass_tests::tagged", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
 def tagged(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
@@ -55,8 +57,8 @@ def why(node: fx.Node) -> Reason | None:
 
 
 def sparse():
-    indices = torch.tensor([[0]])
-    return torch.sparse_coo_tensor(indices, torch.ones(1), (3,), check_invariants=False)
+    with torch.sparse.check_sparse_tensor_invariants():
+        return torch.ones(3).to_sparse()
 
 
 PROVOKED = {
@@ -81,9 +83,7 @@ PROVOKED = {
     "host_to_device": lambda: reasons(lambda x: x.to(CUDA), cpu(3)),
     "cpu_scalar": lambda: reasons(torch.mul, (3,), cpu()),
     "layout": lambda: [
-        why_not_capturable(
-            by_hand(aten.add.Tensor, 1, 2, value=sparse()), torch.device("cpu")
-        )
+        why_not_capturable(by_hand(aten.add.Tensor, 1, 2, value=sparse()), torch.device("cpu"))
     ],
     "unbacked_size": lambda: reasons(lambda x: x.nonzero() + 1, (3,))[1:],
     "host_scalar": lambda: reasons(lambda x: x * x.sum().item(), (3,))[1:],

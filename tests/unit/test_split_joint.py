@@ -32,14 +32,19 @@ def product(x, w):
 
 def test_cuts_where_the_fewest_bytes_are_saved():
     forward, backward = split(joint_graph(product, (3, 4), (4,)))
-    assert_expected_inline(graph_text(forward), """\
+    assert_expected_inline(
+        graph_text(forward),
+        """\
 primals_1: float32[3, 4]@cuda = placeholder
 primals_2: float32[4]@cuda = placeholder
 sin: float32[3, 4]@cuda = aten.sin.default(primals_1)
 mul: float32[3, 4]@cuda = aten.mul.Tensor(sin, primals_2)
 cos: float32[3, 4]@cuda = aten.cos.default(mul)
-return (cos, primals_1, primals_2)""")
-    assert_expected_inline(graph_text(backward), """\
+return (cos, primals_1, primals_2)""",
+    )
+    assert_expected_inline(
+        graph_text(backward),
+        """\
 primals_1: float32[3, 4]@cuda = placeholder
 primals_2: float32[4]@cuda = placeholder
 tangents_1: float32[3, 4]@cuda = placeholder
@@ -54,7 +59,8 @@ sum_1: float32[1, 4]@cuda = aten.sum.dim_IntList(mul_2, [0], True)
 view: float32[4]@cuda = aten.view.default(sum_1, [4])
 cos_1: float32[3, 4]@cuda = aten.cos.default(primals_1)
 mul_4: float32[3, 4]@cuda = aten.mul.Tensor(mul_3, cos_1)
-return (mul_4, view)""")
+return (mul_4, view)""",
+    )
 
 
 @pytest.mark.parametrize("compiler", ["inductor", "eager"])

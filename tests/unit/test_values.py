@@ -71,9 +71,7 @@ def test_views_share_their_base_s_storage():
 def test_output_bytes_count_what_a_node_allocates(fn, expected, shape):
     gm = fake_cuda_graph(fn, shape)
     computing = [
-        n
-        for n in gm.graph.nodes
-        if n.op == "call_function" and not values.is_host_scalar(n)
+        n for n in gm.graph.nodes if n.op == "call_function" and not values.is_host_scalar(n)
     ]
     found = [values.output_bytes(n) for n in computing]
     assert found[: len(expected)] == expected
