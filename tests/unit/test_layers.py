@@ -101,7 +101,8 @@ def test_the_rules_catch_what_they_should():
 
 def test_importing_cgpass_loads_neither_dynamo_nor_inductor():
     code = (
-        "import sys, torch; before = set(sys.modules); import cgpass; new = set(sys.modules) - before;"
+        "import sys, torch; before = set(sys.modules); import cgpass;"
+        "new = set(sys.modules) - before;"
         "print(sorted(m for m in new if m.startswith(('torch._dynamo', 'torch._inductor'))),"
         " [m for m in ('torch._dynamo', 'torch._inductor') if m in sys.modules])"
     )

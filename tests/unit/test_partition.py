@@ -159,6 +159,19 @@ def test_side_effects_keep_their_order():
     assert [node.name for node in gm.graph.nodes if values.has_side_effect(node)] == before
 
 
+def test_collectives_keep_their_order():
+    def reduce_twice(x, y):
+        reduce, wait = torch.ops._c10d_functional.all_reduce, torch.ops._c10d_functional.wait_tensor
+        a = wait(reduce(torch.nonzero(y).sum(), "sum", "0"))
+        return a, wait(reduce(x, "sum", "0"))
+
+    gm = fake_cuda_graph(reduce_twice, (4,), (4,))
+    before = [node.name for node in gm.graph.nodes if values.is_collective(node)]
+    assert len(before) == 4
+    partition(gm, unsafe_ops=frozenset(["aten::sum"]))
+    assert [node.name for node in gm.graph.nodes if values.is_collective(node)] == before
+
+
 def test_too_small_a_partition_runs_plainly():
     def little_between(x):
         i = torch.nonzero(x)
