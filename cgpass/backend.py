@@ -285,6 +285,7 @@ class Compilation:
 
     def _report_reasons(self, reasons: Sequence[Reason], direction: Direction) -> None:
         """One message per graph for everything in it that can't be captured."""
+        reasons = [reason for reason in reasons if reason.code != "too_small"]
         if reasons:
             listed = "\n  ".join(dict.fromkeys(map(str, reasons)))
             self._on_skip(f"parts of the {direction} graph run without CUDA graphs:\n  {listed}")
@@ -333,7 +334,9 @@ class _GraphBuilder:
             for name, module in outlined.named_children()
             if isinstance(module, fx.GraphModule)
         }
-        self._summarise(parts, _reasons_by_part(gm, self.compilation.options.unsafe_ops, context.device))
+        self._summarise(
+            parts, _reasons_by_part(gm, self.compilation.options.unsafe_ops, context.device)
+        )
         runs = {name: self._compile_part(name, module, names) for name, module in parts.items()}
         plan = build_plan(outlined, runs, visible)
         owner = self.compilation.owner(self.target.device) if self.target.records else None
@@ -396,7 +399,9 @@ def _boxed(executor: Executor) -> Boxed:
     return _torch.mark_boxed(call)
 
 
-def _reasons_by_part(gm: fx.GraphModule, unsafe_ops: Iterable[str], device: torch.device) -> dict[str, list[str]]:
+def _reasons_by_part(
+    gm: fx.GraphModule, unsafe_ops: Iterable[str], device: torch.device
+) -> dict[str, list[str]]:
     """Why each eager partition is not captured, by the partition's name."""
     reasons: dict[str, list[str]] = {}
     for node in gm.graph.nodes:

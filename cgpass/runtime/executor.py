@@ -55,6 +55,25 @@ def _slots(slots: Sequence[int]) -> str:
     return "(" + ", ".join(map(str, slots)) + ")"
 
 
+def _copied_outputs(
+    plan: Plan, step: Step, runner: PartitionRunner
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Outputs of `step` that the user gets, and their positions in the graph's results.
+
+    Those that nobody else reads are marked private: no alias of them need be made.
+    """
+    numbers = {slot: number for number, slot in enumerate(step.outputs)}
+    pairs = [
+        (numbers[slot], position)
+        for position, slot in enumerate(plan.outputs)
+        if position in plan.visible and slot in numbers
+    ]
+    read = {slot for other in plan.steps for slot in other.inputs}
+    read.update(slot for position, slot in enumerate(plan.outputs) if position not in plan.visible)
+    runner.private_outputs = frozenset(n for n, _ in pairs if step.outputs[n] not in read)
+    return tuple(n for n, _ in pairs), tuple(position for _, position in pairs)
+
+
 class Executor:
     """Calls a plan's steps; boxed calling convention."""
 
@@ -65,22 +84,14 @@ class Executor:
         self._template: list[Any] = [None] * (plan.num_slots - plan.num_inputs)
         for slot, value in plan.constants:
             self._template[slot - plan.num_inputs] = value
-        made_by = {
-            slot: (n, k) for n, s in enumerate(plan.steps) for k, slot in enumerate(s.outputs)
-        }
-        self._copies: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
-        """Step number, its outputs to copy out, and the graph's output positions they go to."""
-        for number, step in enumerate(plan.steps):
-            if isinstance(step.run, PartitionRunner):
-                pairs = [
-                    (made_by[slot][1], position)
-                    for position, slot in enumerate(plan.outputs)
-                    if position in plan.visible and made_by.get(slot, (-1, 0))[0] == number
-                ]
-                if pairs:
-                    self._copies.append(
-                        (number, tuple(k for k, _ in pairs), tuple(p for _, p in pairs))
-                    )
+        self._copies = [
+            (number, positions, targets)
+            for number, step in enumerate(plan.steps)
+            if isinstance(step.run, PartitionRunner)
+            for positions, targets in [_copied_outputs(plan, step, step.run)]
+            if positions
+        ]
+        """Number of a step, those of its outputs that are copied out, and where in the results the copies go."""
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run every step.

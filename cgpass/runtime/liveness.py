@@ -29,15 +29,11 @@ class HeldStorages:
         """Args: tensors: the recording's own outputs; nobody else holds their storages yet."""
         self._tensors = tensors
         self._cdatas = list({t.untyped_storage()._cdata: None for t in tensors})
-        self._baseline = [_torch.storage_use_count(c) for c in self._cdatas]
+        self._baseline = list(map(_torch.storage_use_count, self._cdatas))
 
     def any_held(self) -> bool:
-        """Whether some storage has more references than the recording's own."""
-        count = _torch.storage_use_count
-        for cdata, baseline in zip(self._cdatas, self._baseline, strict=True):
-            if count(cdata) > baseline:
-                return True
-        return False
+        """Whether some storage has other references than the recording's own."""
+        return list(map(_torch.storage_use_count, self._cdatas)) != self._baseline
 
 
 class LiveOutputs:

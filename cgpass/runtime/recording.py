@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from cgpass import _torch
 from cgpass.runtime.driver import CapturedGraph
 from cgpass.runtime.liveness import HeldStorages
 
@@ -80,15 +81,16 @@ class InputAlias:
         return out.set_(value.untyped_storage(), start // itemsize, self.size, self.stride)
 
 
-def _alias_of(
+def _own_or_alias(
     output: torch.Tensor, inputs: Sequence[Any], by_storage: Mapping[int, int]
-) -> InputAlias | None:
+) -> "torch.Tensor | InputAlias":
+    """An output as the recording keeps it: the tensor if the graph makes it, else which input it is a view of."""
     storage = output.untyped_storage()
     index = by_storage.get(storage.data_ptr()) if storage.nbytes() else None
     if index is None:
         index = next((i for i, value in enumerate(inputs) if value is output), None)
         if index is None:
-            return None
+            return output.detach()
     source = inputs[index]
     itemsize = output.dtype.itemsize
     offset = output.storage_offset() * itemsize - source.storage_offset() * source.dtype.itemsize
@@ -115,6 +117,7 @@ class Recording:
         placeholders: Mapping[int, Placeholder],
         *,
         mutated: Sequence[int],
+        private: frozenset[int],
         birth: int,
     ) -> None:
         """Describe a recorded graph.
@@ -125,6 +128,7 @@ class Recording:
             staged: The inputs it was recorded with, placeholders in place of copied ones.
             placeholders: Of the copied inputs, by position.
             mutated: Copied inputs that the graph writes.
+            private: Outputs that the caller of `run` copies at once and gives to nobody.
             birth: Position in the owner's order of recordings.
         """
         self.birth = birth
@@ -141,41 +145,39 @@ class Recording:
             for i, value in reversed(list(enumerate(staged)))
             if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes()
         }
-        self._outputs: list[Any] = []
-        own: list[torch.Tensor] = []
-        for output in outputs:
-            entry: Any = output
-            if isinstance(output, torch.Tensor):
-                entry = _alias_of(output, staged, by_storage)
-                if entry is None:
-                    entry = output.detach()
-                    own.append(entry)
-            self._outputs.append(entry)
-        self.own_outputs = own
+        self._outputs = [
+            _own_or_alias(output, staged, by_storage)
+            if isinstance(output, torch.Tensor)
+            else output
+            for output in outputs
+        ]
+        own = [(n, t) for n, t in enumerate(self._outputs) if isinstance(t, torch.Tensor)]
+        self.own_outputs = [tensor for _, tensor in own]
+        self._escaping = [(n, tensor) for n, tensor in own if n not in private]
+        self._aliases = [(n, a) for n, a in enumerate(self._outputs) if isinstance(a, InputAlias)]
         self._copy_out: dict[tuple[int, ...], CopyOut] = {}
 
     def seal(self) -> None:
         """Note who holds the outputs when nothing was handed out yet; to be called once, last of all."""
-        self.held = HeldStorages(self.own_outputs)
+        escaping = [tensor for _, tensor in self._escaping]
+        self.held = HeldStorages(escaping) if escaping else None
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """Copy in what moves, replay, and hand out the outputs.
 
         **Lifetime:** tensors returned are fresh aliases of pool memory: the next replay of this recording writes
-        over them, unless `LiveOutputs` is asked first.
+        over them, unless `LiveOutputs` is asked first. Private ones are the recording's own tensors.
         """
         self.copy_in(args)
         self.replay()
         for i, placeholder in self._write_back:
             placeholder.source(args[i]).copy_(placeholder.target)
-        return [
-            out.detach()
-            if isinstance(out, torch.Tensor)
-            else out.of(args[out.index])
-            if isinstance(out, InputAlias)
-            else out
-            for out in self._outputs
-        ]
+        outputs = self._outputs.copy()
+        for n, tensor in self._escaping:
+            outputs[n] = tensor.detach()
+        for n, alias in self._aliases:
+            outputs[n] = alias.of(args[alias.index])
+        return outputs
 
     def copy_in(self, args: Sequence[Any]) -> None:
         """Copy the inputs that move into their placeholders."""
@@ -225,6 +227,18 @@ def _by_dtype(placeholders: Mapping[int, Placeholder]) -> list[list[tuple[int, P
     return list(groups.values())
 
 
+class _SameDtype:
+    """Outputs that one call copies."""
+
+    __slots__ = ("dtype", "layouts", "numbers", "tensors")
+
+    def __init__(self, members: Sequence[tuple[int, torch.Tensor]]) -> None:
+        self.numbers = [n for n, _ in members]
+        self.tensors = [tensor for _, tensor in members]
+        self.layouts = [(tuple(t.size()), t.stride()) for t in self.tensors]
+        self.dtype = self.tensors[0].dtype
+
+
 class CopyOut:
     """Copies some outputs of a recording into memory of their own.
 
@@ -242,12 +256,13 @@ class CopyOut:
                 self._whole.append((n, tensor))
             else:
                 simple.setdefault(tensor.dtype, []).append((n, tensor))
-        self._simple = list(simple.values())
-        whole = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in self._whole
-        }
-        self.copied_bytes = sum(_bytes(t) for group in self._simple for _, t in group)
-        self.copied_bytes += sum(whole.values())
+        self._simple = [_SameDtype(members) for members in simple.values()]
+        self._device = own[0][1].device if own else torch.device("cpu")
+        whole = {t.untyped_storage().data_ptr(): t.untyped_storage() for _, t in self._whole}
+        self.copied_bytes = sum(
+            _bytes(t) for _, t in own if t.untyped_storage().data_ptr() not in whole
+        )
+        self.copied_bytes += sum(storage.nbytes() for storage in whole.values())
 
     def run(self) -> list[tuple[int, torch.Tensor]]:
         """Copy, on the current stream.
@@ -256,14 +271,12 @@ class CopyOut:
             Number of the output and its copy. **Lifetime:** the caller's; copies of outputs that share memory share
             memory.
         """
+        allocate = _torch.strided_allocator(self._device)
         copied: list[tuple[int, torch.Tensor]] = []
         for group in self._simple:
-            copies = [
-                torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
-                for _, t in group
-            ]
-            torch._foreach_copy_(copies, [t for _, t in group])
-            copied += [(n, copy) for (n, _), copy in zip(group, copies, strict=True)]
+            copies = [allocate(size, stride, group.dtype) for size, stride in group.layouts]
+            torch._foreach_copy_(copies, group.tensors)
+            copied += zip(group.numbers, copies, strict=True)
         storages: dict[int, torch.UntypedStorage] = {}
         for n, tensor in self._whole:
             source = tensor.untyped_storage()

@@ -78,6 +78,8 @@ class PartitionRunner:
         self.owner = owner
         self.stats: CallStats = new_call_stats()
         self.failure: str | None = None
+        self.private_outputs: frozenset[int] = frozenset()
+        """Outputs that the caller copies at once and gives to nobody; to be set before the first call."""
         self._fn = fn
         self._settings = settings
         self._placeholders: dict[tuple[Any, ...], Placeholder] = {}
@@ -138,7 +140,7 @@ class PartitionRunner:
         stats.replays += 1
         stats.copied_bytes += recording.copied_bytes
         recording.last_used = stats.calls
-        if recording.own_outputs:
+        if recording.held is not None:
             self.owner.live.push(recording.birth, recording.held)
         return outputs
 
@@ -146,7 +148,10 @@ class PartitionRunner:
         self, args: list[Any], shape_key: ShapeKey, static_key: StaticKey
     ) -> tuple[Sequence[Any], Recording | None]:
         warm = self.table.num_warmups(shape_key) >= self._settings.limits.num_warmup_calls
-        usable = self._is_usable() and not (warm and self._has_strays(args))
+        strays = warm and self._has_strays(args)
+        if strays and not self.table.has_recordings(shape_key):
+            warm, strays = False, False  # what made the inputs was itself warming up
+        usable = self._is_usable() and not strays
         room = usable and self._make_room(shape_key, static_key, args)
         action = decide(usable=usable, warm=warm, safe=False, room=room)
         if action is Action.RECORD:
@@ -224,6 +229,7 @@ class PartitionRunner:
             staged,
             placeholders,
             mutated=sorted({*self._layout.mutated, *self._written}),
+            private=self.private_outputs,
             birth=self.owner.next_birth(),
         )
         del outputs

@@ -1,6 +1,7 @@
 """What must match for a recording to be replayed, and differences as text."""
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ ShapeKey = tuple[Any, ...]
 """Integers, identities of objects, and tensor layouts where nobody guards them."""
 StaticKey = tuple[int, ...]
 """Addresses of static inputs."""
+
+_data_ptr = torch.Tensor.data_ptr
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _BY_VALUE = (int, bool, str, type(None), torch.dtype, torch.device, torch.layout)
@@ -44,6 +47,7 @@ class Layout:
         self._values = positions(InputKind.SYMINT)
         self._objects = positions(InputKind.GENERATOR, InputKind.OPAQUE)
         self._layouts = positions(InputKind.COPIED, InputKind.STATIC) if check_layout else ()
+        self._take_static = _taker(self.static)
 
     def shape_key(self, args: Sequence[Any]) -> ShapeKey:
         """The part of the signature that decides what is computed."""
@@ -56,11 +60,18 @@ class Layout:
 
     def static_key(self, args: Sequence[Any]) -> StaticKey:
         """The part of the signature that decides where it is read."""
-        return tuple([args[i].data_ptr() for i in self.static])
+        return tuple(map(_data_ptr, self._take_static(args)))
 
     def moved(self, old: StaticKey, new: StaticKey) -> list[int]:
         """Positions of the inputs whose address differs."""
         return [i for i, a, b in zip(self.static, old, new, strict=True) if a != b]
+
+
+def _taker(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """A function that takes the values at `positions` out of a list, in one C call where there are several."""
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    return lambda args: [args[i] for i in positions]
 
 
 def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -70,6 +70,11 @@ class RecordingTable:
         """Every recording."""
         return [recording for shape in self._shapes.values() for recording in shape.recordings()]
 
+    def has_recordings(self, shape_key: ShapeKey) -> bool:
+        """Whether a shape was ever recorded."""
+        shape = self._shapes.get(shape_key)
+        return shape is not None and bool(shape.sets)
+
     def num_warmups(self, shape_key: ShapeKey) -> int:
         """Warm-up calls that a shape has had."""
         shape = self._shapes.get(shape_key)

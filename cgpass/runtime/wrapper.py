@@ -94,7 +94,7 @@ class CUDAGraphWrapper:
             outputs, recording = runner.run(list(args))
             results = list(outputs)
             if recording is not None:
-                positions = tuple(range(len(results) - 1))
+                positions = tuple(range(len(results)))
                 runner.stats.copied_bytes += recording.copy_out(positions, positions, results)
         spec = results.pop()
         return pytree.tree_unflatten(results, spec)
