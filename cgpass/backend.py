@@ -16,6 +16,7 @@ from cgpass.graph.capturability import Reason, why_not_capturable
 from cgpass.graph.inputs import input_infos
 from cgpass.graph.origins import Origins
 from cgpass.graph.partition_tag import get_tag
+from cgpass.graph.values import graph_outputs
 from cgpass.inputs import InputInfo, InputKind
 from cgpass.options import Options
 from cgpass.passes import graph_passes, outline_passes
@@ -79,16 +80,21 @@ def reset() -> None:
     release_all()
 
 
-cgpass.reset = reset  # torch._dynamo.reset() looks for this attribute
+setattr(cgpass, "reset", reset)  # noqa: B010  torch._dynamo.reset() looks for this attribute
 
 
 @dataclass(frozen=True)
 class Target:
     """Where a graph's partitions are captured, or why they are not."""
 
-    device: torch.device | None
+    device: torch.device
     records: bool
     skip: str | None = None
+    """Why nothing of it can be captured, if so; `device` then means nothing."""
+
+
+def _skipped(why: str) -> Target:
+    return Target(torch.device("cpu"), records=False, skip=why)
 
 
 def find_target(gm: fx.GraphModule, driver: str) -> Target:
@@ -106,17 +112,17 @@ def find_target(gm: fx.GraphModule, driver: str) -> Target:
             None, False, f"it uses a device that cgpass does not know: {', '.join(others)}"
         )
     if len(cuda) > 1:
-        return Target(None, False, f"it uses several devices: {', '.join(map(str, cuda))}")
+        return _skipped(f"it uses several devices: {', '.join(map(str, cuda))}")
     if not devices:
-        return Target(None, False, "it has no tensors")
+        return _skipped("it has no tensors")
     if driver == "none":
         return Target(cuda[0] if cuda else torch.device("cpu"), records=False)
     if driver == "simulated":
         if cuda:
-            return Target(None, False, 'driver="simulated" records on CPU, but it uses CUDA')
+            return _skipped('driver="simulated" records on CPU, but it uses CUDA')
         return Target(torch.device("cpu"), records=True)
     if not cuda:
-        return Target(None, False, "it uses no CUDA device")
+        return _skipped("it uses no CUDA device")
     return Target(cuda[0], records=True)
 
 
@@ -214,8 +220,8 @@ class Compilation:
             A boxed callable.
         """
         target = find_target(gm, self.options.driver)
-        if target.skip is not None or target.device is None:
-            return self._run_plainly(gm, example_inputs, direction, compiler, target.skip or "")
+        if target.skip is not None:
+            return self._run_plainly(gm, example_inputs, direction, compiler, target.skip)
         context = PassContext(device=target.device, stage="graph", direction=direction, dump=None)
         result = run_passes(graph_passes(self.options), gm, context)
         gm = result.gm
@@ -242,7 +248,7 @@ class Compilation:
 
     def visible_outputs(self, gm: fx.GraphModule, direction: Direction) -> frozenset[int]:
         """Positions of a graph's outputs that the user gets: all but the saved tensors."""
-        num_outputs = len(gm.graph.output_node().args[0])
+        num_outputs = len(graph_outputs(gm))
         return frozenset(range(self._num_fwd_outputs if direction == "forward" else num_outputs))
 
     def user_names(self, gm: fx.GraphModule) -> dict[str, str]:
@@ -311,7 +317,7 @@ class _GraphBuilder:
         """A graph that is one captured partition."""
         infos = self._infos(gm)
         num_inputs = len(infos)
-        num_outputs = len(gm.graph.output_node().args[0])
+        num_outputs = len(graph_outputs(gm))
         visible = self.compilation.visible_outputs(gm, self.direction)
         self._summarise({"captured_0": gm}, {})
         fn = self.compiler.whole(gm, example_inputs)
@@ -323,7 +329,6 @@ class _GraphBuilder:
 
     def partitioned(self, gm: fx.GraphModule, context: PassContext) -> Boxed:
         """A graph of several partitions."""
-        reasons = {str(tag): [] for tag in map(get_tag, gm.graph.nodes) if tag is not None}
         visible = self.compilation.visible_outputs(gm, self.direction)
         if self.direction == "forward":
             _torch.report_output_strides(output_strides(gm))

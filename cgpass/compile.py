@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from cgpass import _torch
+from cgpass.graph.values import graph_outputs
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 """Takes one list of inputs, which it may empty, and returns a sequence of outputs."""
@@ -50,9 +51,8 @@ class Compiler:
         """
         if self.compiler == "eager":
             return _torch.boxed_graph_module(gm)
-        output = gm.graph.output_node()
-        output.meta["user_visible_output_idxs"] = [
-            i for i, value in enumerate(output.args[0]) if isinstance(value, fx.Node)
+        gm.graph.output_node().meta["user_visible_output_idxs"] = [
+            i for i, value in enumerate(graph_outputs(gm)) if isinstance(value, fx.Node)
         ]
         inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
         with _torch.own_tracing_context():
@@ -72,7 +72,7 @@ class Compiler:
 def output_strides(gm: fx.GraphModule) -> list[tuple[Any, ...] | None]:
     """Strides of a graph's outputs, None for what is no tensor."""
     strides: list[tuple[Any, ...] | None] = []
-    for value in gm.graph.output_node().args[0]:
+    for value in graph_outputs(gm):
         fake = value.meta.get("val") if isinstance(value, fx.Node) else None
         strides.append(tuple(fake.stride()) if isinstance(fake, torch.Tensor) else None)
     return strides

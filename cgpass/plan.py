@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from cgpass.graph.values import attribute
+from cgpass.graph.values import attribute, graph_outputs
 from cgpass.runtime.executor import Plan, Step
 
 Run = Any
@@ -36,11 +36,13 @@ def whole_plan(
 
 def _host_step(node: fx.Node) -> Callable[[list[Any]], Sequence[Any]]:
     readers = node.all_input_nodes
+    target = node.target
+    assert callable(target)
 
     def run(values: list[Any]) -> Sequence[Any]:
         env = dict(zip(readers, values, strict=True))
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-        return (node.target(*args, **kwargs),)
+        return (target(*args, **kwargs),)
 
     return run
 
@@ -67,10 +69,9 @@ class _Builder:
                 self._slots[node] = self._new_slot()
                 inputs = tuple(self._slots[n] for n in node.all_input_nodes)
                 self._steps.append((node.name, _host_step(node), inputs, (self._slots[node],)))
-        results = self._gm.graph.output_node().args[0]
         outputs = tuple(
             self._slots[value] if isinstance(value, fx.Node) else self._constant(value)
-            for value in results
+            for value in graph_outputs(self._gm)
         )
         return Plan(
             len(placeholders),
@@ -91,13 +92,18 @@ class _Builder:
         return slot
 
     def _add_call(self, node: fx.Node) -> None:
-        submodule = self._gm.get_submodule(node.target)
-        num_outputs = len(submodule.graph.output_node().args[0])
+        name = str(node.target)
+        submodule = self._gm.get_submodule(name)
+        assert isinstance(submodule, fx.GraphModule)
+        num_outputs = len(graph_outputs(submodule))
         slots = tuple(self._new_slot() for _ in range(num_outputs))
         for user in node.users:
-            self._slots[user] = slots[user.args[1]]
-        inputs = tuple(self._slots[value] for value in node.args)
-        self._steps.append((node.target, self._runs[node.target], inputs, slots))
+            position = user.args[1]
+            assert isinstance(position, int)
+            self._slots[user] = slots[position]
+        inputs = tuple(self._slots[value] for value in node.args if isinstance(value, fx.Node))
+        assert len(inputs) == len(node.args)
+        self._steps.append((name, self._runs[name], inputs, slots))
 
     def _with_drops(self, outputs: Sequence[int]) -> tuple[Step, ...]:
         """Steps in order, each dropping what neither a later step nor the graph's output reads."""

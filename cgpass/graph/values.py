@@ -8,6 +8,7 @@ import operator
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import sympy
 import torch
@@ -83,6 +84,12 @@ def attribute(gm: torch.nn.Module, path: str) -> object:
     for part in path.split("."):
         found = getattr(found, part, None)
     return found
+
+
+def graph_outputs(gm: fx.GraphModule) -> tuple[Any, ...]:
+    """What a graph that returns a tuple returns: nodes and constants."""
+    results: Any = gm.graph.output_node().args[0]
+    return tuple(results)
 
 
 def is_scalar(node: fx.Node) -> bool:

@@ -30,7 +30,10 @@ class CapturedGraph(Protocol):
 class GraphDriver(Protocol):
     """Records callables on one device, all of them into one memory pool."""
 
-    device: torch.device
+    @property
+    def device(self) -> torch.device:
+        """Where tensors must lie."""
+        ...
 
     def record(
         self, fn: BoxedCallable, args: list[Any], *, opaque: bool
@@ -77,7 +80,7 @@ class CUDADriver:
 
     def __init__(self, device: torch.device) -> None:
         """Args: device: the CUDA device, with its index."""
-        self.device = device
+        self._device = device
         self._index = device.index
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
@@ -131,6 +134,11 @@ class CUDADriver:
             graph.capture_end()
         except RuntimeError:
             _torch.abandon_failed_capture(self._index, self._pool)
+
+    @property
+    def device(self) -> torch.device:
+        """The CUDA device."""
+        return self._device
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured."""

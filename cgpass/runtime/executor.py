@@ -85,13 +85,13 @@ class Executor:
         for slot, value in plan.constants:
             self._template[slot - plan.num_inputs] = value
         self._copies = [
-            (number, positions, targets)
+            (number, step.run.stats, positions, targets)
             for number, step in enumerate(plan.steps)
             if isinstance(step.run, PartitionRunner)
             for positions, targets in [_copied_outputs(plan, step, step.run)]
             if positions
         ]
-        """Number of a step, those of its outputs that are copied out, and where in the results the copies go."""
+        """Number of a step, its counts, those of its outputs that are copied out, and where in the results the copies go."""
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run every step.
@@ -129,9 +129,8 @@ class Executor:
             del inputs, outputs
         results = [slots[i] for i in self.plan.outputs]
         del slots
-        for number, taken, positions in self._copies:
+        for number, stats, taken, positions in self._copies:
             recording = recordings[number]
             if recording is not None:
-                copied = recording.copy_out(taken, positions, results)
-                self.plan.steps[number].run.stats.copied_bytes += copied
+                stats.copied_bytes += recording.copy_out(taken, positions, results)
         return results

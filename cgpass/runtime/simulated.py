@@ -159,13 +159,18 @@ class SimulatedDriver:
 
     def __init__(self, device: torch.device | None = None) -> None:
         """Args: device: the CPU."""
-        self.device = device or torch.device("cpu")
+        self._device = device or torch.device("cpu")
         self._pool = SimulatedPool()
         self._recording = False
         self._makers: weakref.WeakValueDictionary[int, SimulatedGraph] = (
             weakref.WeakValueDictionary()
         )
         """Which graph's memory lies at an address."""
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU."""
+        return self._device
 
     def record(
         self, fn: BoxedCallable, args: list[Any], *, opaque: bool
@@ -193,7 +198,7 @@ class SimulatedDriver:
         kept = {_address(t) for t in _tensors(outputs)}
         self._pool.release([s for address, s in tape.fresh.items() if address not in kept])
         for storage in tape.fresh.values():
-            storage.fill_(_POISON)
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(_POISON)
         graph = SimulatedGraph(tape, keepalive)
         self._makers.update(dict.fromkeys(tape.fresh, graph))
         return graph, outputs
