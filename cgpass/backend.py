@@ -108,9 +108,7 @@ def find_target(gm: fx.GraphModule, driver: str) -> Target:
     cuda = sorted((d for d in devices if d.type == "cuda"), key=str)
     others = sorted({d.type for d in devices} - {"cuda", "cpu", "meta"})
     if others:
-        return Target(
-            None, False, f"it uses a device that cgpass does not know: {', '.join(others)}"
-        )
+        return _skipped(f"it uses a device that cgpass does not know: {', '.join(others)}")
     if len(cuda) > 1:
         return _skipped(f"it uses several devices: {', '.join(map(str, cuda))}")
     if not devices:
