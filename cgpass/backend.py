@@ -2,31 +2,28 @@
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import fx
 
 from cgpass import _torch, telemetry
-from cgpass.compile import Boxed, Compiler, output_strides
+from cgpass.assembly import GraphBuilder
+from cgpass.compile import Boxed, Compiler
 from cgpass.errors import CaptureError, DriverUnavailableError, OptionError
-from cgpass.graph.capturability import Reason, why_not_capturable
-from cgpass.graph.inputs import input_infos
+from cgpass.graph.capturability import Reason
 from cgpass.graph.origins import Origins
 from cgpass.graph.partition_tag import get_tag
+from cgpass.graph.target import devices, find_target
 from cgpass.graph.values import graph_outputs
-from cgpass.inputs import InputInfo, InputKind
+from cgpass.inputs import InputKind
 from cgpass.options import Options
-from cgpass.passes import graph_passes, outline_passes
+from cgpass.passes import graph_passes
 from cgpass.passes.base import PassContext, run_passes
 from cgpass.passes.split_joint import split_joint
-from cgpass.plan import build_plan, whole_plan
 from cgpass.runtime.driver import CUDADriver, GraphDriver
-from cgpass.runtime.executor import Executor
 from cgpass.runtime.owner import Owner, release_all
-from cgpass.runtime.runner import PartitionRunner, RunnerSettings
 from cgpass.runtime.simulated import SimulatedDriver
 
 log = logging.getLogger(__name__)
@@ -81,57 +78,6 @@ def reset() -> None:
 
 
 setattr(cgpass, "reset", reset)  # noqa: B010  torch._dynamo.reset() looks for this attribute
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where a graph's partitions are captured, or why they are not."""
-
-    device: torch.device
-    records: bool
-    skip: str | None = None
-    """Why nothing of it can be captured, if so; `device` then means nothing."""
-
-
-def _skipped(why: str) -> Target:
-    return Target(torch.device("cpu"), records=False, skip=why)
-
-
-def find_target(gm: fx.GraphModule, driver: str) -> Target:
-    """Choose the device that a graph is captured on.
-
-    Args:
-        gm: A graph with fake tensors in `meta["val"]`.
-        driver: The option.
-    """
-    devices = _devices(gm)
-    cuda = sorted((d for d in devices if d.type == "cuda"), key=str)
-    others = sorted({d.type for d in devices} - {"cuda", "cpu", "meta"})
-    if others:
-        return _skipped(f"it uses a device that cgpass does not know: {', '.join(others)}")
-    if len(cuda) > 1:
-        return _skipped(f"it uses several devices: {', '.join(map(str, cuda))}")
-    if not devices:
-        return _skipped("it has no tensors")
-    if driver == "none":
-        return Target(cuda[0] if cuda else torch.device("cpu"), records=False)
-    if driver == "simulated":
-        if cuda:
-            return _skipped('driver="simulated" records on CPU, but it uses CUDA')
-        return Target(torch.device("cpu"), records=True)
-    if not cuda:
-        return _skipped("it uses no CUDA device")
-    return Target(cuda[0], records=True)
-
-
-def _devices(gm: fx.GraphModule) -> set[torch.device]:
-    found: set[torch.device] = set()
-    for node in gm.graph.nodes:
-        value = node.meta.get("val")
-        for leaf in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(leaf, torch.Tensor):
-                found.add(leaf.device)
-    return found
 
 
 class Compilation:
@@ -229,10 +175,20 @@ class Compilation:
             why = "; ".join(dict.fromkeys(map(str, reasons))) or "it has no operators"
             return self._run_plainly(gm, example_inputs, direction, compiler, why)
         self._report_reasons(reasons, direction)
+        self._report_pairs(gm, direction)
         origins = Origins(gm, self._placeholder_kinds(gm, direction))
         if direction == "forward":
             self._saved = origins.by_name()
-        build = _GraphBuilder(self, direction, compiler, origins, target)
+        build = GraphBuilder(
+            options=self.options,
+            owner=self._owner_on,
+            names=self._user_names(gm),
+            visible=self._visible_outputs(gm, direction),
+            direction=direction,
+            compiler=compiler,
+            origins=origins,
+            target=target,
+        )
         if len(tags) == 1:
             return build.whole(gm, example_inputs)
         return build.partitioned(gm, context)
@@ -244,12 +200,12 @@ class Compilation:
             return {n.name: self._saved[n.name] for n in placeholders if n.name in self._saved}
         return {placeholders[i].name: InputKind.STATIC for i in _torch.static_input_indices()}
 
-    def visible_outputs(self, gm: fx.GraphModule, direction: Direction) -> frozenset[int]:
+    def _visible_outputs(self, gm: fx.GraphModule, direction: Direction) -> frozenset[int]:
         """Positions of a graph's outputs that the user gets: all but the saved tensors."""
         num_outputs = len(graph_outputs(gm))
         return frozenset(range(self._num_fwd_outputs if direction == "forward" else num_outputs))
 
-    def user_names(self, gm: fx.GraphModule) -> dict[str, str]:
+    def _user_names(self, gm: fx.GraphModule) -> dict[str, str]:
         """What the user calls each input of a forward or inference graph, by placeholder name."""
         names: dict[str, str] = {}
         for node in gm.graph.find_nodes(op="placeholder"):
@@ -258,7 +214,7 @@ class Compilation:
                 names[node.name] = self._names[position]
         return names
 
-    def owner(self, device: torch.device) -> Owner:
+    def _owner_on(self, device: torch.device) -> Owner:
         """The owner of this function's recordings."""
         if self._owner is None:
             self._owner = Owner(self._driver(device))
@@ -279,7 +235,7 @@ class Compilation:
     ) -> Boxed:
         """Compile a graph without partitions, as `torch.compile` would, and say why."""
         asked = self.options.driver not in ("auto", "none") or any(
-            device.type == "cuda" for device in _devices(gm)
+            device.type == "cuda" for device in devices(gm)
         )
         telemetry.add_graph(telemetry.GraphSummary(direction, (), skip=why))
         if asked:
@@ -294,127 +250,19 @@ class Compilation:
             listed = "\n  ".join(dict.fromkeys(map(str, reasons)))
             self._on_skip(f"parts of the {direction} graph run without CUDA graphs:\n  {listed}")
 
+    def _report_pairs(self, gm: fx.GraphModule, direction: Direction) -> None:
+        """Recomputed random operators have generators of their own, whatever `rng` says."""
+        pairs = [n for n in gm.graph.find_nodes(op="placeholder") if "rng_state" in n.name]
+        if pairs and direction == "forward" and self.options.rng == "exact":
+            log.warning(
+                "%d random operators under activation checkpointing draw from generators of their own, seeded once "
+                "from the CPU generator, not from the user's: their numbers are not eager's. rng=\"paired\" says that "
+                "this is meant.",
+                len(pairs),
+            )
+
     def _on_skip(self, message: str) -> None:
         if self.options.on_skip == "raise":
             raise CaptureError(message)
         level = logging.WARNING if self.options.on_skip == "warn" else logging.INFO
         log.log(level, "%s", message)
-
-
-@dataclass(frozen=True)
-class _GraphBuilder:
-    """Joins the partitions of one graph."""
-
-    compilation: Compilation
-    direction: Direction
-    compiler: Compiler
-    origins: Origins
-    target: Target
-
-    def whole(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
-        """A graph that is one captured partition."""
-        infos = self._infos(gm)
-        num_inputs = len(infos)
-        num_outputs = len(graph_outputs(gm))
-        visible = self.compilation.visible_outputs(gm, self.direction)
-        self._summarise({"captured_0": gm}, {})
-        fn = self.compiler.whole(gm, example_inputs)
-        if not self.target.records:
-            return fn
-        run = self._runner("captured_0", fn, infos)
-        plan = whole_plan(num_inputs, num_outputs, run, "captured_0", visible)
-        return _boxed(Executor(plan, run.owner))
-
-    def partitioned(self, gm: fx.GraphModule, context: PassContext) -> Boxed:
-        """A graph of several partitions."""
-        visible = self.compilation.visible_outputs(gm, self.direction)
-        if self.direction == "forward":
-            _torch.report_output_strides(output_strides(gm))
-        outlined = run_passes(outline_passes(), gm, context).gm
-        names = self.compilation.user_names(gm)
-        parts = {
-            name: module
-            for name, module in outlined.named_children()
-            if isinstance(module, fx.GraphModule)
-        }
-        self._summarise(
-            parts, _reasons_by_part(gm, self.compilation.options.unsafe_ops, context.device)
-        )
-        runs = {name: self._compile_part(name, module, names) for name, module in parts.items()}
-        plan = build_plan(outlined, runs, visible)
-        owner = self.compilation.owner(self.target.device) if self.target.records else None
-        return _boxed(Executor(plan, owner))
-
-    def _compile_part(self, name: str, gm: fx.GraphModule, names: Mapping[str, str]) -> Any:
-        if not name.startswith("captured"):
-            return self.compiler.eager(gm)
-        infos = self._infos(gm, names)
-        static = [i for i, info in enumerate(infos) if info.kind is InputKind.STATIC]
-        fn = self.compiler.captured(gm, static)
-        return self._runner(name, fn, infos) if self.target.records else fn
-
-    def _infos(
-        self, gm: fx.GraphModule, names: Mapping[str, str] | None = None
-    ) -> tuple[InputInfo, ...]:
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        kinds = [self.origins.kind_of(node) for node in placeholders]
-        return input_infos(
-            gm,
-            static=[i for i, kind in enumerate(kinds) if kind is InputKind.STATIC],
-            pooled=[
-                n.name for n, k in zip(placeholders, kinds, strict=True) if k is InputKind.POOLED
-            ],
-            names=self.compilation.user_names(gm) if names is None else names,
-        )
-
-    def _runner(self, name: str, fn: Boxed, infos: tuple[InputInfo, ...]) -> PartitionRunner:
-        return PartitionRunner(
-            fn,
-            infos,
-            self.compilation.owner(self.target.device),
-            RunnerSettings.of(self.compilation.options, opaque=self.compiler.opaque),
-            name=f"{self.direction} {name}",
-        )
-
-    def _summarise(
-        self, parts: Mapping[str, fx.GraphModule], reasons: Mapping[str, Iterable[str]]
-    ) -> None:
-        telemetry.add_graph(
-            telemetry.GraphSummary(
-                self.direction,
-                tuple(
-                    telemetry.PartitionSummary(
-                        name,
-                        name.startswith("captured"),
-                        _num_ops(gm),
-                        tuple(reasons.get(name, ())),
-                    )
-                    for name, gm in parts.items()
-                ),
-            )
-        )
-
-
-def _boxed(executor: Executor) -> Boxed:
-    def call(args: list[Any]) -> list[Any]:
-        return executor(args)
-
-    return _torch.mark_boxed(call)
-
-
-def _reasons_by_part(
-    gm: fx.GraphModule, unsafe_ops: Iterable[str], device: torch.device
-) -> dict[str, list[str]]:
-    """Why each eager partition is not captured, by the partition's name."""
-    reasons: dict[str, list[str]] = {}
-    for node in gm.graph.nodes:
-        tag = get_tag(node)
-        if tag is not None and not tag.captured:
-            why = why_not_capturable(node, device, unsafe_ops=frozenset(unsafe_ops), gm=gm)
-            if why is not None:
-                reasons.setdefault(str(tag), []).append(str(why))
-    return {name: list(dict.fromkeys(lines)) for name, lines in reasons.items()}
-
-
-def _num_ops(gm: fx.GraphModule) -> int:
-    return sum(n.op == "call_function" and "getitem" not in str(n.target) for n in gm.graph.nodes)

@@ -1,0 +1,58 @@
+"""Where a graph is captured: on its one device, or nowhere and why."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a graph's partitions are captured, or why they are not."""
+
+    device: torch.device
+    records: bool
+    skip: str | None = None
+    """Why nothing of it can be captured, if so; `device` then means nothing."""
+
+
+def _skipped(why: str) -> Target:
+    return Target(torch.device("cpu"), records=False, skip=why)
+
+
+def find_target(gm: fx.GraphModule, driver: str) -> Target:
+    """Choose the device that a graph is captured on.
+
+    Args:
+        gm: A graph with fake tensors in `meta["val"]`.
+        driver: The option.
+    """
+    found = devices(gm)
+    cuda = sorted((d for d in found if d.type == "cuda"), key=str)
+    others = sorted({d.type for d in found} - {"cuda", "cpu", "meta"})
+    if others:
+        return _skipped(f"it uses a device that cgpass does not know: {', '.join(others)}")
+    if len(cuda) > 1:
+        return _skipped(f"it uses several devices: {', '.join(map(str, cuda))}")
+    if not found:
+        return _skipped("it has no tensors")
+    if driver == "none":
+        return Target(cuda[0] if cuda else torch.device("cpu"), records=False)
+    if driver == "simulated":
+        if cuda:
+            return _skipped('driver="simulated" records on CPU, but it uses CUDA')
+        return Target(torch.device("cpu"), records=True)
+    if not cuda:
+        return _skipped("it uses no CUDA device")
+    return Target(cuda[0], records=True)
+
+
+def devices(gm: fx.GraphModule) -> set[torch.device]:
+    """Devices of every tensor in a graph with fake tensors in `meta["val"]`."""
+    found: set[torch.device] = set()
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        for leaf in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(leaf, torch.Tensor):
+                found.add(leaf.device)
+    return found
