@@ -21,6 +21,7 @@ LAYERS = {
     "runtime": 3,
     "compile": 4,
     "plan": 4,
+    "assembly": 4,
     "backend": 5,
     "graphed": 5,
     "recompute": 5,
