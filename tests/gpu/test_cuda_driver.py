@@ -1,0 +1,248 @@
+"""What only a real device shows of the driver: failed and foreign captures, streams, registered generators."""
+
+import logging
+
+import pytest
+import torch
+
+import cgpass
+from cgpass.errors import CaptureError, InputError
+from cgpass.inputs import InputInfo, InputKind
+from cgpass.runtime.driver import CUDADriver
+from cgpass.runtime.owner import Owner
+from cgpass.runtime.runner import PartitionRunner, RunnerSettings
+from cgpass.runtime.wrapper import CUDAGraphWrapper
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture
+def owner():
+    owner = Owner(CUDADriver(torch.device("cuda", 0)))
+    yield owner
+    owner.close()
+
+
+def runner_of(owner, fn, *kinds, **settings):
+    infos = [InputInfo(f"x{i}", kind) for i, kind in enumerate(kinds)]
+    return PartitionRunner(fn, infos, owner, RunnerSettings(**settings), name="part")
+
+
+def boxed(fn):
+    def call(args):
+        inputs = list(args)
+        args.clear()
+        return [fn(*inputs)]
+
+    return call
+
+
+def assert_process_is_healthy(owner):
+    """Random ops outside, and another capture with random ops inside, both work."""
+    torch.rand(4, device="cuda")
+    runner = runner_of(owner, boxed(lambda x: x + torch.rand_like(x)), InputKind.COPIED)
+    x = torch.zeros(4, device="cuda")
+    values = [runner.run([x])[0][0].clone() for _ in range(3)]
+    assert runner.stats.replays == 2
+    assert not torch.equal(values[1], values[2])
+
+
+def test_a_failed_capture_leaves_the_process_healthy(owner, caplog):
+    def syncs(x):
+        y = torch.rand_like(x)
+        return x + y.sum().item()
+
+    runner = runner_of(owner, boxed(syncs), InputKind.COPIED)
+    x = torch.zeros(4, device="cuda")
+    with caplog.at_level(logging.WARNING, "cgpass"):
+        for _ in range(3):
+            runner.run([x])
+    assert (runner.stats.warmups, runner.stats.replays, runner.stats.plain_calls) == (1, 0, 2)
+    assert len([r for r in caplog.records if "can't be captured" in r.getMessage()]) == 1
+    assert_process_is_healthy(owner)
+
+
+def test_a_failed_capture_puts_the_generator_back(owner):
+    def syncs(x):
+        y = torch.rand_like(x)
+        return y + 0 * y.sum().item()
+
+    x = torch.zeros(64, device="cuda")
+    torch.manual_seed(5)
+    want = [syncs(x) for _ in range(3)]
+    torch.manual_seed(5)
+    runner = runner_of(owner, boxed(syncs), InputKind.COPIED, on_skip="silent")
+    got = [runner.run([x])[0][0] for _ in range(3)]
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_on_skip_raise_says_why(owner):
+    runner = runner_of(
+        owner, boxed(lambda x: x + x.sum().item()), InputKind.COPIED, on_skip="raise"
+    )
+    x = torch.zeros(4, device="cuda")
+    runner.run([x])
+    with pytest.raises(CaptureError, match="part can't be captured"):
+        runner.run([x])
+    assert_process_is_healthy(owner)
+
+
+def test_the_users_own_error_passes_and_the_next_call_works(owner):
+    calls = []
+
+    def fails_once(x):
+        calls.append(0)
+        if len(calls) in (2, 3):
+            raise KeyError("mine")
+        return x * 2
+
+    runner = runner_of(owner, boxed(fails_once), InputKind.COPIED)
+    x = torch.ones(4, device="cuda")
+    runner.run([x])
+    with pytest.raises(KeyError, match="mine"):
+        runner.run([x])
+    for _ in range(2):
+        assert torch.equal(runner.run([x])[0][0], x * 2)
+    assert runner.stats.replays == 2
+    assert_process_is_healthy(owner)
+
+
+def test_inside_a_foreign_capture_calls_run_plainly(owner):
+    runner = runner_of(owner, boxed(lambda x: x * 2 + 1), InputKind.STATIC)
+    x = torch.ones(4, device="cuda")
+    for _ in range(3):
+        runner.run([x])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (y,), recording = runner.run([x])
+    assert recording is None
+    x.fill_(3)
+    graph.replay()
+    assert torch.equal(y, torch.full_like(y, 7))
+
+
+def test_random_numbers_are_those_of_eager_and_the_generator_ends_there(owner):
+    def draws(x):
+        return x + torch.rand_like(x) + torch.nn.functional.dropout(x + 1, 0.5)
+
+    x = torch.zeros(1000, device="cuda")
+    torch.manual_seed(3)
+    want = [draws(x) for _ in range(5)]
+    end = torch.rand(3, device="cuda")
+    runner = runner_of(owner, boxed(draws), InputKind.COPIED)
+    torch.manual_seed(3)
+    got = [runner.run([x])[0][0].clone() for _ in range(5)]
+    assert torch.equal(torch.rand(3, device="cuda"), end)
+    assert runner.stats.replays == 4
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_a_generator_given_as_input_is_registered(owner):
+    def draws(args):
+        x, generator = args
+        args.clear()
+        return [x + torch.rand(x.shape, device="cuda", generator=generator)]
+
+    runner = runner_of(owner, draws, InputKind.COPIED, InputKind.GENERATOR)
+    x = torch.zeros(100, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(11)
+    want = [torch.rand(100, device="cuda", generator=generator) for _ in range(4)]
+    generator.manual_seed(11)
+    got = [runner.run([x, generator])[0][0].clone() for _ in range(4)]
+    assert runner.stats.replays == 3
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_calls_on_changing_streams_are_ordered():
+    size = 1 << 22
+    weight = torch.rand(size, device="cuda")
+    wrapper = CUDAGraphWrapper(lambda x, w: ((x * w).sin() * 3).cos() + x, static_input_indices=[1])
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    inputs = [torch.rand(size, device="cuda") for _ in range(12)]
+    torch.cuda.synchronize()
+    results = []
+    for i, x in enumerate(inputs):
+        with torch.cuda.stream(streams[i % 3]):
+            results.append(wrapper(x, weight))
+    torch.cuda.synchronize()
+    for x, result in zip(inputs, results, strict=True):
+        assert torch.equal(result, ((x * weight).sin() * 3).cos() + x)
+    assert wrapper.stats.replays == 11
+
+
+def test_steady_state_never_synchronises():
+    model = torch.nn.Sequential(
+        torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)
+    ).cuda()
+    compiled = torch.compile(model, backend="cgpass", options={"compiler": "eager"})
+    x = torch.randn(4, 32, device="cuda")
+    for _ in range(4):
+        compiled(x).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            compiled(x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_wrapper_writes_mutated_inputs_back_and_keeps_outputs():
+    def accumulate(x, total):
+        total.add_(x)
+        return {"twice": total * 2, "view": x[1:]}
+
+    wrapper = CUDAGraphWrapper(accumulate)
+    total, want = torch.zeros(8, device="cuda"), torch.zeros(8, device="cuda")
+    held = []
+    for _ in range(6):
+        x = torch.randn(8, device="cuda")
+        out = wrapper(x, total)
+        want += x
+        held.append((out["twice"], want * 2, out["view"], x[1:]))
+        assert torch.equal(total, want)
+    assert all(torch.equal(a, b) and torch.equal(c, d) for a, b, c, d in held)
+    assert wrapper.stats.replays == 5
+
+
+def test_wrapper_refuses_inputs_on_the_cpu():
+    wrapper = CUDAGraphWrapper(lambda a, b: a + b)
+    with pytest.raises(InputError, match="input 1 lies on cpu"):
+        wrapper(torch.ones(2, device="cuda"), torch.ones(2))
+
+
+def test_cpu_scalars_and_constants_make_no_boundary():
+    table = [0.5, 1.5, 2.5, 3.5]
+
+    def fn(x, scale):
+        y = x * scale + torch.tensor(table, device=x.device)
+        return (y.relu() * 2).sum(0)
+
+    before = cgpass.counters()
+    compiled = torch.compile(fn, backend="cgpass", options={"compiler": "eager"})
+    for step in range(5):
+        x, scale = torch.randn(3, 4, device="cuda"), torch.tensor(1.0 + step)
+        assert torch.allclose(compiled(x, scale), fn(x, scale))
+    after = cgpass.counters()
+    assert after["partitions_captured"] - before["partitions_captured"] == 1
+    assert after["replays"] - before["replays"] == 4
+
+
+def test_reset_frees_the_pool():
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    start = torch.cuda.memory_reserved()
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4))).cuda()
+    compiled = torch.compile(model, backend="cgpass", options={"compiler": "eager"})
+    x = torch.randn(4096, 1024, device="cuda")
+    for _ in range(3):
+        compiled(x).sum().backward()
+    torch.cuda.synchronize()
+    del x
+    model.zero_grad()
+    grown = torch.cuda.memory_reserved()
+    cgpass.reset()
+    torch.cuda.empty_cache()
+    freed = grown - torch.cuda.memory_reserved()
+    pool = 4096 * 1024 * 4 * 4
+    assert freed > pool, (start, grown, torch.cuda.memory_reserved())
+    compiled(torch.randn(4096, 1024, device="cuda")).sum().backward()
