@@ -14,7 +14,11 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from cgpass import _torch
-from cgpass.graph import op_tables, values
+from cgpass.graph import op_tables, stand_ins, values
+
+
+LIFTED = "cgpass_lifted"
+"""In `node.meta`: the copy to the device that our own lifting of a CPU scalar put there."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def _op_name(node: fx.Node) -> str:
     if name is not None:
         return name if op is node.target else f"{name}({op})"
     if isinstance(op, torch._ops.OpOverload) or node.op != "call_function":
-        return str(op)
+        return stand_ins.user_name(op) or str(op)
     return getattr(op, "__name__", str(op))
 
 
@@ -133,6 +137,8 @@ def _tagged(query: _Query) -> _Found:
     op = query.op
     if not isinstance(op, torch._ops.OpOverload):
         return None
+    if stand_ins.user_name(op) is not None:
+        return "opaque_autograd", "its autograd formula can't be traced: it may read data on the host"
     if torch.Tag.cudagraph_unsafe in op.tags:
         return "cudagraph_unsafe", "the operator is tagged cudagraph_unsafe"
     if torch.Tag.data_dependent_output in op.tags:
@@ -235,6 +241,8 @@ def _devices(query: _Query) -> _Found:
         return "cpu_tensor", "it runs on the CPU"
     if makes:
         return "device_to_host", "it copies to the CPU and waits for the device"
+    if query.node.meta.get(LIFTED):
+        return "lifted", "it copies a CPU scalar to the device, so that what reads it is captured"
     if isinstance(query.op, torch._ops.OpOverload) and _short_name(query.op) in op_tables.COPIES:
         return (
             "host_to_device",

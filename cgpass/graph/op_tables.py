@@ -126,6 +126,7 @@ CAPTURABLE_HOPS = frozenset(
 FIXES = {
     "unsafe_ops": "take it out of unsafe_ops to have it captured",
     "python_call": "make it a custom operator, or leave it: only this runs outside of the graphs",
+    "opaque_autograd": "write the formula without item(), tolist() and sizes that depend on data",
     "cudagraph_unsafe": "take the tag off if the operator neither syncs nor reads host memory",
     "host_read": "keep the value on the device (torch.where, tensor arithmetic) instead of item()",
     "dynamic_shape": "use a form with a fixed size (nonzero_static, torch.where, output_size=)",
@@ -139,6 +140,7 @@ FIXES = {
     "cpu_tensor": "create the tensor on the device",
     "device_to_host": "copy to the CPU after the compiled function",
     "host_to_device": "create the tensor on the device, or copy it before the compiled function",
+    "lifted": "pass the scalar as a tensor on the device to save the copy",
     "cpu_scalar": "make the scalar on the device, or pass a Python number if it never changes",
     "layout": "use a dense strided tensor",
     "unbacked_size": "use a form with a fixed size before this (nonzero_static, torch.where)",

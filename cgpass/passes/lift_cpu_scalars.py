@@ -13,7 +13,7 @@ from torch import fx
 
 from cgpass import _torch
 from cgpass.graph import values
-from cgpass.graph.capturability import why_not_capturable
+from cgpass.graph.capturability import LIFTED, why_not_capturable
 from cgpass.passes.base import Pass, PassContext, PassResult
 from cgpass.passes.node_meta import inherit_meta
 
@@ -230,9 +230,13 @@ class _Lift:
             after = self._gm.graph.find_nodes(op="placeholder")[-1]
         with self._gm.graph.inserting_after(after):
             node = self._gm.graph.call_function(
-                aten._to_copy.default, (source,), {"device": self._device}
+                aten._to_copy.default,
+                (source,),
+                # Pageable memory is staged before the call returns, and nothing waits for the device.
+                {"device": self._device, "non_blocking": True},
             )
         inherit_meta(node, reader if source.op == "placeholder" else source, value)
+        node.meta[LIFTED] = True
         return node
 
 

@@ -5,7 +5,8 @@ import torch
 from torch import fx
 
 from cgpass.graph import op_tables
-from cgpass.graph.capturability import Reason, why_not_capturable
+from cgpass.graph.capturability import LIFTED, Reason, why_not_capturable
+from cgpass.passes.opaque_op import hidden_op
 from tests.graphs import CUDA, Spec, calls, cpu, dynamic, fake_cuda_graph, ints, node_named
 
 aten = torch.ops.aten
@@ -24,7 +25,13 @@ def plain(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
+@torch.library.custom_op("cgpass_tests::formula_that_reads", mutates_args=())
+def formula_that_reads(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
 tagged.register_fake(torch.empty_like)
+formula_that_reads.register_fake(torch.empty_like)
 plain.register_fake(torch.empty_like)
 
 
@@ -64,6 +71,7 @@ def sparse():
 PROVOKED = {
     "unsafe_ops": lambda: reasons(torch.sin, (3,), unsafe_ops=frozenset({"aten::sin"})),
     "python_call": lambda: [why(by_hand(sorted, "x"))],
+    "opaque_autograd": lambda: reasons(hidden_op(formula_that_reads._opoverload, ()), (3,)),
     "cudagraph_unsafe": lambda: reasons(tagged, (3,)),
     "host_read": lambda: reasons(lambda x: x.sum().item(), (3,)),
     "dynamic_shape": lambda: reasons(torch.nonzero, (3,)),
@@ -81,6 +89,7 @@ PROVOKED = {
     "cpu_tensor": lambda: reasons(torch.sin, cpu(3)),
     "device_to_host": lambda: reasons(lambda x: x.cpu(), (3,)),
     "host_to_device": lambda: reasons(lambda x: x.to(CUDA), cpu(3)),
+    "lifted": lambda: [why(lifted_copy())],
     "cpu_scalar": lambda: reasons(torch.mul, (3,), cpu()),
     "layout": lambda: [
         why_not_capturable(by_hand(aten.add.Tensor, 1, 2, value=sparse()), torch.device("cpu"))
@@ -92,6 +101,13 @@ PROVOKED = {
         why(by_hand(aten._fused_moving_avg_obs_fq_helper_functional.default, "x"))
     ],
 }
+
+
+def lifted_copy() -> fx.Node:
+    graph = fake_cuda_graph(lambda x: x.to(CUDA), cpu())
+    (node,) = graph.graph.find_nodes(op="call_function", target=aten._to_copy.default)
+    node.meta[LIFTED] = True
+    return node
 
 
 def reading_body() -> fx.GraphModule:

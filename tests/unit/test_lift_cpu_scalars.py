@@ -41,13 +41,13 @@ def test_a_scalar_input_is_copied_once_for_all_readers():
         """\
 arg0_1: float32[3]@cuda = placeholder
 arg1_1: float32[]@cpu = placeholder
-_to_copy_default: float32[]@cuda = aten._to_copy.default(arg1_1, device=cuda:0)
+_to_copy_default: float32[]@cuda = aten._to_copy.default(arg1_1, device=cuda:0, non_blocking=True)
 mul: float32[3]@cuda = aten.mul.Tensor(arg0_1, _to_copy_default)
 sin: float32[3]@cuda = aten.sin.default(mul)
 add: float32[3]@cuda = aten.add.Tensor(sin, _to_copy_default)
 return (add,)""",
     )
-    assert boundaries(gm) == {"_to_copy_default": "host_to_device"}
+    assert boundaries(gm) == {"_to_copy_default": "lifted"}
 
 
 def test_a_constant_moves_to_the_device_at_compile_time():
@@ -126,7 +126,7 @@ def test_a_computed_scalar_is_copied_where_it_is_computed():
     assert lift(gm)
     (copied,) = calls(gm, aten._to_copy.default)
     assert copied.prev.target is aten.add.Tensor
-    assert boundaries(gm) == {"add": "cpu_tensor", "_to_copy_default": "host_to_device"}
+    assert boundaries(gm) == {"add": "cpu_tensor", "_to_copy_default": "lifted"}
 
 
 def test_new_nodes_keep_the_user_s_line():
@@ -183,7 +183,7 @@ def test_a_constant_without_values_is_copied_every_call():
     with fake_cuda():
         gm._tensor_constant0 = torch.empty(())
     assert lift(gm)
-    assert list(boundaries(gm).values()) == ["cpu_tensor", "host_to_device"]
+    assert list(boundaries(gm).values()) == ["cpu_tensor", "lifted"]
 
 
 @pytest.mark.parametrize(
