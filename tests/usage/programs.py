@@ -1,0 +1,284 @@
+"""Programs that use a compiled function, and how they are compared with the run without graphs.
+
+A program is a function of a `Session`: it compiles, calls, and returns every tensor that a user could see. It runs
+twice, with a driver that records and with `driver="none"`, and both runs must give the same bits.
+"""
+
+import contextlib
+import os
+from dataclasses import dataclass, field
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import cgpass
+
+SEED = 7
+
+
+@dataclass
+class Session:
+    """What a program runs with: the device, the options, and inputs that are the same in every run."""
+
+    device: torch.device
+    options: dict
+    generator: torch.Generator = field(
+        default_factory=lambda: torch.Generator().manual_seed(SEED + 1)
+    )
+
+    def compile(self, fn, **kwargs):
+        return torch.compile(fn, backend=cgpass.cgpass, options=self.options, **kwargs)
+
+    def module(self, make):
+        torch.manual_seed(SEED)
+        return make().to(self.device)
+
+    def compiled(self, make, **kwargs):
+        """A module with the same weights in every run, and its compiled form."""
+        module = self.module(make)
+        return module, self.compile(module, **kwargs)
+
+    def wrap(self, fn, **kwargs):
+        return cgpass.CUDAGraphWrapper(fn, options=self.options, **kwargs)
+
+    def randn(self, *shape):
+        return torch.randn(*shape, generator=self.generator).to(self.device)
+
+    def batches(self, *shape, count=8):
+        return [self.randn(*shape) for _ in range(count)]
+
+    def tensor(self, *args, **kwargs):
+        return torch.tensor(*args, device=self.device, **kwargs)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A device and the driver that records on it."""
+
+    device: torch.device
+    driver: str
+
+    def session(self, **options):
+        return Session(self.device, {"driver": self.driver, "compiler": "eager", **options})
+
+    def run(self, program, **options):
+        """Results of a program that starts from nothing, with the RNG state afterwards."""
+        torch.compiler.reset()
+        torch.manual_seed(SEED)
+        with deterministic():
+            values = program(self.session(**options))
+        state = torch.cuda.get_rng_state() if self.device.type == "cuda" else torch.get_rng_state()
+        return [*values, state]
+
+    def compare(self, program, **options):
+        """Run a program with graphs and without; fails on any bit that differs.
+
+        Returns:
+            The counters of the run with graphs.
+        """
+        with counted() as counters:
+            ours = self.run(program, **options)
+        plain = self.run(program, **options | {"driver": "none"})
+        found = differences(ours, plain)
+        assert not found, f"{len(found)} values differ from the run without graphs: {found[:5]}"
+        return counters
+
+
+def differences(ours, plain):
+    """What differs between two lists of values, bit for bit."""
+    if len(ours) != len(plain):
+        return [f"{len(ours)} values against {len(plain)}"]
+    return [
+        f"value {number}"
+        for number, (a, b) in enumerate(zip(ours, plain, strict=True))
+        if not _same(a, b)
+    ]
+
+
+def _same(a, b):
+    if not isinstance(a, torch.Tensor):
+        return a == b
+    same_layout = a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
+    return (
+        same_layout
+        and torch.equal(a.isnan(), b.isnan())
+        and torch.equal(a[~a.isnan()], b[~b.isnan()])
+    )
+
+
+@contextlib.contextmanager
+def deterministic():
+    """Deterministic algorithms; nothing in these programs lacks one."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def counted():
+    """Yields a dict that holds the differences of the counters at exit."""
+    before = cgpass.counters()
+    found = {}
+    yield found
+    found.update({key: value - before[key] for key, value in cgpass.counters().items()})
+
+
+def assert_steady(counters, *, captured, recordings=None, eager=0, warmups=None, rerecordings=0):
+    """All that could be captured was captured, and every call but the warm-ups was a replay."""
+    expected = {
+        "partitions_captured": captured,
+        "partitions_eager": eager,
+        "recordings": captured if recordings is None else recordings,
+        "rerecordings": rerecordings,
+        "warmups": captured if warmups is None else warmups,
+        "plain_calls": 0,
+        "replays": counters["calls"] - counters["warmups"],
+    }
+    assert {name: counters[name] for name in expected} == expected, counters
+    assert counters["replays"] > 0, counters
+
+
+# ---- models
+
+
+class MLP(nn.Module):
+    def __init__(self, width=8, depth=2):
+        super().__init__()
+        layers = [m for _ in range(depth) for m in (nn.Linear(width, width), nn.GELU())]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Block(nn.Module):
+    """A transformer block."""
+
+    def __init__(self, width=16, dropout=0.0):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.dropout = dropout
+
+    def forward(self, x):
+        shape = (*x.shape[:2], 3, 4, x.shape[2] // 4)
+        q, k, v = self.qkv(self.norm(x)).view(shape).permute(2, 0, 3, 1, 4).unbind()
+        scores = (q @ k.transpose(-1, -2)).softmax(-1)
+        mixed = (scores @ v).transpose(1, 2).flatten(2)
+        return x + F.dropout(self.out(mixed), self.dropout, self.training)
+
+
+class ConvNet(nn.Module):
+    """Batch norm: buffers that the forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
+        )
+
+    def forward(self, x):
+        return self.body(x)
+
+
+class Tied(nn.Module):
+    """Embedding and head are one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.body = MLP()
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        return self.head(self.body(self.embedding(ids)))
+
+
+class Counter(nn.Module):
+    """Changes a buffer and an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x, state):
+        self.seen.add_(x.mean(0))
+        state.mul_(0.5).add_(x.sum())
+        return (x * self.seen).sum(-1) + state.sum()
+
+
+class ReadsValue(nn.Module):
+    """Reads a number on the host between two parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = MLP()
+        self.second = MLP()
+
+    def forward(self, x):
+        x = self.first(x)
+        count = (x.detach() > 0).sum().item()
+        return self.second(x * (count + 1))
+
+
+class FindsRows(nn.Module):
+    """A size that depends on data between two parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = MLP()
+        self.second = MLP()
+
+    def forward(self, x):
+        x = self.first(x)
+        rows = torch.nonzero(x.detach().sum(-1) > 0).shape[0]
+        return self.second(x) * (rows + 1)
+
+
+def gradients(module):
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+def state(module):
+    return [value.clone() for value in module.state_dict().values()]
+
+
+def train(make, make_batch, *, steps=6, lr=0.1):
+    """A program: plain SGD steps on the sum of squares."""
+
+    def program(session):
+        module, call = session.compiled(make)
+        values = []
+        for batch in make_batch(session, steps):
+            out = call(batch)
+            values.append(out.detach().clone())
+            out.square().mean().backward()
+            values += gradients(module)
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter -= lr * parameter.grad
+            module.zero_grad(set_to_none=True)
+        return values + state(module)
+
+    return program
+
+
+def rows(*shape):
+    return lambda session, count: session.batches(*shape, count=count)
+
+
+def tokens(vocab, *shape):
+    def make(session, count):
+        return [
+            torch.randint(0, vocab, shape, generator=session.generator).to(session.device)
+            for _ in range(count)
+        ]
+
+    return make

@@ -1,0 +1,167 @@
+"""Parameters move: each set of addresses has its recording, and beyond the limits calls run plainly."""
+
+import copy
+import logging
+
+import pytest
+import torch
+
+import cgpass
+from tests.usage import programs
+from tests.usage.programs import MLP, assert_steady
+
+
+def step(module, call, batch):
+    module.zero_grad(set_to_none=True)
+    out = call(batch)
+    out.square().mean().backward()
+    return [out.detach(), *programs.gradients(module)]
+
+
+def other_state(module, factor):
+    found = copy.deepcopy(module.state_dict())
+    for value in found.values():
+        value.mul_(factor)
+    return found
+
+
+def assigned_states(session):
+    """Two sets of parameters take turns."""
+    module, call = session.compiled(MLP)
+    states = [other_state(module, factor) for factor in (1.0, 0.5)]
+    values = []
+    for number, batch in enumerate(session.batches(4, 8, count=12)):
+        module.load_state_dict(states[number // 2 % 2], assign=True)
+        values += step(module, call, batch)
+    return values
+
+
+def replaced_data(session):
+    """`p.data` is replaced by memory that stays alive: the same parameters at other addresses."""
+    module, call = session.compiled(MLP)
+    kept, values = [], []
+    for number, batch in enumerate(session.batches(4, 8, count=9)):
+        if number % 3 == 2:
+            for parameter in module.parameters():
+                kept.append(parameter.data)
+                parameter.data = parameter.data * 0.5
+        values += step(module, call, batch)
+    return values
+
+
+def test_a_known_set_of_parameters_replays_at_once(setting):
+    counters = setting.compare(assigned_states)
+    assert counters["recordings"] == 4, counters
+    assert counters["rerecordings"] == 0, counters
+    assert counters["plain_calls"] == 0, counters
+    assert counters["replays"] == counters["calls"] - counters["warmups"], counters
+
+
+def test_replaced_data_is_recorded_again(setting):
+    counters = setting.compare(replaced_data)
+    # the calls: warm up, record, move + record, replay, replay, move + record, replay, replay, move + record
+    assert_steady(counters, captured=2, recordings=8, rerecordings=6)
+
+
+def test_replaced_data_through_inductor(setting):
+    counters = setting.compare(replaced_data, compiler="inductor")
+    assert_steady(counters, captured=2, recordings=8, rerecordings=6)
+
+
+def test_beyond_max_rerecords_calls_run_plainly_with_one_warning(setting, caplog):
+    with caplog.at_level(logging.WARNING, "cgpass"):
+        counters = setting.compare(replaced_data, max_rerecords=1)
+    assert counters["rerecordings"] == 2, counters
+    assert counters["plain_calls"] > 0, counters
+    warned = [r.getMessage() for r in caplog.records if "max_rerecords" in r.getMessage()]
+    assert len(warned) == 1, warned  # the backward of a plain forward is plain for that reason
+    assert "max_rerecords=1" in warned[0]
+    assert "weight" in warned[0]
+
+
+def test_layers_that_share_one_function_do_not_thrash(setting):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList([MLP() for _ in range(5)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    def program(session):
+        module = session.module(Model)
+        for layer in module.layers:
+            layer.forward = session.compile(layer.forward)
+        values = []
+        for batch in session.batches(4, 8):
+            values += step(module, module, batch.requires_grad_())
+        return values
+
+    counters = setting.compare(program)
+    # The first layer's forward warms up, the others record; its backward finds saved tensors outside the pool.
+    # In the second step its recording is the youngest, so that the others record once more. Then all replay.
+    assert (counters["warmups"], counters["plain_calls"]) == (2, 1), counters
+    assert (counters["recordings"], counters["rerecordings"]) == (4 + 5 + 3 + 5, 0), counters
+    assert counters["replays"] == counters["calls"] - 3 == 77, counters
+
+
+def test_sizes_beyond_max_recordings_run_plainly_and_known_ones_replay(setting, caplog):
+    def program(session):
+        _, call = session.compiled(MLP, dynamic=True)
+        values = []
+        with torch.no_grad():
+            for size in [4, 6, 4, 6, *range(10, 16), 4, 6, 4, 6]:
+                values.append(call(session.randn(size, 8)))
+        return values
+
+    with caplog.at_level(logging.WARNING, "cgpass"):
+        counters = setting.compare(program, max_recordings=2)
+    assert counters["recordings"] == 2, counters
+    assert counters["plain_calls"] == 6, counters
+    assert counters["replays"] == 6, counters
+    assert counters["warmups"] == 2, counters
+    assert len([r for r in caplog.records if "max_recordings=2" in r.getMessage()]) == 1
+
+
+def test_idle_sizes_make_room(setting):
+    def program(session):
+        _, call = session.compiled(MLP, dynamic=True)
+        sizes = [4] * 3 + [6] * 12 + [10] * 3
+        with torch.no_grad():
+            return [call(session.randn(size, 8)) for size in sizes]
+
+    counters = setting.compare(program, max_recordings=1, on_skip="silent")
+    # 6 runs plainly until 4 has been idle for 8 calls, then takes its place; 10 never does
+    assert counters["recordings"] == 2, counters
+    assert counters["replays"] > 2, counters
+
+
+def test_static_input_check_error_names_what_moved(setting):
+    session = setting.session(static_input_check="error")
+    torch.compiler.reset()
+    module, call = session.compiled(MLP)
+    x = session.randn(4, 8)
+    with torch.no_grad():
+        for _ in range(3):
+            call(x)
+        kept = module.layers[0].weight.data
+        module.layers[0].weight.data = kept.clone()
+        with pytest.raises(cgpass.errors.StaticInputMovedError, match="weight"):
+            call(x)
+        module.layers[0].weight.data = kept
+        assert torch.equal(call(x), module(x))
+
+
+def test_reset_frees_recordings_and_functions_stay_usable(setting):
+    def program(session):
+        module, call = session.compiled(MLP)
+        values = []
+        for number, batch in enumerate(session.batches(4, 8, count=9)):
+            if number in (3, 6):
+                cgpass.reset()
+            values += step(module, call, batch)
+        return values
+
+    assert_steady(setting.compare(program), captured=2, recordings=6, warmups=6)

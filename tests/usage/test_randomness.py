@@ -1,0 +1,85 @@
+"""Random numbers are those of the run without graphs, and a seed fixes them."""
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.usage import programs
+from tests.usage.programs import Block, assert_steady
+
+
+def dropout_training(session):
+    """Dropout differs from step to step; numbers drawn in between do too."""
+    module, call = session.compiled(lambda: Block(dropout=0.5))
+    values = []
+    for batch in session.batches(2, 6, 16):
+        out = call(batch)
+        out.square().mean().backward()
+        values += [out.detach(), *programs.gradients(module)]
+        values.append(torch.rand(3, device=session.device))
+    return values
+
+
+def test_dropout(setting):
+    assert_steady(setting.compare(dropout_training), captured=2)
+
+
+def test_dropout_through_inductor(setting):
+    assert_steady(setting.compare(dropout_training, compiler="inductor"), captured=2)
+
+
+def test_a_seed_fixes_a_step(setting):
+    def program(session):
+        _, call = session.compiled(lambda: Block(dropout=0.5))
+        x = session.randn(2, 6, 16)
+        values = []
+        for seed in (3, 3, 3, 4, 3):
+            torch.manual_seed(seed)
+            values += [call(x).detach(), call(x).detach()]
+        return values
+
+    counters = setting.compare(program)
+    assert_steady(counters, captured=1)
+    values = setting.run(program)
+    assert torch.equal(values[4], values[8])
+    assert not torch.equal(values[4], values[5])
+    assert not torch.equal(values[4], values[6])
+
+
+def test_restoring_the_generator_repeats_a_step(setting):
+    def program(session):
+        _, call = session.compiled(lambda: Block(dropout=0.5))
+        x = session.randn(2, 6, 16)
+        on_cuda = session.device.type == "cuda"
+        values = [call(x).detach() for _ in range(3)]
+        state = torch.cuda.get_rng_state() if on_cuda else torch.get_rng_state()
+        values.append(call(x).detach())
+        torch.cuda.set_rng_state(state) if on_cuda else torch.set_rng_state(state)
+        values.append(call(x).detach())
+        assert torch.equal(values[-1], values[-2])
+        return values
+
+    assert_steady(setting.compare(program), captured=1)
+
+
+class Checkpointed(torch.nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.first = Block(dropout=dropout)
+        self.second = Block(dropout=dropout)
+
+    def forward(self, x):
+        x = checkpoint(self.first, x, use_reentrant=False)
+        return checkpoint(self.second, x, use_reentrant=False)
+
+
+def test_checkpointed_blocks(setting):
+    counters = setting.compare(programs.train(Checkpointed, programs.rows(2, 6, 16)))
+    assert_steady(counters, captured=2)
+
+
+def test_checkpointed_blocks_with_dropout(setting):
+    counters = setting.compare(
+        programs.train(lambda: Checkpointed(dropout=0.5), programs.rows(2, 6, 16)), on_skip="silent"
+    )
+    assert counters["partitions_captured"] >= 1, counters
+    assert counters["replays"] == counters["calls"] - counters["warmups"] > 0, counters
