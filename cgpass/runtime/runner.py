@@ -84,7 +84,8 @@ class PartitionRunner:
         self._settings = settings
         self._placeholders: dict[tuple[Any, ...], Placeholder] = {}
         self._misses = (0, 0)
-        self._written: set[int] = set()
+        self.written: set[int] = set()
+        """Inputs that warm-up calls wrote, where nobody told."""
         self._set_infos(infos)
         owner.add(self)
 
@@ -177,7 +178,7 @@ class PartitionRunner:
             return self._fn(args)
         tensors = [(i, a, a._version) for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
         outputs = self._fn(args)
-        self._written.update(i for i, tensor, version in tensors if tensor._version != version)
+        self.written.update(i for i, tensor, version in tensors if tensor._version != version)
         return outputs
 
     def _is_usable(self) -> bool:
@@ -228,7 +229,7 @@ class PartitionRunner:
             outputs,
             staged,
             placeholders,
-            mutated=sorted({*self._layout.mutated, *self._written}),
+            mutated=sorted({*self._layout.mutated, *self.written}),
             private=self.private_outputs,
             birth=self.owner.next_birth(),
         )

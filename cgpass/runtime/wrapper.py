@@ -22,7 +22,8 @@ class CUDAGraphWrapper:
 
     The first call of a signature (tensor layouts, integers, identities of other objects) warms up, the second
     records, later ones replay. Inputs are copied into memory of fixed address, except those named static, which are
-    read where they lie and recorded again when they move. Inputs that `fn` writes are written back.
+    read where they lie and recorded again when they move. Inputs that `fn` writes are written back; a call in which
+    such an input shares memory with another one runs plainly.
 
     `fn` is called with positional arguments and may return any nested structure; its Python code does not run on a
     replay. No autograd graph is recorded.
@@ -89,6 +90,9 @@ class CUDAGraphWrapper:
         if runner is None:
             runner = self._runner = self._new_runner(args, device)
         self._check(args, runner.owner.driver.device)
+        if _shares_memory(args, runner.written):
+            runner.stats.plain_calls += 1
+            return self._fn(*args)
         with runner.owner.lock, torch.no_grad():
             runner.owner.driver.enter_call()
             outputs, recording = runner.run(list(args))
@@ -139,6 +143,20 @@ class CUDAGraphWrapper:
         """Free every recording; later calls run the function plainly."""
         if self._runner is not None:
             self._runner.owner.close()
+
+
+def _shares_memory(args: Sequence[Any], written: Iterable[int]) -> bool:
+    """Whether an input that is written shares memory with another: copies of the two would not."""
+    written = set(written)
+    if not written:
+        return False
+    storages = [
+        (i, value.untyped_storage().data_ptr())
+        for i, value in enumerate(args)
+        if isinstance(value, torch.Tensor) and value.numel()
+    ]
+    places = {address for i, address in storages if i in written}
+    return sum(address in places for _, address in storages) > len(places)
 
 
 def _device_of(args: Sequence[Any]) -> torch.device | None:
