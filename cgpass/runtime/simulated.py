@@ -81,7 +81,8 @@ class _Tape(TorchDispatchMode):
         self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         """Storages that a call wrote and that existed before the recording, with a copy of what they held."""
         self._pool = pool
-        self._generators = generators
+        # a dispatched call gets another Python object of the same generator
+        self._registered = {generator._cdata for generator in generators}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -126,7 +127,7 @@ class _Tape(TorchDispatchMode):
         if any(tag in tags for tag in _HOST_READS) or _has_dynamic_output(func, tags, args):
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
         for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Generator) and all(leaf is not g for g in self._generators):
+            if isinstance(leaf, torch.Generator) and leaf._cdata not in self._registered:
                 raise RuntimeError(f"a generator used by {func} is not registered with the graph")
 
 

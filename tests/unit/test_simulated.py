@@ -1,0 +1,208 @@
+"""The simulated driver fails where a CUDA graph would."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from cgpass.runtime.simulated import SimulatedDriver
+
+
+@pytest.fixture
+def driver():
+    return SimulatedDriver()
+
+
+def record(driver, fn, *args, opaque=False):
+    return driver.record(lambda inputs: fn(*inputs), list(args), opaque=opaque)
+
+
+def test_host_code_does_not_run_again(driver):
+    runs = []
+
+    def fn(x):
+        runs.append(len(runs))
+        return [x + len(runs)]
+
+    x = torch.zeros(2)
+    graph, (out,) = record(driver, fn, x)
+    for _ in range(3):
+        graph.replay()
+        assert out.tolist() == [1, 1]
+    assert runs == [0]
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+def test_inputs_are_read_where_they_lay(driver, opaque):
+    x = torch.ones(2)
+    graph, (out,) = record(driver, lambda x: [x * 3], x, opaque=opaque)
+    x.fill_(2)
+    graph.replay()
+    assert out.tolist() == [6, 6]
+    kept = x.data
+    x.data = torch.full((2,), 5.0)
+    graph.replay()
+    assert out.tolist() == [6, 6], "the parameter moved, the graph did not notice"
+    kept.fill_(1)
+    graph.replay()
+    assert out.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+def test_the_next_replay_overwrites_outputs(driver, opaque):
+    x = torch.ones(2)
+    graph, (out,) = record(driver, lambda x: [x + 1], x, opaque=opaque)
+    graph.replay()
+    handed_out = out.detach()
+    x.fill_(7)
+    graph.replay()
+    assert handed_out.tolist() == [8, 8]
+
+
+def test_outputs_mean_nothing_before_the_first_replay(driver):
+    _, (out,) = record(driver, lambda x: [x + 1], torch.ones(2))
+    assert out.isnan().all()
+
+
+def test_a_later_recording_reuses_temporaries(driver):
+    x = torch.ones(64)
+    first, (a,) = record(driver, lambda x: [(x * 2).sum(0, keepdim=True)], x)
+    second, (b,) = record(driver, lambda x: [x * 5], x)
+    first.replay()
+    second.replay()
+    assert (b == 5).all()
+    first.replay()
+    assert a.tolist() == [128]
+    assert not (b == 5).all(), "the first one's temporary lies on the second one's output"
+
+
+def test_recordings_never_lie_on_each_others_outputs(driver):
+    x = torch.ones(4)
+    outputs = [record(driver, lambda x: [x.sin() + 1], x)[1][0] for _ in range(5)]
+    assert len({out.data_ptr() for out in outputs}) == 5
+
+
+def test_recording_changes_no_input(driver):
+    x = torch.ones(2)
+    graph, _ = record(driver, lambda x: [x.add_(1)], x)
+    assert x.tolist() == [1, 1]
+    graph.replay()
+    assert x.tolist() == [2, 2]
+
+
+def test_a_failed_recording_changes_no_input(driver):
+    x = torch.ones(2)
+
+    def fn(x):
+        x.add_(1)
+        raise ValueError("user's")
+
+    with pytest.raises(ValueError, match="user's"):
+        record(driver, fn, x)
+    assert x.tolist() == [1, 1]
+    assert not driver.is_capturing()
+
+
+def test_recording_draws_no_random_number_and_replays_do(driver):
+    torch.manual_seed(3)
+    expected = [torch.rand(2) for _ in range(3)]
+    torch.manual_seed(3)
+    graph, (out,) = record(driver, lambda: [torch.rand(2)])
+    for value in expected:
+        graph.replay()
+        assert torch.equal(out, value)
+
+
+def test_a_registered_generator_advances(driver):
+    generator = torch.Generator().manual_seed(5)
+    expected = [torch.rand(2, generator=generator) for _ in range(3)]
+    generator.manual_seed(5)
+    graph, (out,) = record(driver, lambda g: [torch.rand(2, generator=g)], generator)
+    for value in expected:
+        graph.replay()
+        assert torch.equal(out, value)
+
+
+def test_an_unregistered_generator_is_refused(driver):
+    generator = torch.Generator()
+    with pytest.raises(RuntimeError, match="is not registered with the graph"):
+        record(driver, lambda: [torch.rand(2, generator=generator)])
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: [x + x.sum().item()],
+        lambda x: [x + 1] if x.sum() > 0 else [x],
+        lambda x: [torch.nonzero(x)],
+        lambda x: [x[x > 0]],
+        lambda x: [torch.unique(x)],
+        lambda x: [torch.masked_select(x, x > 0)],
+    ],
+    ids=["item", "if", "nonzero", "mask", "unique", "masked_select"],
+)
+def test_host_reads_are_refused(driver, fn):
+    with pytest.raises(RuntimeError, match="operation not permitted when stream is capturing"):
+        record(driver, fn, torch.ones(3))
+    assert not driver.is_capturing()
+
+
+def test_integer_indexing_is_no_host_read(driver):
+    index = torch.tensor([0, 2])
+    graph, (out,) = record(driver, lambda x, i: [x[i]], torch.arange(3.0), index)
+    index.fill_(1)
+    graph.replay()
+    assert out.tolist() == [1, 1]
+
+
+def test_views_follow_their_base(driver):
+    x = torch.zeros(2, 3)
+
+    def fn(x):
+        y = x + 1
+        y[0].mul_(10)
+        return [y, y[1]]
+
+    graph, (whole, part) = record(driver, fn, x)
+    x.fill_(1)
+    graph.replay()
+    assert whole.tolist() == [[20] * 3, [2] * 3]
+    assert part.data_ptr() == whole[1].data_ptr()
+    assert part.tolist() == [2] * 3
+
+
+def test_it_says_that_it_records(driver):
+    seen = []
+    record(driver, lambda x: [seen.append(driver.is_capturing()) or x + 1], torch.ones(1))
+    assert seen == [True]
+    assert not driver.is_capturing()
+
+
+def test_no_garbage_collection_while_recording(driver):
+    seen = []
+    record(driver, lambda x: [seen.append(gc.isenabled()) or x + 1], torch.ones(1))
+    assert seen == [False]
+    assert gc.isenabled()
+
+
+def test_an_output_of_an_earlier_recording_is_read_where_it_lies(driver):
+    x = torch.ones(2)
+    first, (a,) = record(driver, lambda x: [x * 2], x)
+    second, (b,) = record(driver, lambda a: [a + 1], a)
+    for value in (1, 5):
+        x.fill_(value)
+        first.replay()
+        second.replay()
+        assert b.tolist() == [2 * value + 1] * 2
+
+
+def test_reset_drops_the_tape_and_what_it_kept(driver):
+    x = torch.ones(2)
+    graph, (out,) = record(driver, lambda x: [x * 2], x)
+    graph.replay()
+    alive = weakref.ref(x)
+    graph.reset()
+    del x
+    assert alive() is None
+    assert out.tolist() == [2, 2]
