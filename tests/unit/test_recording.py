@@ -1,0 +1,216 @@
+"""Placeholders keep an input's layout, outputs keep theirs and what they share."""
+
+import pytest
+import torch
+
+from cgpass.runtime.recording import Placeholder, Recording, flat_view, overlaps_itself
+from cgpass.runtime.simulated import SimulatedDriver
+
+INPUTS = {
+    "plain": lambda: torch.arange(6.0).view(2, 3),
+    "transposed": lambda: torch.arange(6.0).view(2, 3).t(),
+    "sliced": lambda: torch.arange(12.0).view(3, 4)[1:, ::2],
+    "offset": lambda: torch.arange(8.0)[3:7],
+    "0-d": lambda: torch.tensor(3.5),
+    "empty": lambda: torch.empty(0, 3),
+    "expanded": lambda: torch.arange(3.0).view(1, 3).expand(4, 3),
+    "expanded scalar": lambda: torch.tensor(2.0).expand(2, 2),
+    "windows": lambda: torch.arange(6.0).unfold(0, 3, 1),
+    "bool": lambda: torch.tensor([True, False, True]),
+    "complex": lambda: torch.tensor([1 + 2j, 3 - 1j]),
+    "bfloat16": lambda: torch.tensor([1.5, 2.5], dtype=torch.bfloat16),
+    "channels last": lambda: (
+        torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_a_placeholder_has_the_layout_and_takes_the_value(kind):
+    value = INPUTS[kind]()
+    placeholder = Placeholder(value)
+    found = placeholder.tensor
+    assert (found.size(), found.stride(), found.dtype) == (
+        value.size(),
+        value.stride(),
+        value.dtype,
+    )
+    placeholder.copy_from(value)
+    assert torch.equal(found, value)
+    assert (
+        not value.numel()
+        or found.untyped_storage().data_ptr() != value.untyped_storage().data_ptr()
+    )
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_which_inputs_overlap_themselves(kind):
+    expected = {"expanded", "expanded scalar", "windows"}
+    assert overlaps_itself(INPUTS[kind]()) is (kind in expected)
+
+
+def test_the_flat_view_spans_first_to_last_element():
+    value = torch.arange(20.0).view(4, 5)[1:3, 1:4]
+    assert flat_view(value).tolist() == [6, 7, 8, 9, 10, 11, 12, 13]
+    assert flat_view(torch.empty(0, 3)).tolist() == []
+
+
+def make(fn, *inputs, static=(), mutated=(), private=()):
+    placeholders = {
+        i: Placeholder(value)
+        for i, value in enumerate(inputs)
+        if isinstance(value, torch.Tensor) and i not in static
+    }
+    staged = [placeholders[i].tensor if i in placeholders else v for i, v in enumerate(inputs)]
+    for i, placeholder in placeholders.items():
+        placeholder.copy_from(inputs[i])
+    graph, outputs = SimulatedDriver().record(lambda args: fn(*args), staged, opaque=False)
+    recording = Recording(
+        graph, outputs, staged, placeholders, mutated=mutated, private=frozenset(private), birth=1
+    )
+    del outputs
+    recording.seal()
+    return recording
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_every_call_reads_its_own_input(kind):
+    value = INPUTS[kind]()
+    recording = make(lambda x: [x.clone()], value)
+    other = torch.zeros_like(value, memory_format=torch.preserve_format)
+    if not overlaps_itself(value):
+        value = torch.ones_like(value)
+    assert torch.equal(recording.run([value])[0], value)
+    if not overlaps_itself(INPUTS[kind]()):
+        assert torch.equal(recording.run([other])[0], other)
+
+
+def test_copied_bytes_count_what_moves_and_what_is_written_back():
+    x, y = torch.zeros(4), torch.zeros(2, dtype=torch.float64)
+    recording = make(lambda x, y: [x.add_(1), y + 1], x, y, mutated=(0,))
+    assert recording.copied_bytes == 16 + 16 + 16
+
+
+def test_a_mutated_input_is_written_back():
+    recording = make(lambda x: [x.add_(1).clone()], torch.zeros(2), mutated=(0,))
+    x = torch.tensor([5.0, 6.0])
+    assert recording.run([x])[0].tolist() == [6, 7]
+    assert x.tolist() == [6, 7]
+
+
+def test_a_static_input_is_read_where_it_lies():
+    weight = torch.ones(2)
+    recording = make(lambda x, w: [x + w], torch.zeros(2), weight, static=(1,))
+    weight.fill_(3)
+    assert recording.run([torch.zeros(2), weight])[0].tolist() == [3, 3]
+
+
+def test_an_output_that_is_an_input_is_the_calls_own():
+    recording = make(lambda x: [x, x.add_(1), x[1:], x.t()], torch.zeros(2, 2), mutated=(0,))
+    x = torch.ones(2, 2)
+    same, added, part, transposed = recording.run([x])
+    assert same is x
+    assert added is x
+    assert part.data_ptr() == x[1:].data_ptr()
+    assert transposed.stride() == x.t().stride()
+    assert transposed.data_ptr() == x.data_ptr()
+    assert x.tolist() == [[2, 2], [2, 2]]
+    assert recording.own_outputs == []
+
+
+def test_a_view_of_another_type_keeps_its_place():
+    recording = make(
+        lambda x: [torch.view_as_real(x)[1:], x.real], torch.zeros(3, dtype=torch.complex64)
+    )
+    x = torch.tensor([1 + 2j, 3 + 4j, 5 + 6j])
+    pairs, real = recording.run([x])
+    assert pairs.tolist() == [[3, 4], [5, 6]]
+    assert real.tolist() == [1, 3, 5]
+    assert real.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+def test_a_view_of_an_input_at_another_offset():
+    recording = make(lambda x: [x[1:]], torch.arange(8.0)[2:6])
+    base = torch.arange(100.0, 110.0)
+    (part,) = recording.run([base[5:9]])
+    assert part.tolist() == [106, 107, 108]
+    part.fill_(0)
+    assert base[6:9].tolist() == [0, 0, 0]
+
+
+def test_outputs_that_are_no_tensors_pass():
+    recording = make(lambda x: [None, 3, x + 1, "text"], torch.zeros(1))
+    none, three, tensor, text = recording.run([torch.zeros(1)])
+    assert (none, three, text) == (None, 3, "text")
+    assert tensor.tolist() == [1]
+
+
+def test_outputs_are_fresh_aliases_and_private_ones_are_not():
+    recording = make(lambda x: [x + 1, x + 2], torch.zeros(1), private=(1,))
+    first = recording.run([torch.zeros(1)])
+    second = recording.run([torch.zeros(1)])
+    assert first[0] is not second[0]
+    assert first[0].data_ptr() == second[0].data_ptr()
+    assert first[1] is second[1]
+
+
+def test_held_counts_every_holder_but_the_recording():
+    recording = make(lambda x: [x + 1, x + 2], torch.zeros(4))
+    assert not recording.held.any_held()
+    a, b = recording.run([torch.zeros(4)])
+    assert recording.held.any_held()
+    view = a[1:]
+    del a, b
+    assert recording.held.any_held()
+    del view
+    assert not recording.held.any_held()
+
+
+def layouts(x):
+    whole = x.sin() + 1
+    return [
+        whole,
+        whole.t(),
+        whole[1:, :2],
+        (x + 2).t().contiguous().t(),
+        x.sum(),
+        (x.sum() + 1).expand(3, 3),
+        x.new_empty(0, 2),
+        x > 1,
+    ]
+
+
+def test_copy_out_keeps_values_strides_and_sharing():
+    value = torch.arange(12.0).view(3, 4)
+    recording = make(layouts, value)
+    results = recording.run([value])
+    positions = tuple(range(len(results)))
+    copied = recording.copy_out(positions, positions, results)
+    expected = layouts(value)
+    for ours, theirs in zip(results, expected, strict=True):
+        assert torch.equal(ours, theirs)
+        assert (ours.stride(), ours.dtype) == (theirs.stride(), theirs.dtype)
+    whole, transposed, part, *others = results
+    assert transposed.data_ptr() == whole.data_ptr()
+    assert part.data_ptr() == whole[1:].data_ptr()
+    assert len({t.untyped_storage().data_ptr() for t in [whole, *others[:3]]}) == 4
+    assert others[2].untyped_storage().nbytes() == 4
+    assert copied == sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in results}.values()
+    )
+    kept = [t.clone() for t in results]
+    recording.run([torch.zeros(3, 4)])
+    assert all(map(torch.equal, results, kept))
+    assert not recording.held.any_held()
+
+
+def test_copy_out_puts_copies_where_they_are_wanted():
+    recording = make(lambda x: [x + 1, x, x + 3], torch.zeros(1))
+    x = torch.zeros(1)
+    outputs = recording.run([x])
+    results = ["a", outputs[2], x, outputs[0]]
+    recording.copy_out((0, 1, 2), (3, 2, 1), results)
+    assert results[0] == "a"
+    assert results[2] is x
+    assert [results[1].item(), results[3].item()] == [3, 1]
+    assert results[1] is not outputs[2]
