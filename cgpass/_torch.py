@@ -277,6 +277,70 @@ def input_position(node: torch.fx.Node) -> int | None:
     return getattr(node.meta.get("desc"), "idx", None)
 
 
+# ---- custom operators
+
+
+def has_autograd_formula(op: torch._ops.OpOverload) -> bool:
+    """Whether `op` was made by `torch.library.custom_op` and given a Python autograd formula."""
+    from torch._library.custom_ops import OPDEFS
+
+    definition = OPDEFS.get(op._schema.name)
+    return (
+        definition is not None
+        and definition._opoverload is op
+        and definition._backward_fn is not None
+    )
+
+
+def custom_op(qualname: str) -> torch._ops.OpOverload:
+    """The operator that `torch.library.custom_op` made last under a name."""
+    from torch._library.custom_ops import OPDEFS
+
+    return OPDEFS[qualname]._opoverload
+
+
+def autograd_formula(
+    op: torch._ops.OpOverload,
+) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
+    """The `setup_context`, if there is one, and the `backward` that were registered for a custom operator.
+
+    Source: torch/_library/custom_ops.py `CustomOpDef.register_autograd`, 2.11 to 2.15.
+    """
+    from torch._library.custom_ops import OPDEFS
+
+    definition = OPDEFS[op._schema.name]
+    return definition._setup_context_fn, definition._backward_fn
+
+
+def has_effect(op: torch._ops.OpOverload) -> bool:
+    """Whether an operator was registered as having an effect, which orders its calls."""
+    from torch._higher_order_ops.effects import has_effects
+
+    return has_effects(op)
+
+
+def has_autocast_kernel(op: torch._ops.OpOverload) -> bool:
+    """Whether autocast casts an operator's inputs."""
+    keys = ("AutocastCPU", "AutocastCUDA")
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return any(has_kernel(op._schema.name, key) for key in keys)
+
+
+@contextlib.contextmanager
+def autograd_keys_on() -> Iterator[None]:
+    """Let autograd record again inside an operator's implementation, which runs below it.
+
+    Source: `c10::autograd_dispatch_keyset`, what `AutoDispatchBelowAutograd` excludes, 2.11 to 2.15.
+    """
+    keys = torch._C.DispatchKey
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor):
+        exclude = exclude.remove(key)
+    include = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(include, exclude):
+        yield
+
+
 # ---- fake tensors
 
 
@@ -298,3 +362,26 @@ def mode_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """The fake mode of a fake tensor, to make another one like it; nothing for a real one."""
     mode = getattr(tensor, "fake_mode", None)
     return contextlib.nullcontext() if mode is None else mode
+
+
+def is_plain_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is fake itself, not a subclass or a transform's wrapper around a fake one."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return type(tensor) is FakeTensor
+
+
+def sibling_fake_mode(tensor: torch.Tensor) -> Any:
+    """A fake mode with the settings of a fake tensor's and symbols of its own: nothing done in it leaves a guard."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode: Any = mode_of(tensor)
+    outer = mode.shape_env
+    shape_env = None
+    if outer is not None:
+        shape_env = ShapeEnv(
+            allow_scalar_outputs=outer.allow_scalar_outputs,
+            allow_dynamic_output_shape_ops=outer.allow_dynamic_output_shape_ops,
+        )
+    return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=mode.allow_non_fake_inputs)

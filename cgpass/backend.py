@@ -19,7 +19,7 @@ from cgpass.graph.target import devices, find_target
 from cgpass.graph.values import graph_outputs
 from cgpass.inputs import InputKind
 from cgpass.options import Options
-from cgpass.passes import graph_passes
+from cgpass.passes import dynamo_passes, graph_passes
 from cgpass.passes.base import PassContext, run_passes
 from cgpass.passes.split_joint import split_joint
 from cgpass.runtime.driver import CUDADriver, GraphDriver
@@ -100,6 +100,9 @@ class Compilation:
         """Hand the graph to AOTAutograd with our split and our compilers."""
         for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
             self._names[position] = _torch.dynamo_source_name(node) or node.name
+        # Its device is found after AOTAutograd only; no pass of this stage asks for it.
+        context = PassContext(device=torch.device("meta"), stage="dynamo", direction="joint")
+        gm = run_passes(dynamo_passes(), gm, context).gm
         if self.options.compiler == "inductor":
             return _torch.compile_with_inductor(
                 gm,

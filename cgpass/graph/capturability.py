@@ -138,7 +138,10 @@ def _tagged(query: _Query) -> _Found:
     if not isinstance(op, torch._ops.OpOverload):
         return None
     if stand_ins.user_name(op) is not None:
-        return "opaque_autograd", "its autograd formula can't be traced: it may read data on the host"
+        return (
+            "opaque_autograd",
+            "its autograd formula can't be traced: it may read data on the host",
+        )
     if torch.Tag.cudagraph_unsafe in op.tags:
         return "cudagraph_unsafe", "the operator is tagged cudagraph_unsafe"
     if torch.Tag.data_dependent_output in op.tags:

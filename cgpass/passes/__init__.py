@@ -3,8 +3,15 @@
 from cgpass.options import Options
 from cgpass.passes.base import Pass
 from cgpass.passes.lift_cpu_scalars import LiftCpuScalars
+from cgpass.passes.opaque_autograd import OpaqueAutograd
 from cgpass.passes.outline import Outline
 from cgpass.passes.partition import Partition
+
+
+def dynamo_passes() -> tuple[Pass, ...]:
+    """What Dynamo's graph goes through before AOTAutograd."""
+    # Here, since AOTAutograd would trace the formulas.
+    return (OpaqueAutograd(),)
 
 
 def graph_passes(options: Options) -> tuple[Pass, ...]:

@@ -47,7 +47,7 @@ class OpaqueAutograd(Pass):
         modified = False
         for module in list(gm.modules()):
             if isinstance(module, fx.GraphModule):
-                changed = [_hide(node) for node in module.graph.find_nodes(op="call_function")]
+                changed = [_hide(n) for n in module.graph.nodes if n.op == "call_function"]
                 if any(changed):
                     module.recompile()
                     modified = True
@@ -92,7 +92,7 @@ class _Trial:
 
     @classmethod
     def of(cls, node: fx.Node, op: torch._ops.OpOverload) -> "_Trial | None":
-        """The trial of a node, None if not all its tensors are plain fake ones."""
+        """The trial of a node, None if not all its tensors are plain fake and strided."""
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _value)
         inputs, keyword_only = bind(op, args, kwargs)
         output = _value(node)
@@ -101,7 +101,7 @@ class _Trial:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if any(isinstance(leaf, fx.Node) for leaf in leaves) or not tensors:
             return None
-        if not all(map(_torch.is_plain_fake, tensors)):
+        if not all(_torch.is_plain_fake(t) and t.layout == torch.strided for t in tensors):
             return None
         mode = _torch.sibling_fake_mode(tensors[0])
         return cls(op, inputs, keyword_only, outputs, mode)
@@ -120,7 +120,7 @@ class _Trial:
                     i for i, output in enumerate(outputs) if id(output) in marked
                 )
                 run_backward(self.op, ctx, [torch.empty_like(out) for out in outputs], outputs)
-        except Exception as error:  # noqa: BLE001 - whatever it raises, AOTAutograd would meet it
+        except Exception as error:  # whatever it is, AOTAutograd would meet it
             return error
         return None
 

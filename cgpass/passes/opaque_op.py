@@ -151,7 +151,8 @@ def _define(qualname: str, schema: str, non_differentiable: tuple[int, ...]) -> 
         saved, count = ctx.saved_tensors, len(ctx.others)
         pairs = zip(saved[:count], ctx.others, strict=True)
         inputs = [other if tensor is None else tensor for tensor, other in pairs]
-        needs = list(ctx.needs_input_grad)
+        # the dispatcher drops trailing arguments that equal their defaults, and their flags
+        needs = [*ctx.needs_input_grad, *[False] * (count - len(ctx.needs_input_grad))]
         found = iter(
             backward_op(list(saved[count:]), list(grads), needs, *inputs, **ctx.keyword_only)
         )
@@ -204,11 +205,12 @@ def _define_backward(name: str, qualname: str, signature: str) -> Any:
         return [torch.empty_like(value, requires_grad=False) for value, need in pairs if need]
 
     arguments, _, _ = signature.rpartition(") -> ")
+    ours = "Tensor[] cgpass_outputs, Tensor?[] cgpass_grads, bool[] cgpass_needs"
     made = torch.library.custom_op(
         name,
         call,
         mutates_args=(),
-        schema=f"(Tensor[] cgpass_outputs, Tensor?[] cgpass_grads, bool[] cgpass_needs, {arguments}) -> Tensor[]",
+        schema=f"({ours}, {arguments}) -> Tensor[]",
         tags=(torch.Tag.cudagraph_unsafe,),
     )
     made.register_fake(fake)

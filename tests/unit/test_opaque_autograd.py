@@ -1,0 +1,354 @@
+"""Custom operators whose formula can't be traced are hidden; everything else is left alone."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import cgpass
+from cgpass import telemetry
+from cgpass.passes import dynamo_passes
+from cgpass.passes.base import PassContext, run_passes
+
+# Inductor's own, as it is loaded
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+
+CONTEXT = PassContext(device=torch.device("cpu"), stage="dynamo", direction="joint")
+
+
+def segments(offs):
+    ends = offs.tolist()
+    rows = zip([0, *ends], ends, strict=False)
+    return [(i, start, end) for i, (start, end) in enumerate(rows) if start != end]
+
+
+@torch.library.custom_op("cgpass_tests::scale_rows", mutates_args=())
+def scale_rows(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None,
+    factor: float = 2.0,
+) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for i, start, end in segments(offs):
+        out[start:end] = x[start:end] * w[i] * factor
+    return out if bias is None else out + bias
+
+
+@scale_rows.register_fake
+def _(x, w, offs, bias, factor=2.0):
+    return torch.empty_like(x)
+
+
+def scale_rows_setup(ctx, inputs, output):
+    x, w, offs, bias, ctx.factor = inputs
+    ctx.save_for_backward(x, w)
+    ctx.offs, ctx.has_bias = offs, bias is not None
+
+
+def scale_rows_backward(ctx, grad):
+    x, w = ctx.saved_tensors
+    grad_x, grad_w = torch.zeros_like(x), torch.zeros_like(w)
+    for i, start, end in segments(ctx.offs):
+        grad_x[start:end] = grad[start:end] * w[i] * ctx.factor
+        grad_w[i] = (grad[start:end] * x[start:end]).sum(0) * ctx.factor
+    # the bias gets the incoming gradient itself, whole: autograd sums it to the bias's shape
+    return grad_x, grad_w, None, grad if ctx.has_bias else None, None
+
+
+scale_rows.register_autograd(scale_rows_backward, setup_context=scale_rows_setup)
+
+
+@torch.library.custom_op("cgpass_tests::both", mutates_args=())
+def both(x: torch.Tensor, *, power: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return x**power, x * 3.0, x.argsort()
+
+
+@both.register_fake
+def _(x, *, power=2):
+    return torch.empty_like(x), torch.empty_like(x), torch.empty_like(x, dtype=torch.int64)
+
+
+def both_setup(ctx, inputs, keyword_only_inputs, output):
+    (x,) = inputs
+    ctx.save_for_backward(x)
+    ctx.set_materialize_grads(False)
+    ctx.power = keyword_only_inputs["power"]
+
+
+def both_backward(ctx, grad_power, grad_triple, _):
+    (x,) = ctx.saved_tensors
+    assert ctx.needs_input_grad[0]
+    assert x.sum().isfinite()
+    grad = torch.zeros_like(x)
+    if grad_power is not None:
+        with torch.enable_grad():  # a formula that computes by autograd itself
+            again = x.detach().requires_grad_()
+            grad += torch.autograd.grad(again**ctx.power, again, grad_power)[0]
+    if grad_triple is not None:
+        grad += grad_triple * 3.0
+    return grad
+
+
+both.register_autograd(both_backward, setup_context=both_setup)
+
+
+@torch.library.custom_op("cgpass_tests::marked", mutates_args=())
+def marked(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x * 2.0, x * 3.0
+
+
+@marked.register_fake
+def _(x):
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+def marked_setup(ctx, inputs, output):
+    ctx.mark_non_differentiable(output[1])
+
+
+def marked_backward(ctx, grad, _):
+    assert grad.sum().isfinite()
+    return grad * 2.0
+
+
+marked.register_autograd(marked_backward, setup_context=marked_setup)
+
+
+@torch.library.custom_op("cgpass_tests::traceable", mutates_args=())
+def traceable(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+traceable.register_fake(torch.empty_like)
+traceable.register_autograd(
+    lambda ctx, grad: grad * ctx.saved_tensors[0].cos(),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+@torch.library.custom_op("cgpass_tests::of_list", mutates_args=())
+def of_list(xs: list[torch.Tensor]) -> torch.Tensor:
+    return xs[0] + xs[1]
+
+
+of_list.register_fake(lambda xs: torch.empty_like(xs[0]))
+of_list.register_autograd(lambda ctx, grad: [grad * grad.sum().item()] * 2)
+
+
+OPTIONS = {"on_skip": "silent", "min_partition_ops": 1}
+OFFS = torch.tensor([1, 1, 4])
+
+
+def targets(gm):
+    return [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
+
+
+@dataclass
+class Runs:
+    """What one and two runs of the pass left of Dynamo's graph."""
+
+    before: list[str]
+    once: list[str]
+    modified: tuple[bool, bool]
+    shape_env_changed: bool
+
+
+def run_pass(fn, *args, **kwargs):
+    found = []
+
+    def backend(gm, _):
+        # Dynamo takes the fake values away once the backend is done
+        env = next(n.meta["example_value"] for n in gm.graph.nodes if n.name == "sin")
+        env = env.fake_mode.shape_env
+        before, facts = targets(gm), facts_of(env)
+        first = run_passes(dynamo_passes(), gm, CONTEXT)
+        once = targets(gm)
+        second = run_passes(dynamo_passes(), gm, CONTEXT)
+        assert targets(gm) == once
+        modified = (first.modified, second.modified)
+        found.append(Runs(before, once, modified, facts != facts_of(env)))
+        return gm
+
+    torch.compile(fn, backend=backend, fullgraph=True, **kwargs)(*args)
+    torch.compiler.reset()
+    return found[0]
+
+
+def facts_of(env):
+    return len(env.guards), len(env.var_to_range), dict(env.deferred_runtime_asserts)
+
+
+def train(fn, make_args, **options):
+    """Outputs and gradients of four steps."""
+    call = fn
+    if options:
+        call = torch.compile(fn, backend=cgpass.cgpass, options=options, fullgraph=True)
+    values = []
+    torch.manual_seed(3)
+    for _ in range(4):
+        args = make_args()
+        outs = call(*args)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        differentiable = [out for out in outs if out.requires_grad]
+        torch.stack([out.square().sum() for out in differentiable]).sum().backward()
+        values.append([out.detach() for out in outs])
+        values.append([a.grad for a in args if isinstance(a, torch.Tensor) and a.requires_grad])
+    torch.compiler.reset()
+    return values
+
+
+def compare(fn, make_args, compiler="eager"):
+    """The graphs compiled; the bits are those without graphs and near those of eager."""
+    options = {"compiler": compiler, **OPTIONS}
+    plain = train(fn, make_args)
+    without = train(fn, make_args, driver="none", **options)
+    before = len(telemetry.graphs())
+    recorded = train(fn, make_args, driver="simulated", **options)
+    torch.testing.assert_close(recorded, without, rtol=0, atol=0)
+    torch.testing.assert_close(recorded, plain)
+    return telemetry.graphs()[before:]
+
+
+def kinds(graph):
+    return ["captured" if part.captured else "eager" for part in graph.partitions]
+
+
+def leaf(*shape):
+    return torch.randn(*shape, requires_grad=True)
+
+
+def layered(x, w, offs, bias):
+    return torch.tanh(scale_rows(torch.sin(x), w, offs, bias, 0.5))
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_training_is_one_graph_with_eager_parts(compiler, with_bias):
+    def make():
+        return leaf(4, 3), leaf(3, 3), OFFS, leaf(3) if with_bias else None
+
+    forward, backward = compare(layered, make, compiler)
+    assert (forward.direction, backward.direction) == ("forward", "backward")
+    assert kinds(forward) == ["captured", "eager", "captured"]
+    assert kinds(backward) == ["captured", "eager", "captured"]
+    (reason,) = forward.partitions[1].reasons
+    assert reason.startswith("cgpass_tests.scale_rows.default at test_opaque_autograd.py:")
+    assert "its autograd formula can't be traced" in reason
+    assert [part.num_ops for part in backward.partitions if not part.captured] == [1]
+    assert (
+        backward.partitions[1].reasons[0].startswith("backward of cgpass_tests.scale_rows.default")
+    )
+
+
+def test_only_some_inputs_need_a_gradient():
+    def make():
+        return torch.randn(4, 3), leaf(3, 3), OFFS, torch.randn(3)
+
+    graphs = compare(lambda x, w, offs, bias: scale_rows(x, w.sin(), offs, bias).cos(), make)
+    assert [graph.direction for graph in graphs] == ["forward", "backward"]
+
+
+def test_gradients_keep_the_strides_of_transposed_inputs():
+    def fn(x, w, offs):
+        return scale_rows(x.t() * 1.0, w.t(), offs, None).cos()
+
+    graphs = compare(fn, lambda: (leaf(3, 4), leaf(3, 3), OFFS), "inductor")
+    assert [graph.direction for graph in graphs] == ["forward", "backward"]
+
+
+def test_missing_gradients_and_keyword_only_arguments():
+    def fn(x):
+        _, triple, order = both(x.sin(), power=3)
+        return triple.cos(), order
+
+    forward, backward = compare(fn, lambda: (leaf(5),))
+    assert kinds(forward) == kinds(backward) == ["captured", "eager", "captured"]
+
+
+def test_a_formula_that_computes_by_autograd():
+    graphs = compare(lambda x: both(x.sin(), power=3)[0].cos(), lambda: (leaf(5),))
+    assert [graph.direction for graph in graphs] == ["forward", "backward"]
+
+
+def test_outputs_marked_without_a_gradient_stay_so():
+    def fn(x):
+        first, second = marked(x.sin())
+        return first.cos(), second.cos()
+
+    compare(fn, lambda: (leaf(5),))
+    call = torch.compile(
+        fn,
+        backend=cgpass.cgpass,
+        options={"driver": "simulated", "compiler": "eager", **OPTIONS},
+        fullgraph=True,
+    )
+    assert [out.requires_grad for out in call(leaf(5))] == [True, False]
+    torch.compiler.reset()
+
+
+def test_inference_hides_it_too():
+    options = {"driver": "simulated", "compiler": "eager", **OPTIONS}
+    before = len(telemetry.graphs())
+    call = torch.compile(layered, backend=cgpass.cgpass, options=options, fullgraph=True)
+    args = torch.randn(4, 3), torch.randn(3, 3), OFFS, None
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(call(*args), layered(*args))
+    torch.compiler.reset()
+    (graph,) = telemetry.graphs()[before:]
+    assert kinds(graph) == ["captured", "eager", "captured"]
+
+
+def test_dynamic_sizes():
+    def fn(x, w, offs, bias):
+        return layered(x, w, offs, bias)
+
+    options = {"driver": "simulated", "compiler": "eager", **OPTIONS}
+    call = torch.compile(fn, backend=cgpass.cgpass, options=options, fullgraph=True, dynamic=True)
+    for rows in (4, 6, 4, 6):
+        args = leaf(rows, 3), leaf(3, 3), OFFS, None
+        call(*args).sum().backward()
+        found = [args[0].grad, args[1].grad]
+        args[0].grad = args[1].grad = None
+        layered(*args).sum().backward()
+        torch.testing.assert_close(found, [args[0].grad, args[1].grad])
+    torch.compiler.reset()
+
+
+def test_inside_a_checkpoint():
+    def fn(x, w, offs):
+        return torch.utils.checkpoint.checkpoint(layered, x, w, offs, None, use_reentrant=False)
+
+    forward, backward = compare(fn, lambda: (leaf(4, 3), leaf(3, 3), OFFS))
+    assert "eager" in kinds(forward)
+    # the operator runs again in the backward, as the user asked
+    reasons = [reason for part in backward.partitions for reason in part.reasons]
+    assert any(reason.startswith("cgpass_tests.scale_rows.default") for reason in reasons)
+
+
+def test_a_formula_that_can_be_traced_is_left_alone():
+    runs = run_pass(lambda x: traceable(x.sin()), leaf(3))
+    assert runs.modified == (False, False)
+    assert runs.once == runs.before == ["cgpass_tests.traceable.default"]
+
+
+def test_lists_of_tensors_are_left_alone():
+    runs = run_pass(lambda x: of_list([x, x.sin()]), leaf(3))
+    assert runs.modified == (False, False)
+    assert "cgpass_tests.of_list.default" in runs.once
+
+
+def test_twice_is_once():
+    runs = run_pass(layered, leaf(4, 3), leaf(3, 3), OFFS, None)
+    assert runs.modified == (True, False)
+    assert "cgpass_tests.scale_rows.default" in runs.before
+    assert "cgpass.cgpass_tests__scale_rows.default" in runs.once
+
+
+def test_trying_a_formula_leaves_no_guard_or_symbol():
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        runs = run_pass(layered, leaf(4, 3), leaf(3, 3), OFFS, None, dynamic=True)
+    assert runs.modified == (True, False)
+    assert not runs.shape_env_changed

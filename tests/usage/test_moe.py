@@ -1,0 +1,61 @@
+"""A mixture of experts from transformers is one forward and one backward graph."""
+
+import pytest
+import torch
+
+import cgpass
+from cgpass import telemetry
+
+transformers = pytest.importorskip("transformers")
+
+EXPERTS = "transformers.grouped_mm_fallback.default"
+
+
+def tiny_mixtral():
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+    )
+    try:
+        return transformers.MixtralForCausalLM(config)
+    except ImportError as error:
+        pytest.skip(f"transformers can't load Mixtral here: {error}")
+
+
+def step(model, call, tokens):
+    loss = call(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    grads = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return loss.detach(), grads
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' and torch's own
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_mixtral_is_one_forward_and_one_backward_graph(compiler):
+    model = tiny_mixtral()
+    tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(1))
+    expected = step(model, model, tokens)
+    options = {"driver": "simulated", "compiler": compiler, "on_skip": "silent"}
+    before = len(telemetry.graphs())
+    call = torch.compile(model, backend=cgpass.cgpass, options=options)
+    for _ in range(3):
+        torch.testing.assert_close(step(model, call, tokens), expected)
+    torch.compiler.reset()
+    graphs = telemetry.graphs()[before:]
+    reasons = [r for graph in graphs for part in graph.partitions for r in part.reasons]
+    if not any(EXPERTS in reason for reason in reasons):
+        pytest.skip(f"transformers {transformers.__version__} has experts that can be traced")
+    assert [graph.direction for graph in graphs] == ["forward", "backward"]
+    for graph in graphs:
+        eager = [part for part in graph.partitions if not part.captured]
+        assert len(eager) < len(graph.partitions)
+        assert all(any(EXPERTS in reason for reason in part.reasons) for part in eager)
