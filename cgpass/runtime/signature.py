@@ -44,16 +44,19 @@ class Layout:
         self.parameters = positions(InputKind.STATIC)
         self.static = positions(InputKind.STATIC, InputKind.POOLED) if check_static else self.pooled
         self.mutated = tuple(i for i, info in enumerate(infos) if info.mutated)
+        self.objects = positions(InputKind.GENERATOR, InputKind.OPAQUE)
         self._values = positions(InputKind.SYMINT)
-        self._objects = positions(InputKind.GENERATOR, InputKind.OPAQUE)
+        self._typed = check_layout
         self._layouts = positions(InputKind.COPIED, InputKind.STATIC) if check_layout else ()
         self._take_static = _taker(self.static)
 
     def shape_key(self, args: Sequence[Any]) -> ShapeKey:
         """The part of the signature that decides what is computed."""
         key = tuple([args[i] for i in self._values])
-        if self._objects:
-            key += tuple([id(args[i]) for i in self._objects])
+        if self._typed:  # True is 1 and x[True] is not x[1]
+            key += tuple([type(args[i]) for i in self._values])
+        if self.objects:
+            key += tuple([id(args[i]) for i in self.objects])
         if self._layouts:
             key += tuple([_layout_of(args[i]) for i in self._layouts])
         return key

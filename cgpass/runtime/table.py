@@ -27,6 +27,8 @@ class _Shape:
 
     num_warmups: int = 0
     sets: dict[StaticKey, list[Recording]] = field(default_factory=dict)
+    objects: tuple[Any, ...] = ()
+    """Those that the key knows by identity, kept alive so that no other object takes their place."""
 
     def recordings(self) -> list[Recording]:
         return [recording for members in self.sets.values() for recording in members]
@@ -88,7 +90,9 @@ class RecordingTable:
         self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any], recording: Recording
     ) -> list[Recording]:
         """Keep a recording; returns all of its signature."""
-        members = self._shapes.setdefault(shape_key, _Shape()).sets.setdefault(static_key, [])
+        shape = self._shapes.setdefault(shape_key, _Shape())
+        shape.objects = tuple(args[i] for i in self._layout.objects)
+        members = shape.sets.setdefault(static_key, [])
         members.append(recording)
         for i in self._layout.parameters:
             self._seen[i] = weakref.ref(args[i])  # the user's model keeps parameters alive

@@ -1,0 +1,134 @@
+"""What belongs to a signature, how inputs are named, and which are refused."""
+
+import pytest
+import torch
+
+from cgpass.errors import InputError
+from cgpass.inputs import InputInfo, InputKind
+from cgpass.runtime.signature import Layout, check_tensor, describe, infer_infos
+from tests.unit.runners import COPIED, OPAQUE, POOLED, STATIC, SYMINT, infos
+
+CPU = torch.device("cpu")
+X = torch.zeros(2, 3)
+
+
+def layout(*kinds, check_static=True, check_layout=False):
+    return Layout(infos(*kinds), check_static=check_static, check_layout=check_layout)
+
+
+def test_inputs_sorted_by_kind():
+    found = layout(COPIED, STATIC, POOLED, SYMINT, COPIED, OPAQUE, InputKind.GENERATOR)
+    assert found.copied == (0, 4)
+    assert found.parameters == (1,)
+    assert found.pooled == (2,)
+    assert found.static == (1, 2)
+
+
+def test_without_the_check_only_pooled_addresses_count():
+    assert layout(STATIC, POOLED, check_static=False).static == (1,)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_static_key_holds_every_address(count):
+    tensors = [torch.zeros(1) for _ in range(count)]
+    key = layout(COPIED, *[STATIC] * count).static_key([X, *tensors])
+    assert key == tuple(t.data_ptr() for t in tensors)
+
+
+def test_moved_names_positions_among_all_inputs():
+    found = layout(COPIED, STATIC, SYMINT, POOLED)
+    assert found.moved((10, 20), (10, 21)) == [3]
+    assert found.moved((10, 20), (11, 20)) == [1]
+    assert found.moved((10, 20), (10, 20)) == []
+
+
+def test_integers_and_identities_make_the_shape_key():
+    found = layout(SYMINT, OPAQUE, COPIED)
+    a, b = [], []
+    assert found.shape_key([3, a, X]) == found.shape_key([3, a, torch.ones(5)])
+    assert found.shape_key([3, a, X]) != found.shape_key([4, a, X])
+    assert found.shape_key([3, a, X]) != found.shape_key([3, b, X])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.zeros(3, 2), torch.zeros(3, 2).t(), torch.zeros(2, 3, dtype=torch.int32)],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [COPIED, STATIC])
+def test_layouts_belong_to_it_where_no_guard_covers_them(kind, other):
+    found = layout(kind, check_layout=True)
+    assert found.shape_key([X]) == found.shape_key([X + 1])
+    assert found.shape_key([X]) != found.shape_key([other])
+
+
+def test_true_and_one_are_told_apart():
+    found = layout(SYMINT, check_layout=True)
+    assert found.shape_key([True]) != found.shape_key([1])
+
+
+def test_describe_names_and_lines():
+    some = [InputInfo("w", STATIC, "model.py:3 in forward: w"), InputInfo("b", STATIC)]
+    assert describe(some) == "w (read at model.py:3 in forward: w), b"
+    many = [InputInfo(f"p{i}", STATIC) for i in range(8)]
+    assert describe(many) == "p0, p1, p2, p3, p4, and 3 more"
+
+
+def test_kinds_inferred_from_values():
+    args = [X, X, 3, True, "text", None, torch.float32, torch.Generator(), object()]
+    found = infer_infos(args, [1], CPU)
+    assert [info.kind for info in found] == [
+        COPIED,
+        STATIC,
+        *[SYMINT] * 5,
+        InputKind.GENERATOR,
+        OPAQUE,
+    ]
+    assert [info.name for info in found][:2] == ["input 0", "input 1"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1.5, 2j, [X], (X,), {"x": X}, {1}],
+    ids=["float", "complex", "list", "tuple", "dict", "set"],
+)
+def test_values_that_would_freeze_are_refused(value):
+    with pytest.raises(
+        InputError, match=f"input 1 is a {type(value).__name__}: a graph would freeze"
+    ):
+        infer_infos([X, value], [], CPU)
+
+
+def test_static_indices_must_name_tensors():
+    with pytest.raises(InputError, match="static_input_indices names input 2, but the call has 1"):
+        infer_infos([X], [2], CPU)
+    with pytest.raises(InputError, match="names input -1"):
+        infer_infos([X], [-1], CPU)
+    with pytest.raises(InputError, match="input 0 is named static but is a int, not a tensor"):
+        infer_infos([3], [0], CPU)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (torch.zeros(2).as_subclass(Subclass), "x is a Subclass: a recording takes plain tensors"),
+        (
+            torch.eye(2).to_sparse(),
+            "x has layout torch.sparse_coo: a recording takes strided tensors",
+        ),
+        (torch.zeros(2, device="meta"), "x lies on meta, the recording on cpu: move it there"),
+    ],
+    ids=["subclass", "sparse", "device"],
+)
+def test_tensors_that_a_recording_cannot_read(value, text):
+    with pytest.raises(InputError, match=text):
+        check_tensor("x", value, CPU)
+
+
+@pytest.mark.parametrize("make", [torch.nn.Parameter, torch.nn.Buffer, torch.clone])
+def test_parameters_and_buffers_are_plain(make):
+    check_tensor("x", make(torch.zeros(2)), CPU)
