@@ -105,12 +105,17 @@ def infer_infos(
             f"static_input_indices names input {unknown[0]}, but the call has {len(args)}"
         )
     return tuple(
-        InputInfo(f"input {i}", _infer_kind(i, value, static, device))
+        InputInfo(f"input {i}", infer_kind(i, value, static, device))
         for i, value in enumerate(args)
     )
 
 
-def _infer_kind(index: int, value: Any, static: frozenset[int], device: torch.device) -> InputKind:
+def infer_kind(index: int, value: Any, static: frozenset[int], device: torch.device) -> InputKind:
+    """Kind of one input, told by its value.
+
+    Raises:
+        InputError: As `infer_infos`.
+    """
     if isinstance(value, torch.Tensor):
         check_tensor(f"input {index}", value, device)
         return InputKind.STATIC if index in static else InputKind.COPIED

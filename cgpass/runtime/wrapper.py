@@ -1,5 +1,6 @@
 """`CUDAGraphWrapper`: any callable of tensors, recorded once per signature and replayed."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,9 +13,11 @@ from cgpass.options import Options
 from cgpass.runtime.driver import CUDADriver, GraphDriver
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner, RunnerSettings
-from cgpass.runtime.signature import check_tensor, infer_infos
+from cgpass.runtime.signature import check_tensor, infer_infos, infer_kind
 from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.telemetry import CallStats
+
+log = logging.getLogger(__name__)
 
 
 class CUDAGraphWrapper:
@@ -59,6 +62,7 @@ class CUDAGraphWrapper:
         self._name = name or getattr(fn, "__qualname__", type(fn).__name__)
         self._runner: PartitionRunner | None = None
         self._infos: tuple[InputInfo, ...] = ()
+        self._warned_shared = False
 
     @property
     def stats(self) -> CallStats | None:
@@ -91,8 +95,7 @@ class CUDAGraphWrapper:
             runner = self._runner = self._new_runner(args, device)
         self._check(args, runner.owner.driver.device)
         if _shares_memory(args, runner.written):
-            runner.stats.plain_calls += 1
-            return self._fn(*args)
+            return self._run_shared(runner, args)
         with runner.owner.lock, torch.no_grad():
             runner.owner.driver.enter_call()
             outputs, recording = runner.run(list(args))
@@ -102,6 +105,18 @@ class CUDAGraphWrapper:
                 runner.stats.copied_bytes += recording.copy_out(positions, positions, results)
         spec = results.pop()
         return pytree.tree_unflatten(results, spec)
+
+    def _run_shared(self, runner: PartitionRunner, args: Sequence[Any]) -> Any:
+        if not self._warned_shared:
+            self._warned_shared = True
+            log.warning(
+                "%s writes inputs, and some of its inputs share memory: such calls run without a graph. "
+                "Pass tensors that share none.",
+                self._name,
+            )
+        runner.stats.calls += 1
+        runner.stats.plain_calls += 1
+        return self._fn(*args)
 
     def _new_runner(self, args: Sequence[Any], device: torch.device) -> PartitionRunner:
         self._infos = infer_infos(args, self._static, device)
@@ -121,7 +136,7 @@ class CUDAGraphWrapper:
             raise InputError(
                 f"{self._name} was first called with {len(self._infos)} inputs, now with {len(args)}"
             )
-        for info, value in zip(self._infos, args, strict=True):
+        for index, (info, value) in enumerate(zip(self._infos, args, strict=True)):
             is_tensor = info.kind in (InputKind.COPIED, InputKind.STATIC)
             if is_tensor != isinstance(value, torch.Tensor):
                 raise InputError(
@@ -130,6 +145,10 @@ class CUDAGraphWrapper:
                 )
             if is_tensor:
                 check_tensor(f"{self._name}: {info.name}", value, device)
+            elif infer_kind(index, value, frozenset(), device) is not info.kind:
+                raise InputError(
+                    f"{self._name}: {info.name} is a {type(value).__name__}, in the first call it was of another kind"
+                )
 
     def _refuse_gradients(self, args: Sequence[Any]) -> None:
         for i, value in enumerate(args):
