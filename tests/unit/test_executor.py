@@ -1,0 +1,180 @@
+"""Steps over slots: what is dropped when, what is copied out, what a plan says."""
+
+import weakref
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from cgpass.runtime.executor import Executor, Plan, Step
+from cgpass.runtime.owner import Owner
+from cgpass.runtime.simulated import SimulatedDriver
+from tests.unit.runners import COPIED, POOLED, counts, runner
+
+X = torch.ones(2)
+
+
+def plain(fn):
+    return lambda args: fn(*args)
+
+
+def test_values_are_dropped_at_their_last_use():
+    alive = {}
+
+    def first(x):
+        made = x + 1
+        alive["first"] = weakref.ref(made)
+        return [made]
+
+    def second(a):
+        made = a * 2
+        alive["second"] = weakref.ref(made)
+        return [made]
+
+    def third(b):
+        assert alive["first"]() is None, "the second step was its last reader"
+        assert alive["second"]() is not None
+        return [b + 1]
+
+    def boxed(fn):
+        def run(args):
+            (value,) = args
+            args.clear()
+            return fn(value)
+
+        return run
+
+    plan = Plan(
+        1,
+        4,
+        (
+            Step("a", boxed(first), (0,), (1,), drops=(0,)),
+            Step("b", boxed(second), (1,), (2,), drops=(1,)),
+            Step("c", boxed(third), (2,), (3,), drops=(2,)),
+        ),
+        (3,),
+    )
+    assert Executor(plan, None)([X])[0].tolist() == [5, 5]
+
+
+def test_inputs_are_dropped_too():
+    x = torch.ones(2)
+    alive = weakref.ref(x)
+    seen = []
+
+    def run(args):
+        args.clear()
+        seen.append(alive())
+        return [torch.zeros(1)]
+
+    plan = Plan(1, 2, (Step("a", run, (0,), (1,), drops=(0,)),), (1,))
+    args = [x]
+    del x
+    Executor(plan, None)(args)
+    assert args == []
+    assert seen == [None]
+
+
+def test_constants_and_inputs_may_be_outputs():
+    plan = Plan(2, 4, (), (1, 3, 2, 0), constants=((2, None), (3, 7)))
+    a, b = torch.ones(1), torch.zeros(1)
+    executor = Executor(plan, None)
+    for _ in range(2):
+        results = executor([a, b])
+        assert results[0] is b
+        assert results[1:3] == [7, None]
+        assert results[3] is a
+
+
+def recorded(num_outputs, visible, second_reads=False):
+    """A recorded step with two outputs, and one that reads the first of them."""
+    owner = Owner(SimulatedDriver())
+    first = runner(lambda x: [x * 2, x * 3], COPIED, owner=owner)
+    steps = [Step("captured_0", first, (0,), (1, 2), drops=(0,))]
+    if second_reads:
+        second = runner(lambda a: [a + 1], POOLED, owner=owner)
+        steps.append(Step("captured_1", second, (1,), (3,)))
+    plan = Plan(1, 4, tuple(steps), (1, 2), visible=frozenset(visible))
+    return Executor(plan, owner), first
+
+
+def test_visible_outputs_are_copied_out_of_the_pool():
+    executor, first = recorded(2, visible=(0, 1))
+    kept = [executor([X * value]) for value in range(5)]
+    assert [(a.tolist(), b.tolist()) for a, b in kept] == [
+        ([2.0 * v] * 2, [3.0 * v] * 2) for v in range(5)
+    ]
+    assert counts(first) == (1, 1, 4, 0)
+    assert first.stats.copied_bytes == 4 * (8 + 16)
+    assert not any(executor._owner.is_pool_storage(t) for t in kept[-1])
+
+
+def test_other_outputs_stay_in_the_pool_and_are_not_overwritten():
+    executor, first = recorded(2, visible=(0,))
+    kept = [executor([X * value]) for value in range(4)]
+    assert [b.tolist() for _, b in kept] == [[3.0 * v] * 2 for v in range(4)]
+    assert first.stats.recordings == 3
+    assert executor._owner.is_pool_storage(kept[-1][1])
+
+
+@pytest.mark.parametrize(
+    ("visible", "second_reads", "private"),
+    [((0, 1), False, {0, 1}), ((0, 1), True, {1}), ((1,), False, {1}), ((), False, set())],
+)
+def test_outputs_that_only_the_user_gets_are_private(visible, second_reads, private):
+    _, first = recorded(2, visible, second_reads)
+    assert first.private_outputs == private
+
+
+def test_an_output_given_twice_is_one_tensors_value_twice():
+    run = runner(lambda x: [x * 2], COPIED)
+    plan = Plan(1, 2, (Step("a", run, (0,), (1,)),), (1, 1), visible=frozenset({0, 1}))
+    executor = Executor(plan, run.owner)
+    kept = [executor([X * value]) for value in range(4)]
+    assert [[t.tolist() for t in pair] for pair in kept] == [[[2.0 * v] * 2] * 2 for v in range(4)]
+
+
+def test_an_error_in_a_step_leaves_the_executor_usable():
+    fail = []
+
+    def step(args):
+        if fail:
+            raise ValueError("user's")
+        return [args[0] + 1]
+
+    run = runner(lambda x: [x * 2], COPIED)
+    plan = Plan(1, 3, (Step("a", run, (0,), (1,), (0,)), Step("b", step, (1,), (2,), (1,))), (2,))
+    executor = Executor(plan, run.owner)
+    for value in range(3):
+        executor([X * value])
+    fail.append(1)
+    with pytest.raises(ValueError, match="user's"):
+        executor([X])
+    fail.clear()
+    assert executor([X * 5])[0].tolist() == [11, 11]
+
+
+def test_a_plan_as_text():
+    plan = Plan(
+        3,
+        8,
+        (
+            Step("captured_0", plain(max), (0, 1), (4, 5), drops=(0,)),
+            Step("eager_1", plain(max), (5, 2), (6,), drops=(5,)),
+            Step("captured_2", plain(max), (6, 1, 3), (7,)),
+        ),
+        (7, 4, 3),
+        constants=((3, None),),
+        visible=frozenset({0, 2}),
+    )
+    assert_expected_inline(
+        str(plan),
+        """\
+inputs: 0 to 2
+constants: 3
+captured_0: (0, 1) -> (4, 5), drops (0)
+eager_1: (5, 2) -> (6), drops (5)
+captured_2: (6, 1, 3) -> (7)
+outputs: (7, 4, 3), visible: (0, 2)""",
+    )
+    assert str(Plan(0, 0, (), ())) == "inputs: none\noutputs: (), visible: ()"

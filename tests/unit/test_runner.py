@@ -1,0 +1,245 @@
+"""Warm-up, record, replay, and what happens when a capture fails or inputs are not where they were."""
+
+import logging
+
+import pytest
+import torch
+
+from cgpass.errors import CaptureError
+from cgpass.runtime.owner import Owner
+from cgpass.runtime.simulated import SimulatedDriver
+from tests.unit.runners import COPIED, OPAQUE, POOLED, STATIC, SYMINT, call, counts, runner
+
+X = torch.ones(2)
+
+
+def warnings(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+
+def test_warm_up_record_replay():
+    python_runs = []
+
+    def fn(x):
+        python_runs.append(x)
+        return [x * 2]
+
+    run = runner(fn, COPIED)
+    for value in range(5):
+        assert call(run, torch.full((2,), float(value))) == [[2.0 * value] * 2]
+    assert counts(run) == (1, 1, 4, 0)
+    assert len(python_runs) == 2
+    assert run.stats.copied_bytes == 4 * 8
+
+
+def test_more_warm_ups_on_request():
+    run = runner(lambda x: [x * 2], COPIED, num_warmup_calls=3)
+    for _ in range(5):
+        call(run, X)
+    assert counts(run) == (3, 1, 2, 0)
+
+
+def test_each_integer_and_each_object_has_its_own_recording():
+    run = runner(lambda x, n, o: [x * n], COPIED, SYMINT, OPAQUE)
+    a, b = object(), object()
+    for n, o in [(1, a), (1, a), (2, a), (2, a), (1, b), (1, b), (1, a), (2, a)]:
+        assert call(run, X, n, o) == [[n, n]]
+    assert counts(run) == (3, 3, 5, 0)
+
+
+def test_the_list_of_inputs_is_emptied():
+    run = runner(lambda x: [x * 2], COPIED)
+    for _ in range(3):
+        args = [X]
+        run.run(args)
+    assert args == []
+
+
+def test_held_outputs_get_another_recording():
+    run = runner(lambda x: [x * 2], COPIED)
+    held = [run.run([torch.full((2,), float(i))])[0] for i in range(5)]
+    assert [out.tolist() for (out,) in held] == [[2.0 * i] * 2 for i in range(5)]
+    assert counts(run) == (1, 4, 4, 0)
+    held.clear()
+    for _ in range(5):
+        call(run, X)
+    assert run.stats.recordings == 4
+
+
+def sync(x):
+    return [x * x.sum().item()]
+
+
+def test_a_failed_capture_runs_plainly_and_warns_once(caplog):
+    run = runner(sync, COPIED)
+    for _ in range(5):
+        assert call(run, X) == [[2, 2]]
+    assert counts(run) == (1, 0, 0, 4)
+    (message,) = warnings(caplog)
+    assert message.startswith(
+        "forward captured_0 can't be captured and runs without a graph from now on: RuntimeError: "
+    )
+    assert "_local_scalar_dense" in message
+    assert 'options={"unsafe_ops": (...)}' in message
+    assert run.failure is not None
+
+
+def test_silent_says_nothing_louder_than_info(caplog):
+    run = runner(sync, COPIED, settings={"on_skip": "silent"})
+    for _ in range(3):
+        call(run, X)
+    assert warnings(caplog) == []
+
+
+def test_raise_raises_from_the_cause():
+    run = runner(sync, COPIED, settings={"on_skip": "raise"})
+    call(run, X)
+    with pytest.raises(CaptureError, match="can't be captured") as error:
+        call(run, X)
+    assert isinstance(error.value.__cause__, RuntimeError)
+    assert "operation not permitted" in str(error.value.__cause__)
+
+
+def test_a_failed_capture_leaves_inputs_and_random_numbers_alone():
+    def fn(x):
+        x.add_(1)
+        noise = torch.rand(2)
+        return [noise * x.sum().item()]
+
+    run = runner(fn, COPIED, mutated=(0,))
+    torch.manual_seed(3)
+    x = torch.ones(2)
+    ours = [call(run, x) for _ in range(3)]
+    torch.manual_seed(3)
+    y = torch.ones(2)
+    assert ours == [[fn(y)[0].tolist()] for _ in range(3)]
+    assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("on_skip", ["warn", "silent"])
+def test_the_users_own_error_passes_and_the_next_call_works(caplog, on_skip):
+    fail = []
+
+    def fn(x):
+        if fail:
+            raise ValueError("user's")
+        return [x * 2]
+
+    run = runner(fn, COPIED, settings={"on_skip": on_skip})
+    call(run, X)
+    fail.append(True)
+    with pytest.raises(ValueError, match=r"^user's$"):
+        call(run, X)
+    assert run.failure is None
+    fail.clear()
+    for _ in range(2):
+        assert call(run, X) == [[2, 2]]
+    assert counts(run) == (1, 1, 2, 0)
+    assert warnings(caplog) == []
+
+
+def test_an_error_in_the_warm_up_passes_and_the_next_call_warms_up():
+    fail = [True]
+
+    def fn(x):
+        if fail.pop() if fail else False:
+            raise ValueError("user's")
+        return [x * 2]
+
+    run = runner(fn, COPIED)
+    with pytest.raises(ValueError, match="user's"):
+        call(run, X)
+    for _ in range(3):
+        call(run, X)
+    assert counts(run) == (1, 1, 2, 0)
+
+
+def test_a_foreign_capture_runs_plainly(monkeypatch):
+    run = runner(lambda x: [x * 2], COPIED)
+    call(run, X)
+    call(run, X)
+    with monkeypatch.context() as patch:
+        patch.setattr(SimulatedDriver, "is_capturing", lambda self: True)
+        assert call(run, X * 3) == [[6, 6]]
+    assert counts(run) == (1, 1, 1, 1)
+    assert call(run, X * 3) == [[6, 6]]
+    assert counts(run) == (1, 1, 2, 1)
+
+
+def chain(**limits):
+    """Two runners, the second reads what the first makes."""
+    owner = Owner(SimulatedDriver())
+    first = runner(lambda x: [x * 2], COPIED, owner=owner, **limits)
+    second = runner(lambda a, w: [a + w], POOLED, STATIC, owner=owner, **limits)
+    return first, second
+
+
+W = torch.ones(2)
+
+
+def test_pooled_inputs_are_not_copied():
+    first, second = chain()
+    for value in range(6):
+        (a,), _ = first.run([torch.full((2,), float(value))])
+        assert call(second, a, W) == [[2.0 * value + 1] * 2]
+        del a
+    assert counts(first) == counts(second) == (1, 1, 5, 0)
+    assert second.stats.copied_bytes == 0
+
+
+def test_stray_pooled_inputs_run_plainly_and_are_copied_after_eight_in_a_row():
+    first, second = chain()
+    for _ in range(3):
+        (a,), _ = first.run([X])
+        call(second, a, W)
+        del a
+    assert counts(second) == (1, 1, 2, 0)
+    for number in range(1, 8):
+        assert call(second, torch.full((2,), 5.0), W) == [[6, 6]]
+        assert second.stats.plain_calls == number
+    assert call(second, torch.full((2,), 5.0), W) == [[6, 6]]
+    assert counts(second) == (2, 1, 2, 7), "the eighth warms up with a copied input"
+    for value in range(4):
+        assert call(second, torch.full((2,), float(value)), W) == [[value + 1.0] * 2]
+    assert counts(second) == (2, 2, 6, 7)
+    assert second.stats.copied_bytes == 4 * 8
+
+
+def test_single_strays_change_nothing():
+    first, second = chain()
+    for number in range(30):
+        (a,), _ = first.run([X])
+        call(second, a.clone() if number % 5 == 4 else a, W)
+        del a
+    assert counts(second) == (1, 1, 23, 6)
+    assert second.stats.copied_bytes == 0
+
+
+def test_a_closed_owner_runs_plainly():
+    run = runner(lambda x: [x * 2], COPIED)
+    for _ in range(3):
+        call(run, X)
+    run.owner.close()
+    assert call(run, X) == [[2, 2]]
+    assert counts(run) == (1, 1, 2, 1)
+    assert run.table.all() == []
+
+
+def test_a_released_owner_records_again():
+    run = runner(lambda x: [x * 2], COPIED)
+    for _ in range(3):
+        call(run, X)
+    run.owner.release()
+    for _ in range(3):
+        call(run, X)
+    assert counts(run) == (2, 2, 4, 0)
+
+
+def test_outputs_held_over_a_release_keep_their_value():
+    run = runner(lambda x: [x * 2], COPIED)
+    call(run, X)
+    (held,), _ = run.run([X * 5])
+    run.owner.release()
+    for _ in range(4):
+        call(run, X)
+    assert held.tolist() == [10, 10]
