@@ -28,6 +28,9 @@ from cgpass.runtime.simulated import SimulatedDriver
 
 log = logging.getLogger(__name__)
 
+_NO_SKIP = ("too_small", "lifted")
+"""Codes of what runs outside of graphs because cgpass chose so, not because it can't be captured."""
+
 Direction = Literal["forward", "backward", "inference"]
 
 
@@ -248,7 +251,7 @@ class Compilation:
 
     def _report_reasons(self, reasons: Sequence[Reason], direction: Direction) -> None:
         """One message per graph for everything in it that can't be captured."""
-        reasons = [reason for reason in reasons if reason.code != "too_small"]
+        reasons = [reason for reason in reasons if reason.code not in _NO_SKIP]
         if reasons:
             listed = "\n  ".join(dict.fromkeys(map(str, reasons)))
             self._on_skip(f"parts of the {direction} graph run without CUDA graphs:\n  {listed}")

@@ -6,6 +6,7 @@ static input and no liveness: those are the wrapper's.
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -20,8 +21,10 @@ BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 class CapturedGraph(Protocol):
     """What a driver recorded."""
 
-    def replay(self) -> None:
-        """Run the recorded work again on the current stream, reading and writing the same memory."""
+    @property
+    def replay(self) -> Callable[[], None]:
+        """Runs the recorded work again on the current stream, reading and writing the same memory."""
+        ...
 
     def reset(self) -> None:
         """Free the graph. Memory that its outputs lie in is freed when they are."""
@@ -72,6 +75,21 @@ def no_gc() -> Iterator[None]:
             gc.enable()
 
 
+class _CUDAGraph:
+    """A recorded graph among those that use its pool."""
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, members: weakref.WeakSet[torch.cuda.CUDAGraph]
+    ) -> None:
+        self.replay = graph.replay
+        self._graph = graph
+        self._members = members
+
+    def reset(self) -> None:
+        self._members.discard(self._graph)
+        self._graph.reset()
+
+
 class CUDADriver:
     """Records into CUDA graphs: one pool and one side stream.
 
@@ -83,14 +101,20 @@ class CUDADriver:
         self._device = device
         self._index = device.index
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        """Graphs that keep the pool in use; whoever replays them keeps them alive."""
         self._stream = torch.cuda.Stream(device)
         self._last_stream: int | None = None
+        self._token = torch.zeros(1, device=device)
 
     def record(
         self, fn: BoxedCallable, args: list[Any], *, opaque: bool
     ) -> tuple[CapturedGraph, list[Any]]:
         """See `GraphDriver.record`; `opaque` makes no difference to CUDA."""
         del opaque
+        if not self._graphs:
+            # The allocator takes no more captures into a pool that no graph uses any longer.
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         generators = [torch.cuda.default_generators[self._index]]
         generators += [a for a in args if isinstance(a, torch.Generator)]
@@ -104,14 +128,33 @@ class CUDADriver:
             try:
                 outputs = self._capture(graph, fn, args)
             except BaseException:
-                # Random ops drawn inside a failed capture leave the generator unusable until its state is replaced.
-                for generator, state in zip(generators, states, strict=True):
-                    generator.graphsafe_set_state(state)
+                self._repair(generators, states)
                 raise
             finally:
                 _torch.clear_cublas_workspaces()
         current.wait_stream(self._stream)
-        return graph, outputs
+        self._graphs.add(graph)
+        return _CUDAGraph(graph, self._graphs), outputs
+
+    def _repair(
+        self, generators: list[torch.Generator], states: list[torch.Generator]
+    ) -> None:
+        """Take generators out of capture mode after a failed capture.
+
+        Drawn from inside one, they refuse to draw outside (torch 2.11). A capture that succeeds puts them right and
+        leaves their position alone. Giving them another state object would do so too, but would cut off every
+        graph recorded before: those keep drawing from the old one.
+        """
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators[1:]:
+            graph.register_generator_state(generator)
+        try:
+            graph.capture_begin(capture_error_mode="thread_local")
+            self._token.zero_()
+            graph.capture_end()
+        except RuntimeError:
+            for generator, state in zip(generators, states, strict=True):
+                generator.graphsafe_set_state(state)
 
     def _capture(
         self, graph: torch.cuda.CUDAGraph, fn: BoxedCallable, args: list[Any]

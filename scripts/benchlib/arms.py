@@ -157,6 +157,9 @@ class LimitArm(Arm):
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         self.optimizer.zero_grad(set_to_none=True)
+        # cuBLAS' workspace must be captured too: whoever clears the workspaces later (Inductor's graphs and
+        # cgpass do, for every recording) would free it under this graph.
+        torch._C._cuda_clearCublasWorkspaces()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
             self._loss = super().forward_backward(self._static)

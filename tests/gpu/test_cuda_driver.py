@@ -76,6 +76,28 @@ def test_a_failed_capture_puts_the_generator_back(owner):
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
+def test_a_failed_capture_leaves_other_recordings_with_the_users_generator(owner):
+    x = torch.zeros(100, device="cuda")
+    draws = runner_of(owner, boxed(lambda x: x + torch.rand_like(x)), InputKind.COPIED)
+    for _ in range(3):
+        draws.run([x])
+
+    def syncs(x):
+        y = torch.rand_like(x)
+        return y + y.sum().item()
+
+    fails = runner_of(owner, boxed(syncs), InputKind.COPIED, on_skip="silent")
+    for _ in range(3):
+        fails.run([x])
+    assert fails.stats.plain_calls == 2
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        want = [torch.rand(100, device="cuda") for _ in range(2)]
+        torch.manual_seed(seed)
+        got = [draws.run([x])[0][0].clone() for _ in range(2)]
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
 def test_on_skip_raise_says_why(owner):
     runner = runner_of(
         owner, boxed(lambda x: x + x.sum().item()), InputKind.COPIED, on_skip="raise"
