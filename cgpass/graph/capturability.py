@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from cgpass import _torch
 from cgpass.graph import op_tables, stand_ins, values
 
-
 LIFTED = "cgpass_lifted"
 """In `node.meta`: the copy to the device that our own lifting of a CPU scalar put there."""
 
@@ -257,6 +256,11 @@ def _devices(query: _Query) -> _Found:
 
 
 def _layouts(query: _Query) -> _Found:
+    if (
+        isinstance(query.op, torch._ops.OpOverload)
+        and _short_name(query.op) in op_tables.QUANTISING
+    ):
+        return "layout", "it makes a quantised tensor"
     for tensor in (*query.inputs, *query.outputs):
         if tensor.layout != torch.strided:
             return (

@@ -43,6 +43,19 @@ SYNCS = frozenset(
 )
 """Operators without a telling tag that synchronise, by name or by `aten.name.overload`."""
 
+QUANTISING = frozenset(
+    {
+        "quantize_per_tensor",
+        "quantize_per_tensor_dynamic",
+        "quantize_per_channel",
+        "_empty_affine_quantized",
+        "_empty_per_channel_affine_quantized",
+        "_make_per_tensor_quantized_tensor",
+        "_make_per_channel_quantized_tensor",
+    }
+)
+"""Operators whose result is quantised, which the fake tensor that stands for it does not say."""
+
 HOST_STATE = frozenset(
     {
         "_assert_scalar",

@@ -36,6 +36,8 @@ def find_target(gm: fx.GraphModule, driver: str) -> Target:
         return _skipped(f"it uses several devices: {', '.join(map(str, cuda))}")
     if not found:
         return _skipped("it has no tensors")
+    if all(d.type == "meta" for d in found):
+        return _skipped("its tensors are on meta and hold no values")
     if driver == "none":
         return Target(cuda[0] if cuda else torch.device("cpu"), records=False)
     if driver == "simulated":

@@ -1,0 +1,217 @@
+"""What of the CUDA driver can be shown without CUDA: which calls it makes, in which order."""
+
+import gc
+
+import pytest
+import torch
+
+from cgpass import _torch
+from cgpass.runtime import driver as driver_module
+from cgpass.runtime.driver import CUDADriver, no_gc
+
+DEVICE = torch.device("cuda", 0)
+
+
+def test_no_gc_switches_back_on_after_an_error():
+    seen = []
+
+    def fail():
+        with no_gc():
+            seen.append(gc.isenabled())
+            raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        fail()
+    assert seen == [False]
+    assert gc.isenabled()
+
+
+def test_no_gc_leaves_it_off_where_it_was_off():
+    gc.disable()
+    try:
+        with no_gc():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+class Log(list):
+    """Calls in their order; fakes note themselves here."""
+
+
+class FakeStream:
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def __enter__(self):
+        self.log.append(f"enter {self.name}")
+
+    def __exit__(self, *exc):
+        self.log.append(f"leave {self.name}")
+
+
+class FakeGraph:
+    log = None
+    end_raises = False
+
+    def register_generator_state(self, generator):
+        self.log.append(f"register {generator}")
+
+    def replay(self):
+        self.log.append("replay")
+
+    def reset(self):
+        self.log.append("reset")
+
+    def capture_begin(self, *, pool="own pool", capture_error_mode):
+        self.log.append(f"begin {pool} {capture_error_mode}")
+
+    def capture_end(self):
+        self.log.append("end")
+        if self.end_raises:
+            raise RuntimeError("capture_end")
+
+
+class FakeGenerator(torch.Generator):
+    def __init__(self, log, name):
+        super().__init__()
+        self.log, self.name = log, name
+
+    def __new__(cls, *args):
+        return super().__new__(cls)
+
+    def __repr__(self):
+        return self.name
+
+    def clone_state(self):
+        return f"state of {self.name}"
+
+    def graphsafe_set_state(self, state):
+        self.log.append(f"restore {state}")
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A driver whose device notes what is asked of it."""
+    log = Log()
+    log.streams = [11]
+    graph = type("Graph", (FakeGraph,), {"log": log})
+    log.graph = graph
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "graph_pool_handle", lambda: (0, 1))
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
+    monkeypatch.setattr(cuda, "Stream", lambda device: FakeStream(log, "side"))
+    monkeypatch.setattr(cuda, "ExternalStream", lambda s, device: FakeStream(log, f"stream {s}"))
+    monkeypatch.setattr(cuda, "current_stream", lambda device: FakeStream(log, "current"))
+    monkeypatch.setattr(cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(cuda, "device", lambda device: no_gc())
+    monkeypatch.setattr(cuda, "CUDAGraph", graph)
+    monkeypatch.setattr(cuda, "default_generators", [FakeGenerator(log, "default")])
+    monkeypatch.setattr(_torch, "clear_cublas_workspaces", lambda: log.append("clear workspaces"))
+    monkeypatch.setattr(
+        _torch, "abandon_failed_capture", lambda index, pool: log.append(f"abandon {index} {pool}")
+    )
+    monkeypatch.setattr(_torch, "current_raw_stream", lambda index: log.streams[-1])
+    return CUDADriver(DEVICE), log
+
+
+def test_a_capture(cuda):
+    driver, log = cuda
+    generator = FakeGenerator(log, "mine")
+
+    def fn(args):
+        log.append("run")
+        assert not gc.isenabled()
+        return (value for value in (1, 2))
+
+    graph, outputs = driver.record(fn, [generator, 3], opaque=True)
+    assert outputs == [1, 2]
+    assert log == [
+        "register mine",
+        "side waits for current",
+        "enter side",
+        "clear workspaces",
+        "begin (0, 1) thread_local",
+        "run",
+        "end",
+        "clear workspaces",
+        "leave side",
+        "current waits for side",
+    ]
+    log.clear()
+    graph.replay()
+    graph.reset()
+    assert log == ["replay", "reset"]
+
+
+def failing(args):
+    raise ValueError("user's")
+
+
+@pytest.mark.parametrize("end_raises", [False, True])
+def test_a_failed_capture_is_ended_and_generators_are_repaired(cuda, end_raises):
+    driver, log = cuda
+    log.graph.end_raises = end_raises
+    with pytest.raises(ValueError, match="user's"):
+        driver.record(failing, [FakeGenerator(log, "mine")], opaque=False)
+    after = log[log.index("end") + 1 : -2]
+    repair = ["register mine", "begin own pool thread_local", "end"]
+    if end_raises:
+        assert after == [
+            "abandon 0 (0, 1)",
+            *repair,
+            "restore state of default",
+            "restore state of mine",
+        ]
+    else:
+        assert after == repair
+    assert log[-2:] == ["clear workspaces", "leave side"]
+    assert gc.isenabled()
+
+
+def test_a_capture_that_fails_at_its_end_is_abandoned(cuda):
+    driver, log = cuda
+    log.graph.end_raises = True
+    with pytest.raises(RuntimeError, match="capture_end"):
+        driver.record(lambda args: [], [], opaque=False)
+    assert "abandon 0 (0, 1)" in log
+    assert "restore state of default" in log
+
+
+def test_another_stream_waits_for_the_one_before(cuda):
+    driver, log = cuda
+    driver.enter_call()
+    driver.enter_call()
+    assert log == []
+    log.streams.append(22)
+    driver.enter_call()
+    driver.enter_call()
+    assert log == ["current waits for stream 11"]
+    log.streams.append(11)
+    driver.enter_call()
+    assert log[1:] == ["current waits for stream 22"]
+
+
+@pytest.mark.gpu
+def test_a_capture_on_the_device():
+    driver = driver_module.CUDADriver(DEVICE)
+    x = torch.ones(3, device=DEVICE)
+    graph, (out,) = driver.record(lambda args: [args[0] * 2], [x], opaque=False)
+    x.fill_(4)
+    graph.replay()
+    assert out.tolist() == [8] * 3
+    with pytest.raises(RuntimeError):
+        driver.record(lambda args: [args[0] * args[0].sum().item()], [x], opaque=False)
+    graph, (out,) = driver.record(
+        lambda args: [args[0] + torch.rand_like(args[0])], [x], opaque=False
+    )
+    graph.replay()
+    first = out.clone()
+    graph.replay()
+    assert not torch.equal(first, out)
+    assert not driver.is_capturing()

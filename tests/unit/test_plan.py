@@ -1,0 +1,112 @@
+"""From outlined graphs to plans: slots, order, drops, constants."""
+
+import torch
+from expecttest import assert_expected_inline
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from cgpass.passes.base import PassContext, run_passes
+from cgpass.passes.outline import Outline
+from cgpass.passes.partition import Partition
+from cgpass.plan import build_plan, whole_plan
+from cgpass.runtime.executor import Executor
+
+CPU = torch.device("cpu")
+
+
+def outlined(fn, *args, unsafe=(), mode="fake"):
+    gm = make_fx(fn, tracing_mode=mode)(*args)
+    passes = [Partition(frozenset(unsafe), 1), Outline()]
+    gm = run_passes(passes, gm, PassContext(CPU, "outline", "forward")).gm
+    runs = {
+        name: lambda values, part=part: part(*values)
+        for name, part in gm.named_children()
+        if isinstance(part, torch.fx.GraphModule)
+    }
+    return gm, runs
+
+
+def sync_between(x, w):
+    a = x @ w
+    top, where = a.max(1)
+    i = torch.nonzero(top)
+    return i, (a * 2).relu(), where
+
+
+def test_the_plan_of_an_outlined_graph():
+    gm, runs = outlined(sync_between, torch.ones(4, 4), torch.ones(4, 4))
+    plan = build_plan(gm, runs, frozenset({0, 2}))
+    assert_expected_inline(
+        str(plan),
+        """\
+inputs: 0 to 1
+captured_0: (0, 1) -> (2, 3, 4), drops (0, 1)
+eager_1: (2) -> (5), drops (2)
+outputs: (5, 4, 3), visible: (0, 2)""",
+    )
+    x, w = torch.randn(4, 4), torch.randn(4, 4)
+    for ours, theirs in zip(Executor(plan, None)([x, w]), sync_between(x, w), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_values_read_again_later_are_dropped_later():
+    def fn(x, y):
+        a = x.sin()
+        b = torch.nonzero(a).sum()
+        c = (a * b).cos()
+        d = torch.nonzero(c).sum()
+        return (a * c * d + y,)
+
+    gm, runs = outlined(fn, torch.ones(3), torch.ones(3))
+    plan = build_plan(gm, runs, frozenset({0}))
+    assert_expected_inline(
+        str(plan),
+        """\
+inputs: 0 to 1
+captured_0: (0) -> (2), drops (0)
+eager_1: (2) -> (3)
+captured_2: (2, 3) -> (4), drops (3)
+eager_3: (4) -> (5)
+captured_4: (2, 4, 5, 1) -> (6), drops (2, 4, 5, 1)
+outputs: (6), visible: (0)""",
+    )
+    x, y = torch.randn(3), torch.randn(3)
+    assert torch.equal(Executor(plan, None)([x, y])[0], fn(x, y)[0])
+
+
+def test_host_numbers_are_steps_of_their_own():
+    def fn(x):
+        n = x.shape[0] * 2 + 1
+        return torch.nonzero(x.sin() * n), x.new_ones(n) + 1, n
+
+    gm, runs = outlined(fn, torch.ones(3, 2), mode="symbolic")
+    plan = build_plan(gm, runs, frozenset({0, 1}))
+    x = torch.randn(5, 2)
+    names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    results = Executor(plan, None)([x] if len(names) == 1 else [5, x])
+    for ours, theirs in zip(results, fn(x), strict=True):
+        assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
+
+
+def test_constants_of_the_graph_have_slots():
+    def fn(x):
+        return None, x.sin(), x, 3
+
+    gm, runs = outlined(fn, torch.ones(2))
+    plan = build_plan(gm, runs, frozenset({1}))
+    x = torch.randn(2)
+    none, sin, same, three = Executor(plan, None)([x])
+    assert (none, three) == (None, 3)
+    assert same is x
+    assert torch.equal(sin, x.sin())
+
+
+def test_the_plan_of_a_whole_graph():
+    plan = whole_plan(3, 2, lambda values: values[:2], "captured_0", frozenset({1}))
+    assert_expected_inline(
+        str(plan),
+        """\
+inputs: 0 to 2
+captured_0: (0, 1, 2) -> (3, 4), drops (0, 1, 2)
+outputs: (3, 4), visible: (1)""",
+    )
+    assert Executor(plan, None)([5, 6, 7]) == [5, 6]

@@ -1,0 +1,187 @@
+"""What cgpass refuses with a clear error, and what it runs plainly with its reason."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import cgpass
+from cgpass.errors import CaptureError, DriverUnavailableError, OptionError
+from tests.usage import programs
+from tests.usage.programs import MLP, assert_steady
+
+X = torch.ones(4, 8)
+
+
+def compiled(fn, **options):
+    torch.compiler.reset()
+    options = {"driver": "simulated", "compiler": "eager", **options}
+    return torch.compile(fn, backend=cgpass.cgpass, options=options)
+
+
+def long_enough(x):
+    return (x.sin() + 1).cos().exp()
+
+
+def cause(error):
+    """The error that a backend raised, out of Dynamo's own."""
+    return getattr(error.value, "inner_exception", None) or error.value
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"compilr": "eager"}, "unknown option 'compilr'; did you mean 'compiler'?"),
+        ({"driver": "simulate"}, "did you mean 'simulated'?"),
+        ({"max_recordings": "64"}, "option 'max_recordings' must be an int >= 1, got '64' (str)"),
+        ({"max_recordings": 0}, "must be an int >= 1, got 0 (int)"),
+        ({"unsafe_ops": "aten::add"}, "must be a tuple or list of operator names"),
+        ({"inductor": ["x"]}, "must be a dict of Inductor config names and values"),
+    ],
+    ids=["name", "value", "type", "range", "string for tuple", "list for dict"],
+)
+def test_options_that_are_refused(options, text):
+    with pytest.raises(Exception, match="cgpass") as error:
+        compiled(long_enough, **options)(X)
+    assert isinstance(cause(error), OptionError)
+    assert text in str(error.value)
+
+
+def test_mode_is_refused():
+    torch.compiler.reset()
+    call = torch.compile(long_enough, backend=cgpass.cgpass, mode="reduce-overhead")
+    with pytest.raises(Exception, match="reduce-overhead") as error:
+        call(X)
+    assert isinstance(cause(error), OptionError)
+    assert "leave mode out" in str(error.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+def test_cuda_without_cuda():
+    with pytest.raises(Exception, match="CUDA") as error:
+        compiled(long_enough, driver="cuda")(X)
+    assert isinstance(cause(error), DriverUnavailableError)
+    assert (
+        'driver="cuda", but torch finds no CUDA device; use driver="auto", or driver="simulated" on CPU'
+        in str(error.value)
+    )
+
+
+def plainly(caplog, fn, *args, options=None):
+    """Runs three calls that must not be captured; gives their last result and what was said."""
+    with caplog.at_level(logging.WARNING, "cgpass"), programs.counted() as counters:
+        call = compiled(fn, **(options or {}))
+        for _ in range(3):
+            result = call(*args)
+    assert (counters["recordings"], counters["replays"]) == (0, 0), counters
+    return result, [r.getMessage() for r in caplog.records if r.name.startswith("cgpass")], counters
+
+
+def test_a_device_that_is_neither_cpu_nor_cuda(caplog):
+    result, said, _ = plainly(caplog, long_enough, torch.ones(4, device="meta"))
+    assert result.device.type == "meta"
+    assert len(said) == 1
+    assert "runs without CUDA graphs" in said[0]
+
+
+def test_a_graph_without_tensors(caplog):
+    def fn(n):
+        return n * 2 + 1
+
+    result, said, _ = plainly(caplog, fn, 3)
+    assert result == 7
+    assert said == []
+
+
+def test_an_empty_graph(caplog):
+    result, _, _ = plainly(caplog, lambda x: x, X)
+    assert result is X
+
+
+def test_a_graph_of_views_only(caplog):
+    result, _, _ = plainly(caplog, lambda x: x.view(-1)[3:], X)
+    assert torch.equal(result, X.view(-1)[3:])
+    assert result.data_ptr() == X.view(-1)[3:].data_ptr()
+
+
+def test_sparse_outputs_give_the_right_value(caplog):
+    def fn(x):
+        return (long_enough(x) * 2).to_sparse()
+
+    with caplog.at_level(logging.WARNING, "cgpass"):
+        call = compiled(fn)
+        for value in range(4):
+            x = torch.full((2, 3), float(value))
+            assert torch.equal(call(x).to_dense(), fn(x).to_dense())
+
+
+def test_sparse_inputs_give_the_right_value():
+    def fn(x, s):
+        return long_enough(torch.sparse.mm(s, x))
+
+    call = compiled(fn, on_skip="silent")
+    for value in range(4):
+        x, s = torch.full((3, 3), float(value)), torch.eye(3).to_sparse()
+        assert torch.equal(call(x, s), fn(x, s))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quantised_outputs_give_the_right_value():
+    def fn(x):
+        return torch.quantize_per_tensor(long_enough(x), 0.1, 2, torch.quint8)
+
+    call = compiled(fn, on_skip="silent")
+    for value in range(4):
+        x = torch.full((2, 3), float(value))
+        assert torch.equal(call(x).int_repr(), fn(x).int_repr())
+
+
+def test_complex_outputs_are_captured(setting):
+    def program(session):
+        def fn(x):
+            z = torch.view_as_complex(x.view(4, 4, 2)).exp() * 2j
+            return z.sin() + 1, torch.fft.fft(x)
+
+        call = session.compile(fn)
+        return [torch.view_as_real(v) for x in session.batches(4, 8) for v in call(x)]
+
+    assert_steady(setting.compare(program), captured=1)
+
+
+class Syncs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = MLP(), MLP()
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.second(x) * torch.nonzero(x.detach() > 0).shape[0]
+
+
+def test_raise_names_what_is_in_the_way():
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        call = compiled(Syncs(), on_skip="raise")
+        with pytest.raises(Exception, match="without CUDA graphs") as error:
+            call(X)
+    assert isinstance(cause(error), CaptureError)
+    assert "aten.nonzero" in str(error.value)
+    assert "test_bad_input.py" in str(error.value)
+
+
+def test_warn_says_it_once_per_graph(caplog):
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        call = compiled(Syncs())
+        with caplog.at_level(logging.WARNING, "cgpass"), torch.no_grad():
+            for _ in range(3):
+                call(X)
+    said = [r.getMessage() for r in caplog.records if r.name.startswith("cgpass")]
+    assert len(said) == 1
+    assert "aten.nonzero" in said[0]
+    assert "test_bad_input.py" in said[0]
+
+
+def test_a_tiny_graph_is_not_captured_and_works(caplog):
+    result, _, counters = plainly(caplog, lambda x: x + 1, X)
+    assert torch.equal(result, X + 1)
+    assert counters["partitions_captured"] == 0
