@@ -6,6 +6,7 @@ static input and no liveness: those are the wrapper's.
 
 import contextlib
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -173,10 +174,12 @@ class CUDADriver:
         return outputs
 
     def _end_failed(self, graph: torch.cuda.CUDAGraph) -> None:
-        try:
-            graph.capture_end()
-        except RuntimeError:
-            _torch.abandon_failed_capture(self._index, self._pool)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                _torch.abandon_failed_capture(self._index, self._pool)
 
     @property
     def device(self) -> torch.device:
