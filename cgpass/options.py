@@ -186,6 +186,21 @@ def _from_environment() -> dict[str, Any]:
     return found
 
 
+def fast_mode() -> Literal["on", "off", "wait"]:
+    """What `CGPASS_FAST` says of the C++ functions: `0` never, `wait` before the first call, else once they are built.
+
+    Raises:
+        OptionError: Another value than `0`, `1` and `wait`.
+    """
+    modes: dict[str, Literal["on", "off", "wait"]] = {"0": "off", "1": "on", "wait": "wait"}
+    text = os.environ.get("CGPASS_FAST", "1").strip().lower()
+    if text not in modes:
+        raise OptionError(
+            f"cgpass: environment variable CGPASS_FAST must be one of {', '.join(map(repr, modes))}, got {text!r}."
+        )
+    return modes[text]
+
+
 def _from_text(variable: str, name: str, text: str) -> Any:
     read = _READERS.get(name, int if "at_least" in _SPECS[name].metadata else str)
     try:

@@ -137,9 +137,7 @@ class CUDADriver:
         self._graphs.add(graph)
         return _CUDAGraph(graph, self._graphs), outputs
 
-    def _repair(
-        self, generators: list[torch.Generator], states: list[torch.Generator]
-    ) -> None:
+    def _repair(self, generators: list[torch.Generator], states: list[torch.Generator]) -> None:
         """Take generators out of capture mode after a failed capture.
 
         Drawn from inside one, they refuse to draw outside (torch 2.11). A capture that succeeds puts them right and

@@ -1,9 +1,11 @@
 """Runs the partitions of a graph in order: a flat list of steps over precomputed slots."""
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cgpass.runtime import fast
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner
 
@@ -74,6 +76,21 @@ def _copied_outputs(
     return tuple(n for n, _ in pairs), tuple(position for _, position in pairs)
 
 
+def _taker(positions: tuple[int, ...]) -> Callable[[list[Any]], list[Any]]:
+    """A function that makes a list of the values at `positions`, in C where there are several."""
+    if len(positions) < 2:
+        return lambda values: [values[i] for i in positions]
+    take = operator.itemgetter(*positions)
+    return lambda values: list(take(values))
+
+
+def _plainly(
+    fn: Callable[[list[Any]], Sequence[Any]],
+) -> Callable[[list[Any]], tuple[Sequence[Any], None]]:
+    """A plain callable with a runner's results: its outputs, and no recording."""
+    return lambda values: (fn(values), None)
+
+
 class Executor:
     """Calls a plan's steps; boxed calling convention."""
 
@@ -84,6 +101,17 @@ class Executor:
         self._template: list[Any] = [None] * (plan.num_slots - plan.num_inputs)
         for slot, value in plan.constants:
             self._template[slot - plan.num_inputs] = value
+        self._steps = [
+            (
+                step.run.run if isinstance(step.run, PartitionRunner) else _plainly(step.run),
+                _taker(step.inputs),
+                step.drops,
+                (None,) * len(step.drops),
+                step.outputs,
+            )
+            for step in plan.steps
+        ]
+        self._take_outputs = _taker(plan.outputs)
         self._copies = [
             (number, step.run.stats, positions, targets)
             for number, step in enumerate(plan.steps)
@@ -91,7 +119,7 @@ class Executor:
             for positions, targets in [_copied_outputs(plan, step, step.run)]
             if positions
         ]
-        """Number of a step, its counts, those of its outputs that are copied out, and where in the results the copies go."""
+        """Number of a step, its counts, its outputs that are copied out, where in the results they go."""
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run every step.
@@ -113,21 +141,14 @@ class Executor:
         slots = args + self._template
         args.clear()
         recordings: list[Any] = []
-        for step in self.plan.steps:
-            inputs = [slots[i] for i in step.inputs]
-            for i in step.drops:
-                slots[i] = None
-            run = step.run
-            if isinstance(run, PartitionRunner):
-                outputs, recording = run.run(inputs)
-                recordings.append(recording)
-            else:
-                outputs = run(inputs)
-                recordings.append(None)
-            for slot, value in zip(step.outputs, outputs, strict=True):
-                slots[slot] = value
+        for run, take, drops, nothing, places in self._steps:
+            inputs = take(slots)
+            fast.put(slots, drops, nothing)
+            outputs, recording = run(inputs)
+            recordings.append(recording)
+            fast.put(slots, places, outputs)
             del inputs, outputs
-        results = [slots[i] for i in self.plan.outputs]
+        results = self._take_outputs(slots)
         del slots
         for number, stats, taken, positions in self._copies:
             recording = recordings[number]

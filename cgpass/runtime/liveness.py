@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from cgpass import _torch
+from cgpass.runtime import fast
 
 
 class HeldStorages:
@@ -28,12 +29,12 @@ class HeldStorages:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Args: tensors: the recording's own outputs; nobody else holds their storages yet."""
         self._tensors = tensors
-        self._cdatas = list({t.untyped_storage()._cdata: None for t in tensors})
-        self._baseline = list(map(_torch.storage_use_count, self._cdatas))
+        self._cdatas = tuple({t.untyped_storage()._cdata: None for t in tensors})
+        self._baseline = tuple(map(_torch.storage_use_count, self._cdatas))
 
     def any_held(self) -> bool:
         """Whether some storage has other references than the recording's own."""
-        return list(map(_torch.storage_use_count, self._cdatas)) != self._baseline
+        return fast.any_held(self._cdatas, self._baseline)
 
 
 class LiveOutputs:

@@ -1,12 +1,13 @@
 """One captured graph with its placeholders and outputs."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from cgpass import _torch
+from cgpass.runtime import fast
 from cgpass.runtime.driver import CapturedGraph
 from cgpass.runtime.liveness import HeldStorages
 
@@ -69,14 +70,20 @@ class InputAlias:
     offset_bytes: int
     """From the input's first element to the output's."""
 
+    def is_plain_view_of(self, value: torch.Tensor) -> bool:
+        """Whether `fast.views` makes this output of an input like `value`."""
+        return not self.identity and self.dtype == value.dtype
+
+    def as_view(self) -> fast.ViewSpec:
+        """This output, for `fast.views`."""
+        return self.index, self.size, self.stride, self.offset_bytes // self.dtype.itemsize
+
     def of(self, value: torch.Tensor) -> torch.Tensor:
-        """The output for a call whose input is `value`."""
+        """The output for a call whose input is `value`, unless it is a plain view of it."""
         if self.identity:
             return value
         itemsize = self.dtype.itemsize
         start = value.storage_offset() * value.dtype.itemsize + self.offset_bytes
-        if self.dtype == value.dtype:
-            return value.as_strided(self.size, self.stride, start // itemsize)
         out = torch.empty(0, dtype=self.dtype, device=value.device)
         return out.set_(value.untyped_storage(), start // itemsize, self.size, self.stride)
 
@@ -137,9 +144,9 @@ class Recording:
         self._graph = graph
         self._copies = _by_dtype(placeholders)
         self._write_back = [(i, placeholders[i]) for i in mutated if i in placeholders]
-        self.copied_bytes = sum(
-            _bytes(p.target) for members in self._copies for _, p in members
-        ) + sum(_bytes(p.target) for _, p in self._write_back)
+        self.copied_bytes = sum(group.num_bytes for group in self._copies) + sum(
+            _bytes(p.target) for _, p in self._write_back
+        )
         by_storage = {
             value.untyped_storage().data_ptr(): i
             for i, value in reversed(list(enumerate(staged)))
@@ -153,14 +160,18 @@ class Recording:
         ]
         own = [(n, t) for n, t in enumerate(self._outputs) if isinstance(t, torch.Tensor)]
         self.own_outputs = [tensor for _, tensor in own]
-        self._escaping = [(n, tensor) for n, tensor in own if n not in private]
-        self._aliases = [(n, a) for n, a in enumerate(self._outputs) if isinstance(a, InputAlias)]
-        self._copy_out: dict[tuple[int, ...], CopyOut] = {}
+        self._escaping_at = tuple(n for n, _ in own if n not in private)
+        self._escaping = tuple(tensor for n, tensor in own if n not in private)
+        aliases = [(n, a) for n, a in enumerate(self._outputs) if isinstance(a, InputAlias)]
+        views = [(n, a) for n, a in aliases if a.is_plain_view_of(staged[a.index])]
+        self._views_at = tuple(n for n, _ in views)
+        self._views = tuple(a.as_view() for _, a in views)
+        self._other_aliases = [(n, a) for n, a in aliases if n not in self._views_at]
+        self._copy_out: CopyOut | None = None
 
     def seal(self) -> None:
         """Note who holds the outputs when nothing was handed out yet; to be called once, last of all."""
-        escaping = [tensor for _, tensor in self._escaping]
-        self.held = HeldStorages(escaping) if escaping else None
+        self.held = HeldStorages(self._escaping) if self._escaping else None
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """Copy in what moves, replay, and hand out the outputs.
@@ -173,18 +184,16 @@ class Recording:
         for i, placeholder in self._write_back:
             placeholder.source(args[i]).copy_(placeholder.target)
         outputs = self._outputs.copy()
-        for n, tensor in self._escaping:
-            outputs[n] = tensor.detach()
-        for n, alias in self._aliases:
+        fast.put(outputs, self._escaping_at, fast.aliases(self._escaping))
+        fast.put(outputs, self._views_at, fast.views(args, self._views))
+        for n, alias in self._other_aliases:
             outputs[n] = alias.of(args[alias.index])
         return outputs
 
     def copy_in(self, args: Sequence[Any]) -> None:
         """Copy the inputs that move into their placeholders."""
-        for members in self._copies:
-            torch._foreach_copy_(
-                [p.target for _, p in members], [p.source(args[i]) for i, p in members]
-            )
+        for group in self._copies:
+            group.copy_from(args)
 
     def output_at(self, position: int) -> Any:
         """The output at `position`: a tensor if it lies in the pool."""
@@ -203,11 +212,10 @@ class Recording:
         Returns:
             Bytes copied.
         """
-        plan = self._copy_out.get(positions)
-        if plan is None:
-            plan = self._copy_out[positions] = CopyOut([self._outputs[p] for p in positions])
-        for n, copy in plan.run():
-            results[targets[n]] = copy
+        plan = self._copy_out
+        if plan is None or plan.request != (positions, targets):
+            plan = self._copy_out = CopyOut(self._outputs, positions, targets)
+        plan.run(results)
         return plan.copied_bytes
 
     def close(self) -> None:
@@ -219,24 +227,32 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _by_dtype(placeholders: Mapping[int, Placeholder]) -> list[list[tuple[int, Placeholder]]]:
+class _CopyIn:
+    """Placeholders of one dtype, filled by one call."""
+
+    __slots__ = ("_flat", "_positions", "_targets", "num_bytes")
+
+    def __init__(self, members: Sequence[tuple[int, Placeholder]]) -> None:
+        """Args: members: positions of inputs and their placeholders."""
+        self._positions = [i for i, _ in members]
+        self._targets = [p.target for _, p in members]
+        self._flat = [(k, p) for k, (_, p) in enumerate(members) if p.flat]
+        self.num_bytes = sum(map(_bytes, self._targets))
+
+    def copy_from(self, args: Sequence[Any]) -> None:
+        """Give the placeholders the values of a call's inputs."""
+        sources = [args[i] for i in self._positions]
+        for k, placeholder in self._flat:
+            sources[k] = placeholder.source(sources[k])
+        torch._foreach_copy_(self._targets, sources)
+
+
+def _by_dtype(placeholders: Mapping[int, Placeholder]) -> list[_CopyIn]:
     groups: dict[torch.dtype, list[tuple[int, Placeholder]]] = {}
     for i, placeholder in sorted(placeholders.items()):
         if placeholder.target.numel():
             groups.setdefault(placeholder.target.dtype, []).append((i, placeholder))
-    return list(groups.values())
-
-
-class _SameDtype:
-    """Outputs that one call copies."""
-
-    __slots__ = ("dtype", "layouts", "numbers", "tensors")
-
-    def __init__(self, members: Sequence[tuple[int, torch.Tensor]]) -> None:
-        self.numbers = [n for n, _ in members]
-        self.tensors = [tensor for _, tensor in members]
-        self.layouts = [(tuple(t.size()), t.stride()) for t in self.tensors]
-        self.dtype = self.tensors[0].dtype
+    return [_CopyIn(members) for members in groups.values()]
 
 
 class CopyOut:
@@ -245,38 +261,32 @@ class CopyOut:
     What never changes between replays (layouts, which outputs share memory) is worked out once.
     """
 
-    def __init__(self, outputs: Sequence[Any]) -> None:
-        """Args: outputs: of a recording; only its pool tensors are copied."""
-        own = [(n, t) for n, t in enumerate(outputs) if isinstance(t, torch.Tensor)]
-        addresses = [t.untyped_storage().data_ptr() for _, t in own]
-        simple: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
-        self._whole: list[tuple[int, torch.Tensor]] = []
-        for (n, tensor), address in zip(own, addresses, strict=True):
-            if tensor.numel() and (addresses.count(address) > 1 or overlaps_itself(tensor)):
-                self._whole.append((n, tensor))
-            else:
-                simple.setdefault(tensor.dtype, []).append((n, tensor))
-        self._simple = [_SameDtype(members) for members in simple.values()]
-        self._device = own[0][1].device if own else torch.device("cpu")
-        whole = {t.untyped_storage().data_ptr(): t.untyped_storage() for _, t in self._whole}
-        self.copied_bytes = sum(
-            _bytes(t) for _, t in own if t.untyped_storage().data_ptr() not in whole
-        )
-        self.copied_bytes += sum(storage.nbytes() for storage in whole.values())
+    def __init__(
+        self, outputs: Sequence[Any], positions: tuple[int, ...], targets: tuple[int, ...]
+    ) -> None:
+        """Args: outputs: of a recording. positions, targets: as for `Recording.copy_out`."""
+        self.request = (positions, targets)
+        pairs = [(n, outputs[p]) for p, n in zip(positions, targets, strict=True)]
+        own = [(n, t) for n, t in pairs if isinstance(t, torch.Tensor)]
+        shared = Counter(t.untyped_storage().data_ptr() for _, t in own)
+        self._whole = [
+            (n, t)
+            for n, t in own
+            if t.numel() and (shared[t.untyped_storage().data_ptr()] > 1 or overlaps_itself(t))
+        ]
+        whole = {n for n, _ in self._whole}
+        self._simple_at = tuple(n for n, _ in own if n not in whole)
+        self._simple = tuple(t for n, t in own if n not in whole)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for _, t in self._whole}
+        self.copied_bytes = sum(map(_bytes, self._simple))
+        self.copied_bytes += sum(storage.nbytes() for storage in storages.values())
 
-    def run(self) -> list[tuple[int, torch.Tensor]]:
-        """Copy, on the current stream.
+    def run(self, results: list[Any]) -> None:
+        """Copy into `results`, on the current stream.
 
-        Returns:
-            Number of the output and its copy. **Lifetime:** the caller's; copies of outputs that share memory share
-            memory.
+        **Lifetime:** the copies are the caller's; copies of outputs that share memory share memory.
         """
-        allocate = _torch.strided_allocator(self._device)
-        copied: list[tuple[int, torch.Tensor]] = []
-        for group in self._simple:
-            copies = [allocate(size, stride, group.dtype) for size, stride in group.layouts]
-            torch._foreach_copy_(copies, group.tensors)
-            copied += zip(group.numbers, copies, strict=True)
+        fast.put(results, self._simple_at, fast.copies(self._simple))
         storages: dict[int, torch.UntypedStorage] = {}
         for n, tensor in self._whole:
             source = tensor.untyped_storage()
@@ -285,5 +295,4 @@ class CopyOut:
             copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             storage = storages[source.data_ptr()]
             copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-            copied.append((n, copy))
-        return copied
+            results[n] = copy

@@ -10,6 +10,7 @@ import torch
 from cgpass.errors import CaptureError
 from cgpass.inputs import InputInfo, InputKind
 from cgpass.options import Options
+from cgpass.runtime import fast
 from cgpass.runtime.actions import Action, decide
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.owner import Limits, Owner
@@ -88,6 +89,7 @@ class PartitionRunner:
         """Inputs that warm-up calls wrote, where nobody told."""
         self._set_infos(infos)
         owner.add(self)
+        fast.start()
 
     def _set_infos(self, infos: Sequence[InputInfo]) -> None:
         settings = self._settings

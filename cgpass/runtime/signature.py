@@ -1,20 +1,19 @@
 """What must match for a recording to be replayed, and differences as text."""
 
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from cgpass.errors import InputError
 from cgpass.inputs import InputInfo, InputKind
+from cgpass.runtime import fast
 
 ShapeKey = tuple[Any, ...]
 """Integers, identities of objects, and tensor layouts where nobody guards them."""
-StaticKey = tuple[int, ...]
-"""Addresses of static inputs."""
-
-_data_ptr = torch.Tensor.data_ptr
+StaticKey = bytes
+"""Addresses of static inputs, one after the other: one hash and one comparison whatever their number."""
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _BY_VALUE = (int, bool, str, type(None), torch.dtype, torch.device, torch.layout)
@@ -48,7 +47,6 @@ class Layout:
         self._values = positions(InputKind.SYMINT)
         self._typed = check_layout
         self._layouts = positions(InputKind.COPIED, InputKind.STATIC) if check_layout else ()
-        self._take_static = _taker(self.static)
 
     def shape_key(self, args: Sequence[Any]) -> ShapeKey:
         """The part of the signature that decides what is computed."""
@@ -63,18 +61,12 @@ class Layout:
 
     def static_key(self, args: Sequence[Any]) -> StaticKey:
         """The part of the signature that decides where it is read."""
-        return tuple(map(_data_ptr, self._take_static(args)))
+        return fast.static_key(args, self.static)
 
     def moved(self, old: StaticKey, new: StaticKey) -> list[int]:
         """Positions of the inputs whose address differs."""
-        return [i for i, a, b in zip(self.static, old, new, strict=True) if a != b]
-
-
-def _taker(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """A function that takes the values at `positions` out of a list, in one C call where there are several."""
-    if len(positions) > 1:
-        return operator.itemgetter(*positions)
-    return lambda args: [args[i] for i in positions]
+        addresses = zip(self.static, array("q", old), array("q", new), strict=True)
+        return [i for i, a, b in addresses if a != b]
 
 
 def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -45,6 +45,11 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     return _tensors([named.get(name) for name in writes])
 
 
+def _implementation(generator: torch.Generator) -> int:
+    """Identity of the C++ generator behind a Python object."""
+    return getattr(generator, "_cdata")  # noqa: B009  in no stub
+
+
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -82,7 +87,7 @@ class _Tape(TorchDispatchMode):
         """Storages that a call wrote and that existed before the recording, with a copy of what they held."""
         self._pool = pool
         # a dispatched call gets another Python object of the same generator
-        self._registered = {generator._cdata for generator in generators}
+        self._registered = {_implementation(generator) for generator in generators}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -127,7 +132,7 @@ class _Tape(TorchDispatchMode):
         if any(tag in tags for tag in _HOST_READS) or _has_dynamic_output(func, tags, args):
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
         for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Generator) and leaf._cdata not in self._registered:
+            if isinstance(leaf, torch.Generator) and _implementation(leaf) not in self._registered:
                 raise RuntimeError(f"a generator used by {func} is not registered with the graph")
 
 

@@ -1,0 +1,254 @@
+// What a call does once per tensor, without Python per tensor. The same functions in Python: fast.py.
+//
+// torch/csrc/autograd/python_variable.h takes 15 s to compile, ATen/core/Tensor.h 2 s. The three things that are needed
+// of the former are therefore declared here; fast.py checks that tensors are laid out so before it loads this.
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_copy_ops.h>
+#include <ATen/ops/empty_strided_ops.h>
+#include <Python.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <exception>
+#include <utility>
+#include <vector>
+
+// Source: torch/csrc/autograd/python_variable.h and torch/csrc/Exceptions.h, 2.11 to 2.15.
+struct PyTensor {
+  PyObject_HEAD
+  at::Tensor cdata;
+};
+extern PyObject* THPVariableClass;
+extern PyObject* ParameterClass;
+PyObject* THPVariable_Wrap(at::TensorBase&& var);
+namespace torch {
+void translate_exception_to_python(const std::exception_ptr&);
+}
+
+namespace {
+
+struct PythonErrorSet {};
+
+struct NoGIL {
+  PyThreadState* state = PyEval_SaveThread();
+  ~NoGIL() { PyEval_RestoreThread(state); }
+};
+
+[[noreturn]] void fail(PyObject* type, const char* message) {
+  PyErr_SetString(type, message);
+  throw PythonErrorSet();
+}
+
+// A new reference that is dropped unless it is released.
+struct Owned {
+  PyObject* object;
+  explicit Owned(PyObject* o) : object(o) {
+    if (o == nullptr) throw PythonErrorSet();
+  }
+  ~Owned() { Py_XDECREF(object); }
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+  PyObject* release() { return std::exchange(object, nullptr); }
+};
+
+const at::Tensor& tensor_of(PyObject* object) {
+  PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  if (type != THPVariableClass && type != ParameterClass) {
+    const int is_tensor = PyObject_IsInstance(object, THPVariableClass);
+    if (is_tensor < 0) throw PythonErrorSet();
+    if (is_tensor == 0) fail(PyExc_TypeError, "expected a tensor");
+  }
+  return reinterpret_cast<PyTensor*>(object)->cdata;
+}
+
+Py_ssize_t index_of(PyObject* number, Py_ssize_t length) {
+  const Py_ssize_t i = PyLong_AsSsize_t(number);
+  if (i == -1 && PyErr_Occurred()) throw PythonErrorSet();
+  if (i < 0 || i >= length) fail(PyExc_IndexError, "position out of range");
+  return i;
+}
+
+// Items of a list or a tuple.
+struct Items {
+  PyObject** items;
+  Py_ssize_t size;
+  explicit Items(PyObject* sequence) {
+    if (!PyList_Check(sequence) && !PyTuple_Check(sequence)) {
+      fail(PyExc_TypeError, "expected a list or a tuple");
+    }
+    items = PySequence_Fast_ITEMS(sequence);
+    size = PySequence_Fast_GET_SIZE(sequence);
+  }
+  PyObject* at(PyObject* number) const { return items[index_of(number, size)]; }
+};
+
+PyObject* static_key(PyObject* const* args) {
+  const Items values(args[0]);
+  const Items positions(args[1]);
+  Owned key(PyBytes_FromStringAndSize(nullptr, positions.size * sizeof(int64_t)));
+  auto* out = reinterpret_cast<int64_t*>(PyBytes_AS_STRING(key.object));
+  for (Py_ssize_t k = 0; k < positions.size; ++k) {
+    const at::Tensor& tensor = tensor_of(values.at(positions.items[k]));
+    out[k] = reinterpret_cast<int64_t>(tensor.const_data_ptr());
+  }
+  return key.release();
+}
+
+PyObject* any_held(PyObject* const* args) {
+  const Items cdatas(args[0]);
+  const Items baseline(args[1]);
+  if (cdatas.size != baseline.size) fail(PyExc_ValueError, "as many counts as storages expected");
+  for (Py_ssize_t k = 0; k < cdatas.size; ++k) {
+    auto* storage = static_cast<c10::StorageImpl*>(PyLong_AsVoidPtr(cdatas.items[k]));
+    const auto count = PyLong_AsUnsignedLong(baseline.items[k]);
+    if (PyErr_Occurred()) throw PythonErrorSet();
+    if (c10::raw::intrusive_ptr::use_count(storage) != count) Py_RETURN_TRUE;
+  }
+  Py_RETURN_FALSE;
+}
+
+c10::intrusive_ptr<at::TensorImpl> detached(const at::Tensor& tensor) {
+  at::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (impl->is_inference()) return impl->shallow_copy_and_detach(c10::VariableVersion(), true);
+  return impl->shallow_copy_and_detach(impl->version_counter(), true);
+}
+
+PyObject* aliases(PyObject* const* args) {
+  const Items tensors(args[0]);
+  Owned out(PyList_New(tensors.size));
+  for (Py_ssize_t k = 0; k < tensors.size; ++k) {
+    Owned alias(THPVariable_Wrap(at::Tensor(detached(tensor_of(tensors.items[k])))));
+    PyList_SET_ITEM(out.object, k, alias.release());
+  }
+  return out.release();
+}
+
+std::vector<int64_t> numbers_of(PyObject* tuple) {
+  const Items items(tuple);
+  std::vector<int64_t> out(items.size);
+  for (Py_ssize_t k = 0; k < items.size; ++k) out[k] = PyLong_AsLongLong(items.items[k]);
+  if (PyErr_Occurred()) throw PythonErrorSet();
+  return out;
+}
+
+at::Tensor view_of(const at::Tensor& base, PyObject* spec) {
+  const std::vector<int64_t> size = numbers_of(PyTuple_GET_ITEM(spec, 1));
+  const std::vector<int64_t> stride = numbers_of(PyTuple_GET_ITEM(spec, 2));
+  const int64_t offset = base.storage_offset() + PyLong_AsLongLong(PyTuple_GET_ITEM(spec, 3));
+  if (PyErr_Occurred()) throw PythonErrorSet();
+  const size_t bytes = at::detail::computeStorageNbytes(size, stride, base.itemsize(), offset);
+  TORCH_CHECK(
+      offset >= 0 && bytes <= base.storage().nbytes(), "view out of the bounds of its storage");
+  auto impl = detached(base);
+  impl->set_sizes_and_strides(size, stride, offset);
+  return at::Tensor(std::move(impl));
+}
+
+PyObject* views(PyObject* const* args) {
+  const Items values(args[0]);
+  const Items specs(args[1]);
+  Owned out(PyList_New(specs.size));
+  for (Py_ssize_t k = 0; k < specs.size; ++k) {
+    PyObject* spec = specs.items[k];
+    if (!PyTuple_Check(spec) || PyTuple_GET_SIZE(spec) != 4) {
+      fail(PyExc_TypeError, "expected (index, size, stride, offset)");
+    }
+    const at::Tensor& base = tensor_of(values.at(PyTuple_GET_ITEM(spec, 0)));
+    Owned view(THPVariable_Wrap(view_of(base, spec)));
+    PyList_SET_ITEM(out.object, k, view.release());
+  }
+  return out.release();
+}
+
+// Plain tensors from the allocator that `like`'s memory came from: a third of the time of the dispatcher, which knows
+// what others need (quantised ones are no plain TensorImpl) or refuses them.
+at::Tensor new_like(const at::Tensor& like) {
+  const auto dtype = like.scalar_type();
+  const bool is_plain =
+      like.layout() == at::kStrided && (like.is_cpu() || like.is_cuda()) && !like.is_quantized();
+  c10::Allocator* allocator = is_plain ? like.storage().allocator() : nullptr;
+  if (allocator == nullptr) {
+    return at::_ops::empty_strided::call(
+        like.sym_sizes(), like.sym_strides(), dtype, at::kStrided, like.device(), std::nullopt);
+  }
+  const c10::DispatchKeySet keys(c10::computeDispatchKey(dtype, at::kStrided, like.device()));
+  return at::Tensor(
+      at::detail::empty_strided_generic(like.sizes(), like.strides(), allocator, keys, dtype));
+}
+
+struct SameDtype {
+  std::vector<at::Tensor> targets, sources;
+};
+
+std::vector<at::Tensor> copied(const std::vector<at::Tensor>& sources) {
+  const NoGIL no_gil;
+  const at::AutoDispatchBelowAutograd below_autograd;
+  const c10::OptionalDeviceGuard guard(sources[0].device());
+  std::vector<at::Tensor> out;
+  out.reserve(sources.size());
+  std::vector<std::pair<at::ScalarType, SameDtype>> groups;
+  for (const at::Tensor& source : sources) {
+    out.push_back(new_like(source));
+    auto group = groups.begin();
+    while (group != groups.end() && group->first != source.scalar_type()) ++group;
+    if (group == groups.end()) group = groups.insert(group, {source.scalar_type(), {}});
+    group->second.targets.push_back(out.back());
+    group->second.sources.push_back(source);
+  }
+  for (auto& [dtype, group] : groups) {
+    at::_ops::_foreach_copy_::call(group.targets, group.sources, false);
+  }
+  return out;
+}
+
+PyObject* copies(PyObject* const* args) {
+  const Items tensors(args[0]);
+  if (tensors.size == 0) return PyList_New(0);
+  std::vector<at::Tensor> sources;
+  sources.reserve(tensors.size);
+  for (Py_ssize_t k = 0; k < tensors.size; ++k) sources.push_back(tensor_of(tensors.items[k]));
+  std::vector<at::Tensor> results = copied(sources);
+  Owned out(PyList_New(tensors.size));
+  for (Py_ssize_t k = 0; k < tensors.size; ++k) {
+    Owned copy(THPVariable_Wrap(std::move(results[k])));
+    PyList_SET_ITEM(out.object, k, copy.release());
+  }
+  return out.release();
+}
+
+PyObject* put(PyObject* const* args) {
+  if (!PyList_Check(args[0])) fail(PyExc_TypeError, "expected a list");
+  const Items positions(args[1]);
+  const Owned sequence(PySequence_Fast(args[2], "expected a sequence"));
+  const Items values(sequence.object);
+  if (positions.size != values.size) fail(PyExc_ValueError, "as many values as positions expected");
+  for (Py_ssize_t k = 0; k < positions.size; ++k) {
+    const Py_ssize_t i = index_of(positions.items[k], PyList_GET_SIZE(args[0]));
+    PyList_SetItem(args[0], i, Py_NewRef(values.items[k]));
+  }
+  Py_RETURN_NONE;
+}
+
+template <PyObject* (*function)(PyObject* const*), Py_ssize_t num_args>
+PyObject* guarded(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  try {
+    if (n != num_args) fail(PyExc_TypeError, "wrong number of arguments");
+    return function(args);
+  } catch (const PythonErrorSet&) {
+  } catch (const std::exception&) {
+    torch::translate_exception_to_python(std::current_exception());
+  }
+  return nullptr;
+}
+
+#define METHOD(name, n) {#name, (PyCFunction)(void*)guarded<name, n>, METH_FASTCALL, nullptr}
+PyMethodDef methods[] = {
+    METHOD(static_key, 2), METHOD(any_held, 2), METHOD(aliases, 1), METHOD(views, 2),
+    METHOD(copies, 1),     METHOD(put, 3),      {nullptr, nullptr, 0, nullptr}};
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_fast", nullptr, -1, methods};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__fast() { return PyModule_Create(&module); }

@@ -1,0 +1,162 @@
+"""What a call does once per tensor, as functions of many tensors: in Python until the C++ in `_fast.cpp` is there.
+
+Note [Two versions of each function]
+    `start` loads the compiled module if it was built before, else compiles it in the background (4 s, behind the
+    compilation of the user's graph). The functions of this module are replaced when it is there, so callers write
+    `fast.aliases(...)` and never import the functions themselves. Both versions take and return the same values: what
+    one made (keys of recordings, counts of holders) the other goes on with.
+"""
+
+import logging
+import threading
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from cgpass import _torch
+from cgpass.options import fast_mode
+from cgpass.runtime import fast_build
+
+log = logging.getLogger(__name__)
+
+ViewSpec = tuple[int, tuple[int, ...], tuple[int, ...], int]
+"""Position of an input, size and stride of a view of it, elements from the input's first to the view's."""
+
+
+def static_key(args: Sequence[Any], positions: Sequence[int]) -> bytes:
+    """Addresses of the tensors at `positions` of `args`, as one value: `array("q")` reads them again."""
+    return array("q", map(torch.Tensor.data_ptr, map(args.__getitem__, positions))).tobytes()
+
+
+def any_held(cdatas: Sequence[int], baseline: Sequence[int]) -> bool:
+    """Whether some StorageImpl has another number of references than in `baseline`."""
+    counts = map(_torch.storage_use_count, cdatas)
+    return any(count != known for count, known in zip(counts, baseline, strict=True))
+
+
+def aliases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`detach()` of each. **Lifetime:** they hold the same storages, and share the version counters."""
+    return [tensor.detach() for tensor in tensors]
+
+
+def views(args: Sequence[Any], specs: Sequence[ViewSpec]) -> list[torch.Tensor]:
+    """Parts of inputs' storages, aliases as `detach()` makes them."""
+    return [
+        args[i].detach().as_strided(size, stride, args[i].storage_offset() + offset).detach()
+        for i, size, stride, offset in specs
+    ]
+
+
+def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies in memory of their own, on the current stream; for tensors of one device that don't overlap themselves.
+
+    **Lifetime:** the caller's.
+    """
+    allocate = _torch.strided_allocator(tensors[0].device) if tensors else None
+    out = [allocate(tuple(t.size()), t.stride(), t.dtype) for t in tensors] if allocate else []
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        by_dtype.setdefault(tensor.dtype, []).append(i)
+    with torch.no_grad():
+        for members in by_dtype.values():
+            torch._foreach_copy_([out[i] for i in members], [tensors[i] for i in members])
+    return out
+
+
+def put(into: list[Any], positions: Sequence[int], values: Sequence[Any]) -> None:
+    """Assign one value to each position."""
+    if len(positions) != len(values):
+        raise ValueError("as many values as positions expected")
+    for i, value in zip(positions, values, strict=True):
+        into[i] = value
+
+
+PYTHON: Mapping[str, Callable[..., Any]] = {
+    f.__name__: f for f in (static_key, any_held, aliases, views, copies, put)
+}
+
+
+class _Loader:
+    """Has the compiled functions loaded once per process."""
+
+    def __init__(self) -> None:
+        self.started = False
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Load the compiled module if it was built before, else build it in the background."""
+        with self._lock:
+            if self.started:
+                return
+            mode = fast_mode()
+            self.started = True
+            if mode == "off":
+                return
+            try:
+                path = fast_build.cached_path()
+                if path.exists():
+                    install(functions_of(fast_build.load(path)))
+                    return
+            except fast_build.BuildError as error:
+                _say_why_not(error)
+                return
+            self._thread = threading.Thread(
+                target=_build_and_install, args=(path,), name="cgpass-build", daemon=True
+            )
+            self._thread.start()
+        if mode == "wait":
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the build, if there is one."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
+
+def _build_and_install(path: Path) -> None:
+    try:
+        fast_build.build(path)
+        install(functions_of(fast_build.load(path)))
+    except fast_build.BuildError as error:
+        _say_why_not(error)
+
+
+def _say_why_not(error: Exception) -> None:
+    log.info("cgpass runs the Python versions of its C++ functions: %s", error)
+
+
+def functions_of(module: ModuleType) -> Mapping[str, Callable[..., Any]]:
+    """The compiled version of each function."""
+    return {name: getattr(module, name) for name in PYTHON}
+
+
+def install(functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Have calls made from now on use these versions of the functions."""
+    globals().update(functions)
+
+
+def is_compiled() -> bool:
+    """Whether the compiled versions are in use."""
+    return static_key is not PYTHON["static_key"]
+
+
+_loader = _Loader()
+
+
+def start() -> None:
+    """See Note [Two versions of each function]. Never waits for a compiler, unless `CGPASS_FAST=wait`."""
+    if not _loader.started:
+        _loader.start()
+
+
+def wait() -> bool:
+    """Wait until the functions are compiled or have failed to; returns whether they are."""
+    start()
+    _loader.wait()
+    return is_compiled()
