@@ -31,17 +31,26 @@ def test_without_the_check_only_pooled_addresses_count():
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
-def test_static_key_holds_every_address(count):
+def test_static_key_tells_every_address(count):
+    found = layout(COPIED, *[STATIC] * count)
     tensors = [torch.zeros(1) for _ in range(count)]
-    key = layout(COPIED, *[STATIC] * count).static_key([X, *tensors])
-    assert list(array("q", key)) == [t.data_ptr() for t in tensors]
+    key = found.static_key([X, *tensors])
+    assert key == found.static_key([torch.ones(1), *(t.detach() for t in tensors)])
+    hash(key)
+    for number in range(count):
+        others = tensors.copy()
+        others[number] = torch.zeros(1)
+        assert found.static_key([X, *others]) != key
 
 
 def test_moved_names_positions_among_all_inputs():
     found = layout(COPIED, STATIC, SYMINT, POOLED)
-    assert found.moved((10, 20), (10, 21)) == [3]
-    assert found.moved((10, 20), (11, 20)) == [1]
-    assert found.moved((10, 20), (10, 20)) == []
+    a, b, c = (torch.zeros(1) for _ in range(3))
+    before = found.static_key([X, a, 3, b])
+    assert found.moved(before, found.static_key([X, a, 3, c])) == [3]
+    assert found.moved(before, found.static_key([X, c, 3, b])) == [1]
+    assert found.moved(before, found.static_key([X, b, 3, a])) == [1, 3]
+    assert found.moved(before, found.static_key([X, a, 4, b])) == []
 
 
 def test_integers_and_identities_make_the_shape_key():
