@@ -1,7 +1,5 @@
 """What belongs to a signature, how inputs are named, and which are refused."""
 
-from array import array
-
 import pytest
 import torch
 
