@@ -30,7 +30,6 @@ void translate_exception_to_python(const std::exception_ptr&);
 namespace {
 
 struct PythonErrorSet {};
-
 struct NoGIL {
   PyThreadState* state = PyEval_SaveThread();
   ~NoGIL() { PyEval_RestoreThread(state); }
@@ -41,8 +40,7 @@ struct NoGIL {
   throw PythonErrorSet();
 }
 
-// A new reference that is dropped unless it is released.
-struct Owned {
+struct Owned {  // a new reference, dropped unless it is released
   PyObject* object;
   explicit Owned(PyObject* o) : object(o) {
     if (o == nullptr) throw PythonErrorSet();
@@ -70,8 +68,7 @@ Py_ssize_t index_of(PyObject* number, Py_ssize_t length) {
   return i;
 }
 
-// Items of a list or a tuple.
-struct Items {
+struct Items {  // of a list or a tuple
   PyObject** items;
   Py_ssize_t size;
   explicit Items(PyObject* sequence) {
@@ -111,7 +108,6 @@ PyObject* any_held(PyObject* const* args) {
 
 c10::intrusive_ptr<at::TensorImpl> detached(const at::Tensor& tensor) {
   at::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  if (impl->is_inference()) return impl->shallow_copy_and_detach(c10::VariableVersion(), true);
   return impl->shallow_copy_and_detach(impl->version_counter(), true);
 }
 
@@ -178,26 +174,26 @@ at::Tensor new_like(const at::Tensor& like) {
       at::detail::empty_strided_generic(like.sizes(), like.strides(), allocator, keys, dtype));
 }
 
-struct SameDtype {
-  std::vector<at::Tensor> targets, sources;
-};
-
 std::vector<at::Tensor> copied(const std::vector<at::Tensor>& sources) {
   const NoGIL no_gil;
   const at::AutoDispatchBelowAutograd below_autograd;
   const c10::OptionalDeviceGuard guard(sources[0].device());
   std::vector<at::Tensor> out;
   out.reserve(sources.size());
-  std::vector<std::pair<at::ScalarType, SameDtype>> groups;
+  struct SameDtype {
+    at::ScalarType dtype;
+    std::vector<at::Tensor> targets, sources;
+  };
+  std::vector<SameDtype> groups;
   for (const at::Tensor& source : sources) {
     out.push_back(new_like(source));
     auto group = groups.begin();
-    while (group != groups.end() && group->first != source.scalar_type()) ++group;
-    if (group == groups.end()) group = groups.insert(group, {source.scalar_type(), {}});
-    group->second.targets.push_back(out.back());
-    group->second.sources.push_back(source);
+    while (group != groups.end() && group->dtype != source.scalar_type()) ++group;
+    if (group == groups.end()) group = groups.insert(group, {source.scalar_type(), {}, {}});
+    group->targets.push_back(out.back());
+    group->sources.push_back(source);
   }
-  for (auto& [dtype, group] : groups) {
+  for (const auto& group : groups) {
     at::_ops::_foreach_copy_::call(group.targets, group.sources, false);
   }
   return out;
@@ -248,7 +244,6 @@ PyMethodDef methods[] = {
     METHOD(static_key, 2), METHOD(any_held, 2), METHOD(aliases, 1), METHOD(views, 2),
     METHOD(copies, 1),     METHOD(put, 3),      {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_fast", nullptr, -1, methods};
-
 }  // namespace
 
 PyMODINIT_FUNC PyInit__fast() { return PyModule_Create(&module); }
