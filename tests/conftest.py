@@ -7,7 +7,7 @@ import torch
 
 from cgpass import options
 
-SCRIPTS_OWN = {"CGPASS_VENV"}
+SCRIPTS_OWN = {"CGPASS_VENV", "CGPASS_FAST"}
 
 
 def pytest_collection_modifyitems(items):
