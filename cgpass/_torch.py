@@ -24,6 +24,13 @@ Source: torch/csrc/Module.cpp, `_storage_Use_Count`, 2.11 to 2.15.
 """
 
 
+def with_lazy_bits(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tensor:
+    """A view whose conjugate and negative bits are flipped where asked for."""
+    if conj:
+        tensor = torch._conj(tensor)
+    return torch._neg_view(tensor) if neg else tensor
+
+
 def tensor_at_address(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that reads the memory where `tensor` lies now, whatever becomes of `tensor`'s storage.
 
@@ -35,7 +42,8 @@ def tensor_at_address(tensor: torch.Tensor) -> torch.Tensor:
     )
     out = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     with torch.no_grad():
-        return out.set_(raw, tensor.storage_offset(), tensor.size(), tensor.stride())
+        out.set_(raw, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return with_lazy_bits(out, conj=tensor.is_conj(), neg=tensor.is_neg())
 
 
 def strided_allocator(

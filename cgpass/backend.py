@@ -178,8 +178,7 @@ class Compilation:
         tags = {tag for tag in map(get_tag, gm.graph.nodes) if tag is not None}
         reasons = [note for note in result.notes if isinstance(note, Reason)]
         if not any(tag.captured for tag in tags):
-            why = "; ".join(dict.fromkeys(map(str, reasons))) or "it has no operators"
-            return self._run_plainly(gm, example_inputs, direction, compiler, why)
+            return self._run_uncaptured(gm, example_inputs, direction, compiler, reasons)
         self._report_reasons(reasons, direction)
         self._report_pairs(gm, direction)
         origins = Origins(gm, self._placeholder_kinds(gm, direction))
@@ -248,6 +247,24 @@ class Compilation:
             telemetry.compile_stats.skips += 1
             self._on_skip(f"the {direction} graph runs without CUDA graphs: {why}")
         return compiler.whole(gm, example_inputs)
+
+    def _run_uncaptured(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        direction: Direction,
+        compiler: Compiler,
+        reasons: Sequence[Reason],
+    ) -> Boxed:
+        """Compile a graph of which nothing is captured; a graph too small to be worth one is no skip."""
+        blockers = [reason for reason in reasons if reason.code not in _NO_SKIP]
+        if reasons and not blockers:
+            why = f"it has fewer operators than min_partition_ops={self.options.min_partition_ops}"
+            telemetry.add_graph(telemetry.GraphSummary(direction, (), skip=why))
+            log.info("the %s graph runs without CUDA graphs: %s", direction, why)
+            return compiler.whole(gm, example_inputs)
+        why = "; ".join(dict.fromkeys(map(str, blockers))) or "it has no operators"
+        return self._run_plainly(gm, example_inputs, direction, compiler, why)
 
     def _report_reasons(self, reasons: Sequence[Reason], direction: Direction) -> None:
         """One message per graph for everything in it that can't be captured."""

@@ -2,7 +2,11 @@
 
 
 class CGPassError(Exception):
-    """Base class: `except CGPassError` catches whatever cgpass itself raises."""
+    """Base class of whatever cgpass itself raises.
+
+    What is raised while `torch.compile` compiles arrives wrapped, as Dynamo wraps every backend's errors:
+    `torch._dynamo.exc.BackendCompilerFailed`, with the error as `__cause__` or `inner_exception`.
+    """
 
 
 class OptionError(CGPassError, ValueError):

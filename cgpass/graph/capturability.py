@@ -1,8 +1,8 @@
 """Whether a CUDA graph can hold a node, and if not, why.
 
 The verdict is about the node alone: what it calls, what it reads and what it makes. It errs on the
-side of capturing where nothing is known (custom operators), since the last warm-up before a capture
-runs with torch's synchronisation check and finds what this missed.
+side of capturing where nothing is known (custom operators): an operator that turns out not to be
+capturable makes its partition run plainly, with a warning, and can be named in `unsafe_ops`.
 """
 
 import operator

@@ -180,22 +180,8 @@ std::vector<at::Tensor> copied(const std::vector<at::Tensor>& sources) {
   const c10::OptionalDeviceGuard guard(sources[0].device());
   std::vector<at::Tensor> out;
   out.reserve(sources.size());
-  struct SameDtype {
-    at::ScalarType dtype;
-    std::vector<at::Tensor> targets, sources;
-  };
-  std::vector<SameDtype> groups;
-  for (const at::Tensor& source : sources) {
-    out.push_back(new_like(source));
-    auto group = groups.begin();
-    while (group != groups.end() && group->dtype != source.scalar_type()) ++group;
-    if (group == groups.end()) group = groups.insert(group, {source.scalar_type(), {}, {}});
-    group->targets.push_back(out.back());
-    group->sources.push_back(source);
-  }
-  for (const auto& group : groups) {
-    at::_ops::_foreach_copy_::call(group.targets, group.sources, false);
-  }
+  for (const at::Tensor& source : sources) out.push_back(new_like(source));
+  at::_ops::_foreach_copy_::call(out, sources, false);
   return out;
 }
 
@@ -242,7 +228,7 @@ PyObject* guarded(PyObject*, PyObject* const* args, Py_ssize_t n) {
 #define METHOD(name, n) {#name, (PyCFunction)(void*)guarded<name, n>, METH_FASTCALL, nullptr}
 PyMethodDef methods[] = {
     METHOD(static_key, 2), METHOD(any_held, 2), METHOD(aliases, 1), METHOD(views, 2),
-    METHOD(copies, 1),     METHOD(put, 3),      {nullptr, nullptr, 0, nullptr}};
+    METHOD(copies, 2),     METHOD(put, 3),      {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_fast", nullptr, -1, methods};
 }  // namespace
 

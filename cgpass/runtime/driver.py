@@ -40,7 +40,7 @@ class GraphDriver(Protocol):
         ...
 
     def record(
-        self, fn: BoxedCallable, args: list[Any], *, opaque: bool
+        self, fn: BoxedCallable, args: list[Any], *, opaque: bool, slot: int = 0
     ) -> tuple[CapturedGraph, list[Any]]:
         """Record `fn(args)` without running it for its effects.
 
@@ -48,6 +48,7 @@ class GraphDriver(Protocol):
             fn: What to record.
             args: Its inputs: tensors are read where they lie now, generators are registered.
             opaque: Whether `fn`'s kernels bypass aten (Inductor's do), so that only the whole of it can be recorded.
+            slot: Which of the driver's pools to record into; recordings in different slots share no memory.
 
         Returns:
             The graph and `fn`'s outputs. Output tensors hold nothing of meaning before the first replay.
@@ -76,23 +77,30 @@ def no_gc() -> Iterator[None]:
             gc.enable()
 
 
+class _Pool:
+    """A memory pool and the graphs that keep it in use; whoever replays them keeps them alive."""
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+
+
 class _CUDAGraph:
     """A recorded graph among those that use its pool."""
 
-    def __init__(
-        self, graph: torch.cuda.CUDAGraph, members: weakref.WeakSet[torch.cuda.CUDAGraph]
-    ) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, pool: _Pool) -> None:
         self.replay = graph.replay
         self._graph = graph
-        self._members = members
+        self._pool = pool
+        pool.graphs.add(graph)
 
     def reset(self) -> None:
-        self._members.discard(self._graph)
+        self._pool.graphs.discard(self._graph)
         self._graph.reset()
 
 
 class CUDADriver:
-    """Records into CUDA graphs: one pool and one side stream.
+    """Records into CUDA graphs: one pool (more where results of several calls are held) and one side stream.
 
     Source: capture rules in the CUDA C++ Programming Guide, "CUDA Graphs"; torch/cuda/graphs.py, 2.11.
     """
@@ -101,21 +109,20 @@ class CUDADriver:
         """Args: device: the CUDA device, with its index."""
         self._device = device
         self._index = device.index
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        """Graphs that keep the pool in use; whoever replays them keeps them alive."""
+        self._pools: dict[int, _Pool] = {}
         self._stream = torch.cuda.Stream(device)
         self._last_stream: int | None = None
         self._token = torch.zeros(1, device=device)
 
     def record(
-        self, fn: BoxedCallable, args: list[Any], *, opaque: bool
+        self, fn: BoxedCallable, args: list[Any], *, opaque: bool, slot: int = 0
     ) -> tuple[CapturedGraph, list[Any]]:
         """See `GraphDriver.record`; `opaque` makes no difference to CUDA."""
         del opaque
-        if not self._graphs:
+        pool = self._pools.get(slot)
+        if pool is None or not pool.graphs:
             # The allocator takes no more captures into a pool that no graph uses any longer.
-            self._pool = torch.cuda.graph_pool_handle()
+            pool = self._pools[slot] = _Pool()
         graph = torch.cuda.CUDAGraph()
         generators = [torch.cuda.default_generators[self._index]]
         generators += [a for a in args if isinstance(a, torch.Generator)]
@@ -127,15 +134,14 @@ class CUDADriver:
         with no_gc(), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             _torch.clear_cublas_workspaces()
             try:
-                outputs = self._capture(graph, fn, args)
+                outputs = self._capture(graph, pool, fn, args)
             except BaseException:
                 self._repair(generators, states)
                 raise
             finally:
                 _torch.clear_cublas_workspaces()
         current.wait_stream(self._stream)
-        self._graphs.add(graph)
-        return _CUDAGraph(graph, self._graphs), outputs
+        return _CUDAGraph(graph, pool), outputs
 
     def _repair(self, generators: list[torch.Generator], states: list[torch.Generator]) -> None:
         """Take generators out of capture mode after a failed capture.
@@ -156,28 +162,28 @@ class CUDADriver:
                 generator.graphsafe_set_state(state)
 
     def _capture(
-        self, graph: torch.cuda.CUDAGraph, fn: BoxedCallable, args: list[Any]
+        self, graph: torch.cuda.CUDAGraph, pool: _Pool, fn: BoxedCallable, args: list[Any]
     ) -> list[Any]:
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
         try:
             outputs = list(fn(args))
         except BaseException:
-            self._end_failed(graph)
+            self._end_failed(graph, pool)
             raise
         try:
             graph.capture_end()
         except BaseException:
-            _torch.abandon_failed_capture(self._index, self._pool)
+            _torch.abandon_failed_capture(self._index, pool.handle)
             raise
         return outputs
 
-    def _end_failed(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _end_failed(self, graph: torch.cuda.CUDAGraph, pool: _Pool) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
             try:
                 graph.capture_end()
             except RuntimeError:
-                _torch.abandon_failed_capture(self._index, self._pool)
+                _torch.abandon_failed_capture(self._index, pool.handle)
 
     @property
     def device(self) -> torch.device:

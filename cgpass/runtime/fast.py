@@ -23,6 +23,8 @@ from cgpass.runtime import fast_build
 
 log = logging.getLogger(__name__)
 
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Size and stride."""
 ViewSpec = tuple[int, tuple[int, ...], tuple[int, ...], int]
 """Position of an input, size and stride of a view of it, elements from the input's first to the view's."""
 
@@ -32,15 +34,16 @@ def static_key(args: Sequence[Any], positions: Sequence[int]) -> bytes:
     return array("q", map(torch.Tensor.data_ptr, map(args.__getitem__, positions))).tobytes()
 
 
-def any_held(cdatas: Sequence[int], baseline: Sequence[int]) -> bool:
+def any_held(cdatas: tuple[int, ...], baseline: tuple[int, ...]) -> bool:
     """Whether some StorageImpl has another number of references than in `baseline`."""
-    counts = map(_torch.storage_use_count, cdatas)
-    return any(count != known for count, known in zip(counts, baseline, strict=True))
+    if len(cdatas) != len(baseline):
+        raise ValueError("as many counts as storages expected")
+    return tuple(map(_torch.storage_use_count, cdatas)) != baseline
 
 
 def aliases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """`detach()` of each. **Lifetime:** they hold the same storages, and share the version counters."""
-    return [tensor.detach() for tensor in tensors]
+    return list(map(torch.Tensor.detach, tensors))
 
 
 def views(args: Sequence[Any], specs: Sequence[ViewSpec]) -> list[torch.Tensor]:
@@ -51,19 +54,20 @@ def views(args: Sequence[Any], specs: Sequence[ViewSpec]) -> list[torch.Tensor]:
     ]
 
 
-def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies in memory of their own, on the current stream; for tensors of one device that don't overlap themselves.
+def copies(tensors: tuple[torch.Tensor, ...], layouts: Sequence[Layout]) -> list[torch.Tensor]:
+    """Copies in memory of their own, on the current stream; **lifetime:** the caller's.
 
-    **Lifetime:** the caller's.
+    Args:
+        tensors: Of one dtype and device; none overlaps itself.
+        layouts: Their sizes and strides: reading them off the tensors costs Python more than allocating (C++ does).
     """
-    allocate = _torch.strided_allocator(tensors[0].device) if tensors else None
-    out = [allocate(tuple(t.size()), t.stride(), t.dtype) for t in tensors] if allocate else []
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        by_dtype.setdefault(tensor.dtype, []).append(i)
+    if not tensors:
+        return []
+    dtype = tensors[0].dtype
+    allocate = _torch.strided_allocator(tensors[0].device)
+    out = [allocate(size, stride, dtype) for size, stride in layouts]
     with torch.no_grad():
-        for members in by_dtype.values():
-            torch._foreach_copy_([out[i] for i in members], [tensors[i] for i in members])
+        torch._foreach_copy_(out, tensors)
     return out
 
 

@@ -7,6 +7,10 @@ Note [Birth order]
     after R, never those of recordings born before it. R may be replayed exactly when no output of a recording born at
     or after R is held. `LiveOutputs` keeps the recordings whose outputs were handed out in birth order; what is on its
     top decides.
+
+    Where results of one call are still held in the next (forwards ahead of their backwards), birth order alone would
+    ask for a younger recording every time. So a signature with two recordings gets its next one in another slot: a
+    pool of its own, in which nothing is held. Slots share no memory, and calls that take turns keep taking turns.
 """
 
 from collections.abc import Sequence

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from cgpass.runtime.driver import GraphDriver
-from cgpass.runtime.liveness import LiveOutputs
+from cgpass.runtime.liveness import HeldStorages, LiveOutputs
 
 if TYPE_CHECKING:
     import torch
+
+
+MAX_SLOTS = 16
+"""Pools of one owner: how many calls' results may be held while the function still replays."""
 
 
 class Closeable(Protocol):
@@ -35,13 +39,33 @@ class Owner:
     def __init__(self, driver: GraphDriver) -> None:
         """Args: driver: records and replays; its pool is this owner's."""
         self.driver = driver
-        self.live = LiveOutputs()
+        self._live = [LiveOutputs()]
         self.lock = threading.RLock()
         self.closed = False
         self._births = 0
         self._members: list[Closeable] = []
         self._pool_addresses: dict[int, int] = {}
         _owners.add(self)
+
+    def youngest(self, slot: int) -> int:
+        """Birth of the youngest recording of a slot with a held output. See Note [Birth order]."""
+        return self._live[slot].youngest()
+
+    def note_handed_out(self, slot: int, birth: int, held: HeldStorages) -> None:
+        """Note that a recording hands out its outputs."""
+        self._live[slot].push(birth, held)
+
+    def slot_for(self, num_recordings: int) -> int | None:
+        """Where a signature that has so many recordings gets one more, None if too much is held everywhere."""
+        if num_recordings < 2:
+            return 0
+        for slot, live in enumerate(self._live):
+            if live.youngest() < 0:
+                return slot
+        if len(self._live) == MAX_SLOTS:
+            return None
+        self._live.append(LiveOutputs())
+        return len(self._live) - 1
 
     def next_birth(self) -> int:
         """Position of one more recording in the order of recordings."""
@@ -73,6 +97,9 @@ class Owner:
         with self.lock:
             for member in self._members:
                 member.close()
+            self._live = [
+                LiveOutputs()
+            ]  # what is still held lies in pools that no graph uses any longer
 
     def close(self) -> None:
         """Free every recording. Calls made afterwards run without a graph."""

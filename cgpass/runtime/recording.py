@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from cgpass import _torch
 from cgpass.runtime import fast
 from cgpass.runtime.driver import CapturedGraph
 from cgpass.runtime.liveness import HeldStorages
@@ -29,16 +30,24 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((0 if tensor.numel() == 0 else extent,), (1,))
 
 
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies in memory: `tensor` without its conjugate and negative bits."""
+    return _torch.with_lazy_bits(tensor, conj=tensor.is_conj(), neg=tensor.is_neg())
+
+
 class Placeholder:
     """Memory of fixed address that stands for a copied input.
 
     Laid out exactly as the input it was made for. Inputs with overlapping elements are copied as the memory they span.
     """
 
-    __slots__ = ("flat", "target", "tensor")
+    __slots__ = ("flat", "lazy", "target", "tensor")
 
     def __init__(self, like: torch.Tensor) -> None:
         """Args: like: an input of the layout to be copied."""
+        conj, neg = like.is_conj(), like.is_neg()
+        self.lazy = conj or neg
+        like = memory_of(like)
         self.flat = overlaps_itself(like)
         if self.flat:
             self.target = torch.empty_like(flat_view(like))
@@ -48,6 +57,7 @@ class Placeholder:
                 like.size(), like.stride(), dtype=like.dtype, device=like.device
             )
             self.tensor = self.target
+        self.tensor = _torch.with_lazy_bits(self.tensor, conj=conj, neg=neg)
 
     def copy_from(self, value: torch.Tensor) -> None:
         """Give the placeholder the value of `value`."""
@@ -55,6 +65,8 @@ class Placeholder:
 
     def source(self, value: torch.Tensor) -> torch.Tensor:
         """What is copied into `target` (or back from it) when the input is `value`."""
+        if self.lazy:
+            value = memory_of(value)
         return flat_view(value) if self.flat else value
 
 
@@ -69,10 +81,13 @@ class InputAlias:
     stride: tuple[int, ...]
     offset_bytes: int
     """From the input's first element to the output's."""
+    conj: bool = False
+    neg: bool = False
 
     def is_plain_view_of(self, value: torch.Tensor) -> bool:
         """Whether `fast.views` makes this output of an input like `value`."""
-        return not self.identity and self.dtype == value.dtype
+        lazy = self.conj or self.neg or value.is_conj() or value.is_neg()
+        return not self.identity and not lazy and self.dtype == value.dtype
 
     def as_view(self) -> fast.ViewSpec:
         """This output, for `fast.views`."""
@@ -85,7 +100,8 @@ class InputAlias:
         itemsize = self.dtype.itemsize
         start = value.storage_offset() * value.dtype.itemsize + self.offset_bytes
         out = torch.empty(0, dtype=self.dtype, device=value.device)
-        return out.set_(value.untyped_storage(), start // itemsize, self.size, self.stride)
+        out.set_(value.untyped_storage(), start // itemsize, self.size, self.stride)
+        return _torch.with_lazy_bits(out, conj=self.conj, neg=self.neg)
 
 
 def _own_or_alias(
@@ -106,14 +122,25 @@ def _own_or_alias(
         and output.dtype == source.dtype
         and output.size() == source.size()
         and output.stride() == source.stride()
+        and output.is_conj() == source.is_conj()
+        and output.is_neg() == source.is_neg()
     )
-    return InputAlias(index, same, output.dtype, tuple(output.size()), output.stride(), offset)
+    return InputAlias(
+        index,
+        same,
+        output.dtype,
+        tuple(output.size()),
+        output.stride(),
+        offset,
+        output.is_conj(),
+        output.is_neg(),
+    )
 
 
 class Recording:
     """One captured graph: where its inputs must lie, and what it hands out.
 
-    Made by `CUDAGraphWrapper`, which also checks that a call's inputs match before it calls `run`.
+    Made by `PartitionRunner`, which also checks that a call's inputs match before it calls `run`.
     """
 
     def __init__(
@@ -126,6 +153,7 @@ class Recording:
         mutated: Sequence[int],
         private: frozenset[int],
         birth: int,
+        slot: int = 0,
     ) -> None:
         """Describe a recorded graph.
 
@@ -137,8 +165,10 @@ class Recording:
             mutated: Copied inputs that the graph writes.
             private: Outputs that the caller of `run` copies at once and gives to nobody.
             birth: Position in the owner's order of recordings.
+            slot: Which of the owner's pools it lies in.
         """
         self.birth = birth
+        self.slot = slot
         self.last_used = 0
         self.replay: Callable[[], None] = graph.replay
         self._graph = graph
@@ -230,19 +260,19 @@ def _bytes(tensor: torch.Tensor) -> int:
 class _CopyIn:
     """Placeholders of one dtype, filled by one call."""
 
-    __slots__ = ("_flat", "_positions", "_targets", "num_bytes")
+    __slots__ = ("_odd", "_positions", "_targets", "num_bytes")
 
     def __init__(self, members: Sequence[tuple[int, Placeholder]]) -> None:
         """Args: members: positions of inputs and their placeholders."""
         self._positions = [i for i, _ in members]
         self._targets = [p.target for _, p in members]
-        self._flat = [(k, p) for k, (_, p) in enumerate(members) if p.flat]
+        self._odd = [(k, p) for k, (_, p) in enumerate(members) if p.flat or p.lazy]
         self.num_bytes = sum(map(_bytes, self._targets))
 
     def copy_from(self, args: Sequence[Any]) -> None:
         """Give the placeholders the values of a call's inputs."""
         sources = [args[i] for i in self._positions]
-        for k, placeholder in self._flat:
+        for k, placeholder in self._odd:
             sources[k] = placeholder.source(sources[k])
         torch._foreach_copy_(self._targets, sources)
 
@@ -253,6 +283,17 @@ def _by_dtype(placeholders: Mapping[int, Placeholder]) -> list[_CopyIn]:
         if placeholder.target.numel():
             groups.setdefault(placeholder.target.dtype, []).append((i, placeholder))
     return [_CopyIn(members) for members in groups.values()]
+
+
+class _SameDtype:
+    """Outputs that one call copies."""
+
+    __slots__ = ("layouts", "targets", "tensors")
+
+    def __init__(self, members: Sequence[tuple[int, torch.Tensor]]) -> None:
+        self.targets = tuple(n for n, _ in members)
+        self.tensors = tuple(tensor for _, tensor in members)
+        self.layouts = tuple((tuple(t.size()), t.stride()) for t in self.tensors)
 
 
 class CopyOut:
@@ -275,10 +316,13 @@ class CopyOut:
             if t.numel() and (shared[t.untyped_storage().data_ptr()] > 1 or overlaps_itself(t))
         ]
         whole = {n for n, _ in self._whole}
-        self._simple_at = tuple(n for n, _ in own if n not in whole)
-        self._simple = tuple(t for n, t in own if n not in whole)
+        simple: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
+        for n, tensor in own:
+            if n not in whole:
+                simple.setdefault(tensor.dtype, []).append((n, tensor))
+        self._simple = [_SameDtype(members) for members in simple.values()]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for _, t in self._whole}
-        self.copied_bytes = sum(map(_bytes, self._simple))
+        self.copied_bytes = sum(_bytes(t) for n, t in own if n not in whole)
         self.copied_bytes += sum(storage.nbytes() for storage in storages.values())
 
     def run(self, results: list[Any]) -> None:
@@ -286,7 +330,8 @@ class CopyOut:
 
         **Lifetime:** the copies are the caller's; copies of outputs that share memory share memory.
         """
-        fast.put(results, self._simple_at, fast.copies(self._simple))
+        for group in self._simple:
+            fast.put(results, group.targets, fast.copies(group.tensors, group.layouts))
         storages: dict[int, torch.UntypedStorage] = {}
         for n, tensor in self._whole:
             source = tensor.untyped_storage()
@@ -295,4 +340,4 @@ class CopyOut:
             copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             storage = storages[source.data_ptr()]
             copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-            results[n] = copy
+            results[n] = _torch.with_lazy_bits(copy, conj=tensor.is_conj(), neg=tensor.is_neg())

@@ -13,9 +13,9 @@ from cgpass.options import Options
 from cgpass.runtime import fast
 from cgpass.runtime.actions import Action, decide
 from cgpass.runtime.driver import BoxedCallable
-from cgpass.runtime.owner import Limits, Owner
+from cgpass.runtime.owner import MAX_SLOTS, Limits, Owner
 from cgpass.runtime.recording import Placeholder, Recording
-from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe
+from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe, layout_of
 from cgpass.runtime.table import RecordingTable
 from cgpass.telemetry import CallStats, new_call_stats
 
@@ -85,6 +85,7 @@ class PartitionRunner:
         self._settings = settings
         self._placeholders: dict[tuple[Any, ...], Placeholder] = {}
         self._misses = (0, 0)
+        self._warned_held = False
         self.written: set[int] = set()
         """Inputs that warm-up calls wrote, where nobody told."""
         self._set_infos(infos)
@@ -129,9 +130,9 @@ class PartitionRunner:
         else:
             recordings = self.table.find(shape_key, static_key)
         if recordings and not self.owner.driver.is_capturing():
-            youngest = self.owner.live.youngest()
+            owner = self.owner
             for recording in recordings:
-                if recording.birth > youngest:
+                if recording.birth > owner.youngest(recording.slot):
                     self._last = (shape_key, static_key, recordings)
                     return self._replay(recording, args), recording
         return self._without_recording(args, shape_key, static_key)
@@ -144,7 +145,7 @@ class PartitionRunner:
         stats.copied_bytes += recording.copied_bytes
         recording.last_used = stats.calls
         if recording.held is not None:
-            self.owner.live.push(recording.birth, recording.held)
+            self.owner.note_handed_out(recording.slot, recording.birth, recording.held)
         return outputs
 
     def _without_recording(
@@ -156,10 +157,13 @@ class PartitionRunner:
             warm, strays = False, False  # what made the inputs was itself warming up
         usable = self._is_usable() and not strays
         room = usable and self._make_room(shape_key, static_key, args)
-        action = decide(usable=usable, warm=warm, safe=False, room=room)
-        if action is Action.RECORD:
+        slot = self._slot(shape_key, static_key) if warm and room else 0
+        action = decide(usable=usable, warm=warm, safe=False, room=room and slot is not None)
+        if action is Action.RECORD and slot is not None:
             try:
-                recording = self._record(args)
+                # Memory of recordings is written in whatever mode later calls come: no inference tensors.
+                with torch.inference_mode(False), torch.no_grad():
+                    recording = self._record(args, slot)
             except Exception as error:
                 return self._after_failed_capture(error, args), None
             recordings = self.table.add(shape_key, static_key, args, recording)
@@ -178,7 +182,11 @@ class PartitionRunner:
         """Run plainly; where nobody told which inputs are written, find out."""
         if not self._settings.check_layout:
             return self._fn(args)
-        tensors = [(i, a, a._version) for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
+        tensors = [
+            (i, a, a._version)
+            for i, a in enumerate(args)
+            if isinstance(a, torch.Tensor) and not a.is_inference()
+        ]
         outputs = self._fn(args)
         self.written.update(i for i, tensor, version in tensors if tensor._version != version)
         return outputs
@@ -216,15 +224,29 @@ class PartitionRunner:
         self._close(dropped)
         return room
 
+    def _slot(self, shape_key: ShapeKey, static_key: StaticKey) -> int | None:
+        """Where to record this signature once more, None if results of too many calls are held."""
+        slot = self.owner.slot_for(len(self.table.find(shape_key, static_key)))
+        if slot is None and not self._warned_held:
+            self._warned_held = True
+            log.warning(
+                "%s: results of %d earlier calls are still held (outputs with their graph, or forwards whose backward "
+                "did not come yet), so calls run without a graph until some are dropped. Call it under "
+                "torch.no_grad() if no backward is meant, or detach what is kept.",
+                self.name,
+                MAX_SLOTS,
+            )
+        return slot
+
     # ---- recording
 
-    def _record(self, args: list[Any]) -> Recording:
+    def _record(self, args: list[Any], slot: int) -> Recording:
         placeholders = {i: self._placeholder(i, args[i]) for i in self._layout.copied}
         staged = [placeholders[i].tensor if i in placeholders else a for i, a in enumerate(args)]
         for i, placeholder in placeholders.items():
             placeholder.copy_from(args[i])
         graph, outputs = self.owner.driver.record(
-            self._fn, list(staged), opaque=self._settings.opaque
+            self._fn, list(staged), opaque=self._settings.opaque, slot=slot
         )
         recording = Recording(
             graph,
@@ -234,6 +256,7 @@ class PartitionRunner:
             mutated=sorted({*self._layout.mutated, *self.written}),
             private=self.private_outputs,
             birth=self.owner.next_birth(),
+            slot=slot,
         )
         del outputs
         recording.seal()
@@ -245,7 +268,7 @@ class PartitionRunner:
 
     def _placeholder(self, index: int, value: torch.Tensor) -> Placeholder:
         """One placeholder per input and layout, for all recordings: each copies in before it replays."""
-        key = (index, value.size(), value.stride(), value.dtype)
+        key = (index, *layout_of(value))
         if key not in self._placeholders:
             self._placeholders[key] = Placeholder(value)
         return self._placeholders[key]

@@ -56,7 +56,7 @@ class Layout:
         if self.objects:
             key += tuple([id(args[i]) for i in self.objects])
         if self._layouts:
-            key += tuple([_layout_of(args[i]) for i in self._layouts])
+            key += tuple([layout_of(args[i]) for i in self._layouts])
         return key
 
     def static_key(self, args: Sequence[Any]) -> StaticKey:
@@ -69,8 +69,10 @@ class Layout:
         return [i for i, a, b in addresses if a != b]
 
 
-def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (tuple(tensor.size()), tensor.stride(), tensor.dtype)
+def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a placeholder for `tensor` has to have."""
+    bits = (tensor.is_conj(), tensor.is_neg())
+    return (tuple(tensor.size()), tensor.stride(), tensor.dtype, bits)
 
 
 def describe(infos: Iterable[InputInfo], limit: int = 5) -> str:

@@ -166,7 +166,7 @@ class SimulatedDriver:
     def __init__(self, device: torch.device | None = None) -> None:
         """Args: device: the CPU."""
         self._device = device or torch.device("cpu")
-        self._pool = SimulatedPool()
+        self._pools: dict[int, SimulatedPool] = {}
         self._recording = False
         self._makers: weakref.WeakValueDictionary[int, SimulatedGraph] = (
             weakref.WeakValueDictionary()
@@ -179,7 +179,7 @@ class SimulatedDriver:
         return self._device
 
     def record(
-        self, fn: BoxedCallable, args: list[Any], *, opaque: bool
+        self, fn: BoxedCallable, args: list[Any], *, opaque: bool, slot: int = 0
     ) -> tuple[CapturedGraph, list[Any]]:
         """See `GraphDriver.record`. Runs `fn` once, then puts back its inputs and the generators."""
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
@@ -190,7 +190,10 @@ class SimulatedDriver:
             *(a for a in args if isinstance(a, torch.Generator)),
         ]
         states = [g.get_state() for g in generators]
-        tape = _Tape(self._pool, generators)
+        if not self._makers:
+            self._pools.clear()  # no graph is left that uses their memory
+        pool = self._pools.setdefault(slot, SimulatedPool())
+        tape = _Tape(pool, generators)
         inputs = [_torch.tensor_at_address(a) if isinstance(a, torch.Tensor) else a for a in args]
         self._recording = True
         try:
@@ -202,7 +205,7 @@ class SimulatedDriver:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
         kept = {_address(t) for t in _tensors(outputs)}
-        self._pool.release([s for address, s in tape.fresh.items() if address not in kept])
+        pool.release([s for address, s in tape.fresh.items() if address not in kept])
         for storage in tape.fresh.values():
             torch.empty(0, dtype=torch.uint8).set_(storage).fill_(_POISON)
         graph = SimulatedGraph(tape, keepalive)

@@ -20,6 +20,11 @@ log = logging.getLogger(__name__)
 _IDLE_FACTOR = 8
 """A recording unused for this many times the limit's number of calls may give way to a new one."""
 
+_SETS_AT_ONCE = 8
+"""Sets of static addresses of a shape that are recorded when they are first seen."""
+_PASSING_KEPT = 4096
+"""Sets seen once that are remembered."""
+
 
 @dataclass
 class _Shape:
@@ -60,6 +65,8 @@ class RecordingTable:
         self._on_moved = on_moved
         self._shapes: dict[ShapeKey, _Shape] = {}
         self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._newest: StaticKey | None = None
+        self._passing: set[int] = set()
         self._num_rerecords = 0
         self._warned = False
 
@@ -94,6 +101,7 @@ class RecordingTable:
         shape.objects = tuple(args[i] for i in self._layout.objects)
         members = shape.sets.setdefault(static_key, [])
         members.append(recording)
+        self._newest = static_key
         for i in self._layout.parameters:
             self._seen[i] = weakref.ref(args[i])  # the user's model keeps parameters alive
         return members
@@ -103,6 +111,7 @@ class RecordingTable:
         recordings = self.all()
         self._shapes.clear()
         self._seen.clear()
+        self._newest = None
         return recordings
 
     # ---- limits
@@ -117,14 +126,12 @@ class RecordingTable:
         """
         shape = self._shapes.get(shape_key)
         if shape is None or not shape.sets:
+            self._refuse_moved(self._parameters_moved(self._newest, static_key))
             return self._room_for_shape()
         moved = self._moved(shape, static_key)
-        if moved and self._on_moved == "error":
-            names = describe(self._layout.infos[i] for i in moved)
-            raise StaticInputMovedError(
-                f"{self._name}: static inputs moved since they were recorded: {names}. Keep parameters and buffers "
-                'where they are, or use static_input_check="rerecord".'
-            )
+        self._refuse_moved(moved)
+        if self._is_passing_set(shape, moved, static_key, args):
+            return False, []
         dropped: list[Recording] = []
         limit = self._limits.max_static_sets
         if len(shape.recordings()) >= limit:
@@ -148,16 +155,51 @@ class RecordingTable:
         return False, []
 
     def _moved(self, shape: _Shape, static_key: StaticKey) -> list[int]:
-        """Parameters and buffers whose address differs from the newest recording's."""
+        """Parameters and buffers whose address differs from the newest recording's of a shape."""
         if static_key in shape.sets:
             return []
+        return self._parameters_moved(next(reversed(shape.sets)), static_key)
+
+    def _parameters_moved(self, old: StaticKey | None, new: StaticKey) -> list[int]:
+        if old is None:
+            return []
         pooled = set(self._layout.pooled)
-        newest = next(reversed(shape.sets))
-        return [i for i in self._layout.moved(newest, static_key) if i not in pooled]
+        return [i for i in self._layout.moved(old, new) if i not in pooled]
+
+    def _refuse_moved(self, moved: Sequence[int]) -> None:
+        if moved and self._on_moved == "error":
+            names = describe(self._layout.infos[i] for i in moved)
+            raise StaticInputMovedError(
+                f"{self._name}: static inputs moved since they were recorded: {names}. Keep parameters and buffers "
+                'where they are, or use static_input_check="rerecord".'
+            )
+
+    def _is_passing_set(
+        self, shape: _Shape, moved: Sequence[int], static_key: StaticKey, args: Sequence[Any]
+    ) -> bool:
+        """Whether other tensors came in the parameters' places that may never come again.
+
+        The first few sets are recorded at once (layers that share one compiled function), later ones when they come
+        a second time: whoever makes new parameters for every call gets no recording for each.
+        """
+        if not moved or len(shape.sets) < _SETS_AT_ONCE or self._known(moved, args):
+            return False
+        key = hash(static_key)
+        if key in self._passing:
+            return False
+        if len(self._passing) >= _PASSING_KEPT:
+            self._passing.clear()
+        self._passing.add(key)
+        log.info("%s: a set of parameters that was not seen before runs plainly", self._name)
+        return True
+
+    def _known(self, moved: Sequence[int], args: Sequence[Any]) -> list[int]:
+        """Those of the moved inputs that are the very tensors of the last recording."""
+        return [i for i in moved if i in self._seen and self._seen[i]() is args[i]]
 
     def _count_rerecord(self, moved: Sequence[int], args: Sequence[Any]) -> bool:
         """Allow a recording for moved inputs; a set of other tensors seen for the first time is none."""
-        known = [i for i in moved if i in self._seen and self._seen[i]() is args[i]]
+        known = self._known(moved, args)
         if not known:
             return True
         if self._num_rerecords >= self._limits.max_rerecords:

@@ -28,8 +28,9 @@ class CUDAGraphWrapper:
     read where they lie and recorded again when they move. Inputs that `fn` writes are written back; a call in which
     such an input shares memory with another one runs plainly.
 
-    `fn` is called with positional arguments and may return any nested structure; its Python code does not run on a
-    replay. No autograd graph is recorded.
+    `fn` is called with positional arguments, under `torch.no_grad()`, and may return any nested structure. Its Python
+    code does not run on a replay: what it reads from closures and from attributes of objects is frozen. Writes to
+    inputs are noticed by their version counters: a write through `.data` is not.
 
     **Lifetime:** tensors returned are the caller's own: no later call changes them. An output that is (a view of) an
     input is that input of the call.
@@ -89,7 +90,8 @@ class CUDAGraphWrapper:
         device = _device_of(args)
         driver = self._options.driver
         if driver == "none" or device is None or (driver == "auto" and device.type != "cuda"):
-            return self._fn(*args)
+            with torch.no_grad():
+                return self._fn(*args)
         runner = self._runner
         if runner is None:
             runner = self._runner = self._new_runner(args, device)
@@ -116,7 +118,8 @@ class CUDAGraphWrapper:
             )
         runner.stats.calls += 1
         runner.stats.plain_calls += 1
-        return self._fn(*args)
+        with torch.no_grad():
+            return self._fn(*args)
 
     def _new_runner(self, args: Sequence[Any], device: torch.device) -> PartitionRunner:
         self._infos = infer_infos(args, self._static, device)

@@ -56,6 +56,11 @@ def tensors(seed):
     return [*found, torch.nn.Parameter(torch.zeros(3)), torch.tensor(2.5), torch.empty(0)]
 
 
+def copies(functions, *sources):
+    """Copies of tensors of any dtypes."""
+    return [functions["copies"]((t,), ((tuple(t.size()), t.stride()),))[0] for t in sources]
+
+
 def facts(tensor):
     return (
         tensor.size(),
@@ -157,9 +162,11 @@ def test_aliases_and_copies_in_inference_mode(functions, outer):
     with torch.inference_mode():
         inference = torch.zeros(2)
     with torch.inference_mode(outer):
-        for name in ("aliases", "copies"):
-            found = functions[name]((normal, inference))
-            expected = PYTHON[name]((normal, inference))
+        pairs = [
+            (functions["aliases"]((normal, inference)), PYTHON["aliases"]((normal, inference))),
+            (copies(functions, normal, inference), copies(PYTHON, normal, inference)),
+        ]
+        for found, expected in pairs:
             assert [t.is_inference() for t in found] == [t.is_inference() for t in expected]
             assert [t.tolist() for t in found] == [[0, 0], [0, 0]]
 
@@ -186,18 +193,48 @@ def test_views_lie_in_the_inputs_storage(functions):
 def test_copies_own_their_memory(functions, seed):
     sources = [t.detach() for t in tensors(seed) if not overlaps_itself(t)]
     assert len(sources) > 10
-    found = functions["copies"](tuple(sources))
-    for ours, source, theirs in zip(found, sources, PYTHON["copies"](sources), strict=True):
-        assert torch.equal(ours, source)
-        assert facts(ours) == facts(theirs)
-        assert ours.untyped_storage()._cdata != source.untyped_storage()._cdata
-        assert ours.untyped_storage().nbytes() == theirs.untyped_storage().nbytes()
-    assert functions["copies"](()) == []
+    by_dtype = {}
+    for source in sources:
+        by_dtype.setdefault(source.dtype, []).append(source)
+    for members in by_dtype.values():
+        layouts = tuple((tuple(t.size()), t.stride()) for t in members)
+        found = functions["copies"](tuple(members), layouts)
+        expected = PYTHON["copies"](tuple(members), layouts)
+        for ours, source, theirs in zip(found, members, expected, strict=True):
+            assert torch.equal(ours, source)
+            assert facts(ours) == facts(theirs)
+            assert ours.untyped_storage()._cdata != source.untyped_storage()._cdata
+            assert ours.untyped_storage().nbytes() == theirs.untyped_storage().nbytes()
+    assert functions["copies"]((), ()) == []
+
+
+@pytest.mark.gpu
+def test_copies_on_cuda(functions):
+    device = torch.device("cuda", 0)
+    sources = tuple(torch.randn(3, 5, device=device)[:, :n].t() for n in range(1, 6))
+    layouts = tuple((tuple(t.size()), t.stride()) for t in sources)
+    before = torch.cuda.memory_allocated(device)
+    found = functions["copies"](sources, layouts)
+    assert torch.cuda.memory_allocated(device) > before
+    assert [facts(t) for t in found] == [facts(t) for t in PYTHON["copies"](sources, layouts)]
+    assert all(map(torch.equal, found, sources))
+    assert {t.device for t in found} == {device}
+    assert functions["static_key"](list(found), (2,)) == array("q", [found[2].data_ptr()]).tobytes()
+    del found
+    assert torch.cuda.memory_allocated(device) == before
+
+
+@pytest.mark.multigpu(2)
+def test_copies_on_another_device_than_the_current_one(functions):
+    with torch.cuda.device(0):
+        (copy,) = copies(functions, torch.ones(3, device="cuda:1"))
+    assert copy.device == torch.device("cuda", 1)
+    assert copy.tolist() == [1, 1, 1]
 
 
 def test_copies_know_no_autograd_and_may_grow(functions):
     source = torch.ones(2, requires_grad=True)
-    (copy,) = functions["copies"]((source,))
+    (copy,) = copies(functions, source)
     assert not copy.requires_grad
     copy.resize_(5)
     assert copy.requires_grad_().sum().backward() is None
@@ -217,11 +254,16 @@ ODD = {
 @pytest.mark.parametrize("name", ["aliases", "copies", "views", "static_key"])
 def test_tensors_that_are_not_plain_are_taken_or_refused_alike(compiled, kind, name):
     odd = ODD[kind]()
-    args = {"views": ([odd], ((0, (1,), (1,), 0),)), "static_key": ([odd], (0,))}
+    args = {
+        "aliases": ((odd,),),
+        "copies": ((odd,), (((3,), (1,)),)),
+        "views": ([odd], ((0, (1,), (1,), 0),)),
+        "static_key": ([odd], (0,)),
+    }
 
     def outcome(functions):
         try:
-            found = functions[name](*args.get(name, ((odd,),)))
+            found = functions[name](*args[name])
         except (RuntimeError, TypeError, AttributeError):
             return "refused"
         return found if isinstance(found, bytes) else [(t.layout, t.dtype, t.device) for t in found]
@@ -232,7 +274,7 @@ def test_tensors_that_are_not_plain_are_taken_or_refused_alike(compiled, kind, n
 def test_copies_of_memory_that_no_allocator_owns(functions):
     memory = array("f", [1, 2, 3])
     source = torch.frombuffer(memory, dtype=torch.float32)
-    (copy,) = functions["copies"]((source,))
+    (copy,) = copies(functions, source)
     memory[0] = 5
     assert (copy.tolist(), source.tolist()) == ([1, 2, 3], [5, 2, 3])
 
@@ -258,7 +300,7 @@ def test_no_reference_is_lost_or_kept(functions):
         functions["static_key"](args, (0,))
         functions["aliases"]((tensor,))
         functions["views"](args, specs)
-        functions["copies"]((tensor,))
+        functions["copies"]((tensor,), (((2,), (1,)),))
         into = [None]
         functions["put"](into, (0,), (value,))
         del into
@@ -284,14 +326,13 @@ def test_one_version_goes_on_with_what_the_other_made(compiled, monkeypatch):
 # ---- building
 
 
-def fresh_loader(monkeypatch, folder, mode=None):
+def fresh_loader(monkeypatch, folder, mode="1"):
     """A loader that has loaded nothing, with an empty cache."""
     for name, function in PYTHON.items():
         monkeypatch.setattr(fast, name, function)
     monkeypatch.setattr(fast, "_loader", fast._Loader())
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    if mode is not None:
-        monkeypatch.setenv("CGPASS_FAST", mode)
+    monkeypatch.setenv("CGPASS_FAST", mode)
 
 
 @pytest.mark.parametrize(
@@ -388,6 +429,7 @@ def test_two_processes_at_once_leave_one_file(compiled, tmp_path, monkeypatch):
 
 def test_a_process_that_ends_early_leaves_nothing(compiled, tmp_path, monkeypatch):
     del compiled  # there is a compiler
+    monkeypatch.setenv("CGPASS_FAST", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(Path(fast.__file__).parents[2]))
     program = "import time; from cgpass.runtime import fast; fast.start(); time.sleep(0.3)"
