@@ -37,9 +37,9 @@ def frozen_rng(patch):
     """Every replay draws the numbers of the recording, and the generator stays where it was."""
     record, replay = SimulatedDriver.record, SimulatedGraph.replay
 
-    def record_with_state(self, fn, args, *, opaque):
+    def record_with_state(self, fn, args, **settings):
         state = torch.get_rng_state()
-        graph, outputs = record(self, fn, args, opaque=opaque)
+        graph, outputs = record(self, fn, args, **settings)
         graph.frozen = state
         return graph, outputs
 
