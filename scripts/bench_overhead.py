@@ -25,8 +25,6 @@ from cgpass.runtime.executor import Executor
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner, RunnerSettings
 
-VERSIONS = ("python", "c++")
-
 
 class StubGraph:
     """A graph of nothing."""
@@ -43,8 +41,8 @@ class StubDriver:
 
     device = torch.device("cpu")
 
-    def record(self, fn: Any, args: list[Any], *, opaque: bool) -> tuple[StubGraph, list[Any]]:
-        del opaque
+    def record(self, fn: Any, args: list[Any], **settings: Any) -> tuple[StubGraph, list[Any]]:
+        del settings
         return StubGraph(), list(fn(args))
 
     def is_capturing(self) -> bool:
@@ -62,11 +60,14 @@ def make_runner(kinds: list[InputKind], num_outputs: int) -> PartitionRunner:
         return [torch.zeros(1) for _ in range(num_outputs)]
 
     owner: Any = Owner(StubDriver())
-    return PartitionRunner(fn, infos, owner, RunnerSettings(), name="stub")
+    return PartitionRunner(fn, infos, owner, RunnerSettings(on_skip="raise"), name="stub")
 
 
-def cases(n: int) -> dict[str, tuple[Callable[[list[Any]], Any], list[Any]]]:
-    """What is called, and its inputs, by name."""
+Case = tuple[Callable[[list[Any]], Any], list[Any], PartitionRunner]
+
+
+def cases(n: int) -> dict[str, Case]:
+    """What is called, its inputs, and the runner behind it, by name."""
     static, copied, pooled = InputKind.STATIC, InputKind.COPIED, InputKind.POOLED
     parameters = [torch.zeros(1) for _ in range(n)]
     x = torch.zeros(1)
@@ -77,25 +78,30 @@ def cases(n: int) -> dict[str, tuple[Callable[[list[Any]], Any], list[Any]]]:
     backward.owner.is_pool_storage = lambda tensor: True
     plan = whole_plan(2 * n + 1, n, backward, "captured_0", frozenset(range(n)))
     saved = [torch.zeros(1) for _ in range(n)]
+    alone = make_runner([*[static] * n, copied], n)
     return {
-        "runner": (make_runner([*[static] * n, copied], n).run, [*parameters, x]),
-        "forward": (whole, [*parameters, x]),
-        "backward": (Executor(plan, backward.owner), [*parameters, *saved, x]),
+        "runner": (alone.run, [*parameters, x], alone),
+        "forward": (whole, [*parameters, x], forward),
+        "backward": (Executor(plan, backward.owner), [*parameters, *saved, x], backward),
     }
 
 
-def microseconds(call: Callable[[list[Any]], Any], args: list[Any], repeats: int) -> float:
+def microseconds(case: Case, repeats: int) -> float:
     """Best of several blocks, per call; outputs are dropped before the next call, as a training step does."""
+    call, args, runner = case
     with torch.no_grad():
         for _ in range(5):
             call(args.copy())
         number = 20
         best = float("inf")
+        replays = runner.stats.replays
         for _ in range(repeats):
             start = time.perf_counter()
             for _ in range(number):
                 call(args.copy())
             best = min(best, (time.perf_counter() - start) / number)
+    if runner.stats.replays - replays != repeats * number:
+        raise RuntimeError(f"not every call was a replay: {runner.stats}")
     return best * 1e6
 
 
@@ -106,11 +112,11 @@ def measure(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
         versions["c++"] = {name: getattr(fast, name) for name in fast.PYTHON}
     rows = []
     for n in sizes:
-        for name, (call, args) in cases(n).items():
+        for name, case in cases(n).items():
             row: dict[str, Any] = {"case": name, "n": n}
             for version, functions in versions.items():
                 fast.install(functions)
-                row[version] = round(microseconds(call, args, repeats), 1)
+                row[version] = round(microseconds(case, repeats), 1)
             rows.append(row)
     return rows
 
