@@ -10,10 +10,6 @@ from typing import Any
 
 import torch
 
-SUPPORTED = ((2, 11), (2, 15))
-"""First and last torch version that cgpass is tested with."""
-
-
 # ---- storages and addresses
 
 
@@ -393,3 +389,13 @@ def sibling_fake_mode(tensor: torch.Tensor) -> Any:
             allow_dynamic_output_shape_ops=outer.allow_dynamic_output_shape_ops,
         )
     return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=mode.allow_non_fake_inputs)
+
+
+def inductor_option_names() -> list[str]:
+    """Every name that Inductor's configuration knows, `triton.cudagraphs` and the like included.
+
+    Source: torch/utils/_config_module.py, `ConfigModule._config`, 2.11 to 2.15.
+    """
+    from torch._inductor import config
+
+    return list(getattr(config, "_config"))  # noqa: B009  in no stub

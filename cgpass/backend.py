@@ -1,5 +1,6 @@
 """The torch.compile backend: joins AOTAutograd, passes, compilers and the runtime."""
 
+import difflib
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +70,34 @@ def cgpass(
         raise DriverUnavailableError(
             'driver="cuda", but torch finds no CUDA device; use driver="auto", or driver="simulated" on CPU'
         )
+    _check_names(parsed)
     return Compilation(parsed).compile(gm, example_inputs)
+
+
+def _is_operator(name: str) -> bool:
+    """Whether `ns::op` or `ns::op.overload` is registered."""
+    namespace, _, op = name.partition("::")
+    packet, _, overload = op.partition(".")
+    found = getattr(getattr(torch.ops, namespace), packet, None)
+    return found is not None and (not overload or hasattr(found, overload))
+
+
+def _check_names(options: Options) -> None:
+    """Refuse Inductor settings that are none; warn of operators that nobody registered."""
+    if options.inductor:
+        known = _torch.inductor_option_names()
+        for name in options.inductor:
+            if name == "triton.cudagraphs":
+                raise OptionError(
+                    "inductor={'triton.cudagraphs': ...}: cgpass makes the CUDA graphs; leave Inductor's own out"
+                )
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise OptionError(f"inductor={{{name!r}: ...}} is no setting of Inductor{hint}")
+    for name in options.unsafe_ops:
+        if not _is_operator(name):
+            log.warning("unsafe_ops names %s, but no such operator is registered", name)
 
 
 def reset() -> None:

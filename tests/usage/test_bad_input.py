@@ -48,6 +48,28 @@ def test_options_that_are_refused(options, text):
     assert text in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ({"max_autotun": True}, "is no setting of Inductor; did you mean 'max_autotune'?"),
+        ({"triton.cudagraphs": True}, "cgpass makes the CUDA graphs"),
+    ],
+    ids=["unknown", "Inductor's own graphs"],
+)
+def test_settings_of_inductor_that_are_refused(setting, text):
+    with pytest.raises(Exception, match="nductor") as error:
+        compiled(long_enough, inductor=setting)(X)
+    assert isinstance(cause(error), OptionError)
+    assert text in str(error.value)
+
+
+def test_an_operator_that_is_none_is_named(caplog):
+    with caplog.at_level(logging.WARNING, "cgpass"):
+        compiled(long_enough, unsafe_ops=["aten::no_such_op", "aten::sin.default"])(X)
+    messages = [r.getMessage() for r in caplog.records if "no such operator" in r.getMessage()]
+    assert messages == ["unsafe_ops names aten::no_such_op, but no such operator is registered"]
+
+
 def test_mode_is_refused():
     torch.compiler.reset()
     call = torch.compile(long_enough, backend=cgpass.cgpass, mode="reduce-overhead")
