@@ -62,7 +62,7 @@ class _Builder:
             self._slots[node] = self._new_slot()
         for node in self._gm.graph.nodes:
             if node.op == "get_attr":
-                self._slots[node] = self._constant(attribute(self._gm, node.target))
+                self._slots[node] = self._constant(attribute(self._gm, str(node.target)))
             elif node.op == "call_module":
                 self._add_call(node)
             elif node.op == "call_function" and node.target is not operator.getitem:
