@@ -202,13 +202,6 @@ def static_input_indices() -> tuple[int, ...]:
     return () if metadata is None else tuple(metadata.static_input_indices or ())
 
 
-def fake_mode_of(values: Sequence[Any]) -> Any:
-    """The FakeTensorMode of `values`, or None."""
-    from torch._guards import detect_fake_mode
-
-    return detect_fake_mode(list(values))
-
-
 def dynamo_source_name(node: torch.fx.Node) -> str | None:
     """What a placeholder of Dynamo's graph stands for in the user's words, `L['self'].fc.weight`."""
     source = getattr(node.meta.get("grapharg"), "source", None)

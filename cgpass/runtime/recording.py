@@ -225,10 +225,6 @@ class Recording:
         for group in self._copies:
             group.copy_from(args)
 
-    def output_at(self, position: int) -> Any:
-        """The output at `position`: a tensor if it lies in the pool."""
-        return self._outputs[position]
-
     def copy_out(
         self, positions: tuple[int, ...], targets: tuple[int, ...], results: list[Any]
     ) -> int:
