@@ -103,8 +103,7 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """Run `compile_fx` with our split and our compiler of the split graphs.
 
-    AOTAutograd's cache must be off, since a hit never calls `inner_compile`; donated buffers too, since with them
-    `retain_graph=True` raises and pieces of a backward graph would donate the wrong inputs.
+    AOTAutograd's cache must be off, since a hit never calls `inner_compile`.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
@@ -122,7 +121,7 @@ def compile_with_inductor(
         "triton.cudagraphs": False,
         "custom_partitioner_fn": Partitioner(),
     }
-    with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False):
+    with functorch_config.patch(enable_autograd_cache=False):
         compiled: Any = compile_fx(
             gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches
         )
@@ -149,7 +148,7 @@ def compile_with_aten(
         partition_fn=partition_fn,
         keep_inference_input_mutations=True,
     )
-    with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False):
+    with functorch_config.patch(enable_autograd_cache=False):
         return backend(gm, list(example_inputs))
 
 
@@ -200,6 +199,23 @@ def static_input_indices() -> tuple[int, ...]:
     context = TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata
     return () if metadata is None else tuple(metadata.static_input_indices or ())
+
+
+def donate_no_buffers() -> None:
+    """Have AOTAutograd know that this backward takes no memory of its saved tensors.
+
+    With donated buffers `retain_graph=True` raises, and pieces of a backward graph would donate the wrong inputs.
+    To be called when the forward graph is compiled: its split has made the list by then, and nobody has read it.
+    Turning the setting off instead leaves no list, which is not an empty one to whoever checks before a backward.
+
+    Source: torch/_functorch/_aot_autograd/graph_compile.py `fw_metadata.bw_donated_idxs`, 2.11 to 2.15.
+    """
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    donated = None if context is None else getattr(context.fw_metadata, "bw_donated_idxs", None)
+    if donated is not None:
+        donated.clear()  # the metadata of wrapped and of plain tensors share this list
 
 
 def dynamo_source_name(node: torch.fx.Node) -> str | None:

@@ -197,6 +197,8 @@ class Compilation:
         Returns:
             A boxed callable.
         """
+        if direction == "forward":
+            _torch.donate_no_buffers()
         target = find_target(gm, self.options.driver)
         if target.skip is not None:
             return self._run_plainly(gm, example_inputs, direction, compiler, target.skip)

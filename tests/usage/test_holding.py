@@ -105,6 +105,22 @@ def test_retained_graph(setting):
     assert counters["calls"] == 8 + 16
 
 
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_graph_retained_only_after_the_backward_was_compiled(setting, compiler):
+    def program(session):
+        module, call = session.compiled(MLP)
+        values = []
+        for number, batch in enumerate(session.batches(4, 8)):
+            loss = call(batch).square().mean()
+            if number >= 3:
+                loss.backward(retain_graph=True)
+            loss.backward()
+            values += programs.gradients(module)
+        return values
+
+    setting.compare(program, compiler=compiler)
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradient_accumulation(setting, set_to_none):
     def program(session):
