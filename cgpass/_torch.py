@@ -33,13 +33,22 @@ def tensor_at_address(tensor: torch.Tensor) -> torch.Tensor:
     **Lifetime:** owns nothing; the caller keeps the memory alive.
     """
     storage = tensor.untyped_storage()
-    raw = torch._C._construct_storage_from_data_pointer(
-        storage.data_ptr(), tensor.device, storage.nbytes()
-    )
+    raw = storage_at(storage.data_ptr(), storage.nbytes(), tensor.device)
     out = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     with torch.no_grad():
         out.set_(raw, tensor.storage_offset(), tensor.size(), tensor.stride())
     return with_lazy_bits(out, conj=tensor.is_conj(), neg=tensor.is_neg())
+
+
+def storage_at(address: int, num_bytes: int, device: torch.device) -> torch.UntypedStorage:
+    """A storage that lies where it is told to. **Lifetime:** owns nothing; the caller keeps the memory alive."""
+    return torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
+
+
+swap_data_ptr: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] | None = getattr(
+    torch.UntypedStorage, "_swap_data_ptr_", None
+)
+"""Exchanges the memory under two storages, for everybody who holds them; from torch 2.13 on."""
 
 
 def strided_allocator(

@@ -111,14 +111,57 @@ c10::intrusive_ptr<at::TensorImpl> detached(const at::Tensor& tensor) {
   return impl->shallow_copy_and_detach(impl->version_counter(), true);
 }
 
+// With a version counter of its own, as `Tensor.data`: what callers write to one call's output concerns no other's.
+c10::intrusive_ptr<at::TensorImpl> renewed(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true);
+}
+
 PyObject* aliases(PyObject* const* args) {
   const Items tensors(args[0]);
   Owned out(PyList_New(tensors.size));
   for (Py_ssize_t k = 0; k < tensors.size; ++k) {
-    Owned alias(THPVariable_Wrap(at::Tensor(detached(tensor_of(tensors.items[k])))));
+    Owned alias(THPVariable_Wrap(at::Tensor(renewed(tensor_of(tensors.items[k])))));
     PyList_SET_ITEM(out.object, k, alias.release());
   }
   return out.release();
+}
+
+PyObject* exclusive(PyObject* const* args) {
+  const Items values(args[0]);
+  const Items positions(args[1]);
+  const Items expected(args[2]);
+  if (positions.size != expected.size) {
+    fail(PyExc_ValueError, "as many counts as positions expected");
+  }
+  for (Py_ssize_t k = 0; k < positions.size; ++k) {
+    PyObject* object = values.at(positions.items[k]);
+    const at::Tensor& tensor = tensor_of(object);
+    auto* storage = tensor.storage().unsafeGetStorageImpl();
+    const auto count = PyLong_AsUnsignedLong(expected.items[k]);
+    if (PyErr_Occurred()) throw PythonErrorSet();
+    if (Py_REFCNT(object) != 1 || tensor.use_count() != 1 ||
+        c10::raw::intrusive_ptr::use_count(storage) != count) {
+      Py_RETURN_FALSE;
+    }
+  }
+  Py_RETURN_TRUE;
+}
+
+PyObject* swap_storages(PyObject* const* args) {
+  const Items first(args[0]);
+  const Items second(args[1]);
+  if (first.size != second.size) fail(PyExc_ValueError, "as many tensors as others expected");
+  for (Py_ssize_t k = 0; k < first.size; ++k) {
+    auto* a = tensor_of(first.items[k]).storage().unsafeGetStorageImpl();
+    auto* b = tensor_of(second.items[k]).storage().unsafeGetStorageImpl();
+    TORCH_CHECK(
+        a->nbytes() == b->nbytes() && a->device() == b->device(),
+        "storages of one size on one device expected");
+    auto from_a = a->set_data_ptr(at::DataPtr(nullptr, a->device()));
+    auto from_b = b->set_data_ptr(std::move(from_a));
+    a->set_data_ptr(std::move(from_b));
+  }
+  Py_RETURN_NONE;
 }
 
 std::vector<int64_t> numbers_of(PyObject* tuple) {
@@ -228,7 +271,7 @@ PyObject* guarded(PyObject*, PyObject* const* args, Py_ssize_t n) {
 #define METHOD(name, n) {#name, (PyCFunction)(void*)guarded<name, n>, METH_FASTCALL, nullptr}
 PyMethodDef methods[] = {
     METHOD(static_key, 2), METHOD(any_held, 2), METHOD(aliases, 1), METHOD(views, 2),
-    METHOD(copies, 2),     METHOD(put, 3),      {nullptr, nullptr, 0, nullptr}};
+    METHOD(copies, 2),     METHOD(put, 3),      METHOD(exclusive, 3), METHOD(swap_storages, 2), {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_fast", nullptr, -1, methods};
 }  // namespace
 

@@ -42,8 +42,34 @@ def any_held(cdatas: tuple[int, ...], baseline: tuple[int, ...]) -> bool:
 
 
 def aliases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """`detach()` of each. **Lifetime:** they hold the same storages, and share the version counters."""
-    return list(map(torch.Tensor.detach, tensors))
+    """`data` of each. **Lifetime:** they hold the same storages, and have version counters of their own."""
+    return [tensor.data for tensor in tensors]
+
+
+def exclusive(args: Sequence[Any], positions: Sequence[int], counts: Sequence[int]) -> bool:
+    """Whether nobody but the list `args` holds the tensors at `positions`, and their storages have these many users.
+
+    In Python a caller's own references can't be told apart: there somebody always does.
+    """
+    del args, counts
+    return not positions
+
+
+def swap_storages(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> None:
+    """Exchange the memory under each pair of tensors, for everybody who holds their storages.
+
+    Raises:
+        RuntimeError: This torch can't; see `can_swap`.
+    """
+    if _torch.swap_data_ptr is None:
+        raise RuntimeError("this torch can't exchange the memory of storages")
+    for a, b in zip(first, second, strict=True):
+        _torch.swap_data_ptr(a.untyped_storage(), b.untyped_storage())
+
+
+def can_swap() -> bool:
+    """Whether `swap_storages` works: compiled, or in torch itself."""
+    return is_compiled() or _torch.swap_data_ptr is not None
 
 
 def views(args: Sequence[Any], specs: Sequence[ViewSpec]) -> list[torch.Tensor]:
@@ -80,7 +106,8 @@ def put(into: list[Any], positions: Sequence[int], values: Sequence[Any]) -> Non
 
 
 PYTHON: Mapping[str, Callable[..., Any]] = {
-    f.__name__: f for f in (static_key, any_held, aliases, views, copies, put)
+    f.__name__: f
+    for f in (static_key, any_held, exclusive, swap_storages, aliases, views, copies, put)
 }
 
 
