@@ -34,15 +34,39 @@ def tensor_at_address(tensor: torch.Tensor) -> torch.Tensor:
     """
     storage = tensor.untyped_storage()
     raw = storage_at(storage.data_ptr(), storage.nbytes(), tensor.device)
-    out = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return on_storage(raw, tensor)
+
+
+def on_storage(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """A tensor laid out as `like` on a storage."""
+    out = torch.empty(0, dtype=like.dtype, device=like.device)
     with torch.no_grad():
-        out.set_(raw, tensor.storage_offset(), tensor.size(), tensor.stride())
-    return with_lazy_bits(out, conj=tensor.is_conj(), neg=tensor.is_neg())
+        out.set_(storage, like.storage_offset(), like.size(), like.stride())
+    return with_lazy_bits(out, conj=like.is_conj(), neg=like.is_neg())
 
 
 def storage_at(address: int, num_bytes: int, device: torch.device) -> torch.UntypedStorage:
     """A storage that lies where it is told to. **Lifetime:** owns nothing; the caller keeps the memory alive."""
     return torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
+
+
+class WeakStorage:
+    """Knows whether a storage has died.
+
+    Source: torch/multiprocessing/reductions.py `StorageWeakRef`, 2.11 to 2.15.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        """Args: storage: is not held."""
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self._ref = StorageWeakRef(storage)
+
+    def get(self) -> torch.UntypedStorage | None:
+        """The storage, None if it has died."""
+        if self._ref.expired():
+            return None
+        return torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)
 
 
 swap_data_ptr: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] | None = getattr(

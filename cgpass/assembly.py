@@ -95,7 +95,11 @@ class GraphBuilder:
             fn,
             infos,
             self.owner(self.target.device),
-            RunnerSettings.of(self.options, opaque=self.compiler.opaque),
+            RunnerSettings.of(
+                self.options,
+                opaque=self.compiler.opaque,
+                is_backward=self.direction == "backward",
+            ),
             name=f"{self.direction} {name}",
         )
 

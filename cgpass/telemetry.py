@@ -23,6 +23,10 @@ class CallStats:
     """Calls after warm-up that ran without a graph: a limit, a failed capture, a foreign capture."""
     copied_bytes: int = 0
     """Bytes copied into placeholders, written back, and copied out of the pool."""
+    rescues: int = 0
+    """Times that held outputs of a recording were moved before a replay would have overwritten them."""
+    rescued_bytes: int = 0
+    """Bytes copied by rescues."""
 
 
 @dataclass(slots=True)

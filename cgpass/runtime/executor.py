@@ -7,6 +7,7 @@ from typing import Any
 
 from cgpass.runtime import fast
 from cgpass.runtime.owner import Owner
+from cgpass.runtime.recording import Recording
 from cgpass.runtime.runner import PartitionRunner
 
 
@@ -35,7 +36,7 @@ class Plan:
     constants: tuple[tuple[int, Any], ...] = ()
     """Slots filled before the first step: constant outputs, attributes of the graph."""
     visible: frozenset[int] = frozenset()
-    """Positions of outputs that the user gets: these are copied out of the pool."""
+    """Positions of outputs that the user gets."""
 
     def __str__(self) -> str:
         lines = [f"inputs: {_range(self.num_inputs)}"]
@@ -57,23 +58,39 @@ def _slots(slots: Sequence[int]) -> str:
     return "(" + ", ".join(map(str, slots)) + ")"
 
 
-def _copied_outputs(
-    plan: Plan, step: Step, runner: PartitionRunner
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Outputs of `step` that the user gets, and their positions in the graph's results.
+class _CopyOut:
+    """Outputs of one step that are copied out of the pool, and where in the graph's results they go."""
 
-    Those that nobody else reads are marked private: no alias of them need be made.
-    """
-    numbers = {slot: number for number, slot in enumerate(step.outputs)}
-    pairs = [
-        (numbers[slot], position)
-        for position, slot in enumerate(plan.outputs)
-        if position in plan.visible and slot in numbers
-    ]
-    read = {slot for other in plan.steps for slot in other.inputs}
-    read.update(slot for position, slot in enumerate(plan.outputs) if position not in plan.visible)
-    runner.private_outputs = frozenset(n for n, _ in pairs if step.outputs[n] not in read)
-    return tuple(n for n, _ in pairs), tuple(position for _, position in pairs)
+    def __init__(self, number: int, plan: Plan, runner: PartitionRunner) -> None:
+        """Tell the runner who gets what of its outputs."""
+        self.number = number
+        self.runner = runner
+        step = plan.steps[number]
+        numbers = {slot: n for n, slot in enumerate(step.outputs)}
+        self._pairs = [
+            (numbers[slot], position)
+            for position, slot in enumerate(plan.outputs)
+            if position in plan.visible and slot in numbers
+        ]
+        read = {slot for other in plan.steps for slot in other.inputs}
+        read.update(s for position, s in enumerate(plan.outputs) if position not in plan.visible)
+        runner.visible = frozenset(n for n, _ in self._pairs)
+        runner.read = frozenset(n for slot, n in numbers.items() if slot in read)
+        self._copied: frozenset[int] = frozenset()
+        self._positions: tuple[int, ...] = ()
+        self._targets: tuple[int, ...] = ()
+
+    def run(self, recording: Recording, results: list[Any]) -> None:
+        """Replace results by copies, where the runner says so."""
+        copied = self.runner.copied
+        if copied is not self._copied:
+            self._copied = copied
+            pairs = [(n, target) for n, target in self._pairs if n in copied]
+            self._positions = tuple(n for n, _ in pairs)
+            self._targets = tuple(target for _, target in pairs)
+        if self._positions:
+            copied_bytes = recording.copy_out(self._positions, self._targets, results)
+            self.runner.stats.copied_bytes += copied_bytes
 
 
 def _taker(positions: tuple[int, ...]) -> Callable[[list[Any]], list[Any]]:
@@ -113,13 +130,10 @@ class Executor:
         ]
         self._take_outputs = _taker(plan.outputs)
         self._copies = [
-            (number, step.run.stats, positions, targets)
+            _CopyOut(number, plan, step.run)
             for number, step in enumerate(plan.steps)
             if isinstance(step.run, PartitionRunner)
-            for positions, targets in [_copied_outputs(plan, step, step.run)]
-            if positions
         ]
-        """Number of a step, its counts, its outputs that are copied out, where in the results they go."""
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run every step.
@@ -128,8 +142,8 @@ class Executor:
             args: The graph's inputs; the list is emptied.
 
         Returns:
-            The graph's outputs. **Lifetime:** those marked visible are the caller's own; others may lie in the pool,
-            where no replay overwrites them while they are held.
+            The graph's outputs. **Lifetime:** they may lie in the pool, where no replay overwrites them while they are
+            held.
         """
         if self._owner is None:
             return self._run(args)
@@ -150,8 +164,8 @@ class Executor:
             del inputs, outputs
         results = self._take_outputs(slots)
         del slots
-        for number, stats, taken, positions in self._copies:
-            recording = recordings[number]
+        for copy in self._copies:
+            recording = recordings[copy.number]
             if recording is not None:
-                stats.copied_bytes += recording.copy_out(taken, positions, results)
+                copy.run(recording, results)
         return results

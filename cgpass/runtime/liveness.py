@@ -1,65 +1,80 @@
-"""Who still holds what: outputs of recordings that a later replay could overwrite.
+"""What a replay would overwrite: outputs of recordings that somebody still holds.
 
-Note [Birth order]
-    All recordings of an owner share one pool, and every recording keeps its outputs allocated as long as it lives.
-    A recording made later can therefore never lie on an output of an earlier one, but its outputs may lie where an
-    earlier one has temporaries. So replaying recording R can overwrite outputs of R itself and of recordings born
-    after R, never those of recordings born before it. R may be replayed exactly when no output of a recording born at
-    or after R is held. `LiveOutputs` keeps the recordings whose outputs were handed out in birth order; what is on its
-    top decides.
+Note [What a replay overwrites]
+    Recordings of a slot share one pool. While a recording is made, no memory that is allocated can become part of it.
+    So replaying recording R leaves alone the outputs of earlier recordings whose blocks were kept while R was made,
+    and may overwrite its own, those of recordings made after it, and those of earlier ones that had been released
+    (`Recording.released`) when it was made. What was given to it (`Recording.consumes`) it overwrites too: it may be
+    replayed only if this call's inputs are the only holders.
 
-    Where results of one call are still held in the next (forwards ahead of their backwards), birth order alone would
-    ask for a younger recording every time. So a signature with two recordings gets its next one in another slot: a
-    pool of its own, in which nothing is held. Slots share no memory, and calls that take turns keep taking turns.
+    Where results of one call are still held in the next (forwards ahead of their backwards), a signature with two
+    recordings gets its next one in another slot: a pool of its own, in which nothing is held. Slots share no memory,
+    and calls that take turns keep taking turns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Protocol
 
-import torch
-
-from cgpass import _torch
-from cgpass.runtime import fast
+from cgpass.runtime.output_memory import OutputMemory
 
 
-class HeldStorages:
-    """Tells whether anybody but the recording itself holds one of its output storages.
+class Made(Protocol):
+    """A recording, as far as its outputs matter."""
 
-    Every holder counts, since each keeps a reference to the StorageImpl: Python tensors, views, autograd's saved
-    tensors, `.grad` fields, closures.
-    """
-
-    __slots__ = ("_baseline", "_cdatas", "_tensors")
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Args: tensors: the recording's own outputs; nobody else holds their storages yet."""
-        self._tensors = tensors
-        self._cdatas = tuple({t.untyped_storage()._cdata: None for t in tensors})
-        self._baseline = tuple(map(_torch.storage_use_count, self._cdatas))
-
-    def any_held(self) -> bool:
-        """Whether some storage has other references than the recording's own."""
-        return fast.any_held(self._cdatas, self._baseline)
+    birth: int
+    memory: OutputMemory
+    released: Mapping[int, tuple[int, ...]]
+    """Blocks that were free when it was made, by the birth of the recording whose outputs lay there."""
 
 
 class LiveOutputs:
-    """Recordings whose outputs may be held, in order of birth. See Note [Birth order]."""
+    """Recordings of one slot whose outputs may be held, in order of birth."""
 
     __slots__ = ("_stack",)
 
     def __init__(self) -> None:
         """Nothing was handed out yet."""
-        self._stack: list[tuple[int, HeldStorages]] = []
+        self._stack: list[Made] = []
 
     def youngest(self) -> int:
-        """Birth of the youngest recording with a held output, -1 if none: only younger ones may be replayed."""
+        """Birth of the youngest recording with a held output, -1 if none."""
         stack = self._stack
         while stack:
-            birth, held = stack[-1]
-            if held.any_held():
-                return birth
+            top = stack[-1]
+            if top.memory.any_held():
+                return top.birth
             stack.pop()
         return -1
 
-    def push(self, birth: int, held: HeldStorages) -> None:
+    def push(self, recording: Made) -> None:
         """Note that a recording younger than every held one hands out its outputs."""
-        self._stack.append((birth, held))
+        self._stack.append(recording)
+
+    def discard(self, recording: Made) -> None:
+        """Forget a recording that is no more."""
+        self._stack = [other for other in self._stack if other is not recording]
+
+    def is_safe(self, recording: Made) -> bool:
+        """Whether a replay overwrites nothing that is held. See Note [What a replay overwrites]."""
+        if self.youngest() >= recording.birth:
+            return False
+        released = recording.released
+        if not released:
+            return True
+        return not any(
+            other.memory.held(released[other.birth])
+            for other in self._stack
+            if other.birth in released
+        )
+
+    def overwritten_by(self, recording: Made) -> list[tuple[Made, list[int]]]:
+        """Recordings with held outputs that a replay would overwrite, and the blocks of each."""
+        found: list[tuple[Made, list[int]]] = []
+        for other in dict.fromkeys(self._stack):
+            among = None
+            if other.birth < recording.birth:
+                among = recording.released.get(other.birth, ())
+            blocks = other.memory.held(among)
+            if blocks:
+                found.append((other, blocks))
+        return found

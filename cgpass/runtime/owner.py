@@ -1,12 +1,16 @@
 """`Owner`: what the recordings of one compiled function share, and how all of it is freed."""
 
+import sys
 import threading
 import weakref
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from cgpass.runtime.driver import GraphDriver
-from cgpass.runtime.liveness import HeldStorages, LiveOutputs
+from cgpass.runtime.liveness import LiveOutputs
+from cgpass.runtime.recording import Recording
 
 if TYPE_CHECKING:
     import torch
@@ -16,11 +20,18 @@ MAX_SLOTS = 16
 """Pools of one owner: how many calls' results may be held while the function still replays."""
 
 
-class Closeable(Protocol):
+RESCUES_IN_A_ROW = 3
+"""Rescues of a recording's outputs, call after call, after which they are laid elsewhere."""
+
+
+class Member(Protocol):
     """Something that an owner frees."""
 
     def close(self) -> None:
         """Free graphs and memory."""
+
+    def plan_around(self, victim: Recording, blocks: Sequence[int], by: Recording) -> None:
+        """Have outputs of `victim`, if it is this one's, no longer lie where `by` writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,78 +44,149 @@ class Limits:
     max_rerecords: int = 128
 
 
+class _Slot:
+    """A pool and what was recorded into it."""
+
+    def __init__(self) -> None:
+        self.live = LiveOutputs()
+        self.recordings: list[Recording] = []
+
+    def lost(self) -> list[tuple[Recording, list[int]]]:
+        """Held blocks that belong to the pool again: a capture could come to lie on them."""
+        found = [(r, r.memory.held(r.memory.released())) for r in self.recordings]
+        return [(recording, blocks) for recording, blocks in found if blocks]
+
+
 class Owner:
-    """Driver (with its pool and stream), order of recordings, live outputs of a compiled function."""
+    """Driver (with its pools and stream), order of recordings, live outputs of a compiled function."""
 
     def __init__(self, driver: GraphDriver) -> None:
-        """Args: driver: records and replays; its pool is this owner's."""
+        """Args: driver: records and replays; its pools are this owner's."""
         self.driver = driver
-        self._live = [LiveOutputs()]
         self.lock = threading.RLock()
         self.closed = False
+        self._slots = [_Slot()]
         self._births = 0
-        self._members: list[Closeable] = []
-        self._pool_addresses: dict[int, int] = {}
+        self._members: list[Member] = []
+        self._pool_addresses: Counter[int] = Counter()
         _owners.add(self)
 
-    def youngest(self, slot: int) -> int:
-        """Birth of the youngest recording of a slot with a held output. See Note [Birth order]."""
-        return self._live[slot].youngest()
+    # ---- replays
 
-    def note_handed_out(self, slot: int, birth: int, held: HeldStorages) -> None:
+    def is_safe(self, recording: Recording) -> bool:
+        """Whether a replay overwrites nothing that is held. See Note [What a replay overwrites]."""
+        return self._slots[recording.slot].live.is_safe(recording)
+
+    def overwritten_by(self, recording: Recording) -> list[tuple[Recording, list[int]]]:
+        """Recordings with held outputs that a replay would overwrite, and which blocks of each."""
+        return self._slots[recording.slot].live.overwritten_by(recording)
+
+    def note_handed_out(self, recording: Recording) -> None:
         """Note that a recording hands out its outputs."""
-        self._live[slot].push(birth, held)
+        self._slots[recording.slot].live.push(recording)
 
-    def slot_for(self, num_recordings: int) -> int | None:
-        """Where a signature that has so many recordings gets one more, None if too much is held everywhere."""
-        if num_recordings < 2:
-            return 0
-        for slot, live in enumerate(self._live):
-            if live.youngest() < 0:
-                return slot
-        if len(self._live) == MAX_SLOTS:
+    def rescue(self, recording: Recording) -> bool:
+        """Move what a replay would overwrite; returns whether all of it could be."""
+        victims = self.overwritten_by(recording)
+        if not all(victim.memory.can_rescue(blocks) for victim, blocks in victims):
+            return False
+        for victim, blocks in victims:
+            victim.rescue(blocks)
+            if victim.rescues_in_a_row >= RESCUES_IN_A_ROW:
+                for member in self._members:
+                    member.plan_around(victim, blocks, recording)
+        return True
+
+    # ---- recordings
+
+    def slot_for(self, num_recordings: int, first: int) -> int | None:
+        """Where a signature that has so many recordings gets one more, None if too much is held everywhere.
+
+        Args:
+            num_recordings: Of the signature.
+            first: Slots before this one do not suit.
+        """
+        for number, slot in enumerate(self._slots[first:], first):
+            shared = number == first and num_recordings < 2
+            if (shared and self._rescue_lost(slot)) or slot.live.youngest() < 0:
+                return number
+        if len(self._slots) >= MAX_SLOTS:
             return None
-        self._live.append(LiveOutputs())
-        return len(self._live) - 1
+        self._slots.append(_Slot())
+        return len(self._slots) - 1
+
+    def _rescue_lost(self, slot: _Slot) -> bool:
+        """Move what a capture into this slot could come to lie on; returns whether nothing of that is left."""
+        lost = slot.lost()
+        if not all(recording.memory.can_rescue(blocks) for recording, blocks in lost):
+            return False
+        for recording, blocks in lost:
+            recording.rescue(blocks)
+        return True
+
+    def begin_recording(self, slot: int) -> dict[int, tuple[int, ...]]:
+        """Give what nobody holds back to the pool; returns `Recording.released` of what is recorded now."""
+        released: dict[int, tuple[int, ...]] = {}
+        for recording in self._slots[slot].recordings:
+            recording.memory.release_unheld()
+            blocks = recording.memory.released()
+            if blocks:
+                released[recording.birth] = blocks
+        return released
+
+    def block_at(self, slot: int, address: int) -> tuple[Recording, int, int] | None:
+        """The recording that keeps the block at an address, the block's number and its own references to it."""
+        for recording in self._slots[slot].recordings:
+            found = recording.memory.num_users(address)
+            if found is not None:
+                return recording, *found
+        return None
 
     def next_birth(self) -> int:
         """Position of one more recording in the order of recordings."""
         self._births += 1
         return self._births
 
-    def add(self, member: Closeable) -> None:
-        """Have `member` closed with this owner."""
-        self._members.append(member)
+    def add_recording(self, recording: Recording) -> None:
+        """Note a recording, and where its outputs lie."""
+        self._slots[recording.slot].recordings.append(recording)
+        self._pool_addresses.update(recording.memory.addresses())
 
-    def add_pool_storage(self, tensor: "torch.Tensor") -> None:
-        """Note that a recording's output lies where `tensor` does."""
-        address = tensor.untyped_storage().data_ptr()
-        self._pool_addresses[address] = self._pool_addresses.get(address, 0) + 1
-
-    def drop_pool_storage(self, tensor: "torch.Tensor") -> None:
-        """Undo one `add_pool_storage`."""
-        address = tensor.untyped_storage().data_ptr()
-        left = self._pool_addresses.pop(address, 0) - 1
-        if left > 0:
-            self._pool_addresses[address] = left
+    def close_recording(self, recording: Recording) -> None:
+        """Free a recording; outputs that somebody holds stay theirs."""
+        slot = self._slots[recording.slot]
+        slot.recordings = [other for other in slot.recordings if other is not recording]
+        slot.live.discard(recording)
+        self._pool_addresses.subtract(recording.memory.addresses())
+        recording.close()
 
     def is_pool_storage(self, tensor: "torch.Tensor") -> bool:
         """Whether `tensor` lies in the output of a recording."""
-        return tensor.untyped_storage().data_ptr() in self._pool_addresses
+        return self._pool_addresses[tensor.untyped_storage().data_ptr()] > 0
+
+    # ---- end
+
+    def add(self, member: Member) -> None:
+        """Have `member` closed with this owner."""
+        self._members.append(member)
 
     def release(self) -> None:
         """Free every recording. Calls made afterwards warm up and record again."""
         with self.lock:
             for member in self._members:
                 member.close()
-            self._live = [
-                LiveOutputs()
-            ]  # what is still held lies in pools that no graph uses any longer
+            self._slots = [_Slot()]
+            self._pool_addresses.clear()
 
     def close(self) -> None:
         """Free every recording. Calls made afterwards run without a graph."""
         self.closed = True
         self.release()
+
+    def __del__(self) -> None:
+        """Outputs that outlive the compiled function lie in its pools: they are moved before those go."""
+        if not sys.is_finalizing():
+            self.close()
 
 
 _owners: "weakref.WeakSet[Owner]" = weakref.WeakSet()

@@ -1,140 +1,16 @@
 """One captured graph with its placeholders and outputs."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from cgpass import _torch
 from cgpass.runtime import fast
 from cgpass.runtime.driver import CapturedGraph
-from cgpass.runtime.liveness import HeldStorages
-
-
-def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements of `tensor` may share memory (expanded tensors, sliding windows)."""
-    reach = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size > 1:
-            if stride < reach:
-                return True
-            reach = stride * size
-    return False
-
-
-def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory between `tensor`'s first and last element, as one dimension."""
-    extent = 1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
-    return tensor.as_strided((0 if tensor.numel() == 0 else extent,), (1,))
-
-
-def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What lies in memory: `tensor` without its conjugate and negative bits."""
-    return _torch.with_lazy_bits(tensor, conj=tensor.is_conj(), neg=tensor.is_neg())
-
-
-class Placeholder:
-    """Memory of fixed address that stands for a copied input.
-
-    Laid out exactly as the input it was made for. Inputs with overlapping elements are copied as the memory they span.
-    """
-
-    __slots__ = ("flat", "lazy", "target", "tensor")
-
-    def __init__(self, like: torch.Tensor) -> None:
-        """Args: like: an input of the layout to be copied."""
-        conj, neg = like.is_conj(), like.is_neg()
-        self.lazy = conj or neg
-        like = memory_of(like)
-        self.flat = overlaps_itself(like)
-        if self.flat:
-            self.target = torch.empty_like(flat_view(like))
-            self.tensor = self.target.as_strided(like.size(), like.stride(), 0)
-        else:
-            self.target = torch.empty_strided(
-                like.size(), like.stride(), dtype=like.dtype, device=like.device
-            )
-            self.tensor = self.target
-        self.tensor = _torch.with_lazy_bits(self.tensor, conj=conj, neg=neg)
-
-    def copy_from(self, value: torch.Tensor) -> None:
-        """Give the placeholder the value of `value`."""
-        self.target.copy_(self.source(value))
-
-    def source(self, value: torch.Tensor) -> torch.Tensor:
-        """What is copied into `target` (or back from it) when the input is `value`."""
-        if self.lazy:
-            value = memory_of(value)
-        return flat_view(value) if self.flat else value
-
-
-@dataclass(frozen=True)
-class InputAlias:
-    """An output that is (a view of) an input: built from the call's own input, not from the recorded one."""
-
-    index: int
-    identity: bool
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset_bytes: int
-    """From the input's first element to the output's."""
-    conj: bool = False
-    neg: bool = False
-
-    def is_plain_view_of(self, value: torch.Tensor) -> bool:
-        """Whether `fast.views` makes this output of an input like `value`."""
-        lazy = self.conj or self.neg or value.is_conj() or value.is_neg()
-        return not self.identity and not lazy and self.dtype == value.dtype
-
-    def as_view(self) -> fast.ViewSpec:
-        """This output, for `fast.views`."""
-        return self.index, self.size, self.stride, self.offset_bytes // self.dtype.itemsize
-
-    def of(self, value: torch.Tensor) -> torch.Tensor:
-        """The output for a call whose input is `value`, unless it is a plain view of it."""
-        if self.identity:
-            return value
-        itemsize = self.dtype.itemsize
-        start = value.storage_offset() * value.dtype.itemsize + self.offset_bytes
-        out = torch.empty(0, dtype=self.dtype, device=value.device)
-        out.set_(value.untyped_storage(), start // itemsize, self.size, self.stride)
-        return _torch.with_lazy_bits(out, conj=self.conj, neg=self.neg)
-
-
-def _own_or_alias(
-    output: torch.Tensor, inputs: Sequence[Any], by_storage: Mapping[int, int]
-) -> "torch.Tensor | InputAlias":
-    """An output as the recording keeps it: the tensor if the graph makes it, else which input it is a view of."""
-    storage = output.untyped_storage()
-    index = by_storage.get(storage.data_ptr()) if storage.nbytes() else None
-    if index is None:
-        index = next((i for i, value in enumerate(inputs) if value is output), None)
-        if index is None:
-            return output.detach()
-    source = inputs[index]
-    itemsize = output.dtype.itemsize
-    offset = output.storage_offset() * itemsize - source.storage_offset() * source.dtype.itemsize
-    same = (
-        offset == 0
-        and output.dtype == source.dtype
-        and output.size() == source.size()
-        and output.stride() == source.stride()
-        and output.is_conj() == source.is_conj()
-        and output.is_neg() == source.is_neg()
-    )
-    return InputAlias(
-        index,
-        same,
-        output.dtype,
-        tuple(output.size()),
-        output.stride(),
-        offset,
-        output.is_conj(),
-        output.is_neg(),
-    )
+from cgpass.runtime.output_memory import OutputMemory
+from cgpass.runtime.outputs import CopyOut, InputAlias, alias_of_input
+from cgpass.runtime.placeholders import Placeholder, copies_in, num_bytes
+from cgpass.telemetry import CallStats
 
 
 class Recording:
@@ -150,58 +26,127 @@ class Recording:
         staged: Sequence[Any],
         placeholders: Mapping[int, Placeholder],
         *,
-        mutated: Sequence[int],
-        private: frozenset[int],
-        birth: int,
+        mutated: Sequence[int] = (),
+        visible: frozenset[int] | None = None,
+        read: frozenset[int] = frozenset(),
+        consumes: Mapping[int, int] | None = None,
+        released: Mapping[int, tuple[int, ...]] | None = None,
+        birth: int = 0,
         slot: int = 0,
+        lean: bool = False,
+        stats: CallStats | None = None,
     ) -> None:
         """Describe a recorded graph.
 
         Args:
             graph: What the driver recorded.
-            outputs: What the recorded callable returned.
+            outputs: What the recorded callable returned; nobody else may go on holding them.
             staged: The inputs it was recorded with, placeholders in place of copied ones.
             placeholders: Of the copied inputs, by position.
             mutated: Copied inputs that the graph writes.
-            private: Outputs that the caller of `run` copies at once and gives to nobody.
+            visible: Outputs that the user gets; None for all.
+            read: Outputs that other partitions or the backward read.
+            consumes: Inputs whose memory it writes, with the number of users of a storage that nobody else holds.
+            released: See `liveness.Made`.
             birth: Position in the owner's order of recordings.
             slot: Which of the owner's pools it lies in.
+            lean: See `OutputMemory`.
+            stats: Where rescues are counted.
         """
+        self._stats = stats or CallStats()
         self.birth = birth
         self.slot = slot
+        self.released = released or {}
         self.last_used = 0
+        self.rescues_in_a_row = 0
+        self._rescued = False
         self.replay: Callable[[], None] = graph.replay
         self._graph = graph
-        self._copies = _by_dtype(placeholders)
+        consumes = consumes or {}
+        self._consumed, self._users = tuple(consumes), tuple(consumes.values())
+        self._copies = copies_in(placeholders)
         self._write_back = [(i, placeholders[i]) for i in mutated if i in placeholders]
         self.copied_bytes = sum(group.num_bytes for group in self._copies) + sum(
-            _bytes(p.target) for _, p in self._write_back
+            num_bytes(p.target) for _, p in self._write_back
         )
         by_storage = {
             value.untyped_storage().data_ptr(): i
             for i, value in reversed(list(enumerate(staged)))
-            if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes()
+            if isinstance(value, torch.Tensor)
+            and i not in consumes
+            and value.untyped_storage().nbytes()
         }
-        self._outputs = [
-            _own_or_alias(output, staged, by_storage)
-            if isinstance(output, torch.Tensor)
-            else output
-            for output in outputs
-        ]
-        own = [(n, t) for n, t in enumerate(self._outputs) if isinstance(t, torch.Tensor)]
-        self.own_outputs = [tensor for _, tensor in own]
-        self._escaping_at = tuple(n for n, _ in own if n not in private)
-        self._escaping = tuple(tensor for n, tensor in own if n not in private)
+        self._own: dict[int, int] = {}
+        """Which of the memory's tensors an output is, by position."""
+        self._outputs = list(outputs)
+        self._take_over(outputs, staged, by_storage, (visible, read), lean=lean)
+        del outputs
         aliases = [(n, a) for n, a in enumerate(self._outputs) if isinstance(a, InputAlias)]
         views = [(n, a) for n, a in aliases if a.is_plain_view_of(staged[a.index])]
         self._views_at = tuple(n for n, _ in views)
         self._views = tuple(a.as_view() for _, a in views)
         self._other_aliases = [(n, a) for n, a in aliases if n not in self._views_at]
-        self._copy_out: CopyOut | None = None
+        self._private: frozenset[int] = frozenset()
+        self._arrange()
+
+    def _take_over(
+        self,
+        outputs: Sequence[Any],
+        staged: Sequence[Any],
+        by_storage: Mapping[int, int],
+        uses: tuple[frozenset[int] | None, frozenset[int]],
+        *,
+        lean: bool,
+    ) -> None:
+        """Sort outputs: views of inputs, and tensors of the recording's own, each once."""
+        own: list[torch.Tensor] = []
+        numbers: dict[int, int] = {}
+        for n, output in enumerate(outputs):
+            if not isinstance(output, torch.Tensor):
+                continue
+            alias = alias_of_input(output, staged, by_storage)
+            if alias is not None:
+                self._outputs[n] = alias
+                continue
+            if id(output) not in numbers:
+                numbers[id(output)] = len(own)
+                own.append(output)
+            self._own[n] = numbers[id(output)]
+        visible, read = uses
+        shown = {number for n, number in self._own.items() if visible is None or n in visible}
+        used = {number for n, number in self._own.items() if n in read}
+        self.memory = OutputMemory(
+            own, [(n in shown, n in used) for n in range(len(own))], lean=lean
+        )
 
     def seal(self) -> None:
-        """Note who holds the outputs when nothing was handed out yet; to be called once, last of all."""
-        self.held = HeldStorages(self._escaping) if self._escaping else None
+        """Note that nobody but this recording holds its outputs; to be called once, last of all."""
+        self.memory.seal()
+
+    def _arrange(self) -> None:
+        """Work out what never changes between replays."""
+        for n, number in self._own.items():
+            self._outputs[n] = self.memory.tensors[number]
+        first: dict[int, int] = {}
+        self._twins: list[tuple[int, int]] = []
+        for n, number in self._own.items():
+            if n not in self._private:
+                if number in first:
+                    self._twins.append((n, first[number]))
+                first.setdefault(number, n)
+        self._escaping_at = tuple(first.values())
+        self._escaping = tuple(self.memory.tensors[number] for number in first)
+        self._copy_out: CopyOut | None = None
+
+    def set_private(self, positions: frozenset[int]) -> None:
+        """Name the outputs that the caller of `run` copies at once and gives to nobody."""
+        if positions != self._private:
+            self._private = positions
+            self._arrange()
+
+    def may_consume(self, args: Sequence[Any]) -> bool:
+        """Whether nobody else holds the inputs whose memory a replay writes."""
+        return not self._consumed or fast.exclusive(args, self._consumed, self._users)
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """Copy in what moves, replay, and hand out the outputs.
@@ -209,21 +154,23 @@ class Recording:
         **Lifetime:** tensors returned are fresh aliases of pool memory: the next replay of this recording writes
         over them, unless `LiveOutputs` is asked first. Private ones are the recording's own tensors.
         """
-        self.copy_in(args)
+        for group in self._copies:
+            group.copy_from(args)
         self.replay()
         for i, placeholder in self._write_back:
             placeholder.source(args[i]).copy_(placeholder.target)
         outputs = self._outputs.copy()
         fast.put(outputs, self._escaping_at, fast.aliases(self._escaping))
+        for n, twin in self._twins:
+            outputs[n] = outputs[twin]
         fast.put(outputs, self._views_at, fast.views(args, self._views))
         for n, alias in self._other_aliases:
             outputs[n] = alias.of(args[alias.index])
+        if self._rescued:
+            self._rescued = False
+        else:
+            self.rescues_in_a_row = 0
         return outputs
-
-    def copy_in(self, args: Sequence[Any]) -> None:
-        """Copy the inputs that move into their placeholders."""
-        for group in self._copies:
-            group.copy_from(args)
 
     def copy_out(
         self, positions: tuple[int, ...], targets: tuple[int, ...], results: list[Any]
@@ -244,96 +191,25 @@ class Recording:
         plan.run(results)
         return plan.copied_bytes
 
+    # ---- what is held
+
+    def rescue(self, blocks: Sequence[int]) -> int:
+        """Move held outputs to memory of their own; returns bytes copied. See `OutputMemory`."""
+        copied = self.memory.rescue(blocks)
+        self._stats.rescues += 1
+        self._stats.rescued_bytes += copied
+        self._arrange()
+        if not self._rescued:
+            self._rescued = True
+            self.rescues_in_a_row += 1
+        return copied
+
+    def positions_on(self, blocks: Sequence[int]) -> frozenset[int]:
+        """Outputs that lie in blocks."""
+        members = self.memory.members(blocks)
+        return frozenset(n for n, number in self._own.items() if number in members)
+
     def close(self) -> None:
-        """Free the graph; memory of outputs that somebody holds stays until they let go."""
+        """Free the graph; outputs that somebody holds stay theirs."""
+        self.memory.let_go()
         self._graph.reset()
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-class _CopyIn:
-    """Placeholders of one dtype, filled by one call."""
-
-    __slots__ = ("_odd", "_positions", "_targets", "num_bytes")
-
-    def __init__(self, members: Sequence[tuple[int, Placeholder]]) -> None:
-        """Args: members: positions of inputs and their placeholders."""
-        self._positions = [i for i, _ in members]
-        self._targets = [p.target for _, p in members]
-        self._odd = [(k, p) for k, (_, p) in enumerate(members) if p.flat or p.lazy]
-        self.num_bytes = sum(map(_bytes, self._targets))
-
-    def copy_from(self, args: Sequence[Any]) -> None:
-        """Give the placeholders the values of a call's inputs."""
-        sources = [args[i] for i in self._positions]
-        for k, placeholder in self._odd:
-            sources[k] = placeholder.source(sources[k])
-        torch._foreach_copy_(self._targets, sources)
-
-
-def _by_dtype(placeholders: Mapping[int, Placeholder]) -> list[_CopyIn]:
-    groups: dict[torch.dtype, list[tuple[int, Placeholder]]] = {}
-    for i, placeholder in sorted(placeholders.items()):
-        if placeholder.target.numel():
-            groups.setdefault(placeholder.target.dtype, []).append((i, placeholder))
-    return [_CopyIn(members) for members in groups.values()]
-
-
-class _SameDtype:
-    """Outputs that one call copies."""
-
-    __slots__ = ("layouts", "targets", "tensors")
-
-    def __init__(self, members: Sequence[tuple[int, torch.Tensor]]) -> None:
-        self.targets = tuple(n for n, _ in members)
-        self.tensors = tuple(tensor for _, tensor in members)
-        self.layouts = tuple((tuple(t.size()), t.stride()) for t in self.tensors)
-
-
-class CopyOut:
-    """Copies some outputs of a recording into memory of their own.
-
-    What never changes between replays (layouts, which outputs share memory) is worked out once.
-    """
-
-    def __init__(
-        self, outputs: Sequence[Any], positions: tuple[int, ...], targets: tuple[int, ...]
-    ) -> None:
-        """Args: outputs: of a recording. positions, targets: as for `Recording.copy_out`."""
-        self.request = (positions, targets)
-        pairs = [(n, outputs[p]) for p, n in zip(positions, targets, strict=True)]
-        own = [(n, t) for n, t in pairs if isinstance(t, torch.Tensor)]
-        shared = Counter(t.untyped_storage().data_ptr() for _, t in own)
-        self._whole = [
-            (n, t)
-            for n, t in own
-            if t.numel() and (shared[t.untyped_storage().data_ptr()] > 1 or overlaps_itself(t))
-        ]
-        whole = {n for n, _ in self._whole}
-        simple: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
-        for n, tensor in own:
-            if n not in whole:
-                simple.setdefault(tensor.dtype, []).append((n, tensor))
-        self._simple = [_SameDtype(members) for members in simple.values()]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for _, t in self._whole}
-        self.copied_bytes = sum(_bytes(t) for n, t in own if n not in whole)
-        self.copied_bytes += sum(storage.nbytes() for storage in storages.values())
-
-    def run(self, results: list[Any]) -> None:
-        """Copy into `results`, on the current stream.
-
-        **Lifetime:** the copies are the caller's; copies of outputs that share memory share memory.
-        """
-        for group in self._simple:
-            fast.put(results, group.targets, fast.copies(group.tensors, group.layouts))
-        storages: dict[int, torch.UntypedStorage] = {}
-        for n, tensor in self._whole:
-            source = tensor.untyped_storage()
-            if source.data_ptr() not in storages:
-                storages[source.data_ptr()] = source.clone()
-            copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            storage = storages[source.data_ptr()]
-            copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-            results[n] = _torch.with_lazy_bits(copy, conj=tensor.is_conj(), neg=tensor.is_neg())

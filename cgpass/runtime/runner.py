@@ -13,8 +13,10 @@ from cgpass.options import Options
 from cgpass.runtime import fast
 from cgpass.runtime.actions import Action, decide
 from cgpass.runtime.driver import BoxedCallable
+from cgpass.runtime.gifts import Gifts
 from cgpass.runtime.owner import MAX_SLOTS, Limits, Owner
-from cgpass.runtime.recording import Placeholder, Recording
+from cgpass.runtime.placeholders import Placeholder
+from cgpass.runtime.recording import Recording
 from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe, layout_of
 from cgpass.runtime.table import RecordingTable
 from cgpass.telemetry import CallStats, new_call_stats
@@ -34,11 +36,21 @@ class RunnerSettings:
     on_skip: str = "warn"
     opaque: bool = False
     """Whether the callable's kernels bypass aten."""
+    outputs: str = "shared"
+    is_backward: bool = False
+    """Whether outputs are gradients, which may be kept while other partitions run."""
     check_layout: bool = False
     """Whether tensors' sizes, strides and dtypes belong to the signature; needed where no guard covers them."""
 
     @classmethod
-    def of(cls, options: Options, *, opaque: bool, check_layout: bool = False) -> "RunnerSettings":
+    def of(
+        cls,
+        options: Options,
+        *,
+        opaque: bool,
+        check_layout: bool = False,
+        is_backward: bool = False,
+    ) -> "RunnerSettings":
         """The settings that a user's options ask for."""
         return cls(
             limits=Limits(
@@ -50,6 +62,8 @@ class RunnerSettings:
             static_input_check=options.static_input_check,
             on_skip=options.on_skip,
             opaque=opaque,
+            outputs=options.outputs,
+            is_backward=is_backward,
             check_layout=check_layout,
         )
 
@@ -79,8 +93,13 @@ class PartitionRunner:
         self.owner = owner
         self.stats: CallStats = new_call_stats()
         self.failure: str | None = None
-        self.private_outputs: frozenset[int] = frozenset()
-        """Outputs that the caller copies at once and gives to nobody; to be set before the first call."""
+        self.visible: frozenset[int] | None = None
+        """Outputs that the user gets, None for all; to be set before the first call."""
+        self.read: frozenset[int] = frozenset()
+        """Outputs that other partitions or the backward read; to be set before the first call."""
+        self.copied: frozenset[int] = frozenset()
+        """Visible outputs that whoever calls `run` has to copy out of the pool. Replaced when that changes."""
+        self._first_slot = 0
         self._fn = fn
         self._settings = settings
         self._placeholders: dict[tuple[Any, ...], Placeholder] = {}
@@ -130,12 +149,23 @@ class PartitionRunner:
         else:
             recordings = self.table.find(shape_key, static_key)
         if recordings and not self.owner.driver.is_capturing():
-            owner = self.owner
-            for recording in recordings:
-                if recording.birth > owner.youngest(recording.slot):
-                    self._last = (shape_key, static_key, recordings)
-                    return self._replay(recording, args), recording
+            recording = self._choose(recordings, args)
+            if recording is not None:
+                self._last = (shape_key, static_key, recordings)
+                return self._replay(recording, args), recording
         return self._without_recording(args, shape_key, static_key)
+
+    def _choose(self, recordings: Sequence[Recording], args: Sequence[Any]) -> Recording | None:
+        """A recording that overwrites nothing that is held, if need be after what is held was rescued."""
+        owner = self.owner
+        for recording in recordings:
+            if owner.is_safe(recording) and recording.may_consume(args):
+                return recording
+        for recording in recordings:
+            if recording.may_consume(args) and owner.rescue(recording):
+                # a rescue may have had this very recording replaced
+                return recording if recording in self.table.all() else None
+        return None
 
     def _replay(self, recording: Recording, args: list[Any]) -> list[Any]:
         outputs = recording.run(args)
@@ -144,8 +174,7 @@ class PartitionRunner:
         stats.replays += 1
         stats.copied_bytes += recording.copied_bytes
         recording.last_used = stats.calls
-        if recording.held is not None:
-            self.owner.note_handed_out(recording.slot, recording.birth, recording.held)
+        self.owner.note_handed_out(recording)
         return outputs
 
     def _without_recording(
@@ -226,7 +255,8 @@ class PartitionRunner:
 
     def _slot(self, shape_key: ShapeKey, static_key: StaticKey) -> int | None:
         """Where to record this signature once more, None if results of too many calls are held."""
-        slot = self.owner.slot_for(len(self.table.find(shape_key, static_key)))
+        num_recordings = len(self.table.find(shape_key, static_key))
+        slot = self.owner.slot_for(num_recordings, self._first_slot)
         if slot is None and not self._warned_held:
             self._warned_held = True
             log.warning(
@@ -241,30 +271,69 @@ class PartitionRunner:
     # ---- recording
 
     def _record(self, args: list[Any], slot: int) -> Recording:
+        lean = fast.can_swap()
+        released = self.owner.begin_recording(slot)
+        gifts = Gifts(self.owner, slot, args, self._layout.pooled if lean else ())
         placeholders = {i: self._placeholder(i, args[i]) for i in self._layout.copied}
         staged = [placeholders[i].tensor if i in placeholders else a for i, a in enumerate(args)]
         for i, placeholder in placeholders.items():
             placeholder.copy_from(args[i])
-        graph, outputs = self.owner.driver.record(
-            self._fn, list(staged), opaque=self._settings.opaque, slot=slot
-        )
+        passed = staged.copy()
+        gifts.put_into(passed)
+        try:
+            graph, outputs = self.owner.driver.record(
+                self._fn, passed, opaque=self._settings.opaque, slot=slot
+            )
+        finally:
+            passed.clear()
+            consumes = gifts.take_back()
+        visible = frozenset(range(len(outputs))) if self.visible is None else self.visible
         recording = Recording(
             graph,
             outputs,
             staged,
             placeholders,
             mutated=sorted({*self._layout.mutated, *self.written}),
-            private=self.private_outputs,
+            visible=visible,
+            read=self.read,
+            consumes=consumes,
+            released=released,
             birth=self.owner.next_birth(),
             slot=slot,
+            lean=lean,
+            stats=self.stats,
         )
         del outputs
         recording.seal()
-        for tensor in recording.own_outputs:
-            self.owner.add_pool_storage(tensor)
+        if not lean or self._settings.outputs == "owned":
+            self._copy_from_now_on(visible)
+        recording.set_private(self.copied - self.read)
+        self.owner.add_recording(recording)
         self.stats.recordings += 1
         log.info("%s: recording %d made", self.name, self.stats.recordings)
         return recording
+
+    def _copy_from_now_on(self, positions: frozenset[int]) -> None:
+        """Have more of the visible outputs copied out by whoever calls."""
+        self.copied |= positions
+        for recording in self.table.all():
+            recording.set_private(self.copied - self.read)
+
+    def plan_around(self, victim: Recording, blocks: Sequence[int], by: Recording) -> None:
+        """Have outputs that were rescued call after call lie elsewhere.
+
+        Gradients that are kept while forwards run get a pool of their own; what is still held when its own
+        partition runs again is copied out.
+        """
+        own = self.table.all()
+        if victim not in own:
+            return
+        if self._settings.is_backward and by not in own:
+            self._first_slot = 1
+            self.table.remove(victim)
+            self._close([victim])
+        else:
+            self._copy_from_now_on(victim.positions_on(blocks))
 
     def _placeholder(self, index: int, value: torch.Tensor) -> Placeholder:
         """One placeholder per input and layout, for all recordings: each copies in before it replays."""
@@ -294,9 +363,7 @@ class PartitionRunner:
     def _close(self, recordings: Iterable[Recording]) -> None:
         self._last = None
         for recording in recordings:
-            for tensor in recording.own_outputs:
-                self.owner.drop_pool_storage(tensor)
-            recording.close()
+            self.owner.close_recording(recording)
 
     def close(self) -> None:
         """Drop every recording; the next calls warm up again unless the owner is closed."""

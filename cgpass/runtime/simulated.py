@@ -8,7 +8,7 @@ lies on them. A partition compiled by Inductor calls no aten op that could be ta
 
 import ctypes
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch

@@ -106,6 +106,15 @@ class RecordingTable:
             self._seen[i] = weakref.ref(args[i])  # the user's model keeps parameters alive
         return members
 
+    def remove(self, recording: Recording) -> None:
+        """Forget one recording."""
+        for shape in self._shapes.values():
+            for key, members in list(shape.sets.items()):
+                if recording in members:
+                    members.remove(recording)
+                    if not members:
+                        del shape.sets[key]
+
     def clear(self) -> list[Recording]:
         """Forget everything, and return what is to be closed."""
         recordings = self.all()

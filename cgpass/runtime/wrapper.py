@@ -103,7 +103,7 @@ class CUDAGraphWrapper:
             outputs, recording = runner.run(list(args))
             results = list(outputs)
             if recording is not None:
-                positions = tuple(range(len(results)))
+                positions = tuple(sorted(runner.copied))
                 runner.stats.copied_bytes += recording.copy_out(positions, positions, results)
         spec = results.pop()
         return pytree.tree_unflatten(results, spec)

@@ -1,0 +1,143 @@
+"""Outputs that are no memory of a recording's own: views of inputs, and copies that callers keep."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cgpass import _torch
+from cgpass.runtime import fast
+from cgpass.runtime.placeholders import num_bytes, overlaps_itself
+
+
+@dataclass(frozen=True)
+class InputAlias:
+    """An output that is (a view of) an input: built from the call's own input, not from the recorded one."""
+
+    index: int
+    identity: bool
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset_bytes: int
+    """From the input's first element to the output's."""
+    conj: bool = False
+    neg: bool = False
+
+    def is_plain_view_of(self, value: torch.Tensor) -> bool:
+        """Whether `fast.views` makes this output of an input like `value`."""
+        lazy = self.conj or self.neg or value.is_conj() or value.is_neg()
+        return not self.identity and not lazy and self.dtype == value.dtype
+
+    def as_view(self) -> fast.ViewSpec:
+        """This output, for `fast.views`."""
+        return self.index, self.size, self.stride, self.offset_bytes // self.dtype.itemsize
+
+    def of(self, value: torch.Tensor) -> torch.Tensor:
+        """The output for a call whose input is `value`, unless it is a plain view of it."""
+        if self.identity:
+            return value
+        itemsize = self.dtype.itemsize
+        start = value.storage_offset() * value.dtype.itemsize + self.offset_bytes
+        out = torch.empty(0, dtype=self.dtype, device=value.device)
+        out.set_(value.untyped_storage(), start // itemsize, self.size, self.stride)
+        return _torch.with_lazy_bits(out, conj=self.conj, neg=self.neg)
+
+
+def alias_of_input(
+    output: torch.Tensor, inputs: Sequence[Any], by_storage: Mapping[int, int]
+) -> InputAlias | None:
+    """Which input an output is (a view of), if it is one.
+
+    Args:
+        output: What the recorded callable returned.
+        inputs: What it was recorded with.
+        by_storage: Position of the first input on the storage at an address.
+    """
+    storage = output.untyped_storage()
+    index = by_storage.get(storage.data_ptr()) if storage.nbytes() else None
+    if index is None:
+        index = next((i for i, value in enumerate(inputs) if value is output), None)
+        if index is None:
+            return None
+    source = inputs[index]
+    itemsize = output.dtype.itemsize
+    offset = output.storage_offset() * itemsize - source.storage_offset() * source.dtype.itemsize
+    same = (
+        offset == 0
+        and output.dtype == source.dtype
+        and output.size() == source.size()
+        and output.stride() == source.stride()
+        and output.is_conj() == source.is_conj()
+        and output.is_neg() == source.is_neg()
+    )
+    return InputAlias(
+        index,
+        same,
+        output.dtype,
+        tuple(output.size()),
+        output.stride(),
+        offset,
+        output.is_conj(),
+        output.is_neg(),
+    )
+
+
+class _SameDtype:
+    """Outputs that one call copies."""
+
+    __slots__ = ("layouts", "targets", "tensors")
+
+    def __init__(self, members: Sequence[tuple[int, torch.Tensor]]) -> None:
+        self.targets = tuple(n for n, _ in members)
+        self.tensors = tuple(tensor for _, tensor in members)
+        self.layouts = tuple((tuple(t.size()), t.stride()) for t in self.tensors)
+
+
+class CopyOut:
+    """Copies some outputs of a recording into memory of their own.
+
+    What never changes between replays (layouts, which outputs share memory) is worked out once.
+    """
+
+    def __init__(
+        self, outputs: Sequence[Any], positions: tuple[int, ...], targets: tuple[int, ...]
+    ) -> None:
+        """Args: outputs: of a recording. positions, targets: as for `Recording.copy_out`."""
+        self.request = (positions, targets)
+        pairs = [(n, outputs[p]) for p, n in zip(positions, targets, strict=True)]
+        own = [(n, t) for n, t in pairs if isinstance(t, torch.Tensor)]
+        shared = Counter(t.untyped_storage().data_ptr() for _, t in own)
+        self._whole = [
+            (n, t)
+            for n, t in own
+            if t.numel() and (shared[t.untyped_storage().data_ptr()] > 1 or overlaps_itself(t))
+        ]
+        whole = {n for n, _ in self._whole}
+        simple: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
+        for n, tensor in own:
+            if n not in whole:
+                simple.setdefault(tensor.dtype, []).append((n, tensor))
+        self._simple = [_SameDtype(members) for members in simple.values()]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for _, t in self._whole}
+        self.copied_bytes = sum(num_bytes(t) for n, t in own if n not in whole)
+        self.copied_bytes += sum(storage.nbytes() for storage in storages.values())
+
+    def run(self, results: list[Any]) -> None:
+        """Copy into `results`, on the current stream.
+
+        **Lifetime:** the copies are the caller's; copies of outputs that share memory share memory.
+        """
+        for group in self._simple:
+            fast.put(results, group.targets, fast.copies(group.tensors, group.layouts))
+        storages: dict[int, torch.UntypedStorage] = {}
+        for n, tensor in self._whole:
+            source = tensor.untyped_storage()
+            if source.data_ptr() not in storages:
+                storages[source.data_ptr()] = source.clone()
+            copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            storage = storages[source.data_ptr()]
+            copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+            results[n] = _torch.with_lazy_bits(copy, conj=tensor.is_conj(), neg=tensor.is_neg())

@@ -1,0 +1,99 @@
+"""Copied inputs: memory of fixed address that stands for tensors that move."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from cgpass import _torch
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements of `tensor` may share memory (expanded tensors, sliding windows)."""
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size > 1:
+            if stride < reach:
+                return True
+            reach = stride * size
+    return False
+
+
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory between `tensor`'s first and last element, as one dimension."""
+    extent = 1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
+    return tensor.as_strided((0 if tensor.numel() == 0 else extent,), (1,))
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies in memory: `tensor` without its conjugate and negative bits."""
+    return _torch.with_lazy_bits(tensor, conj=tensor.is_conj(), neg=tensor.is_neg())
+
+
+class Placeholder:
+    """Memory of fixed address that stands for a copied input.
+
+    Laid out exactly as the input it was made for. Inputs with overlapping elements are copied as the memory they span.
+    """
+
+    __slots__ = ("flat", "lazy", "target", "tensor")
+
+    def __init__(self, like: torch.Tensor) -> None:
+        """Args: like: an input of the layout to be copied."""
+        conj, neg = like.is_conj(), like.is_neg()
+        self.lazy = conj or neg
+        like = memory_of(like)
+        self.flat = overlaps_itself(like)
+        if self.flat:
+            self.target = torch.empty_like(flat_view(like))
+            self.tensor = self.target.as_strided(like.size(), like.stride(), 0)
+        else:
+            self.target = torch.empty_strided(
+                like.size(), like.stride(), dtype=like.dtype, device=like.device
+            )
+            self.tensor = self.target
+        self.tensor = _torch.with_lazy_bits(self.tensor, conj=conj, neg=neg)
+
+    def copy_from(self, value: torch.Tensor) -> None:
+        """Give the placeholder the value of `value`."""
+        self.target.copy_(self.source(value))
+
+    def source(self, value: torch.Tensor) -> torch.Tensor:
+        """What is copied into `target` (or back from it) when the input is `value`."""
+        if self.lazy:
+            value = memory_of(value)
+        return flat_view(value) if self.flat else value
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+class CopyIn:
+    """Placeholders of one dtype, filled by one call."""
+
+    __slots__ = ("_odd", "_positions", "_targets", "num_bytes")
+
+    def __init__(self, members: Sequence[tuple[int, Placeholder]]) -> None:
+        """Args: members: positions of inputs and their placeholders."""
+        self._positions = [i for i, _ in members]
+        self._targets = [p.target for _, p in members]
+        self._odd = [(k, p) for k, (_, p) in enumerate(members) if p.flat or p.lazy]
+        self.num_bytes = sum(map(num_bytes, self._targets))
+
+    def copy_from(self, args: Sequence[Any]) -> None:
+        """Give the placeholders the values of a call's inputs."""
+        sources = [args[i] for i in self._positions]
+        for k, placeholder in self._odd:
+            sources[k] = placeholder.source(sources[k])
+        torch._foreach_copy_(self._targets, sources)
+
+
+def copies_in(placeholders: Mapping[int, Placeholder]) -> list[CopyIn]:
+    """One copy for each dtype among placeholders, by position of their inputs."""
+    groups: dict[torch.dtype, list[tuple[int, Placeholder]]] = {}
+    for i, placeholder in sorted(placeholders.items()):
+        if placeholder.target.numel():
+            groups.setdefault(placeholder.target.dtype, []).append((i, placeholder))
+    return [CopyIn(members) for members in groups.values()]
