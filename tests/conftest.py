@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cgpass import options
+from cgpass.runtime import fast
 
 SCRIPTS_OWN = {"CGPASS_VENV", "CGPASS_FAST"}
 
@@ -19,6 +20,12 @@ def pytest_collection_modifyitems(items):
         if needed > found:
             reason = f"needs {needed} CUDA device(s), found {found}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compiled_helpers():
+    """Torch before 2.13 swaps storages with the compiled functions only: without them nothing is rescued."""
+    fast.wait()
 
 
 @pytest.fixture(autouse=True)

@@ -1,77 +1,35 @@
-"""Birth order: which recordings may be replayed while outputs are held."""
+"""Order of birth: what a replay would overwrite while outputs are held."""
 
 import pytest
 import torch
 
-from cgpass.runtime.liveness import HeldStorages, LiveOutputs
+from cgpass.runtime import fast
+from cgpass.runtime.liveness import LiveOutputs
+from cgpass.runtime.output_memory import OutputMemory
 
 
-class Outputs:
-    """Outputs of one recording, and what it hands out."""
+class Made:
+    """A recording, as far as its outputs matter."""
 
-    def __init__(self, count=1):
-        self.own = [torch.zeros(4) for _ in range(count)]
-        self.held = HeldStorages(self.own)
+    def __init__(self, birth, count=1, released=None, lean=True):
+        self.birth = birth
+        self.released = released or {}
+        uses = [(True, False)] * count
+        self.memory = OutputMemory([torch.zeros(4) for _ in uses], uses, lean=lean)
+        self.memory.seal()
 
     def hand_out(self):
-        return [tensor.detach() for tensor in self.own]
-
-
-@pytest.mark.parametrize(
-    "hold",
-    [
-        lambda t: t,
-        lambda t: t[1:].view(-1),
-        lambda t: torch.nn.Parameter(t),
-        lambda t: lambda: t,
-        lambda t: (t.requires_grad_() * t).grad_fn,
-    ],
-    ids=["tensor", "view", "parameter", "closure", "saved for backward"],
-)
-def test_every_holder_counts(hold):
-    outputs = Outputs()
-    holder = hold(outputs.hand_out()[0])
-    assert outputs.held.any_held()
-    del holder
-    assert not outputs.held.any_held()
-
-
-def test_a_gradient_counts():
-    outputs = Outputs()
-    parameter = torch.nn.Parameter(torch.zeros(4))
-    parameter.grad = outputs.hand_out()[0]
-    assert outputs.held.any_held()
-    parameter.grad = None
-    assert not outputs.held.any_held()
-
-
-def test_one_held_output_of_several_is_enough():
-    outputs = Outputs(3)
-    first, second, third = outputs.hand_out()
-    del first, third
-    assert outputs.held.any_held()
-    del second
-    assert not outputs.held.any_held()
-
-
-def test_outputs_that_share_a_storage_are_counted_once():
-    base = torch.zeros(4)
-    held = HeldStorages([base, base[1:], base.view(2, 2)])
-    assert not held.any_held()
-    alias = base[2:]
-    assert held.any_held()
-    del alias
-    assert not held.any_held()
+        return fast.aliases(tuple(self.memory.tensors))
 
 
 def test_the_youngest_held_recording_decides():
     live = LiveOutputs()
     assert live.youngest() == -1
-    recordings = {birth: Outputs() for birth in (1, 2, 5)}
     handed = {}
-    for birth, outputs in recordings.items():
-        handed[birth] = outputs.hand_out()
-        live.push(birth, outputs.held)
+    for birth in (1, 2, 5):
+        made = Made(birth)
+        handed[birth] = made.hand_out()
+        live.push(made)
     assert live.youngest() == 5
     del handed[2]
     assert live.youngest() == 5, "an older one let go: nothing changes"
@@ -82,19 +40,90 @@ def test_the_youngest_held_recording_decides():
 
 
 def test_a_recording_may_be_handed_out_again():
-    live, outputs = LiveOutputs(), Outputs()
+    live, made = LiveOutputs(), Made(4)
     for _ in range(3):
-        handed = outputs.hand_out()
-        live.push(4, outputs.held)
+        handed = made.hand_out()
+        live.push(made)
         assert live.youngest() == 4
         del handed
         assert live.youngest() == -1
 
 
 def test_what_nobody_holds_does_not_pile_up():
-    live, outputs = LiveOutputs(), Outputs()
+    live, made = LiveOutputs(), Made(1)
     for _ in range(100):
-        outputs.hand_out()
+        made.hand_out()
         assert live.youngest() == -1
-        live.push(1, outputs.held)
+        live.push(made)
     assert len(live._stack) == 1
+
+
+def test_a_discarded_recording_is_forgotten():
+    live, first, second = LiveOutputs(), Made(1), Made(2)
+    kept = [made.hand_out() for made in (first, second)]
+    live.push(first)
+    live.push(second)
+    live.push(second)
+    live.discard(second)
+    assert live.youngest() == 1
+    assert live.overwritten_by(Made(3)) == []
+    assert len(kept) == 2
+
+
+@pytest.mark.parametrize(("held", "safe"), [(1, True), (2, False), (3, False)])
+def test_a_replay_overwrites_its_own_outputs_and_those_of_younger_ones(held, safe):
+    live, recordings = LiveOutputs(), {birth: Made(birth) for birth in (1, 2, 3)}
+    handed = recordings[held].hand_out()
+    live.push(recordings[held])
+    assert live.is_safe(recordings[2]) is safe
+    expected = [] if safe else [(recordings[held], [0])]
+    assert live.overwritten_by(recordings[2]) == expected
+    del handed
+    assert live.is_safe(recordings[2])
+    assert live.overwritten_by(recordings[2]) == []
+
+
+@pytest.mark.parametrize(("block", "safe"), [(0, False), (1, True)])
+def test_a_replay_overwrites_older_blocks_that_were_free_when_it_was_made(block, safe):
+    live, old = LiveOutputs(), Made(1, count=2)
+    made = Made(2, released={1: (0,)})
+    handed = old.hand_out()[block]
+    live.push(old)
+    assert live.is_safe(made) is safe
+    assert live.overwritten_by(made) == ([] if safe else [(old, [0])])
+    assert live.is_safe(Made(2)), "made while both were kept"
+    del handed
+    assert live.is_safe(made)
+
+
+def test_only_blocks_that_are_held_are_overwritten():
+    live, made = LiveOutputs(), Made(1, count=3)
+    handed = made.hand_out()
+    del handed[1]
+    for _ in range(2):
+        live.push(made)
+    assert live.overwritten_by(made) == [(made, [0, 2])], "once, however often it was handed out"
+
+
+def test_all_that_is_overwritten_is_named():
+    live = LiveOutputs()
+    oldest, old, young = Made(1, count=2), Made(2), Made(4)
+    made = Made(3, released={1: (1,), 2: ()})
+    handed = [one.hand_out() for one in (oldest, old, young)]
+    for one in (oldest, old, young):
+        live.push(one)
+    assert live.overwritten_by(made) == [(oldest, [1]), (young, [0])]
+    assert len(handed) == 3
+
+
+def test_after_a_rescue_nothing_is_overwritten():
+    if not fast.can_swap():
+        pytest.skip("storages can't be swapped here")
+    live, made, young = LiveOutputs(), Made(1), Made(2)
+    handed = [one.hand_out() for one in (made, young)]
+    live.push(made)
+    live.push(young)
+    for victim, blocks in live.overwritten_by(made):
+        victim.memory.rescue(blocks)
+    assert live.is_safe(made)
+    assert len(handed) == 2

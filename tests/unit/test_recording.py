@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from cgpass.runtime.recording import Placeholder, Recording, flat_view, overlaps_itself
+from cgpass.runtime import fast
+from cgpass.runtime.placeholders import Placeholder, flat_view, overlaps_itself
+from cgpass.runtime.recording import Recording
 from cgpass.runtime.simulated import SimulatedDriver
 
 INPUTS = {
@@ -55,7 +57,7 @@ def test_the_flat_view_spans_first_to_last_element():
     assert flat_view(torch.empty(0, 3)).tolist() == []
 
 
-def make(fn, *inputs, static=(), mutated=(), private=()):
+def make(fn, *inputs, static=(), mutated=(), private=(), **settings):
     placeholders = {
         i: Placeholder(value)
         for i, value in enumerate(inputs)
@@ -66,10 +68,11 @@ def make(fn, *inputs, static=(), mutated=(), private=()):
         placeholder.copy_from(inputs[i])
     graph, outputs = SimulatedDriver().record(lambda args: fn(*args), staged, opaque=False)
     recording = Recording(
-        graph, outputs, staged, placeholders, mutated=mutated, private=frozenset(private), birth=1
+        graph, outputs, staged, placeholders, mutated=mutated, lean=fast.can_swap(), **settings
     )
     del outputs
     recording.seal()
+    recording.set_private(frozenset(private))
     return recording
 
 
@@ -115,7 +118,7 @@ def test_an_output_that_is_an_input_is_the_calls_own():
     assert transposed.stride() == x.t().stride()
     assert transposed.data_ptr() == x.data_ptr()
     assert x.tolist() == [[2, 2], [2, 2]]
-    assert recording.own_outputs == []
+    assert recording.memory.addresses() == []
 
 
 def test_a_view_of_another_type_keeps_its_place():
@@ -156,14 +159,14 @@ def test_outputs_are_fresh_aliases_and_private_ones_are_not():
 
 def test_held_counts_every_holder_but_the_recording():
     recording = make(lambda x: [x + 1, x + 2], torch.zeros(4))
-    assert not recording.held.any_held()
+    assert not recording.memory.any_held()
     a, b = recording.run([torch.zeros(4)])
-    assert recording.held.any_held()
+    assert recording.memory.any_held()
     view = a[1:]
     del a, b
-    assert recording.held.any_held()
+    assert recording.memory.any_held()
     del view
-    assert not recording.held.any_held()
+    assert not recording.memory.any_held()
 
 
 def layouts(x):
@@ -201,7 +204,7 @@ def test_copy_out_keeps_values_strides_and_sharing():
     kept = [t.clone() for t in results]
     recording.run([torch.zeros(3, 4)])
     assert all(map(torch.equal, results, kept))
-    assert not recording.held.any_held()
+    assert not recording.memory.any_held()
 
 
 def test_copy_out_puts_copies_where_they_are_wanted():
@@ -214,3 +217,90 @@ def test_copy_out_puts_copies_where_they_are_wanted():
     assert results[2] is x
     assert [results[1].item(), results[3].item()] == [3, 1]
     assert results[1] is not outputs[2]
+
+
+def test_an_output_returned_twice_is_one_tensor():
+    def fn(x):
+        y = x * 2
+        return [y, y, x + 1]
+
+    recording = make(fn, torch.zeros(2))
+    assert len(recording.memory.addresses()) == 2
+    for _ in range(2):
+        first, second, third = recording.run([torch.ones(2)])
+        assert first is second
+        assert (first.tolist(), third.tolist()) == ([2, 2], [2, 2])
+
+
+@pytest.fixture
+def can_swap():
+    if not fast.can_swap():
+        pytest.skip("storages can't be swapped here")
+
+
+@pytest.mark.usefixtures("can_swap")
+@pytest.mark.parametrize("private", [(), (1,)])
+def test_replays_go_on_after_a_rescue(private):
+    def fn(x):
+        y = x * 2
+        return [y, x + 3, y[1:], y]
+
+    recording = make(fn, torch.zeros(2), private=private)
+    where, kept = recording.memory.addresses(), []
+    for value in range(4):
+        outputs = recording.run([torch.full((2,), float(value))])
+        del outputs[1]
+        kept.append(outputs)
+        recording.rescue(recording.memory.held())
+        assert not recording.memory.any_held()
+        assert recording.memory.addresses() == where
+    assert [[t.tolist() for t in outputs] for outputs in kept] == [
+        [[2 * v] * 2, [2 * v], [2 * v] * 2] for v in range(4)
+    ]
+    results = [None]
+    outputs = recording.run([torch.full((2,), 9.0)])
+    assert recording.copy_out((1,), (0,), results) == 8
+    assert results[0].tolist() == outputs[1].tolist() == [12, 12]
+
+
+@pytest.mark.usefixtures("can_swap")
+def test_rescues_in_a_row_start_again_after_a_call_without_one():
+    recording = make(lambda x: [x + 1], torch.zeros(2))
+    kept = []
+    for rescue in (True, True, False, True):
+        kept.append(recording.run([torch.zeros(2)]))
+        if rescue:
+            recording.rescue([0])
+    assert recording.rescues_in_a_row == 1
+    assert [t.tolist() for (t,) in kept] == [[1, 1]] * 4
+
+
+@pytest.mark.usefixtures("can_swap")
+def test_two_rescues_before_one_replay_count_once():
+    recording = make(lambda x: [x + 1, x + 2], torch.zeros(2))
+    kept = recording.run([torch.zeros(2)])
+    recording.rescue([0])
+    recording.rescue([1])
+    assert recording.rescues_in_a_row == 1
+    assert [t.tolist() for t in kept] == [[1, 1], [2, 2]]
+
+
+def test_which_outputs_lie_in_a_block():
+    def fn(x):
+        y = x * 2
+        return [x, y, None, y.view(1, 2), x + 1]
+
+    recording = make(fn, torch.zeros(2))
+    assert recording.positions_on([0]) == {1, 3}
+    assert recording.positions_on([1]) == {4}
+    assert recording.positions_on([0, 1]) == {1, 3, 4}
+
+
+def test_outputs_outlive_a_closed_recording():
+    recording = make(lambda x: [x + 1, x + 2], torch.zeros(64))
+    kept = recording.run([torch.zeros(64)])[1]
+    recording.close()
+    del recording
+    others = [torch.full((64,), -1.0) for _ in range(64)]
+    assert kept.tolist() == [2] * 64
+    assert len(others) == 64

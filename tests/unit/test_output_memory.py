@@ -1,0 +1,349 @@
+"""Who holds an output, how what is held moves, and who owns the memory under it."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from cgpass import _torch
+from cgpass.runtime import fast
+from cgpass.runtime.output_memory import OutputMemory
+
+SHOWN, BOTH, INTERNAL = (True, False), (True, True), (False, True)
+
+
+@pytest.fixture(autouse=True)
+def can_swap():
+    if not fast.can_swap():
+        pytest.skip("storages can't be swapped here")
+
+
+def seal(make, *uses, lean=True):
+    """The memory of the outputs that `make` returns; nobody else holds them."""
+    outputs = make()
+    count = len(outputs)
+    memory = OutputMemory(outputs, uses or [SHOWN] * count, lean=lean)
+    del outputs
+    memory.seal()
+    return memory
+
+
+def ramps(count):
+    """Outputs of four elements each, on blocks of their own."""
+    return lambda: [torch.arange(4.0) + 10 * n for n in range(count)]
+
+
+def hand_out(memory):
+    return fast.aliases(tuple(memory.tensors))
+
+
+def replay(memory, value=-1):
+    """Overwrite the blocks where they lie, as the graph does."""
+    for address, tensor in zip(memory.addresses(), memory.tensors, strict=True):
+        raw = _torch.storage_at(address, tensor.untyped_storage().nbytes(), tensor.device)
+        torch.empty(0).set_(raw).fill_(value)
+
+
+def saved(tensor):
+    """A backward that reads the tensor; nothing else holds it."""
+    x = torch.ones(4, requires_grad=True)
+    return (x * tensor).sum()
+
+
+def gradient_of(tensor):
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    parameter.grad = tensor
+    return parameter
+
+
+def found_by_backward(loss):
+    (x,) = [f for f, _ in loss.grad_fn.next_functions[0][0].next_functions if f is not None]
+    loss.backward()
+    return x.variable.grad
+
+
+HOLDERS = {
+    "tensor": (lambda t: t, lambda h: h),
+    "view": (lambda t: t.view(2, 2)[:], lambda h: h.reshape(4)),
+    "parameter": (torch.nn.Parameter, lambda h: h.detach()),
+    "closure": (lambda t: lambda: t, lambda h: h()),
+    "gradient": (gradient_of, lambda h: h.grad),
+    "saved for backward": (saved, found_by_backward),
+}
+
+
+@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_every_holder_counts(kind, lean):
+    memory = seal(ramps(1), lean=lean)
+    assert not memory.any_held()
+    holder = HOLDERS[kind][0](hand_out(memory)[0])
+    assert memory.any_held()
+    assert memory.held() == [0]
+    del holder
+    assert not memory.any_held()
+    assert memory.held() == []
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_a_rescue_moves_the_holder_and_not_the_recording(kind):
+    hold, read = HOLDERS[kind]
+    memory = seal(ramps(1))
+    where = memory.addresses()
+    holder = hold(hand_out(memory)[0])
+    assert memory.rescue([0]) == 16
+    assert not memory.any_held()
+    replay(memory)
+    assert read(holder).tolist() == [0, 1, 2, 3]
+    assert memory.addresses() == where
+    assert [t.data_ptr() for t in memory.tensors] == where
+    assert memory.tensors[0].tolist() == [-1] * 4
+
+
+def test_a_rescue_moves_all_holders_together():
+    memory = seal(ramps(1))
+    (tensor,) = hand_out(memory)
+    view, gradient, loss = tensor[1:], gradient_of(tensor), saved(tensor)
+    memory.rescue([0])
+    replay(memory)
+    tensor.mul_(2)
+    assert view.tolist() == [2, 4, 6]
+    assert gradient.grad.tolist() == [0, 2, 4, 6]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_two_rescues_in_a_row():
+    memory, kept = seal(ramps(1)), []
+    for value in range(5):
+        replay(memory, value)
+        kept += hand_out(memory)
+        assert memory.held() == [0]
+        memory.rescue([0])
+        assert not memory.any_held()
+    assert [t.tolist() for t in kept] == [[value] * 4 for value in range(5)]
+    assert len({t.data_ptr() for t in kept} | set(memory.addresses())) == 6
+
+
+def test_blocks_move_one_by_one():
+    memory = seal(ramps(3))
+    first, second, third = hand_out(memory)
+    assert memory.held() == [0, 1, 2]
+    assert memory.held([0, 2]) == [0, 2]
+    assert memory.rescue([0, 2]) == 32
+    assert memory.held() == [1]
+    replay(memory)
+    assert [t[0].item() for t in (first, second, third)] == [0, -1, 20]
+    del second
+    assert memory.rescue(memory.held()) == 0
+
+
+def test_outputs_that_share_a_block_are_held_and_moved_together():
+    def make():
+        base = torch.arange(6.0)
+        return [base, base.view(2, 3).t(), base[4:], torch.zeros(6)]
+
+    memory = seal(make)
+    assert memory.members([0]) == {0, 1, 2}
+    assert memory.members([1]) == {3}
+    end = hand_out(memory)[2]
+    assert memory.held() == [0]
+    assert memory.rescue([0]) == 24
+    whole, transposed, _, _ = hand_out(memory)
+    assert transposed.stride() == (1, 3)
+    whole.fill_(7)
+    assert transposed.tolist() == [[7, 7]] * 3, "the new stand-ins share memory again"
+    assert end.tolist() == [4, 5]
+
+
+@pytest.mark.parametrize("lazy", ["_conj", "_neg_view"])
+def test_lazy_bits_stay(lazy):
+    memory = seal(lambda: [getattr(torch, lazy)(torch.tensor([1 + 2j, 3 - 1j]))])
+    for _ in range(2):
+        (tensor,) = hand_out(memory)
+        expected = (1 - 2j) if lazy == "_conj" else (-1 - 2j)
+        assert (tensor.is_conj(), tensor.is_neg()) == (lazy == "_conj", lazy == "_neg_view")
+        assert tensor[0].item() == expected
+        assert memory.rescue(memory.held()) == 16
+        assert tensor[0].item() == expected
+        torch.empty(0, dtype=torch.complex64).set_(
+            _torch.storage_at(memory.addresses()[0], 16, tensor.device)
+        ).copy_(torch.tensor([1 + 2j, 3 - 1j]))
+
+
+def test_empty_outputs_are_no_memory():
+    memory = seal(lambda: [torch.empty(0, 3), torch.zeros(2)])
+    empty, tensor = hand_out(memory)
+    assert empty.shape == (0, 3)
+    del tensor
+    assert not memory.any_held()
+    assert len(memory.addresses()) == 1
+    assert memory.members([0]) == {1}
+    assert memory.rescue([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("uses", "held", "expected"),
+    [
+        ([SHOWN], [0], True),
+        ([INTERNAL], [0], False),
+        ([BOTH], [0], True),
+        ([SHOWN, INTERNAL], [0], True),
+        ([SHOWN, INTERNAL], [0, 1], False),
+        ([BOTH, INTERNAL], [0], True),
+        ([BOTH, SHOWN], [0], True),
+    ],
+)
+def test_what_may_move(uses, held, expected):
+    memory = seal(ramps(len(uses)), *uses)
+    kept = [t for n, t in enumerate(hand_out(memory)) if n in held]
+    assert memory.can_rescue(held) is expected
+    assert len(kept) == len(held)
+
+
+def test_an_output_that_the_backward_reads_stays_while_the_backward_is_to_come():
+    memory = seal(ramps(3), BOTH, SHOWN, INTERNAL)
+    both, shown, internal = hand_out(memory)
+    assert not memory.can_rescue([0])
+    assert memory.can_rescue([1]), "the user's alone"
+    del internal
+    assert memory.can_rescue([0])
+    assert len([both, shown]) == 2
+
+
+# ---- who owns it
+
+
+class Watched:
+    """Memory, and whether the driver's outputs under it are still alive."""
+
+    def __init__(self, count=1):
+        outputs = ramps(count)()
+        self._owners = [_torch.WeakStorage(t.untyped_storage()) for t in outputs]
+        self.memory = OutputMemory(outputs, [SHOWN] * count, lean=True)
+        del outputs
+        self.memory.seal()
+
+    def alive(self):
+        return [weak.get() is not None for weak in self._owners]
+
+
+def test_blocks_are_kept_until_they_are_released():
+    watched = Watched(2)
+    memory = watched.memory
+    assert memory.released() == ()
+    held = hand_out(memory)[0]
+    memory.release_unheld()
+    assert memory.released() == (1,)
+    assert watched.alive() == [True, False]
+    del held
+    assert memory.released() == (1,), "nobody asked yet"
+    memory.release_unheld()
+    assert memory.released() == (0, 1)
+    assert watched.alive() == [False, False]
+
+
+def test_a_released_block_may_still_be_held_later():
+    buffer = torch.arange(4.0)  # stands for the pool
+    memory = seal(lambda: [buffer[:]])
+    memory.release_unheld()
+    (tensor,) = hand_out(memory)
+    assert memory.held(memory.released()) == [0]
+    memory.rescue([0])
+    buffer.fill_(5)
+    assert tensor.tolist() == [0, 1, 2, 3]
+
+
+def test_a_block_is_given_and_taken_back():
+    watched = Watched()
+    memory = watched.memory
+    (address,) = memory.addresses()
+    assert memory.num_users(address + 8) is None
+    number, references = memory.num_users(address)
+    cdata = memory.tensors[0].untyped_storage()._cdata
+    assert (number, references) == (0, _torch.storage_use_count(cdata))
+    storage = memory.give(0)
+    assert storage.data_ptr() == address
+    assert memory.num_users(address) is None
+    assert memory.released() == (0,)
+    memory.take_back(0, storage)
+    del storage
+    assert memory.num_users(address) == (number, references)
+    assert watched.alive() == [True]
+    memory.give(0)
+    assert watched.alive() == [False]
+
+
+def test_own_references_are_counted_again_after_a_rescue():
+    memory = seal(ramps(1))
+    (address,) = memory.addresses()
+    held = hand_out(memory)
+    memory.rescue([0])
+    _, references = memory.num_users(address)
+    cdata = memory.tensors[0].untyped_storage()._cdata
+    assert references == _torch.storage_use_count(cdata)
+    assert len(held) == 1
+
+
+def test_letting_go_leaves_kept_blocks_to_their_holders_without_a_copy():
+    watched = Watched(2)
+    held = hand_out(watched.memory)[0]
+    address = held.data_ptr()
+    assert watched.memory.let_go() == 0
+    assert held.data_ptr() == address
+    del watched.memory
+    gc.collect()
+    assert watched.alive()[1] is False
+    others = [torch.full((4,), -1.0) for _ in range(64)]
+    assert address not in {t.data_ptr() for t in others}
+    assert held.tolist() == [0, 1, 2, 3]
+
+
+def test_letting_go_copies_what_was_released_and_is_held():
+    buffer = torch.arange(8.0)  # stands for the pool
+    memory = seal(lambda: [buffer[:], torch.arange(4.0)])
+    kept = hand_out(memory)[1]
+    memory.release_unheld()
+    held = hand_out(memory)[0]
+    assert memory.released() == (0,)
+    assert memory.let_go() == 32
+    del memory
+    buffer.fill_(-1)
+    assert held.tolist() == [*range(8)]
+    assert kept.tolist() == [0, 1, 2, 3]
+    assert held.data_ptr() != buffer.data_ptr()
+
+
+def test_nothing_is_left_when_nobody_holds_anything():
+    watched = Watched(3)
+    assert watched.memory.let_go() == 0
+    assert watched.alive() == [False] * 3
+
+
+def test_rescued_memory_goes_with_its_last_holder():
+    memory = seal(ramps(1))
+    (held,) = hand_out(memory)
+    memory.rescue([0])
+    weak = _torch.WeakStorage(held.untyped_storage())
+    gone = weakref.ref(held)
+    del held
+    assert gone() is None
+    assert weak.get() is None
+
+
+# ---- without swapping
+
+
+def test_outputs_that_cannot_be_swapped_are_kept_for_good():
+    memory = seal(ramps(2), lean=False)
+    held = hand_out(memory)[0]
+    assert memory.held() == [0]
+    assert not memory.can_rescue([0])
+    memory.release_unheld()
+    assert memory.released() == ()
+    assert memory.num_users(memory.addresses()[0]) is None, "nothing to give"
+    assert memory.let_go() == 0
+    del memory
+    gc.collect()
+    assert held.tolist() == [0, 1, 2, 3]
