@@ -113,6 +113,11 @@ class OutputMemory:
         """Numbers of the tensors that lie in blocks."""
         return frozenset(number for k in blocks for number in self._blocks[k].members)
 
+    def num_bytes(self, blocks: Iterable[int] | None = None) -> int:
+        """Size of blocks, of all by default."""
+        numbers = range(len(self._blocks)) if blocks is None else blocks
+        return sum(self._blocks[k].base.numel() for k in numbers)
+
     def num_users(self, address: int) -> tuple[int, int] | None:
         """Number of the kept block at an address, and this recording's own references to its stand-in."""
         for k, block in enumerate(self._blocks):

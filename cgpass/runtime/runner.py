@@ -180,7 +180,7 @@ class PartitionRunner:
     def _without_recording(
         self, args: list[Any], shape_key: ShapeKey, static_key: StaticKey
     ) -> tuple[Sequence[Any], Recording | None]:
-        warm = self.table.num_warmups(shape_key) >= self._settings.limits.num_warmup_calls
+        warm = self.table.is_warm(shape_key, static_key, args)
         strays = warm and self._has_strays(args)
         if strays and not self.table.has_recordings(shape_key):
             warm, strays = False, False  # what made the inputs was itself warming up
@@ -200,7 +200,7 @@ class PartitionRunner:
             return self._replay(recording, args), recording
         if action is Action.WARM_UP:
             outputs = self._warm_up(args)
-            self.table.add_warmup(shape_key)
+            self.table.add_warmup(shape_key, static_key)
             self.stats.warmups += 1
         else:
             outputs = self._fn(args)
@@ -322,13 +322,14 @@ class PartitionRunner:
     def plan_around(self, victim: Recording, blocks: Sequence[int], by: Recording) -> None:
         """Have outputs that were rescued call after call lie elsewhere.
 
-        Gradients that are kept while forwards run get a pool of their own; what is still held when its own
-        partition runs again is copied out.
+        Gradients that are kept while forwards run get a pool of their own, if most of them are; what is still held
+        when its own partition runs again is copied out.
         """
         own = self.table.all()
         if victim not in own:
             return
-        if self._settings.is_backward and by not in own:
+        most = 2 * victim.memory.num_bytes(blocks) >= victim.memory.num_bytes()
+        if most and self._settings.is_backward and by not in own:
             self._first_slot = 1
             self.table.remove(victim)
             self._close([victim])

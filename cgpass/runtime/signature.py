@@ -63,6 +63,14 @@ class Layout:
         """The part of the signature that decides where it is read."""
         return fast.static_key(args, self.static)
 
+    def parameters_of(self, key: StaticKey) -> StaticKey:
+        """The addresses of parameters and buffers among those of a static key."""
+        if not self.pooled:
+            return key
+        pooled = set(self.pooled)
+        addresses = zip(self.static, array("q", key), strict=True)
+        return array("q", [a for i, a in addresses if i not in pooled]).tobytes()
+
     def moved(self, old: StaticKey, new: StaticKey) -> list[int]:
         """Positions of the inputs whose address differs."""
         addresses = zip(self.static, array("q", old), array("q", new), strict=True)

@@ -20,10 +20,8 @@ log = logging.getLogger(__name__)
 _IDLE_FACTOR = 8
 """A recording unused for this many times the limit's number of calls may give way to a new one."""
 
-_SETS_AT_ONCE = 8
-"""Sets of static addresses of a shape that are recorded when they are first seen."""
-_PASSING_KEPT = 4096
-"""Sets seen once that are remembered."""
+_SETS_KEPT = 4096
+"""Sets of parameters whose warm-up is remembered."""
 
 
 @dataclass
@@ -66,7 +64,7 @@ class RecordingTable:
         self._shapes: dict[ShapeKey, _Shape] = {}
         self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
         self._newest: StaticKey | None = None
-        self._passing: set[int] = set()
+        self._warm_sets: set[tuple[ShapeKey, int]] = set()
         self._num_rerecords = 0
         self._warned = False
 
@@ -84,14 +82,32 @@ class RecordingTable:
         shape = self._shapes.get(shape_key)
         return shape is not None and bool(shape.sets)
 
-    def num_warmups(self, shape_key: ShapeKey) -> int:
-        """Warm-up calls that a shape has had."""
-        shape = self._shapes.get(shape_key)
-        return 0 if shape is None else shape.num_warmups
+    def is_warm(self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]) -> bool:
+        """Whether a call of this signature may be recorded: its shape and its set of parameters were called before.
 
-    def add_warmup(self, shape_key: ShapeKey) -> None:
-        """Count one warm-up call of a shape."""
+        Other tensors in the parameters' places warm up once, too. Layers that share one compiled function are so
+        recorded in the order in which they run, and whoever makes new parameters for every call gets no recording for
+        each. A parameter that moved is no other tensor.
+        """
+        shape = self._shapes.get(shape_key)
+        if shape is None or shape.num_warmups < self._limits.num_warmup_calls:
+            return False
+        if self._is_warm_set(shape_key, static_key):
+            return True
+        return bool(self._known(self._parameters_moved(self._newest, static_key), args))
+
+    def add_warmup(self, shape_key: ShapeKey, static_key: StaticKey) -> None:
+        """Count one warm-up call."""
         self._shapes.setdefault(shape_key, _Shape()).num_warmups += 1
+        self._note_warm(shape_key, static_key)
+
+    def _note_warm(self, shape_key: ShapeKey, static_key: StaticKey) -> None:
+        if len(self._warm_sets) >= _SETS_KEPT:
+            self._warm_sets.clear()
+        self._warm_sets.add((shape_key, hash(self._layout.parameters_of(static_key))))
+
+    def _is_warm_set(self, shape_key: ShapeKey, static_key: StaticKey) -> bool:
+        return (shape_key, hash(self._layout.parameters_of(static_key))) in self._warm_sets
 
     def add(
         self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any], recording: Recording
@@ -101,6 +117,7 @@ class RecordingTable:
         shape.objects = tuple(args[i] for i in self._layout.objects)
         members = shape.sets.setdefault(static_key, [])
         members.append(recording)
+        self._note_warm(shape_key, static_key)
         self._newest = static_key
         for i in self._layout.parameters:
             self._seen[i] = weakref.ref(args[i])  # the user's model keeps parameters alive
@@ -139,8 +156,6 @@ class RecordingTable:
             return self._room_for_shape()
         moved = self._moved(shape, static_key)
         self._refuse_moved(moved)
-        if self._is_passing_set(shape, moved, static_key, args):
-            return False, []
         dropped: list[Recording] = []
         limit = self._limits.max_static_sets
         if len(shape.recordings()) >= limit:
@@ -148,6 +163,8 @@ class RecordingTable:
             if not dropped:
                 self._warn("max_static_sets", limit, moved)
                 return False, []
+        if self._is_warm_set(shape_key, static_key):
+            return True, dropped  # these parameters came before: nothing moved
         return self._count_rerecord(moved, args), dropped
 
     def _room_for_shape(self) -> tuple[bool, list[Recording]]:
@@ -182,25 +199,6 @@ class RecordingTable:
                 f"{self._name}: static inputs moved since they were recorded: {names}. Keep parameters and buffers "
                 'where they are, or use static_input_check="rerecord".'
             )
-
-    def _is_passing_set(
-        self, shape: _Shape, moved: Sequence[int], static_key: StaticKey, args: Sequence[Any]
-    ) -> bool:
-        """Whether other tensors came in the parameters' places that may never come again.
-
-        The first few sets are recorded at once (layers that share one compiled function), later ones when they come
-        a second time: whoever makes new parameters for every call gets no recording for each.
-        """
-        if not moved or len(shape.sets) < _SETS_AT_ONCE or self._known(moved, args):
-            return False
-        key = hash(static_key)
-        if key in self._passing:
-            return False
-        if len(self._passing) >= _PASSING_KEPT:
-            self._passing.clear()
-        self._passing.add(key)
-        log.info("%s: a set of parameters that was not seen before runs plainly", self._name)
-        return True
 
     def _known(self, moved: Sequence[int], args: Sequence[Any]) -> list[int]:
         """Those of the moved inputs that are the very tensors of the last recording."""
