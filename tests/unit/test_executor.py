@@ -6,6 +6,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from cgpass.runtime import fast
 from cgpass.runtime.executor import Executor, Plan, Step
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
@@ -86,10 +87,16 @@ def test_constants_and_inputs_may_be_outputs():
         assert results[3] is a
 
 
-def recorded(num_outputs, visible, second_reads=False):
+@pytest.fixture
+def can_swap():
+    if not fast.can_swap():
+        pytest.skip("storages can't be swapped here")
+
+
+def recorded(visible, second_reads=False, settings=None):
     """A recorded step with two outputs, and one that reads the first of them."""
     owner = Owner(SimulatedDriver())
-    first = runner(lambda x: [x * 2, x * 3], COPIED, owner=owner)
+    first = runner(lambda x: [x * 2, x * 3], COPIED, owner=owner, settings=settings)
     steps = [Step("captured_0", first, (0,), (1, 2), drops=(0,))]
     if second_reads:
         second = runner(lambda a: [a + 1], POOLED, owner=owner)
@@ -98,32 +105,93 @@ def recorded(num_outputs, visible, second_reads=False):
     return Executor(plan, owner), first
 
 
-def test_visible_outputs_are_copied_out_of_the_pool():
-    executor, first = recorded(2, visible=(0, 1))
+def test_visible_outputs_lie_in_the_pool_until_a_replay_would_overwrite_them():
+    executor, first = recorded(visible=(0, 1))
+    for value in range(6):
+        a, b = executor([X * value])
+        assert (a.tolist(), b.tolist()) == ([2.0 * value] * 2, [3.0 * value] * 2)
+        if value:
+            assert all(executor._owner.is_pool_storage(t) for t in (a, b))
+        del a, b
+    assert counts(first) == (1, 1, 5, 0)
+    assert first.stats.copied_bytes == 5 * 8, "the inputs alone"
+    assert first.stats.rescues == 0
+
+
+@pytest.mark.usefixtures("can_swap")
+def test_visible_outputs_that_are_held_call_after_call_are_copied_out_of_the_pool():
+    executor, first = recorded(visible=(0, 1))
+    kept = [executor([X * value]) for value in range(8)]
+    assert [(a.tolist(), b.tolist()) for a, b in kept] == [
+        ([2.0 * v] * 2, [3.0 * v] * 2) for v in range(8)
+    ]
+    assert counts(first) == (1, 1, 7, 0)
+    assert (first.stats.rescues, first.stats.rescued_bytes) == (3, 3 * 16)
+    assert first.copied == {0, 1}
+    assert first.stats.copied_bytes == 7 * 8 + 4 * 16, "from the fourth replay on"
+    assert not any(executor._owner.is_pool_storage(t) for pair in kept for t in pair)
+
+
+@pytest.mark.usefixtures("can_swap")
+def test_only_the_outputs_that_are_held_are_copied_out():
+    executor, first = recorded(visible=(0, 1))
+    kept = [executor([X * value])[1] for value in range(8)]
+    assert [b.tolist() for b in kept] == [[3.0 * v] * 2 for v in range(8)]
+    assert first.copied == {1}
+    assert (first.stats.rescues, first.stats.rescued_bytes) == (3, 3 * 8)
+    assert first.stats.copied_bytes == 7 * 8 + 4 * 8
+
+
+@pytest.mark.parametrize("how", ["owned", "no swapping"])
+def test_outputs_are_copied_from_the_first_replay_on(monkeypatch, how):
+    if how == "no swapping":
+        monkeypatch.setattr(fast, "can_swap", lambda: False)
+    settings = {"outputs": "owned"} if how == "owned" else {}
+    executor, first = recorded(visible=(0, 1), settings=settings)
     kept = [executor([X * value]) for value in range(5)]
     assert [(a.tolist(), b.tolist()) for a, b in kept] == [
         ([2.0 * v] * 2, [3.0 * v] * 2) for v in range(5)
     ]
     assert counts(first) == (1, 1, 4, 0)
     assert first.stats.copied_bytes == 4 * (8 + 16)
+    assert first.stats.rescues == 0
     assert not any(executor._owner.is_pool_storage(t) for t in kept[-1])
 
 
 def test_other_outputs_stay_in_the_pool_and_are_not_overwritten():
-    executor, first = recorded(2, visible=(0,))
+    executor, first = recorded(visible=(0,))
     kept = [executor([X * value]) for value in range(4)]
     assert [b.tolist() for _, b in kept] == [[3.0 * v] * 2 for v in range(4)]
     assert first.stats.recordings == 3
+    assert first.stats.rescues == 0
     assert executor._owner.is_pool_storage(kept[-1][1])
 
 
 @pytest.mark.parametrize(
-    ("visible", "second_reads", "private"),
-    [((0, 1), False, {0, 1}), ((0, 1), True, {1}), ((1,), False, {1}), ((), False, set())],
+    ("visible", "second_reads", "read"),
+    [
+        ((0, 1), False, set()),
+        ((0, 1), True, {0}),
+        ((1,), False, {0}),
+        ((1,), True, {0}),
+        ((), False, {0, 1}),
+    ],
 )
-def test_outputs_that_only_the_user_gets_are_private(visible, second_reads, private):
-    _, first = recorded(2, visible, second_reads)
-    assert first.private_outputs == private
+def test_a_runner_is_told_who_gets_its_outputs(visible, second_reads, read):
+    _, first = recorded(visible, second_reads)
+    assert first.visible == set(visible)
+    assert first.read == read
+
+
+def test_an_output_that_another_step_reads_is_read_from_the_pool_though_it_is_copied_out():
+    executor, _ = recorded((0, 1), second_reads=True, settings={"outputs": "owned"})
+    for value in range(5):
+        a, b = executor([X * value])
+        assert (a.tolist(), b.tolist()) == ([2.0 * value] * 2, [3.0 * value] * 2)
+        assert not value or not executor._owner.is_pool_storage(a)
+    second = executor.plan.steps[1].run
+    assert counts(second) == (1, 1, 4, 0)
+    assert second.stats.copied_bytes == 0
 
 
 def test_an_output_given_twice_is_one_tensors_value_twice():

@@ -6,11 +6,18 @@ import pytest
 import torch
 
 from cgpass.errors import CaptureError
+from cgpass.runtime import fast
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runners import COPIED, OPAQUE, POOLED, STATIC, SYMINT, call, counts, runner
 
 X = torch.ones(2)
+
+
+@pytest.fixture
+def can_swap():
+    if not fast.can_swap():
+        pytest.skip("storages can't be swapped here")
 
 
 def warnings(caplog):
@@ -55,8 +62,45 @@ def test_the_list_of_inputs_is_emptied():
     assert args == []
 
 
-def test_held_outputs_get_another_recording():
+def test_held_outputs_are_moved(can_swap):
     run = runner(lambda x: [x * 2], COPIED)
+    for _ in range(2):
+        call(run, X)
+    (recording,) = run.table.all()
+    (address,) = recording.memory.addresses()
+    for value in range(8):
+        (held,), _ = run.run([X * value])
+        assert held.data_ptr() == address
+        call(run, X)
+        assert held.tolist() == [2.0 * value] * 2
+        assert held.data_ptr() != address
+        del held
+        call(run, X)
+    assert counts(run) == (1, 1, 25, 0)
+    assert (run.stats.rescues, run.stats.rescued_bytes) == (8, 64)
+    assert run.copied == frozenset(), "not call after call"
+
+
+def test_held_outputs_of_another_partition_are_moved(can_swap):
+    owner = Owner(SimulatedDriver())
+    first, second = (runner(lambda x: [x * 2], COPIED, owner=owner) for _ in range(2))
+    for run in (first, second) * 2:
+        call(run, X)
+    (held,), _ = second.run([X * 3])
+    call(first, X)
+    assert held.tolist() == [6, 6]
+    assert (first.stats.rescues, second.stats.rescues) == (0, 1)
+
+
+def internal(fn):
+    """A partition whose outputs a backward reads."""
+    run = runner(fn, COPIED)
+    run.visible, run.read = frozenset(), frozenset({0})
+    return run
+
+
+def test_held_outputs_that_others_read_get_another_recording():
+    run = internal(lambda x: [x * 2])
     held = [run.run([torch.full((2,), float(i))])[0] for i in range(5)]
     assert [out.tolist() for (out,) in held] == [[2.0 * i] * 2 for i in range(5)]
     assert counts(run) == (1, 4, 4, 0)
@@ -64,6 +108,7 @@ def test_held_outputs_get_another_recording():
     for _ in range(5):
         call(run, X)
     assert run.stats.recordings == 4
+    assert run.stats.rescues == 0
 
 
 def sync(x):

@@ -1,0 +1,22 @@
+"""The functions of `fast.py` in both versions."""
+
+import pytest
+
+from cgpass.runtime import fast, fast_build
+
+
+@pytest.fixture(scope="session")
+def compiled():
+    """The compiled versions by name."""
+    try:
+        path = fast_build.cached_path()
+        if not path.exists():
+            fast_build.build(path)
+        return fast.functions_of(fast_build.load(path))
+    except fast_build.BuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=["python", "compiled"])
+def functions(request):
+    return fast.PYTHON if request.param == "python" else request.getfixturevalue("compiled")

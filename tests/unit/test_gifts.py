@@ -1,0 +1,287 @@
+"""Inputs that die inside a recording, as they would inside the partition without graphs."""
+
+import pytest
+import torch
+
+from cgpass.inputs import InputKind
+from cgpass.runtime import fast
+from cgpass.runtime.gifts import Gifts
+from cgpass.runtime.owner import Owner
+from cgpass.runtime.runner import PartitionRunner, RunnerSettings
+from cgpass.runtime.simulated import SimulatedDriver
+from tests.unit.runners import COPIED, POOLED, call, counts, infos, runner
+
+X = torch.ones(4)
+
+
+@pytest.fixture(autouse=True)
+def compiled_and_swapping():
+    if not (fast.is_compiled() and fast.can_swap()):
+        pytest.skip("nobody can be told apart from a caller here")
+
+
+def maker(fn, owner=None):
+    """A partition whose outputs other partitions read, and the user never gets."""
+    run = runner(fn, COPIED, owner=owner)
+    run.visible = frozenset()
+    run.read = frozenset(range(len(fn(X))))
+    return run
+
+
+def boxed(fn, owner, num_inputs=1, **settings):
+    """A partition that takes a list, which it may empty, and reads what others made."""
+    return PartitionRunner(
+        fn,
+        infos(*[InputKind.POOLED] * num_inputs),
+        owner,
+        RunnerSettings(**settings),
+        name="backward captured_0",
+    )
+
+
+def drops_its_input(args):
+    """Its result lies where its input lay, once that has died."""
+    (a,) = args
+    args.clear()
+    b = a + 1
+    del a
+    c = b * 2
+    return [c.sum(0, keepdim=True), c]
+
+
+def keeps_its_input(args):
+    (a,) = args
+    b = a + 1
+    return [(b * 2).sum(0, keepdim=True), b * 2]
+
+
+def pair(second=drops_its_input, **settings):
+    first = maker(lambda x: [x * 3])
+    return first, boxed(second, first.owner, **settings)
+
+
+def step(first, second, value):
+    """One forward and one backward; the call alone holds what goes from one to the other."""
+    made, _ = first.run([X * value])
+    outputs, recording = second.run(made)
+    return [t.tolist() for t in outputs], recording
+
+
+def expected(value):
+    c = (3 * value + 1) * 2
+    return [[4 * c], [c] * 4]
+
+
+def test_an_input_dies_inside_the_recording():
+    first, second = pair()
+    for value in range(6):
+        found, recording = step(first, second, value)
+        assert found == expected(value)
+    assert counts(first) == counts(second) == (1, 1, 5, 0)
+    (made,) = first.table.all()
+    assert recording._consumed == (0,)
+    assert made.memory.released() == (0,)
+    assert set(recording.memory.addresses()) & set(made.memory.addresses()), "its output lies there"
+
+
+def test_an_input_that_is_kept_to_the_end_dies_with_the_callable():
+    first, second = pair(keeps_its_input)
+    for value in range(6):
+        found, recording = step(first, second, value)
+        assert found == expected(value)
+    (made,) = first.table.all()
+    assert recording._consumed == (0,)
+    assert made.memory.released() == (0,)
+    assert not set(recording.memory.addresses()) & set(made.memory.addresses())
+
+
+def test_an_input_that_is_returned_is_taken_back():
+    def passes(args):
+        (a,) = args
+        args.clear()
+        return [a, a + 1]
+
+    first, second = pair(passes)
+    for value in range(5):
+        found, recording = step(first, second, value)
+        assert found == [[3 * value] * 4, [3 * value + 1] * 4]
+    (made,) = first.table.all()
+    assert recording._consumed == ()
+    assert made.memory.released() == ()
+
+
+def test_a_returned_view_of_an_input_is_the_calls_own():
+    def passes(args):
+        (a,) = args
+        args.clear()
+        return [a[1:], a + 1]
+
+    first, second = pair(passes)
+    for value in range(5):
+        made, _ = first.run([X * value])
+        address = made[0].data_ptr()
+        (part, _), _ = second.run(made)
+        assert part.tolist() == [3 * value] * 3
+        if value:
+            assert part.data_ptr() == address + 4
+
+
+def reads_before(args):
+    """Fails to be captured while its input is alive."""
+    (a,) = args
+    factor = a.sum().item()
+    return [t * factor for t in drops_its_input(args)]
+
+
+def reads_after(args):
+    """Fails to be captured when its input has died."""
+    out = drops_its_input(args)
+    factor = out[0].item()
+    return [t * factor for t in out]
+
+
+@pytest.mark.parametrize(("fn", "taken_back"), [(reads_before, True), (reads_after, False)])
+def test_a_failed_capture_returns_what_is_alive(fn, taken_back):
+    first, second = pair(fn, on_skip="silent")
+    third = runner(lambda x: [x - 1], COPIED, owner=first.owner)
+    for value in range(4):
+        made, _ = first.run([X * value])
+        assert call(third, X) == [[0] * 4]
+        (a,) = made
+        wanted = [t.tolist() for t in fn([a.clone()])]
+        del a
+        outputs, recording = second.run(made)
+        assert recording is None
+        assert [t.tolist() for t in outputs] == wanted
+    assert second.failure is not None
+    (made,) = first.table.all()
+    assert made.memory.released() == (() if taken_back else (0,))
+    found = first.owner.block_at(0, made.memory.addresses()[0])
+    assert (found is not None) is taken_back
+
+
+def test_what_somebody_holds_is_not_consumed():
+    first, second = pair()
+    for value in range(3):
+        step(first, second, value)
+    (consuming,) = second.table.all()
+    for value in range(3, 6):
+        made, _ = first.run([X * value])
+        held = made[0]
+        assert not consuming.may_consume(made)
+        outputs, recording = second.run(made)
+        assert [t.tolist() for t in outputs] == expected(value)
+        assert held.tolist() == [3 * value] * 4
+        assert recording is not consuming
+        del held, outputs
+    assert second.stats.recordings == 2
+    for value in range(6, 9):
+        found, recording = step(first, second, value)
+        assert found == expected(value)
+    assert recording is consuming
+    assert second.stats.recordings == 2
+
+
+def test_what_is_held_while_it_is_recorded_is_not_given():
+    first, second = pair()
+    step(first, second, 0)
+    made, _ = first.run([X])
+    held = made[0]
+    outputs, recording = second.run(made)
+    assert recording._consumed == ()
+    assert held.tolist() == [3] * 4
+    assert [t.tolist() for t in outputs] == expected(1)
+    del held, outputs
+    for value in range(3):
+        found, again = step(first, second, value)
+        assert found == expected(value)
+        assert again is recording
+
+
+def test_inputs_on_one_block_are_given_together():
+    def two(args):
+        a, b = args
+        args.clear()
+        c = a + b.sum()
+        del a, b
+        d = c * 2
+        return [d.sum(0, keepdim=True), d]
+
+    first = maker(lambda x: (lambda y: [y, y[2:]])(x * 3))
+    second = boxed(two, first.owner, 2)
+    for value in range(5):
+        found, recording = step(first, second, value)
+        d = 18 * value
+        assert found == [[4 * d], [d] * 4]
+    assert sorted(recording._consumed) == [0, 1]
+    made, _ = first.run([X])
+    held = made[1]
+    assert not recording.may_consume(made)
+    del held
+    assert recording.may_consume(made)
+
+
+def test_a_block_that_was_given_is_free_for_later_recordings_and_guarded():
+    first, second = pair()
+    for value in range(4):
+        step(first, second, value)
+    third = runner(lambda x: [x - 1], COPIED, owner=first.owner)
+    for value in range(4):
+        assert call(third, X * value) == [[value - 1.0] * 4]
+    (made,), (later,) = first.table.all(), third.table.all()
+    assert later.released[made.birth] == (0,)
+    forward, _ = first.run([X * 7])
+    if set(later.memory.addresses()) & set(made.memory.addresses()):
+        assert not first.owner.is_safe(later)
+    kept, _ = third.run([X * 5])
+    assert forward[0].tolist() == [21] * 4
+    assert kept[0].tolist() == [4] * 4
+    outputs, _ = second.run(forward)
+    assert [t.tolist() for t in outputs] == expected(7)
+    assert kept[0].tolist() == [4] * 4
+
+
+def test_another_slots_blocks_are_not_given():
+    first, _ = pair()
+    for value in range(2):
+        made, _ = first.run([X * value])
+    assert first.owner.slot_for(2, 0) == 1
+    gifts = Gifts(first.owner, 1, made, [0])
+    passed = made.copy()
+    gifts.put_into(passed)
+    assert passed[0] is made[0]
+    assert gifts.take_back() == {}
+
+
+def test_what_no_recording_made_is_not_given():
+    owner = Owner(SimulatedDriver())
+    args = [torch.zeros(4)]
+    gifts = Gifts(owner, 0, args, [0])
+    passed = args.copy()
+    gifts.put_into(passed)
+    assert passed[0] is args[0]
+    assert gifts.take_back() == {}
+
+
+def test_a_gift_owns_its_memory():
+    first = maker(lambda x: [x * 3])
+    for value in range(2):
+        made, _ = first.run([X * value])
+    (recording,) = first.table.all()
+    (address,) = recording.memory.addresses()
+    gifts = Gifts(first.owner, 0, made, [0])
+    passed = [None]
+    gifts.put_into(passed)
+    assert passed[0].data_ptr() == address
+    assert passed[0].untyped_storage()._cdata != made[0].untyped_storage()._cdata
+    assert first.owner.block_at(0, address) is None
+    kept = passed[0]
+    passed.clear()
+    assert gifts.take_back() == {}
+    assert first.owner.block_at(0, address) is not None
+    del kept
+    again = Gifts(first.owner, 0, made, [0])
+    again.put_into([None])
+    consumed = again.take_back()
+    assert list(consumed) == [0]
+    assert fast.exclusive(made, tuple(consumed), tuple(consumed.values()))
