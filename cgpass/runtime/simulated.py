@@ -1,14 +1,13 @@
 """`SimulatedDriver`: CUDA graphs' rules on CPU, failings included.
 
-A recording is a tape of aten calls with the addresses they touched. A replay runs the tape again on that memory: host
-code does not run again, inputs are read where they lay, outputs and temporaries are written where they lay. They lie
-in one pool, whose blocks are free as soon as nobody holds them, within a recording as after it: what is recorded later
-lies on them. A partition compiled by Inductor calls no aten op that could be taped, so it is taped as one call.
+A recording is a tape of aten calls with the very memory they touched. A replay runs the tape again on that memory:
+host code does not run again, inputs are read where they lay, outputs and temporaries are written where they lay, in
+one pool that later recordings reuse. A partition compiled by Inductor calls no aten op that could be taped, so it is
+taped as one call.
 """
 
-import ctypes
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,22 +15,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgpass import _torch
+from cgpass.runtime.capturing import capture_runs
 from cgpass.runtime.driver import BoxedCallable, CapturedGraph, no_gc
+from cgpass.runtime.syncs import HostReads, call_watched, reads_on_host
 
 _POISON = 0xFF
-_HOST_READS = (torch.Tag.data_dependent_output, torch.Tag.cudagraph_unsafe)
+_REFUSAL = "operation not permitted when stream is capturing"
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _has_dynamic_output(func: Any, tags: Sequence[torch.Tag], args: tuple[Any, ...]) -> bool:
-    if torch.Tag.dynamic_output_shape not in tags:
-        return False
-    if func.overloadpacket is not torch.ops.aten.index:
-        return True
-    return any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1]))
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -55,65 +48,38 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _is_new(value: Any, known: Container[int]) -> bool:
-    """Whether a call made this tensor, rather than returning one it was given."""
-    if not isinstance(value, torch.Tensor) or value.untyped_storage().nbytes() == 0:
-        return False
-    return _address(value) not in known
-
-
-class _Block:
-    """Memory that stays where it is."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._buffer = torch.UntypedStorage(num_bytes)
-        self.address = self._buffer.data_ptr()
-        self.num_bytes = num_bytes
-
-
 class SimulatedPool:
-    """Memory of one owner's recordings: a block is free when the last storage on it has died."""
+    """Memory of one owner's recordings: blocks that are free take the next recording's values."""
 
     def __init__(self) -> None:
         """An empty pool."""
-        self._free: dict[int, list[_Block]] = {}
-        self._blocks: dict[int, _Block] = {}
+        self._free: dict[int, list[torch.UntypedStorage]] = {}
 
-    def __contains__(self, address: int) -> bool:
-        return address in self._blocks
+    def place(self, value: torch.Tensor) -> torch.Tensor:
+        """`value` moved into a free block of its size, if there is one."""
+        blocks = self._free.get(value.untyped_storage().nbytes())
+        if not blocks:
+            return value
+        out = torch.empty(0, dtype=value.dtype)
+        out.set_(blocks.pop(), value.storage_offset(), value.size(), value.stride())
+        return out.copy_(value)
 
-    def addresses(self) -> frozenset[int]:
-        """Where blocks lie, free ones too."""
-        return frozenset(self._blocks)
-
-    def allocate(self, num_bytes: int) -> torch.UntypedStorage:
-        """A storage on a free block. **Lifetime:** it owns the block, whatever becomes of the pool."""
-        free = self._free.setdefault(num_bytes, [])
-        block = free.pop() if free else _Block(num_bytes)
-        self._blocks[block.address] = block
-        view = memoryview((ctypes.c_char * num_bytes).from_address(block.address)).cast("B")
-        weakref.finalize(view, free.append, block).atexit = False
-        return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+    def release(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Take back blocks that a finished recording no longer needs."""
+        for storage in storages:
+            self._free.setdefault(storage.nbytes(), []).append(storage)
 
 
 class _Tape(TorchDispatchMode):
-    """Runs aten ops and notes each with the memory it read and wrote."""
+    """Runs aten ops and notes each with the tensors it read and wrote."""
 
-    def __init__(
-        self,
-        pool: SimulatedPool,
-        inputs: Sequence[torch.Tensor],
-        generators: Sequence[torch.Generator],
-    ) -> None:
+    def __init__(self, pool: SimulatedPool, generators: Sequence[torch.Generator]) -> None:
         super().__init__()
         self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
+        self.fresh: dict[int, torch.UntypedStorage] = {}
+        self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        """Storages that a call wrote and that existed before the recording, with a copy of what they held."""
         self._pool = pool
-        self._inputs = {_address(tensor) for tensor in inputs}
-        self._reused = pool.addresses()
-        self._before: dict[int, torch.UntypedStorage] = {}
-        """What lay at an address that a call wrote, if that was there before the recording."""
-        self._fresh: dict[int, int] = {}
-        """Sizes of the blocks that are this recording's first of all."""
         # a dispatched call gets another Python object of the same generator
         self._registered = {_implementation(generator) for generator in generators}
 
@@ -126,53 +92,38 @@ class _Tape(TorchDispatchMode):
 
     def note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `func`, put what it allocated into the pool, and note the call."""
-        for tensor in _written(func, args, kwargs):
-            self._keep_contents(_address(tensor), tensor.untyped_storage().nbytes())
-        known = {_address(t) for t in _tensors((args, kwargs))}
-        where = pytree.tree_map(self._where, (args, kwargs))
-        out = pytree.tree_map(
-            lambda value: self._place(value) if _is_new(value, known) else value,
-            func(*args, **kwargs),
-        )
-        self.calls.append((func, *where, pytree.tree_map(self._where, out)))
+        self._keep_contents(_written(func, args, kwargs))
+        known = {_address(t) for t in _tensors((args, kwargs))} | self.fresh.keys()
+        out = call_watched(func, args, kwargs, HostReads(_REFUSAL))
+
+        def own(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or value.untyped_storage().nbytes() == 0:
+                return value
+            if _address(value) in known:
+                return value
+            placed = self._pool.place(value)
+            self.fresh[_address(placed)] = placed.untyped_storage()
+            return placed
+
+        out = pytree.tree_map(own, out)
+        self.calls.append((func, args, kwargs, out))
         return out
 
-    def _where(self, value: Any) -> Any:
-        """A tensor that stands for `value`'s memory and holds nothing; constants are held."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        address = _address(value)
-        lies_still = address in self._pool or address in self._inputs
-        return _torch.tensor_at_address(value) if lies_still else value
+    def _keep_contents(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            address = _address(tensor)
+            if address not in self.fresh and address not in self.before:
+                storage = tensor.untyped_storage()
+                self.before[address] = (storage, storage.clone())
 
-    def _place(self, value: torch.Tensor) -> torch.Tensor:
-        storage = self._pool.allocate(value.untyped_storage().nbytes())
-        address, num_bytes = storage.data_ptr(), storage.nbytes()
-        if address not in self._fresh:
-            if address in self._reused:
-                self._keep_contents(address, num_bytes)
-            else:
-                self._fresh[address] = num_bytes
-        out = torch.empty(0, dtype=value.dtype)
-        out.set_(storage, value.storage_offset(), value.size(), value.stride())
-        return out.copy_(value)
-
-    def _keep_contents(self, address: int, num_bytes: int) -> None:
-        if address not in self._fresh and address not in self._before:
-            storage = _torch.storage_at(address, num_bytes, torch.device("cpu"))
-            self._before[address] = storage.clone()
-
-    def undo(self) -> None:
-        """Put back what was there before; memory that nobody had used before holds nothing of meaning."""
-        for address, num_bytes in self._fresh.items():
-            _torch.storage_at(address, num_bytes, torch.device("cpu")).fill_(_POISON)
-        for address, content in self._before.items():
-            _torch.storage_at(address, content.nbytes(), torch.device("cpu")).copy_(content)
+    def restore(self) -> None:
+        """Put back what calls wrote into memory that existed before."""
+        for storage, content in self.before.values():
+            storage.copy_(content)
 
     def _refuse(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tags = getattr(func, "tags", ())
-        if any(tag in tags for tag in _HOST_READS) or _has_dynamic_output(func, tags, args):
-            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        if reads_on_host(func, args):
+            raise RuntimeError(f"{_REFUSAL}: {func}")
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Generator) and _implementation(leaf) not in self._registered:
                 raise RuntimeError(f"a generator used by {func} is not registered with the graph")
@@ -181,10 +132,11 @@ class _Tape(TorchDispatchMode):
 class SimulatedGraph:
     """A tape that can be run again."""
 
-    def __init__(self, tape: _Tape, memory: Sequence[object]) -> None:
-        """Args: tape: what was recorded. memory: keeps alive what it touches by address."""
+    def __init__(self, tape: _Tape, keepalive: Sequence[object]) -> None:
+        """Args: tape: what was recorded. keepalive: owners of the memory that the tape reads by address."""
         self._calls = tape.calls
-        self._memory = memory
+        self._keepalive = keepalive
+        self._storages = list(tape.fresh.values())
 
     def replay(self) -> None:
         """Run every call on the memory of the recording."""
@@ -196,9 +148,9 @@ class SimulatedGraph:
                         old.copy_(new)
 
     def reset(self) -> None:
-        """Drop the tape, and the memory that no graph uses and nobody holds."""
+        """Drop the tape. Memory stays as long as another graph that reads it keeps this one alive."""
         self._calls = []
-        self._memory = ()
+        self._keepalive = ()
 
 
 class SimulatedDriver:
@@ -207,9 +159,12 @@ class SimulatedDriver:
     def __init__(self, device: torch.device | None = None) -> None:
         """Args: device: the CPU."""
         self._device = device or torch.device("cpu")
-        self._pools: weakref.WeakValueDictionary[int, SimulatedPool] = weakref.WeakValueDictionary()
-        """Kept by the graphs that use them."""
+        self._pools: dict[int, SimulatedPool] = {}
         self._recording = False
+        self._makers: weakref.WeakValueDictionary[int, SimulatedGraph] = (
+            weakref.WeakValueDictionary()
+        )
+        """Which graph's memory lies at an address."""
 
     @property
     def device(self) -> torch.device:
@@ -220,36 +175,42 @@ class SimulatedDriver:
         self, fn: BoxedCallable, args: list[Any], *, opaque: bool, slot: int = 0
     ) -> tuple[CapturedGraph, list[Any]]:
         """See `GraphDriver.record`. Runs `fn` once, then puts back its inputs and the generators."""
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        # Not the outputs of other recordings themselves: holding those would look like a user who does.
+        keepalive = [self._makers.get(_address(t), t) for t in tensors]
         generators = [
             torch.default_generator,
             *(a for a in args if isinstance(a, torch.Generator)),
         ]
         states = [g.get_state() for g in generators]
-        pool = self._pools.get(slot) or SimulatedPool()
-        self._pools[slot] = pool
-        inputs = _tensors(args)
-        tape = _Tape(pool, inputs, generators)
-        pools = list(self._pools.values())
-        memory = [*pools, *(t for t in inputs if not any(_address(t) in p for p in pools))]
-        del inputs
+        if not self._makers:
+            self._pools.clear()  # no graph is left that uses their memory
+        pool = self._pools.setdefault(slot, SimulatedPool())
+        tape = _Tape(pool, generators)
+        inputs = [_torch.tensor_at_address(a) if isinstance(a, torch.Tensor) else a for a in args]
         self._recording = True
         try:
-            with no_gc(), torch.no_grad():
-                outputs = self._run(tape, fn, args, opaque=opaque)
+            with capture_runs(), no_gc(), torch.no_grad():
+                outputs = self._run(tape, fn, inputs, opaque=opaque)
         finally:
             self._recording = False
-            tape.undo()
+            tape.restore()
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
-        return SimulatedGraph(tape, memory), outputs
+        kept = {_address(t) for t in _tensors(outputs)}
+        pool.release([s for address, s in tape.fresh.items() if address not in kept])
+        for storage in tape.fresh.values():
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(_POISON)
+        graph = SimulatedGraph(tape, keepalive)
+        self._makers.update(dict.fromkeys(tape.fresh, graph))
+        return graph, outputs
 
-    def _run(self, tape: _Tape, fn: BoxedCallable, args: list[Any], *, opaque: bool) -> list[Any]:
+    def _run(self, tape: _Tape, fn: BoxedCallable, inputs: list[Any], *, opaque: bool) -> list[Any]:
         if opaque:
-            inputs = tuple(args)
-            args.clear()
-            return list(tape.note(lambda *inputs: tuple(fn(list(inputs))), inputs, {}))
+            with HostReads(_REFUSAL):
+                return list(tape.note(lambda *args: tuple(fn(list(args))), tuple(inputs), {}))
         with tape:
-            return list(fn(args))
+            return list(fn(list(inputs)))
 
     def is_capturing(self) -> bool:
         """Whether this driver records right now."""
