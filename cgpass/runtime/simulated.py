@@ -1,13 +1,14 @@
 """`SimulatedDriver`: CUDA graphs' rules on CPU, failings included.
 
-A recording is a tape of aten calls with the very memory they touched. A replay runs the tape again on that memory:
-host code does not run again, inputs are read where they lay, outputs and temporaries are written where they lay, in
-one pool that later recordings reuse. A partition compiled by Inductor calls no aten op that could be taped, so it is
-taped as one call.
+A recording is a tape of aten calls with the addresses they touched. A replay runs the tape again on that memory: host
+code does not run again, inputs are read where they lay, outputs and temporaries are written where they lay. They lie
+in one pool, whose blocks are free as soon as nobody holds them, within a recording as after it: what is recorded later
+lies on them. A partition compiled by Inductor calls no aten op that could be taped, so it is taped as one call.
 """
 
+import ctypes
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -48,38 +49,65 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def _is_new(value: Any, known: Container[int]) -> bool:
+    """Whether a call made this tensor, rather than returning one it was given."""
+    if not isinstance(value, torch.Tensor) or value.untyped_storage().nbytes() == 0:
+        return False
+    return _address(value) not in known
+
+
+class _Block:
+    """Memory that stays where it is."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._buffer = torch.UntypedStorage(num_bytes)
+        self.address = self._buffer.data_ptr()
+        self.num_bytes = num_bytes
+
+
 class SimulatedPool:
-    """Memory of one owner's recordings: blocks that are free take the next recording's values."""
+    """Memory of one owner's recordings: a block is free when the last storage on it has died."""
 
     def __init__(self) -> None:
         """An empty pool."""
-        self._free: dict[int, list[torch.UntypedStorage]] = {}
+        self._free: dict[int, list[_Block]] = {}
+        self._blocks: dict[int, _Block] = {}
 
-    def place(self, value: torch.Tensor) -> torch.Tensor:
-        """`value` moved into a free block of its size, if there is one."""
-        blocks = self._free.get(value.untyped_storage().nbytes())
-        if not blocks:
-            return value
-        out = torch.empty(0, dtype=value.dtype)
-        out.set_(blocks.pop(), value.storage_offset(), value.size(), value.stride())
-        return out.copy_(value)
+    def __contains__(self, address: int) -> bool:
+        return address in self._blocks
 
-    def release(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Take back blocks that a finished recording no longer needs."""
-        for storage in storages:
-            self._free.setdefault(storage.nbytes(), []).append(storage)
+    def addresses(self) -> frozenset[int]:
+        """Where blocks lie, free ones too."""
+        return frozenset(self._blocks)
+
+    def allocate(self, num_bytes: int) -> torch.UntypedStorage:
+        """A storage on a free block. **Lifetime:** it owns the block, whatever becomes of the pool."""
+        free = self._free.setdefault(num_bytes, [])
+        block = free.pop() if free else _Block(num_bytes)
+        self._blocks[block.address] = block
+        view = memoryview((ctypes.c_char * num_bytes).from_address(block.address)).cast("B")
+        weakref.finalize(view, free.append, block).atexit = False
+        return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
 
 
 class _Tape(TorchDispatchMode):
-    """Runs aten ops and notes each with the tensors it read and wrote."""
+    """Runs aten ops and notes each with the memory it read and wrote."""
 
-    def __init__(self, pool: SimulatedPool, generators: Sequence[torch.Generator]) -> None:
+    def __init__(
+        self,
+        pool: SimulatedPool,
+        inputs: Sequence[torch.Tensor],
+        generators: Sequence[torch.Generator],
+    ) -> None:
         super().__init__()
         self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
-        self.fresh: dict[int, torch.UntypedStorage] = {}
-        self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        """Storages that a call wrote and that existed before the recording, with a copy of what they held."""
         self._pool = pool
+        self._inputs = {_address(tensor) for tensor in inputs}
+        self._reused = pool.addresses()
+        self._before: dict[int, torch.UntypedStorage] = {}
+        """What lay at an address that a call wrote, if that was there before the recording."""
+        self._fresh: dict[int, int] = {}
+        """Sizes of the blocks that are this recording's first of all."""
         # a dispatched call gets another Python object of the same generator
         self._registered = {_implementation(generator) for generator in generators}
 
@@ -92,34 +120,48 @@ class _Tape(TorchDispatchMode):
 
     def note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `func`, put what it allocated into the pool, and note the call."""
-        self._keep_contents(_written(func, args, kwargs))
-        known = {_address(t) for t in _tensors((args, kwargs))} | self.fresh.keys()
-        out = call_watched(func, args, kwargs, HostReads(_REFUSAL))
-
-        def own(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or value.untyped_storage().nbytes() == 0:
-                return value
-            if _address(value) in known:
-                return value
-            placed = self._pool.place(value)
-            self.fresh[_address(placed)] = placed.untyped_storage()
-            return placed
-
-        out = pytree.tree_map(own, out)
-        self.calls.append((func, args, kwargs, out))
+        for tensor in _written(func, args, kwargs):
+            self._keep_contents(_address(tensor), tensor.untyped_storage().nbytes())
+        known = {_address(t) for t in _tensors((args, kwargs))}
+        where = pytree.tree_map(self._where, (args, kwargs))
+        out = pytree.tree_map(
+            lambda value: self._place(value) if _is_new(value, known) else value,
+            call_watched(func, args, kwargs, HostReads(_REFUSAL)),
+        )
+        self.calls.append((func, *where, pytree.tree_map(self._where, out)))
         return out
 
-    def _keep_contents(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            address = _address(tensor)
-            if address not in self.fresh and address not in self.before:
-                storage = tensor.untyped_storage()
-                self.before[address] = (storage, storage.clone())
+    def _where(self, value: Any) -> Any:
+        """A tensor that stands for `value`'s memory and holds nothing; constants are held."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        address = _address(value)
+        lies_still = address in self._pool or address in self._inputs
+        return _torch.tensor_at_address(value) if lies_still else value
 
-    def restore(self) -> None:
-        """Put back what calls wrote into memory that existed before."""
-        for storage, content in self.before.values():
-            storage.copy_(content)
+    def _place(self, value: torch.Tensor) -> torch.Tensor:
+        storage = self._pool.allocate(value.untyped_storage().nbytes())
+        address, num_bytes = storage.data_ptr(), storage.nbytes()
+        if address not in self._fresh:
+            if address in self._reused:
+                self._keep_contents(address, num_bytes)
+            else:
+                self._fresh[address] = num_bytes
+        out = torch.empty(0, dtype=value.dtype)
+        out.set_(storage, value.storage_offset(), value.size(), value.stride())
+        return out.copy_(value)
+
+    def _keep_contents(self, address: int, num_bytes: int) -> None:
+        if address not in self._fresh and address not in self._before:
+            storage = _torch.storage_at(address, num_bytes, torch.device("cpu"))
+            self._before[address] = storage.clone()
+
+    def undo(self) -> None:
+        """Put back what was there before; memory that nobody had used before holds nothing of meaning."""
+        for address, num_bytes in self._fresh.items():
+            _torch.storage_at(address, num_bytes, torch.device("cpu")).fill_(_POISON)
+        for address, content in self._before.items():
+            _torch.storage_at(address, content.nbytes(), torch.device("cpu")).copy_(content)
 
     def _refuse(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if reads_on_host(func, args):
@@ -132,11 +174,10 @@ class _Tape(TorchDispatchMode):
 class SimulatedGraph:
     """A tape that can be run again."""
 
-    def __init__(self, tape: _Tape, keepalive: Sequence[object]) -> None:
-        """Args: tape: what was recorded. keepalive: owners of the memory that the tape reads by address."""
+    def __init__(self, tape: _Tape, memory: Sequence[object]) -> None:
+        """Args: tape: what was recorded. memory: keeps alive what it touches by address."""
         self._calls = tape.calls
-        self._keepalive = keepalive
-        self._storages = list(tape.fresh.values())
+        self._memory = memory
 
     def replay(self) -> None:
         """Run every call on the memory of the recording."""
@@ -148,9 +189,9 @@ class SimulatedGraph:
                         old.copy_(new)
 
     def reset(self) -> None:
-        """Drop the tape. Memory stays as long as another graph that reads it keeps this one alive."""
+        """Drop the tape, and the memory that no graph uses and nobody holds."""
         self._calls = []
-        self._keepalive = ()
+        self._memory = ()
 
 
 class SimulatedDriver:
@@ -159,12 +200,9 @@ class SimulatedDriver:
     def __init__(self, device: torch.device | None = None) -> None:
         """Args: device: the CPU."""
         self._device = device or torch.device("cpu")
-        self._pools: dict[int, SimulatedPool] = {}
+        self._pools: weakref.WeakValueDictionary[int, SimulatedPool] = weakref.WeakValueDictionary()
+        """Kept by the graphs that use them."""
         self._recording = False
-        self._makers: weakref.WeakValueDictionary[int, SimulatedGraph] = (
-            weakref.WeakValueDictionary()
-        )
-        """Which graph's memory lies at an address."""
 
     @property
     def device(self) -> torch.device:
@@ -175,42 +213,37 @@ class SimulatedDriver:
         self, fn: BoxedCallable, args: list[Any], *, opaque: bool, slot: int = 0
     ) -> tuple[CapturedGraph, list[Any]]:
         """See `GraphDriver.record`. Runs `fn` once, then puts back its inputs and the generators."""
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        # Not the outputs of other recordings themselves: holding those would look like a user who does.
-        keepalive = [self._makers.get(_address(t), t) for t in tensors]
         generators = [
             torch.default_generator,
             *(a for a in args if isinstance(a, torch.Generator)),
         ]
         states = [g.get_state() for g in generators]
-        if not self._makers:
-            self._pools.clear()  # no graph is left that uses their memory
-        pool = self._pools.setdefault(slot, SimulatedPool())
-        tape = _Tape(pool, generators)
-        inputs = [_torch.tensor_at_address(a) if isinstance(a, torch.Tensor) else a for a in args]
+        pool = self._pools.get(slot) or SimulatedPool()
+        self._pools[slot] = pool
+        inputs = _tensors(args)
+        tape = _Tape(pool, inputs, generators)
+        pools = list(self._pools.values())
+        memory = [*pools, *(t for t in inputs if not any(_address(t) in p for p in pools))]
+        del inputs
         self._recording = True
         try:
             with capture_runs(), no_gc(), torch.no_grad():
-                outputs = self._run(tape, fn, inputs, opaque=opaque)
+                outputs = self._run(tape, fn, args, opaque=opaque)
         finally:
             self._recording = False
-            tape.restore()
+            tape.undo()
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
-        kept = {_address(t) for t in _tensors(outputs)}
-        pool.release([s for address, s in tape.fresh.items() if address not in kept])
-        for storage in tape.fresh.values():
-            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(_POISON)
-        graph = SimulatedGraph(tape, keepalive)
-        self._makers.update(dict.fromkeys(tape.fresh, graph))
-        return graph, outputs
+        return SimulatedGraph(tape, memory), outputs
 
-    def _run(self, tape: _Tape, fn: BoxedCallable, inputs: list[Any], *, opaque: bool) -> list[Any]:
+    def _run(self, tape: _Tape, fn: BoxedCallable, args: list[Any], *, opaque: bool) -> list[Any]:
         if opaque:
+            inputs = tuple(args)
+            args.clear()
             with HostReads(_REFUSAL):
-                return list(tape.note(lambda *args: tuple(fn(list(args))), tuple(inputs), {}))
+                return list(tape.note(lambda *inputs: tuple(fn(list(inputs))), inputs, {}))
         with tape:
-            return list(fn(list(inputs)))
+            return list(fn(args))
 
     def is_capturing(self) -> bool:
         """Whether this driver records right now."""
