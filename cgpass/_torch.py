@@ -178,17 +178,33 @@ def inductor_inner(
 
 
 @contextlib.contextmanager
-def own_tracing_context() -> Iterator[None]:
+def own_tracing_context(
+    inputs: Sequence[Any], late: Mapping[str, Any] | None = None
+) -> Iterator[None]:
     """A fresh TracingContext with the ambient fake mode, for compiling one piece of a graph.
 
     A second piece in the same context trips Inductor's check that output strides are reported once, and a piece
     would read the whole backward graph's donated buffers by position.
+
+    Args:
+        inputs: Of the piece, fake: their mode is taken where there is no ambient one.
+        late: Inductor's settings, if torch.compile is done and the piece is compiled in the middle of a call.
     """
     from torch._guards import TracingContext, tracing
+    from torch._inductor import config
 
     outer = TracingContext.try_get()
-    context = TracingContext(None if outer is None else outer.fake_mode)
-    with tracing(context):
+    mode = None if outer is None else outer.fake_mode
+    if mode is None:
+        modes = (getattr(value, "fake_mode", None) for value in inputs)
+        mode = next((found for found in modes if found is not None), None)
+    with contextlib.ExitStack() as stack:
+        if late is not None:
+            stack.enter_context(config.patch(dict(late)))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch._C._DisableAutocast())
+        stack.enter_context(tracing(TracingContext(mode)))
         yield
 
 
