@@ -298,16 +298,30 @@ def min_cut_partition(
     num_fwd_outputs: int,
     static_lifetime_input_indices: list[int] | None = None,
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """AOTAutograd's min-cut split of a joint graph into forward and backward."""
+    """AOTAutograd's min-cut split of a joint graph into forward and backward.
+
+    Under compiled autograd recomputed random operators get no generators: a backward that is traced once more
+    loses them (torch 2.11 to 2.15). They save the generator's state instead, which no graph holds, and run eagerly.
+    """
+    from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    return min_cut_rematerialization_partition(
-        joint,
-        joint_inputs,
-        compiler=compiler,
-        num_fwd_outputs=num_fwd_outputs,
-        static_lifetime_input_indices=static_lifetime_input_indices,
-    )
+    graphsafe = config.graphsafe_rng_functionalization and not uses_compiled_autograd()
+    with config.patch(graphsafe_rng_functionalization=graphsafe):
+        return min_cut_rematerialization_partition(
+            joint,
+            joint_inputs,
+            compiler=compiler,
+            num_fwd_outputs=num_fwd_outputs,
+            static_lifetime_input_indices=static_lifetime_input_indices,
+        )
+
+
+def uses_compiled_autograd() -> bool:
+    """Whether compiled autograd is on here and now."""
+    from torch._dynamo import compiled_autograd, config
+
+    return config.compiled_autograd or compiled_autograd.compiled_autograd_enabled
 
 
 def input_position(node: torch.fx.Node) -> int | None:

@@ -114,7 +114,9 @@ def _other_threads() -> bool:
 
 
 def _is_harmless(thread: threading.Thread) -> bool:
-    """Whether a thread is ours or Inductor's own, which touch no device here."""
+    """Whether a thread is ours, Inductor's or one of autograd's: none of them touches a device on its own."""
+    if isinstance(thread, threading._DummyThread):
+        return True
     target = getattr(thread, "_target", None)
     module = getattr(target, "__module__", None) or type(thread).__module__
     return module.startswith(_HARMLESS_THREADS)
