@@ -10,7 +10,7 @@ from torch import fx
 
 from cgpass import telemetry
 from cgpass.compile import Boxed
-from cgpass.culprits import find_culprits, first_line
+from cgpass.culprits import Finding, find_culprits, first_line
 from cgpass.errors import CaptureError
 from cgpass.graph.capturability import PROVEN, Reason
 from cgpass.graph.partition_tag import get_tag
@@ -68,12 +68,14 @@ class GiveUp:
     def __init__(self, place: Place) -> None:
         """Args: place: of the partition."""
         self._place = place
+        self._failed = False
 
     def __call__(self, args: list[Any], error: Exception | None) -> Outcome:
         """See `Resplit`."""
         del args
-        if error is not None and is_capture_error(error):
+        if error is not None and (self._failed or is_capture_error(error)):
             self._place.runs_plainly(first_line(error))
+        self._failed = True  # the runner tries once more after an error that is not a capture's
         return Outcome()
 
 
@@ -113,7 +115,10 @@ class Resplitter:
             self._place.runs_plainly(first_line(error))
             return Outcome()
         gm = copy_of(self._gm)
-        finding = find_culprits(gm, args, self._driver(), trial=error is not None)
+        try:
+            finding = find_culprits(gm, args, self._driver(), trial=error is not None)
+        except torch.OutOfMemoryError:
+            finding = Finding(clean=False)
         if not finding.culprits:
             if error is None:
                 return Outcome()  # a first call's initialisation, no more
@@ -146,7 +151,12 @@ class Resplitter:
         if not captured:
             self._place.runs_plainly(why)
             return Outcome(why=why)
-        replacement = self._rebuild(gm)
+        try:
+            replacement = self._rebuild(gm)
+        except Exception:
+            log.info("compiling the parts of %s failed", self._place.name, exc_info=True)
+            self._place.runs_plainly(why)
+            return Outcome(why=why)
         level = logging.WARNING if self._options.on_skip == "warn" else logging.INFO
         log.log(level, "%s", message)
         return Outcome(replacement)

@@ -52,8 +52,13 @@ def test_what_is_destroyed_may_destroy_more():
 
 def test_a_capture_that_raises_ends():
     done = []
-    with pytest.raises(KeyboardInterrupt), capture_runs():
-        when_no_capture_runs(lambda: done.append(1))
-        raise KeyboardInterrupt
+
+    def interrupted():
+        with capture_runs():
+            when_no_capture_runs(lambda: done.append(1))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert done == [1]
     assert not is_any_capture_running()

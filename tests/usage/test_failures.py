@@ -265,3 +265,70 @@ def test_a_named_operator_is_never_tried(setting):
     counters = setting.compare(inference(fails), unsafe_ops=("failures::fails",), on_skip="silent")
     assert counters["plain_calls"] == 0
     assert counters["recordings"] == 2
+
+
+class AroundAndReads(Around):
+    """A guilty operator in the first of two captured parts: the other part and the backward read what it made."""
+
+    def forward(self, x):
+        x = self.op(self.first(x))
+        y = nn.functional.gelu(x * 2 + 1).tanh().sin()
+        count = (y.detach() > 0).sum().item()
+        return self.second(y * (count + 1)) + x, y
+
+
+def test_partitions_that_read_what_a_split_one_makes(setting):
+    def program(session):
+        module, call = session.compiled(lambda: AroundAndReads(fails))
+        held, values = [], []
+        for x in session.batches(4, 8, count=24):
+            outputs = call(x)
+            outputs[0].square().mean().backward()
+            held += outputs
+            values += [p.grad.clone() for p in module.parameters()]
+            module.zero_grad()
+        return [*values, *(h.detach() for h in held)]
+
+    counters = setting.compare(program, on_skip="silent")
+    assert counters["partitions_captured"] >= 4
+    assert counters["replays"] > counters["warmups"]
+
+
+@pytest.mark.parametrize("op", [syncs, fails], ids=lambda op: op._name)
+def test_outputs_of_a_split_partition_stay(setting, op):
+    """Held over later calls, fed back, pending backwards: as any other output."""
+
+    def program(session):
+        module, call = session.compiled(lambda: Around(op))
+        batches = session.batches(4, 8, count=12)
+        held = [call(x) for x in batches]
+        for out in held[3:]:
+            out.square().mean().backward()
+        with torch.no_grad():
+            fed = [call(call(x)) for x in batches]
+        return [
+            *(h.detach() for h in held),
+            *fed,
+            *(p.grad for p in module.parameters()),
+        ]
+
+    counters = setting.compare(program)
+    assert counters["replays"] > 0
+
+
+def test_a_partition_that_is_nothing_but_guilty_runs_plainly(setting, caplog):
+    class Small(nn.Module):
+        def forward(self, x):
+            return fails(fails(x) + 1) * 2
+
+    def program(session):
+        _, call = session.compiled(Small)
+        with torch.no_grad():
+            return [call(x).clone() for x in session.batches(4, 8, count=5)]
+
+    with caplog.at_level(logging.WARNING, "cgpass"):
+        counters = setting.compare(program)
+    assert (counters["recordings"], counters["plain_calls"]) == (0, 4)
+    (message,) = warned(caplog)
+    assert "can't be captured and runs without a graph" in message
+    assert "failures.fails.default at test_failures.py:" in message
