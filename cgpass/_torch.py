@@ -202,17 +202,33 @@ def inductor_inner(
 
 
 @contextlib.contextmanager
-def own_tracing_context() -> Iterator[None]:
+def own_tracing_context(
+    inputs: Sequence[Any], late: Mapping[str, Any] | None = None
+) -> Iterator[None]:
     """A fresh TracingContext with the ambient fake mode, for compiling one piece of a graph.
 
     A second piece in the same context trips Inductor's check that output strides are reported once, and a piece
     would read the whole backward graph's donated buffers by position.
+
+    Args:
+        inputs: Of the piece, fake: their mode is taken where there is no ambient one.
+        late: Inductor's settings, if torch.compile is done and the piece is compiled in the middle of a call.
     """
     from torch._guards import TracingContext, tracing
+    from torch._inductor import config
 
     outer = TracingContext.try_get()
-    context = TracingContext(None if outer is None else outer.fake_mode)
-    with tracing(context):
+    mode = None if outer is None else outer.fake_mode
+    if mode is None:
+        modes = (getattr(value, "fake_mode", None) for value in inputs)
+        mode = next((found for found in modes if found is not None), None)
+    with contextlib.ExitStack() as stack:
+        if late is not None:
+            stack.enter_context(config.patch(dict(late)))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch._C._DisableAutocast())
+        stack.enter_context(tracing(TracingContext(mode)))
         yield
 
 
@@ -306,16 +322,30 @@ def min_cut_partition(
     num_fwd_outputs: int,
     static_lifetime_input_indices: list[int] | None = None,
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """AOTAutograd's min-cut split of a joint graph into forward and backward."""
+    """AOTAutograd's min-cut split of a joint graph into forward and backward.
+
+    Under compiled autograd recomputed random operators get no generators: a backward that is traced once more
+    loses them (torch 2.11 to 2.15). They save the generator's state instead, which no graph holds, and run eagerly.
+    """
+    from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    return min_cut_rematerialization_partition(
-        joint,
-        joint_inputs,
-        compiler=compiler,
-        num_fwd_outputs=num_fwd_outputs,
-        static_lifetime_input_indices=static_lifetime_input_indices,
-    )
+    graphsafe = config.graphsafe_rng_functionalization and not uses_compiled_autograd()
+    with config.patch(graphsafe_rng_functionalization=graphsafe):
+        return min_cut_rematerialization_partition(
+            joint,
+            joint_inputs,
+            compiler=compiler,
+            num_fwd_outputs=num_fwd_outputs,
+            static_lifetime_input_indices=static_lifetime_input_indices,
+        )
+
+
+def uses_compiled_autograd() -> bool:
+    """Whether compiled autograd is on here and now."""
+    from torch._dynamo import compiled_autograd, config
+
+    return config.compiled_autograd or compiled_autograd.compiled_autograd_enabled
 
 
 def input_position(node: torch.fx.Node) -> int | None:

@@ -1,8 +1,10 @@
 """From a graph with partition tags to one callable: compiles each partition and joins them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -20,7 +22,10 @@ from cgpass.options import Options
 from cgpass.passes import outline_passes
 from cgpass.passes.base import PassContext, run_passes
 from cgpass.plan import build_plan, whole_plan
+from cgpass.resplit import GiveUp, Place, Resplitter, StrideNotes, copy_of
+from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.executor import Executor
+from cgpass.runtime.failures import Resplit
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner, RunnerSettings
 
@@ -36,7 +41,7 @@ class GraphBuilder:
     """What the user calls each input, by placeholder name."""
     visible: frozenset[int]
     """Positions of outputs that the user gets."""
-    direction: str
+    direction: Literal["forward", "backward", "inference"]
     compiler: Compiler
     origins: Origins
     target: Target
@@ -44,39 +49,108 @@ class GraphBuilder:
     def whole(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         """A graph that is one captured partition."""
         infos = self._infos(gm)
-        num_inputs = len(infos)
         num_outputs = len(graph_outputs(gm))
-        self._summarise({"captured_0": gm}, {})
+        graph = self._add_summary({"captured_0": gm}, {})
+        original = self._kept(gm)
         fn = self.compiler.whole(gm, example_inputs)
         if not self.target.records:
             return fn
-        run = self._runner("captured_0", fn, infos)
-        plan = whole_plan(num_inputs, num_outputs, run, "captured_0", self.visible)
+        notes = None
+        inner = frozenset(range(num_outputs)) - self.visible
+        if self.compiler.opaque and self.direction == "forward" and inner:
+            notes = StrideNotes(inner)
+            fn = notes.noting(fn)
+        place = Place(graph, "captured_0", _num_ops(original))
+        resplit = self._resplitter(original, place, infos, self.visible, notes)
+        run = self._runner("captured_0", fn, infos, resplit)
+        plan = whole_plan(len(infos), num_outputs, run, "captured_0", self.visible)
         return _boxed(Executor(plan, run.owner))
 
     def partitioned(self, gm: fx.GraphModule, context: PassContext) -> Boxed:
         """A graph of several partitions."""
         if self.direction == "forward":
             _torch.report_output_strides(output_strides(gm))
-        outlined = run_passes(outline_passes(), gm, context).gm
-        parts = {
-            name: module
-            for name, module in outlined.named_children()
-            if isinstance(module, fx.GraphModule)
-        }
-        self._summarise(parts, _reasons_by_part(gm, self.options.unsafe_ops, context.device))
-        runs = {name: self._compile_part(name, module) for name, module in parts.items()}
+        outlined, parts = _outline(gm, context)
+        reasons = _reasons_by_part(gm, self.options.unsafe_ops, context.device)
+        graph = self._add_summary(parts, reasons)
+        return self._join(outlined, parts, graph)
+
+    def _split(self, gm: fx.GraphModule, context: PassContext, place: Place) -> Boxed:
+        """A partition of another graph, tagged to be split again."""
+        outlined, parts = _outline(gm, context)
+        reasons = _reasons_by_part(gm, self.options.unsafe_ops, context.device)
+        summaries = _summaries(parts, reasons, f"{place.name}.")
+        boxed = self._join(outlined, parts, place.graph, of=place.name)
+        telemetry.replace_partition(place.graph, place.name, summaries)
+        return boxed
+
+    def _join(
+        self,
+        outlined: fx.GraphModule,
+        parts: Mapping[str, fx.GraphModule],
+        graph: int,
+        of: str | None = None,
+    ) -> Boxed:
+        """Compile the parts, those of the partition `of` if it was split, and plan their calls."""
+        runs: dict[str, Any] = {}
+        results = graph_outputs(outlined)
+        shown = {results[i] for i in self.visible if isinstance(results[i], fx.Node)}
+        for call in outlined.graph.find_nodes(op="call_module"):
+            name = str(call.target)
+            visible = _positions_of(shown, call)
+            runs[name] = self._compile_part(name, parts[name], visible, graph, of)
         plan = build_plan(outlined, runs, self.visible)
         owner = self.owner(self.target.device) if self.target.records else None
         return _boxed(Executor(plan, owner))
 
-    def _compile_part(self, name: str, gm: fx.GraphModule) -> Any:
+    def _compile_part(
+        self, name: str, gm: fx.GraphModule, visible: frozenset[int], graph: int, of: str | None
+    ) -> Any:
         if not name.startswith("captured"):
             return self.compiler.eager(gm)
         infos = self._infos(gm)
         static = [i for i, info in enumerate(infos) if info.kind is InputKind.STATIC]
+        place = Place(graph, name if of is None else f"{of}.{name}", _num_ops(gm))
+        original = self._kept(gm) if of is None else gm
         fn = self.compiler.captured(gm, static)
-        return self._runner(name, fn, infos) if self.target.records else fn
+        if not self.target.records:
+            return fn
+        resplit = self._resplitter(original, place, infos, visible) if of is None else GiveUp(place)
+        return self._runner(place.name, fn, infos, resplit)
+
+    def _kept(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """`gm` as it is now: Inductor changes the graph that it compiles."""
+        return copy_of(gm) if self.compiler.opaque and self.target.records else gm
+
+    def _resplitter(
+        self,
+        gm: fx.GraphModule,
+        place: Place,
+        infos: Sequence[InputInfo],
+        visible: frozenset[int],
+        notes: StrideNotes | None = None,
+    ) -> Resplitter:
+        """What splits a partition whose capture failed."""
+        device = self.target.device
+        context = PassContext(device=device, stage="resplit", direction=self.direction)
+        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+        kinds = {name: info.kind for name, info in zip(names, infos, strict=True)}
+
+        def rebuild(tagged: fx.GraphModule) -> Boxed:
+            builder = dataclasses.replace(
+                self,
+                visible=visible,
+                compiler=self.compiler.when_called(tagged, self.options.inductor),
+                origins=Origins(tagged, kinds),
+            )
+            boxed = builder._split(tagged, context, place)
+            return boxed if notes is None else notes.matching(boxed)
+
+        driver = functools.partial(self._driver, device)
+        return Resplitter(gm, place, self.options, context, driver, rebuild)
+
+    def _driver(self, device: torch.device) -> GraphDriver:
+        return self.owner(device).driver
 
     def _infos(self, gm: fx.GraphModule) -> tuple[InputInfo, ...]:
         placeholders = gm.graph.find_nodes(op="placeholder")
@@ -90,7 +164,9 @@ class GraphBuilder:
             names=self.names,
         )
 
-    def _runner(self, name: str, fn: Boxed, infos: tuple[InputInfo, ...]) -> PartitionRunner:
+    def _runner(
+        self, name: str, fn: Boxed, infos: tuple[InputInfo, ...], resplit: Resplit
+    ) -> PartitionRunner:
         return PartitionRunner(
             fn,
             infos,
@@ -101,25 +177,44 @@ class GraphBuilder:
                 is_backward=self.direction == "backward",
             ),
             name=f"{self.direction} {name}",
+            resplit=resplit,
         )
 
-    def _summarise(
+    def _add_summary(
         self, parts: Mapping[str, fx.GraphModule], reasons: Mapping[str, Iterable[str]]
-    ) -> None:
-        telemetry.add_graph(
-            telemetry.GraphSummary(
-                self.direction,
-                tuple(
-                    telemetry.PartitionSummary(
-                        name,
-                        name.startswith("captured"),
-                        _num_ops(gm),
-                        tuple(reasons.get(name, ())),
-                    )
-                    for name, gm in parts.items()
-                ),
-            )
+    ) -> int:
+        return telemetry.add_graph(
+            telemetry.GraphSummary(self.direction, _summaries(parts, reasons))
         )
+
+
+def _outline(
+    gm: fx.GraphModule, context: PassContext
+) -> tuple[fx.GraphModule, dict[str, fx.GraphModule]]:
+    outlined = run_passes(outline_passes(), gm, context).gm
+    parts = {
+        name: module
+        for name, module in outlined.named_children()
+        if isinstance(module, fx.GraphModule)
+    }
+    return outlined, parts
+
+
+def _positions_of(shown: Collection[fx.Node], call: fx.Node) -> frozenset[int]:
+    """Which outputs of one partition are among `shown`."""
+    positions = (user.args[1] for user in call.users if user in shown)
+    return frozenset(position for position in positions if isinstance(position, int))
+
+
+def _summaries(
+    parts: Mapping[str, fx.GraphModule], reasons: Mapping[str, Iterable[str]], prefix: str = ""
+) -> tuple[telemetry.PartitionSummary, ...]:
+    return tuple(
+        telemetry.PartitionSummary(
+            prefix + name, name.startswith("captured"), _num_ops(gm), tuple(reasons.get(name, ()))
+        )
+        for name, gm in parts.items()
+    )
 
 
 def _boxed(executor: Executor) -> Boxed:

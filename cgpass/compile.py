@@ -1,6 +1,7 @@
 """Makes a partition callable: by Inductor, or as the aten operators it consists of."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -8,7 +9,7 @@ import torch
 from torch import fx
 
 from cgpass import _torch
-from cgpass.graph.values import graph_outputs
+from cgpass.graph.values import free_symbols, graph_outputs
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 """Takes one list of inputs, which it may empty, and returns a sequence of outputs."""
@@ -23,6 +24,21 @@ class Compiler:
     is_inference: bool = False
     whole_graph_settings: tuple[tuple[str, Any], ...] = ()
     """What `compile_fx` told us to compile the whole graph with."""
+    late: Mapping[str, Any] | None = None
+    """Inductor's settings, if partitions are compiled after torch.compile is done; None while it is at it."""
+
+    def when_called(self, gm: fx.GraphModule, settings: Mapping[str, Any]) -> "Compiler":
+        """The compiler of a graph that is split again when it is called.
+
+        Nothing checks what Inductor would then assume of symbolic sizes: such graphs run as aten operators.
+
+        Args:
+            gm: The graph.
+            settings: Inductor's, as the user gave them.
+        """
+        symbolic = any(free_symbols(node) for node in gm.graph.find_nodes(op="placeholder"))
+        compiler = "eager" if symbolic else self.compiler
+        return dataclasses.replace(self, compiler=compiler, late=dict(settings))
 
     @property
     def opaque(self) -> bool:
@@ -55,7 +71,7 @@ class Compiler:
             i for i, value in enumerate(graph_outputs(gm)) if isinstance(value, fx.Node)
         ]
         inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-        with _torch.own_tracing_context():
+        with _torch.own_tracing_context(inputs, self.late):
             return _torch.inductor_inner(
                 gm,
                 inputs,

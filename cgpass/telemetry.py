@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -97,13 +98,39 @@ def new_call_stats() -> CallStats:
     return stats
 
 
-def add_graph(summary: GraphSummary) -> None:
-    """Register a compiled graph."""
+def add_graph(summary: GraphSummary) -> int:
+    """Register a compiled graph.
+
+    Returns:
+        Its number, for `replace_partition`.
+    """
     with _registry.lock:
         _registry.graphs.append(summary)
         _registry.compiled.graphs += 1
-        _registry.compiled.partitions_captured += sum(p.captured for p in summary.partitions)
-        _registry.compiled.partitions_eager += sum(not p.captured for p in summary.partitions)
+        _count(summary.partitions, 1)
+        return len(_registry.graphs) - 1
+
+
+def replace_partition(graph: int, name: str, parts: Sequence[PartitionSummary]) -> None:
+    """Note that a partition turned out to be others.
+
+    Args:
+        graph: Number of the compiled graph.
+        name: Of the partition.
+        parts: What it is now.
+    """
+    with _registry.lock:
+        summary = _registry.graphs[graph]
+        old = [p for p in summary.partitions if p.name == name]
+        partitions = [q for p in summary.partitions for q in (parts if p.name == name else (p,))]
+        _registry.graphs[graph] = dataclasses.replace(summary, partitions=tuple(partitions))
+        _count(old, -1)
+        _count(parts, 1)
+
+
+def _count(parts: Sequence[PartitionSummary], sign: int) -> None:
+    _registry.compiled.partitions_captured += sign * sum(p.captured for p in parts)
+    _registry.compiled.partitions_eager += sign * sum(not p.captured for p in parts)
 
 
 def counters() -> dict[str, int]:

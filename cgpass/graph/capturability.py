@@ -2,7 +2,7 @@
 
 The verdict is about the node alone: what it calls, what it reads and what it makes. It errs on the
 side of capturing where nothing is known (custom operators): an operator that turns out not to be
-capturable makes its partition run plainly, with a warning, and can be named in `unsafe_ops`.
+capturable is marked `PROVEN` and its partition split around it; it can be named in `unsafe_ops`.
 """
 
 import operator
@@ -18,6 +18,10 @@ from cgpass.graph import op_tables, stand_ins, values
 
 LIFTED = "cgpass_lifted"
 """In `node.meta`: the copy to the device that our own lifting of a CPU scalar put there."""
+
+
+PROVEN = "cgpass_proven"
+"""In `node.meta`: code and detail of what running the node showed."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,10 @@ def _short_name(op: torch._ops.OpOverload) -> str:
 def _listed_by_user(query: _Query) -> _Found:
     listed = query.unsafe_ops & (_spellings(query.op) | _spellings(query.node.target))
     return ("unsafe_ops", f"{min(listed)} is listed in unsafe_ops") if listed else None
+
+
+def _proven(query: _Query) -> _Found:
+    return query.node.meta.get(PROVEN)
 
 
 def _python_call(query: _Query) -> _Found:
@@ -305,6 +313,7 @@ def _torch_says_no(query: _Query) -> _Found:
 
 _RULES: tuple[Callable[[_Query], _Found], ...] = (
     _listed_by_user,
+    _proven,
     _python_call,
     _tagged,
     _by_name,

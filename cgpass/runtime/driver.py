@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from cgpass import _torch
+from cgpass.runtime.capturing import capture_runs, when_no_capture_runs
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """Takes one list of inputs, which it may empty, and returns a sequence of outputs."""
@@ -90,13 +91,18 @@ class _CUDAGraph:
 
     def __init__(self, graph: torch.cuda.CUDAGraph, pool: _Pool) -> None:
         self.replay = graph.replay
-        self._graph = graph
-        self._pool = pool
         pool.graphs.add(graph)
+        self._end = weakref.finalize(self, _destroy, graph, pool)
+        setattr(self._end, "atexit", False)  # noqa: B010  in no stub
 
     def reset(self) -> None:
-        self._pool.graphs.discard(self._graph)
-        self._graph.reset()
+        self._end()
+
+
+def _destroy(graph: torch.cuda.CUDAGraph, pool: _Pool) -> None:
+    """Free a graph that nobody replays any longer. See Note [Destruction during a capture]."""
+    pool.graphs.discard(graph)
+    when_no_capture_runs(graph.reset)
 
 
 class CUDADriver:
@@ -131,7 +137,12 @@ class CUDADriver:
         states = [generator.clone_state() for generator in generators]
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
-        with no_gc(), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+        with (
+            capture_runs(),
+            no_gc(),
+            torch.cuda.device(self.device),
+            torch.cuda.stream(self._stream),
+        ):
             _torch.clear_cublas_workspaces()
             try:
                 outputs = self._capture(graph, pool, fn, args)
@@ -197,7 +208,7 @@ class CUDADriver:
     def enter_call(self) -> None:
         """Make the current stream wait for the stream of the previous call, if that was another one."""
         stream = _torch.current_raw_stream(self._index)
-        if stream != self._last_stream:
+        if stream != self._last_stream and not self.is_capturing():
             if self._last_stream is not None:
                 current = torch.cuda.current_stream(self.device)
                 current.wait_stream(torch.cuda.ExternalStream(self._last_stream, self.device))

@@ -13,11 +13,13 @@ from cgpass.options import Options
 from cgpass.runtime import fast
 from cgpass.runtime.actions import Action, decide
 from cgpass.runtime.driver import BoxedCallable
+from cgpass.runtime.failures import Resplit, give_memory_back, run_checked
 from cgpass.runtime.gifts import Gifts
 from cgpass.runtime.owner import MAX_SLOTS, Limits, Owner
 from cgpass.runtime.placeholders import Placeholder
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe, layout_of
+from cgpass.runtime.syncs import is_capture_error
 from cgpass.runtime.table import RecordingTable
 from cgpass.telemetry import CallStats, new_call_stats
 
@@ -79,6 +81,7 @@ class PartitionRunner:
         settings: RunnerSettings,
         *,
         name: str,
+        resplit: Resplit | None = None,
     ) -> None:
         """Wrap `fn`.
 
@@ -88,6 +91,7 @@ class PartitionRunner:
             owner: Pool, driver and liveness shared with other runners.
             settings: What it may do.
             name: For messages.
+            resplit: What to do when a capture fails; default: run plainly from then on.
         """
         self.name = name
         self.owner = owner
@@ -105,6 +109,12 @@ class PartitionRunner:
         self._placeholders: dict[tuple[Any, ...], Placeholder] = {}
         self._misses = (0, 0)
         self._warned_held = False
+        self._resplit = resplit
+        self._replacement: BoxedCallable | None = None
+        """What `resplit` made of a partition that can't be captured as a whole."""
+        self._suspect = False
+        """Whether the sync check found something in a warm-up."""
+        self._failed_once = False
         self.written: set[int] = set()
         """Inputs that warm-up calls wrote, where nobody told."""
         self._set_infos(infos)
@@ -180,6 +190,8 @@ class PartitionRunner:
     def _without_recording(
         self, args: list[Any], shape_key: ShapeKey, static_key: StaticKey
     ) -> tuple[Sequence[Any], Recording | None]:
+        if self._replacement is not None:
+            return self._instead(args), None
         warm = self.table.is_warm(shape_key, static_key, args)
         strays = warm and self._has_strays(args)
         if strays and not self.table.has_recordings(shape_key):
@@ -189,17 +201,16 @@ class PartitionRunner:
         slot = self._slot(shape_key, static_key) if warm and room else 0
         action = decide(usable=usable, warm=warm, safe=False, room=room and slot is not None)
         if action is Action.RECORD and slot is not None:
-            try:
-                # Memory of recordings is written in whatever mode later calls come: no inference tensors.
-                with torch.inference_mode(False), torch.no_grad():
-                    recording = self._record(args, slot)
-            except Exception as error:
-                return self._after_failed_capture(error, args), None
+            recording = self._try_to_record(args, slot)
+            if isinstance(recording, Exception):
+                return self._after_failed_capture(recording, args), None
+            if recording is None:
+                return self._instead(args), None
             recordings = self.table.add(shape_key, static_key, args, recording)
             self._last = (shape_key, static_key, recordings)
             return self._replay(recording, args), recording
         if action is Action.WARM_UP:
-            outputs = self._warm_up(args)
+            outputs = self._warm_up(args, shape_key)
             self.table.add_warmup(shape_key, static_key)
             self.stats.warmups += 1
         else:
@@ -207,8 +218,17 @@ class PartitionRunner:
             self.stats.plain_calls += 1
         return outputs, None
 
-    def _warm_up(self, args: list[Any]) -> Sequence[Any]:
-        """Run plainly; where nobody told which inputs are written, find out."""
+    def _warm_up(self, args: list[Any], shape_key: ShapeKey) -> Sequence[Any]:
+        """Run plainly; where nobody told which inputs are written or whether it syncs, find out."""
+        is_last = self.table.num_warmups(shape_key) + 1 >= self._settings.limits.num_warmup_calls
+        resplit = self._resplit
+        if resplit is not None and resplit.checks_warm_ups and is_last:
+            if not self.stats.recordings:
+                device = self.owner.driver.device
+                outputs, self._suspect = run_checked(
+                    self._fn, args, mutated=self._layout.mutated, device=device
+                )
+                return outputs
         if not self._settings.check_layout:
             return self._fn(args)
         tensors = [
@@ -343,21 +363,68 @@ class PartitionRunner:
             self._placeholders[key] = Placeholder(value)
         return self._placeholders[key]
 
+    def _try_to_record(self, args: list[Any], slot: int) -> Recording | Exception | None:
+        """A recording, what it failed with, or None if this partition was not to be recorded after all."""
+        if self._suspect:
+            self._suspect = False
+            if self._split(args, None):
+                return None
+        try:
+            # Memory of recordings is written in whatever mode later calls come: no inference tensors.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._record(args, slot)
+        except Exception as error:
+            return error
+
+    def _split(self, args: list[Any], error: Exception | None) -> bool:
+        """Have the partition split around what can't be captured; False if that is not known."""
+        if self._resplit is None:
+            return False
+        outcome = self._resplit(list(args), error)
+        self._replacement, self.failure = outcome.replacement, outcome.why
+        if self._replacement is None and self.failure is None:
+            return False
+        self.close()
+        if self._replacement is None:
+            self._say_it_runs_plainly(outcome.why or "")
+        return True
+
+    def _instead(self, args: list[Any]) -> Sequence[Any]:
+        """Run what took this partition's place: its split, which counts its own calls, or nothing but itself."""
+        if self._replacement is not None:
+            self.stats.calls -= 1
+            return self._replacement(args)
+        outputs = self._fn(args)
+        self.stats.plain_calls += 1
+        return outputs
+
     def _after_failed_capture(self, error: Exception, args: list[Any]) -> Sequence[Any]:
-        """Make the call plainly, and record no more if that works: otherwise the error is the user's own."""
-        failure = f"{type(error).__name__}: {error}"
-        message = (
-            f"{self.name} can't be captured and runs without a graph from now on: {failure}. "
+        """Make the call without this capture, and try none like it again unless the error is the user's own."""
+        out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        if out_of_memory:
+            self.close()
+            give_memory_back(error, self.owner.driver.device)
+        if self._split(args, error):
+            return self._instead(args)
+        passing = not (self._failed_once or out_of_memory or is_capture_error(error))
+        if self._settings.on_skip == "raise" and not passing:
+            raise CaptureError(self._message(_text_of(error))) from error
+        outputs = self._instead(args)  # if this raises, the error is the user's own
+        self._failed_once = True
+        if not passing:
+            self.failure = _text_of(error)
+            self._say_it_runs_plainly(self.failure)
+        return outputs
+
+    def _message(self, why: str) -> str:
+        return (
+            f"{self.name} can't be captured and runs without a graph from now on: {why}. "
             'Name the operator in options={"unsafe_ops": (...)} to capture the rest.'
         )
-        if self._settings.on_skip == "raise":
-            raise CaptureError(message) from error
-        outputs = self._fn(args)
-        self.failure = failure
-        self.stats.plain_calls += 1
+
+    def _say_it_runs_plainly(self, why: str) -> None:
         level = logging.WARNING if self._settings.on_skip == "warn" else logging.INFO
-        log.log(level, "%s", message)
-        return outputs
+        log.log(level, "%s", self._message(why))
 
     # ---- end
 
@@ -370,3 +437,7 @@ class PartitionRunner:
         """Drop every recording; the next calls warm up again unless the owner is closed."""
         self._close(self.table.clear())
         self._placeholders.clear()
+
+
+def _text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -16,22 +16,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgpass import _torch
+from cgpass.runtime.capturing import capture_runs
 from cgpass.runtime.driver import BoxedCallable, CapturedGraph, no_gc
+from cgpass.runtime.syncs import HostReads, call_watched, reads_on_host
 
 _POISON = 0xFF
-_HOST_READS = (torch.Tag.data_dependent_output, torch.Tag.cudagraph_unsafe)
+_REFUSAL = "operation not permitted when stream is capturing"
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _has_dynamic_output(func: Any, tags: Sequence[torch.Tag], args: tuple[Any, ...]) -> bool:
-    if torch.Tag.dynamic_output_shape not in tags:
-        return False
-    if func.overloadpacket is not torch.ops.aten.index:
-        return True
-    return any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1]))
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -132,7 +126,7 @@ class _Tape(TorchDispatchMode):
         where = pytree.tree_map(self._where, (args, kwargs))
         out = pytree.tree_map(
             lambda value: self._place(value) if _is_new(value, known) else value,
-            func(*args, **kwargs),
+            call_watched(func, args, kwargs, HostReads(_REFUSAL)),
         )
         self.calls.append((func, *where, pytree.tree_map(self._where, out)))
         return out
@@ -170,9 +164,8 @@ class _Tape(TorchDispatchMode):
             _torch.storage_at(address, content.nbytes(), torch.device("cpu")).copy_(content)
 
     def _refuse(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tags = getattr(func, "tags", ())
-        if any(tag in tags for tag in _HOST_READS) or _has_dynamic_output(func, tags, args):
-            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        if reads_on_host(func, args):
+            raise RuntimeError(f"{_REFUSAL}: {func}")
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Generator) and _implementation(leaf) not in self._registered:
                 raise RuntimeError(f"a generator used by {func} is not registered with the graph")
@@ -234,7 +227,7 @@ class SimulatedDriver:
         del inputs
         self._recording = True
         try:
-            with no_gc(), torch.no_grad():
+            with capture_runs(), no_gc(), torch.no_grad():
                 outputs = self._run(tape, fn, args, opaque=opaque)
         finally:
             self._recording = False
@@ -247,7 +240,8 @@ class SimulatedDriver:
         if opaque:
             inputs = tuple(args)
             args.clear()
-            return list(tape.note(lambda *inputs: tuple(fn(list(inputs))), inputs, {}))
+            with HostReads(_REFUSAL):
+                return list(tape.note(lambda *inputs: tuple(fn(list(inputs))), inputs, {}))
         with tape:
             return list(fn(args))
 

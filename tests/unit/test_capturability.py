@@ -5,7 +5,7 @@ import torch
 from torch import fx
 
 from cgpass.graph import op_tables
-from cgpass.graph.capturability import LIFTED, Reason, why_not_capturable
+from cgpass.graph.capturability import LIFTED, PROVEN, Reason, why_not_capturable
 from cgpass.passes.opaque_op import hidden_op
 from tests.graphs import CUDA, Spec, calls, cpu, dynamic, fake_cuda_graph, ints, node_named
 
@@ -70,6 +70,8 @@ def sparse():
 
 PROVOKED = {
     "unsafe_ops": lambda: reasons(torch.sin, (3,), unsafe_ops=frozenset({"aten::sin"})),
+    "syncs": lambda: [why(proven("syncs"))],
+    "failed_capture": lambda: [why(proven("failed_capture"))],
     "python_call": lambda: [why(by_hand(sorted, "x"))],
     "opaque_autograd": lambda: reasons(hidden_op(formula_that_reads._opoverload, ()), (3,)),
     "cudagraph_unsafe": lambda: reasons(tagged, (3,)),
@@ -101,6 +103,12 @@ PROVOKED = {
         why(by_hand(aten._fused_moving_avg_obs_fq_helper_functional.default, "x"))
     ],
 }
+
+
+def proven(code) -> fx.Node:
+    node = by_hand(aten.sin.default, "x")
+    node.meta[PROVEN] = (code, "seen when it ran")
+    return node
 
 
 def lifted_copy() -> fx.Node:

@@ -99,6 +99,7 @@ def cuda(monkeypatch):
     """A driver whose device notes what is asked of it."""
     log = Log()
     log.streams = [11]
+    log.capturing = False
     graph = type("Graph", (FakeGraph,), {"log": log})
     log.graph = graph
     cuda = torch.cuda
@@ -117,6 +118,7 @@ def cuda(monkeypatch):
         _torch, "abandon_failed_capture", lambda index, pool: log.append(f"abandon {index} {pool}")
     )
     monkeypatch.setattr(_torch, "current_raw_stream", lambda index: log.streams[-1])
+    monkeypatch.setattr(_torch, "is_capturing", lambda: log.capturing)
     return CUDADriver(DEVICE), log
 
 
@@ -195,6 +197,40 @@ def test_another_stream_waits_for_the_one_before(cuda):
     log.streams.append(11)
     driver.enter_call()
     assert log[1:] == ["current waits for stream 22"]
+
+
+def test_a_users_capture_waits_for_no_stream_outside_of_it(cuda):
+    driver, log = cuda
+    driver.enter_call()
+    log.streams.append(22)
+    log.capturing = True
+    driver.enter_call()
+    assert log == []
+    log.streams.append(11)
+    log.capturing = False
+    driver.enter_call()
+    assert log == []
+
+
+def test_a_graph_dropped_during_a_capture_is_destroyed_after_it(cuda):
+    driver, log = cuda
+    first, second = (driver.record(lambda args: [], [], opaque=False)[0] for _ in range(2))
+    log.clear()
+
+    def drops(args):
+        nonlocal second
+        first.reset()
+        second = None
+        assert "reset" not in log
+        return []
+
+    third, _ = driver.record(drops, [], opaque=False)
+    assert log[-4:] == ["leave side", "reset", "reset", "current waits for side"]
+    log.clear()
+    first.reset()
+    assert log == []
+    del third
+    assert log == ["reset"]
 
 
 @pytest.mark.gpu

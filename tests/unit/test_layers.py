@@ -21,6 +21,8 @@ LAYERS = {
     "runtime": 3,
     "compile": 4,
     "plan": 4,
+    "culprits": 4,
+    "resplit": 4,
     "assembly": 4,
     "backend": 5,
     "graphed": 5,

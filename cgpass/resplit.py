@@ -1,0 +1,212 @@
+"""Capturing the rest of a partition whose capture failed: what `PartitionRunner` asks for then."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from cgpass import telemetry
+from cgpass.compile import Boxed
+from cgpass.culprits import Finding, find_culprits, first_line
+from cgpass.errors import CaptureError
+from cgpass.graph.capturability import PROVEN, Reason
+from cgpass.graph.partition_tag import get_tag
+from cgpass.options import Options
+from cgpass.passes.base import PassContext, run_passes
+from cgpass.passes.partition import Partition
+from cgpass.runtime.driver import GraphDriver
+from cgpass.runtime.failures import Outcome
+from cgpass.runtime.syncs import is_capture_error
+
+log = logging.getLogger(__name__)
+
+_VETTED = frozenset({"aten", "prims", "inductor_prims", "rngprims"})
+"""Namespaces whose operators were all looked at: the rules of `why_not_capturable` know which of them wait."""
+
+
+def has_unvetted_ops(gm: fx.GraphModule) -> bool:
+    """Whether a graph calls operators of which only running them tells whether they wait for the device."""
+    return any(
+        isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in _VETTED
+        for node in gm.graph.nodes
+    )
+
+
+def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph, on the same attributes: compiling changes a graph."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.output_node().meta.update(gm.graph.output_node().meta)
+    return fx.GraphModule(gm, graph)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a partition stands in what telemetry knows."""
+
+    graph: int
+    """The graph's number, as `telemetry.add_graph` gave it."""
+    name: str
+    """The partition's name among all of the graph, `captured_0` or `captured_0.captured_2`."""
+    num_ops: int
+
+    def runs_plainly(self, why: str) -> None:
+        """Note that the partition is not captured after all."""
+        part = telemetry.PartitionSummary(self.name, False, self.num_ops, (why,))
+        telemetry.replace_partition(self.graph, self.name, (part,))
+        telemetry.compile_stats.skips += 1
+
+
+class GiveUp:
+    """For a partition that is not split again: it runs plainly."""
+
+    checks_warm_ups = False
+
+    def __init__(self, place: Place) -> None:
+        """Args: place: of the partition."""
+        self._place = place
+        self._failed = False
+
+    def __call__(self, args: list[Any], error: Exception | None) -> Outcome:
+        """See `Resplit`."""
+        del args
+        if error is not None and (self._failed or is_capture_error(error)):
+            self._place.runs_plainly(first_line(error))
+        self._failed = True  # the runner tries once more after an error that is not a capture's
+        return Outcome()
+
+
+class Resplitter:
+    """Splits one partition around what can't be captured, once."""
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        place: Place,
+        options: Options,
+        context: PassContext,
+        driver: Callable[[], GraphDriver],
+        rebuild: Callable[[fx.GraphModule], Boxed],
+    ) -> None:
+        """Keep what a split needs.
+
+        Args:
+            gm: The partition as it was before it was compiled; copied before it is changed.
+            place: Of the partition.
+            options: The user's.
+            context: That its passes ran with.
+            driver: Gives what records it.
+            rebuild: Compiles a tagged copy of `gm` and joins it to a callable with its convention.
+        """
+        self.checks_warm_ups = has_unvetted_ops(gm)
+        self._gm = gm
+        self._place = place
+        self._options = options
+        self._context = context
+        self._driver = driver
+        self._rebuild = rebuild
+
+    def __call__(self, args: list[Any], error: Exception | None) -> Outcome:
+        """See `Resplit`."""
+        if isinstance(error, torch.OutOfMemoryError):
+            self._place.runs_plainly(first_line(error))
+            return Outcome()
+        gm = copy_of(self._gm)
+        try:
+            finding = find_culprits(gm, args, self._driver(), trial=error is not None)
+        except torch.OutOfMemoryError:
+            finding = Finding(clean=False)
+        if not finding.culprits:
+            if error is None:
+                return Outcome()  # a first call's initialisation, no more
+            if finding.clean and not is_capture_error(error):
+                raise error  # it comes from neither the partition nor the capture
+            if is_capture_error(error):
+                self._place.runs_plainly(first_line(error))
+            return Outcome()
+        for node, found in finding.culprits.items():
+            node.meta[PROVEN] = found
+        return self._split(gm, error)
+
+    def _split(self, gm: fx.GraphModule, error: Exception | None) -> Outcome:
+        unsafe = frozenset(self._options.unsafe_ops)
+        cut = Partition(unsafe_ops=unsafe, min_partition_ops=self._options.min_partition_ops)
+        result = run_passes((cut,), gm, self._context)
+        gm = result.gm
+        reasons = [note for note in result.notes if isinstance(note, Reason)]
+        why = "; ".join(
+            dict.fromkeys(str(r) for r in reasons if r.code in ("syncs", "failed_capture"))
+        )
+        tags = {tag for tag in map(get_tag, gm.graph.nodes) if tag is not None}
+        captured = sum(tag.captured for tag in tags)
+        message = (
+            f"{self._context.direction} {self._place.name} can't be captured as a whole; from now on it runs as "
+            f"{captured} captured and {len(tags) - captured} eager partitions: {why}"
+        )
+        if self._options.on_skip == "raise":
+            raise CaptureError(message) from error
+        if not captured:
+            self._place.runs_plainly(why)
+            return Outcome(why=why)
+        try:
+            replacement = self._rebuild(gm)
+        except Exception:
+            log.info("compiling the parts of %s failed", self._place.name, exc_info=True)
+            self._place.runs_plainly(why)
+            return Outcome(why=why)
+        level = logging.WARNING if self._options.on_skip == "warn" else logging.INFO
+        log.log(level, "%s", message)
+        return Outcome(replacement)
+
+
+class StrideNotes:
+    """Has outputs come in the order of dimensions that other graphs were compiled for.
+
+    Inductor chooses the layout of saved tensors, and compiles the backward for it; partitions keep the traced one.
+    """
+
+    def __init__(self, positions: frozenset[int]) -> None:
+        """Args: positions: outputs that nobody but other graphs reads."""
+        self._positions = positions
+        self._orders: dict[int, tuple[int, ...]] = {}
+
+    def noting(self, fn: Boxed) -> Boxed:
+        """`fn`, with the layouts noted that it returns."""
+
+        def run(args: list[Any]) -> Any:
+            outputs = fn(args)
+            for i in self._positions:
+                if isinstance(outputs[i], torch.Tensor):
+                    self._orders[i] = _order(outputs[i])
+            return outputs
+
+        return run
+
+    def matching(self, fn: Boxed) -> Boxed:
+        """`fn`, with outputs laid out as those noted."""
+
+        def run(args: list[Any]) -> list[Any]:
+            outputs = list(fn(args))
+            for i, order in self._orders.items():
+                value = outputs[i]
+                if isinstance(value, torch.Tensor) and _order(value) != order:
+                    outputs[i] = _laid_out(value, order)
+            return outputs
+
+        return run
+
+
+def _order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions from the outermost to the innermost in memory."""
+    strides = tensor.stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], d)))
+
+
+def _laid_out(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    out = torch.empty_permuted(
+        tensor.shape, order, dtype=tensor.dtype, device=tensor.device, requires_grad=False
+    )
+    return out.copy_(tensor)

@@ -1,0 +1,51 @@
+"""Nothing is destroyed while a capture runs.
+
+Note [Destruction during a capture]
+    Destroying a graph frees device memory and gives back its pool, which a capture that runs at the same time does
+    not survive on every driver. Graphs are dropped by whoever drops a compiled function last: another thread, or an
+    operator inside the capture. So graphs are reset through `when_no_capture_runs`, which waits for the last
+    capture of the process to end.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+_lock = threading.RLock()  # a collection inside may come back here
+_running = 0
+_waiting: list[Callable[[], None]] = []
+
+
+@contextlib.contextmanager
+def capture_runs() -> Iterator[None]:
+    """Note that a capture runs inside. See Note [Destruction during a capture]."""
+    global _running
+    with _lock:
+        _running += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _running -= 1
+        _run_waiting()
+
+
+def is_any_capture_running() -> bool:
+    """Whether any thread of this process records right now."""
+    return _running > 0
+
+
+def when_no_capture_runs(destroy: Callable[[], None]) -> None:
+    """Call `destroy` now, or after the last capture that runs now."""
+    with _lock:
+        _waiting.append(destroy)
+    _run_waiting()
+
+
+def _run_waiting() -> None:
+    while True:
+        with _lock:
+            if _running or not _waiting:
+                return
+            destroy = _waiting.pop(0)
+        destroy()

@@ -1,0 +1,122 @@
+"""Finding out, outside of any capture, whether work waits for the device: the sync check.
+
+On CUDA it is torch's own check, which is one setting for the whole process and is therefore only turned on where no
+other thread of the user could meet it. On CPU it stands in for CUDA's: reading a tensor's data on the host counts as
+waiting.
+
+Source: `torch.cuda.set_sync_debug_mode`; c10/cuda/CUDAFunctions.cpp `warn_or_error_on_sync`, 2.11 to 2.15.
+"""
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_HOST_READS = (torch.Tag.data_dependent_output, torch.Tag.cudagraph_unsafe)
+_PLAIN_NAMESPACES = ("aten", "prims", "inductor_prims")
+_SYNC = "called a synchronizing"
+_HARMLESS_THREADS = ("cgpass.", "torch._inductor.")
+
+
+def reads_on_host(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator hands a tensor's data to the host."""
+    tags = getattr(func, "tags", ())
+    if any(tag in tags for tag in _HOST_READS) or str(func) == "aten.item.default":
+        return True
+    if torch.Tag.dynamic_output_shape not in tags:
+        return False
+    if func.overloadpacket is not torch.ops.aten.index:
+        return True
+    indices = (leaf for leaf in pytree.tree_leaves(args[1]) if isinstance(leaf, torch.Tensor))
+    return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+class HostReads(TorchDispatchMode):
+    """Raises where a tensor's data is read on the host, inside custom operators too."""
+
+    def __init__(self, message: str) -> None:
+        """Args: message: of the error; the operator's name follows."""
+        super().__init__()
+        self._message = message
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if reads_on_host(func, args):
+            raise RuntimeError(f"{self._message}: {func}")
+        return call_watched(func, args, kwargs or {}, self)
+
+
+def call_watched(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mode: TorchDispatchMode,
+) -> Any:
+    """Call `func` so that `mode` sees what the implementation of a custom operator on CPU calls."""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace in _PLAIN_NAMESPACES:
+        return func(*args, **kwargs)
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    with mode:
+        return func.redispatch(keys, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def sync_check(device: torch.device) -> Iterator[None]:
+    """Make work inside that waits for the device raise, where that can be found out without harm to others."""
+    if device.type != "cuda":
+        with HostReads(f"{_SYNC} operation"):
+            yield
+    elif _other_threads():
+        yield
+    else:
+        before = torch.cuda.get_sync_debug_mode()
+        _set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            _set_sync_debug_mode(before)
+
+
+def is_sync_error(error: BaseException) -> bool:
+    """Whether `error` comes from a sync check."""
+    return isinstance(error, RuntimeError) and _SYNC in str(error)
+
+
+def is_capture_error(error: BaseException) -> bool:
+    """Whether only torch or CUDA raise `error`, because a capture does not allow what was done."""
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    return any(word in text for word in ("captur", "CUDA", "CUBLAS", "CUSOLVER", "CUDNN", "cuDNN"))
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def _other_threads() -> bool:
+    """Whether a thread of the user may run beside this one.
+
+    In a backward, which autograd runs in a thread of its own, one other thread waits for this one.
+    """
+    current = threading.current_thread()
+    others = [t for t in threading.enumerate() if t is not current and not _is_harmless(t)]
+    waits = isinstance(current, threading._DummyThread)
+    return len(others) > (1 if waits else 0)
+
+
+def _is_harmless(thread: threading.Thread) -> bool:
+    """Whether a thread is ours, Inductor's or one of autograd's: none of them touches a device on its own."""
+    if isinstance(thread, threading._DummyThread):
+        return True
+    target = getattr(thread, "_target", None)
+    module = getattr(target, "__module__", None) or type(thread).__module__
+    return module.startswith(_HARMLESS_THREADS)

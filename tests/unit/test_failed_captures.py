@@ -1,0 +1,251 @@
+"""What is done around failed captures: the checked warm-up, the search for the operator, the split, the layouts."""
+
+import pytest
+import torch
+from torch import fx
+
+from cgpass import telemetry
+from cgpass.culprits import find_culprits
+from cgpass.errors import CaptureError
+from cgpass.resplit import StrideNotes, has_unvetted_ops
+from cgpass.runtime.capturing import is_any_capture_running
+from cgpass.runtime.failures import Outcome, run_checked
+from cgpass.runtime.simulated import SimulatedDriver
+from tests.unit.runners import COPIED, call, counts, runner
+
+CPU = torch.device("cpu")
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("test_failed::reads", mutates_args=())
+def reads(x: torch.Tensor) -> torch.Tensor:
+    return x * x.sum().item()
+
+
+@torch.library.custom_op("test_failed::refuses", mutates_args=("x",))
+def refuses(x: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    if is_any_capture_running():
+        raise ValueError("not now")
+    return x * 2
+
+
+# ---- the checked warm-up
+
+
+def test_a_warm_up_that_waits_is_made_again_from_where_it_began():
+    def fn(args):
+        (x,) = args
+        args.clear()
+        x.add_(torch.rand(3))
+        return [reads(x)]
+
+    x, y = torch.ones(3), torch.ones(3)
+    torch.manual_seed(3)
+    want = fn([y])
+    torch.manual_seed(3)
+    args = [x]
+    got, waits = run_checked(fn, args, mutated=(0,), device=CPU)
+    assert waits
+    assert args == []
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(x, y)
+    assert torch.equal(torch.rand(2), (torch.manual_seed(3), torch.rand(3), torch.rand(2))[2])
+
+
+def test_a_warm_up_that_waits_for_nothing_runs_once():
+    runs = []
+    outputs, waits = run_checked(lambda a: runs.append(1) or [1], [], mutated=(), device=CPU)
+    assert (outputs, waits, runs) == ([1], False, [1])
+
+
+def test_an_error_in_a_checked_warm_up_comes_through():
+    def fn(args):
+        raise RuntimeError("user's")
+
+    with pytest.raises(RuntimeError, match="user's"):
+        run_checked(fn, [], mutated=(), device=CPU)
+
+
+# ---- the search
+
+
+def graph_of(*targets):
+    """x -> targets in a row, each called with the value before."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(3)
+    value = x
+    for target in targets:
+        value = graph.call_function(target, (value,))
+        value.meta["val"] = torch.empty(3)
+    graph.output((value,))
+    return fx.GraphModule({}, graph)
+
+
+SIN = aten.sin.default
+READS = torch.ops.test_failed.reads.default
+REFUSES = torch.ops.test_failed.refuses.default
+
+
+def find(gm, x, trial=True):
+    before = x.clone()
+    state = torch.get_rng_state()
+    finding = find_culprits(gm, [x], SimulatedDriver(), trial=trial)
+    assert torch.equal(x, before)
+    assert torch.equal(torch.get_rng_state(), state)
+    return [(node.name, code) for node, (code, _) in finding.culprits.items()], finding.clean
+
+
+def test_everything_that_waits_is_found_without_a_capture():
+    gm = graph_of(SIN, READS, SIN, READS)
+    assert find(gm, torch.ones(3), trial=False) == (
+        [("reads_default", "syncs"), ("reads_default_1", "syncs")],
+        True,
+    )
+
+
+def test_a_trial_finds_an_operator_and_all_that_call_it():
+    gm = graph_of(REFUSES, SIN, REFUSES)
+    found = [("refuses_default", "failed_capture"), ("refuses_default_1", "failed_capture")]
+    assert find(gm, torch.ones(3)) == (found, True)
+    assert find(gm, torch.ones(3), trial=False) == ([], True)
+
+
+def test_nothing_is_found_where_nothing_is_wrong():
+    assert find(graph_of(SIN, aten.rand_like.default), torch.ones(3)) == ([], True)
+
+
+def test_an_initialisation_that_waits_once_is_no_culprit():
+    first = [True]
+
+    @torch.library.custom_op("test_failed::initialises", mutates_args=())
+    def initialises(x: torch.Tensor) -> torch.Tensor:
+        if first and first.pop():
+            x.sum().item()
+        return x.clone()
+
+    gm = graph_of(SIN, torch.ops.test_failed.initialises.default)
+    assert find(gm, torch.ones(3), trial=False) == ([], True)
+
+
+def test_what_raises_by_itself_is_no_culprit():
+    @torch.library.custom_op("test_failed::raises", mutates_args=())
+    def raises(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("user's")
+
+    assert find(graph_of(SIN, torch.ops.test_failed.raises.default), torch.ones(3)) == ([], False)
+
+
+def test_only_operators_that_nobody_looked_at_make_warm_ups_checked():
+    assert has_unvetted_ops(graph_of(SIN, READS))
+    assert not has_unvetted_ops(graph_of(SIN, aten.mm.default))
+
+
+# ---- runners
+
+
+class Splitter:
+    """A `Resplit` that gives what it is told to."""
+
+    checks_warm_ups = False
+
+    def __init__(self, outcome):
+        self.outcome = outcome
+        self.calls = []
+
+    def __call__(self, args, error):
+        self.calls.append((args, error))
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+def refusing(x):
+    return [refuses(x)]
+
+
+def split_runner(splitter, fn=refusing):
+    run = runner(fn, COPIED, mutated=(0,))
+    run._resplit = splitter
+    return run
+
+
+def test_a_runner_hands_its_calls_to_what_took_its_place():
+    splitter = Splitter(Outcome(lambda args: [args[0] * 10]))
+    run = split_runner(splitter)
+    assert call(run, torch.ones(3)) == [[4.0] * 3]
+    assert [call(run, torch.ones(3)) for _ in range(3)] == [[[10.0] * 3]] * 3
+    assert counts(run) == (1, 0, 0, 0)
+    assert run.stats.calls == 1
+    ((args, error),) = splitter.calls
+    assert torch.equal(args[0], torch.ones(3))
+    assert isinstance(error, ValueError)
+
+
+def test_a_runner_says_why_nothing_of_it_is_captured(caplog):
+    run = split_runner(Splitter(Outcome(why="all of it waits")))
+    for _ in range(3):
+        assert call(run, torch.ones(3)) == [[4.0] * 3]
+    assert counts(run) == (1, 0, 0, 2)
+    (record,) = caplog.records
+    assert "runs without a graph from now on: all of it waits" in record.getMessage()
+
+
+@pytest.mark.parametrize("error", [CaptureError("no"), KeyError("user's")], ids=str)
+def test_a_runner_passes_on_what_the_split_raises(error):
+    run = split_runner(Splitter(error))
+    call(run, torch.ones(3))
+    with pytest.raises(type(error)):
+        call(run, torch.ones(3))
+    assert run.failure is None
+
+
+def test_an_odd_error_is_tolerated_once():
+    """A wrapper has no graph to search: an error that no capture explains may have been the user's."""
+    due = []
+
+    def fn(x):
+        if due and is_any_capture_running():
+            due.pop()
+            raise ValueError("once")
+        return [x * 2]
+
+    run = runner(fn, COPIED)
+    call(run, torch.ones(2))
+    due.append(1)
+    assert [call(run, torch.ones(2)) for _ in range(3)] == [[[2.0, 2.0]]] * 3
+    assert counts(run) == (1, 1, 2, 1)
+
+
+# ---- reports and layouts
+
+
+def test_a_split_partition_shows_in_the_summary():
+    def part(name, captured, *reasons):
+        return telemetry.PartitionSummary(name, captured, 3, reasons)
+
+    before = telemetry.counters()
+    parts = (part("captured_0", True), part("eager_1", False, "old"))
+    graph = telemetry.add_graph(telemetry.GraphSummary("forward", parts))
+    new = (part("captured_0.captured_0", True), part("captured_0.eager_1", False, "because"))
+    telemetry.replace_partition(graph, "captured_0", new)
+    assert str(telemetry.graphs()[graph]) == (
+        "forward: 1 captured (3 ops), 2 eager (6 ops)\n  captured_0.eager_1: because\n  eager_1: old"
+    )
+    after = telemetry.counters()
+    assert after["partitions_captured"] - before["partitions_captured"] == 1
+    assert after["partitions_eager"] - before["partitions_eager"] == 2
+
+
+def test_outputs_keep_the_layout_that_was_noted():
+    notes = StrideNotes(frozenset({0, 2}))
+    x = torch.arange(24.0).reshape(1, 2, 3, 4)
+    strided = x.to(memory_format=torch.channels_last)
+    notes.noting(lambda args: [strided, strided, x, 7])([])
+    first, second, third, number = notes.matching(lambda args: [x, x, x, 7])([])
+    assert first.stride() == strided.stride()
+    assert second.stride() == third.stride() == x.stride()
+    assert torch.equal(first, x)
+    assert third is x
+    assert number == 7

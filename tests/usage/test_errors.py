@@ -1,0 +1,316 @@
+"""Errors that are not the capture's: the user's own, memory that runs out, interrupts; threads, fork, the end."""
+
+import gc
+import logging
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import cgpass
+from cgpass.runtime import owner as owners
+from tests.usage.programs import MLP, assert_steady
+from tests.usage.test_failures import is_recording, warned
+
+COMPILERS = ["eager", "inductor"]
+DUE = []
+"""What `raises` raises, as long as it is here."""
+ONCE = []
+"""What `raises` raises once, while it is captured."""
+
+
+class UsersError(Exception):
+    pass
+
+
+@torch.library.custom_op("failures::raises", mutates_args=())
+def raises(x: torch.Tensor) -> torch.Tensor:
+    """Raises what is due."""
+    if DUE:
+        raise DUE[0]
+    if ONCE and is_recording(x.device):
+        raise ONCE.pop()
+    return x * 2
+
+
+raises.register_fake(torch.empty_like)
+raises.register_autograd(lambda ctx, grad: grad * 2)
+
+
+@pytest.fixture(autouse=True)
+def nothing_due():
+    DUE.clear()
+    ONCE.clear()
+    yield
+    DUE.clear()
+    ONCE.clear()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = MLP()
+        self.second = MLP()
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x):
+        x = nn.functional.dropout(self.first(x), 0.5)
+        self.seen.add_(x.detach().mean(0))
+        return self.second(raises(x))
+
+
+def fails_in_call(number, steps=8):
+    """A program whose call `number` raises the user's error."""
+
+    def program(session):
+        module, call = session.compiled(Model)
+        values = []
+        for step, x in enumerate(session.batches(4, 8, count=steps)):
+            if step == number:
+                error = UsersError("mine")
+                DUE.append(error)
+                with pytest.raises(UsersError, match=r"^mine$") as raised:
+                    call(x)
+                assert raised.value is error
+                DUE.clear()
+            else:
+                out = call(x)
+                out.sum().backward()
+                values += [out.detach().clone(), *(p.grad.clone() for p in module.parameters())]
+            values += [module.seen.clone()]
+            module.zero_grad()
+        return values
+
+    return program
+
+
+EAGER = {"unsafe_ops": ("failures::raises",), "on_skip": "silent"}
+WHERE = {
+    "in the warm-up": (0, {}),
+    "in the last warm-up": (1, {"num_warmup_calls": 2}),
+    "in the call that records": (1, {}),
+    "between graphs, first call": (0, EAGER),
+    "between graphs, in the call that records": (1, EAGER),
+    "between graphs, fifth call": (4, EAGER),
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_the_users_error_comes_through_unchanged(setting, caplog, where):
+    number, options = WHERE[where]
+    with caplog.at_level(logging.WARNING, "cgpass"):
+        counters = setting.compare(fails_in_call(number), **options)
+    assert counters["replays"] > 0
+    assert counters["plain_calls"] == 0
+    assert warned(caplog) == []
+
+
+def test_an_error_that_comes_once_while_recording_is_the_users_too(setting):
+    def program(session):
+        _, call = session.compiled(Model)
+        error, values = UsersError("mine"), []
+        for number, x in enumerate(session.batches(4, 8)):
+            if number == 1:
+                ONCE.append(error)
+                with pytest.raises(UsersError, match=r"^mine$") as raised:
+                    call(x)
+                assert raised.value is error
+            else:
+                values.append(call(x).detach().clone())
+        return values
+
+    with torch.no_grad():
+        before = cgpass.counters()
+        setting.run(program)
+    assert cgpass.counters()["replays"] - before["replays"] == 6
+
+
+def test_an_interrupt_during_a_capture_leaves_all_usable(setting):
+    def program(session):
+        _, call = session.compiled(Model)
+        batches, values = session.batches(4, 8), []
+        for number, x in enumerate(batches):
+            if number == 1 and session.options["driver"] != "none":
+                ONCE.append(KeyboardInterrupt())
+                with pytest.raises(KeyboardInterrupt):
+                    call(x)
+                assert not is_recording(session.device)
+                assert gc.isenabled()
+            values.append(call(x).detach().clone())
+            values.append(torch.rand(3, device=session.device))
+        return values
+
+    with torch.no_grad():
+        counters = setting.compare(program)
+    assert_steady({**counters, "calls": counters["calls"] - 1}, captured=1)
+
+
+def test_memory_that_runs_out_while_recording_makes_calls_plain(setting, caplog):
+    def program(session):
+        _, call = session.compiled(Model)
+        values = []
+        for number, x in enumerate(session.batches(4, 8)):
+            if number == 1 and session.options["driver"] != "none":
+                ONCE.append(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"))
+            values.append(call(x).clone())
+        return values
+
+    with caplog.at_level(logging.WARNING, "cgpass"), torch.no_grad():
+        counters = setting.compare(program)
+    assert (counters["recordings"], counters["plain_calls"], counters["skips"]) == (0, 7, 1)
+    (message,) = warned(caplog)
+    assert "OutOfMemoryError: CUDA out of memory" in message
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_calls_from_several_threads(setting, compiler):
+    def program(session):
+        _, call = session.compiled(MLP)
+        batches = session.batches(4, 8, count=32)
+        with torch.no_grad():
+            call(batches[0])
+            call(batches[0])
+        results = [None] * len(batches)
+
+        def work(first):
+            # on a stream of its own where there are streams
+            stream = torch.cuda.Stream() if session.device.type == "cuda" else None
+            with torch.no_grad(), torch.cuda.stream(stream):
+                for i in range(first, len(batches), 4):
+                    results[i] = call(batches[i]).clone()
+                if stream is not None:
+                    stream.synchronize()
+
+        if session.device.type == "cuda":
+            torch.cuda.synchronize()
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+    counters = setting.compare(program, compiler=compiler)
+    assert counters["replays"] >= 32
+    assert counters["plain_calls"] == 0
+
+
+def test_training_in_several_threads(setting):
+    def program(session):
+        models = [session.compiled(MLP) for _ in range(3)]
+        batches = session.batches(4, 8, count=6)
+        for _, call in models:
+            call(batches[0]).sum().backward()
+
+        def work(number):
+            call = models[number][1]
+            for x in batches:
+                call(x * (number + 1)).square().mean().backward()
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [p.grad.clone() for module, _ in models for p in module.parameters()]
+
+    assert setting.compare(program)["replays"] > 0
+
+
+def test_a_forked_process_goes_on():
+    script = """
+        import os
+        import torch
+        import cgpass
+        options = {"driver": "simulated", "compiler": "eager"}
+        model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
+        call = torch.compile(model, backend=cgpass.cgpass, options=options)
+        x = torch.randn(2, 8)
+        with torch.no_grad():
+            for _ in range(3):
+                call(x)
+            want = model(x * 2)
+            child = os.fork()
+            replays = cgpass.counters()["replays"]
+            assert torch.equal(call(x * 2), want)
+            torch.compiler.reset()
+            assert torch.equal(call(x * 2), want)
+            assert cgpass.counters()["replays"] == replays + 1
+        if child == 0:
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_dropped_function_is_freed(setting):
+    before = set(owners._owners)
+
+    def program(session):
+        _, call = session.compiled(MLP)
+        for x in session.batches(4, 8, count=4):
+            call(x).sum().backward()
+        assert set(owners._owners) > before
+        return []
+
+    gc.collect()
+    before = set(owners._owners)
+    setting.run(program)
+    torch.compiler.reset()
+    gc.collect()
+    assert set(owners._owners) <= before
+
+
+@pytest.mark.parametrize("make", ["plain", "dropout", "checkpointed dropout"])
+def test_compiled_autograd(setting, make):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(MLP(), nn.Dropout(0.5 if "dropout" in make else 0.0), MLP())
+
+        def forward(self, x):
+            if "checkpointed" not in make:
+                return self.body(x)
+            return torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=False)
+
+    def program(session):
+        module = session.module(Checkpointed)
+
+        def step(x):
+            loss = module(x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        call, values = session.compile(step), []
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            for x in session.batches(4, 8, count=6):
+                values += [call(x).clone(), *(p.grad.clone() for p in module.parameters())]
+                module.zero_grad()
+        return values
+
+    counters = setting.compare(program, on_skip="silent")
+    assert counters["replays"] > 0
+
+
+def test_a_second_derivative_is_refused_and_training_goes_on(setting):
+    def program(session):
+        module, call = session.compiled(MLP)
+        values = []
+        for x in session.batches(4, 8, count=5):
+            x.requires_grad_()
+            out = call(x).square().sum()
+            (grad,) = torch.autograd.grad(out, x, create_graph=True)
+            values.append(grad.detach().clone())
+            with pytest.raises(RuntimeError, match="does not currently support double backward"):
+                grad.square().sum().backward()
+            call(x).sum().backward()
+            values += [p.grad.clone() for p in module.parameters()]
+        return values
+
+    assert setting.compare(program)["replays"] > 0

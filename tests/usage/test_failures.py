@@ -1,0 +1,334 @@
+"""What can't be captured, and errors: the guilty operator runs eagerly, the rest is captured, errors come through."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import cgpass
+from cgpass import telemetry
+from cgpass.errors import CaptureError
+from cgpass.runtime.capturing import is_any_capture_running
+from tests.usage.programs import MLP, rows, train
+
+COMPILERS = ["eager", "inductor"]
+
+
+def is_recording(device):
+    if device.type == "cuda":
+        return torch.cuda.is_current_stream_capturing()
+    return is_any_capture_running()
+
+
+@torch.library.custom_op("failures::syncs", mutates_args=())
+def syncs(x: torch.Tensor) -> torch.Tensor:
+    """Reads a number on the host, where no tag tells."""
+    return x * (1 + (x.sum() > 0).item())
+
+
+@torch.library.custom_op("failures::fails", mutates_args=())
+def fails(x: torch.Tensor) -> torch.Tensor:
+    """Does something that no capture allows."""
+    if is_recording(x.device):
+        raise RuntimeError("fails: not while the stream is capturing")
+    return x * 2
+
+
+@torch.library.custom_op("failures::fails_oddly", mutates_args=())
+def fails_oddly(x: torch.Tensor) -> torch.Tensor:
+    """As `fails`, with an error that nobody would know for one of a capture."""
+    if is_recording(x.device):
+        raise ValueError("odd")
+    return x * 2
+
+
+@torch.library.custom_op("failures::counts", mutates_args=("count",))
+def counts(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Writes an input and fails while it is captured, having written."""
+    count.add_(1)
+    if is_recording(x.device):
+        raise RuntimeError("counts: not while the stream is capturing")
+    return x + count
+
+
+for op in (syncs, fails, fails_oddly):
+    op.register_fake(torch.empty_like)
+    op.register_autograd(lambda ctx, grad: grad * 2)
+counts.register_fake(lambda x, count: torch.empty_like(x))
+
+
+class Around(nn.Module):
+    """A custom operator between two parts worth capturing."""
+
+    def __init__(self, op, width=8):
+        super().__init__()
+        self.first = MLP(width)
+        self.second = MLP(width)
+        self.op = op
+
+    def forward(self, x):
+        return self.second(self.op(self.first(x)))
+
+
+def inference(op, steps=6):
+    def program(session):
+        _, call = session.compiled(lambda: Around(op))
+        with torch.no_grad():
+            return [call(x).clone() for x in session.batches(4, 8, count=steps)]
+
+    return program
+
+
+def warned(caplog):
+    ours = (r for r in caplog.records if r.name.startswith("cgpass"))
+    return [r.getMessage() for r in ours if r.levelno == logging.WARNING]
+
+
+def close(setting, program, **options):
+    """As `Setting.compare`, for programs whose split changes what Inductor fuses."""
+    before = cgpass.counters()
+    ours = setting.run(program, **options)
+    counters = {key: value - before[key] for key, value in cgpass.counters().items()}
+    plain = setting.run(program, **options | {"driver": "none"})
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b)
+    return counters
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("op", [syncs, fails, fails_oddly], ids=lambda op: op._name)
+def test_the_guilty_operator_runs_between_graphs(setting, caplog, op, compiler):
+    with caplog.at_level(logging.WARNING, "cgpass"):
+        counters = close(setting, inference(op), compiler=compiler)
+    assert (counters["partitions_captured"], counters["partitions_eager"]) == (2, 1)
+    assert counters["recordings"] == 2
+    assert counters["replays"] >= 2 * 3
+    (message,) = warned(caplog)
+    assert message.startswith("inference captured_0 can't be captured as a whole")
+    assert f"failures.{op._name}.default at test_failures.py:" in message
+    assert "in forward: return self.second(self.op(self.first(x)))" in message
+    assert "name it in unsafe_ops" in message
+    ours = str(telemetry.graphs()[-2])
+    assert ours.startswith("inference: 2 captured")
+    assert f"captured_0.eager_1: failures.{op._name}.default at test_failures.py:" in ours
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("op", [syncs, fails], ids=lambda op: op._name)
+def test_training_around_a_guilty_operator(setting, op, compiler):
+    program = train(lambda: Around(op), rows(4, 8), steps=14)
+    counters = close(setting, program, compiler=compiler)
+    assert counters["partitions_eager"] == 1
+    assert counters["replays"] > counters["warmups"]
+
+
+class Everything(nn.Module):
+    """Buffers and inputs that are written, random numbers, and a guilty operator that writes, all in one graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = MLP()
+        self.second = MLP()
+        self.register_buffer("seen", torch.zeros(8))
+        self.register_buffer("count", torch.zeros(8))
+
+    def forward(self, x, state):
+        x = nn.functional.dropout(self.first(x), 0.5)
+        self.seen.add_(x.mean(0))
+        x = counts(x, self.count)
+        state.mul_(0.5).add_(x.sum())
+        return nn.functional.dropout(self.second(x), 0.5) + self.seen, x
+
+
+def test_a_failed_capture_leaves_inputs_and_random_numbers_alone(setting):
+    def program(session):
+        module, call = session.compiled(Everything)
+        states, values = [session.randn(4, 8) for _ in range(2)], []
+        with torch.no_grad():
+            for number, x in enumerate(session.batches(4, 8, count=10)):
+                values += call(x, states[number % 2])
+                values += [s.clone() for s in (*states, module.seen, module.count)]
+        return values
+
+    counters = setting.compare(program)
+    assert (counters["partitions_captured"], counters["partitions_eager"]) == (2, 1)
+    assert counters["replays"] > 0
+
+
+def test_every_use_of_a_guilty_operator_is_found_at_once(setting, caplog):
+    def program(session):
+        _, call = session.compiled(lambda: nn.Sequential(*[Around(fails) for _ in range(3)]))
+        with torch.no_grad():
+            return [call(x).clone() for x in session.batches(4, 8, count=6)]
+
+    with caplog.at_level(logging.WARNING, "cgpass"):
+        counters = setting.compare(program)
+    assert (counters["partitions_captured"], counters["partitions_eager"]) == (4, 3)
+    assert counters["recordings"] == 4
+    assert len(warned(caplog)) == 1
+
+
+def test_what_fails_after_the_split_runs_plainly(setting, caplog):
+    """Two operators that only a capture shows: one trial finds the first, the second's part is given up."""
+
+    def program(session):
+        _, call = session.compiled(lambda: nn.Sequential(Around(fails), Around(fails_oddly)))
+        with torch.no_grad():
+            return [call(x).clone() for x in session.batches(4, 8, count=8)]
+
+    with caplog.at_level(logging.WARNING, "cgpass"):
+        counters = setting.compare(program)
+    assert counters["recordings"] == 1
+    assert counters["replays"] >= 4
+    first, second = warned(caplog)
+    assert "failures.fails.default" in first
+    assert second.startswith("inference captured_0.captured_2 can't be captured")
+
+
+def test_all_that_waits_is_found_before_anything_is_captured(setting):
+    def program(session):
+        _, call = session.compiled(lambda: nn.Sequential(Around(syncs), Around(syncs)))
+        with torch.no_grad():
+            return [call(x).clone() for x in session.batches(4, 8, count=6)]
+
+    counters = setting.compare(program)
+    assert (counters["partitions_captured"], counters["partitions_eager"]) == (3, 2)
+    assert counters["plain_calls"] == 0
+
+
+def test_sizes_that_vary_around_a_guilty_operator(setting):
+    def program(session):
+        _, call = session.compiled(lambda: Around(fails), dynamic=True)
+        with torch.no_grad():
+            sizes = (3, 5, 3, 5, 7, 3, 5, 7, 3)
+            return [call(session.randn(size, 8)).clone() for size in sizes]
+
+    for compiler in COMPILERS:
+        counters = close(setting, program, compiler=compiler)
+        assert counters["partitions_captured"] == 2
+        assert counters["replays"] > 0
+
+
+def test_convolutions_around_a_guilty_operator(setting):
+    """What Inductor lays out its own way for the backward stays so."""
+
+    def make():
+        return nn.Sequential(nn.Conv1d(4, 4, 3), Around(fails), nn.Conv1d(4, 4, 3))
+
+    program = train(make, rows(2, 4, 10), steps=12)
+    counters = close(setting, program, compiler="inductor")
+    assert counters["partitions_eager"] == 1
+    assert counters["replays"] > 0
+
+
+def test_mixed_precision_around_a_guilty_operator(setting):
+    def program(session):
+        module, call = session.compiled(lambda: Around(fails))
+        values = []
+        for x in session.batches(4, 8, count=12):
+            with torch.autocast(session.device.type, torch.bfloat16):
+                out = call(x)
+            out.float().square().mean().backward()
+            values += [out.detach().clone(), *(p.grad.clone() for p in module.parameters())]
+            module.zero_grad()
+        return values
+
+    counters = setting.compare(program)
+    assert counters["partitions_eager"] == 1
+    assert counters["replays"] > 0
+
+
+@pytest.mark.parametrize("op", [syncs, fails], ids=lambda op: op._name)
+def test_raise_names_operator_and_line(setting, op):
+    def program(session):
+        _, call = session.compiled(lambda: Around(op))
+        x = session.randn(4, 8)
+        with torch.no_grad():
+            call(x)
+            for _ in range(2):
+                with pytest.raises(CaptureError, match=f"failures.{op._name}.default at") as error:
+                    call(x)
+                assert "in forward: return self.second" in str(error.value)
+        return []
+
+    setting.run(program, on_skip="raise")
+
+
+def test_silent_says_nothing(setting, caplog):
+    with caplog.at_level(logging.WARNING, "cgpass"):
+        setting.compare(inference(fails), on_skip="silent")
+    assert warned(caplog) == []
+
+
+def test_a_named_operator_is_never_tried(setting):
+    counters = setting.compare(inference(fails), unsafe_ops=("failures::fails",), on_skip="silent")
+    assert counters["plain_calls"] == 0
+    assert counters["recordings"] == 2
+
+
+class AroundAndReads(Around):
+    """A guilty operator in the first of two captured parts: the other part and the backward read what it made."""
+
+    def forward(self, x):
+        x = self.op(self.first(x))
+        y = nn.functional.gelu(x * 2 + 1).tanh().sin()
+        count = (y.detach() > 0).sum().item()
+        return self.second(y * (count + 1)) + x, y
+
+
+def test_partitions_that_read_what_a_split_one_makes(setting):
+    def program(session):
+        module, call = session.compiled(lambda: AroundAndReads(fails))
+        held, values = [], []
+        for x in session.batches(4, 8, count=24):
+            outputs = call(x)
+            outputs[0].square().mean().backward()
+            held += outputs
+            values += [p.grad.clone() for p in module.parameters()]
+            module.zero_grad()
+        return [*values, *(h.detach() for h in held)]
+
+    counters = setting.compare(program, on_skip="silent")
+    assert counters["partitions_captured"] >= 4
+    assert counters["replays"] > counters["warmups"]
+
+
+@pytest.mark.parametrize("op", [syncs, fails], ids=lambda op: op._name)
+def test_outputs_of_a_split_partition_stay(setting, op):
+    """Held over later calls, fed back, pending backwards: as any other output."""
+
+    def program(session):
+        module, call = session.compiled(lambda: Around(op))
+        batches = session.batches(4, 8, count=12)
+        held = [call(x) for x in batches]
+        for out in held[3:]:
+            out.square().mean().backward()
+        with torch.no_grad():
+            fed = [call(call(x)) for x in batches]
+        return [
+            *(h.detach() for h in held),
+            *fed,
+            *(p.grad for p in module.parameters()),
+        ]
+
+    counters = setting.compare(program)
+    assert counters["replays"] > 0
+
+
+def test_a_partition_that_is_nothing_but_guilty_runs_plainly(setting, caplog):
+    class Small(nn.Module):
+        def forward(self, x):
+            return fails(fails(x) + 1) * 2
+
+    def program(session):
+        _, call = session.compiled(Small)
+        with torch.no_grad():
+            return [call(x).clone() for x in session.batches(4, 8, count=5)]
+
+    with caplog.at_level(logging.WARNING, "cgpass"):
+        counters = setting.compare(program)
+    assert (counters["recordings"], counters["plain_calls"]) == (0, 4)
+    (message,) = warned(caplog)
+    assert "can't be captured and runs without a graph" in message
+    assert "failures.fails.default at test_failures.py:" in message
