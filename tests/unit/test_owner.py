@@ -1,0 +1,237 @@
+"""Which pool is recorded into, what belongs to it again, and what is laid elsewhere."""
+
+import pytest
+import torch
+
+from cgpass.runtime import fast
+from cgpass.runtime.owner import MAX_SLOTS, Owner
+from cgpass.runtime.simulated import SimulatedDriver
+from tests.unit.runners import COPIED, POOLED, call, counts, runner
+
+X = torch.ones(2)
+
+
+@pytest.fixture
+def can_swap():
+    if not fast.can_swap():
+        pytest.skip("storages can't be swapped here")
+
+
+def partition(fn=lambda x: [x * 2], *, owner=None, read=(), visible=None, **settings):
+    run = runner(fn, COPIED, owner=owner, settings=settings)
+    run.visible = None if visible is None else frozenset(visible)
+    run.read = frozenset(read)
+    return run
+
+
+def recorded(run):
+    """Have a partition recorded, with nothing held afterwards."""
+    for _ in range(2):
+        call(run, X)
+    return run.table.all()[-1]
+
+
+def test_the_first_slot_serves_while_nothing_is_held():
+    owner = Owner(SimulatedDriver())
+    recorded(partition(owner=owner))
+    assert [owner.slot_for(n, 0) for n in (0, 1, 2, 9)] == [0] * 4
+
+
+def test_a_third_recording_of_a_signature_gets_a_pool_of_its_own_while_results_are_held():
+    run = partition(visible=(), read=(0,))
+    recorded(run)
+    held, _ = run.run([X])
+    assert [run.owner.slot_for(n, 0) for n in (0, 1)] == [0, 0]
+    assert run.owner.slot_for(2, 0) == 1
+    assert run.owner.slot_for(2, 0) == 1, "an empty one is there already"
+    assert [t.tolist() for t in held] == [[2, 2]]
+
+
+def test_slots_may_be_passed_over():
+    owner = Owner(SimulatedDriver())
+    assert owner.slot_for(0, 1) == 1
+    assert owner.slot_for(3, 1) == 1
+    assert owner.slot_for(0, 0) == 0
+
+
+def test_there_is_an_end_to_slots(caplog):
+    run = partition(visible=(), read=(0,))
+    held = [run.run([X * value])[0] for value in range(2 * MAX_SLOTS)]
+    assert [t.tolist() for (t,) in held] == [[2.0 * v] * 2 for v in range(2 * MAX_SLOTS)]
+    assert {r.slot for r in run.table.all()} == set(range(MAX_SLOTS))
+    assert run.stats.plain_calls == 2 * MAX_SLOTS - 1 - run.stats.recordings > 0
+    (message,) = [r.getMessage() for r in caplog.records if "still held" in r.getMessage()]
+    assert message.startswith(f"forward captured_0: results of {MAX_SLOTS} earlier calls")
+
+
+def test_what_nobody_holds_belongs_to_the_pool_again(can_swap):
+    run = partition(lambda x: [x * 2, x * 3])
+    recording = recorded(run)
+    held, _ = run.run([X])
+    del held[1]
+    released = run.owner.begin_recording(0)
+    assert released == {recording.birth: (1,)}
+    held.clear()
+    assert run.owner.begin_recording(0) == {recording.birth: (0, 1)}
+    assert run.owner.begin_recording(run.owner.slot_for(0, 1)) == {}, "another pool"
+
+
+def test_a_recording_knows_what_it_may_lie_on(can_swap):
+    owner = Owner(SimulatedDriver())
+    first, second = partition(owner=owner), partition(lambda x: [x * 5], owner=owner)
+    old = recorded(first)
+    new = recorded(second)
+    assert new.released == {old.birth: (0,)}
+    assert new.memory.addresses() == old.memory.addresses(), "memory is used again"
+    (held,), _ = first.run([X])
+    assert not owner.is_safe(new)
+    assert owner.overwritten_by(new) == [(old, [0])]
+    assert call(second, X * 2) == [[10, 10]]
+    assert held.tolist() == [2, 2]
+    assert first.stats.rescues == 1
+    (late,), _ = second.run([X])
+    assert call(first, X * 7) == [[14, 14]]
+    assert late.tolist() == [5, 5]
+
+
+def test_what_was_released_and_is_held_is_moved_before_something_is_recorded_on_it(can_swap):
+    owner = Owner(SimulatedDriver())
+    first, second, third = (partition(lambda x, n=n: [x * n], owner=owner) for n in (2, 3, 4))
+    recorded(first)
+    recorded(second)
+    call(third, X)
+    (held,), _ = first.run([X])
+    assert call(third, X) == [[4, 4]]
+    assert third.stats.recordings == 1
+    assert held.tolist() == [2, 2]
+    assert first.stats.rescues == 1
+
+
+def test_what_may_not_move_keeps_its_block_and_another_slot_is_used(can_swap):
+    owner = Owner(SimulatedDriver())
+    first = partition(owner=owner, visible=(), read=(0,))
+    second, third = (partition(lambda x, n=n: [x * n], owner=owner) for n in (3, 4))
+    recorded(first)
+    recorded(second)
+    call(third, X)
+    (held,), _ = first.run([X])
+    assert call(third, X) == [[4, 4]]
+    assert [r.slot for r in third.table.all()] == [1]
+    assert call(second, X) == [[3, 3]]
+    assert held.tolist() == [2, 2]
+    assert first.stats.rescues == 0
+
+
+def test_a_rescue_is_all_or_nothing(can_swap):
+    owner = Owner(SimulatedDriver())
+    first = partition(owner=owner)
+    second = partition(lambda x: [x * 3], owner=owner, visible=(), read=(0,))
+    for _ in range(2):
+        kept = [first.run([X])[0], second.run([X])[0]]
+        if second.stats.recordings == 0:
+            kept.clear()
+    (recording,) = first.table.all()
+    assert len(owner.overwritten_by(recording)) == 2
+    assert not owner.rescue(recording)
+    assert (first.stats.rescues, second.stats.rescues) == (0, 0)
+    del kept[1]
+    assert owner.rescue(recording)
+    assert (first.stats.rescues, second.stats.rescues) == (1, 0)
+    assert owner.is_safe(recording)
+    assert kept[0][0].tolist() == [2, 2]
+
+
+def test_three_rescues_in_a_row_have_a_forwards_output_copied_out(can_swap):
+    run = partition(lambda x: [x * 2, x * 3])
+    (recording, kept) = recorded(run), []
+    for number in range(1, 4):
+        kept.append(run.run([X * number])[0][1])
+        assert run.copied == frozenset()
+        assert run.owner.rescue(recording)
+        assert run.stats.rescues == number
+    assert run.copied == {1}
+    assert run.table.all() == [recording]
+    assert [t.tolist() for t in kept] == [[3.0 * n] * 2 for n in range(1, 4)]
+    outputs, _ = run.run([X])
+    results = outputs.copy()
+    recording.copy_out((1,), (1,), results)
+    assert results[1].tolist() == [3, 3]
+    assert not run.owner.is_pool_storage(results[1])
+
+
+def held_gradients(*, is_backward):
+    """A forward that finds gradients of the call before, which lie where it writes."""
+    owner = Owner(SimulatedDriver())
+    forward = partition(owner=owner)
+    backward = partition(lambda x: [x * 3], owner=owner, is_backward=is_backward)
+    recorded(forward)
+    recorded(backward)
+    for value in range(8):
+        results, recording = backward.run([X * value])
+        recording.copy_out(tuple(backward.copied), tuple(backward.copied), results)
+        gradient = results.pop()
+        for number in range(2):
+            assert call(forward, X * number) == [[2.0 * number] * 2]
+        assert gradient.tolist() == [3.0 * value] * 2
+        del gradient
+    return forward, backward
+
+
+def test_three_rescues_in_a_row_move_gradients_to_a_pool_of_their_own(can_swap):
+    forward, backward = held_gradients(is_backward=True)
+    assert backward.stats.rescues == 3
+    assert counts(backward) == (1, 2, 9, 0)
+    assert [r.slot for r in backward.table.all()] == [1]
+    assert [r.slot for r in forward.table.all()] == [0]
+    assert backward.copied == frozenset()
+
+
+def test_three_rescues_in_a_row_have_outputs_copied_out_that_are_no_gradients(can_swap):
+    _, other = held_gradients(is_backward=False)
+    assert counts(other) == (1, 1, 9, 0)
+    assert other.copied == {0}
+
+
+def test_gradients_that_their_own_backward_finds_held_are_copied_out(can_swap):
+    run = partition(lambda x: [x * 3], is_backward=True)
+    recording, kept = recorded(run), []
+    for value in range(3):
+        kept.append(run.run([X * value])[0][0])
+        assert run.owner.rescue(recording)
+    assert run.copied == {0}
+    assert run.table.all() == [recording]
+    assert [t.tolist() for t in kept] == [[3.0 * v] * 2 for v in range(3)]
+
+
+def test_where_outputs_lie_is_known_while_their_recording_lives(can_swap):
+    owner = Owner(SimulatedDriver())
+    first, second = partition(owner=owner), partition(lambda x: [x * 5], owner=owner)
+    recorded(first)
+    recorded(second)
+    (held,), _ = second.run([X])
+    assert owner.is_pool_storage(held)
+    first.close()
+    assert owner.is_pool_storage(held), "the second one lies there too"
+    second.close()
+    assert not owner.is_pool_storage(held)
+    assert held.tolist() == [5, 5]
+
+
+@pytest.mark.parametrize("end", ["release", "close", "del"])
+def test_held_outputs_outlive_their_owner(end):
+    run = runner(lambda x: [x * 2, x * 3], COPIED)
+    reader = runner(lambda a: [a + 1], POOLED, owner=run.owner)
+    for value in range(3):
+        outputs, _ = run.run([X * value])
+        held, result = outputs[1], reader.run([outputs[0]])[0][0]
+        del outputs
+        if value < 2:
+            del held, result
+    owner = run.owner
+    if end == "del":
+        del run, reader, owner
+    else:
+        getattr(owner, end)()
+    others = [torch.full((2,), -1.0) for _ in range(64)]
+    assert (held.tolist(), result.tolist()) == ([6, 6], [5, 5])
+    assert len(others) == 64
