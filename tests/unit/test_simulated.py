@@ -6,7 +6,9 @@ import weakref
 import pytest
 import torch
 
-from cgpass.runtime.simulated import SimulatedDriver
+from cgpass import _torch
+from cgpass.runtime import fast
+from cgpass.runtime.simulated import SimulatedDriver, SimulatedPool
 
 
 @pytest.fixture
@@ -206,3 +208,174 @@ def test_reset_drops_the_tape_and_what_it_kept(driver):
     del x
     assert alive() is None
     assert out.tolist() == [2, 2]
+
+
+# ---- the pool
+
+
+def test_a_block_is_used_again_within_a_recording_when_its_tensor_has_died(driver):
+    seen = []
+
+    def fn(x):
+        a = x + 1
+        seen.append(a.data_ptr())
+        b = a * 2
+        del a
+        c = b - 3
+        seen.append(c.data_ptr())
+        return [c]
+
+    x = torch.ones(4)
+    graph, (out,) = record(driver, fn, x)
+    assert seen[0] == seen[1] == out.data_ptr()
+    for value in (1.0, 5.0):
+        x.fill_(value)
+        graph.replay()
+        assert out.tolist() == [2 * (value + 1) - 3] * 4
+
+
+def test_a_tensor_that_lives_keeps_its_block_within_a_recording(driver):
+    def fn(x):
+        a = x + 1
+        b = a[1:]
+        del a
+        c = x * 2
+        return [b, c, c.sum(0, keepdim=True)]
+
+    x = torch.ones(4)
+    graph, (b, c, total) = record(driver, fn, x)
+    graph.replay()
+    assert len({t.untyped_storage().data_ptr() for t in (b, c, total)}) == 3
+    assert (b.tolist(), c.tolist(), total.tolist()) == ([2] * 3, [2] * 4, [8])
+
+
+def test_an_output_that_died_is_lain_on_by_a_later_recording(driver):
+    x = torch.ones(4)
+    first, (a,) = record(driver, lambda x: [x + 1], x)
+    address = a.data_ptr()
+    del a
+    second, (b,) = record(driver, lambda x: [x * 7], x)
+    assert b.data_ptr() == address
+    second.replay()
+    first.replay()
+    assert b.tolist() == [2] * 4
+
+
+def test_an_input_that_owns_its_block_dies_inside_a_recording(driver):
+    x = torch.ones(4)
+    first, made = record(driver, lambda x: [x * 3], x)
+    address = made[0].data_ptr()
+
+    def consumes(inputs):
+        (a,) = inputs
+        inputs.clear()
+        b = a + 1
+        del a
+        return [b * 2]
+
+    second, (out,) = driver.record(consumes, made, opaque=False)
+    assert out.data_ptr() == address
+    for value in (1.0, 4.0):
+        x.fill_(value)
+        first.replay()
+        second.replay()
+        assert out.tolist() == [(3 * value + 1) * 2] * 4
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("opaque", [False, True])
+def test_recording_on_memory_that_was_used_before_leaves_its_contents(driver, opaque, fails):
+    """Its first owner died, but an alias that owns nothing still reads there."""
+    x = torch.arange(4.0)
+    first, (a,) = record(driver, lambda x: [x + 10], x)
+    first.replay()
+    alias = _torch.tensor_at_address(a)
+    address = a.data_ptr()
+    del a
+    found = []
+
+    def fn(x):
+        out = x * 5
+        out.add_(1)
+        found.append(out.data_ptr())
+        if fails:
+            raise ValueError("user's")
+        return [out]
+
+    if fails:
+        with pytest.raises(ValueError, match="user's"):
+            record(driver, fn, x, opaque=opaque)
+    else:
+        graph, (out,) = record(driver, fn, x, opaque=opaque)
+        assert out.data_ptr() == address
+        assert alias.tolist() == [10, 11, 12, 13]
+        graph.replay()
+        assert alias.tolist() == [1, 6, 11, 16]
+    if not opaque:
+        assert found == [address]
+    if fails:
+        assert alias.tolist() == [10, 11, 12, 13]
+
+
+def test_memory_outlives_the_pool_while_it_is_held(driver):
+    graph, (out,) = record(driver, lambda x: [x + 1], torch.ones(64))
+    graph.replay()
+    graph.reset()
+    del graph
+    others = [torch.full((64,), -1.0) for _ in range(64)]
+    del driver
+    gc.collect()
+    assert out.tolist() == [2] * 64
+    assert len(others) == 64
+
+
+def test_memory_is_given_back_when_pool_and_holders_are_gone():
+    pool = SimulatedPool()
+    storage = pool.allocate(64)
+    address = storage.data_ptr()
+    (block,) = pool._blocks.values()
+    buffer = weakref.ref(block)
+    del block
+    assert address in pool
+    assert pool.addresses() == {address}
+    del storage
+    assert pool.allocate(64).data_ptr() == address, "free, and used again"
+    assert pool.allocate(32).data_ptr() != address, "of another size"
+    held = pool.allocate(64)
+    del pool
+    gc.collect()
+    assert buffer() is not None
+    held.fill_(3)
+    del held
+    gc.collect()
+    assert buffer() is None
+
+
+def test_two_slots_share_no_memory(driver):
+    x = torch.ones(4)
+    addresses = set()
+    graphs = []
+    for slot in (0, 1, 0, 1):
+        graph, outputs = driver.record(lambda args: [args[0] * 2], [x], opaque=False, slot=slot)
+        addresses.add((slot, outputs[0].data_ptr()))
+        graphs.append(graph)
+        del outputs
+    assert len(addresses) == 2, "one block in each, used again"
+    assert len({address for _, address in addresses}) == 2
+
+
+def test_swapped_memory_stays_where_replays_write(driver):
+    if not fast.can_swap():
+        pytest.skip("storages can't be swapped here")
+    x = torch.ones(4)
+    graph, (out,) = record(driver, lambda x: [x * 2], x)
+    graph.replay()
+    stand_in = _torch.tensor_at_address(out)
+    handed_out = stand_in.detach()
+    moved = stand_in.clone()
+    fast.swap_storages([stand_in], [moved])
+    x.fill_(5)
+    graph.replay()
+    assert handed_out.tolist() == [2] * 4
+    assert moved.tolist() == [10] * 4
+    assert moved.data_ptr() == out.data_ptr()

@@ -89,10 +89,10 @@ def test_a_dropped_recording_gives_its_memory_back():
     for n in [1, 1, *[2] * 12]:
         call(run, X, n)
     (recording,) = run.table.all()
-    assert [run.owner.is_pool_storage(t) for t in recording.own_outputs] == [True]
+    assert [run.owner.is_pool_storage(t) for t in recording.memory.tensors] == [True]
     run.close()
     assert not run.table.all()
-    assert not run.owner.is_pool_storage(recording.own_outputs[0])
+    assert not run.owner.is_pool_storage(recording.memory.tensors[0])
 
 
 def test_other_tensors_are_no_rerecording():
@@ -124,6 +124,7 @@ def test_the_same_object_at_another_address_is_a_rerecording():
 
 def test_a_second_recording_of_one_set_is_no_rerecording():
     run = runner(lambda x, w: [x + w], COPIED, STATIC)
+    run.visible, run.read = frozenset(), frozenset({0})
     weight = torch.zeros(2)
     held = [run.run([X, weight])[0] for _ in range(4)]
     assert counts(run) == (1, 3, 3, 0)
