@@ -1,8 +1,11 @@
 """What a user holds keeps its value, and forwards and backwards come in any order."""
 
+import itertools
+
 import pytest
 import torch
 
+import cgpass
 from tests.usage import programs
 from tests.usage.programs import MLP, Block, assert_steady
 
@@ -21,12 +24,101 @@ def held_outputs(session):
     return held
 
 
-def test_outputs_and_gradients_stay(setting):
-    assert_steady(setting.compare(held_outputs), captured=2)
+def assert_settled(counters, *, captured=2, recordings=None):
+    """Every call but the warm-ups is a replay, and what is held moves three times a recording at most.
+
+    After that it is copied out, or gradients get a pool of their own: one recording more.
+    """
+    most = captured + 1 if recordings is None else recordings
+    assert counters["partitions_captured"] == captured, counters
+    assert captured <= counters["recordings"] <= most, counters
+    assert counters["plain_calls"] == counters["rerecordings"] == 0, counters
+    assert counters["replays"] == counters["calls"] - counters["warmups"] > 0, counters
+    assert counters["rescues"] <= 3 * counters["recordings"], counters
 
 
-def test_outputs_and_gradients_stay_through_inductor(setting):
-    assert_steady(setting.compare(held_outputs, compiler="inductor"), captured=2)
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_outputs_and_gradients_stay(setting, compiler):
+    counters = setting.compare(held_outputs, compiler=compiler)
+    assert_settled(counters)
+    assert counters["rescues"] > 0, counters
+
+
+def grown(program):
+    """A program, and a dict of what its counters say after each call of the function it is given."""
+    found = []
+
+    def noting(session):
+        found.clear()
+        start = cgpass.counters()
+
+        def note():
+            now = cgpass.counters()
+            found.append({key: value - start[key] for key, value in now.items()})
+
+        return program(session, note)
+
+    return noting, found
+
+
+def growth(found, key):
+    """By how much a counter grows from one call to the next."""
+    return [after[key] - before[key] for before, after in itertools.pairwise(found)]
+
+
+def dropped_outputs(session, note):
+    """The plain training loop: nothing of a step is held in the next one's forward."""
+    module, call = session.compiled(MLP)
+    values = []
+    for batch in session.batches(4, 8, count=12):
+        module.zero_grad(set_to_none=True)
+        out = call(batch)
+        out.square().mean().backward()
+        values += [out.detach().clone(), *programs.gradients(module)]
+        del out
+        note()
+    return values
+
+
+def gradients_held_during_the_forward(session, note):
+    """Gradients are dropped between forward and backward."""
+    module, call = session.compiled(MLP)
+    values = []
+    for batch in session.batches(4, 8, count=16):
+        out = call(batch)
+        loss = out.square().mean()
+        del out
+        module.zero_grad(set_to_none=True)
+        loss.backward()
+        values += [loss.detach().clone(), *programs.gradients(module)]
+        del loss
+        note()
+    return values
+
+
+NEEDED = 3 * 4 * 8 * 4
+"""Bytes of a batch, which forward and backward read, and of the gradient of its output."""
+
+
+@pytest.mark.parametrize("program", [dropped_outputs, gradients_held_during_the_forward])
+def test_the_plain_training_loop_copies_nothing_but_inputs(setting, program):
+    noting, found = grown(program)
+    ours = setting.run(noting)
+    settled = found[8:]
+    plain = setting.run(noting, driver="none")
+    assert not programs.differences(ours, plain)
+    steps = len(settled) - 1
+    assert steps >= 3
+    assert growth(settled, "rescues") == growth(settled, "rescued_bytes") == [0] * steps
+    assert growth(settled, "recordings") == growth(settled, "plain_calls") == [0] * steps
+    assert growth(settled, "replays") == [2] * steps
+    assert growth(settled, "copied_bytes") == [NEEDED] * steps
+
+
+def test_dropped_outputs_are_never_moved(setting):
+    noting, found = grown(dropped_outputs)
+    setting.run(noting)
+    assert (found[-1]["rescues"], found[-1]["recordings"]) == (0, 2)
 
 
 def pending_forwards(order):
@@ -88,18 +180,20 @@ def test_a_forward_whose_backward_never_comes(setting):
     assert_steady(setting.compare(program), captured=2)
 
 
-def test_retained_graph(setting):
-    def program(session):
-        module, call = session.compiled(MLP)
-        values = []
-        for batch in session.batches(4, 8):
-            loss = call(batch).square().mean()
-            loss.backward(retain_graph=True)
-            loss.backward()
-            values += programs.gradients(module)
-        return values
+def retained_graph(session):
+    """Every backward runs twice."""
+    module, call = session.compiled(MLP)
+    values = []
+    for batch in session.batches(4, 8):
+        loss = call(batch).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        values += programs.gradients(module)
+    return values
 
-    counters = setting.compare(program)
+
+def test_retained_graph(setting):
+    counters = setting.compare(retained_graph)
     # both backwards of the warmed up forward find its saved tensors outside the pool: they warm up
     assert_steady(counters, captured=2, warmups=3)
     assert counters["calls"] == 8 + 16
@@ -123,17 +217,23 @@ def test_graph_retained_only_after_the_backward_was_compiled(setting, compiler):
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradient_accumulation(setting, set_to_none):
-    def program(session):
+    def program(session, note):
         module, call = session.compiled(MLP)
         values = []
-        for number, batch in enumerate(session.batches(4, 8, count=12)):
+        for number, batch in enumerate(session.batches(4, 8, count=20)):
             (call(batch).square().mean() / 4).backward()
             if number % 4 == 3:
                 values += programs.gradients(module)
                 module.zero_grad(set_to_none=set_to_none)
+                note()
         return values
 
-    assert_steady(setting.compare(program), captured=2)
+    noting, found = grown(program)
+    assert_steady(setting.compare(noting), captured=2)
+    setting.run(noting)
+    cycles = [found[0]["rescues"], *growth(found, "rescues")]
+    most = [1] * 5 if set_to_none else [1, 0, 0, 0, 0]
+    assert all(a <= b for a, b in zip(cycles, most, strict=True)), cycles
 
 
 def test_an_output_edited_in_place(setting):
@@ -192,7 +292,9 @@ def test_gradients_of_inputs(setting):
             values.append(batch.grad)
         return values
 
-    assert_steady(setting.compare(program), captured=2)
+    counters = setting.compare(program)
+    assert_settled(counters)
+    assert counters["rescues"] > 0, counters
 
 
 def test_saved_tensor_hooks_move_what_was_saved(setting):
