@@ -19,8 +19,9 @@ from tests.usage.random_steps import WIDTH
 CONFIG = {
     "capture_dynamic_output_shape_ops": True,
     "capture_scalar_outputs": True,
-    "recompile_limit": 256,
+    "recompile_limit": 4096,
     "accumulated_recompile_limit": 4096,
+    "fail_on_recompile_limit_hit": True,  # rather than a silent run without compiling
 }
 """Host reads are part of the graph, and no function is given up because it was called in many ways."""
 
@@ -69,7 +70,8 @@ class Compiled:
 def compile_graph(graph, device, options):
     """Compile once for all programs that use this graph with these options."""
     names = {"torch": torch, "F": F}
-    exec(compile(graph.source(), "<random graph>", "exec"), names)
+    # a name in angle brackets would make Dynamo trace all graphs through one function of its own
+    exec(compile(graph.source(), "random_graph.py", "exec"), names)
     make = type("Module", (Base,), {"forward": names["forward"]})
     settings = {"compiler": "eager", "min_partition_ops": 1, "on_skip": "silent", **dict(options)}
     call = torch.compile(names["call"], backend=cgpass.cgpass, options=settings, dynamic=False)
