@@ -1,0 +1,225 @@
+"""Random graphs, random ways of using them, and the comparison with the same compiler without CUDA graphs.
+
+A graph is text and a program is a list of steps: what hypothesis prints of a failure can be pasted into a test. Both
+runs interpret the same steps in a `World`; a step that does not apply is skipped in both.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import cgpass
+from tests.usage.programs import SEED, _same, deterministic
+from tests.usage.random_steps import WIDTH
+
+CONFIG = {
+    "capture_dynamic_output_shape_ops": True,
+    "capture_scalar_outputs": True,
+    "recompile_limit": 4096,
+    "accumulated_recompile_limit": 4096,
+    "fail_on_recompile_limit_hit": True,  # rather than a silent run without compiling
+}
+"""Host reads are part of the graph, and no function is given up because it was called in many ways."""
+
+_HEAD = "def forward(self, x, y):"
+
+
+@dataclass(frozen=True, repr=False)
+class Graph:
+    """A module's forward: statements on `x` and `y`, both (rows, 4), and what is returned."""
+
+    lines: tuple[str, ...]
+    outputs: tuple[str, ...]
+    changes: str = ""
+    """Which of `x` and `y` the statements may change in place."""
+
+    def __repr__(self):
+        changes = f", changes={self.changes!r}" if self.changes else ""
+        return f"Graph({self.lines!r}, {self.outputs!r}{changes})"
+
+    def source(self):
+        body = [*self.lines, f"return ({', '.join(self.outputs)},)"]
+        return "\n".join(
+            [_HEAD, *("    " + line for line in body), "def call(m, x, y):", "    return m(x, y)"]
+        )
+
+
+class Base(nn.Module):
+    """The parameters and the buffer that every graph may use."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.5)
+        self.b = nn.Parameter(torch.randn(WIDTH) * 0.5)
+        self.register_buffer("n", torch.zeros(WIDTH))
+
+
+@dataclass
+class Compiled:
+    """A graph's module class and the compiled function that calls a module of it."""
+
+    make: type
+    call: Callable
+
+
+@functools.lru_cache(maxsize=64)
+def compile_graph(graph, device, options):
+    """Compile once for all programs that use this graph with these options."""
+    names = {"torch": torch, "F": F}
+    # a name in angle brackets would make Dynamo trace all graphs through one function of its own
+    exec(compile(graph.source(), "random_graph.py", "exec"), names)
+    make = type("Module", (Base,), {"forward": names["forward"]})
+    settings = {"compiler": "eager", "min_partition_ops": 1, "on_skip": "silent", **dict(options)}
+    call = torch.compile(names["call"], backend=cgpass.cgpass, options=settings, dynamic=False)
+    return Compiled(make, call)
+
+
+# ---- a run
+
+
+class World:
+    """All that a user has: modules, held results, and what was seen so far."""
+
+    def __init__(self, graph, compiled, device, num_modules):
+        torch.manual_seed(SEED)
+        self.graph = graph
+        self.call = compiled.call
+        self.device = device
+        self.generator = torch.Generator().manual_seed(SEED + 1)
+        self.modules = [compiled.make().to(device) for _ in range(num_modules)]
+        self.held = []
+        self.seen = []
+        self.step = ""
+
+    def see(self, name, value):
+        """Note a value as the user finds it now."""
+        if isinstance(value, torch.Tensor):
+            facts = (value.requires_grad, value.is_leaf, value.is_inference(), type(value).__name__)
+            self.seen.append((self.step, f"facts of {name}", facts))
+            value = value.detach().clone()
+        self.seen.append((self.step, name, value))
+
+    def see_all(self):
+        """Note every tensor that the user can reach."""
+        for number, held in enumerate(self.held):
+            for part, tensor in enumerate(held.tensors):
+                self.see(f"held[{number}].tensors[{part}]", tensor)
+            for part, tensor in enumerate(held.inputs):
+                self.see(f"held[{number}].inputs[{part}]", tensor)
+        for number, module in enumerate(self.modules):
+            for name, value in module.state_dict(keep_vars=True).items():
+                self.see(f"modules[{number}].{name}", value)
+        self.see_gradients()
+
+    def see_gradients(self):
+        """Note every `.grad`."""
+        leaves = {
+            f"modules[{number}].{name}": p
+            for number, module in enumerate(self.modules)
+            for name, p in module.named_parameters()
+        }
+        for number, held in enumerate(self.held):
+            leaves |= {f"held[{number}].inputs[{i}]": x for i, x in enumerate(held.inputs)}
+        for name, leaf in leaves.items():
+            if leaf.is_leaf and leaf.grad is not None:
+                self.see(f"{name}.grad", leaf.grad)
+
+    def run(self, steps):
+        """Interpret a program, then use up what is left."""
+        for number, step in enumerate(steps):
+            self.attempt(f"step {number} {step!r}", lambda step=step: step.run(self))
+        self.attempt("end", self.see_all)
+        for held in list(self.held):
+            self.attempt("backward at the end", lambda held=held: self.backward(held))
+        self.attempt("end after backward", self.see_all)
+        rng = torch.cuda.get_rng_state() if self.device.type == "cuda" else torch.get_rng_state()
+        self.see("RNG state", rng)
+
+    def attempt(self, name, action):
+        """Run a step; an error of autograd is something that the user sees."""
+        self.step = name
+        try:
+            action()
+        except RuntimeError as error:
+            self.seen.append((name, f"error: {str(error).splitlines()[0]}", type(error).__name__))
+
+    # ---- what steps share
+
+    def pick(self, number):
+        """A held result, or None; 0 is the youngest."""
+        return self.held[-1 - number % len(self.held)] if self.held else None
+
+    def module(self, number):
+        return self.modules[number % len(self.modules)]
+
+    def parameters(self):
+        return [p for module in self.modules for p in module.parameters()]
+
+    def new_input(self, rows, *, grad):
+        value = torch.randn(rows, WIDTH, generator=self.generator).to(self.device)
+        return value.requires_grad_(grad)
+
+    def backward(self, held, *, retain=False, part=None):
+        """Backward through one held tensor, or through all of them."""
+        if held.spent:
+            return
+        roots = [t for t in held.tensors if t.grad_fn is not None]
+        if not roots:
+            return
+        if part is not None:
+            roots = [roots[part % len(roots)]]
+        held.spent = not retain
+        sum((t * t).sum() for t in roots).backward(retain_graph=retain)
+        self.see_gradients()
+
+
+# ---- comparison
+
+
+def observe(graph, device, options, program):
+    """Everything that a user of the program sees, in order."""
+    compiled = compile_graph(graph, device, options)
+    world = World(graph, compiled, device, program.modules)
+    world.run(program.steps)
+    return world.seen
+
+
+REFUSED = "has been modified by an inplace operation"
+"""Without graphs autograd refuses a backward whose saved tensors the user edited. With graphs the user may have got a
+copy of what was saved; then the backward goes through, and there is nothing to compare its gradients with."""
+
+
+def first_difference(ours, plain, *, refused_too=False):
+    """Text of the first thing that a user sees differently, or None.
+
+    Args:
+        ours: What was seen with graphs.
+        plain: What was seen without.
+        refused_too: Whether a backward that autograd refuses must be refused with graphs as well.
+    """
+    for (step, name, value), (_, other_name, expected) in zip(ours, plain, strict=False):
+        mine_fails, other_fails = name.startswith("error"), other_name.startswith("error")
+        if (name == other_name or (mine_fails and other_fails)) and _same(value, expected):
+            continue
+        if REFUSED in other_name and not mine_fails and not refused_too:
+            return None
+        return f"{step}: {name}: {value}; without graphs {other_name}: {expected}"
+    if len(ours) != len(plain):
+        return f"{len(ours)} observations, {len(plain)} without graphs"
+    return None
+
+
+def check(setting, graph, programs, *, refused_too=False, **options):
+    """Run programs with graphs and without; fails on any bit that a user sees differently."""
+    recorded = tuple(sorted({**options, "driver": setting.driver}.items()))
+    with torch._dynamo.config.patch(**CONFIG), deterministic():
+        for program in programs:
+            cgpass.reset()
+            ours = observe(graph, setting.device, recorded, program)
+            plain = observe(graph, setting.device, (("driver", "none"),), program)
+            found = first_difference(ours, plain, refused_too=refused_too)
+            assert found is None, f"differ from the run without graphs: {found}"
