@@ -9,7 +9,7 @@ from cgpass.runtime.gifts import Gifts
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner, RunnerSettings
 from cgpass.runtime.simulated import SimulatedDriver
-from tests.unit.runners import COPIED, POOLED, call, counts, infos, runner
+from tests.unit.runners import COPIED, call, counts, infos, runner
 
 X = torch.ones(4)
 

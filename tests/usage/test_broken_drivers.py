@@ -150,7 +150,9 @@ def order_of_birth_ignored(patch):
     def is_safe(self, recording):
         others = [other for other in self._stack if other.birth <= recording.birth]
         return not any(
-            other.memory.held(None if other is recording else recording.released.get(other.birth, ()))
+            other.memory.held(
+                None if other is recording else recording.released.get(other.birth, ())
+            )
             for other in others
         )
 
