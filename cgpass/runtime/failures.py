@@ -1,18 +1,14 @@
-"""What a runner does around captures that fail: warm-ups under the sync check, state put back, memory given back."""
+"""What a runner does around captures that fail: what takes a partition's place, state put back, memory given back."""
 
 import contextlib
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from cgpass.runtime.driver import BoxedCallable
-from cgpass.runtime.syncs import is_sync_error, sync_check
-
-_MAX_BACKUP_BYTES = 1 << 28
-"""Inputs that are written take a copy for the sync check; above this size the check is left out."""
 
 
 @dataclass(frozen=True)
@@ -64,33 +60,6 @@ def random_state_kept(device: torch.device, args: Iterable[Any]) -> Iterator[Non
     finally:
         for generator, state in states:
             generator.set_state(state)
-
-
-def run_checked(
-    fn: BoxedCallable, args: list[Any], *, mutated: Sequence[int], device: torch.device
-) -> tuple[Sequence[Any], bool]:
-    """Run `fn(args)` under the sync check.
-
-    Returns:
-        The outputs, and whether something waited for the device. That may have been a first call's initialisation.
-    """
-    written = [a for i in mutated if isinstance(a := args[i], torch.Tensor)]
-    if sum(t.numel() * t.element_size() for t in written) > _MAX_BACKUP_BYTES:
-        return fn(args), False
-    backups = [(t, t.detach().clone()) for t in written]
-    states = [(g, g.get_state()) for g in generators_of(device, args)]
-    try:
-        with sync_check(device):
-            return fn(list(args)), False
-    except RuntimeError as error:
-        if not is_sync_error(error):
-            raise
-    with torch.no_grad():
-        for tensor, backup in backups:
-            tensor.copy_(backup)
-    for generator, state in states:
-        generator.set_state(state)
-    return fn(args), True
 
 
 def give_memory_back(error: BaseException, device: torch.device) -> None:

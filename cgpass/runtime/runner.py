@@ -13,13 +13,13 @@ from cgpass.options import Options
 from cgpass.runtime import fast
 from cgpass.runtime.actions import Action, decide
 from cgpass.runtime.driver import BoxedCallable
-from cgpass.runtime.failures import Resplit, give_memory_back, run_checked
+from cgpass.runtime.failures import Resplit, give_memory_back
 from cgpass.runtime.gifts import Gifts
 from cgpass.runtime.owner import MAX_SLOTS, Limits, Owner
 from cgpass.runtime.placeholders import Placeholder
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe, layout_of
-from cgpass.runtime.syncs import is_capture_error
+from cgpass.runtime.syncs import is_capture_error, syncs_noted
 from cgpass.runtime.table import RecordingTable
 from cgpass.telemetry import CallStats, new_call_stats
 
@@ -194,6 +194,8 @@ class PartitionRunner:
             return self._instead(args), None
         warm = self.table.is_warm(shape_key, static_key, args)
         strays = warm and self._has_strays(args)
+        if strays:  # which may have changed what is copied
+            static_key = self._layout.static_key(args)
         if strays and not self.table.has_recordings(shape_key):
             warm, strays = False, False  # what made the inputs was itself warming up
         usable = self._is_usable() and not strays
@@ -222,13 +224,16 @@ class PartitionRunner:
         """Run plainly; where nobody told which inputs are written or whether it syncs, find out."""
         is_last = self.table.num_warmups(shape_key) + 1 >= self._settings.limits.num_warmup_calls
         resplit = self._resplit
-        if resplit is not None and resplit.checks_warm_ups and is_last:
-            if not self.stats.recordings:
-                device = self.owner.driver.device
-                outputs, self._suspect = run_checked(
-                    self._fn, args, mutated=self._layout.mutated, device=device
-                )
-                return outputs
+        if (
+            resplit is not None
+            and resplit.checks_warm_ups
+            and is_last
+            and not self.stats.recordings
+        ):
+            with syncs_noted(self.owner.driver.device) as found:
+                outputs = self._fn(args)
+            self._suspect = bool(found)
+            return outputs
         if not self._settings.check_layout:
             return self._fn(args)
         tensors = [

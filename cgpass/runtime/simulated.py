@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cgpass import _torch
 from cgpass.runtime.capturing import capture_runs
 from cgpass.runtime.driver import BoxedCallable, CapturedGraph, no_gc
-from cgpass.runtime.syncs import HostReads, call_watched, reads_on_host
+from cgpass.runtime.syncs import HostReads, call_watched, reads_on_host, refuse
 
 _POISON = 0xFF
 _REFUSAL = "operation not permitted when stream is capturing"
@@ -126,7 +126,7 @@ class _Tape(TorchDispatchMode):
         where = pytree.tree_map(self._where, (args, kwargs))
         out = pytree.tree_map(
             lambda value: self._place(value) if _is_new(value, known) else value,
-            call_watched(func, args, kwargs, HostReads(_REFUSAL)),
+            call_watched(func, args, kwargs, HostReads(refuse(_REFUSAL))),
         )
         self.calls.append((func, *where, pytree.tree_map(self._where, out)))
         return out
@@ -240,7 +240,7 @@ class SimulatedDriver:
         if opaque:
             inputs = tuple(args)
             args.clear()
-            with HostReads(_REFUSAL):
+            with HostReads(refuse(_REFUSAL)):
                 return list(tape.note(lambda *inputs: tuple(fn(list(inputs))), inputs, {}))
         with tape:
             return list(fn(args))

@@ -36,19 +36,28 @@ def reads_on_host(func: Any, args: Sequence[Any]) -> bool:
     return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
-class HostReads(TorchDispatchMode):
-    """Raises where a tensor's data is read on the host, inside custom operators too."""
+def refuse(message: str) -> Callable[[Any], None]:
+    """What to do about an operator: raise, with its name."""
 
-    def __init__(self, message: str) -> None:
-        """Args: message: of the error; the operator's name follows."""
+    def raise_it(func: Any) -> None:
+        raise RuntimeError(f"{message}: {func}")
+
+    return raise_it
+
+
+class HostReads(TorchDispatchMode):
+    """Notices where a tensor's data is read on the host, inside custom operators too."""
+
+    def __init__(self, on_read: Callable[[Any], None]) -> None:
+        """Args: on_read: called with the operator before it is."""
         super().__init__()
-        self._message = message
+        self._on_read = on_read
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if reads_on_host(func, args):
-            raise RuntimeError(f"{self._message}: {func}")
+            self._on_read(func)
         return call_watched(func, args, kwargs or {}, self)
 
 
@@ -70,7 +79,7 @@ def call_watched(
 def sync_check(device: torch.device) -> Iterator[None]:
     """Make work inside that waits for the device raise, where that can be found out without harm to others."""
     if device.type != "cuda":
-        with HostReads(f"{_SYNC} operation"):
+        with HostReads(refuse(f"{_SYNC} operation")):
             yield
     elif _other_threads():
         yield
@@ -81,6 +90,33 @@ def sync_check(device: torch.device) -> Iterator[None]:
             yield
         finally:
             _set_sync_debug_mode(before)
+
+
+@contextlib.contextmanager
+def syncs_noted(device: torch.device) -> Iterator[list[str]]:
+    """Note what inside waits for the device, and let it. Yields a list that is complete at the end."""
+    found: list[str] = []
+    if device.type != "cuda":
+        with HostReads(lambda func: found.append(str(func))):
+            yield found
+    elif _other_threads():
+        yield found
+    else:
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _set_sync_debug_mode("warn")
+            try:
+                yield found
+            finally:
+                _set_sync_debug_mode(before)
+        for warning in caught:
+            if _SYNC in str(warning.message):
+                found.append(str(warning.message))
+            else:
+                warnings.warn_explicit(
+                    warning.message, warning.category, warning.filename, warning.lineno
+                )
 
 
 def is_sync_error(error: BaseException) -> bool:

@@ -82,6 +82,11 @@ class RecordingTable:
         shape = self._shapes.get(shape_key)
         return shape is not None and bool(shape.sets)
 
+    def num_warmups(self, shape_key: ShapeKey) -> int:
+        """Warm-up calls that a shape has had."""
+        shape = self._shapes.get(shape_key)
+        return 0 if shape is None else shape.num_warmups
+
     def is_warm(self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]) -> bool:
         """Whether a call of this signature may be recorded: its shape and its set of parameters were called before.
 

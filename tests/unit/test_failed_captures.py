@@ -9,7 +9,7 @@ from cgpass.culprits import find_culprits
 from cgpass.errors import CaptureError
 from cgpass.resplit import StrideNotes, has_unvetted_ops
 from cgpass.runtime.capturing import is_any_capture_running
-from cgpass.runtime.failures import Outcome, run_checked
+from cgpass.runtime.failures import Outcome
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runners import COPIED, call, counts, runner
 
@@ -28,43 +28,6 @@ def refuses(x: torch.Tensor) -> torch.Tensor:
     if is_any_capture_running():
         raise ValueError("not now")
     return x * 2
-
-
-# ---- the checked warm-up
-
-
-def test_a_warm_up_that_waits_is_made_again_from_where_it_began():
-    def fn(args):
-        (x,) = args
-        args.clear()
-        x.add_(torch.rand(3))
-        return [reads(x)]
-
-    x, y = torch.ones(3), torch.ones(3)
-    torch.manual_seed(3)
-    want = fn([y])
-    torch.manual_seed(3)
-    args = [x]
-    got, waits = run_checked(fn, args, mutated=(0,), device=CPU)
-    assert waits
-    assert args == []
-    assert torch.equal(got[0], want[0])
-    assert torch.equal(x, y)
-    assert torch.equal(torch.rand(2), (torch.manual_seed(3), torch.rand(3), torch.rand(2))[2])
-
-
-def test_a_warm_up_that_waits_for_nothing_runs_once():
-    runs = []
-    outputs, waits = run_checked(lambda a: runs.append(1) or [1], [], mutated=(), device=CPU)
-    assert (outputs, waits, runs) == ([1], False, [1])
-
-
-def test_an_error_in_a_checked_warm_up_comes_through():
-    def fn(args):
-        raise RuntimeError("user's")
-
-    with pytest.raises(RuntimeError, match="user's"):
-        run_checked(fn, [], mutated=(), device=CPU)
 
 
 # ---- the search

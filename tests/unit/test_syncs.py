@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from cgpass.runtime.syncs import is_capture_error, is_sync_error, sync_check
+from cgpass.runtime.syncs import is_capture_error, is_sync_error, sync_check, syncs_noted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 X = torch.ones(3)
@@ -120,3 +120,13 @@ def test_in_a_backward_one_thread_waits_for_it(modes, monkeypatch):
     with sync_check(CUDA):
         pass
     assert modes == [0, "error", 0]
+
+
+def test_what_waits_is_noted_and_goes_on():
+    with syncs_noted(CPU) as found:
+        value = torch.ones(3).sum().item()
+    assert value == 3
+    assert found == ["aten._local_scalar_dense.default"]
+    with syncs_noted(CPU) as found:
+        torch.ones(3).sum()
+    assert found == []
