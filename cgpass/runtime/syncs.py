@@ -17,8 +17,9 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cgpass import _torch
+
 _HOST_READS = (torch.Tag.data_dependent_output, torch.Tag.cudagraph_unsafe)
-_PLAIN_NAMESPACES = ("aten", "prims", "inductor_prims")
 _SYNC = "called a synchronizing"
 _HARMLESS_THREADS = ("cgpass.", "torch._inductor.")
 
@@ -38,6 +39,8 @@ def reads_on_host(func: Any, args: Sequence[Any]) -> bool:
 
 class HostReads(TorchDispatchMode):
     """Raises where a tensor's data is read on the host, inside custom operators too."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, message: str) -> None:
         """Args: message: of the error; the operator's name follows."""
@@ -59,11 +62,11 @@ def call_watched(
     mode: TorchDispatchMode,
 ) -> Any:
     """Call `func` so that `mode` sees what the implementation of a custom operator on CPU calls."""
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace in _PLAIN_NAMESPACES:
+    implementation = _torch.cpu_implementation(func)
+    if implementation is None:
         return func(*args, **kwargs)
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     with mode:
-        return func.redispatch(keys, *args, **kwargs)
+        return implementation(*args, **kwargs)
 
 
 @contextlib.contextmanager
