@@ -99,7 +99,7 @@ def close(setting, program, **options):
     counters = {key: value - before[key] for key, value in cgpass.counters().items()}
     plain = setting.run(program, **options | {"driver": "none"})
     for a, b in zip(ours, plain, strict=True):
-        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     return counters
 
 
