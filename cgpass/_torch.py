@@ -5,6 +5,7 @@ torch 2.11 and 2.15 is told apart here, by looking for the feature first and at 
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -386,6 +387,22 @@ def autograd_formula(
 
     definition = OPDEFS[op._schema.name]
     return definition._setup_context_fn, definition._backward_fn
+
+
+def cpu_implementation(op: object) -> Callable[..., Any] | None:
+    """What runs a custom operator on CPU, past whatever intercepts the call; None for torch's own operators.
+
+    Dispatch modes that are entered see what it calls. Operators that write an argument are called through a
+    higher-order operator (`auto_functionalized`), which has a Python implementation.
+    """
+    keys = torch._C.DispatchKey
+    if isinstance(op, torch._ops.OpOverload):
+        if op.namespace in ("aten", "prims", "inductor_prims"):
+            return None
+        return functools.partial(op.redispatch, torch._C.DispatchKeySet(keys.CPU))
+    if isinstance(op, torch._ops.HigherOrderOperator) and "auto_functionalized" in op.name():
+        return op.py_kernels.get(keys.CompositeExplicitAutograd)
+    return None
 
 
 def has_effect(op: torch._ops.OpOverload) -> bool:

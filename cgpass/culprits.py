@@ -127,6 +127,14 @@ class _Following(fx.Interpreter):
         return super().run_node(n)
 
 
+def _same_operator(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
+    """Every node that calls the operator that `node` calls, wrapped or not."""
+    op = values.called(node)[0]
+    if not isinstance(op, torch._ops.OpOverload):
+        return [node]
+    return [other for other in gm.graph.nodes if values.called(other)[0] is op]
+
+
 def _by_trial(gm: fx.GraphModule, inputs: list[Any], driver: GraphDriver) -> Finding:
     follower = _Following(gm)
 
@@ -140,8 +148,7 @@ def _by_trial(gm: fx.GraphModule, inputs: list[Any], driver: GraphDriver) -> Fin
         if isinstance(error, torch.OutOfMemoryError) or node is None or node.op != "call_function":
             return Finding(clean=False)
         found = ("failed_capture", f"capturing it failed ({first_line(error)})")
-        same = gm.graph.find_nodes(op="call_function", target=node.target)
-        return Finding(dict.fromkeys(same, found))
+        return Finding(dict.fromkeys(_same_operator(gm, node), found))
     del outputs
     graph.reset()
     return Finding()

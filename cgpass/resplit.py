@@ -12,6 +12,7 @@ from cgpass import telemetry
 from cgpass.compile import Boxed
 from cgpass.culprits import Finding, find_culprits, first_line
 from cgpass.errors import CaptureError
+from cgpass.graph import values
 from cgpass.graph.capturability import PROVEN, Reason
 from cgpass.graph.partition_tag import get_tag
 from cgpass.options import Options
@@ -29,9 +30,9 @@ _VETTED = frozenset({"aten", "prims", "inductor_prims", "rngprims"})
 
 def has_unvetted_ops(gm: fx.GraphModule) -> bool:
     """Whether a graph calls operators of which only running them tells whether they wait for the device."""
+    called = (values.called(node)[0] for node in gm.graph.nodes)
     return any(
-        isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in _VETTED
-        for node in gm.graph.nodes
+        isinstance(op, torch._ops.OpOverload) and op.namespace not in _VETTED for op in called
     )
 
 

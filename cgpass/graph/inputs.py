@@ -26,13 +26,13 @@ def input_infos(
     """
     known = names or {}
     placeholders = gm.graph.find_nodes(op="placeholder")
-    written = _written_storages(gm)
+    written = _written_placeholders(gm)
     return tuple(
         InputInfo(
             name=known.get(node.name, node.name),
             kind=_kind(node, is_static=index in static, is_pooled=node.name in pooled),
             line=_first_line(node),
-            mutated=node in written or bool(written & values.storage_keys(node)),
+            mutated=node in written,
         )
         for index, node in enumerate(placeholders)
     )
@@ -51,14 +51,25 @@ def _kind(node: fx.Node, *, is_static: bool, is_pooled: bool) -> InputKind:
     return InputKind.POOLED if is_pooled else InputKind.COPIED
 
 
-def _written_storages(gm: fx.GraphModule) -> frozenset[fx.Node | int]:
-    """The nodes that anything in the graph writes to, and the storages they lie in."""
-    written: set[fx.Node | int] = set()
-    for node in gm.graph.nodes:
-        for target in values.mutated_inputs(node):
-            written.add(target)
-            written |= values.storage_keys(target)
-    return frozenset(written)
+def _written_placeholders(gm: fx.GraphModule) -> frozenset[fx.Node]:
+    """The placeholders that something in the graph writes, itself or through a view made in the graph.
+
+    Another placeholder that aliases one of them is none: each has a copy of its own, and only one has the new value.
+    """
+    targets = (t for node in gm.graph.nodes for t in values.mutated_inputs(node))
+    return frozenset(_base(target) for target in targets)
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """What a node is a view of."""
+    while node.op != "placeholder":
+        keys = values.storage_keys(node)
+        bases = (n for n in node.all_input_nodes if keys & values.storage_keys(n))
+        base = next(bases, None)
+        if base is None:
+            return node
+        node = base
+    return node
 
 
 def _first_line(node: fx.Node) -> str | None:

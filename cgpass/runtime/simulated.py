@@ -93,6 +93,8 @@ class SimulatedPool:
 class _Tape(TorchDispatchMode):
     """Runs aten ops and notes each with the memory it read and wrote."""
 
+    supports_higher_order_operators = True
+
     def __init__(
         self,
         pool: SimulatedPool,

@@ -17,8 +17,9 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cgpass import _torch
+
 _HOST_READS = (torch.Tag.data_dependent_output, torch.Tag.cudagraph_unsafe)
-_PLAIN_NAMESPACES = ("aten", "prims", "inductor_prims")
 _SYNC = "called a synchronizing"
 _HARMLESS_THREADS = ("cgpass.", "torch._inductor.")
 
@@ -48,6 +49,8 @@ def refuse(message: str) -> Callable[[Any], None]:
 class HostReads(TorchDispatchMode):
     """Notices where a tensor's data is read on the host, inside custom operators too."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, on_read: Callable[[Any], None]) -> None:
         """Args: on_read: called with the operator before it is."""
         super().__init__()
@@ -68,11 +71,11 @@ def call_watched(
     mode: TorchDispatchMode,
 ) -> Any:
     """Call `func` so that `mode` sees what the implementation of a custom operator on CPU calls."""
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace in _PLAIN_NAMESPACES:
+    implementation = _torch.cpu_implementation(func)
+    if implementation is None:
         return func(*args, **kwargs)
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     with mode:
-        return func.redispatch(keys, *args, **kwargs)
+        return implementation(*args, **kwargs)
 
 
 @contextlib.contextmanager
