@@ -89,7 +89,7 @@ def test_results_of_autograd_grad_are_kept(way):
     assert_replays(way.compare(program))
 
 
-def test_gradients_are_handed_to_the_parameters_of_another_model(slow_way):
+def test_gradients_are_handed_to_the_parameters_of_another_model(way):
     def program(session):
         module, call = session.compiled(MLP)
         master = session.module(MLP).double()
@@ -110,7 +110,7 @@ def test_gradients_are_handed_to_the_parameters_of_another_model(slow_way):
                     p.copy_(wide)
         return programs.state(module) + programs.state(direct)
 
-    assert_replays(slow_way.compare(program))
+    assert_replays(way.compare(program))
 
 
 def test_gradients_are_clipped_and_scaled_in_place_and_stay(way):
@@ -184,12 +184,13 @@ def test_an_edited_output_that_the_backward_needs_never_gives_a_wrong_gradient(w
             torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], expected)
             continue
         out.detach().mul_(2)
+        message = ""
         try:
             (found,) = torch.autograd.grad(loss, weight)
         except RuntimeError as error:
-            assert "modified by an inplace operation" in str(error)
-        else:
-            torch.testing.assert_close(found, expected)
+            found, message = expected, str(error)
+        torch.testing.assert_close(found, expected)
+        assert not message or "modified by an inplace operation" in message
 
 
 def test_two_outputs_are_views_of_what_is_not_returned(way):
@@ -283,8 +284,8 @@ def save_on_cpu(session):
     return values
 
 
-def test_save_on_cpu(slow_way):
-    counters = slow_way.compare(save_on_cpu)
+def test_save_on_cpu(way):
+    counters = way.compare(save_on_cpu)
     assert counters["replays"] > 0, counters
 
 
