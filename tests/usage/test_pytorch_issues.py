@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cgpass.errors import CaptureError
 from tests.usage import programs
-from tests.usage.programs import MLP, Block, assert_replays
+from tests.usage.programs import MLP, assert_replays
 
 SMALL = {"min_partition_ops": 1}
 """These functions are as short as in the issues."""
@@ -18,9 +18,9 @@ SMALL = {"min_partition_ops": 1}
 
 def test_83148_checkpoint_around_a_module_with_dropout(way):
     def program(session):
-        module, call = session.compiled(lambda: Block(dropout=0.5))
+        module, call = session.compiled(lambda: nn.Sequential(MLP(), nn.Dropout(0.5)))
         values = []
-        for batch in session.batches(2, 6, 16, count=5):
+        for batch in session.batches(4, 8, count=5):
             batch.requires_grad_()
             out = checkpoint(call, batch, use_reentrant=False)
             out.square().mean().backward()
@@ -206,11 +206,11 @@ def test_146569_two_losses_and_the_second_backward(way):
 
 def test_148439_losses_of_a_schedule_of_microbatches(way):
     def program(session):
-        module, call = session.compiled(Block)
+        module, call = session.compiled(MLP)
         reduced = []
         for _ in range(3):
             losses, pending = [], collections.deque()
-            for batch in session.batches(2, 6, 16, count=6):  # two forwards ahead of the backwards
+            for batch in session.batches(4, 8, count=6):  # two forwards ahead of the backwards
                 pending.append(call(batch).square().mean())
                 losses.append(pending[-1].detach())
                 if len(pending) > 2:
@@ -313,11 +313,11 @@ def test_160281_a_function_fed_the_output_of_another(way):
 
 def test_169082_training_and_evaluation_without_a_number_gone_bad(way):
     def program(session):
-        module, call = session.compiled(Block)
+        module, call = session.compiled(MLP)
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
         values = []
         for _ in range(3):
-            for batch in session.batches(2, 6, 16, count=3):
+            for batch in session.batches(4, 8, count=3):
                 loss = call(batch).square().mean()
                 loss.backward()
                 optimizer.step()
@@ -325,7 +325,7 @@ def test_169082_training_and_evaluation_without_a_number_gone_bad(way):
                 values.append(loss.detach())
             module.eval()
             with torch.no_grad():
-                losses = [call(batch).square().mean() for batch in session.batches(2, 6, 16)]
+                losses = [call(batch).square().mean() for batch in session.batches(4, 8)]
             module.train()
             values.append(torch.stack(losses).mean())
         assert all(value.isfinite() for value in values)
@@ -334,7 +334,7 @@ def test_169082_training_and_evaluation_without_a_number_gone_bad(way):
     assert_replays(way.compare(program))
 
 
-def test_169545_gradients_of_vectors_add_up(slow_way):
+def test_169545_gradients_of_vectors_add_up(way):
     def program(session):
         module, call = session.compiled(lambda: nn.Linear(10, 1), fullgraph=True)
         values = []
@@ -345,7 +345,7 @@ def test_169545_gradients_of_vectors_add_up(slow_way):
             values += [loss.detach(), x.grad, *programs.gradients(module)]
         return values
 
-    assert_replays(slow_way.compare(program, **SMALL))
+    assert_replays(way.compare(program, **SMALL))
 
 
 def test_170604_marking_steps_changes_nothing(way):
@@ -422,9 +422,9 @@ def test_182531_addresses_that_take_turns_are_recorded_once_each(way):
 
 def test_183603_a_second_backward_through_one_forward(way):
     def program(session):
-        module, call = session.compiled(Block)
+        module, call = session.compiled(MLP)
         values = []
-        for batch in session.batches(2, 6, 16):
+        for batch in session.batches(4, 8):
             out = call(batch.requires_grad_())
             out.sum().backward(retain_graph=True)
             (out * 2).mean().backward()

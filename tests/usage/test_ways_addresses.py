@@ -52,8 +52,8 @@ def replace_data_and_poison(session, module):
         poison(old)
 
 
-def test_data_is_replaced_and_the_old_memory_overwritten(slow_way):
-    slow_way.compare(trained(replace_data_and_poison))
+def test_data_is_replaced_and_the_old_memory_overwritten(way):
+    way.compare(trained(replace_data_and_poison))
 
 
 def test_parameters_are_freed_and_reallocated_in_each_others_places(way):

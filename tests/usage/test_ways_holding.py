@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.usage import programs
-from tests.usage.programs import MLP, Block, Tied, assert_replays
+from tests.usage.programs import MLP, Tied, assert_replays
 
 
 def long_enough(x):
@@ -272,9 +272,9 @@ def test_slices_outlive_their_whole(way):
 
 
 def save_on_cpu(session):
-    module, call = session.compiled(Block)
+    module, call = session.compiled(MLP)
     values = []
-    for number, batch in enumerate(session.batches(2, 6, 16, count=12)):
+    for number, batch in enumerate(session.batches(4, 8, count=12)):
         with torch.autograd.graph.save_on_cpu():
             first = call(batch)
             second = call(first)
@@ -297,9 +297,9 @@ def test_saved_tensors_are_packed_as_other_dtypes_now_and_then(way):
         return t.float() if t.is_floating_point() else t
 
     def program(session):
-        module, call = session.compiled(Block)
+        module, call = session.compiled(MLP)
         values = []
-        for number, batch in enumerate(session.batches(2, 6, 16, count=12)):
+        for number, batch in enumerate(session.batches(4, 8, count=12)):
             if number % 4 == 3:
                 with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                     out = call(batch)

@@ -364,7 +364,7 @@ def test_dtypes_take_turns(way):
 # ---- kinds that change
 
 
-def test_inputs_that_need_a_gradient_or_not(slow_way):
+def test_inputs_that_need_a_gradient_or_not(way):
     def program(session):
         module, call = session.compiled(MLP)
         values = []
@@ -379,7 +379,7 @@ def test_inputs_that_need_a_gradient_or_not(slow_way):
             module.zero_grad()
         return values
 
-    assert_replays(slow_way.compare(program))
+    assert_replays(way.compare(program))
 
 
 def test_tensors_made_in_inference_mode_and_outside(way):
