@@ -19,8 +19,37 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.filterwarnings(warning))
 
 
-@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
-def setting(request):
-    device = torch.device("cpu") if request.param == "simulated" else torch.device("cuda", 0)
-    yield Setting(device, request.param)
+def settings(*params):
+    """Drivers with compilers as parameters of a fixture; those on CUDA are skipped without it."""
+    return [
+        pytest.param(param, id="-".join(param), marks=[pytest.mark.gpu] * (param[0] == "cuda"))
+        for param in params
+    ]
+
+
+def each(request):
+    driver, *compiler = request.param
+    device = torch.device("cpu") if driver == "simulated" else torch.device("cuda", 0)
+    yield Setting(device, driver, *compiler)
     torch.compiler.reset()
+
+
+@pytest.fixture(params=settings(("simulated",), ("cuda",)))
+def setting(request):
+    yield from each(request)
+
+
+@pytest.fixture(params=settings(("simulated", "eager"), ("cuda", "eager"), ("cuda", "inductor")))
+def way(request):
+    """Both compilers on CUDA; on CPU aten alone, for Inductor takes seconds a graph there."""
+    yield from each(request)
+
+
+@pytest.fixture(
+    params=settings(
+        ("simulated", "eager"), ("simulated", "inductor"), ("cuda", "eager"), ("cuda", "inductor")
+    )
+)
+def slow_way(request):
+    """Both compilers everywhere: for the few ways of a file that are worth those seconds."""
+    yield from each(request)

@@ -29,8 +29,12 @@ class Session:
         default_factory=lambda: torch.Generator().manual_seed(SEED + 1)
     )
 
+    @property
+    def backend(self):
+        return cgpass.cgpass
+
     def compile(self, fn, **kwargs):
-        return torch.compile(fn, backend=cgpass.cgpass, options=self.options, **kwargs)
+        return torch.compile(fn, backend=self.backend, options=self.options, **kwargs)
 
     def module(self, make):
         torch.manual_seed(SEED)
@@ -56,13 +60,14 @@ class Session:
 
 @dataclass(frozen=True)
 class Setting:
-    """A device and the driver that records on it."""
+    """A device, the driver that records on it, and what makes the kernels unless a program says."""
 
     device: torch.device
     driver: str
+    compiler: str = "eager"
 
     def session(self, **options):
-        return Session(self.device, {"driver": self.driver, "compiler": "eager", **options})
+        return Session(self.device, {"driver": self.driver, "compiler": self.compiler, **options})
 
     def run(self, program, **options):
         """Results of a program that starts from nothing, with the RNG state afterwards."""
@@ -141,6 +146,13 @@ def assert_steady(counters, *, captured, recordings=None, eager=0, warmups=None,
     }
     assert {name: counters[name] for name in expected} == expected, counters
     assert counters["replays"] > 0, counters
+
+
+def assert_replays(counters, *, plain=0):
+    """Every call but the warm-ups was a replay, however many recordings that took."""
+    assert counters["partitions_captured"] > 0, counters
+    assert counters["plain_calls"] == plain, counters
+    assert counters["replays"] == counters["calls"] - counters["warmups"] - plain > 0, counters
 
 
 # ---- models
