@@ -127,6 +127,20 @@ def is_capturing() -> bool:
 # ---- Dynamo, AOTAutograd
 
 
+def register_backend(name: str, backend: Callable[..., Any]) -> None:
+    """Have Dynamo know a backend that was given as a function.
+
+    For backends that it knows, newer versions drop the weak references to parameters that tracing leaves behind;
+    with them `torch.utils.swap_tensors` refuses the parameters.
+
+    Source: torch/_dynamo/convert_frame.py, `_is_registered_backend`, 2.15; the registry is the same from 2.11 on.
+    """
+    from torch._dynamo.backends import registry
+
+    if name not in registry._COMPILER_FNS:
+        registry.register_backend(backend, name=name)
+
+
 def compile_with_inductor(
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],

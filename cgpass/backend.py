@@ -60,6 +60,7 @@ def cgpass(
         DriverUnavailableError: `driver="cuda"` without CUDA.
     """
     del name
+    _torch.register_backend("cgpass", cgpass)
     parsed = Options.parse(options)
     if mode not in (None, "default"):
         raise OptionError(

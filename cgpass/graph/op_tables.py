@@ -66,6 +66,7 @@ HOST_STATE = frozenset(
         "record_stream",
         "resize_",
         "set_",
+        "shallow_copy_data_",
         "fsdp::set_",
     }
 )

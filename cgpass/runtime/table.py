@@ -1,19 +1,15 @@
 """`RecordingTable`: the recordings of one partition by signature, and how many there may be."""
 
 import logging
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cgpass.errors import StaticInputMovedError
 from cgpass.runtime.owner import Limits
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe
 from cgpass.telemetry import CallStats
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +58,8 @@ class RecordingTable:
         self._stats = stats
         self._on_moved = on_moved
         self._shapes: dict[ShapeKey, _Shape] = {}
-        self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._seen: dict[int, int] = {}
+        """Which object each parameter was, by `id`: a reference, weak or not, would be in the user's way."""
         self._newest: StaticKey | None = None
         self._warm_sets: set[tuple[ShapeKey, int]] = set()
         self._num_rerecords = 0
@@ -125,7 +122,7 @@ class RecordingTable:
         self._note_warm(shape_key, static_key)
         self._newest = static_key
         for i in self._layout.parameters:
-            self._seen[i] = weakref.ref(args[i])  # the user's model keeps parameters alive
+            self._seen[i] = id(args[i])
         return members
 
     def remove(self, recording: Recording) -> None:
@@ -207,7 +204,7 @@ class RecordingTable:
 
     def _known(self, moved: Sequence[int], args: Sequence[Any]) -> list[int]:
         """Those of the moved inputs that are the very tensors of the last recording."""
-        return [i for i in moved if i in self._seen and self._seen[i]() is args[i]]
+        return [i for i in moved if self._seen.get(i) == id(args[i])]
 
     def _count_rerecord(self, moved: Sequence[int], args: Sequence[Any]) -> bool:
         """Allow a recording for moved inputs; a set of other tensors seen for the first time is none."""

@@ -491,3 +491,22 @@ def test_194124_saved_tensors_of_many_graphs_with_pending_backwards(way):
         return values
 
     way.compare(program)
+
+
+def test_183313_a_weight_replaced_through_data_in_the_forward(way):
+    class Standardised(nn.Conv2d):
+        def forward(self, x):
+            w = self.weight
+            self.weight.data = (w - w.mean()) / (w.std() + 1e-5)
+            return super().forward(x).relu()
+
+    def program(session):
+        module, call = session.compiled(lambda: Standardised(3, 4, 3))
+        values = []
+        for batch in session.batches(2, 3, 6, 6):
+            with torch.no_grad():
+                values.append(call(batch))
+            values += programs.state(module)
+        return values
+
+    way.compare(program, on_skip="silent")

@@ -391,3 +391,20 @@ def test_a_vocabulary_that_grows(way):
         return values
 
     way.compare(program)
+
+
+def test_swapped_tensors(way):
+    def change(session, module):
+        for p in module.parameters():
+            torch.utils.swap_tensors(p, nn.Parameter(p.detach() * 0.5))
+
+    way.compare(trained(change))
+
+
+def test_modules_moved_with_swapping(way, monkeypatch):
+    def change(session, module):
+        module.to(torch.float64)
+        module.to(torch.float32)
+
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    way.compare(trained(change))
