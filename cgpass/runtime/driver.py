@@ -78,6 +78,14 @@ def no_gc() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def _may_be_empty() -> Iterator[None]:
+    """Have torch say nothing of a captured graph without work."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+        yield
+
+
 class _Pool:
     """A memory pool and the graphs that keep it in use; whoever replays them keeps them alive."""
 
@@ -167,7 +175,8 @@ class CUDADriver:
         try:
             graph.capture_begin(capture_error_mode="thread_local")
             self._token.zero_()
-            graph.capture_end()
+            with _may_be_empty():
+                graph.capture_end()
         except RuntimeError:
             for generator, state in zip(generators, states, strict=True):
                 generator.graphsafe_set_state(state)
@@ -189,8 +198,7 @@ class CUDADriver:
         return outputs
 
     def _end_failed(self, graph: torch.cuda.CUDAGraph, pool: _Pool) -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+        with _may_be_empty():
             try:
                 graph.capture_end()
             except RuntimeError:

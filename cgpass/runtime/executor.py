@@ -63,7 +63,6 @@ class _CopyOut:
 
     def __init__(self, number: int, plan: Plan, runner: PartitionRunner) -> None:
         """Tell the runner who gets what of its outputs."""
-        self.number = number
         self.runner = runner
         step = plan.steps[number]
         numbers = {slot: n for n, slot in enumerate(step.outputs)}
@@ -80,8 +79,13 @@ class _CopyOut:
         self._positions: tuple[int, ...] = ()
         self._targets: tuple[int, ...] = ()
 
-    def run(self, recording: Recording, results: list[Any]) -> None:
-        """Replace results by copies, where the runner says so."""
+    def run(self, recording: Recording, copies: list[Any]) -> None:
+        """Copy what the runner says, as soon as it was made: nobody holds the pool's own tensors.
+
+        Args:
+            recording: What made the step's outputs.
+            copies: Takes each copy under its position in the graph's results.
+        """
         copied = self.runner.copied
         if copied is not self._copied:
             self._copied = copied
@@ -89,7 +93,7 @@ class _CopyOut:
             self._positions = tuple(n for n, _ in pairs)
             self._targets = tuple(target for _, target in pairs)
         if self._positions:
-            copied_bytes = recording.copy_out(self._positions, self._targets, results)
+            copied_bytes = recording.copy_out(self._positions, self._targets, copies)
             self.runner.stats.copied_bytes += copied_bytes
 
 
@@ -125,15 +129,11 @@ class Executor:
                 step.drops,
                 (None,) * len(step.drops),
                 step.outputs,
+                _CopyOut(number, plan, step.run) if isinstance(step.run, PartitionRunner) else None,
             )
-            for step in plan.steps
+            for number, step in enumerate(plan.steps)
         ]
         self._take_outputs = _taker(plan.outputs)
-        self._copies = [
-            _CopyOut(number, plan, step.run)
-            for number, step in enumerate(plan.steps)
-            if isinstance(step.run, PartitionRunner)
-        ]
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run every step.
@@ -154,18 +154,19 @@ class Executor:
     def _run(self, args: list[Any]) -> list[Any]:
         slots = args + self._template
         args.clear()
-        recordings: list[Any] = []
-        for run, take, drops, nothing, places in self._steps:
+        copies: list[Any] | None = None
+        for run, take, drops, nothing, places, copy_out in self._steps:
             inputs = take(slots)
             fast.put(slots, drops, nothing)
             outputs, recording = run(inputs)
-            recordings.append(recording)
+            if recording is not None and copy_out is not None and copy_out.runner.copied:
+                copies = copies or [None] * len(self.plan.outputs)
+                copy_out.run(recording, copies)
             fast.put(slots, places, outputs)
             del inputs, outputs
         results = self._take_outputs(slots)
-        del slots
-        for copy in self._copies:
-            recording = recordings[copy.number]
-            if recording is not None:
-                copy.run(recording, results)
-        return results
+        if copies is None:
+            return results
+        return [
+            result if copy is None else copy for result, copy in zip(results, copies, strict=True)
+        ]

@@ -204,16 +204,19 @@ class PartitionRunner:
         action = decide(usable=usable, warm=warm, safe=False, room=room and slot is not None)
         if action is Action.RECORD and slot is not None:
             recording = self._try_to_record(args, slot)
-            if isinstance(recording, Exception):
-                return self._after_failed_capture(recording, args), None
-            if recording is None:
-                return self._instead(args), None
+            if not isinstance(recording, Recording):
+                error, recording = recording, None
+                try:
+                    return self._not_recorded(error, args), None
+                finally:
+                    del error  # its traceback holds this frame, and with it this call's inputs
             recordings = self.table.add(shape_key, static_key, args, recording)
             self._last = (shape_key, static_key, recordings)
             return self._replay(recording, args), recording
         if action is Action.WARM_UP:
+            identities = self.table.identities(args)
             outputs = self._warm_up(args, shape_key)
-            self.table.add_warmup(shape_key, static_key)
+            self.table.add_warmup(shape_key, static_key, identities)
             self.stats.warmups += 1
         else:
             outputs = self._fn(args)
@@ -380,6 +383,9 @@ class PartitionRunner:
                 return self._record(args, slot)
         except Exception as error:
             return error
+
+    def _not_recorded(self, error: Exception | None, args: list[Any]) -> Sequence[Any]:
+        return self._instead(args) if error is None else self._after_failed_capture(error, args)
 
     def _split(self, args: list[Any], error: Exception | None) -> bool:
         """Have the partition split around what can't be captured; False if that is not known."""

@@ -1,7 +1,7 @@
 """`RecordingTable`: the recordings of one partition by signature, and how many there may be."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,12 +98,22 @@ class RecordingTable:
             return True
         return bool(self._known(self._parameters_moved(self._newest, static_key), args))
 
-    def add_warmup(self, shape_key: ShapeKey, static_key: StaticKey) -> None:
+    def identities(self, args: Sequence[Any]) -> dict[int, int]:
+        """Which objects a call's parameters are."""
+        return {i: id(args[i]) for i in self._layout.parameters}
+
+    def add_warmup(
+        self, shape_key: ShapeKey, static_key: StaticKey, identities: Mapping[int, int]
+    ) -> None:
         """Count one warm-up call."""
         self._shapes.setdefault(shape_key, _Shape()).num_warmups += 1
-        self._note_warm(shape_key, static_key)
+        self._note_set(shape_key, static_key, identities)
 
-    def _note_warm(self, shape_key: ShapeKey, static_key: StaticKey) -> None:
+    def _note_set(
+        self, shape_key: ShapeKey, static_key: StaticKey, identities: Mapping[int, int]
+    ) -> None:
+        self._newest = static_key
+        self._seen.update(identities)
         if len(self._warm_sets) >= _SETS_KEPT:
             self._warm_sets.clear()
         self._warm_sets.add((shape_key, hash(self._layout.parameters_of(static_key))))
@@ -119,10 +129,7 @@ class RecordingTable:
         shape.objects = tuple(args[i] for i in self._layout.objects)
         members = shape.sets.setdefault(static_key, [])
         members.append(recording)
-        self._note_warm(shape_key, static_key)
-        self._newest = static_key
-        for i in self._layout.parameters:
-            self._seen[i] = id(args[i])
+        self._note_set(shape_key, static_key, self.identities(args))
         return members
 
     def remove(self, recording: Recording) -> None:

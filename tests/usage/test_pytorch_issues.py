@@ -361,29 +361,6 @@ def test_170604_marking_steps_changes_nothing(way):
     assert_replays(way.compare(program, **SMALL))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
-def test_180396_a_stream_forked_in_the_function(compiler):
-    fork, done = torch.cuda.Stream(), torch.cuda.Event()
-    joined = torch.cuda.Event()
-    from tests.usage.programs import Setting
-
-    def program(session):
-        def fn(x, y):
-            done.record()
-            with torch.cuda.stream(fork):
-                done.wait()
-                z = (x * 2).sin().cos()
-                joined.record()
-            joined.wait()
-            return z + y
-
-        call = session.compile(fn)
-        return [call(session.randn(64, 64), session.randn(64, 64)) for _ in range(5)]
-
-    Setting(torch.device("cuda", 0), "cuda", compiler).compare(program, on_skip="silent")
-
-
 def test_181723_gradients_are_no_memory_of_the_graph(way):
     def program(session):
         module, call = session.compiled(MLP)

@@ -329,6 +329,7 @@ def complex_tensor(session):
     ],
     ids=["complex", "bool", "int64", "int8", "uint8", "bfloat16", "float16", "float64", "float8"],
 )
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation")
 def test_dtypes(way, fn, make):
     def program(session):
         call = session.compile(fn)
@@ -352,6 +353,7 @@ def test_weights_in_float8_with_scales(way):
     assert_replays(way.compare(program))
 
 
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation")
 def test_dtypes_take_turns(way):
     def program(session):
         call = session.compile(long_enough)
