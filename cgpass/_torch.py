@@ -114,6 +114,24 @@ def abandon_failed_capture(device: int, pool: tuple[int, int]) -> None:
         torch._C._cuda_releasePool(device, pool)
 
 
+def begin_allocating_to_pool(device: int, pool: tuple[int, int]) -> None:
+    """Have this thread's allocations come from a pool, which counts one more user.
+
+    Source: torch/_inductor/cudagraph_trees.py `_use_cuda_memory_pool_manager`, 2.11 to 2.15.
+    """
+    torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
+
+
+def end_allocating_to_pool(device: int, pool: tuple[int, int]) -> None:
+    """Undo `begin_allocating_to_pool`; the pool keeps its user until `release_pool`."""
+    torch._C._cuda_endAllocateToPool(device, pool)
+
+
+def release_pool(device: int, pool: tuple[int, int]) -> None:
+    """Take back one user of a pool."""
+    torch._C._cuda_releasePool(device, pool)
+
+
 def current_raw_stream(device: int) -> int:
     """The current stream's handle as an integer, without building a `torch.cuda.Stream`."""
     return torch._C._cuda_getCurrentRawStream(device)

@@ -6,6 +6,7 @@ static input and no liveness: those are the wrapper's.
 
 import contextlib
 import gc
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -57,6 +58,21 @@ class GraphDriver(Protocol):
         """
         ...
 
+    def warm_up(self, fn: BoxedCallable, args: list[Any]) -> Sequence[Any]:
+        """Run `fn(args)` with memory of the first pool, in which nothing was recorded yet.
+
+        Otherwise what outlives the first calls (optimizer states) would come to lie among memory that only they need.
+        """
+        ...
+
+    def end_warm_ups(self) -> None:
+        """Have pools belong to their graphs alone."""
+        ...
+
+    def give_back(self) -> None:
+        """Return memory that nobody uses: after the last graph of a pool, the pool's."""
+        ...
+
     def is_capturing(self) -> bool:
         """Whether somebody else records on the current stream."""
         ...
@@ -89,9 +105,37 @@ def _may_be_empty() -> Iterator[None]:
 class _Pool:
     """A memory pool and the graphs that keep it in use; whoever replays them keeps them alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: int) -> None:
         self.handle = torch.cuda.graph_pool_handle()
         self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self._device = device
+        self._users = 0
+        """Warm-ups that keep it in use until a graph does."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the allocator takes captures into it: none once its last user is gone."""
+        return bool(self.graphs) or self._users > 0
+
+    @contextlib.contextmanager
+    def allocating(self) -> Iterator[None]:
+        """Have this thread's allocations come from this pool."""
+        _torch.begin_allocating_to_pool(self._device, self.handle)
+        self._users += 1
+        try:
+            yield
+        finally:
+            _torch.end_allocating_to_pool(self._device, self.handle)
+
+    def end_of_warm_ups(self) -> None:
+        """Leave the pool to its graphs."""
+        while self._users:
+            self._users -= 1
+            _torch.release_pool(self._device, self.handle)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.end_of_warm_ups()
 
 
 class _CUDAGraph:
@@ -133,10 +177,7 @@ class CUDADriver:
     ) -> tuple[CapturedGraph, list[Any]]:
         """See `GraphDriver.record`; `opaque` makes no difference to CUDA."""
         del opaque
-        pool = self._pools.get(slot)
-        if pool is None or not pool.graphs:
-            # The allocator takes no more captures into a pool that no graph uses any longer.
-            pool = self._pools[slot] = _Pool()
+        pool = self._pool(slot)
         graph = torch.cuda.CUDAGraph()
         generators = [torch.cuda.default_generators[self._index]]
         generators += [a for a in args if isinstance(a, torch.Generator)]
@@ -160,7 +201,39 @@ class CUDADriver:
             finally:
                 _torch.clear_cublas_workspaces()
         current.wait_stream(self._stream)
-        return _CUDAGraph(graph, pool), outputs
+        recorded = _CUDAGraph(graph, pool)
+        pool.end_of_warm_ups()
+        return recorded, outputs
+
+    def _pool(self, slot: int) -> _Pool:
+        pool = self._pools.get(slot)
+        if pool is None or not pool.is_used:
+            pool = self._pools[slot] = _Pool(self._index)
+        return pool
+
+    def warm_up(self, fn: BoxedCallable, args: list[Any]) -> Sequence[Any]:
+        """See `GraphDriver.warm_up`. On the stream of captures: blocks serve the stream that they were made for."""
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            _torch.clear_cublas_workspaces()
+            try:
+                with self._pool(0).allocating():
+                    outputs = fn(args)
+            finally:
+                _torch.clear_cublas_workspaces()
+        current.wait_stream(self._stream)
+        return outputs
+
+    def end_warm_ups(self) -> None:
+        """See `GraphDriver.end_warm_ups`."""
+        for pool in self._pools.values():
+            pool.end_of_warm_ups()
+
+    def give_back(self) -> None:
+        """See `GraphDriver.give_back`."""
+        self.end_warm_ups()
+        when_no_capture_runs(torch.cuda.empty_cache)
 
     def _repair(self, generators: list[torch.Generator], states: list[torch.Generator]) -> None:
         """Take generators out of capture mode after a failed capture.

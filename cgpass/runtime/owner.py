@@ -20,6 +20,8 @@ MAX_SLOTS = 16
 """Pools of one owner: how many calls' results may be held while the function still replays."""
 
 
+MAX_STARTS = 8
+"""Times that recordings are dropped because a larger shape came."""
 RESCUES_IN_A_ROW = 3
 """Rescues of a recording's outputs, call after call, after which they are laid elsewhere."""
 
@@ -29,6 +31,9 @@ class Member(Protocol):
 
     def close(self) -> None:
         """Free graphs and memory."""
+
+    def forget_recordings(self) -> None:
+        """Drop recordings, but not what is known of calls."""
 
     def plan_around(self, victim: Recording, blocks: Sequence[int], by: Recording) -> None:
         """Have outputs of `victim`, if it is this one's, no longer lie where `by` writes."""
@@ -67,6 +72,7 @@ class Owner:
         self.closed = False
         self._slots = [_Slot()]
         self._births = 0
+        self._starts = 0
         self._members: list[Member] = []
         self._pool_addresses: Counter[int] = Counter()
         _owners.add(self)
@@ -142,6 +148,25 @@ class Owner:
                 return recording, *found
         return None
 
+    def has_recordings(self) -> bool:
+        """Whether anything is recorded in the first slot."""
+        return bool(self._slots[0].recordings)
+
+    def start_over(self) -> None:
+        """Drop every recording to have its memory laid out anew, unless some of it is needed where it lies."""
+        if self._starts >= MAX_STARTS:
+            return
+        for slot in self._slots:
+            for recording in slot.recordings:
+                held = recording.memory.held()
+                if held and not recording.memory.can_rescue(held):
+                    return
+        self._starts += 1
+        for member in self._members:
+            member.forget_recordings()
+        self._slots = [_Slot()]
+        self.driver.give_back()
+
     def next_birth(self) -> int:
         """Position of one more recording in the order of recordings."""
         self._births += 1
@@ -177,6 +202,7 @@ class Owner:
                 member.close()
             self._slots = [_Slot()]
             self._pool_addresses.clear()
+            self.driver.end_warm_ups()
 
     def close(self) -> None:
         """Free every recording. Calls made afterwards run without a graph."""

@@ -16,7 +16,7 @@ from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.failures import Resplit, give_memory_back
 from cgpass.runtime.gifts import Gifts
 from cgpass.runtime.owner import MAX_SLOTS, Limits, Owner
-from cgpass.runtime.placeholders import Placeholder
+from cgpass.runtime.placeholders import Placeholder, num_bytes
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe, layout_of
 from cgpass.runtime.syncs import is_capture_error, syncs_noted
@@ -104,6 +104,8 @@ class PartitionRunner:
         self.copied: frozenset[int] = frozenset()
         """Visible outputs that whoever calls `run` has to copy out of the pool. Replaced when that changes."""
         self._first_slot = 0
+        self._largest = 0
+        """Bytes of the inputs that move, of the largest shape recorded."""
         self._fn = fn
         self._settings = settings
         self._placeholders: dict[tuple[Any, ...], Placeholder] = {}
@@ -200,6 +202,8 @@ class PartitionRunner:
             warm, strays = False, False  # what made the inputs was itself warming up
         usable = self._is_usable() and not strays
         room = usable and self._make_room(shape_key, static_key, args)
+        if warm and room:
+            self._make_space(shape_key, args)
         slot = self._slot(shape_key, static_key) if warm and room else 0
         action = decide(usable=usable, warm=warm, safe=False, room=room and slot is not None)
         if action is Action.RECORD and slot is not None:
@@ -234,19 +238,24 @@ class PartitionRunner:
             and not self.stats.recordings
         ):
             with syncs_noted(self.owner.driver.device) as found:
-                outputs = self._fn(args)
+                outputs = self._run_warm(args)
             self._suspect = bool(found)
             return outputs
         if not self._settings.check_layout:
-            return self._fn(args)
+            return self._run_warm(args)
         tensors = [
             (i, a, a._version)
             for i, a in enumerate(args)
             if isinstance(a, torch.Tensor) and not a.is_inference()
         ]
-        outputs = self._fn(args)
+        outputs = self._run_warm(args)
         self.written.update(i for i, tensor, version in tensors if tensor._version != version)
         return outputs
+
+    def _run_warm(self, args: list[Any]) -> Sequence[Any]:
+        if self.owner.has_recordings():
+            return self._fn(args)
+        return self.owner.driver.warm_up(self._fn, args)
 
     def _is_usable(self) -> bool:
         if self.failure is not None or self.owner.closed:
@@ -281,6 +290,21 @@ class PartitionRunner:
         self._close(dropped)
         return room
 
+    def _make_space(self, shape_key: ShapeKey, args: Sequence[Any]) -> None:
+        """Before a shape larger than all recorded ones is, drop those: they find room in its memory, not it in theirs."""
+        if self._largest and not self.table.has_recordings(shape_key):
+            if self._bytes_that_move(args) > self._largest:
+                self.owner.start_over()
+
+    def _bytes_that_move(self, args: Sequence[Any]) -> int:
+        moving = (*self._layout.copied, *self._layout.pooled)
+        return sum(num_bytes(args[i]) for i in moving)
+
+    def forget_recordings(self) -> None:
+        """Drop every recording; calls of shapes known so far record at once."""
+        self._close(self.table.drop_recordings())
+        self._largest = 0
+
     def _slot(self, shape_key: ShapeKey, static_key: StaticKey) -> int | None:
         """Where to record this signature once more, None if results of too many calls are held."""
         num_recordings = len(self.table.find(shape_key, static_key))
@@ -299,6 +323,7 @@ class PartitionRunner:
     # ---- recording
 
     def _record(self, args: list[Any], slot: int) -> Recording:
+        self._largest = max(self._largest, self._bytes_that_move(args))
         lean = fast.can_swap()
         released = self.owner.begin_recording(slot)
         gifts = Gifts(self.owner, slot, args, self._layout.pooled if lean else ())

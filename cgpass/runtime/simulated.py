@@ -247,6 +247,16 @@ class SimulatedDriver:
         with tape:
             return list(fn(args))
 
+    def warm_up(self, fn: BoxedCallable, args: list[Any]) -> Sequence[Any]:
+        """See `GraphDriver.warm_up`; where the memory lies makes no difference here."""
+        return fn(args)
+
+    def end_warm_ups(self) -> None:
+        """See `GraphDriver.end_warm_ups`: they took no memory of a pool."""
+
+    def give_back(self) -> None:
+        """See `GraphDriver.give_back`: done when the last graph went."""
+
     def is_capturing(self) -> bool:
         """Whether this driver records right now."""
         return self._recording

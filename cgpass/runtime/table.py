@@ -141,6 +141,13 @@ class RecordingTable:
                     if not members:
                         del shape.sets[key]
 
+    def drop_recordings(self) -> list[Recording]:
+        """Forget recordings, but not what is warm; returns what is to be closed."""
+        recordings = self.all()
+        for shape in self._shapes.values():
+            shape.sets.clear()
+        return recordings
+
     def clear(self) -> list[Recording]:
         """Forget everything, and return what is to be closed."""
         recordings = self.all()
