@@ -111,11 +111,12 @@ class _Pool:
         self._device = device
         self._users = 0
         """Warm-ups that keep it in use until a graph does."""
+        self._failed = False
 
     @property
     def is_used(self) -> bool:
-        """Whether the allocator takes captures into it: none once its last user is gone."""
-        return bool(self.graphs) or self._users > 0
+        """Whether the allocators take captures into it: not once its last user is gone, or one of them failed."""
+        return not self._failed and (bool(self.graphs) or self._users > 0)
 
     @contextlib.contextmanager
     def allocating(self) -> Iterator[None]:
@@ -132,6 +133,11 @@ class _Pool:
         while self._users:
             self._users -= 1
             _torch.release_pool(self._device, self.handle)
+
+    def leave(self) -> None:
+        """Use it no more: a failed capture leaves it open in the allocator of host memory, or closes it for good."""
+        self._failed = True
+        self.end_of_warm_ups()
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
@@ -196,6 +202,7 @@ class CUDADriver:
             try:
                 outputs = self._capture(graph, pool, fn, args)
             except BaseException:
+                pool.leave()
                 self._repair(generators, states)
                 raise
             finally:
