@@ -22,7 +22,12 @@ from tests.usage.random_strategies import (
     options,
     programs,
 )
-from tests.usage.test_broken_drivers import BROKEN, wrong_alias
+from tests.usage.test_broken_drivers import (
+    BROKEN,
+    consumption_unchecked,
+    released_blocks_forgotten,
+    wrong_alias,
+)
 
 ASKED = int(os.environ.get("CGPASS_RANDOM_PROGRAMS", "0"))
 PER_GRAPH = 10
@@ -79,8 +84,9 @@ def test_random_programs_on_random_graphs(setting):
 
 
 SIMULATED = Setting(torch.device("cpu"), "simulated")
-REACHED = sorted({f for f, _ in BROKEN} - {wrong_alias}, key=lambda f: f.__name__)
-"""What is broken where these programs go; a compiled function never gets a view of an input from a recording."""
+ELSEWHERE = {wrong_alias, consumption_unchecked, released_blocks_forgotten}
+"""Views of inputs from a recording, graphs retained late, recordings made late: programs of their own prove these."""
+REACHED = sorted({f for f, _ in BROKEN} - ELSEWHERE, key=lambda f: f.__name__)
 SENSITIVE = Graph(
     (
         "y.mul_(0.5)",

@@ -41,14 +41,21 @@ def changing_sizes(make, sizes, **kwargs):
 
 
 def test_each_size_of_a_dynamic_shape_has_its_recording(setting):
-    sizes = [4, 6, 10] * 3
+    sizes = [10, 6, 4] * 3
     counters = setting.compare(changing_sizes(MLP, sizes, dynamic=True))
     assert_steady(counters, captured=2, recordings=6, warmups=6)
 
 
+def test_larger_sizes_that_come_later_have_smaller_ones_recorded_in_their_memory(setting):
+    sizes = [4, 6, 10] * 4
+    counters = setting.compare(changing_sizes(MLP, sizes, dynamic=True))
+    # 4 and 6 once before a larger one came and once afterwards
+    assert_steady(counters, captured=2, recordings=10, warmups=6)
+
+
 def test_shapes_found_to_be_dynamic_are_compiled_once_more(setting):
-    # 4 compiles for 4 alone, 6 for any size: two graphs of two partitions each
-    sizes = [4, 4, 6, 10, 6, 10, 6, 10]
+    # 4 compiles for 4 alone, 10 for any size: two graphs of two partitions each
+    sizes = [4, 4, 10, 6, 10, 6, 10, 6]
     counters = setting.compare(changing_sizes(MLP, sizes))
     assert_steady(counters, captured=4, recordings=6, warmups=6)
 
