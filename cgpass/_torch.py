@@ -48,7 +48,8 @@ def on_storage(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tenso
 
 def storage_at(address: int, num_bytes: int, device: torch.device) -> torch.UntypedStorage:
     """A storage that lies where it is told to. **Lifetime:** owns nothing; the caller keeps the memory alive."""
-    return torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
+    storage: Any = torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
+    return storage  # an UntypedStorage, whatever the stub says
 
 
 class WeakStorage:

@@ -27,7 +27,8 @@ from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.executor import Executor
 from cgpass.runtime.failures import Resplit
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.runner import PartitionRunner, RunnerSettings
+from cgpass.runtime.runner import PartitionRunner
+from cgpass.runtime.settings import RunnerSettings
 
 
 @dataclass(frozen=True)

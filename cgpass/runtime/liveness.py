@@ -13,7 +13,7 @@ Note [What a replay overwrites]
 """
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from cgpass.runtime.output_memory import OutputMemory
 
@@ -27,14 +27,17 @@ class Made(Protocol):
     """Blocks that were free when it was made, by the birth of the recording whose outputs lay there."""
 
 
-class LiveOutputs:
+R = TypeVar("R", bound=Made)
+
+
+class LiveOutputs(Generic[R]):
     """Recordings of one slot whose outputs may be held, in order of birth."""
 
     __slots__ = ("_stack",)
 
     def __init__(self) -> None:
         """Nothing was handed out yet."""
-        self._stack: list[Made] = []
+        self._stack: list[R] = []
 
     def youngest(self) -> int:
         """Birth of the youngest recording with a held output, -1 if none."""
@@ -46,15 +49,15 @@ class LiveOutputs:
             stack.pop()
         return -1
 
-    def push(self, recording: Made) -> None:
+    def push(self, recording: R) -> None:
         """Note that a recording younger than every held one hands out its outputs."""
         self._stack.append(recording)
 
-    def discard(self, recording: Made) -> None:
+    def discard(self, recording: R) -> None:
         """Forget a recording that is no more."""
         self._stack = [other for other in self._stack if other is not recording]
 
-    def is_safe(self, recording: Made) -> bool:
+    def is_safe(self, recording: R) -> bool:
         """Whether a replay overwrites nothing that is held. See Note [What a replay overwrites]."""
         if self.youngest() >= recording.birth:
             return False
@@ -67,9 +70,9 @@ class LiveOutputs:
             if other.birth in released
         )
 
-    def overwritten_by(self, recording: Made) -> list[tuple[Made, list[int]]]:
+    def overwritten_by(self, recording: R) -> list[tuple[R, list[int]]]:
         """Recordings with held outputs that a replay would overwrite, and the blocks of each."""
-        found: list[tuple[Made, list[int]]] = []
+        found: list[tuple[R, list[int]]] = []
         for other in dict.fromkeys(self._stack):
             among = None
             if other.birth < recording.birth:

@@ -53,7 +53,7 @@ class _Slot:
     """A pool and what was recorded into it."""
 
     def __init__(self) -> None:
-        self.live = LiveOutputs()
+        self.live: LiveOutputs[Recording] = LiveOutputs()
         self.recordings: list[Recording] = []
 
     def lost(self) -> list[tuple[Recording, list[int]]]:

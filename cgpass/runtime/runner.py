@@ -9,16 +9,16 @@ import torch
 
 from cgpass.errors import CaptureError
 from cgpass.inputs import InputInfo, InputKind
-from cgpass.options import Options
 from cgpass.runtime import fast
 from cgpass.runtime.actions import Action, decide
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.failures import Resplit, give_memory_back
-from cgpass.runtime.gifts import Gifts
-from cgpass.runtime.owner import MAX_SLOTS, Limits, Owner
-from cgpass.runtime.placeholders import Placeholder, num_bytes
+from cgpass.runtime.owner import MAX_SLOTS, Owner
+from cgpass.runtime.placeholders import num_bytes
+from cgpass.runtime.recorder import Recorder
 from cgpass.runtime.recording import Recording
-from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe, layout_of
+from cgpass.runtime.settings import RunnerSettings
+from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe
 from cgpass.runtime.syncs import is_capture_error, syncs_noted
 from cgpass.runtime.table import RecordingTable
 from cgpass.telemetry import CallStats, new_call_stats
@@ -27,47 +27,6 @@ log = logging.getLogger(__name__)
 
 _MISSES_UNTIL_COPIED = 8
 """Calls in a row in which a pooled input lay outside the pool before it is copied from then on."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunnerSettings:
-    """What a runner may do; each as the field of `cgpass.Options` of that name says."""
-
-    limits: Limits = dataclasses.field(default_factory=Limits)
-    static_input_check: str = "rerecord"
-    on_skip: str = "warn"
-    opaque: bool = False
-    """Whether the callable's kernels bypass aten."""
-    outputs: str = "shared"
-    is_backward: bool = False
-    """Whether outputs are gradients, which may be kept while other partitions run."""
-    check_layout: bool = False
-    """Whether tensors' sizes, strides and dtypes belong to the signature; needed where no guard covers them."""
-
-    @classmethod
-    def of(
-        cls,
-        options: Options,
-        *,
-        opaque: bool,
-        check_layout: bool = False,
-        is_backward: bool = False,
-    ) -> "RunnerSettings":
-        """The settings that a user's options ask for."""
-        return cls(
-            limits=Limits(
-                num_warmup_calls=options.num_warmup_calls,
-                max_recordings=options.max_recordings,
-                max_static_sets=options.max_static_sets,
-                max_rerecords=options.max_rerecords,
-            ),
-            static_input_check=options.static_input_check,
-            on_skip=options.on_skip,
-            opaque=opaque,
-            outputs=options.outputs,
-            is_backward=is_backward,
-            check_layout=check_layout,
-        )
 
 
 class PartitionRunner:
@@ -108,7 +67,7 @@ class PartitionRunner:
         """Bytes of the inputs that move, of the largest shape recorded."""
         self._fn = fn
         self._settings = settings
-        self._placeholders: dict[tuple[Any, ...], Placeholder] = {}
+        self._recorder = Recorder(fn, owner, opaque=settings.opaque, stats=self.stats)
         self._misses = (0, 0)
         self._warned_held = False
         self._resplit = resplit
@@ -324,42 +283,11 @@ class PartitionRunner:
 
     def _record(self, args: list[Any], slot: int) -> Recording:
         self._largest = max(self._largest, self._bytes_that_move(args))
-        lean = fast.can_swap()
-        released = self.owner.begin_recording(slot)
-        gifts = Gifts(self.owner, slot, args, self._layout.pooled if lean else ())
-        placeholders = {i: self._placeholder(i, args[i]) for i in self._layout.copied}
-        staged = [placeholders[i].tensor if i in placeholders else a for i, a in enumerate(args)]
-        for i, placeholder in placeholders.items():
-            placeholder.copy_from(args[i])
-        passed = staged.copy()
-        gifts.put_into(passed)
-        try:
-            graph, outputs = self.owner.driver.record(
-                self._fn, passed, opaque=self._settings.opaque, slot=slot
-            )
-        finally:
-            passed.clear()
-            consumes = gifts.take_back()
-        visible = frozenset(range(len(outputs))) if self.visible is None else self.visible
-        recording = Recording(
-            graph,
-            outputs,
-            staged,
-            placeholders,
-            mutated=sorted({*self._layout.mutated, *self.written}),
-            visible=visible,
-            read=self.read,
-            consumes=consumes,
-            released=released,
-            birth=self.owner.next_birth(),
-            slot=slot,
-            lean=lean,
-            stats=self.stats,
+        recording = self._recorder.record(
+            args, self._layout, slot, uses=(self.visible, self.read), written=self.written
         )
-        del outputs
-        recording.seal()
-        if not lean or self._settings.outputs == "owned":
-            self._copy_from_now_on(visible)
+        if not recording.lean or self._settings.outputs == "owned":
+            self._copy_from_now_on(recording.visible)
         recording.set_private(self.copied - self.read)
         self.owner.add_recording(recording)
         self.stats.recordings += 1
@@ -388,13 +316,6 @@ class PartitionRunner:
             self._close([victim])
         else:
             self._copy_from_now_on(victim.positions_on(blocks))
-
-    def _placeholder(self, index: int, value: torch.Tensor) -> Placeholder:
-        """One placeholder per input and layout, for all recordings: each copies in before it replays."""
-        key = (index, *layout_of(value))
-        if key not in self._placeholders:
-            self._placeholders[key] = Placeholder(value)
-        return self._placeholders[key]
 
     def _try_to_record(self, args: list[Any], slot: int) -> Recording | Exception | None:
         """A recording, what it failed with, or None if this partition was not to be recorded after all."""
@@ -472,7 +393,7 @@ class PartitionRunner:
     def close(self) -> None:
         """Drop every recording; the next calls warm up again unless the owner is closed."""
         self._close(self.table.clear())
-        self._placeholders.clear()
+        self._recorder.forget_placeholders()
 
 
 def _text_of(error: Exception) -> str:

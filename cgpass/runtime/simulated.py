@@ -86,7 +86,8 @@ class SimulatedPool:
         block = free.pop() if free else _Block(num_bytes)
         self._blocks[block.address] = block
         view = memoryview((ctypes.c_char * num_bytes).from_address(block.address)).cast("B")
-        weakref.finalize(view, free.append, block).atexit = False
+        finalizer: Any = weakref.finalize(view, free.append, block)
+        finalizer.atexit = False
         return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
 
 
@@ -161,7 +162,8 @@ class _Tape(TorchDispatchMode):
     def undo(self) -> None:
         """Put back what was there before; memory that nobody had used before holds nothing of meaning."""
         for address, num_bytes in self._fresh.items():
-            _torch.storage_at(address, num_bytes, torch.device("cpu")).fill_(_POISON)
+            storage = _torch.storage_at(address, num_bytes, torch.device("cpu"))
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(_POISON)
         for address, content in self._before.items():
             _torch.storage_at(address, content.nbytes(), torch.device("cpu")).copy_(content)
 

@@ -12,7 +12,8 @@ from cgpass.inputs import InputInfo, InputKind
 from cgpass.options import Options
 from cgpass.runtime.driver import CUDADriver, GraphDriver
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.runner import PartitionRunner, RunnerSettings
+from cgpass.runtime.runner import PartitionRunner
+from cgpass.runtime.settings import RunnerSettings
 from cgpass.runtime.signature import check_tensor, infer_infos, infer_kind
 from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.telemetry import CallStats

@@ -10,7 +10,8 @@ from cgpass.errors import CaptureError, InputError
 from cgpass.inputs import InputInfo, InputKind
 from cgpass.runtime.driver import CUDADriver
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.runner import PartitionRunner, RunnerSettings
+from cgpass.runtime.runner import PartitionRunner
+from cgpass.runtime.settings import RunnerSettings
 from cgpass.runtime.wrapper import CUDAGraphWrapper
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

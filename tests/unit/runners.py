@@ -4,7 +4,8 @@ import torch
 
 from cgpass.inputs import InputInfo, InputKind
 from cgpass.runtime.owner import Limits, Owner
-from cgpass.runtime.runner import PartitionRunner, RunnerSettings
+from cgpass.runtime.runner import PartitionRunner
+from cgpass.runtime.settings import RunnerSettings
 from cgpass.runtime.simulated import SimulatedDriver
 
 COPIED, STATIC, POOLED = InputKind.COPIED, InputKind.STATIC, InputKind.POOLED

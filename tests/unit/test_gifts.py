@@ -7,7 +7,8 @@ from cgpass.inputs import InputKind
 from cgpass.runtime import fast
 from cgpass.runtime.gifts import Gifts
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.runner import PartitionRunner, RunnerSettings
+from cgpass.runtime.runner import PartitionRunner
+from cgpass.runtime.settings import RunnerSettings
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runners import COPIED, call, counts, infos, runner
 

@@ -10,8 +10,8 @@ from cgpass.runtime.liveness import LiveOutputs
 from cgpass.runtime.output_memory import OutputMemory
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.placeholders import CopyIn, Placeholder
+from cgpass.runtime.recorder import Recorder
 from cgpass.runtime.recording import Recording
-from cgpass.runtime.runner import PartitionRunner
 from cgpass.runtime.signature import Layout
 from cgpass.runtime.simulated import SimulatedDriver, SimulatedGraph
 from tests.usage import programs
@@ -130,7 +130,7 @@ def shared_placeholder(patch):
         key = (value.size(), value.stride(), value.dtype)
         return self._placeholders.setdefault(key, Placeholder(value))
 
-    patch.setattr(PartitionRunner, "_placeholder", shared)
+    patch.setattr(Recorder, "_placeholder", shared)
 
 
 def no_write_back(patch):

@@ -1,0 +1,98 @@
+"""`Recorder`: makes the recordings of one partition."""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from cgpass.runtime import fast
+from cgpass.runtime.driver import BoxedCallable
+from cgpass.runtime.gifts import Gifts
+from cgpass.runtime.owner import Owner
+from cgpass.runtime.placeholders import Placeholder
+from cgpass.runtime.recording import Recording
+from cgpass.runtime.signature import Layout, layout_of
+from cgpass.telemetry import CallStats
+
+
+class Recorder:
+    """Stages inputs, has the driver record, and takes over what it returns."""
+
+    def __init__(self, fn: BoxedCallable, owner: Owner, *, opaque: bool, stats: CallStats) -> None:
+        """Keep what every recording needs.
+
+        Args:
+            fn: What is recorded.
+            owner: Driver, pools, order of recordings.
+            opaque: Whether the callable's kernels bypass aten.
+            stats: Where recordings count their rescues.
+        """
+        self._fn = fn
+        self._owner = owner
+        self._opaque = opaque
+        self._stats = stats
+        self._placeholders: dict[tuple[Any, ...], Placeholder] = {}
+
+    def record(
+        self,
+        args: list[Any],
+        layout: Layout,
+        slot: int,
+        *,
+        uses: tuple[frozenset[int] | None, frozenset[int]],
+        written: Collection[int],
+    ) -> Recording:
+        """Record one signature.
+
+        Args:
+            args: A call's inputs; nobody but this list may hold those that are to die inside.
+            layout: What they are.
+            slot: Pool to record into.
+            uses: Outputs that the user gets (None: all), and outputs that others read.
+            written: Inputs that are written, besides those that the layout knows.
+        """
+        owner = self._owner
+        lean = fast.can_swap()
+        released = owner.begin_recording(slot)
+        gifts = Gifts(owner, slot, args, layout.pooled if lean else ())
+        placeholders = {i: self._placeholder(i, args[i]) for i in layout.copied}
+        staged = [placeholders[i].tensor if i in placeholders else a for i, a in enumerate(args)]
+        for i, placeholder in placeholders.items():
+            placeholder.copy_from(args[i])
+        passed = staged.copy()
+        gifts.put_into(passed)
+        try:
+            graph, outputs = owner.driver.record(self._fn, passed, opaque=self._opaque, slot=slot)
+        finally:
+            passed.clear()
+            consumes = gifts.take_back()
+        visible, read = uses
+        recording = Recording(
+            graph,
+            outputs,
+            staged,
+            placeholders,
+            mutated=sorted({*layout.mutated, *written}),
+            visible=visible,
+            read=read,
+            consumes=consumes,
+            released=released,
+            birth=owner.next_birth(),
+            slot=slot,
+            lean=lean,
+            stats=self._stats,
+        )
+        del outputs
+        recording.seal()
+        return recording
+
+    def _placeholder(self, index: int, value: torch.Tensor) -> Placeholder:
+        """One placeholder per input and layout, for all recordings: each copies in before it replays."""
+        key = (index, *layout_of(value))
+        if key not in self._placeholders:
+            self._placeholders[key] = Placeholder(value)
+        return self._placeholders[key]
+
+    def forget_placeholders(self) -> None:
+        """Give the memory of copied inputs back. To be called when no recording is left."""
+        self._placeholders.clear()
