@@ -38,7 +38,8 @@ check() {
 check "ruff check" "$PYTHON" -m ruff check
 check "ruff format" "$PYTHON" -m ruff format --check --quiet
 check "pyrefly" "$PYTHON" -m pyrefly check --python-interpreter-path "$PYTHON"
-check "pytest" "$PYTHON" -m pytest "$@"
+# One thread each: two processes of as many threads as there are cores would only be in each other's way.
+OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" check "pytest" "$PYTHON" -m pytest -n auto --maxprocesses 4 "$@"
 
 if ((${#failed[@]})); then
   printf 'failed: %s\n' "${failed[@]}"
