@@ -111,7 +111,9 @@ def test_outputs_that_are_inputs_are_those_of_the_call():
 
 def test_each_layout_has_its_recording():
     call = wrap(lambda x: x * 2)
-    largest = torch.ones(2, 3)  # first: a larger one that comes later has smaller ones recorded again
+    largest = torch.ones(
+        2, 3
+    )  # first: a larger one that comes later has smaller ones recorded again
     inputs = [largest, torch.ones(3, 2).t(), torch.ones(3), torch.ones(4), torch.arange(3)]
     for _ in range(4):
         for x in inputs:

@@ -1,0 +1,136 @@
+"""Memory and copies of training loops on CUDA: nothing grows, nothing is copied but inputs, sizes share memory."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import cgpass
+from tests.usage.programs import counted
+
+pytestmark = pytest.mark.gpu
+
+WIDTH = 1024
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Loop:
+    """Training of a stack of blocks; `zero_grad` comes before the forward or between forward and backward."""
+
+    def __init__(self, lengths=(128,), zero_grad="before"):
+        torch.compiler.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.manual_seed(0)
+        self.module = nn.Sequential(*[Block() for _ in range(4)]).cuda()
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-4, fused=True)
+        dynamic = True if len(lengths) > 1 else None
+        self.call = torch.compile(self.module, backend=cgpass.cgpass, dynamic=dynamic)
+        self.batches = [torch.randn(4, length, WIDTH, device="cuda") for length in lengths]
+        self.zero_grad = zero_grad
+
+    def run(self, steps):
+        for number in range(steps):
+            if self.zero_grad == "before":
+                self.optimizer.zero_grad()
+            loss = self.call(self.batches[number % len(self.batches)]).square().mean()
+            if self.zero_grad == "between":
+                self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            del loss
+
+    def peak(self, steps):
+        """Largest reserved memory of some steps, bytes."""
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        self.run(steps)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_reserved()
+
+
+@pytest.mark.parametrize("zero_grad", ["before", "between"])
+def test_a_settled_loop_copies_inputs_only(zero_grad):
+    loop = Loop(zero_grad=zero_grad)
+    loop.run(12)
+    with counted() as counters:
+        loop.run(10)
+    batch_bytes = loop.batches[0].nbytes
+    assert counters["replays"] == counters["calls"] == 20, counters
+    assert counters["rescues"] == 0, counters
+    # the forward's input, the same for the backward, which reads it again, and the gradient of the output
+    assert counters["copied_bytes"] <= 10 * 3 * batch_bytes, counters
+
+
+def test_nothing_grows_over_500_steps():
+    loop = Loop()
+    loop.run(12)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    loop.run(500)
+    torch.cuda.synchronize()
+    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+
+
+def test_sizes_share_memory(record_property):
+    lengths = (64, 128, 192, 256, 320, 384, 448, 512)
+    largest = Loop(lengths=(512, 512))
+    largest.run(6)
+    alone = largest.peak(8)
+    del largest
+    every = Loop(lengths=lengths)
+    every.run(4 * len(lengths))
+    with counted() as counters:
+        together = every.peak(2 * len(lengths))
+    record_property("eight_lengths_over_largest_alone", round(together / alone, 4))
+    assert counters["replays"] == counters["calls"], counters
+    assert together <= 1.10 * alone, (together, alone)
+
+
+def test_steady_steps_never_wait_for_the_device():
+    loop = Loop()
+    loop.run(8)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loop.run(8)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("end", ["reset", "compiler reset", "deletion"])
+def test_memory_comes_back(end):
+    loop = Loop()
+    loop.run(6)
+    kept = loop.call(loop.batches[0])
+    value = kept.detach().clone()
+    recorded = torch.cuda.memory_reserved()
+    if end == "reset":
+        cgpass.reset()
+    elif end == "compiler reset":
+        torch.compiler.reset()
+    else:
+        torch._dynamo.reset_code_caches()
+        del loop.call
+    loop.optimizer.zero_grad()
+    kept = kept.detach()
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    state = sum(t.nbytes for p in loop.module.parameters() for t in (p, p, p))
+    left = torch.cuda.memory_allocated() - state
+    assert torch.equal(kept, value), "what is held outlives its recording"
+    assert left < 4 * loop.batches[0].nbytes + (1 << 25), left
+    assert torch.cuda.memory_reserved() < recorded
