@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from cgpass import _torch
 from cgpass.runtime import fast
 from cgpass.runtime.driver import CapturedGraph
 from cgpass.runtime.output_memory import OutputMemory
@@ -162,7 +163,11 @@ class Recording:
         for i, placeholder in self._write_back:
             placeholder.source(args[i]).copy_(placeholder.target)
         outputs = self._outputs.copy()
-        fast.put(outputs, self._escaping_at, fast.aliases(self._escaping))
+        if torch.is_inference_mode_enabled():  # what is made in it are inference tensors
+            made = [_torch.on_storage(t.untyped_storage(), t) for t in self._escaping]
+        else:
+            made = fast.aliases(self._escaping)
+        fast.put(outputs, self._escaping_at, made)
         for n, twin in self._twins:
             outputs[n] = outputs[twin]
         fast.put(outputs, self._views_at, fast.views(args, self._views))

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 import cgpass
+from tests.gpu import harness
 from tests.usage.programs import counted
 
-pytestmark = pytest.mark.gpu
+pytestmark = harness.MARKS
 
 WIDTH = 1024
 

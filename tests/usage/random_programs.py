@@ -98,7 +98,7 @@ class World:
     def see(self, name, value):
         """Note a value as the user finds it now."""
         if isinstance(value, torch.Tensor):
-            facts = (value.requires_grad, value.is_leaf, type(value).__name__)
+            facts = (value.requires_grad, value.is_leaf, value.is_inference(), type(value).__name__)
             self.seen.append((self.step, f"facts of {name}", facts))
             value = value.detach().clone()
         self.seen.append((self.step, name, value))

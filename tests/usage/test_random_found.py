@@ -32,6 +32,12 @@ def test_output_that_is_a_view_of_a_saved_tensor_edited_before_its_backward(sett
     check(setting, MODELS[1], [Program(steps=steps)])
 
 
+def test_outputs_made_in_inference_mode_are_inference_tensors(setting):
+    lines = ("v2 = y.sin()", "v3 = v2 + torch.nonzero(v2.detach() > 0).sum()")
+    steps = (*(Call(),) * 4, *(Call(mode="inference"),) * 4)
+    check(setting, Graph(lines, ("v3", "v2[:, 1:]")), [Program(steps=steps)])
+
+
 def test_backward_refused_after_a_held_output_was_edited(setting):
     """Without graphs autograd refuses; with graphs the gradients of the unedited values come (right, but other)."""
     program = Program(steps=(*(Call(),) * 6, Call(keep="last"), Edit()))
