@@ -68,8 +68,18 @@ def swap_storages(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor])
 
 
 def can_swap() -> bool:
-    """Whether `swap_storages` works: compiled, or in torch itself."""
-    return is_compiled() or _torch.swap_data_ptr is not None
+    """Whether `swap_storages` works: in torch itself, or compiled. Waits for a build that is under way."""
+    if _torch.swap_data_ptr is not None:
+        return True
+    _loader.wait()
+    if not is_compiled() and not _loader.warned:
+        _loader.warned = True
+        log.warning(
+            "torch %s can't move the memory of a tensor, and cgpass has no compiled function that does: outputs and "
+            "gradients are copied out of the graphs' memory in every call. Install a C++ compiler, or torch 2.13.",
+            torch.__version__,
+        )
+    return is_compiled()
 
 
 def views(args: Sequence[Any], specs: Sequence[ViewSpec]) -> list[torch.Tensor]:
@@ -116,6 +126,7 @@ class _Loader:
 
     def __init__(self) -> None:
         self.started = False
+        self.warned = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 

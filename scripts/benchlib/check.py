@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import time
@@ -70,6 +71,7 @@ def summarise(part: str, status: int, cases: list[dict[str, Any]]) -> dict[str, 
         "part": part,
         "ok": ok,
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "commit": os.environ.get("BENCH_COMMIT", ""),
         "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name(0) if cuda else None,
         "gpus": torch.cuda.device_count() if cuda else 0,
