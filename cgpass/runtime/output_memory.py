@@ -195,12 +195,22 @@ class OutputMemory:
         """Undo `give`."""
         self._blocks[number].owning = storage
 
-    def let_go(self) -> int:
-        """Leave what is held to its holders, for good; returns bytes copied. To be called before the pool goes."""
+    @property
+    def is_lean(self) -> bool:
+        """Whether held blocks can be moved."""
+        return self._lean
+
+    def let_go(self, *, whole_pool: bool = True) -> int:
+        """Leave what is held to its holders, for good; returns bytes copied.
+
+        Args:
+            whole_pool: Whether nothing is replayed any more in this pool: then kept blocks are left to the holders.
+                Else older recordings go on writing them, and all that is held is copied.
+        """
         if not self._lean:
             return 0
         held = self.held()
-        kept = [k for k in held if self._blocks[k].owning is not None]
+        kept = [k for k in held if whole_pool and self._blocks[k].owning is not None]
         owners = [_bytes_of(self.give(k)) for k in kept]
         fast.swap_storages([self._blocks[k].base for k in kept], owners)
         copied = self.rescue([k for k in held if k not in kept])

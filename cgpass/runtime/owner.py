@@ -73,6 +73,8 @@ class Owner:
         self._slots = [_Slot()]
         self._births = 0
         self._starts = 0
+        self._all_go = False
+        """Whether every recording is being dropped."""
         self._members: list[Member] = []
         self._pool_addresses: Counter[int] = Counter()
         _owners.add(self)
@@ -162,8 +164,10 @@ class Owner:
                 if held and not recording.memory.can_rescue(held):
                     return
         self._starts += 1
+        self._all_go = True
         for member in self._members:
             member.forget_recordings()
+        self._all_go = False
         self._slots = [_Slot()]
         self.driver.give_back()
 
@@ -181,9 +185,10 @@ class Owner:
         """Free a recording; outputs that somebody holds stay theirs."""
         slot = self._slots[recording.slot]
         slot.recordings = [other for other in slot.recordings if other is not recording]
-        slot.live.discard(recording)
+        if recording.memory.is_lean:  # else what is held stays where it lies, and counts
+            slot.live.discard(recording)
         self._pool_addresses.subtract(recording.memory.addresses())
-        recording.close()
+        recording.close(whole_pool=self._all_go)
 
     def is_pool_storage(self, tensor: "torch.Tensor") -> bool:
         """Whether `tensor` lies in the output of a recording."""
@@ -198,8 +203,10 @@ class Owner:
     def release(self) -> None:
         """Free every recording. Calls made afterwards warm up and record again."""
         with self.lock:
+            self._all_go = True
             for member in self._members:
                 member.close()
+            self._all_go = False
             self._slots = [_Slot()]
             self._pool_addresses.clear()
             self.driver.end_warm_ups()

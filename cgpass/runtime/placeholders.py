@@ -36,7 +36,7 @@ class Placeholder:
     Laid out exactly as the input it was made for. Inputs with overlapping elements are copied as the memory they span.
     """
 
-    __slots__ = ("flat", "lazy", "target", "tensor")
+    __slots__ = ("__weakref__", "flat", "lazy", "target", "tensor")
 
     def __init__(self, like: torch.Tensor) -> None:
         """Args: like: an input of the layout to be copied."""

@@ -1,5 +1,6 @@
 """`Recorder`: makes the recordings of one partition."""
 
+import weakref
 from collections.abc import Collection
 from typing import Any
 
@@ -31,7 +32,10 @@ class Recorder:
         self._owner = owner
         self._opaque = opaque
         self._stats = stats
-        self._placeholders: dict[tuple[Any, ...], Placeholder] = {}
+        self._placeholders: weakref.WeakValueDictionary[tuple[Any, ...], Placeholder] = (
+            weakref.WeakValueDictionary()
+        )
+        """Kept alive by the recordings that read them."""
 
     def record(
         self,
@@ -89,9 +93,10 @@ class Recorder:
     def _placeholder(self, index: int, value: torch.Tensor) -> Placeholder:
         """One placeholder per input and layout, for all recordings: each copies in before it replays."""
         key = (index, *layout_of(value))
-        if key not in self._placeholders:
-            self._placeholders[key] = Placeholder(value)
-        return self._placeholders[key]
+        found = self._placeholders.get(key)
+        if found is None:
+            found = self._placeholders[key] = Placeholder(value)
+        return found
 
     def forget_placeholders(self) -> None:
         """Give the memory of copied inputs back. To be called when no recording is left."""

@@ -67,6 +67,7 @@ class Recording:
         self._graph = graph
         consumes = consumes or {}
         self._consumed, self._users = tuple(consumes), tuple(consumes.values())
+        self._placeholders = dict(placeholders)  # kept alive as long as a recording reads them
         self._copies = copies_in(placeholders)
         self._write_back = [(i, placeholders[i]) for i in mutated if i in placeholders]
         self.copied_bytes = sum(group.num_bytes for group in self._copies) + sum(
@@ -137,6 +138,15 @@ class Recording:
                 if number in first:
                     self._twins.append((n, first[number]))
                 first.setdefault(number, n)
+        leaders: dict[int, int] = {}
+        self._followers: list[tuple[int, fast.ViewSpec]] = []
+        for number, n in list(first.items()):
+            tensor = self.memory.tensors[number]
+            leader = leaders.setdefault(tensor.untyped_storage()._cdata, n)
+            spec = _part_of(self._outputs[leader], tensor, leader)
+            if leader != n and spec is not None:
+                del first[number]
+                self._followers.append((n, spec))
         self._escaping_at = tuple(first.values())
         self._escaping = tuple(self.memory.tensors[number] for number in first)
         self._copy_out: CopyOut | None = None
@@ -168,6 +178,9 @@ class Recording:
         else:
             made = fast.aliases(self._escaping)
         fast.put(outputs, self._escaping_at, made)
+        if self._followers:  # what shares memory shares the count of writes that autograd checks
+            for n, spec in self._followers:
+                (outputs[n],) = fast.views(outputs, (spec,))
         for n, twin in self._twins:
             outputs[n] = outputs[twin]
         fast.put(outputs, self._views_at, fast.views(args, self._views))
@@ -216,7 +229,16 @@ class Recording:
         members = self.memory.members(blocks)
         return frozenset(n for n, number in self._own.items() if number in members)
 
-    def close(self) -> None:
-        """Free the graph; outputs that somebody holds stay theirs."""
-        self.memory.let_go()
+    def close(self, *, whole_pool: bool = True) -> None:
+        """Free the graph; outputs that somebody holds stay theirs. See `OutputMemory.let_go`."""
+        self.memory.let_go(whole_pool=whole_pool)
         self._graph.reset()
+
+
+def _part_of(leader: torch.Tensor, tensor: torch.Tensor, position: int) -> fast.ViewSpec | None:
+    """How to make `tensor` of `leader`, the output at `position` on the same storage; None if that is no plain view."""
+    lazy = any(t.is_conj() or t.is_neg() for t in (leader, tensor))
+    if lazy or leader.dtype != tensor.dtype:
+        return None
+    offset = tensor.storage_offset() - leader.storage_offset()
+    return position, tuple(tensor.size()), tensor.stride(), offset

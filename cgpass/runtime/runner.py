@@ -164,6 +164,8 @@ class PartitionRunner:
         if warm and room:
             self._make_space(shape_key, args)
         slot = self._slot(shape_key, static_key) if warm and room else 0
+        if warm and room and self._layout.static_key(args) != static_key:
+            slot = None  # room was made by moving what this call reads
         action = decide(usable=usable, warm=warm, safe=False, room=room and slot is not None)
         if action is Action.RECORD and slot is not None:
             recording = self._try_to_record(args, slot)
