@@ -240,5 +240,5 @@ def _part_of(leader: torch.Tensor, tensor: torch.Tensor, position: int) -> fast.
     lazy = any(t.is_conj() or t.is_neg() for t in (leader, tensor))
     if lazy or leader.dtype != tensor.dtype:
         return None
-    offset = tensor.storage_offset() - leader.storage_offset()
+    offset = int(tensor.storage_offset()) - int(leader.storage_offset())
     return position, tuple(tensor.size()), tensor.stride(), offset
