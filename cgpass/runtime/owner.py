@@ -1,10 +1,11 @@
 """`Owner`: what the recordings of one compiled function share, and how all of it is freed."""
 
+import contextlib
 import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 MAX_SLOTS = 16
 """Pools of one owner: how many calls' results may be held while the function still replays."""
-
-
 MAX_STARTS = 8
 """Times that recordings are dropped because a larger shape came."""
 RESCUES_IN_A_ROW = 3
@@ -164,12 +163,19 @@ class Owner:
                 if held and not recording.memory.can_rescue(held):
                     return
         self._starts += 1
-        self._all_go = True
-        for member in self._members:
-            member.forget_recordings()
-        self._all_go = False
+        with self._dropping_all():
+            for member in self._members:
+                member.forget_recordings()
         self._slots = [_Slot()]
         self.driver.give_back()
+
+    @contextlib.contextmanager
+    def _dropping_all(self) -> Iterator[None]:
+        self._all_go = True
+        try:
+            yield
+        finally:
+            self._all_go = False
 
     def next_birth(self) -> int:
         """Position of one more recording in the order of recordings."""
@@ -203,10 +209,9 @@ class Owner:
     def release(self) -> None:
         """Free every recording. Calls made afterwards warm up and record again."""
         with self.lock:
-            self._all_go = True
-            for member in self._members:
-                member.close()
-            self._all_go = False
+            with self._dropping_all():
+                for member in self._members:
+                    member.close()
             self._slots = [_Slot()]
             self._pool_addresses.clear()
             self.driver.end_warm_ups()

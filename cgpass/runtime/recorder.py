@@ -97,7 +97,3 @@ class Recorder:
         if found is None:
             found = self._placeholders[key] = Placeholder(value)
         return found
-
-    def forget_placeholders(self) -> None:
-        """Give the memory of copied inputs back. To be called when no recording is left."""
-        self._placeholders.clear()

@@ -55,7 +55,6 @@ class Recording:
             stats: Where rescues are counted.
         """
         self._stats = stats or CallStats()
-        self.lean = lean
         self.visible = frozenset(range(len(outputs))) if visible is None else visible
         self.birth = birth
         self.slot = slot

@@ -288,7 +288,7 @@ class PartitionRunner:
         recording = self._recorder.record(
             args, self._layout, slot, uses=(self.visible, self.read), written=self.written
         )
-        if not recording.lean or self._settings.outputs == "owned":
+        if not recording.memory.is_lean or self._settings.outputs == "owned":
             self._copy_from_now_on(recording.visible)
         recording.set_private(self.copied - self.read)
         self.owner.add_recording(recording)
@@ -395,7 +395,6 @@ class PartitionRunner:
     def close(self) -> None:
         """Drop every recording; the next calls warm up again unless the owner is closed."""
         self._close(self.table.clear())
-        self._recorder.forget_placeholders()
 
 
 def _text_of(error: Exception) -> str:
