@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
-from cgpass.errors import CaptureError
 from cgpass.inputs import InputInfo, InputKind
 from cgpass.runtime import fast
 from cgpass.runtime.actions import Action, decide
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.failures import Resplit, give_memory_back
+from cgpass.runtime.fallback import Fallback
 from cgpass.runtime.owner import MAX_SLOTS, Owner
 from cgpass.runtime.placeholders import num_bytes
 from cgpass.runtime.recorder import Recorder
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.settings import RunnerSettings
 from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe
-from cgpass.runtime.syncs import is_capture_error, syncs_noted
+from cgpass.runtime.syncs import syncs_noted
 from cgpass.runtime.table import RecordingTable
 from cgpass.telemetry import CallStats, new_call_stats
 
@@ -55,7 +55,6 @@ class PartitionRunner:
         self.name = name
         self.owner = owner
         self.stats: CallStats = new_call_stats()
-        self.failure: str | None = None
         self.visible: frozenset[int] | None = None
         """Outputs that the user gets, None for all; to be set before the first call."""
         self.read: frozenset[int] = frozenset()
@@ -70,17 +69,19 @@ class PartitionRunner:
         self._recorder = Recorder(fn, owner, opaque=settings.opaque, stats=self.stats)
         self._misses = (0, 0)
         self._warned_held = False
-        self._resplit = resplit
-        self._replacement: BoxedCallable | None = None
-        """What `resplit` made of a partition that can't be captured as a whole."""
+        self._fallback = Fallback(name, fn, self.stats, on_skip=settings.on_skip, resplit=resplit)
         self._suspect = False
         """Whether the sync check found something in a warm-up."""
-        self._failed_once = False
         self.written: set[int] = set()
         """Inputs that warm-up calls wrote, where nobody told."""
         self._set_infos(infos)
         owner.add(self)
         fast.start()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the partition is captured no more, if nothing replaces it."""
+        return self._fallback.failure
 
     def _set_infos(self, infos: Sequence[InputInfo]) -> None:
         settings = self._settings
@@ -151,8 +152,8 @@ class PartitionRunner:
     def _without_recording(
         self, args: list[Any], shape_key: ShapeKey, static_key: StaticKey
     ) -> tuple[Sequence[Any], Recording | None]:
-        if self._replacement is not None:
-            return self._instead(args), None
+        if self._fallback.replacement is not None:
+            return self._fallback.run(args), None
         warm = self.table.is_warm(shape_key, static_key, args)
         strays = warm and self._has_strays(args)
         if strays:  # which may have changed what is copied
@@ -172,7 +173,7 @@ class PartitionRunner:
             if not isinstance(recording, Recording):
                 error, recording = recording, None
                 try:
-                    return self._not_recorded(error, args), None
+                    return self._not_recorded(args, error), None
                 finally:
                     del error  # its traceback holds this frame, and with it this call's inputs
             recordings = self.table.add(shape_key, static_key, args, recording)
@@ -191,13 +192,7 @@ class PartitionRunner:
     def _warm_up(self, args: list[Any], shape_key: ShapeKey) -> Sequence[Any]:
         """Run plainly; where nobody told which inputs are written or whether it syncs, find out."""
         is_last = self.table.num_warmups(shape_key) + 1 >= self._settings.limits.num_warmup_calls
-        resplit = self._resplit
-        if (
-            resplit is not None
-            and resplit.checks_warm_ups
-            and is_last
-            and not self.stats.recordings
-        ):
+        if is_last and not self.stats.recordings and self._fallback.checks_warm_ups:
             with syncs_noted(self.owner.driver.device) as found:
                 outputs = self._run_warm(args)
             self._suspect = bool(found)
@@ -219,7 +214,7 @@ class PartitionRunner:
         return self.owner.driver.warm_up(self._fn, args)
 
     def _is_usable(self) -> bool:
-        if self.failure is not None or self.owner.closed:
+        if self._fallback.failure is not None or self.owner.closed:
             return False
         return not self.owner.driver.is_capturing()
 
@@ -323,7 +318,8 @@ class PartitionRunner:
         """A recording, what it failed with, or None if this partition was not to be recorded after all."""
         if self._suspect:
             self._suspect = False
-            if self._split(args, None):
+            if self._fallback.split(args, None):
+                self.close()
                 return None
         try:
             # Memory of recordings is written in whatever mode later calls come: no inference tensors.
@@ -332,58 +328,22 @@ class PartitionRunner:
         except Exception as error:
             return error
 
-    def _not_recorded(self, error: Exception | None, args: list[Any]) -> Sequence[Any]:
-        return self._instead(args) if error is None else self._after_failed_capture(error, args)
+    def _not_recorded(self, args: list[Any], error: Exception | None) -> Sequence[Any]:
+        """Make a call that was to be recorded without that.
 
-    def _split(self, args: list[Any], error: Exception | None) -> bool:
-        """Have the partition split around what can't be captured; False if that is not known."""
-        if self._resplit is None:
-            return False
-        outcome = self._resplit(list(args), error)
-        self._replacement, self.failure = outcome.replacement, outcome.why
-        if self._replacement is None and self.failure is None:
-            return False
-        self.close()
-        if self._replacement is None:
-            self._say_it_runs_plainly(outcome.why or "")
-        return True
-
-    def _instead(self, args: list[Any]) -> Sequence[Any]:
-        """Run what took this partition's place: its split, which counts its own calls, or nothing but itself."""
-        if self._replacement is not None:
-            self.stats.calls -= 1
-            return self._replacement(args)
-        outputs = self._fn(args)
-        self.stats.plain_calls += 1
-        return outputs
-
-    def _after_failed_capture(self, error: Exception, args: list[Any]) -> Sequence[Any]:
-        """Make the call without this capture, and try none like it again unless the error is the user's own."""
-        out_of_memory = isinstance(error, torch.OutOfMemoryError)
-        if out_of_memory:
+        Args:
+            args: Its inputs.
+            error: What recording it raised; None if this partition was not to be recorded after all.
+        """
+        if error is None:
+            return self._fallback.run(args)
+        if isinstance(error, torch.OutOfMemoryError):
             self.close()
             give_memory_back(error, self.owner.driver.device)
-        if self._split(args, error):
-            return self._instead(args)
-        passing = not (self._failed_once or out_of_memory or is_capture_error(error))
-        if self._settings.on_skip == "raise" and not passing:
-            raise CaptureError(self._message(_text_of(error))) from error
-        outputs = self._instead(args)  # if this raises, the error is the user's own
-        self._failed_once = True
-        if not passing:
-            self.failure = _text_of(error)
-            self._say_it_runs_plainly(self.failure)
-        return outputs
-
-    def _message(self, why: str) -> str:
-        return (
-            f"{self.name} can't be captured and runs without a graph from now on: {why}. "
-            'Name the operator in options={"unsafe_ops": (...)} to capture the rest.'
-        )
-
-    def _say_it_runs_plainly(self, why: str) -> None:
-        level = logging.WARNING if self._settings.on_skip == "warn" else logging.INFO
-        log.log(level, "%s", self._message(why))
+        if self._fallback.split(args, error):
+            self.close()
+            return self._fallback.run(args)
+        return self._fallback.run_again(args, error)
 
     # ---- end
 
@@ -395,7 +355,3 @@ class PartitionRunner:
     def close(self) -> None:
         """Drop every recording; the next calls warm up again unless the owner is closed."""
         self._close(self.table.clear())
-
-
-def _text_of(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

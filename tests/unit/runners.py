@@ -19,7 +19,7 @@ def infos(*kinds, mutated=()):
     )
 
 
-def runner(fn, *kinds, owner=None, mutated=(), settings=None, **limits):
+def runner(fn, *kinds, owner=None, mutated=(), settings=None, resplit=None, **limits):
     """A runner of `fn(*inputs)`; runners given one `owner` share its pool."""
     return PartitionRunner(
         lambda args: fn(*args),
@@ -27,6 +27,7 @@ def runner(fn, *kinds, owner=None, mutated=(), settings=None, **limits):
         owner or Owner(SimulatedDriver()),
         RunnerSettings(limits=Limits(**limits), **(settings or {})),
         name="forward captured_0",
+        resplit=resplit,
     )
 
 

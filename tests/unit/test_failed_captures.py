@@ -129,9 +129,7 @@ def refusing(x):
 
 
 def split_runner(splitter, fn=refusing):
-    run = runner(fn, COPIED, mutated=(0,))
-    run._resplit = splitter
-    return run
+    return runner(fn, COPIED, mutated=(0,), resplit=splitter)
 
 
 def test_a_runner_hands_its_calls_to_what_took_its_place():

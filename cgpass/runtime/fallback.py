@@ -1,0 +1,121 @@
+"""`Fallback`: what a partition does once it turned out that it can't be captured."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cgpass.errors import CaptureError
+from cgpass.runtime.driver import BoxedCallable
+from cgpass.runtime.failures import Resplit
+from cgpass.runtime.syncs import is_capture_error
+from cgpass.telemetry import CallStats
+
+log = logging.getLogger(__name__)
+
+
+class Fallback:
+    """Takes a partition's place: its split around what can't be captured, or nothing but the callable itself."""
+
+    def __init__(
+        self,
+        name: str,
+        fn: BoxedCallable,
+        stats: CallStats,
+        *,
+        on_skip: str,
+        resplit: Resplit | None,
+    ) -> None:
+        """Nothing failed yet.
+
+        Args:
+            name: Of the partition, for messages.
+            fn: What it runs.
+            stats: Where its calls are counted.
+            on_skip: "warn", "raise" or "silent".
+            resplit: What to do when a capture fails; default: run plainly from then on.
+        """
+        self._name = name
+        self._fn = fn
+        self._stats = stats
+        self._on_skip = on_skip
+        self._resplit = resplit
+        self.replacement: BoxedCallable | None = None
+        """What `resplit` made of the partition."""
+        self.failure: str | None = None
+        """Why it is captured no more, if nothing replaces it."""
+        self._failed_once = False
+
+    @property
+    def checks_warm_ups(self) -> bool:
+        """Whether to look out for what waits for the device before anything is captured."""
+        return self._resplit is not None and self._resplit.checks_warm_ups
+
+    def split(self, args: Sequence[Any], error: Exception | None) -> bool:
+        """Have the partition split, or known to run plainly; then its recordings are of no more use.
+
+        Args:
+            args: Inputs of a call.
+            error: What its capture raised; None if the sync check found something in a warm-up.
+
+        Returns:
+            Whether `run` is what to call from now on; False if nothing was found.
+
+        Raises:
+            Exception: `error` itself, where it is the user's own.
+            CaptureError: If `on_skip` is "raise".
+        """
+        if self._resplit is None:
+            return False
+        outcome = self._resplit(list(args), error)
+        self.replacement, self.failure = outcome.replacement, outcome.why
+        if self.replacement is not None:
+            return True
+        if self.failure is None:
+            return False
+        self._say_it_runs_plainly(self.failure)
+        return True
+
+    def run(self, args: list[Any]) -> Sequence[Any]:
+        """Run what took the partition's place: its split, which counts its own calls, or nothing but itself."""
+        if self.replacement is not None:
+            self._stats.calls -= 1
+            return self.replacement(args)
+        outputs = self._fn(args)
+        self._stats.plain_calls += 1
+        return outputs
+
+    def run_again(self, args: list[Any], error: Exception) -> Sequence[Any]:
+        """Make a call whose capture failed without it, and try none like it again unless the error was the user's.
+
+        Raises:
+            CaptureError: If `on_skip` is "raise".
+        """
+        passing = not (
+            self._failed_once
+            or isinstance(error, torch.OutOfMemoryError)
+            or is_capture_error(error)
+        )
+        if self._on_skip == "raise" and not passing:
+            raise CaptureError(self._message(_text_of(error))) from error
+        outputs = self.run(args)  # if this raises, the error is the user's own
+        self._failed_once = True
+        if not passing:
+            self.failure = _text_of(error)
+            self._say_it_runs_plainly(self.failure)
+        return outputs
+
+    def _message(self, why: str) -> str:
+        return (
+            f"{self._name} can't be captured and runs without a graph from now on: {why}. "
+            'Name the operator in options={"unsafe_ops": (...)} to capture the rest.'
+        )
+
+    def _say_it_runs_plainly(self, why: str) -> None:
+        level = logging.WARNING if self._on_skip == "warn" else logging.INFO
+        log.log(level, "%s", self._message(why))
+
+
+def _text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
