@@ -18,6 +18,8 @@ class CallStats:
     """Recordings made, re-recordings included."""
     rerecordings: int = 0
     """Recordings made because a known input's address moved."""
+    promotions: int = 0
+    """Recordings made anew because copied inputs never moved: they are read where they lie."""
     replays: int = 0
     """Replays, each recording's first one included."""
     plain_calls: int = 0

@@ -15,7 +15,7 @@ class Gifts:
     """Blocks of earlier recordings that nobody but this call's inputs holds, handed over for one capture.
 
     The callable drops them where it needs them no longer, and later temporaries and outputs lie on them: saved tensors
-    die inside the backward. A replay therefore overwrites them, and asks `Recording.may_consume` first.
+    die inside the backward. A replay therefore overwrites them, and asks `Recording.may_replay` first.
     """
 
     def __init__(self, owner: Owner, slot: int, args: Sequence[Any], pooled: Sequence[int]) -> None:

@@ -5,7 +5,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -33,6 +33,9 @@ class Member(Protocol):
 
     def forget_recordings(self) -> None:
         """Drop recordings, but not what is known of calls."""
+
+    def forget_readers(self, addresses: Collection[int]) -> None:
+        """Drop recordings that read what other recordings put at some addresses."""
 
     def plan_around(self, victim: Recording, blocks: Sequence[int], by: Recording) -> None:
         """Have outputs of `victim`, if it is this one's, no longer lie where `by` writes."""
@@ -195,6 +198,12 @@ class Owner:
             slot.live.discard(recording)
         self._pool_addresses.subtract(recording.memory.addresses())
         recording.close(whole_pool=self._all_go)
+
+    def forget_readers(self, recording: Recording) -> None:
+        """Drop every recording that reads what a recording hands out: it is about to be made anew, elsewhere."""
+        addresses = frozenset(recording.memory.addresses())
+        for member in self._members:
+            member.forget_readers(addresses)
 
     def is_pool_storage(self, tensor: "torch.Tensor") -> bool:
         """Whether `tensor` lies in the output of a recording."""

@@ -45,6 +45,7 @@ class Recorder:
         *,
         uses: tuple[frozenset[int] | None, frozenset[int]],
         written: Collection[int],
+        stationary: Collection[int] = (),
     ) -> Recording:
         """Record one signature.
 
@@ -54,12 +55,15 @@ class Recorder:
             slot: Pool to record into.
             uses: Outputs that the user gets (None: all), and outputs that others read.
             written: Inputs that are written, besides those that the layout knows.
+            stationary: Copied inputs to be read where they lie instead.
         """
         owner = self._owner
         lean = fast.can_swap()
         released = owner.begin_recording(slot)
         gifts = Gifts(owner, slot, args, layout.pooled if lean else ())
-        placeholders = {i: self._placeholder(i, args[i]) for i in layout.copied}
+        reads = frozenset(args[i].untyped_storage().data_ptr() for i in layout.pooled)
+        copied = [i for i in layout.copied if i not in stationary]
+        placeholders = {i: self._placeholder(i, args[i]) for i in copied}
         staged = [placeholders[i].tensor if i in placeholders else a for i, a in enumerate(args)]
         for i, placeholder in placeholders.items():
             placeholder.copy_from(args[i])
@@ -81,6 +85,8 @@ class Recorder:
             read=read,
             consumes=consumes,
             released=released,
+            stationary=tuple(stationary),
+            reads=reads,
             birth=owner.next_birth(),
             slot=slot,
             lean=lean,

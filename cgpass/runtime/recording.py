@@ -1,7 +1,8 @@
 """One captured graph with its placeholders and outputs."""
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +13,9 @@ from cgpass.runtime.output_memory import OutputMemory
 from cgpass.runtime.outputs import CopyOut, InputAlias, alias_of_input
 from cgpass.runtime.placeholders import Placeholder, copies_in, num_bytes
 from cgpass.telemetry import CallStats
+
+if TYPE_CHECKING:
+    from cgpass.runtime.stationary import Watch
 
 
 class Recording:
@@ -32,6 +36,8 @@ class Recording:
         read: frozenset[int] = frozenset(),
         consumes: Mapping[int, int] | None = None,
         released: Mapping[int, tuple[int, ...]] | None = None,
+        stationary: Sequence[int] = (),
+        reads: frozenset[int] = frozenset(),
         birth: int = 0,
         slot: int = 0,
         lean: bool = False,
@@ -44,11 +50,13 @@ class Recording:
             outputs: What the recorded callable returned; nobody else may go on holding them.
             staged: The inputs it was recorded with, placeholders in place of copied ones.
             placeholders: Of the copied inputs, by position.
-            mutated: Copied inputs that the graph writes.
+            mutated: Copied or stationary inputs that the graph writes.
             visible: Outputs that the user gets; None for all.
             read: Outputs that other partitions or the backward read.
             consumes: Inputs whose memory it writes, with the number of users of a storage that nobody else holds.
             released: See `liveness.Made`.
+            stationary: Inputs that are read where they lay; see Note [Inputs that never move].
+            reads: Addresses of the storages that other recordings made and this one reads.
             birth: Position in the owner's order of recordings.
             slot: Which of the owner's pools it lies in.
             lean: See `OutputMemory`.
@@ -59,6 +67,12 @@ class Recording:
         self.birth = birth
         self.slot = slot
         self.released = released or {}
+        self.reads = reads
+        self.watch: Watch | None = None
+        """What watches its copied inputs, until that is settled."""
+        self.stationary = tuple(stationary)
+        self._lie_at = fast.static_key(staged, self.stationary)
+        self._written_in_place = tuple(i for i in mutated if i in self.stationary)
         self.last_used = 0
         self.rescues_in_a_row = 0
         self._rescued = False
@@ -69,6 +83,7 @@ class Recording:
         self._placeholders = dict(placeholders)  # kept alive as long as a recording reads them
         self._copies = copies_in(placeholders)
         self._write_back = [(i, placeholders[i]) for i in mutated if i in placeholders]
+        self._writes = bool(self._write_back or self._written_in_place)
         self.copied_bytes = sum(group.num_bytes for group in self._copies) + sum(
             num_bytes(p.target) for _, p in self._write_back
         )
@@ -156,8 +171,16 @@ class Recording:
             self._private = positions
             self._arrange()
 
-    def may_consume(self, args: Sequence[Any]) -> bool:
-        """Whether nobody else holds the inputs whose memory a replay writes."""
+    def moved(self, args: Sequence[Any]) -> list[int]:
+        """Stationary inputs that no longer lie where they did."""
+        addresses = array("q", fast.static_key(args, self.stationary))
+        places = zip(self.stationary, addresses, array("q", self._lie_at), strict=True)
+        return [i for i, now, before in places if now != before]
+
+    def may_replay(self, args: Sequence[Any]) -> bool:
+        """Whether stationary inputs have not moved, and nobody else holds the inputs whose memory a replay writes."""
+        if self.stationary and fast.static_key(args, self.stationary) != self._lie_at:
+            return False
         return not self._consumed or fast.exclusive(args, self._consumed, self._users)
 
     def run(self, args: Sequence[Any]) -> list[Any]:
@@ -169,8 +192,8 @@ class Recording:
         for group in self._copies:
             group.copy_from(args)
         self.replay()
-        for i, placeholder in self._write_back:
-            placeholder.source(args[i]).copy_(placeholder.target)
+        if self._writes:
+            self._note_writes(args)
         outputs = self._outputs.copy()
         if torch.is_inference_mode_enabled():  # what is made in it are inference tensors
             made = [_torch.on_storage(t.untyped_storage(), t) for t in self._escaping]
@@ -190,6 +213,14 @@ class Recording:
         else:
             self.rescues_in_a_row = 0
         return outputs
+
+    def _note_writes(self, args: Sequence[Any]) -> None:
+        """Give written inputs their values, and have autograd know."""
+        for i, placeholder in self._write_back:
+            placeholder.source(args[i]).copy_(placeholder.target)
+        for i in self._written_in_place:
+            if not args[i].is_inference():
+                torch.autograd.graph.increment_version(args[i])
 
     def copy_out(
         self, positions: tuple[int, ...], targets: tuple[int, ...], results: list[Any]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from cgpass.runtime.recorder import Recorder
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.settings import RunnerSettings
 from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe
-from cgpass.runtime.syncs import syncs_noted
+from cgpass.runtime.stationary import Watch
 from cgpass.runtime.table import RecordingTable
+from cgpass.runtime.warmup import WarmUp
 from cgpass.telemetry import CallStats, new_call_stats
 
 log = logging.getLogger(__name__)
@@ -70,10 +71,7 @@ class PartitionRunner:
         self._misses = (0, 0)
         self._warned_held = False
         self._fallback = Fallback(name, fn, self.stats, on_skip=settings.on_skip, resplit=resplit)
-        self._suspect = False
-        """Whether the sync check found something in a warm-up."""
-        self.written: set[int] = set()
-        """Inputs that warm-up calls wrote, where nobody told."""
+        self._warm_ups = WarmUp(fn, owner, notes_writes=settings.check_layout)
         self._set_infos(infos)
         owner.add(self)
         fast.start()
@@ -82,6 +80,11 @@ class PartitionRunner:
     def failure(self) -> str | None:
         """Why the partition is captured no more, if nothing replaces it."""
         return self._fallback.failure
+
+    @property
+    def written(self) -> Collection[int]:
+        """Inputs that warm-up calls wrote, where nobody told."""
+        return self._warm_ups.written
 
     def _set_infos(self, infos: Sequence[InputInfo]) -> None:
         settings = self._settings
@@ -121,23 +124,71 @@ class PartitionRunner:
         else:
             recordings = self.table.find(shape_key, static_key)
         if recordings and not self.owner.driver.is_capturing():
-            recording = self._choose(recordings, args)
-            if recording is not None:
+            recording = self._choose(recordings, args, static_key)
+            if recording is not None and (
+                recording.watch is None or not self._gives_way(recording, recordings, args)
+            ):
                 self._last = (shape_key, static_key, recordings)
                 return self._replay(recording, args), recording
         return self._without_recording(args, shape_key, static_key)
 
-    def _choose(self, recordings: Sequence[Recording], args: Sequence[Any]) -> Recording | None:
+    def _choose(
+        self, recordings: Sequence[Recording], args: Sequence[Any], static_key: StaticKey
+    ) -> Recording | None:
         """A recording that overwrites nothing that is held, if need be after what is held was rescued."""
         owner = self.owner
         for recording in recordings:
-            if owner.is_safe(recording) and recording.may_consume(args):
+            if owner.is_safe(recording) and recording.may_replay(args):
                 return recording
         for recording in recordings:
-            if recording.may_consume(args) and owner.rescue(recording):
-                # a rescue may have had this very recording replaced
-                return recording if recording in self.table.all() else None
+            if recording.may_replay(args) and owner.rescue(recording):
+                # which may have replaced this very recording, or moved what it reads
+                if recording not in self.table.all() or not recording.may_replay(args):
+                    return None
+                return recording if self._layout.static_key(args) == static_key else None
         return None
+
+    def _gives_way(
+        self, recording: Recording, recordings: Sequence[Recording], args: Sequence[Any]
+    ) -> bool:
+        """Whether a recording was dropped for one without copies. See Note [Inputs that never move]."""
+        watch = recording.watch
+        assert watch is not None
+        ready = watch.note(args)
+        if watch.settled:
+            recording.watch = None
+        if not ready:
+            return False
+        watch.settle()
+        self.stats.promotions += 1
+        names = describe(self._layout.infos[i] for i in watch.positions)
+        log.info("%s records again: %s never moved, and is copied no more", self.name, names)
+        for other in tuple(recordings):  # more than one where results of several calls are held
+            if not other.memory.any_held():
+                self._drop(other)
+        return True
+
+    def _drop_mistaken(
+        self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]
+    ) -> None:
+        """Drop recordings whose stationary inputs moved after all."""
+        for recording in tuple(self.table.find(shape_key, static_key)):
+            moved = recording.moved(args)
+            if moved:
+                names = describe(self._layout.infos[i] for i in moved)
+                log.info("%s records again: %s moved, and is copied from now on", self.name, names)
+                if not recording.memory.any_held():
+                    self._drop(recording)
+
+    def _drop(self, recording: Recording) -> None:
+        """Drop one recording that nobody holds anything of, and what reads its outputs."""
+        self.owner.forget_readers(recording)
+        self.table.remove(recording)
+        self._close([recording])
+
+    def forget_readers(self, addresses: Collection[int]) -> None:
+        """Drop recordings that read what other recordings put at some addresses."""
+        self._close(self.table.remove_readers(addresses))
 
     def _replay(self, recording: Recording, args: list[Any]) -> list[Any]:
         outputs = recording.run(args)
@@ -161,6 +212,8 @@ class PartitionRunner:
         if strays and not self.table.has_recordings(shape_key):
             warm, strays = False, False  # what made the inputs was itself warming up
         usable = self._is_usable() and not strays
+        if warm and usable:
+            self._drop_mistaken(shape_key, static_key, args)
         room = usable and self._make_room(shape_key, static_key, args)
         if warm and room:
             self._make_space(shape_key, args)
@@ -169,7 +222,8 @@ class PartitionRunner:
             slot = None  # room was made by moving what this call reads
         action = decide(usable=usable, warm=warm, safe=False, room=room and slot is not None)
         if action is Action.RECORD and slot is not None:
-            recording = self._try_to_record(args, slot)
+            watch = self.table.watch(shape_key, static_key, args)
+            recording = self._try_to_record(args, slot, watch)
             if not isinstance(recording, Recording):
                 error, recording = recording, None
                 try:
@@ -190,28 +244,9 @@ class PartitionRunner:
         return outputs, None
 
     def _warm_up(self, args: list[Any], shape_key: ShapeKey) -> Sequence[Any]:
-        """Run plainly; where nobody told which inputs are written or whether it syncs, find out."""
         is_last = self.table.num_warmups(shape_key) + 1 >= self._settings.limits.num_warmup_calls
-        if is_last and not self.stats.recordings and self._fallback.checks_warm_ups:
-            with syncs_noted(self.owner.driver.device) as found:
-                outputs = self._run_warm(args)
-            self._suspect = bool(found)
-            return outputs
-        if not self._settings.check_layout:
-            return self._run_warm(args)
-        tensors = [
-            (i, a, a._version)
-            for i, a in enumerate(args)
-            if isinstance(a, torch.Tensor) and not a.is_inference()
-        ]
-        outputs = self._run_warm(args)
-        self.written.update(i for i, tensor, version in tensors if tensor._version != version)
-        return outputs
-
-    def _run_warm(self, args: list[Any]) -> Sequence[Any]:
-        if self.owner.has_recordings():
-            return self._fn(args)
-        return self.owner.driver.warm_up(self._fn, args)
+        check = is_last and not self.stats.recordings and self._fallback.checks_warm_ups
+        return self._warm_ups.run(args, check_syncs=check)
 
     def _is_usable(self) -> bool:
         if self._fallback.failure is not None or self.owner.closed:
@@ -278,11 +313,18 @@ class PartitionRunner:
 
     # ---- recording
 
-    def _record(self, args: list[Any], slot: int) -> Recording:
+    def _record(self, args: list[Any], slot: int, watch: Watch) -> Recording:
         self._largest = max(self._largest, self._bytes_that_move(args))
         recording = self._recorder.record(
-            args, self._layout, slot, uses=(self.visible, self.read), written=self.written
+            args,
+            self._layout,
+            slot,
+            uses=(self.visible, self.read),
+            written=self.written,
+            stationary=watch.stationary(args),
         )
+        if not watch.settled:
+            recording.watch = watch
         if not recording.memory.is_lean or self._settings.outputs == "owned":
             self._copy_from_now_on(recording.visible)
         recording.set_private(self.copied - self.read)
@@ -314,17 +356,19 @@ class PartitionRunner:
         else:
             self._copy_from_now_on(victim.positions_on(blocks))
 
-    def _try_to_record(self, args: list[Any], slot: int) -> Recording | Exception | None:
+    def _try_to_record(
+        self, args: list[Any], slot: int, watch: Watch
+    ) -> Recording | Exception | None:
         """A recording, what it failed with, or None if this partition was not to be recorded after all."""
-        if self._suspect:
-            self._suspect = False
+        if self._warm_ups.found_syncs:
+            self._warm_ups.found_syncs = False
             if self._fallback.split(args, None):
                 self.close()
                 return None
         try:
             # Memory of recordings is written in whatever mode later calls come: no inference tensors.
             with torch.inference_mode(False), torch.no_grad():
-                return self._record(args, slot)
+                return self._record(args, slot, watch)
         except Exception as error:
             return error
 

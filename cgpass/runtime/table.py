@@ -1,7 +1,7 @@
 """`RecordingTable`: the recordings of one partition by signature, and how many there may be."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ from cgpass.errors import StaticInputMovedError
 from cgpass.runtime.owner import Limits
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe
+from cgpass.runtime.stationary import Watch
 from cgpass.telemetry import CallStats
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,8 @@ class _Shape:
 
     num_warmups: int = 0
     sets: dict[StaticKey, list[Recording]] = field(default_factory=dict)
+    watches: dict[StaticKey, Watch] = field(default_factory=dict)
+    """By addresses of parameters."""
     objects: tuple[Any, ...] = ()
     """Those that the key knows by identity, kept alive so that no other object takes their place."""
 
@@ -120,6 +123,23 @@ class RecordingTable:
 
     def _is_warm_set(self, shape_key: ShapeKey, static_key: StaticKey) -> bool:
         return (shape_key, hash(self._layout.parameters_of(static_key))) in self._warm_sets
+
+    def watch(self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]) -> Watch:
+        """What is known of a signature's copied inputs, wherever other recordings put what they hand it."""
+        watches = self._shapes.setdefault(shape_key, _Shape()).watches
+        parameters = self._layout.parameters_of(static_key)
+        if parameters not in watches:
+            if len(watches) >= _SETS_KEPT:
+                watches.clear()
+            watches[parameters] = Watch(i for i in self._layout.copied if args[i].numel())
+        return watches[parameters]
+
+    def remove_readers(self, addresses: Container[int]) -> list[Recording]:
+        """Forget recordings that read what lies at some addresses; returns what is to be closed."""
+        readers = [r for r in self.all() if any(address in addresses for address in r.reads)]
+        for recording in readers:
+            self.remove(recording)
+        return readers
 
     def add(
         self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any], recording: Recording

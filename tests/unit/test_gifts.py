@@ -169,7 +169,7 @@ def test_what_somebody_holds_is_not_consumed():
     for value in range(3, 6):
         made, _ = first.run([X * value])
         held = made[0]
-        assert not consuming.may_consume(made)
+        assert not consuming.may_replay(made)
         outputs, recording = second.run(made)
         assert [t.tolist() for t in outputs] == expected(value)
         assert held.tolist() == [3 * value] * 4
@@ -217,9 +217,9 @@ def test_inputs_on_one_block_are_given_together():
     assert sorted(recording._consumed) == [0, 1]
     made, _ = first.run([X])
     held = made[1]
-    assert not recording.may_consume(made)
+    assert not recording.may_replay(made)
     del held
-    assert recording.may_consume(made)
+    assert recording.may_replay(made)
 
 
 def test_a_block_that_was_given_is_free_for_later_recordings_and_guarded():

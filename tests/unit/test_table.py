@@ -7,6 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from cgpass.errors import StaticInputMovedError
+from cgpass.runtime import stationary
 from tests.unit.runners import COPIED, OPAQUE, POOLED, STATIC, SYMINT, call, counts, runner
 
 
@@ -50,7 +51,8 @@ def test_more_layers_than_sets_do_not_thrash():
     assert replays == 4 * 11, "each recorded set replays in every round but the first"
 
 
-def test_an_idle_set_makes_room_and_a_used_one_does_not():
+def test_an_idle_set_makes_room_and_a_used_one_does_not(monkeypatch):
+    monkeypatch.setattr(stationary, "CALLS", 100)
     used, idle, new = tensors(3)
     run = runner(weighted, COPIED, STATIC, max_static_sets=2)
     for weight in (used, used, idle, idle):

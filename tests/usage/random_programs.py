@@ -92,6 +92,7 @@ class World:
         self.generator = torch.Generator().manual_seed(SEED + 1)
         self.modules = [compiled.make().to(device) for _ in range(num_modules)]
         self.held = []
+        self.buffers = {}
         self.seen = []
         self.step = ""
 
@@ -162,6 +163,11 @@ class World:
     def new_input(self, rows, *, grad):
         value = torch.randn(rows, WIDTH, generator=self.generator).to(self.device)
         return value.requires_grad_(grad)
+
+    def buffer(self, name, rows):
+        """A tensor that stays where it is, with new values."""
+        value = self.new_input(rows, grad=False)
+        return self.buffers.setdefault((name, rows), value.clone()).copy_(value)
 
     def backward(self, held, *, retain=False, part=None):
         """Backward through one held tensor, or through all of them."""

@@ -55,7 +55,7 @@ KEPT = {
 
 @dataclass(frozen=True, repr=False)
 class Call(Step):
-    """Call a module on new inputs, on a held result, or on inputs of before; keep some of what comes back."""
+    """Call a module on new inputs, on a held result, on inputs of before or on buffers; keep some of what comes back."""
 
     keep: str = "all"
     mode: str = "grad"
@@ -73,7 +73,7 @@ class Call(Step):
         x = self._first(world)
         if x is None:
             return
-        y = x if self.twice else world.new_input(x.shape[0], grad=False)
+        y = x if self.twice else self._second(world, x.shape[0])
         with MODES[self.mode]():
             outputs = list(world.call(world.module(self.module), x, y))
         for number, tensor in enumerate(outputs):
@@ -89,7 +89,14 @@ class Call(Step):
         elif kept is not None:
             world.held.append(Held(kept, [x, y]))
 
+    def _second(self, world, rows):
+        if self.on == "buffer":
+            return world.buffer("y", rows)
+        return world.new_input(rows, grad=False)
+
     def _first(self, world):
+        if self.on == "buffer":
+            return world.buffer(f"x{self.pick % 2}", self.rows)
         if self.on == "new":
             x = world.new_input(self.rows, grad=self.grad)
             # autograd lets nobody change a leaf that wants a gradient

@@ -138,6 +138,10 @@ def _new_call(style):
     return _calls(style, rows=st.sampled_from(style.rows), twice=st.sampled_from(style.twice))
 
 
+def _call_on_buffers(style):
+    return _calls(style, on=st.just("buffer"), pick=_rarely, rows=st.sampled_from(style.rows))
+
+
 def _call_on_held(style):
     return _calls(style, on=st.sampled_from(("held", "held", "input")), pick=_pick, part=_part)
 
@@ -172,7 +176,8 @@ _OTHERS = (
 @functools.cache
 def _steps(style):
     """Strategies of single steps, each as often as it is to be drawn."""
-    weighted = ((16, _new_call(style)), (6, _call_on_held(style)), *_OTHERS)
+    calls = ((10, _new_call(style)), (10, _call_on_buffers(style)), (5, _call_on_held(style)))
+    weighted = (*calls, *_OTHERS)
     return tuple(strategy for weight, strategy in weighted for _ in range(weight))
 
 

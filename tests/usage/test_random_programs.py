@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from cgpass.runtime import stationary
 from tests.usage.programs import Setting, counted
 from tests.usage.random_programs import Graph, check, compile_graph
 from tests.usage.random_strategies import (
@@ -52,6 +53,13 @@ few_ways = st.sampled_from(FEW_WAYS).flatmap(
 any_way = st.tuples(st.sampled_from(MODELS), options, programs(ANY))
 
 
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch):
+    """Inputs that stay in place for two calls count as stationary: programs are short."""
+    monkeypatch.setattr(stationary, "CALLS", 2)
+    monkeypatch.setattr(stationary, "MOVES", 8)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forgotten():
     """Nothing compiled outlives this file."""
@@ -69,6 +77,7 @@ def test_random_programs_on_a_few_models(setting):
     with counted() as counters:
         run()
     assert counters["replays"] > counters["recordings"] // 2 > 0, counters
+    assert counters["promotions"] > 0, counters
 
 
 def test_random_programs_on_random_graphs(setting):

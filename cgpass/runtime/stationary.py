@@ -1,0 +1,80 @@
+"""`Watch`: finds copied inputs that never move, for a recording that reads them where they lie.
+
+Note [Inputs that never move]
+    Every signature's copied inputs are watched while it replays. Those that lay in one place for some calls are
+    stationary: the recording is dropped for one that reads them there, without a copy, and whose replays check that
+    they still do. Recordings that read the dropped one's outputs go with it.
+
+    When a stationary input moves after all, that call records anew with a placeholder for it, and it is copied for
+    good: nothing flaps. An input may move a few times before it counts as moving, since recordings that are made anew
+    themselves move what they hand to others.
+"""
+
+import itertools
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from cgpass.runtime import fast
+
+CALLS: Final = 16
+"""Replays in a row in which an input must not move."""
+MOVES: Final = 2
+"""Times that an input may move before it is known to."""
+
+
+class Watch:
+    """Where the copied inputs of one signature lie, call after call. See Note [Inputs that never move]."""
+
+    __slots__ = ("_addresses", "_calls", "_moves", "positions", "settled")
+
+    def __init__(self, positions: Iterable[int]) -> None:
+        """Args: positions: inputs that may turn out not to move."""
+        self.positions = tuple(positions)
+        """Inputs that did not move so far; none once it is known that all do."""
+        self.settled = not self.positions
+        """Whether nothing more is to be found out."""
+        self._addresses = b""
+        self._calls = 0
+        self._moves = dict.fromkeys(self.positions, -1)  # the first address is no move
+
+    def note(self, args: Sequence[Any]) -> bool:
+        """Note one replay's inputs; returns whether they have not moved for long."""
+        addresses = fast.static_key(args, self.positions)
+        if addresses != self._addresses:
+            self._note_moves(addresses)
+        self._calls += 1
+        return self._calls > CALLS and not self.settled
+
+    def _note_moves(self, addresses: bytes) -> None:
+        old = self._addresses or bytes(len(addresses))
+        for i, (a, b) in zip(self.positions, _pairs(old, addresses), strict=True):
+            self._moves[i] += a != b
+        self._keep(addresses, [self._moves[i] <= MOVES for i in self.positions])
+        self._calls = 0
+        self.settled = not self.positions
+
+    def settle(self) -> None:
+        """Decide that what has not moved is stationary."""
+        self.settled = True
+
+    def stationary(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """Which inputs a recording made now reads where they lie; those that moved since they settled never will be."""
+        if not self.settled and self._calls < CALLS // 2:
+            return ()
+        self.settled = True
+        addresses = fast.static_key(args, self.positions)
+        if addresses != self._addresses:
+            self._keep(addresses, [a == b for a, b in _pairs(self._addresses, addresses)])
+        return self.positions
+
+    def _keep(self, addresses: bytes, which: Sequence[bool]) -> None:
+        """Go on with some of the inputs."""
+        left = itertools.compress(zip(self.positions, array("q", addresses), strict=True), which)
+        kept = dict(left)
+        self.positions = tuple(kept)
+        self._addresses = array("q", kept.values()).tobytes()
+
+
+def _pairs(first: bytes, second: bytes) -> Iterable[tuple[int, int]]:
+    return zip(array("q", first), array("q", second), strict=True)

@@ -1,0 +1,201 @@
+"""Copied inputs that never move are read where they lie, until they move."""
+
+import logging
+
+import pytest
+import torch
+
+from cgpass.runtime import stationary
+from cgpass.runtime.owner import Owner
+from cgpass.runtime.simulated import SimulatedDriver
+from cgpass.runtime.stationary import Watch
+from tests.unit.runners import COPIED, POOLED, STATIC, call, counts, runner
+
+CALLS = 4
+
+
+@pytest.fixture(autouse=True)
+def few_calls(monkeypatch):
+    monkeypatch.setattr(stationary, "CALLS", CALLS)
+
+
+def tensors(n, size=3):
+    return [torch.full((size,), float(i + 1)) for i in range(n)]
+
+
+def noted(watch, *calls):
+    return [watch.note(args) for args in calls]
+
+
+# ---- what is found out
+
+
+def test_what_never_moves_is_found():
+    watch = Watch((0, 1))
+    a, b = tensors(2)
+    assert noted(watch, *[[a, b]] * CALLS) == [False] * CALLS
+    assert watch.note([a, b])
+    assert watch.stationary([a, b]) == (0, 1)
+
+
+def test_what_moves_in_every_call_is_left_out():
+    a, *moving = tensors(20)
+    watch = Watch((0, 1))
+    found = noted(watch, *([a, b] for b in moving))
+    assert found.index(True) == stationary.MOVES + 1 + CALLS
+    watch.settle()
+    assert watch.positions == (0,)
+    assert watch.stationary([a, moving[0]]) == (0,)
+
+
+def test_nothing_is_left_to_watch():
+    watch = Watch((0,))
+    kept = tensors(8)
+    assert not any(noted(watch, *([a] for a in kept)))
+    assert watch.settled
+    assert watch.stationary([kept[-1]]) == ()
+
+
+def test_a_few_moves_are_forgiven():
+    a, b, c = tensors(3)
+    watch = Watch((0,))
+    assert not any(noted(watch, *([x] for x in (a, a, b, b, c, c, c))))
+    assert noted(watch, [c], [c]) == [False, True]
+
+
+def test_settled_inputs_that_move_are_copied_for_good():
+    a, b, c = tensors(3)
+    watch = Watch((0, 1))
+    noted(watch, *[[a, b]] * (CALLS + 1))
+    watch.settle()
+    assert watch.stationary([a, c]) == (0,)
+    assert watch.stationary([a, b]) == (0,)
+
+
+def test_a_watch_of_nothing_is_settled():
+    watch = Watch(())
+    assert not watch.note([])
+    assert watch.stationary([]) == ()
+
+
+# ---- recordings
+
+
+def times(x, w):
+    return [x * w]
+
+
+def test_an_input_that_stays_is_copied_no_more(caplog):
+    caplog.set_level(logging.INFO)
+    run = runner(times, COPIED, STATIC)
+    x, w = tensors(2)
+    copied = []
+    for number in range(12):
+        x.fill_(number)
+        before = run.stats.copied_bytes
+        assert call(run, x, w) == [[2.0 * number] * 3]
+        copied.append(run.stats.copied_bytes - before)
+    assert copied == [0, *[12] * (CALLS + 1), *[0] * (10 - CALLS)]
+    assert counts(run) == (1, 2, 11, 0)
+    assert (run.stats.promotions, run.stats.rerecordings) == (1, 0)
+    assert len(run.table.all()) == 1
+    assert "x0 (read at model.py:0 in forward: code) never moved" in caplog.text
+
+
+def test_an_input_that_moves_after_all_is_copied_again(caplog):
+    caplog.set_level(logging.INFO)
+    run = runner(times, COPIED, STATIC)
+    x, w, *others = tensors(30)
+    for _ in range(10):
+        call(run, x, w)
+    assert run.stats.promotions == 1
+    x.fill_(float("nan"))
+    for other in others:
+        assert call(run, other, w) == [(other * 2).tolist()]
+        assert call(run, other, w) == [(other * 2).tolist()]
+    assert (run.stats.promotions, run.stats.recordings, run.stats.plain_calls) == (1, 3, 0)
+    assert (
+        "x0 (read at model.py:0 in forward: code) moved, and is copied from now on" in caplog.text
+    )
+    before = run.stats.copied_bytes
+    for _ in range(10):
+        call(run, others[0], w)
+    assert run.stats.copied_bytes - before == 120
+    assert run.stats.recordings == 3
+
+
+def test_only_what_moves_is_copied_again():
+    run = runner(lambda x, y: [x * y], COPIED, COPIED)
+    x, y, z = tensors(3)
+    for _ in range(10):
+        call(run, x, y)
+    before = run.stats.copied_bytes
+    for _ in range(5):
+        assert call(run, x, z) == [[3.0] * 3]
+    assert run.stats.copied_bytes - before == 5 * 12
+
+
+def test_each_set_of_parameters_has_inputs_of_its_own():
+    """Layers that share one partition: each one's input stays where it is."""
+    run = runner(times, COPIED, STATIC)
+    weights, inputs = tensors(3), tensors(3)
+    for _ in range(10):
+        for x, w in zip(inputs, weights, strict=True):
+            assert call(run, x, w) == [(x * w).tolist()]
+    assert (run.stats.promotions, run.stats.recordings, run.stats.plain_calls) == (3, 6, 0)
+    assert len(run.table.all()) == 3
+
+
+def test_a_written_input_is_written_where_it_lies():
+    run = runner(lambda x: [x.add_(1) * 2], COPIED, mutated=(0,))
+    x = torch.zeros(3)
+    versions = []
+    for number in range(10):
+        assert call(run, x) == [[2.0 * (number + 1)] * 3]
+        assert x.tolist() == [number + 1.0] * 3
+        versions.append(x._version)
+    assert versions == sorted(set(versions)), "autograd knows of every write"
+    assert run.stats.promotions == 1
+    y = torch.zeros(3)
+    assert call(run, y) == [[2.0] * 3]
+    assert (x.tolist(), y.tolist()) == ([10.0] * 3, [1.0] * 3)
+
+
+def test_empty_inputs_are_not_worth_a_recording():
+    run = runner(lambda x: [x * 2], COPIED)
+    x = torch.empty(0, 3)
+    for _ in range(10):
+        assert call(run, x) == [[]]
+    assert run.stats.promotions == 0
+
+
+def test_one_more_set_than_allowed_is_not_needed():
+    run = runner(times, COPIED, STATIC, max_static_sets=1, max_recordings=1)
+    x, w, other = tensors(3)
+    for value in [*[x] * 10, *[other] * 10]:
+        assert call(run, value, w) == [(value * w).tolist()]
+    assert counts(run) == (1, 3, 19, 0)
+
+
+def test_readers_of_a_dropped_recording_go_with_it():
+    owner = Owner(SimulatedDriver())
+    first = runner(lambda x: [x * 2], COPIED, owner=owner)
+    second = runner(lambda a, y: [a + y], POOLED, COPIED, owner=owner)
+    x, *moving = tensors(14)
+    for y in moving:
+        (a,), _ = first.run([x])
+        assert call(second, a, y) == [(x * 2 + y).tolist()]
+        del a
+    assert (len(first.table.all()), len(second.table.all())) == (1, 1)
+    assert first.stats.promotions == 1
+    assert (first.stats.plain_calls, second.stats.plain_calls) == (0, 0)
+
+
+def test_an_input_in_the_pool_is_read_there_and_rescued():
+    """A function of its own result: what it reads is what its replay would overwrite."""
+    run = runner(lambda x: [x + 1], COPIED)
+    x = torch.zeros(3)
+    for _ in range(40):
+        (x,), _ = run.run([x])
+    assert x.tolist() == [40.0] * 3
+    assert run.stats.plain_calls == 0
