@@ -205,6 +205,11 @@ class Owner:
         for member in self._members:
             member.forget_readers(addresses)
 
+    def give_back_unused(self) -> None:
+        """Return the memory of pools whose last recording was dropped: what is recorded next lies in new ones."""
+        if not all(slot.recordings for slot in self._slots):
+            self.driver.give_back()
+
     def is_pool_storage(self, tensor: "torch.Tensor") -> bool:
         """Whether `tensor` lies in the output of a recording."""
         return self._pool_addresses[tensor.untyped_storage().data_ptr()] > 0

@@ -15,6 +15,7 @@ from cgpass.runtime.failures import Resplit, give_memory_back
 from cgpass.runtime.fallback import Fallback
 from cgpass.runtime.owner import MAX_SLOTS, Owner
 from cgpass.runtime.placeholders import num_bytes
+from cgpass.runtime.promotion import Promotion
 from cgpass.runtime.recorder import Recorder
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.settings import RunnerSettings
@@ -100,6 +101,7 @@ class PartitionRunner:
             self.stats,
             on_moved=settings.static_input_check,
         )
+        self._promotion = Promotion(self.name, self.owner, self.table, infos, self.stats)
         self._last: tuple[ShapeKey, StaticKey, list[Recording]] | None = None
 
     # ---- a call
@@ -126,7 +128,8 @@ class PartitionRunner:
         if recordings and not self.owner.driver.is_capturing():
             recording = self._choose(recordings, args, static_key)
             if recording is not None and (
-                recording.watch is None or not self._gives_way(recording, recordings, args)
+                recording.watch is None
+                or not self._promotion.gives_way(recording, recordings, args)
             ):
                 self._last = (shape_key, static_key, recordings)
                 return self._replay(recording, args), recording
@@ -148,48 +151,6 @@ class PartitionRunner:
                 return recording if self._layout.static_key(args) == static_key else None
         return None
 
-    def _gives_way(
-        self, recording: Recording, recordings: Sequence[Recording], args: Sequence[Any]
-    ) -> bool:
-        """Whether a recording was dropped for one without copies. See Note [Inputs that never move]."""
-        watch = recording.watch
-        assert watch is not None
-        ready = watch.note(args)
-        if watch.settled:
-            recording.watch = None
-        if not ready:
-            return False
-        watch.settle()
-        self.stats.promotions += 1
-        names = describe(self._layout.infos[i] for i in watch.positions)
-        log.info("%s records again: %s never moved, and is copied no more", self.name, names)
-        for other in tuple(recordings):  # more than one where results of several calls are held
-            if not other.memory.any_held():
-                self._drop(other)
-        return True
-
-    def _drop_mistaken(
-        self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]
-    ) -> None:
-        """Drop recordings whose stationary inputs moved after all."""
-        for recording in tuple(self.table.find(shape_key, static_key)):
-            moved = recording.moved(args)
-            if moved:
-                names = describe(self._layout.infos[i] for i in moved)
-                log.info("%s records again: %s moved, and is copied from now on", self.name, names)
-                if not recording.memory.any_held():
-                    self._drop(recording)
-
-    def _drop(self, recording: Recording) -> None:
-        """Drop one recording that nobody holds anything of, and what reads its outputs."""
-        self.owner.forget_readers(recording)
-        self.table.remove(recording)
-        self._close([recording])
-
-    def forget_readers(self, addresses: Collection[int]) -> None:
-        """Drop recordings that read what other recordings put at some addresses."""
-        self._close(self.table.remove_readers(addresses))
-
     def _replay(self, recording: Recording, args: list[Any]) -> list[Any]:
         outputs = recording.run(args)
         args.clear()
@@ -203,6 +164,7 @@ class PartitionRunner:
     def _without_recording(
         self, args: list[Any], shape_key: ShapeKey, static_key: StaticKey
     ) -> tuple[Sequence[Any], Recording | None]:
+        self._promotion.drop_stale()
         if self._fallback.replacement is not None:
             return self._fallback.run(args), None
         warm = self.table.is_warm(shape_key, static_key, args)
@@ -213,7 +175,7 @@ class PartitionRunner:
             warm, strays = False, False  # what made the inputs was itself warming up
         usable = self._is_usable() and not strays
         if warm and usable:
-            self._drop_mistaken(shape_key, static_key, args)
+            self._promotion.drop_mistaken(self.table.find(shape_key, static_key), args)
         room = usable and self._make_room(shape_key, static_key, args)
         if warm and room:
             self._make_space(shape_key, args)
@@ -291,9 +253,13 @@ class PartitionRunner:
         moving = (*self._layout.copied, *self._layout.pooled)
         return sum(num_bytes(args[i]) for i in moving)
 
+    def forget_readers(self, addresses: Collection[int]) -> None:
+        """Drop recordings that read what other recordings put at some addresses."""
+        self._promotion.forget_readers(addresses)
+
     def forget_recordings(self) -> None:
         """Drop every recording; calls of shapes known so far record at once."""
-        self._close(self.table.drop_recordings())
+        self._close([*self.table.drop_recordings(), *self._promotion.take_stale()])
         self._largest = 0
 
     def _slot(self, shape_key: ShapeKey, static_key: StaticKey) -> int | None:
@@ -398,4 +364,4 @@ class PartitionRunner:
 
     def close(self) -> None:
         """Drop every recording; the next calls warm up again unless the owner is closed."""
-        self._close(self.table.clear())
+        self._close([*self.table.clear(), *self._promotion.take_stale()])
