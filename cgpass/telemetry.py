@@ -19,7 +19,7 @@ class CallStats:
     rerecordings: int = 0
     """Recordings made because a known input's address moved."""
     promotions: int = 0
-    """Recordings made anew because copied inputs never moved: they are read where they lie."""
+    """Recordings that read inputs where they lie, since those never moved."""
     replays: int = 0
     """Replays, each recording's first one included."""
     plain_calls: int = 0

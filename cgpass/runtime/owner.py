@@ -5,7 +5,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 MAX_SLOTS = 16
 """Pools of one owner: how many calls' results may be held while the function still replays."""
 MAX_STARTS = 8
-"""Times that recordings are dropped because a larger shape came."""
+"""Times that all recordings are dropped to be made anew."""
+PATIENCE = 8
+"""Calls that wait for nothing to be held."""
 RESCUES_IN_A_ROW = 3
 """Rescues of a recording's outputs, call after call, after which they are laid elsewhere."""
 
@@ -33,9 +35,6 @@ class Member(Protocol):
 
     def forget_recordings(self) -> None:
         """Drop recordings, but not what is known of calls."""
-
-    def forget_readers(self, addresses: Collection[int]) -> None:
-        """Drop recordings that read what other recordings put at some addresses."""
 
     def plan_around(self, victim: Recording, blocks: Sequence[int], by: Recording) -> None:
         """Have outputs of `victim`, if it is this one's, no longer lie where `by` writes."""
@@ -75,6 +74,9 @@ class Owner:
         self._slots = [_Slot()]
         self._births = 0
         self._starts = 0
+        self.wants_start = False
+        """Whether `start_over_if_idle` is to be called before the next replay."""
+        self._refusals = 0
         self._all_go = False
         """Whether every recording is being dropped."""
         self._members: list[Member] = []
@@ -156,21 +158,39 @@ class Owner:
         """Whether anything is recorded in the first slot."""
         return bool(self._slots[0].recordings)
 
-    def start_over(self) -> None:
+    def ask_to_start_over(self) -> None:
+        """Have every recording made anew as soon as nothing is held."""
+        if not self.wants_start and self._starts < MAX_STARTS:
+            self.wants_start = True
+            self._refusals = 0
+
+    def start_over_if_idle(self) -> bool:
+        """Do what was asked for, unless outputs are held; where some always are, do it all the same after a while."""
+        if any(slot.live.youngest() >= 0 for slot in self._slots):
+            self._refusals += 1
+            if self._refusals <= PATIENCE:
+                return False
+            self.wants_start = self._refusals <= 2 * PATIENCE
+        return self.start_over()
+
+    def start_over(self) -> bool:
         """Drop every recording to have its memory laid out anew, unless some of it is needed where it lies."""
         if self._starts >= MAX_STARTS:
-            return
+            self.wants_start = False
+            return False
         for slot in self._slots:
             for recording in slot.recordings:
                 held = recording.memory.held()
                 if held and not recording.memory.can_rescue(held):
-                    return
+                    return False
+        self.wants_start = False
         self._starts += 1
         with self._dropping_all():
             for member in self._members:
                 member.forget_recordings()
         self._slots = [_Slot()]
         self.driver.give_back()
+        return True
 
     @contextlib.contextmanager
     def _dropping_all(self) -> Iterator[None]:
@@ -198,17 +218,6 @@ class Owner:
             slot.live.discard(recording)
         self._pool_addresses.subtract(recording.memory.addresses())
         recording.close(whole_pool=self._all_go)
-
-    def forget_readers(self, recording: Recording) -> None:
-        """Drop every recording that reads what a recording hands out: it is about to be made anew, elsewhere."""
-        addresses = frozenset(recording.memory.addresses())
-        for member in self._members:
-            member.forget_readers(addresses)
-
-    def give_back_unused(self) -> None:
-        """Return the memory of pools whose last recording was dropped: what is recorded next lies in new ones."""
-        if not all(slot.recordings for slot in self._slots):
-            self.driver.give_back()
 
     def is_pool_storage(self, tensor: "torch.Tensor") -> bool:
         """Whether `tensor` lies in the output of a recording."""

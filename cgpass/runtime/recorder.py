@@ -61,7 +61,6 @@ class Recorder:
         lean = fast.can_swap()
         released = owner.begin_recording(slot)
         gifts = Gifts(owner, slot, args, layout.pooled if lean else ())
-        reads = frozenset(args[i].untyped_storage().data_ptr() for i in layout.pooled)
         copied = [i for i in layout.copied if i not in stationary]
         placeholders = {i: self._placeholder(i, args[i]) for i in copied}
         staged = [placeholders[i].tensor if i in placeholders else a for i, a in enumerate(args)]
@@ -86,7 +85,6 @@ class Recorder:
             consumes=consumes,
             released=released,
             stationary=tuple(stationary),
-            reads=reads,
             birth=owner.next_birth(),
             slot=slot,
             lean=lean,

@@ -37,7 +37,6 @@ class Recording:
         consumes: Mapping[int, int] | None = None,
         released: Mapping[int, tuple[int, ...]] | None = None,
         stationary: Sequence[int] = (),
-        reads: frozenset[int] = frozenset(),
         birth: int = 0,
         slot: int = 0,
         lean: bool = False,
@@ -56,7 +55,6 @@ class Recording:
             consumes: Inputs whose memory it writes, with the number of users of a storage that nobody else holds.
             released: See `liveness.Made`.
             stationary: Inputs that are read where they lay; see Note [Inputs that never move].
-            reads: Addresses of the storages that other recordings made and this one reads.
             birth: Position in the owner's order of recordings.
             slot: Which of the owner's pools it lies in.
             lean: See `OutputMemory`.
@@ -67,7 +65,6 @@ class Recording:
         self.birth = birth
         self.slot = slot
         self.released = released or {}
-        self.reads = reads
         self.watch: Watch | None = None
         """What watches its copied inputs, until that is settled."""
         self.stationary = tuple(stationary)

@@ -15,7 +15,6 @@ from cgpass.runtime.failures import Resplit, give_memory_back
 from cgpass.runtime.fallback import Fallback
 from cgpass.runtime.owner import MAX_SLOTS, Owner
 from cgpass.runtime.placeholders import num_bytes
-from cgpass.runtime.promotion import Promotion
 from cgpass.runtime.recorder import Recorder
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.settings import RunnerSettings
@@ -101,7 +100,6 @@ class PartitionRunner:
             self.stats,
             on_moved=settings.static_input_check,
         )
-        self._promotion = Promotion(self.name, self.owner, self.table, infos, self.stats)
         self._last: tuple[ShapeKey, StaticKey, list[Recording]] | None = None
 
     # ---- a call
@@ -118,6 +116,8 @@ class PartitionRunner:
             since no recording is replayed over held memory; placeholders and temporaries do not.
         """
         self.stats.calls += 1
+        if self.owner.wants_start:
+            self.owner.start_over_if_idle()
         layout = self._layout
         shape_key, static_key = layout.shape_key(args), layout.static_key(args)
         last = self._last
@@ -127,10 +127,9 @@ class PartitionRunner:
             recordings = self.table.find(shape_key, static_key)
         if recordings and not self.owner.driver.is_capturing():
             recording = self._choose(recordings, args, static_key)
-            if recording is not None and (
-                recording.watch is None
-                or not self._promotion.gives_way(recording, recordings, args)
-            ):
+            if recording is not None:
+                if recording.watch is not None:
+                    self._watch(recording, args)
                 self._last = (shape_key, static_key, recordings)
                 return self._replay(recording, args), recording
         return self._without_recording(args, shape_key, static_key)
@@ -151,6 +150,16 @@ class PartitionRunner:
                 return recording if self._layout.static_key(args) == static_key else None
         return None
 
+    def _watch(self, recording: Recording, args: Sequence[Any]) -> None:
+        """See Note [Inputs that never move]."""
+        watch = recording.watch
+        assert watch is not None
+        ready = watch.note(args)
+        if ready or watch.settled:
+            recording.watch = None
+        if ready:
+            self.owner.ask_to_start_over()
+
     def _replay(self, recording: Recording, args: list[Any]) -> list[Any]:
         outputs = recording.run(args)
         args.clear()
@@ -164,7 +173,6 @@ class PartitionRunner:
     def _without_recording(
         self, args: list[Any], shape_key: ShapeKey, static_key: StaticKey
     ) -> tuple[Sequence[Any], Recording | None]:
-        self._promotion.drop_stale()
         if self._fallback.replacement is not None:
             return self._fallback.run(args), None
         warm = self.table.is_warm(shape_key, static_key, args)
@@ -175,7 +183,7 @@ class PartitionRunner:
             warm, strays = False, False  # what made the inputs was itself warming up
         usable = self._is_usable() and not strays
         if warm and usable:
-            self._promotion.drop_mistaken(self.table.find(shape_key, static_key), args)
+            usable = self._moves_are_over(shape_key, static_key, args)
         room = usable and self._make_room(shape_key, static_key, args)
         if warm and room:
             self._make_space(shape_key, args)
@@ -238,6 +246,20 @@ class PartitionRunner:
             self._set_infos(infos)
         return True
 
+    def _moves_are_over(
+        self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]
+    ) -> bool:
+        """Whether a call may be recorded: not while recordings whose stationary inputs moved wait to be made anew."""
+        recordings = self.table.find(shape_key, static_key)
+        moved = sorted({i for recording in recordings for i in recording.moved(args)})
+        if not moved:
+            return True
+        names = describe(self._layout.infos[i] for i in moved)
+        log.info("%s: %s moved, and is copied from now on", self.name, names)
+        self.table.watch(shape_key, static_key, args).stationary(args)  # leaves them out
+        self.owner.ask_to_start_over()
+        return self.owner.start_over_if_idle() or not self.owner.wants_start
+
     def _make_room(self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]) -> bool:
         room, dropped = self.table.make_room(shape_key, static_key, args)
         self._close(dropped)
@@ -253,13 +275,9 @@ class PartitionRunner:
         moving = (*self._layout.copied, *self._layout.pooled)
         return sum(num_bytes(args[i]) for i in moving)
 
-    def forget_readers(self, addresses: Collection[int]) -> None:
-        """Drop recordings that read what other recordings put at some addresses."""
-        self._promotion.forget_readers(addresses)
-
     def forget_recordings(self) -> None:
         """Drop every recording; calls of shapes known so far record at once."""
-        self._close([*self.table.drop_recordings(), *self._promotion.take_stale()])
+        self._close(self.table.drop_recordings())
         self._largest = 0
 
     def _slot(self, shape_key: ShapeKey, static_key: StaticKey) -> int | None:
@@ -281,13 +299,18 @@ class PartitionRunner:
 
     def _record(self, args: list[Any], slot: int, watch: Watch) -> Recording:
         self._largest = max(self._largest, self._bytes_that_move(args))
+        stationary = watch.stationary(args)
+        if stationary:
+            self.stats.promotions += 1
+            names = describe(self._layout.infos[i] for i in stationary)
+            log.info("%s: %s never moved, and is read where it lies", self.name, names)
         recording = self._recorder.record(
             args,
             self._layout,
             slot,
             uses=(self.visible, self.read),
             written=self.written,
-            stationary=watch.stationary(args),
+            stationary=stationary,
         )
         if not watch.settled:
             recording.watch = watch
@@ -364,4 +387,4 @@ class PartitionRunner:
 
     def close(self) -> None:
         """Drop every recording; the next calls warm up again unless the owner is closed."""
-        self._close([*self.table.clear(), *self._promotion.take_stale()])
+        self._close(self.table.clear())

@@ -2,12 +2,13 @@
 
 Note [Inputs that never move]
     Every signature's copied inputs are watched while it replays. Those that lay in one place for some calls are
-    stationary: the recording is dropped for one that reads them there, without a copy, and whose replays check that
-    they still do. Recordings that read the dropped one's outputs go with it.
+    stationary: a recording can read them there, without a copy, if its replays check that they still do.
 
-    When a stationary input moves after all, that call records anew with a placeholder for it, and it is copied for
-    good: nothing flaps. An input may move a few times before it counts as moving, since recordings that are made anew
-    themselves move what they hand to others.
+    All recordings of the compiled function are then made anew, as soon as nobody holds outputs of theirs: the backward
+    lies on what the forward saved, and one of the two made later would need memory of its own. When a stationary input
+    moves after all they are made anew once more (calls until then run plainly), and it is copied for good: nothing
+    flaps. An input may move a few times before it counts as moving, since recordings that are made anew themselves
+    move what they hand to others.
 """
 
 import itertools
@@ -54,13 +55,9 @@ class Watch:
         self._calls = 0
         self.settled = not self.positions
 
-    def settle(self) -> None:
-        """Decide that what has not moved is stationary."""
-        self.settled = True
-
     def stationary(self, args: Sequence[Any]) -> tuple[int, ...]:
         """Which inputs a recording made now reads where they lie; those that moved since they settled never will be."""
-        if not self.settled and self._calls < CALLS // 2:
+        if not self.settled and self._calls < max(1, CALLS // 2):
             return ()
         self.settled = True
         addresses = fast.static_key(args, self.positions)

@@ -1,7 +1,7 @@
 """`RecordingTable`: the recordings of one partition by signature, and how many there may be."""
 
 import logging
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,13 +133,6 @@ class RecordingTable:
                 watches.clear()
             watches[parameters] = Watch(i for i in self._layout.copied if args[i].numel())
         return watches[parameters]
-
-    def remove_readers(self, addresses: Container[int]) -> list[Recording]:
-        """Forget recordings that read what lies at some addresses; returns what is to be closed."""
-        readers = [r for r in self.all() if any(address in addresses for address in r.reads)]
-        for recording in readers:
-            self.remove(recording)
-        return readers
 
     def add(
         self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any], recording: Recording

@@ -353,7 +353,7 @@ def test_memory_does_not_grow_and_comes_back():
         call(x).backward()
         del x
         seen.append(torch.cuda.memory_reserved())
-    assert seen[-1] == seen[8], seen
+    assert max(seen[8:]) <= seen[8], seen
     del module, call
     harness.fresh()
     gc.collect()

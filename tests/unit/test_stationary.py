@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cgpass.runtime import stationary
-from cgpass.runtime.owner import Owner
+from cgpass.runtime.owner import PATIENCE, Owner
 from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.runtime.stationary import Watch
 from tests.unit.runners import COPIED, POOLED, STATIC, call, counts, runner
@@ -43,7 +43,6 @@ def test_what_moves_in_every_call_is_left_out():
     watch = Watch((0, 1))
     found = noted(watch, *([a, b] for b in moving))
     assert found.index(True) == stationary.MOVES + 1 + CALLS
-    watch.settle()
     assert watch.positions == (0,)
     assert watch.stationary([a, moving[0]]) == (0,)
 
@@ -67,7 +66,6 @@ def test_settled_inputs_that_move_are_copied_for_good():
     a, b, c = tensors(3)
     watch = Watch((0, 1))
     noted(watch, *[[a, b]] * (CALLS + 1))
-    watch.settle()
     assert watch.stationary([a, c]) == (0,)
     assert watch.stationary([a, b]) == (0,)
 
@@ -95,11 +93,11 @@ def test_an_input_that_stays_is_copied_no_more(caplog):
         before = run.stats.copied_bytes
         assert call(run, x, w) == [[2.0 * number] * 3]
         copied.append(run.stats.copied_bytes - before)
-    assert copied == [0, *[12] * (CALLS + 1), *[0] * (10 - CALLS)]
+    assert copied == [0, *[12] * (CALLS + 2), *[0] * (9 - CALLS)]
     assert counts(run) == (1, 2, 11, 0)
     assert (run.stats.promotions, run.stats.rerecordings) == (1, 0)
     assert len(run.table.all()) == 1
-    assert "x0 (read at model.py:0 in forward: code) never moved" in caplog.text
+    assert "x0 (read at model.py:0 in forward: code) never moved, and is read" in caplog.text
 
 
 def test_an_input_that_moves_after_all_is_copied_again(caplog):
@@ -177,18 +175,57 @@ def test_one_more_set_than_allowed_is_not_needed():
     assert counts(run) == (1, 3, 19, 0)
 
 
-def test_readers_of_a_dropped_recording_go_with_it():
+def pipeline():
+    """A forward whose output is saved for a backward that gets one more input."""
     owner = Owner(SimulatedDriver())
-    first = runner(lambda x: [x * 2], COPIED, owner=owner)
-    second = runner(lambda a, y: [a + y], POOLED, COPIED, owner=owner)
-    x, *moving = tensors(14)
-    for y in moving:
-        (a,), _ = first.run([x])
-        assert call(second, a, y) == [(x * 2 + y).tolist()]
-        del a
-    assert (len(first.table.all()), len(second.table.all())) == (1, 1)
-    assert first.stats.promotions == 1
-    assert (first.stats.plain_calls, second.stats.plain_calls) == (0, 0)
+    forward = runner(lambda x: [x * 2], COPIED, owner=owner)
+    backward = runner(lambda a, y: [a + y], POOLED, COPIED, owner=owner)
+    return forward, backward
+
+
+def step(forward, backward, x, y):
+    (a,), _ = forward.run([x])
+    assert call(backward, a, y) == [(x * 2 + y).tolist()]
+
+
+def test_all_are_recorded_anew_between_two_steps():
+    forward, backward = pipeline()
+    y, *moving = tensors(14)
+    for x in moving:
+        step(forward, backward, x, y)
+    assert counts(forward) == counts(backward) == (1, 2, 12, 0)
+    assert (forward.stats.promotions, backward.stats.promotions) == (0, 1)
+    assert {r.slot for run in (forward, backward) for r in run.table.all()} == {0}
+
+
+def test_a_call_runs_plainly_where_nothing_can_be_dropped():
+    """What the forward saved is needed where it lies: the next forward is the time to start over."""
+    forward, backward = pipeline()
+    x, y, z = tensors(3)
+    for _ in range(10):
+        step(forward, backward, x, y)
+    assert backward.stats.promotions == 1
+    for _ in range(10):
+        step(forward, backward, x, z)
+    assert counts(forward) == (1, 3, 19, 0)
+    assert counts(backward) == (1, 3, 18, 1)
+    assert {r.slot for run in (forward, backward) for r in run.table.all()} == {0}
+
+
+def test_where_something_is_always_held_the_call_is_recorded_beside():
+    run = runner(times, COPIED, STATIC)
+    x, w, y = tensors(3)
+    for _ in range(10):
+        call(run, x, w)
+    assert run.stats.promotions == 1
+    run.visible, run.read = frozenset(), frozenset([0])
+    held, _ = run.run([x, w])
+    for _ in range(2 * PATIENCE + 4):
+        assert call(run, y, w) == [(y * w).tolist()]
+    warmups, recordings, _, plain = counts(run)
+    assert (warmups, recordings) == (1, 3)
+    assert 0 < plain <= 2 * PATIENCE
+    assert held[0].tolist() == (x * w).tolist()
 
 
 def test_an_input_in_the_pool_is_read_there_and_rescued():
