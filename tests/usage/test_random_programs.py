@@ -80,7 +80,7 @@ def test_random_programs_on_a_few_models(setting, little_patience):
     with counted() as counters:
         run()
     assert counters["replays"] > counters["recordings"] // 2 > 0, counters
-    assert counters["promotions"] > 0, counters
+    assert ASKED or counters["promotions"] > 0, counters
 
 
 def test_random_programs_on_random_graphs(setting, little_patience):
