@@ -189,7 +189,9 @@ def checkpoint_hooks(
         with torch.autograd.graph.saved_tensors_hooks(marked, unpack):
             yield
     finally:
-        del marked._user_hooks  # the graph keeps `marked`, and must not keep the user's hooks through it
+        del (
+            marked._user_hooks
+        )  # the graph keeps `marked`, and must not keep the user's hooks through it
 
 
 def outside_dynamo(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -59,13 +59,10 @@ def checkpoint(
             needed again. In a capture: random numbers that the recomputation could not draw again.
     """
     if torch.compiler.is_compiling() and rng_tracker is None:
+        if context_fn is not noop_context_fn:
+            kwargs["context_fn"] = context_fn
         return torchs.checkpoint(
-            fn,
-            *args,
-            use_reentrant=use_reentrant,
-            determinism_check=determinism_check,
-            context_fn=context_fn,
-            **kwargs,
+            fn, *args, use_reentrant=use_reentrant, determinism_check=determinism_check, **kwargs
         )
     if torch.compiler.is_compiling():
         return _torch.outside_dynamo(_checkpoint)(

@@ -1,7 +1,7 @@
 """A CUDA graph whose checkpoints recompute with their forward's random numbers."""
 
 import contextlib
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -26,7 +26,7 @@ class CheckpointedGraph(torch.cuda.CUDAGraph):
 
     def __new__(
         cls, keep_graph: bool = False, *, rng_tracker: RNGStatesTracker | None = None
-    ) -> "CheckpointedGraph":
+    ) -> Self:
         """See `__init__`."""
         del rng_tracker
         return super().__new__(cls, keep_graph)
@@ -40,7 +40,8 @@ class CheckpointedGraph(torch.cuda.CUDAGraph):
             keep_graph: As for `torch.cuda.CUDAGraph`.
             rng_tracker: Whose states the captured code draws from, in or outside of checkpoints.
         """
-        super().__init__(keep_graph)
+        make: Any = super().__init__  # the C++ class's, which has no stub
+        make(keep_graph)
         self._states = CheckpointStates(rng_tracker=rng_tracker)
 
     def warm_up(self) -> contextlib.AbstractContextManager[Any]:

@@ -35,9 +35,7 @@ class ForbidRandom(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if draws(func, args, kwargs):
-            raise CheckpointError(
-                f"cgpass.checkpoint: {func} draws random numbers {self._why}"
-            )
+            raise CheckpointError(f"cgpass.checkpoint: {func} draws random numbers {self._why}")
         return func(*args, **kwargs)
 
 
@@ -49,7 +47,10 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if given.get("train", True) is False:
         return False
-    return "0.0" not in (str(given.get("p")), str(given.get("dropout_p", 0.0 if _optional(func) else None)))
+    return "0.0" not in (
+        str(given.get("p")),
+        str(given.get("dropout_p", 0.0 if _optional(func) else None)),
+    )
 
 
 def _optional(func: Any) -> bool:

@@ -12,6 +12,11 @@ def default_generator(device: torch.device) -> torch.Generator:
     return module.default_generators[index]
 
 
+def new_generator(device: torch.device, seed: int) -> torch.Generator:
+    """A generator of its own."""
+    return torch.Generator(device).manual_seed(seed)
+
+
 def is_graph_safe(generator: torch.Generator) -> bool:
     """Whether a generator's state can be exchanged while a CUDA graph is being captured."""
     return generator.device.type == "cuda"

@@ -51,8 +51,8 @@ class Slot:
     values: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
 
 
-class _Enough(BaseException):  # noqa: N818  no error, and not for the user's `except Exception`
-    """Ends a recomputation whose last needed tensor is there."""
+class _Enough(BaseException):
+    """Ends a recomputation whose last needed tensor is there. Not for the user's `except Exception`."""
 
 
 class Checkpoint:
@@ -134,7 +134,9 @@ class Checkpoint:
                 "in a custom function's backward and keep what it gives.",
             )
         value, version = slot.values.pop(task)
-        if value._version != version:  # autograd checks what it saves itself, not what hooks give it
+        if (
+            value._version != version
+        ):  # autograd checks what it saves itself, not what hooks give it
             self._fail(
                 slot,
                 "was changed in place after it was saved. Change a clone, or use the operator that isn't in place.",
@@ -235,7 +237,7 @@ class _Recomputation:
     def _differs(self, slot: Slot, found: Meta) -> CheckpointError:
         return CheckpointError(
             f"cgpass.checkpoint: tensor {slot.index} that {self._name} saves for its backward was {slot.meta} in the "
-            f"forward and is {found} in the recomputation. {_SAME} determinism_check=\"none\" leaves this check out."
+            f'forward and is {found} in the recomputation. {_SAME} determinism_check="none" leaves this check out.'
         )
 
 

@@ -1,12 +1,10 @@
 """Checkpointing by a function whose backward runs forward and backward."""
 
-import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from cgpass import _torch
@@ -58,9 +56,14 @@ class _Reentrant(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
+        grads: tuple[torch.Tensor | None, ...] = grad_outputs
+        if torch.is_grad_enabled():
+            raise CheckpointError(
+                "cgpass.checkpoint: with use_reentrant=True there are no gradients of gradients (create_graph=True). "
+                "Checkpoint with use_reentrant=False."
+            )
         if not _torch.accumulates_everywhere():
             raise CheckpointError(
                 "cgpass.checkpoint: with use_reentrant=True the backward fills the .grad of every parameter it meets, "

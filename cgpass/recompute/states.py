@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 
@@ -90,7 +90,7 @@ class CheckpointStates:
         self.warmed: Run | None = None
         self.recorded: Run | None = None
 
-    def __enter__(self) -> "CheckpointStates":
+    def __enter__(self) -> Self:
         position = {} if is_capturing() else self.position()
         scope = within(Run(self, {source: offset for source, (_, offset) in position.items()}))
         scope.__enter__()

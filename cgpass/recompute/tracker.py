@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from cgpass.errors import RNGTrackerError
-from cgpass.recompute.generators import default_generator, is_graph_safe
+from cgpass.recompute.generators import default_generator, is_graph_safe, new_generator
 
 MODEL_PARALLEL: Final = "model-parallel-rng"
 
@@ -79,7 +79,7 @@ class RNGStatesTracker:
             raise RNGTrackerError(
                 f"RNGStatesTracker: there is a state named {name!r} already. Choose another name, or reset() first."
             )
-        self._generators[name] = torch.Generator(self._device).manual_seed(seed)
+        self._generators[name] = new_generator(self._device, seed)
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:

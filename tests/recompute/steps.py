@@ -40,14 +40,15 @@ def blocks(count=3):
     return torch.nn.ModuleList(Block() for _ in range(count))
 
 
-def step(program, checkpoint, **kwargs):
+def step(program, checkpoint, *, device="cpu", **kwargs):
     """Gradients, results and the random number state after `program(checkpoint, model, x)`."""
-    model = blocks()
-    x = tensor(4, 8, requires_grad=True)
+    model = blocks().to(device)
+    x = tensor(4, 8).to(device).requires_grad_()
     torch.manual_seed(2)
     results = program(lambda fn, *a, **k: checkpoint(fn, *a, **kwargs, **k), model, x)
     found = [x.grad, *(p.grad for p in model.parameters())]
-    return [*found, *results, torch.get_rng_state()]
+    state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
+    return [*found, *results, state]
 
 
 def same(left, right):

@@ -96,8 +96,9 @@ def test_a_saved_tensor_changed_in_place():
         y.add_(1)
         return y.sin()
 
-    assert "tensor 0 that Changing saves for its backward, float32[2, 3] on cpu, was changed in place" in (
-        fail_backward(fn, fn)
+    assert (
+        "tensor 0 that Changing saves for its backward, float32[2, 3] on cpu, was changed in place"
+        in (fail_backward(fn, fn))
     )
 
 
@@ -145,7 +146,7 @@ def test_a_forward_context_that_swallows_exceptions():
         raise ValueError
 
     x = tensor(3, requires_grad=True)
-    with pytest.raises(CheckpointError, match="swallowed an exception of .*fail, which leaves nothing"):
+    with pytest.raises(CheckpointError, match=r"swallowed an exception of .*fail, which"):
         cgpass.checkpoint(
             fail, x, context_fn=lambda: (contextlib.suppress(ValueError), contextlib.nullcontext())
         )
@@ -243,11 +244,9 @@ def test_a_failed_recomputation_holds_no_tensors():
 def test_reentrant_refuses_partial_backwards(how):
     x = tensor(3, requires_grad=True)
     y = cgpass.checkpoint(torch.sin, x, use_reentrant=True).sum()
-    with pytest.raises(CheckpointError, match="Call backward\\(\\) without inputs"):
-        if how == "grad":
-            torch.autograd.grad(y, x)
-        else:
-            y.backward(inputs=[x])
+    run = {"grad": lambda: torch.autograd.grad(y, x), "inputs": lambda: y.backward(inputs=[x])}
+    with pytest.raises(CheckpointError, match=r"Call backward\(\) without inputs"):
+        run[how]()
 
 
 def test_reentrant_recomputation_with_other_results():
@@ -281,5 +280,7 @@ def test_a_tracker_that_lost_a_state_before_the_backward():
     x = tensor(3, requires_grad=True)
     y = cgpass.checkpoint(torch.sin, x, rng_tracker=tracker)
     tracker.reset()
-    with pytest.raises(RNGTrackerError, match="'a' was there in a checkpoint's forward and is gone"):
+    with pytest.raises(
+        RNGTrackerError, match="'a' was there in a checkpoint's forward and is gone"
+    ):
         y.sum().backward()
