@@ -523,6 +523,11 @@ def autograd_keys_on() -> Iterator[None]:
         yield
 
 
+def operators_are_watched() -> bool:
+    """Whether a dispatch mode sees the operators that this thread calls."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 # ---- fake tensors
 
 

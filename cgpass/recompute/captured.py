@@ -43,6 +43,7 @@ class CheckpointedGraph(torch.cuda.CUDAGraph):
         make: Any = super().__init__  # the C++ class's, which has no stub
         make(keep_graph)
         self._states = CheckpointStates(rng_tracker=rng_tracker)
+        self._capture = contextlib.ExitStack()
 
     def warm_up(self) -> contextlib.AbstractContextManager[Any]:
         """A block that runs, plainly, the code that will be captured, its backward included."""
@@ -51,16 +52,12 @@ class CheckpointedGraph(torch.cuda.CUDAGraph):
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:
         """See `torch.cuda.CUDAGraph.capture_begin`; `torch.cuda.graph` calls it."""
         self._states.register(self)
-        self._states.__enter__()
-        try:
-            super().capture_begin(*args, **kwargs)
-        except BaseException:
-            self._states.__exit__()
-            raise
+        super().capture_begin(*args, **kwargs)
+        self._capture.enter_context(self._states)
 
     def capture_end(self) -> None:
         """See `torch.cuda.CUDAGraph.capture_end`; `torch.cuda.graph` calls it."""
-        self._states.__exit__()
+        self._capture.close()
         super().capture_end()
 
     def replay(self) -> None:

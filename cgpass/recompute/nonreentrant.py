@@ -157,6 +157,9 @@ class Checkpoint:
     def _recompute(self, task: int) -> None:
         """Fill every living slot for a backward pass."""
         redo = _Recomputation(self.name, task, self._alive(), check=self._check)
+        tensors = (
+            self._tensors.get()
+        )  # may itself recompute, if a checkpoint around this one dropped them
         try:
             with (
                 self._numbers.replayed(),
@@ -165,7 +168,7 @@ class Checkpoint:
                 self._context,
                 torch.enable_grad(),
             ):
-                self._arguments.call(self._fn, self._tensors.get())
+                self._arguments.call(self._fn, tensors)
         except _Enough as enough:
             if enough.args != (redo,):
                 raise  # of a checkpoint around this one

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from cgpass.recompute.forbid import CAPTURE_ENDED, NOT_WARMED_UP, ForbidRandom
-from cgpass.recompute.generators import default_generator, is_capturing
+from cgpass.recompute.generators import default_generator, get_state, is_capturing, set_state
 from cgpass.recompute.states import Run, current_run, within
 from cgpass.recompute.tracker import RNGStatesTracker
 
@@ -50,7 +50,7 @@ class PlainNumbers:
         if tracker is not None:
             devices = tuple(dict.fromkeys((*devices, tracker.device)))
         generators = dict.fromkeys(map(default_generator, (torch.device("cpu"), *devices)))
-        self._states = [(g, g.get_state()) for g in generators]
+        self._states = [(g, get_state(g)) for g in generators]
         self._tracker = tracker
         self._named = {} if tracker is None else tracker.get_states()
         self._current = None if tracker is None else tracker.current
@@ -78,11 +78,11 @@ class PlainNumbers:
         """The states as they were for a block, then as they are now."""
         with contextlib.ExitStack() as stack:
             for generator, _ in self._states:
-                stack.callback(generator.set_state, generator.get_state())
+                stack.callback(set_state, generator, get_state(generator))
             if self._tracker is not None:
                 stack.enter_context(self._tracker.rewound(self._named, self._current))
             for generator, state in self._states:
-                generator.set_state(state)
+                set_state(generator, state)
             yield
 
 

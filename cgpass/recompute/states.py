@@ -66,7 +66,8 @@ class CheckpointStates:
         position = states.position(); forward_graph.replay()
         states.rewind(position); backward_graph.replay()
 
-    See Note [Random numbers of recomputations in graphs].
+    See Note [Random numbers of recomputations in graphs]. For the CPU all of this does nothing: there a recorded
+    recomputation moves the generators itself, by operators.
     """
 
     def __init__(
@@ -92,7 +93,8 @@ class CheckpointStates:
 
     def __enter__(self) -> Self:
         position = {} if is_capturing() else self.position()
-        scope = within(Run(self, {source: offset for source, (_, offset) in position.items()}))
+        base = {source: offset for source, (_, offset) in position.items()}
+        scope = within(None if self.device.type == "cpu" else Run(self, base))
         scope.__enter__()
         self._open.append(scope)
         return self
@@ -113,6 +115,8 @@ class CheckpointStates:
 
     def position(self) -> Position:
         """Where the user's states stand; read before the forward's replay. On the host, no synchronisation."""
+        if self.device.type == "cpu":
+            return {}
         return {
             source: (generator.initial_seed(), generator.get_offset())
             for source, generator in self._sources().items()

@@ -8,7 +8,13 @@ from typing import Final
 import torch
 
 from cgpass.errors import RNGTrackerError
-from cgpass.recompute.generators import default_generator, is_graph_safe, new_generator
+from cgpass.recompute.generators import (
+    default_generator,
+    get_state,
+    is_graph_safe,
+    new_generator,
+    set_state,
+)
 
 MODEL_PARALLEL: Final = "model-parallel-rng"
 
@@ -112,7 +118,7 @@ class RNGStatesTracker:
         Returns:
             Copies, uint8 `(state_bytes,)` on the CPU, by name. **Lifetime:** the caller's own.
         """
-        return {name: generator.get_state() for name, generator in self._generators.items()}
+        return {name: get_state(generator) for name, generator in self._generators.items()}
 
     def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
         """Put states back that `get_states` gave.
@@ -125,7 +131,7 @@ class RNGStatesTracker:
         for name, state in states.items():
             if name not in self._generators:
                 self.add(name, 0)
-            self._generators[name].set_state(state)
+            set_state(self._generators[name], state)
 
     def reset(self) -> None:
         """Forget all states."""
@@ -137,12 +143,12 @@ class RNGStatesTracker:
         now, self._current, outer = self.get_states(), current, self._current
         try:
             for name, state in states.items():
-                self._known(name).set_state(state)
+                set_state(self._known(name), state)
             yield
         finally:
             self._current = outer
             for name, state in now.items():
-                self._known(name).set_state(state)
+                set_state(self._known(name), state)
 
     @contextlib.contextmanager
     def replaced(
@@ -180,10 +186,10 @@ def _drawing_from(device: torch.device, named: torch.Generator) -> Iterator[torc
         finally:
             default.graphsafe_set_state(handle)
         return
-    state = default.get_state()
-    default.set_state(named.get_state())
+    state = get_state(default)
+    set_state(default, get_state(named))
     try:
         yield None
     finally:
-        named.set_state(default.get_state())
-        default.set_state(state)
+        set_state(named, get_state(default))
+        set_state(default, state)

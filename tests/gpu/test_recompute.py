@@ -56,7 +56,9 @@ class Captured:
         self.y = None
         self.graph = cgpass.CheckpointedGraph(rng_tracker=rng_tracker)
         on_side_stream(self._warm_up)
-        self.x.grad = None
+        self.x.grad = self.y = (
+            None  # nor may a node of the warm-up's graph live on, which knows its stream
+        )
         with torch.cuda.graph(self.graph):
             self.eager()
 

@@ -353,3 +353,41 @@ def test_an_argument_changed_in_place_before_the_backward_is_autograds_own_error
     z.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_selective_checkpointing_inside_a_checkpoint():
+    save = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+    def fn(x, w):
+        return F.dropout(torch.mm(torch.mm(x, w).sin(), w).sigmoid(), 0.5).exp()
+
+    def program(checkpoint, model, x):
+        w = model[0].up.weight[:8]
+
+        def outer(x):
+            return checkpoint(fn, F.dropout(x.sin(), 0.5), w, context_fn=save).cos()
+
+        y = checkpoint(outer, x)
+        y.sum().backward()
+        return [y.detach()]
+
+    check(program)
+
+
+def test_a_checkpoint_inside_selective_checkpointing():
+    save = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+    def fn(x, w):
+        return F.dropout(torch.mm(torch.mm(x, w).sin(), w).sigmoid(), 0.5).exp()
+
+    def program(checkpoint, model, x):
+        w = model[0].up.weight[:8]
+
+        def outer(x):
+            return checkpoint(fn, F.dropout(x.sin(), 0.5), w).cos()
+
+        y = checkpoint(outer, x, context_fn=save)
+        y.sum().backward()
+        return [y.detach()]
+
+    check(program, against=("plain",))

@@ -18,6 +18,8 @@ class State:
 class Generator:
     """A CUDA generator to whoever looks at its state only."""
 
+    device = torch.device("cuda", 0)
+
     def __init__(self, device=None, state=None):
         self.state = state or State(0)
 
