@@ -8,13 +8,19 @@ from cgpass.options import Options, set_defaults
 
 if TYPE_CHECKING:
     from cgpass.backend import cgpass, reset
+    from cgpass.recompute.api import checkpoint
+    from cgpass.recompute.captured import CheckpointedGraph
+    from cgpass.recompute.tracker import RNGStatesTracker
     from cgpass.runtime.wrapper import CUDAGraphWrapper
     from cgpass.telemetry import counters, summary
 
 __all__ = [
     "CUDAGraphWrapper",
+    "CheckpointedGraph",
     "Options",
+    "RNGStatesTracker",
     "cgpass",
+    "checkpoint",
     "counters",
     "errors",
     "reset",
@@ -24,7 +30,10 @@ __all__ = [
 
 _HOMES: Final = {
     "CUDAGraphWrapper": "cgpass.runtime.wrapper",
+    "CheckpointedGraph": "cgpass.recompute.captured",
+    "RNGStatesTracker": "cgpass.recompute.tracker",
     "cgpass": "cgpass.backend",
+    "checkpoint": "cgpass.recompute.api",
     "counters": "cgpass.telemetry",
     "reset": "cgpass.backend",
     "summary": "cgpass.telemetry",

@@ -143,6 +143,62 @@ def is_capturing() -> bool:
     return torch._C._cuda_isCurrentStreamCapturing()
 
 
+# ---- backward passes
+
+
+def graph_task() -> int:
+    """Number of the backward pass that this thread works for, negative outside of one. Numbers don't come back.
+
+    Source: torch/csrc/autograd/graph_task.h, 2.11 to 2.15.
+    """
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Have the running backward pass call something when it is done; not if it fails.
+
+    Source: torch/csrc/autograd/engine.h `queue_callback`, 2.11 to 2.15.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine  # pyrefly: ignore
+    engine.queue_callback(callback)
+
+
+def accumulates_everywhere() -> bool:
+    """Whether the running backward pass fills every `.grad`: not for `autograd.grad` or `backward(inputs=...)`.
+
+    Source: torch/autograd/__init__.py `_is_checkpoint_valid`, 2.11 to 2.15.
+    """
+    return torch.autograd._is_checkpoint_valid()
+
+
+@contextlib.contextmanager
+def checkpoint_hooks(
+    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> Iterator[None]:
+    """`saved_tensors_hooks` that torch's selective checkpoint policies know to be a checkpoint's, not the user's.
+
+    Source: torch/utils/checkpoint.py `_current_user_saved_tensors_hooks`, 2.15; 2.11 does not look.
+    """
+    from torch.utils import checkpoint
+
+    outer = getattr(checkpoint, "_current_user_saved_tensors_hooks", None)
+    marked: Any = functools.partial(pack)
+    marked._checkpoint_internal = True
+    marked._user_hooks = None if outer is None else outer()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(marked, unpack):
+            yield
+    finally:
+        del (
+            marked._user_hooks
+        )  # the graph keeps `marked`, and must not keep the user's hooks through it
+
+
+def outside_dynamo(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, never traced by Dynamo, nor what it calls."""
+    return torch._disable_dynamo(fn)
+
+
 # ---- Dynamo, AOTAutograd
 
 
@@ -465,6 +521,11 @@ def autograd_keys_on() -> Iterator[None]:
     include = torch._C._dispatch_tls_local_include_set()
     with torch._C._ForceDispatchKeyGuard(include, exclude):
         yield
+
+
+def operators_are_watched() -> bool:
+    """Whether a dispatch mode sees the operators that this thread calls."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 # ---- fake tensors

@@ -39,3 +39,15 @@ class PreconditionError(CGPassError, ValueError):
 
 class PostconditionError(CGPassError, RuntimeError):
     """A pass left a graph that breaks what the pass ensures."""
+
+
+class CheckpointArgumentError(CGPassError, ValueError):
+    """`cgpass.checkpoint` was called with what it can't take."""
+
+
+class CheckpointError(CGPassError, RuntimeError):
+    """A checkpoint's recomputation differs from its forward, or was asked for what it can't give."""
+
+
+class RNGTrackerError(CGPassError, LookupError):
+    """A name that an `RNGStatesTracker` doesn't have, or has already."""

@@ -29,8 +29,11 @@ assert "torch" not in sys.modules
 def test_public_names():
     assert cgpass.__all__ == [
         "CUDAGraphWrapper",
+        "CheckpointedGraph",
         "Options",
+        "RNGStatesTracker",
         "cgpass",
+        "checkpoint",
         "counters",
         "errors",
         "reset",

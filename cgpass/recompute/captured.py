@@ -1,0 +1,66 @@
+"""A CUDA graph whose checkpoints recompute with their forward's random numbers."""
+
+import contextlib
+from typing import Any, Self
+
+import torch
+
+from cgpass.recompute.states import CheckpointStates
+from cgpass.recompute.tracker import RNGStatesTracker
+
+
+class CheckpointedGraph(torch.cuda.CUDAGraph):
+    """A `torch.cuda.CUDAGraph` for code with `cgpass.checkpoint` and random operators in it.
+
+        graph = cgpass.CheckpointedGraph()
+        with graph.warm_up():           # once at least, on a side stream as for any graph
+            step()
+        with torch.cuda.graph(graph):
+            step()
+        graph.replay()
+
+    `step` runs forward and backward. A replay draws what eager would draw next, recomputations draw what their
+    forward drew, and the generators end where eager leaves them. A graph without random operators inside a
+    checkpoint needs none of this.
+    """
+
+    def __new__(
+        cls, keep_graph: bool = False, *, rng_tracker: RNGStatesTracker | None = None
+    ) -> Self:
+        """See `__init__`."""
+        del rng_tracker
+        return super().__new__(cls, keep_graph)
+
+    def __init__(
+        self, keep_graph: bool = False, *, rng_tracker: RNGStatesTracker | None = None
+    ) -> None:
+        """A graph on the current device.
+
+        Args:
+            keep_graph: As for `torch.cuda.CUDAGraph`.
+            rng_tracker: Whose states the captured code draws from, in or outside of checkpoints.
+        """
+        make: Any = super().__init__  # the C++ class's, which has no stub
+        make(keep_graph)
+        self._states = CheckpointStates(rng_tracker=rng_tracker)
+        self._capture = contextlib.ExitStack()
+
+    def warm_up(self) -> contextlib.AbstractContextManager[Any]:
+        """A block that runs, plainly, the code that will be captured, its backward included."""
+        return self._states
+
+    def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+        """See `torch.cuda.CUDAGraph.capture_begin`; `torch.cuda.graph` calls it."""
+        self._states.register(self)
+        super().capture_begin(*args, **kwargs)
+        self._capture.enter_context(self._states)
+
+    def capture_end(self) -> None:
+        """See `torch.cuda.CUDAGraph.capture_end`; `torch.cuda.graph` calls it."""
+        self._capture.close()
+        super().capture_end()
+
+    def replay(self) -> None:
+        """Replay, recomputations with the numbers that this replay's forward draws. No synchronisation."""
+        self._states.rewind(self._states.position())
+        super().replay()

@@ -1,0 +1,49 @@
+"""Default generators of devices, and whether their states have handles."""
+
+import torch
+
+from cgpass import _torch
+from cgpass.recompute import rng_ops
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that random operators on a device draw from unless told otherwise."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    return module.default_generators[index]
+
+
+def new_generator(device: torch.device, seed: int) -> torch.Generator:
+    """A generator of its own."""
+    return torch.Generator(device).manual_seed(seed)
+
+
+def is_graph_safe(generator: torch.Generator) -> bool:
+    """Whether a generator's state can be exchanged while a CUDA graph is being captured."""
+    return generator.device.type == "cuda"
+
+
+def get_state(generator: torch.Generator) -> torch.Tensor:
+    """A generator's state, as an operator where somebody watches operators.
+
+    Returns:
+        uint8 `(state_bytes,)` on the CPU. **Lifetime:** the caller's own.
+    """
+    if generator.device.type == "cpu" and _torch.operators_are_watched():
+        return rng_ops.get_state(generator)
+    return generator.get_state()
+
+
+def set_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    """Put a state back that `get_state` gave."""
+    if generator.device.type == "cpu" and _torch.operators_are_watched():
+        rng_ops.set_state(generator, state)
+    else:
+        generator.set_state(state)
+
+
+def is_capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

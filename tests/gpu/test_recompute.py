@@ -1,0 +1,262 @@
+"""Checkpoints on CUDA: eager, in graphs captured by hand, and what they save."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import cgpass
+from cgpass.errors import CheckpointError
+from cgpass.recompute.states import CheckpointStates
+from tests.recompute.steps import check, plain
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture(params=[False, True], ids=["hooks", "reentrant"])
+def reentrant(request):
+    return request.param
+
+
+def test_eager_gradients_are_those_of_torch_and_of_none(reentrant):
+    def program(checkpoint, model, x):
+        ys = [checkpoint(model[i], F.dropout(x, 0.2)) for i in range(3)]
+        for i in (1, 2, 0):
+            ys[i].square().sum().backward()
+        return [torch.rand(3, device="cuda")]
+
+    check(program, device="cuda", use_reentrant=reentrant)
+
+
+def test_eager_nested_with_autocast():
+    def program(checkpoint, model, x):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            y = checkpoint(lambda x: F.dropout(checkpoint(model[0], x), 0.5).sin(), x)
+        y.float().square().sum().backward()
+        return [y.detach()]
+
+    check(program, device="cuda")
+
+
+def on_side_stream(fn):
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        fn()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+class Captured:
+    """A training step in one graph, captured by hand."""
+
+    def __init__(self, forward, rng_tracker=None):
+        self.forward = forward
+        self.x = torch.randn(64, 64, device="cuda", requires_grad=True)
+        self.y = None
+        self.graph = cgpass.CheckpointedGraph(rng_tracker=rng_tracker)
+        on_side_stream(self._warm_up)
+        self.x.grad = self.y = (
+            None  # nor may a node of the warm-up's graph live on, which knows its stream
+        )
+        with torch.cuda.graph(self.graph):
+            self.eager()
+
+    def _warm_up(self):
+        for _ in range(2):
+            with self.graph.warm_up():
+                self.eager()
+
+    def eager(self):
+        self.y = self.forward(self.x)
+        self.y.sum().backward()
+
+    def replay(self):
+        self.graph.replay()
+        return self.y.detach().clone(), self.x.grad.clone()
+
+
+def test_replays_draw_anew_and_recompute_with_the_forwards_numbers(reentrant):
+    def forward(x):
+        x = cgpass.checkpoint(lambda x: F.dropout(x, 0.5), x, use_reentrant=reentrant)
+        return cgpass.checkpoint(lambda x: F.dropout(x, 0.5), x, use_reentrant=reentrant)
+
+    step = Captured(forward)
+    seen = []
+    for _ in range(4):
+        step.x.grad.zero_()
+        y, grad = step.replay()
+        assert torch.equal(grad != 0, y != 0)
+        assert 0.2 < (y != 0).float().mean() < 0.3
+        seen.append(y != 0)
+    assert not any(torch.equal(a, b) for a in seen for b in seen if a is not b)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_captured_step_is_bitwise_the_eager_one(reentrant, nested):
+    def fn(x):
+        x = F.dropout(x.sin(), 0.5)
+        return F.dropout(x.cos(), 0.25)
+
+    def forward(x, way=cgpass.checkpoint):
+        def layer(x):
+            y = way(fn, x, use_reentrant=reentrant) if nested else fn(x)
+            return F.dropout(y.exp(), 0.5).sin()
+
+        for _ in range(3):
+            x = F.dropout(way(layer, x, use_reentrant=reentrant), 0.1)
+        return x
+
+    step = Captured(forward)
+    for seed in (1, 2):
+        found = []
+        for way in ("replay", "checkpoint", "plain"):
+            torch.cuda.manual_seed(seed)
+            for _ in range(3):
+                if way == "replay":
+                    step.x.grad.zero_()
+                    y, grad = step.replay()
+                else:
+                    x = step.x.detach().clone().requires_grad_()
+                    y = forward(x, cgpass.checkpoint if way == "checkpoint" else plain)
+                    y.sum().backward()
+                    y, grad = y.detach(), x.grad
+            found.append([y, grad, torch.cuda.get_rng_state()])
+        for other in found[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_a_captured_step_with_a_tracker(reentrant):
+    tracker = cgpass.RNGStatesTracker("cuda")
+    tracker.add("model-parallel-rng", 5)
+
+    def fn(x):
+        x = F.dropout(x.sin(), 0.5)
+        with tracker.fork():
+            x = F.dropout(x, 0.5)
+        return F.dropout(x.cos(), 0.5)
+
+    def forward(x):
+        return cgpass.checkpoint(fn, x, use_reentrant=reentrant, rng_tracker=tracker)
+
+    step = Captured(forward, tracker)
+    states = tracker.get_states()
+    found = []
+    for way in ("replay", "plain"):
+        torch.cuda.manual_seed(3)
+        tracker.set_states(states)
+        for _ in range(3):
+            if way == "replay":
+                step.x.grad.zero_()
+                y, grad = step.replay()
+            else:
+                x = step.x.detach().clone().requires_grad_()
+                y = fn(x)
+                y.sum().backward()
+                y, grad = y.detach(), x.grad
+        found.append([y, grad, torch.cuda.get_rng_state(), *tracker.get_states().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert found[0][0].count_nonzero() > 0
+
+
+def test_forward_and_backward_in_graphs_of_their_own():
+    def fn(x):
+        return F.dropout(F.dropout(x, 0.5), 0.5)
+
+    kept = CheckpointStates()
+    x = torch.randn(64, 64, device="cuda", requires_grad=True)
+
+    def warm_up():
+        with kept:
+            y = cgpass.checkpoint(fn, x)
+        y.sum().backward()
+
+    on_side_stream(warm_up)
+    x.grad = None
+    forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    kept.register(forward)
+    kept.register(backward)
+    with kept, torch.cuda.graph(forward):
+        y = cgpass.checkpoint(fn, x)
+        loss = y.sum()
+    with torch.cuda.graph(backward, pool=forward.pool()):
+        loss.backward()
+    done = []
+    for _ in range(3):
+        position = kept.position()
+        forward.replay()
+        done.append((position, y.detach() != 0))
+    for i in (1, 0, 2, 0):
+        position, mask = done[i]
+        kept.rewind(position)
+        x.grad.zero_()
+        backward.replay()
+        assert torch.equal(x.grad != 0, mask)
+
+
+def test_without_random_operators_any_graph_will_do(reentrant):
+    x = torch.randn(8, 8, device="cuda", requires_grad=True)
+
+    def step():
+        cgpass.checkpoint(lambda x: x.sin().exp(), x, use_reentrant=reentrant).sum().backward()
+
+    on_side_stream(step)
+    x.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    x.grad.zero_()
+    graph.replay()
+    expected = x.detach().sin().exp() * x.detach().cos()
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_a_random_operator_in_a_graph_without_warm_up_is_refused():
+    x = torch.randn(8, 8, device="cuda", requires_grad=True)
+    F.dropout(x, 0.5).sum().backward()
+    with (
+        pytest.raises(CheckpointError, match="Capture into a cgpass"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        cgpass.checkpoint(lambda x: F.dropout(x * 2, 0.5), x)
+    assert torch.rand(3, device="cuda").shape == (3,)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_peak_memory_is_lower(captured, reentrant):
+    def layer(x):
+        for _ in range(8):
+            x = F.dropout(x.sin(), 0.1)
+        return x
+
+    def peak(way):
+        def forward(x):
+            for _ in range(8):
+                x = way(layer, x, use_reentrant=reentrant)
+            return x
+
+        gc.collect()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
+        graph = cgpass.CheckpointedGraph()
+
+        def step():
+            forward(x).sum().backward()
+            x.grad = None
+
+        def warm_up():
+            with graph.warm_up():
+                step()
+
+        on_side_stream(warm_up)
+        torch.cuda.reset_peak_memory_stats()
+        if captured:
+            with torch.cuda.graph(graph):
+                step()
+        else:
+            step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    assert peak(cgpass.checkpoint) < 0.4 * peak(plain)

@@ -1,0 +1,68 @@
+"""What the tests of checkpoints compute, and how they compare it."""
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint as torchs
+
+import cgpass
+
+
+def plain(fn, *args, **kwargs):
+    """No checkpoint."""
+    for name in ("use_reentrant", "determinism_check", "context_fn", "rng_tracker"):
+        kwargs.pop(name, None)
+    return fn(*args, **kwargs)
+
+
+WAYS = {"cgpass": cgpass.checkpoint, "torch": torchs, "plain": plain}
+
+
+class Block(torch.nn.Module):
+    """A layer with dropout twice."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.up = torch.nn.Linear(width, 2 * width)
+        self.down = torch.nn.Linear(2 * width, width)
+
+    def forward(self, x, *, scale=1.0):
+        hidden = F.dropout(F.gelu(self.up(x)), 0.5)
+        return x + scale * F.dropout(self.down(hidden), 0.25)
+
+
+def tensor(*shape, seed=0, **kwargs):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, **kwargs)
+
+
+def blocks(count=3):
+    torch.manual_seed(1)
+    return torch.nn.ModuleList(Block() for _ in range(count))
+
+
+def step(program, checkpoint, *, device="cpu", **kwargs):
+    """Gradients, results and the random number state after `program(checkpoint, model, x)`."""
+    model = blocks().to(device)
+    x = tensor(4, 8).to(device).requires_grad_()
+    torch.manual_seed(2)
+    results = program(lambda fn, *a, **k: checkpoint(fn, *a, **kwargs, **k), model, x)
+    found = [x.grad, *(p.grad for p in model.parameters())]
+    state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
+    return [*found, *results, state]
+
+
+def same(left, right):
+    """Bitwise."""
+    assert len(left) == len(right)
+    for i, (a, b) in enumerate(zip(left, right, strict=True)):
+        assert (a is None) == (b is None), i
+        assert a is None or torch.equal(a, b), i
+
+
+def check(program, *, against=("torch", "plain"), **kwargs):
+    """`program` gives the same with our checkpoint as with torch's and with none."""
+    kwargs.setdefault("use_reentrant", False)
+    ours = step(program, cgpass.checkpoint, **kwargs)
+    assert any(value is not None for value in ours[:-1])
+    for name in against:
+        same(ours, step(program, WAYS[name], **kwargs))

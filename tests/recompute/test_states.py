@@ -1,0 +1,322 @@
+"""Bookkeeping of generator states for captures, with generators that exchange their states as CUDA's do."""
+
+import pytest
+import torch
+
+import cgpass
+from cgpass.errors import CheckpointError
+from cgpass.recompute import numbers, states, tracker
+from cgpass.recompute.states import CheckpointStates
+from tests.recompute.steps import tensor
+
+
+class State:
+    def __init__(self, seed, offset=0):
+        self.seed, self.offset = seed, offset
+
+
+class Generator:
+    """A CUDA generator to whoever looks at its state only."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, device=None, state=None):
+        self.state = state or State(0)
+
+    def manual_seed(self, seed):
+        self.state.seed, self.state.offset = seed, 0
+        return self
+
+    def initial_seed(self):
+        return self.state.seed
+
+    def get_offset(self):
+        refuse_in_capture()
+        return self.state.offset
+
+    def set_offset(self, offset):
+        refuse_in_capture()
+        self.state.offset = offset
+
+    def get_state(self):
+        refuse_in_capture()
+        return (self.state.seed, self.state.offset)
+
+    def set_state(self, state):
+        refuse_in_capture()
+        self.state.seed, self.state.offset = state
+
+    def clone_state(self):
+        refuse_in_capture()
+        return Generator(state=State(self.state.seed, self.state.offset))
+
+    def graphsafe_get_state(self):
+        return Generator(state=self.state)
+
+    def graphsafe_set_state(self, other):
+        self.state = other.state
+
+
+class Device:
+    """Draws from the default generator; notes who drew where."""
+
+    def __init__(self):
+        self.default = Generator(state=State(100))
+        self.capturing = False
+        self.drawn = []
+
+    def draw(self, amount=4):
+        state = self.default.state
+        if self.capturing:
+            self.drawn.append((state, amount))
+        else:
+            self.drawn.append((state.seed, state.offset))
+            state.offset += amount
+
+    def replay(self):
+        """What the captured draws give now; advances every state by what it drew, as a replay does."""
+        begin, found = {}, []
+        for state, amount in self.drawn:
+            found.append((state.seed, state.offset))
+            begin[id(state)] = state
+            state.offset += amount
+        return found
+
+
+DEVICE = Device()
+
+
+def refuse_in_capture():
+    assert not DEVICE.capturing, "not allowed while capturing"
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
+    DEVICE.__init__()
+    cpu = torch.default_generator
+    for module in (numbers, states, tracker):
+        monkeypatch.setattr(
+            module,
+            "default_generator",
+            lambda d: cpu if d == torch.device("cpu") else DEVICE.default,
+        )
+    for module in (numbers, states):
+        monkeypatch.setattr(module, "is_capturing", lambda: DEVICE.capturing)
+    monkeypatch.setattr(tracker, "is_graph_safe", lambda generator: True)
+    monkeypatch.setattr(tracker, "new_generator", lambda d, seed: Generator().manual_seed(seed))
+    monkeypatch.setattr("cgpass.recompute.api.devices_of", lambda tensors: (FAKE,))
+    return DEVICE
+
+
+FAKE = torch.device("meta", 0)
+
+
+def drawing(device, *amounts):
+    """A function that draws before what it saves."""
+
+    def fn(x):
+        for amount in amounts:
+            device.draw(amount)
+            x = x.sin()
+        return x
+
+    return fn
+
+
+def captured(device, program, rng_tracker=None, warm_ups=1):
+    """`program` warmed up and captured; returns its states and what the warm-up drew."""
+    kept = CheckpointStates(FAKE, rng_tracker)
+    for _ in range(warm_ups):
+        device.drawn.clear()
+        with kept:
+            program()
+    warm = list(device.drawn)
+    device.drawn.clear()
+    with kept:
+        device.capturing = True
+        program()
+        device.capturing = False
+    return kept, warm
+
+
+def moved(drawn, seed, by):
+    return [(seed, offset + by) for _, offset in drawn]
+
+
+def test_replays_draw_what_eager_would(device):
+    first, second = drawing(device, 4, 8), drawing(device, 4)
+
+    def program():
+        x = tensor(2, requires_grad=True)
+        device.draw()
+        y = cgpass.checkpoint(first, x)
+        device.draw(12)
+        y = cgpass.checkpoint(second, y)
+        device.draw()
+        y.sum().backward()
+        device.draw()
+
+    kept, warm = captured(device, program, warm_ups=2)
+    assert warm == [(100, n + 40) for n in (0, 4, 8, 16, 28, 32, 28, 4, 8, 36)]
+    for seed, offset in ((100, 80), (7, 0), (7, 400)):
+        device.default.manual_seed(seed).set_offset(offset)
+        kept.rewind(kept.position())
+        assert device.replay() == moved(warm, seed, offset - 40)
+        assert kept.position() == {None: (seed, offset + 40)}
+
+
+def test_nested_checkpoints_and_retain_graph(device):
+    inner, outer = drawing(device, 4), drawing(device, 8)
+
+    def program():
+        x = tensor(2, requires_grad=True)
+        y = cgpass.checkpoint(lambda x: cgpass.checkpoint(inner, outer(x)).cos().exp(), x).sum()
+        y.backward(retain_graph=True)
+        y.backward()
+
+    kept, warm = captured(device, program)
+    device.default.manual_seed(3)
+    kept.rewind(kept.position())
+    assert device.replay() == moved(warm, 3, 0)
+    assert len(set(warm)) == 2  # what the forward drew, again and again
+    assert len(warm) > 6
+
+
+def test_reentrant(device):
+    fn = drawing(device, 4, 8)
+
+    def program():
+        x = tensor(2, requires_grad=True)
+        cgpass.checkpoint(fn, cgpass.checkpoint(fn, x, use_reentrant=True)).sum().backward()
+
+    kept, warm = captured(device, program)
+    device.default.manual_seed(3)
+    kept.rewind(kept.position())
+    assert device.replay() == moved(warm, 3, 0)
+
+
+def test_a_trackers_states(device):
+    rng_tracker = cgpass.RNGStatesTracker(FAKE)
+    rng_tracker.add("a", 1)
+    rng_tracker.add("b", 2)
+
+    def fn(x):
+        device.draw(4)
+        x = x.sin()
+        with rng_tracker.fork("a"):
+            device.draw(8)
+            x = x.sin()
+        return x.sin()
+
+    def program():
+        x = tensor(2, requires_grad=True)
+        with rng_tracker.fork("b"):
+            x = cgpass.checkpoint(fn, x, rng_tracker=rng_tracker)
+            x = cgpass.checkpoint(fn, x, rng_tracker=rng_tracker)
+        device.draw(4)
+        x.sum().backward()
+
+    kept, warm = captured(device, program, rng_tracker)
+    assert warm == [(2, 0), (1, 0), (2, 4), (1, 8), (100, 0), (2, 4), (1, 8), (2, 0), (1, 0)]
+    names = [generator.state.seed for generator in kept.generators]
+    assert sorted(names[:2]) == [1, 2]
+    for generator, seed in ((device.default, 30), *zip(kept.generators, (31, 32), strict=False)):
+        generator.manual_seed(seed).set_offset(40)
+    kept.rewind(kept.position())
+    seeds = {100: 30, 1: 31, 2: 32}
+    assert device.replay() == [(seeds[seed], offset + 40) for seed, offset in warm]
+    assert rng_tracker.current is None
+
+
+def test_forward_and_backward_in_graphs_of_their_own(device):
+    fn = drawing(device, 4, 8)
+    kept = CheckpointStates(FAKE)
+    forwards, backwards = [], []
+    for capturing in (False, True):
+        device.drawn.clear()
+        x = tensor(2, requires_grad=True)
+        with kept:
+            device.capturing = capturing
+            y = cgpass.checkpoint(fn, x).sum()
+        forwards = list(device.drawn)
+        device.drawn.clear()
+        y.backward()
+        device.capturing = False
+        backwards = list(device.drawn)
+    positions = []
+    device.drawn = forwards
+    for _ in range(3):
+        positions.append(kept.position())
+        device.replay()
+    device.drawn = backwards
+    for i in (1, 0, 2, 0):
+        kept.rewind(positions[i])
+        assert device.replay() == [(100, 12 + 12 * i), (100, 12 + 12 * i + 4)]
+
+
+def test_random_operators_without_warm_up_are_refused(device):
+    device.capturing = True
+    x = tensor(2, requires_grad=True)
+    with pytest.raises(CheckpointError) as error:
+        cgpass.checkpoint(torch.nn.functional.dropout, x, 0.5)
+    assert str(error.value) == (
+        "cgpass.checkpoint: aten.bernoulli_.float draws random numbers while a CUDA graph is being captured, and the "
+        "recomputation could not draw the same ones. Capture into a cgpass.CheckpointedGraph() after a "
+        "`with graph.warm_up():` run of the same code, or draw outside of the checkpoint."
+    )
+    with pytest.raises(CheckpointError, match=r"aten\.native_dropout\.default draws"):
+        cgpass.checkpoint(torch.native_dropout, x, 0.5, True)
+    with pytest.raises(CheckpointError, match=r"aten\.rand_like"):
+        cgpass.checkpoint(torch.rand_like, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_draws_nothing_needs_no_warm_up(device, reentrant):
+    device.capturing = True
+    x = tensor(1, 2, 4, 4, requires_grad=True)
+
+    def fn(x):
+        x = torch.native_dropout(x, 0.0, True)[0]
+        x = torch.native_dropout(x, 0.5, False)[0]
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    cgpass.checkpoint(fn, x, use_reentrant=reentrant).sum().backward()
+    assert x.grad.shape == x.shape
+
+
+def test_a_recomputation_on_the_other_side_of_a_capture(device):
+    x = tensor(2, requires_grad=True)
+    y = cgpass.checkpoint(lambda x: torch.nn.functional.dropout(x.sin(), 0.5).exp(), x)
+    device.capturing = True
+    with pytest.raises(CheckpointError, match="on the other side of a CUDA graph's capture"):
+        y.sum().backward()
+    device.capturing = False
+    y.sum().backward()
+
+
+def test_a_capture_that_was_not_warmed_up_like_this(device):
+    fn = drawing(device, 4)
+    x = tensor(2, requires_grad=True)
+    kept = CheckpointStates(FAKE)
+    with kept:
+        cgpass.checkpoint(fn, x).sum()
+    with kept:
+        device.capturing = True
+        y = cgpass.checkpoint(fn, x).sum()
+        with pytest.raises(
+            CheckpointError, match="recomputation 0 of this capture has no generator"
+        ):
+            y.backward()
+        with pytest.raises(CheckpointError, match="checkpoint 1 of this capture was not seen"):
+            cgpass.checkpoint(fn, x)
+        other = cgpass.RNGStatesTracker(FAKE)
+        with pytest.raises(CheckpointError, match="rng_tracker is not the one whose states"):
+            cgpass.checkpoint(fn, x, rng_tracker=other)
+
+
+def test_a_state_added_during_the_warm_up(device):
+    rng_tracker = cgpass.RNGStatesTracker(FAKE)
+    with CheckpointStates(FAKE, rng_tracker):
+        rng_tracker.add("late", 1)
+        with pytest.raises(CheckpointError, match="state 'late' was added to the rng_tracker"):
+            cgpass.checkpoint(torch.sin, tensor(2, requires_grad=True), rng_tracker=rng_tracker)
