@@ -32,3 +32,5 @@ class InputInfo:
     """User's source line that first reads it, `model.py:41 in forward: code`."""
     mutated: bool = False
     """Written by the partition: a copied input is written back after every replay."""
+    whole_storage: bool = False
+    """Read by its storage's addresses (`as_strided`): a copied input is copied with all of its storage."""

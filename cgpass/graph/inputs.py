@@ -8,6 +8,9 @@ from torch import fx
 from cgpass.graph import values
 from cgpass.inputs import InputInfo, InputKind
 
+_AS_STRIDED = frozenset({"as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter"})
+"""Operators that count from the beginning of a storage."""
+
 
 def input_infos(
     gm: fx.GraphModule,
@@ -27,12 +30,14 @@ def input_infos(
     known = names or {}
     placeholders = gm.graph.find_nodes(op="placeholder")
     written = _written_placeholders(gm)
+    strided = _strided_placeholders(gm)
     return tuple(
         InputInfo(
             name=known.get(node.name, node.name),
             kind=_kind(node, is_static=index in static, is_pooled=node.name in pooled),
             line=_first_line(node),
             mutated=node in written,
+            whole_storage=node in strided,
         )
         for index, node in enumerate(placeholders)
     )
@@ -58,6 +63,19 @@ def _written_placeholders(gm: fx.GraphModule) -> frozenset[fx.Node]:
     """
     targets = (t for node in gm.graph.nodes for t in values.mutated_inputs(node))
     return frozenset(_base(target) for target in targets)
+
+
+def _strided_placeholders(gm: fx.GraphModule) -> frozenset[fx.Node]:
+    """The placeholders of which something reads or writes other places of their storage than their own elements."""
+    found: list[fx.Node] = []
+    for node in gm.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._opname in _AS_STRIDED:
+            found.append(node.args[0])
+        elif values.hop_name(node) == "auto_functionalized_v2":
+            if any(name.endswith("_storage_offset") for name in node.kwargs):
+                bases = node.kwargs["_all_bases"]
+                found += [base for base in bases if isinstance(base, fx.Node)]
+    return frozenset(map(_base, found))
 
 
 def _base(node: fx.Node) -> fx.Node:

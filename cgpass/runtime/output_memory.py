@@ -25,6 +25,7 @@ import torch
 
 from cgpass import _torch
 from cgpass.runtime import fast
+from cgpass.runtime.placeholders import bytes_of
 
 
 @dataclass(eq=False)
@@ -40,10 +41,6 @@ class _Block:
     """Whether the user gets an output on it."""
     internal: bool = False
     """Whether other partitions or the backward get one."""
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class OutputMemory:
@@ -83,7 +80,7 @@ class OutputMemory:
         stand_in = storage
         if self._lean:
             stand_in = _torch.storage_at(storage.data_ptr(), storage.nbytes(), storage.device)
-        block = _Block(storage.data_ptr(), storage if self._lean else None, _bytes_of(stand_in))
+        block = _Block(storage.data_ptr(), storage if self._lean else None, bytes_of(stand_in))
         self._blocks.append(block)
         return block
 
@@ -211,7 +208,7 @@ class OutputMemory:
             return 0
         held = self.held()
         kept = [k for k in held if whole_pool and self._blocks[k].owning is not None]
-        owners = [_bytes_of(self.give(k)) for k in kept]
+        owners = [bytes_of(self.give(k)) for k in kept]
         fast.swap_storages([self._blocks[k].base for k in kept], owners)
         copied = self.rescue([k for k in held if k not in kept])
         for block in self._blocks:

@@ -25,6 +25,11 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((0 if tensor.numel() == 0 else extent,), (1,))
 
 
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A storage as one dimension of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """What lies in memory: `tensor` without its conjugate and negative bits."""
     return _torch.with_lazy_bits(tensor, conj=tensor.is_conj(), neg=tensor.is_neg())
@@ -36,15 +41,24 @@ class Placeholder:
     Laid out exactly as the input it was made for. Inputs with overlapping elements are copied as the memory they span.
     """
 
-    __slots__ = ("__weakref__", "flat", "lazy", "target", "tensor")
+    __slots__ = ("__weakref__", "flat", "lazy", "target", "tensor", "whole")
 
-    def __init__(self, like: torch.Tensor) -> None:
-        """Args: like: an input of the layout to be copied."""
+    def __init__(self, like: torch.Tensor, *, whole_storage: bool = False) -> None:
+        """Make room.
+
+        Args:
+            like: An input of the layout to be copied.
+            whole_storage: Whether to copy all of its storage, for it to lie there in the same place.
+        """
         conj, neg = like.is_conj(), like.is_neg()
         self.lazy = conj or neg
+        self.whole = whole_storage
         like = memory_of(like)
         self.flat = overlaps_itself(like)
-        if self.flat:
+        if whole_storage:
+            self.target = torch.empty_like(bytes_of(like.untyped_storage()))
+            self.tensor = _torch.on_storage(self.target.untyped_storage(), like)
+        elif self.flat:
             self.target = torch.empty_like(flat_view(like))
             self.tensor = self.target.as_strided(like.size(), like.stride(), 0)
         else:
@@ -62,7 +76,14 @@ class Placeholder:
         """What is copied into `target` (or back from it) when the input is `value`."""
         if self.lazy:
             value = memory_of(value)
+        if self.whole:
+            return bytes_of(value.untyped_storage())
         return flat_view(value) if self.flat else value
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether `source` gives the input itself."""
+        return not (self.flat or self.lazy or self.whole)
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
@@ -79,7 +100,7 @@ class CopyIn:
         """Args: members: positions of inputs and their placeholders."""
         self._positions = [i for i, _ in members]
         self._targets = [p.target for _, p in members]
-        self._odd = [(k, p) for k, (_, p) in enumerate(members) if p.flat or p.lazy]
+        self._odd = [(k, p) for k, (_, p) in enumerate(members) if not p.is_plain]
         self.num_bytes = sum(map(num_bytes, self._targets))
 
     def copy_from(self, args: Sequence[Any]) -> None:

@@ -12,7 +12,7 @@ from cgpass.runtime.gifts import Gifts
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.placeholders import Placeholder
 from cgpass.runtime.recording import Recording
-from cgpass.runtime.signature import Layout, layout_of
+from cgpass.runtime.signature import Layout, layout_of, place_of
 from cgpass.telemetry import CallStats
 
 
@@ -62,7 +62,9 @@ class Recorder:
         released = owner.begin_recording(slot)
         gifts = Gifts(owner, slot, args, layout.pooled if lean else ())
         copied = [i for i in layout.copied if i not in stationary]
-        placeholders = {i: self._placeholder(i, args[i]) for i in copied}
+        placeholders = {
+            i: self._placeholder(i, args[i], whole=layout.infos[i].whole_storage) for i in copied
+        }
         staged = [placeholders[i].tensor if i in placeholders else a for i, a in enumerate(args)]
         for i, placeholder in placeholders.items():
             placeholder.copy_from(args[i])
@@ -94,10 +96,10 @@ class Recorder:
         recording.seal()
         return recording
 
-    def _placeholder(self, index: int, value: torch.Tensor) -> Placeholder:
+    def _placeholder(self, index: int, value: torch.Tensor, *, whole: bool) -> Placeholder:
         """One placeholder per input and layout, for all recordings: each copies in before it replays."""
-        key = (index, *layout_of(value))
+        key = (index, *layout_of(value), *(place_of(value) if whole else ()))
         found = self._placeholders.get(key)
         if found is None:
-            found = self._placeholders[key] = Placeholder(value)
+            found = self._placeholders[key] = Placeholder(value, whole_storage=whole)
         return found

@@ -46,6 +46,7 @@ class Layout:
         self.objects = positions(InputKind.GENERATOR, InputKind.OPAQUE)
         self._values = positions(InputKind.SYMINT)
         self._typed = check_layout
+        self._whole = tuple(i for i in self.copied if infos[i].whole_storage)
         self._layouts = positions(InputKind.COPIED, InputKind.STATIC) if check_layout else ()
 
     def shape_key(self, args: Sequence[Any]) -> ShapeKey:
@@ -55,6 +56,8 @@ class Layout:
             key += tuple([type(args[i]) for i in self._values])
         if self.objects:
             key += tuple([id(args[i]) for i in self.objects])
+        if self._whole:
+            key += tuple([place_of(args[i]) for i in self._whole])
         if self._layouts:
             key += tuple([layout_of(args[i]) for i in self._layouts])
         return key
@@ -75,6 +78,11 @@ class Layout:
         """Positions of the inputs whose address differs."""
         addresses = zip(self.static, array("q", old), array("q", new), strict=True)
         return [i for i, a, b in addresses if a != b]
+
+
+def place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor begins in its storage, and how large that is."""
+    return int(tensor.storage_offset()), tensor.untyped_storage().nbytes()
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -31,7 +31,8 @@ class CUDAGraphWrapper:
 
     `fn` is called with positional arguments, under `torch.no_grad()`, and may return any nested structure. Its Python
     code does not run on a replay: what it reads from closures and from attributes of objects is frozen. Writes to
-    inputs are noticed by their version counters: a write through `.data` is not.
+    inputs are noticed by their version counters: a write through `.data` is not. Inputs are copied without the rest of
+    their storage, so `as_strided` must not be used on inputs that are part of a larger tensor, unless they are static.
 
     **Lifetime:** tensors returned are the caller's own: no later call changes them. An output that is (a view of) an
     input is that input of the call.

@@ -68,3 +68,11 @@ def test_line_is_the_first_users():
 
 def test_a_graph_without_inputs_has_none():
     assert input_infos(fake_cuda_graph(lambda: torch.ones(3)), static=()) == ()
+
+
+def test_inputs_read_by_storage_are_found_through_views():
+    def fn(x, y, z):
+        return x.view(-1).as_strided((2,), (1,), 3), y.as_strided_scatter(z, (2,), (1,), 1)
+
+    gm = fake_cuda_graph(fn, (2, 3), (6,), (2,))
+    assert [info.whole_storage for info in input_infos(gm, static=())] == [True, True, False]
