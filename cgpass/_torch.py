@@ -411,17 +411,27 @@ def min_cut_partition(
     compiler: str,
     num_fwd_outputs: int,
     static_lifetime_input_indices: list[int] | None = None,
+    keep_random: bool = True,
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """AOTAutograd's min-cut split of a joint graph into forward and backward.
 
-    Under compiled autograd recomputed random operators get no generators: a backward that is traced once more
-    loses them (torch 2.11 to 2.15). They save the generator's state instead, which no graph holds, and run eagerly.
+    Args:
+        joint: The joint graph.
+        joint_inputs: Its inputs.
+        compiler: What makes the kernels.
+        num_fwd_outputs: How many of its outputs are the forward's.
+        static_lifetime_input_indices: Inputs that are free to save.
+        keep_random: Whether to leave recomputed random operators as they are. Else they save their generator's state,
+            which no graph holds, and run eagerly: never generators of AOTAutograd's, which a backward that compiled
+            autograd traces once more loses (torch 2.11 to 2.15).
     """
-    from torch._functorch import config
+    from torch._functorch import config, partitioners
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    graphsafe = config.graphsafe_rng_functionalization and not uses_compiled_autograd()
-    with config.patch(graphsafe_rng_functionalization=graphsafe):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(config.patch(graphsafe_rng_functionalization=False))
+        if keep_random:
+            stack.enter_context(_replaced(partitioners, "functionalize_rng_ops", _leave_random_ops))
         return min_cut_rematerialization_partition(
             joint,
             joint_inputs,
@@ -429,6 +439,23 @@ def min_cut_partition(
             num_fwd_outputs=num_fwd_outputs,
             static_lifetime_input_indices=static_lifetime_input_indices,
         )
+
+
+def _leave_random_ops(
+    joint: torch.fx.GraphModule, fw: torch.fx.GraphModule, bw: torch.fx.GraphModule, num_sym: int
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    del joint, num_sym
+    return fw, bw
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 def uses_compiled_autograd() -> bool:
@@ -441,6 +468,60 @@ def uses_compiled_autograd() -> bool:
 def input_position(node: torch.fx.Node) -> int | None:
     """Position among Dynamo's inputs of what a placeholder of AOTAutograd's graph stands for, if it is one of them."""
     return getattr(node.meta.get("desc"), "idx", None)
+
+
+# ---- random numbers
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that random operators on a device draw from unless told otherwise."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module: Any = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    return module.default_generators[index]
+
+
+def sample_generator(device: torch.device) -> torch.Generator:
+    """A generator for a placeholder's fake value; any will do where the device isn't there."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return default_generator(device).clone_state()
+    return torch.Generator()
+
+
+def fake_like(fake: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A fake int64 tensor on the CPU, of the same fake mode as another."""
+    mode = getattr(fake, "fake_mode", None)
+    with contextlib.nullcontext() if mode is None else mode:
+        return torch.empty(shape, dtype=torch.int64, device="cpu")
+
+
+def run_with_rng_state() -> Any:
+    """`graphsafe_run_with_rng_state(op, *args, rng_state, **kwargs)`."""
+    from torch._prims.rng_prims import graphsafe_run_with_rng_state
+
+    return graphsafe_run_with_rng_state
+
+
+def install_rng_kernel(kernel: Callable[..., Any]) -> None:
+    """Have `graphsafe_run_with_rng_state` run `kernel` on CPU and CUDA; torch's own knows no CPU."""
+    from torch._C import DispatchKey
+
+    op = run_with_rng_state()
+    for key in (DispatchKey.CPU, DispatchKey.CUDA, DispatchKey.BackendSelect):
+        if op.py_kernels.get(key) is not kernel:
+            op.py_kernels.pop(key, None)
+            op.py_impl(key)(kernel)
+            op._dispatch_cache.clear()
+
+
+def hide_output_stride(position: int) -> None:
+    """Tell AOTAutograd that a forward graph has one more output than was reported, of no tensor it knows."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides:
+        context.output_strides.insert(position, None)
 
 
 # ---- custom operators

@@ -20,11 +20,13 @@ from cgpass.graph.target import devices, find_target
 from cgpass.graph.values import graph_outputs
 from cgpass.inputs import InputKind
 from cgpass.options import Options
-from cgpass.passes import dynamo_passes, graph_passes
+from cgpass.passes import dynamo_passes, graph_passes, rng_passes
 from cgpass.passes.base import PassContext, run_passes
+from cgpass.passes.functionalize_rng import RngPairs
 from cgpass.passes.split_joint import split_joint
 from cgpass.runtime.driver import CUDADriver, GraphDriver
 from cgpass.runtime.owner import Owner, release_all
+from cgpass.runtime.rng_states import caller_of
 from cgpass.runtime.simulated import SimulatedDriver
 
 log = logging.getLogger(__name__)
@@ -200,6 +202,47 @@ class Compilation:
         """
         if direction == "forward":
             _torch.donate_no_buffers()
+        context = PassContext(device=torch.device("cpu"), stage="rng", direction=direction)
+        result = run_passes(rng_passes(), gm, context)
+        for pairs in result.notes:
+            return self._with_pairs(result.gm, example_inputs, direction, compiler, pairs)
+        return self._compile_graph(gm, example_inputs, direction, compiler)
+
+    def _with_pairs(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        direction: Direction,
+        compiler: Compiler,
+        pairs: RngPairs,
+    ) -> Boxed:
+        """Compile a graph whose last inputs are states of generators, and call it as AOTAutograd does."""
+        inputs = list(example_inputs)
+        backward = direction == "backward"
+        if backward:
+            del inputs[pairs.positions_at]
+            compiler = compiler.without_input(pairs.positions_at)
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        inputs += [node.meta["val"] for node in placeholders[len(inputs) :]]
+        fn = self._compile_graph(gm, inputs, direction, compiler)
+        if not backward:
+            _torch.hide_output_stride(pairs.positions_at)
+        call = caller_of(
+            fn,
+            "backward" if backward else "forward",
+            pairs.devices,
+            pairs.positions_at,
+            exact=self.options.rng == "exact",
+        )
+        return _torch.mark_boxed(lambda args: call(args))
+
+    def _compile_graph(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        direction: Direction,
+        compiler: Compiler,
+    ) -> Boxed:
         target = find_target(gm, self.options.driver)
         if target.skip is not None:
             return self._run_plainly(gm, example_inputs, direction, compiler, target.skip)
@@ -211,7 +254,6 @@ class Compilation:
         if not any(tag.captured for tag in tags):
             return self._run_uncaptured(gm, example_inputs, direction, compiler, reasons)
         self._report_reasons(reasons, direction)
-        self._report_pairs(gm, direction)
         origins = Origins(gm, self._placeholder_kinds(gm, direction))
         if direction == "forward":
             self._saved = origins.by_name()
@@ -303,17 +345,6 @@ class Compilation:
         if reasons:
             listed = "\n  ".join(dict.fromkeys(map(str, reasons)))
             self._on_skip(f"parts of the {direction} graph run without CUDA graphs:\n  {listed}")
-
-    def _report_pairs(self, gm: fx.GraphModule, direction: Direction) -> None:
-        """Recomputed random operators have generators of their own, whatever `rng` says."""
-        pairs = [n for n in gm.graph.find_nodes(op="placeholder") if "rng_state" in n.name]
-        if pairs and direction == "forward" and self.options.rng == "exact":
-            log.warning(
-                "%d random operators under activation checkpointing draw from generators of their own, seeded once "
-                "from the CPU generator, not from the user's: their numbers are not eager's. rng=\"paired\" says that "
-                "this is meant.",
-                len(pairs),
-            )
 
     def _on_skip(self, message: str) -> None:
         if self.options.on_skip == "raise":

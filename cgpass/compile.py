@@ -40,6 +40,14 @@ class Compiler:
         compiler = "eager" if symbolic else self.compiler
         return dataclasses.replace(self, compiler=compiler, late=dict(settings))
 
+    def without_input(self, position: int) -> "Compiler":
+        """The compiler of a graph that lost an input."""
+        settings = dict(self.whole_graph_settings)
+        static = settings.get("static_input_idxs")
+        if static is not None:
+            settings["static_input_idxs"] = [i - (i > position) for i in static if i != position]
+        return dataclasses.replace(self, whole_graph_settings=tuple(settings.items()))
+
     @property
     def opaque(self) -> bool:
         """Whether captured partitions run kernels that are no aten calls."""

@@ -2,6 +2,7 @@
 
 from cgpass.options import Options
 from cgpass.passes.base import Pass
+from cgpass.passes.functionalize_rng import FunctionalizeRng
 from cgpass.passes.lift_cpu_scalars import LiftCpuScalars
 from cgpass.passes.opaque_autograd import OpaqueAutograd
 from cgpass.passes.outline import Outline
@@ -12,6 +13,12 @@ def dynamo_passes() -> tuple[Pass, ...]:
     """What Dynamo's graph goes through before AOTAutograd."""
     # Here, since AOTAutograd would trace the formulas.
     return (OpaqueAutograd(),)
+
+
+def rng_passes() -> tuple[Pass, ...]:
+    """What every graph goes through, captured or not."""
+    # On its own, since a graph that runs plainly must repeat its forward's numbers, too.
+    return (FunctionalizeRng(),)
 
 
 def graph_passes(options: Options) -> tuple[Pass, ...]:

@@ -6,6 +6,8 @@ from typing import Any, Literal
 from torch import fx
 
 from cgpass import _torch
+from cgpass.graph.rng_pairs import pair_random_ops
+from cgpass.graph.values import is_random, tensors
 
 
 def split_joint(
@@ -20,7 +22,8 @@ def split_joint(
     """Cut where the fewest bytes are saved for the backward; AOTAutograd's `partition_fn`.
 
     What a checkpoint policy marked (`node.meta["recompute"]`) is recomputed or saved as it says;
-    cheap operators are recomputed where that saves memory, whatever makes the kernels.
+    cheap operators are recomputed where that saves memory, whatever makes the kernels. Random operators in both graphs
+    are marked; see Note [Pairs of random operators].
 
     Args:
         joint: The joint graph; what is left of it afterwards is not to be used.
@@ -35,10 +38,18 @@ def split_joint(
     indices = None
     if static_lifetime_input_indices is not None:
         indices = list(static_lifetime_input_indices)
-    return _torch.min_cut_partition(
+    # Inductor makes no CPU kernel of what runs with a generator's state.
+    random = [node for node in joint.graph.nodes if is_random(node) and tensors(node)]
+    on_cpu = any(tensors(node)[0].device.type == "cpu" for node in random)
+    pairs = not (compiler == "inductor" and on_cpu) and not _torch.uses_compiled_autograd()
+    fw, bw = _torch.min_cut_partition(
         joint,
         joint_inputs,
         compiler=compiler,
         num_fwd_outputs=num_fwd_outputs,
         static_lifetime_input_indices=indices,
+        keep_random=pairs,
     )
+    if pairs:
+        pair_random_ops(fw, bw, num_fwd_outputs)
+    return fw, bw

@@ -5,14 +5,7 @@ import torch
 from cgpass import _torch
 from cgpass.recompute import rng_ops
 
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that random operators on a device draw from unless told otherwise."""
-    if device.type == "cpu":
-        return torch.default_generator
-    module = torch.get_device_module(device)
-    index = module.current_device() if device.index is None else device.index
-    return module.default_generators[index]
+default_generator = _torch.default_generator
 
 
 def new_generator(device: torch.device, seed: int) -> torch.Generator:

@@ -17,6 +17,7 @@ from cgpass.runtime.owner import MAX_SLOTS, Owner
 from cgpass.runtime.placeholders import num_bytes
 from cgpass.runtime.recorder import Recorder
 from cgpass.runtime.recording import Recording
+from cgpass.runtime.rng_states import forward_states
 from cgpass.runtime.settings import RunnerSettings
 from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe
 from cgpass.runtime.stationary import Watch
@@ -69,6 +70,8 @@ class PartitionRunner:
         self._settings = settings
         self._recorder = Recorder(fn, owner, opaque=settings.opaque, stats=self.stats)
         self._misses = (0, 0)
+        self._distances: dict[ShapeKey, list[int]] = {}
+        """By shape, how far random operators draw from where this partition begins."""
         self._warned_held = False
         self._fallback = Fallback(name, fn, self.stats, on_skip=settings.on_skip, resplit=resplit)
         self._warm_ups = WarmUp(fn, owner, notes_writes=settings.check_layout)
@@ -116,6 +119,19 @@ class PartitionRunner:
             since no recording is replayed over held memory; placeholders and temporaries do not.
         """
         self.stats.calls += 1
+        states = forward_states(args, self._layout.objects) if self._layout.objects else ()
+        if not states:
+            return self._run(args)
+        key, start = self._layout.shape_key(args), states[0].start()
+        outputs, recording = self._run(args)
+        if recording is None:
+            self._distances[key] = [state.distance(start) for state in states]
+        else:
+            for state, distance in zip(states, self._distances[key], strict=True):
+                state.replayed(start, distance)
+        return outputs, recording
+
+    def _run(self, args: list[Any]) -> tuple[Sequence[Any], Recording | None]:
         if self.owner.wants_start:
             self.owner.start_over_if_idle()
         layout = self._layout

@@ -1,0 +1,77 @@
+"""Random operators that the backward runs again: their marks in a forward and a backward graph.
+
+Note [Pairs of random operators]
+    An operator that draws in the forward and is recomputed in the backward must draw the same numbers there. Both of
+    its nodes carry the pair's number. Where the generator stood at each forward travels with what that forward saves:
+    one more saved tensor, `rng_positions`, which these graphs name as an output and an input. Neither is computed
+    by the graphs: `FunctionalizeRng` takes them out, and what calls the graphs puts them in.
+"""
+
+import torch
+from torch import fx
+
+from cgpass import _torch
+from cgpass.graph import values
+
+PAIR = "cgpass_rng_pair"
+"""Key of `node.meta`: a pair's number."""
+POSITIONS = "cgpass_rng_positions"
+"""Key of `node.meta`: this node stands for the positions of the pairs' generators."""
+
+
+def pair_random_ops(fw: fx.GraphModule, bw: fx.GraphModule, num_fwd_outputs: int) -> int:
+    """Mark what both graphs draw, and have the forward save its positions.
+
+    Args:
+        fw: The forward graph; its outputs after the first `num_fwd_outputs` are saved for the backward.
+        bw: The backward graph: symbolic sizes, saved tensors, then tangents.
+        num_fwd_outputs: How many of the forward's outputs are AOTAutograd's.
+
+    Returns:
+        The number of pairs, in order of the forward.
+    """
+    again = {node.name: node for node in bw.graph.nodes if _draws(node)}
+    pairs = [(node, again[node.name]) for node in fw.graph.nodes if node.name in again]
+    pairs = [(node, other) for node, other in pairs if _draws(node)]
+    for number, nodes in enumerate(pairs):
+        for node in nodes:
+            node.meta[PAIR] = number
+    if pairs:
+        _save_positions(fw, bw, num_fwd_outputs, len(pairs))
+    return len(pairs)
+
+
+def _draws(node: fx.Node) -> bool:
+    is_op = isinstance(node.target, torch._ops.OpOverload)
+    return is_op and values.is_random(node) and node.kwargs.get("generator") is None
+
+
+def _save_positions(fw: fx.GraphModule, bw: fx.GraphModule, first: int, num_pairs: int) -> None:
+    outputs = list(values.graph_outputs(fw))
+    place = first
+    while place < len(outputs) and _is_tensor(outputs[place]):
+        place += 1
+    output = fw.graph.output_node()
+    like = next(node for node in fw.graph.nodes if values.tensors(node))
+    value = _torch.fake_like(values.tensors(like)[0], (num_pairs, 2))
+    with fw.graph.inserting_before(output):
+        saved = fw.graph.call_function(
+            torch.ops.aten.empty.memory_format,
+            ((num_pairs, 2),),
+            {"dtype": torch.int64, "device": torch.device("cpu")},
+        )
+    saved.name = "rng_positions"
+    saved.meta = {"val": value, POSITIONS: True, "saved_tensor_with_no_vc_check": True}
+    outputs.insert(place, saved)
+    output.args = (type(output.args[0])(outputs),)
+    read = [n for n in bw.graph.find_nodes(op="placeholder") if not values.is_scalar(n)]
+    tangent = read[place - first]
+    with bw.graph.inserting_before(tangent):
+        given = bw.graph.placeholder("rng_positions")
+    given.meta = {"val": value, POSITIONS: True}
+    fw.recompile()
+    bw.recompile()
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)

@@ -1,0 +1,95 @@
+"""`FunctionalizeRng`: random operators that are recomputed get a generator state each as an input."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from cgpass import _torch
+from cgpass.errors import PostconditionError
+from cgpass.graph.rng_pairs import PAIR, POSITIONS
+from cgpass.graph.values import graph_outputs, tensors
+from cgpass.passes.base import Pass, PassContext, PassResult
+
+
+@dataclass(frozen=True)
+class RngPairs:
+    """What a graph with pairs is called with. See Note [Pairs of random operators]."""
+
+    devices: tuple[torch.device, ...]
+    """Where each pair draws."""
+    positions_at: int
+    """Where the positions stood among a forward graph's outputs or a backward graph's inputs."""
+
+
+@dataclass(frozen=True)
+class FunctionalizeRng(Pass):
+    """Rewrites each operator of a pair to `graphsafe_run_with_rng_state` on a state of its own.
+
+    The states are inputs after all others, `fwd_rng_state_<i>` in a forward and `bwd_rng_state_<i>` in a backward
+    graph. One state per operator: a backward meets the operators in another order.
+
+    Source: pytorch PR 146878.
+    """
+
+    name: ClassVar[str] = "functionalize_rng"
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+        """See `Pass.run`; the notes are one `RngPairs`, or none where no operator has a pair."""
+        marks = [n for n in gm.graph.nodes if POSITIONS in n.meta]
+        if not marks:
+            return PassResult(gm, False)
+        (mark,) = marks
+        positions_at = _take_out(gm, mark)
+        nodes = [n for n in gm.graph.nodes if PAIR in n.meta]
+        devices = {n.meta[PAIR]: _device_of(n) for n in nodes}
+        prefix = "bwd" if ctx.direction == "backward" else "fwd"
+        states: dict[int, fx.Node] = {}
+        last = gm.graph.find_nodes(op="placeholder")[-1]
+        for number in range(mark.meta["val"].shape[0]):
+            device = devices.setdefault(number, ctx.device)
+            with gm.graph.inserting_after(last):
+                last = states[number] = gm.graph.placeholder(f"{prefix}_rng_state_{number}")
+            last.meta["val"] = _torch.sample_generator(device)
+        for node in nodes:
+            _rewrite(gm, node, states[node.meta[PAIR]])
+        pairs = RngPairs(tuple(devices[number] for number in sorted(devices)), positions_at)
+        return PassResult(gm, True, (pairs,))
+
+    def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
+        """No mark is left, so that a second run changes nothing."""
+        del ctx
+        left = [n.name for n in gm.graph.nodes if PAIR in n.meta or POSITIONS in n.meta]
+        if left:
+            raise PostconditionError(f"random operators without a state of their own: {left}")
+
+
+def _take_out(gm: fx.GraphModule, mark: fx.Node) -> int:
+    """Remove what stands for the positions; returns where it stood."""
+    if mark.op == "placeholder":
+        position = gm.graph.find_nodes(op="placeholder").index(mark)
+    else:
+        outputs = list(graph_outputs(gm))
+        position = outputs.index(mark)
+        del outputs[position]
+        output = gm.graph.output_node()
+        output.args = (type(output.args[0])(outputs),)
+    gm.graph.erase_node(mark)
+    return position
+
+
+def _rewrite(gm: fx.GraphModule, node: fx.Node, state: fx.Node) -> None:
+    with gm.graph.inserting_before(node):
+        drawn = gm.graph.call_function(
+            _torch.run_with_rng_state(),
+            (node.target, *node.args),
+            {**node.kwargs, "rng_state": state},
+        )
+    drawn.meta = {key: value for key, value in node.meta.items() if key != PAIR}
+    node.replace_all_uses_with(drawn)
+    gm.graph.erase_node(node)
+
+
+def _device_of(node: fx.Node) -> torch.device:
+    return tensors(node)[0].device

@@ -1,0 +1,261 @@
+"""Generator states of random operators that a backward recomputes, and where each forward's stood.
+
+Note [Positions of generators]
+    In "exact" mode the forward half of a pair draws from the user's own generator, as eager does. Where that stands
+    just then is noted for the backward: read off the generator where the operator runs plainly. A graph's replay runs
+    no host code: there it is the position at the partition's start plus what a warm-up of the same shape learnt.
+    In "paired" mode the forward half has a generator of its own. Every call sets it from where the user's generator
+    stands, and moves that on, so a seed reaches it.
+
+    A backward sets its private generators to the positions that came with its saved tensors, before anything runs.
+    Nothing else is kept of a forward: backwards may come in any order, twice or never. All of this is numbers on the
+    host. CPU generators have no positions but whole states, and host operators are there to read them in a replay.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from cgpass import _torch
+from cgpass.errors import CaptureError
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class _Positions(threading.local):
+    """Where the pairs drew in one thread's call."""
+
+    def __init__(self) -> None:
+        self.by_number: list[Any] = []
+
+
+class ForwardState:
+    """Stands for the user's generator where one forward operator draws from it."""
+
+    __slots__ = ("_generator", "_number", "_positions")
+
+    def __init__(self, generator: torch.Generator, positions: _Positions, number: int) -> None:
+        """Args: generator: the user's. positions: of a call. number: of the pair."""
+        self._generator = generator
+        self._positions = positions
+        self._number = number
+
+    def note(self) -> None:
+        """The operator is about to draw; in a capture nobody can tell where."""
+        if self._generator.device.type != "cuda" or not _torch.is_capturing():
+            self._positions.by_number[self._number] = _position_of(self._generator)
+
+    def start(self) -> Any:
+        """Where a partition with this operator begins; nothing for generators that have no positions."""
+        return _position_of(self._generator) if self._generator.device.type == "cuda" else None
+
+    def distance(self, start: Any) -> int:
+        """How far from its partition's start the operator drew, which ran plainly."""
+        return 0 if start is None else self._positions.by_number[self._number][1] - start[1]
+
+    def replayed(self, start: Any, distance: int) -> None:
+        """Note where a replay of the partition drew; on the CPU the operator itself has noted it."""
+        if start is not None:
+            seed, offset = start
+            self._positions.by_number[self._number] = (seed, offset + distance)
+
+
+def forward_states(args: Sequence[Any], among: Iterable[int]) -> tuple[ForwardState, ...]:
+    """The states among a partition's inputs whose positions a call has to note."""
+    return tuple([args[i] for i in among if isinstance(args[i], ForwardState)])
+
+
+class ExactForward:
+    """Calls a forward graph whose pairs draw from the user's generator."""
+
+    def __init__(self, fn: Boxed, devices: Sequence[torch.device], positions_at: int) -> None:
+        """Args: fn: the graph. devices: of its pairs. positions_at: where they go among its outputs."""
+        self._fn = fn
+        self._positions = _Positions()
+        generators = [_torch.default_generator(device) for device in devices]
+        self._nowhere = [_position_of(generator) for generator in generators]
+        self._states = [
+            ForwardState(generator, self._positions, number)
+            for number, generator in enumerate(generators)
+        ]
+        self._devices = _cuda_devices(devices)
+        self._at = positions_at
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        """Call it; `args` is emptied."""
+        _refuse_foreign_capture(self._devices)
+        self._positions.by_number = self._nowhere.copy()
+        args.extend(self._states)
+        outputs = list(self._fn(args))
+        outputs.insert(self._at, _pack(self._positions.by_number))
+        return outputs
+
+
+class PairedForward:
+    """Calls a forward graph whose pairs have generators of their own."""
+
+    def __init__(self, fn: Boxed, devices: Sequence[torch.device], positions_at: int) -> None:
+        """Args: as for `ExactForward`."""
+        self._fn = fn
+        self._states = [_private_generator(device) for device in devices]
+        self._users = [_torch.default_generator(device) for device in devices]
+        self._devices = _cuda_devices(devices)
+        self._at = positions_at
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        """Call it; `args` is emptied."""
+        _refuse_foreign_capture(self._devices)
+        for number, (state, user) in enumerate(zip(self._states, self._users, strict=True)):
+            _seed_from(state, user, number)
+        positions = [_position_of(state) for state in self._states]
+        snapshot = _pack(positions)
+        args.extend(self._states)
+        outputs = list(self._fn(args))
+        self._move_users_on(positions)
+        outputs.insert(self._at, snapshot)
+        return outputs
+
+    def _move_users_on(self, before: Sequence[Any]) -> None:
+        """Have the user's generators pass what the pairs drew: the next call's numbers are others."""
+        drawn: dict[int, tuple[torch.Generator, int]] = {}
+        for state, user, position in zip(self._states, self._users, before, strict=True):
+            if user.device.type == "cuda":
+                steps = state.get_offset() - position[1]
+                drawn[id(user)] = (user, max(steps, drawn.get(id(user), (user, 0))[1]))
+        for user, steps in drawn.values():
+            user.set_offset(user.get_offset() + steps)
+
+
+class Backward:
+    """Calls a backward graph whose pairs draw what their forward drew."""
+
+    def __init__(self, fn: Boxed, devices: Sequence[torch.device], positions_at: int) -> None:
+        """Args: as for `ExactForward`, but positions_at: where the positions are among the inputs."""
+        self._fn = fn
+        self._states = [_private_generator(device) for device in devices]
+        self._devices = _cuda_devices(devices)
+        self._at = positions_at
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        """Call it; `args` is emptied."""
+        _refuse_foreign_capture(self._devices)
+        positions = args.pop(self._at)
+        if positions.dtype is torch.int64:
+            for state, (seed, offset) in zip(self._states, positions.tolist(), strict=True):
+                if state.initial_seed() != seed:
+                    state.manual_seed(seed)
+                state.set_offset(offset)
+        else:
+            _unpack(positions, self._states)
+        args.extend(self._states)
+        return self._fn(args)
+
+
+def caller_of(
+    fn: Boxed,
+    direction: Literal["forward", "backward"],
+    devices: Sequence[torch.device],
+    positions_at: int,
+    *,
+    exact: bool,
+) -> Boxed:
+    """What calls a compiled graph with pairs, with the calling convention of one that has none.
+
+    Args:
+        fn: The graph; its last inputs are the pairs' states.
+        direction: Which graph it is.
+        devices: Where each pair draws.
+        positions_at: Where the positions are among its outputs or inputs.
+        exact: Whether forwards draw from the user's generator.
+    """
+    _torch.install_rng_kernel(run_with_state)
+    if direction == "backward":
+        return Backward(fn, devices, positions_at)
+    make = ExactForward if exact else PairedForward
+    return make(fn, devices, positions_at)
+
+
+def run_with_state(op: Any, *args: Any, rng_state: Any = None, **kwargs: Any) -> Any:
+    """`graphsafe_run_with_rng_state`: run an operator that draws from a state, on CPU too."""
+    if isinstance(rng_state, ForwardState):
+        rng_state.note()
+        return op(*args, **kwargs)
+    default = _torch.default_generator(rng_state.device)
+    if rng_state.device.type == "cuda":
+        before = default.graphsafe_get_state()
+        default.graphsafe_set_state(rng_state)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            default.graphsafe_set_state(before)
+    state = default.get_state()
+    default.set_state(rng_state.get_state())
+    try:
+        return op(*args, **kwargs)
+    finally:
+        rng_state.set_state(default.get_state())
+        default.set_state(state)
+
+
+# ---- generators and positions
+
+
+def _private_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.Generator()
+    return _torch.default_generator(device).clone_state()
+
+
+def _seed_from(state: torch.Generator, user: torch.Generator, number: int) -> None:
+    """Set a private generator from where the user's stands."""
+    if user.device.type == "cuda":
+        state.manual_seed((user.initial_seed() * _GOLDEN + (number + 1) * _GOLDEN**2) % 2**63)
+        state.set_offset(user.get_offset())
+    else:
+        state.manual_seed(int(torch.randint(2**62, (), generator=user)))
+
+
+def _position_of(generator: torch.Generator) -> Any:
+    """Seed and offset of a CUDA generator, the whole state of another one."""
+    if generator.device.type == "cuda":
+        return generator.initial_seed(), generator.get_offset()
+    return generator.get_state()
+
+
+def _pack(positions: Sequence[Any]) -> torch.Tensor:
+    """Positions as one tensor: int64[n, 2], or bytes one after the other where a state is among them."""
+    if not any(isinstance(position, torch.Tensor) for position in positions):
+        return torch.tensor(positions, dtype=torch.int64)
+    rows = [
+        p if isinstance(p, torch.Tensor) else torch.tensor(p, dtype=torch.int64).view(torch.uint8)
+        for p in positions
+    ]
+    return torch.cat(rows)
+
+
+def _unpack(packed: torch.Tensor, states: Sequence[torch.Generator]) -> None:
+    """Set generators to the positions that `_pack` has put together."""
+    sizes = [16 if s.device.type == "cuda" else s.get_state().numel() for s in states]
+    for state, row in zip(states, packed.split(sizes), strict=True):
+        if state.device.type == "cuda":
+            seed, offset = row.clone().view(torch.int64).tolist()
+            state.manual_seed(seed)
+            state.set_offset(offset)
+        else:
+            state.set_state(row.clone())
+
+
+def _cuda_devices(devices: Sequence[torch.device]) -> tuple[torch.device, ...]:
+    return tuple(dict.fromkeys(device for device in devices if device.type == "cuda"))
+
+
+def _refuse_foreign_capture(devices: Sequence[torch.device]) -> None:
+    if devices and _torch.is_capturing():
+        raise CaptureError(
+            "a compiled function that recomputes random operators (activation checkpointing with dropout) was called "
+            "inside a capture of your own: nobody can tell there which numbers its backward has to repeat. Call it "
+            "outside, or checkpoint with cgpass.checkpoint in a capture by hand."
+        )
