@@ -1,0 +1,151 @@
+"""Several devices in one process: each compiled function records where its tensors are."""
+
+import threading
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import cgpass
+from tests.gpu import harness
+from tests.usage.programs import SEED, Block, assert_replays, counted, deterministic, differences
+
+pytestmark = [*harness.MARKS, pytest.mark.multigpu(2)]
+FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+def made(device, driver, dropout=0.1):
+    torch.manual_seed(SEED)
+    module = Block(dropout=dropout).to(device)
+    options = {"driver": driver, "compiler": "eager"}
+    return module, torch.compile(module, backend=cgpass.cgpass, options=options)
+
+
+def step(module, call, x):
+    out = call(x)
+    out.square().mean().backward()
+    values = [out.detach().cpu(), *(p.grad.cpu() for p in module.parameters())]
+    module.zero_grad(set_to_none=True)
+    return values
+
+
+def inputs(device, count=8):
+    generator = torch.Generator().manual_seed(SEED)
+    return [torch.randn(2, 6, 16, generator=generator).to(device) for _ in range(count)]
+
+
+def compare(program):
+    torch.compiler.reset()
+    with deterministic(), counted() as counters:
+        ours = program("cuda")
+    torch.compiler.reset()
+    with deterministic():
+        plain = program("none")
+    found = differences(ours, plain)
+    assert not found, found[:5]
+    assert_replays(counters)
+
+
+def test_two_models_take_turns():
+    def program(driver):
+        models = [made(device, driver) for device in (FIRST, SECOND)]
+        values = []
+        for x, y in zip(inputs(FIRST), inputs(SECOND), strict=True):
+            values += step(*models[0], x) + step(*models[1], y)
+        return values
+
+    compare(program)
+
+
+def test_the_current_device_is_another_one():
+    def program(driver):
+        module, call = made(SECOND, driver)
+        values = []
+        for number, x in enumerate(inputs(SECOND)):
+            with torch.cuda.device(number % 2):
+                values += step(module, call, x)
+                assert torch.cuda.current_device() == number % 2
+        return values
+
+    compare(program)
+
+
+def test_one_feeds_the_other():
+    def program(driver):
+        (first, call), (second, call2) = (made(device, driver) for device in (FIRST, SECOND))
+        values = []
+        for x in inputs(FIRST):
+            out = call2(call(x).to(SECOND))
+            out.square().mean().backward()
+            for module in (first, second):
+                values += [p.grad.cpu() for p in module.parameters()]
+                module.zero_grad(set_to_none=True)
+            values.append(out.detach().cpu())
+        return values
+
+    compare(program)
+
+
+def test_a_model_moves_to_the_other_device():
+    def program(driver):
+        module, call = made(FIRST, driver)
+        values = []
+        for x in inputs(FIRST):
+            values += step(module, call, x)
+        module.to(SECOND)
+        for x in inputs(SECOND):
+            values += step(module, call, x)
+        module.to(FIRST)
+        for x in inputs(FIRST, 3):
+            values += step(module, call, x)
+        return values
+
+    compare(program)
+
+
+def test_a_thread_for_each_device():
+    def program(driver):
+        results = {}
+        torch.manual_seed(SEED)
+        models = {device: made(device, driver, dropout=0.0) for device in (FIRST, SECOND)}
+        for device, (module, call) in models.items():  # Dynamo compiles in one thread at a time
+            step(module, call, inputs(device, 1)[0])
+
+        def work(device):
+            torch.cuda.set_device(device)
+            values = []
+            for x in inputs(device, 12):
+                values += step(*models[device], x)
+            results[device] = values
+
+        threads = [threading.Thread(target=work, args=(device,)) for device in models]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [*results[FIRST], *results[SECOND]]
+
+    compare(program)
+
+
+def test_a_graph_on_two_devices_runs_with_a_reason(caplog):
+    def fn(x, y):
+        return (F.relu(x) + 1).sin().sum().to(y.device) + y.cos().sum()
+
+    call = torch.compile(fn, backend=cgpass.cgpass, options={"compiler": "eager"})
+    x, y = torch.randn(8, device=FIRST), torch.randn(8, device=SECOND)
+    for _ in range(4):
+        assert torch.equal(call(x, y), fn(x, y))
+    assert "cuda:1" in caplog.text
+
+
+def test_memory_comes_back_on_both():
+    models = [made(device, "cuda") for device in (FIRST, SECOND)]
+    for x, y in zip(inputs(FIRST, 4), inputs(SECOND, 4), strict=True):
+        step(*models[0], x), step(*models[1], y)
+    cgpass.reset()
+    torch.compiler.reset()
+    del models
+    torch.cuda.empty_cache()
+    for device in (FIRST, SECOND):
+        assert torch.cuda.memory_reserved(device) <= 48 * 2**20  # workspaces stay
