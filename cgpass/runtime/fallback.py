@@ -46,6 +46,16 @@ class Fallback:
         self.failure: str | None = None
         """Why it is captured no more, if nothing replaces it."""
         self._failed_once = False
+        self._refusal: CaptureError | None = None
+
+    def raise_refusal(self) -> None:
+        """Raise what a capture failed with before: a call does not try again what can't succeed.
+
+        Raises:
+            CaptureError: If `on_skip` is "raise" and it did.
+        """
+        if self._refusal is not None:
+            raise CaptureError(str(self._refusal))
 
     @property
     def checks_warm_ups(self) -> bool:
@@ -68,7 +78,11 @@ class Fallback:
         """
         if self._resplit is None:
             return False
-        outcome = self._resplit(list(args), error)
+        try:
+            outcome = self._resplit(list(args), error)
+        except CaptureError as refusal:
+            self._refuse(refusal)
+            raise
         self.replacement, self.failure = outcome.replacement, outcome.why
         if self.replacement is not None:
             return True
@@ -98,13 +112,21 @@ class Fallback:
             or is_capture_error(error)
         )
         if self._on_skip == "raise" and not passing:
-            raise CaptureError(self._message(_text_of(error))) from error
+            refusal = CaptureError(self._message(_text_of(error)))
+            self._refuse(refusal)
+            raise refusal from error
         outputs = self.run(args)  # if this raises, the error is the user's own
         self._failed_once = True
         if not passing:
             self.failure = _text_of(error)
             self._say_it_runs_plainly(self.failure)
         return outputs
+
+    def _refuse(self, refusal: CaptureError) -> None:
+        if self._on_skip == "raise":
+            self._refusal = CaptureError(
+                str(refusal)
+            )  # without the frames that hold the call's inputs
 
     def _message(self, why: str) -> str:
         return (

@@ -189,6 +189,7 @@ class PartitionRunner:
     def _without_recording(
         self, args: list[Any], shape_key: ShapeKey, static_key: StaticKey
     ) -> tuple[Sequence[Any], Recording | None]:
+        self._fallback.raise_refusal()
         if self._fallback.replacement is not None:
             return self._fallback.run(args), None
         warm = self.table.is_warm(shape_key, static_key, args)

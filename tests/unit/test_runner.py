@@ -145,6 +145,24 @@ def test_raise_raises_from_the_cause():
     assert "operation not permitted" in str(error.value.__cause__)
 
 
+def test_raise_tries_once():
+    tries = []
+
+    def fn(x):
+        tries.append(x)
+        return sync(x)
+
+    run = runner(fn, COPIED, settings={"on_skip": "raise"})
+    call(run, X)
+    messages = []
+    for _ in range(3):
+        with pytest.raises(CaptureError) as error:
+            call(run, X)
+        messages.append(str(error.value))
+    assert len(set(messages)) == 1
+    assert len(tries) == 2, "a warm-up and a capture"
+
+
 def test_a_failed_capture_leaves_inputs_and_random_numbers_alone():
     def fn(x):
         x.add_(1)
