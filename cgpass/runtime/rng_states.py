@@ -23,6 +23,8 @@ from cgpass.errors import CaptureError
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 _GOLDEN = 0x9E3779B97F4A7C15
+_STEPS_OF_A_CALL = 1 << 26
+"""How far a call in "paired" mode moves the user's generator: more than any operator draws, and calls never meet."""
 
 
 class _Positions(threading.local):
@@ -102,31 +104,42 @@ class PairedForward:
         self._fn = fn
         self._states = [_private_generator(device) for device in devices]
         self._users = [_torch.default_generator(device) for device in devices]
+        self._seeds: list[int | None] = [None] * len(devices)
         self._devices = _cuda_devices(devices)
         self._at = positions_at
+        self._lock = threading.Lock()
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Call it; `args` is emptied."""
         _refuse_foreign_capture(self._devices)
-        for number, (state, user) in enumerate(zip(self._states, self._users, strict=True)):
-            _seed_from(state, user, number)
-        positions = [_position_of(state) for state in self._states]
-        snapshot = _pack(positions)
-        args.extend(self._states)
-        outputs = list(self._fn(args))
-        self._move_users_on(positions)
+        with self._lock:
+            snapshot = _pack(self._set_states())
+            args.extend(self._states)
+            outputs = list(self._fn(args))
         outputs.insert(self._at, snapshot)
         return outputs
 
-    def _move_users_on(self, before: Sequence[Any]) -> None:
-        """Have the user's generators pass what the pairs drew: the next call's numbers are others."""
-        drawn: dict[int, tuple[torch.Generator, int]] = {}
-        for state, user, position in zip(self._states, self._users, before, strict=True):
+    def _set_states(self) -> list[Any]:
+        """Set the private generators from where the users' stand, and move those on; returns their positions."""
+        stands: dict[torch.device, tuple[int, int]] = {}
+        for device in self._devices:
+            user = _torch.default_generator(device)
+            stands[device] = user.initial_seed(), user.get_offset()
+            user.set_offset(stands[device][1] + _STEPS_OF_A_CALL)
+        positions: list[Any] = []
+        for number, (state, user) in enumerate(zip(self._states, self._users, strict=True)):
             if user.device.type == "cuda":
-                steps = state.get_offset() - position[1]
-                drawn[id(user)] = (user, max(steps, drawn.get(id(user), (user, 0))[1]))
-        for user, steps in drawn.values():
-            user.set_offset(user.get_offset() + steps)
+                seed, offset = stands[user.device]
+                seed = (seed * _GOLDEN + (number + 1) * _GOLDEN**2) % 2**63
+                if self._seeds[number] != seed:
+                    self._seeds[number] = seed
+                    state.manual_seed(seed)
+                state.set_offset(offset)
+                positions.append((seed, offset))
+            else:
+                state.manual_seed(int(torch.randint(2**62, (), generator=user)))
+                positions.append(state.get_state())
+        return positions
 
 
 class Backward:
@@ -136,22 +149,29 @@ class Backward:
         """Args: as for `ExactForward`, but positions_at: where the positions are among the inputs."""
         self._fn = fn
         self._states = [_private_generator(device) for device in devices]
+        self._seeds: list[int | None] = [None] * len(devices)
         self._devices = _cuda_devices(devices)
         self._at = positions_at
+        self._lock = threading.Lock()
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Call it; `args` is emptied."""
         _refuse_foreign_capture(self._devices)
         positions = args.pop(self._at)
+        with self._lock:
+            self._rewind(positions)
+            args.extend(self._states)
+            return self._fn(args)
+
+    def _rewind(self, positions: torch.Tensor) -> None:
         if positions.dtype is torch.int64:
-            for state, (seed, offset) in zip(self._states, positions.tolist(), strict=True):
-                if state.initial_seed() != seed:
-                    state.manual_seed(seed)
-                state.set_offset(offset)
+            for number, (seed, offset) in enumerate(positions.tolist()):
+                if self._seeds[number] != seed:  # asking a generator costs as much as setting it
+                    self._seeds[number] = seed
+                    self._states[number].manual_seed(seed)
+                self._states[number].set_offset(offset)
         else:
             _unpack(positions, self._states)
-        args.extend(self._states)
-        return self._fn(args)
 
 
 def caller_of(
@@ -207,15 +227,6 @@ def _private_generator(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.Generator()
     return _torch.default_generator(device).clone_state()
-
-
-def _seed_from(state: torch.Generator, user: torch.Generator, number: int) -> None:
-    """Set a private generator from where the user's stands."""
-    if user.device.type == "cuda":
-        state.manual_seed((user.initial_seed() * _GOLDEN + (number + 1) * _GOLDEN**2) % 2**63)
-        state.set_offset(user.get_offset())
-    else:
-        state.manual_seed(int(torch.randint(2**62, (), generator=user)))
 
 
 def _position_of(generator: torch.Generator) -> Any:
