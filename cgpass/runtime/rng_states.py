@@ -107,7 +107,7 @@ class PairedForward:
         self._seeds: list[int | None] = [None] * len(devices)
         self._devices = _cuda_devices(devices)
         self._at = positions_at
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Call it; `args` is emptied."""
@@ -152,7 +152,7 @@ class Backward:
         self._seeds: list[int | None] = [None] * len(devices)
         self._devices = _cuda_devices(devices)
         self._at = positions_at
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Call it; `args` is emptied."""
