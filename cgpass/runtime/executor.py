@@ -5,7 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from cgpass.runtime import fast
+from cgpass.runtime.outputs import CopyOut
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.runner import PartitionRunner
@@ -97,6 +100,56 @@ class _CopyOut:
             self.runner.stats.copied_bytes += copied_bytes
 
 
+class _CopyRest:
+    """Copies what shares memory with copied outputs: views of them that other steps return.
+
+    Where users own all that they get, it copies whatever else lies in the pool, too: views of inputs that other
+    partitions made.
+    """
+
+    def __init__(self, plan: Plan, owner: Owner) -> None:
+        """Args: plan: of the steps. owner: of its runners."""
+        self._owner = owner
+        self._visible = tuple(sorted(plan.visible))
+        runners = [step.run for step in plan.steps if isinstance(step.run, PartitionRunner)]
+        self._stats = runners[0].stats if runners else None
+        self._owned = any(runner.owns_outputs for runner in runners)
+        self._needed = self._owned or len(plan.steps) > 1
+
+    def run(self, results: list[Any], copies: list[Any] | None) -> list[Any] | None:
+        """Go through a call's results.
+
+        Args:
+            results: The graph's, as its steps made them; left alone.
+            copies: Of those that were copied already, None if none was.
+
+        Returns:
+            Copies of these, of what shares memory with them, and of what else is to be copied.
+        """
+        if not self._needed or not (self._owned or copies):
+            return copies
+        copies = copies or [None] * len(results)
+        tensors = [(n, results[n]) for n in self._visible if isinstance(results[n], torch.Tensor)]
+        addresses = {n: tensor.untyped_storage().data_ptr() for n, tensor in tensors}
+        copied = {addresses[n] for n in addresses if copies[n] is not None}
+        left = {
+            addresses[n]
+            for n, tensor in tensors
+            if copies[n] is None and self._is_to_be_copied(tensor, addresses[n] in copied)
+        }
+        left.discard(0)  # no memory at all
+        if left:
+            together = tuple(n for n, address in addresses.items() if address in left)
+            copy_out = CopyOut(results, together, together)
+            copy_out.run(copies)
+            if self._stats is not None:
+                self._stats.copied_bytes += copy_out.copied_bytes
+        return copies
+
+    def _is_to_be_copied(self, tensor: torch.Tensor, shares: bool) -> bool:
+        return shares or (self._owned and self._owner.is_pool_storage(tensor))
+
+
 def _taker(positions: tuple[int, ...]) -> Callable[[list[Any]], list[Any]]:
     """A function that makes a list of the values at `positions`, in C where there are several."""
     if len(positions) < 2:
@@ -134,6 +187,7 @@ class Executor:
             for number, step in enumerate(plan.steps)
         ]
         self._take_outputs = _taker(plan.outputs)
+        self._copy_rest = None if owner is None else _CopyRest(plan, owner)
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run every step.
@@ -165,6 +219,8 @@ class Executor:
             fast.put(slots, places, outputs)
             del inputs, outputs
         results = self._take_outputs(slots)
+        if self._copy_rest is not None:
+            copies = self._copy_rest.run(results, copies)
         if copies is None:
             return results
         return [

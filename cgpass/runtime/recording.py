@@ -10,7 +10,7 @@ from cgpass import _torch
 from cgpass.runtime import fast
 from cgpass.runtime.driver import CapturedGraph
 from cgpass.runtime.output_memory import OutputMemory
-from cgpass.runtime.outputs import CopyOut, InputAlias, alias_of_input
+from cgpass.runtime.outputs import CopyOut, InputAlias, alias_of_input, part_of
 from cgpass.runtime.placeholders import Placeholder, copies_in, num_bytes
 from cgpass.telemetry import CallStats
 
@@ -101,7 +101,8 @@ class Recording:
         self._views_at = tuple(n for n, _ in views)
         self._views = tuple(a.as_view() for _, a in views)
         self._other_aliases = [(n, a) for n, a in aliases if n not in self._views_at]
-        self._private: frozenset[int] = frozenset()
+        self.private: tuple[int, ...] = ()
+        """Outputs of its own that the caller of `run` copies at once and gives to nobody."""
         self._arrange()
 
     def _take_over(
@@ -143,9 +144,10 @@ class Recording:
         for n, number in self._own.items():
             self._outputs[n] = self.memory.tensors[number]
         first: dict[int, int] = {}
+        private = set(self.private)
         self._twins: list[tuple[int, int]] = []
         for n, number in self._own.items():
-            if n not in self._private:
+            if n not in private:
                 if number in first:
                     self._twins.append((n, first[number]))
                 first.setdefault(number, n)
@@ -154,7 +156,7 @@ class Recording:
         for number, n in list(first.items()):
             tensor = self.memory.tensors[number]
             leader = leaders.setdefault(tensor.untyped_storage()._cdata, n)
-            spec = _part_of(self._outputs[leader], tensor, leader)
+            spec = part_of(self._outputs[leader], tensor, leader)
             if leader != n and spec is not None:
                 del first[number]
                 self._followers.append((n, spec))
@@ -163,9 +165,10 @@ class Recording:
         self._copy_out: CopyOut | None = None
 
     def set_private(self, positions: frozenset[int]) -> None:
-        """Name the outputs that the caller of `run` copies at once and gives to nobody."""
-        if positions != self._private:
-            self._private = positions
+        """Name the outputs that are private, of this recording as of those that return more than it does."""
+        private = tuple(n for n in self._own if n in positions)
+        if private != self.private:
+            self.private = private
             self._arrange()
 
     def moved(self, args: Sequence[Any]) -> list[int]:
@@ -260,12 +263,3 @@ class Recording:
         """Free the graph; outputs that somebody holds stay theirs. See `OutputMemory.let_go`."""
         self.memory.let_go(whole_pool=whole_pool)
         self._graph.reset()
-
-
-def _part_of(leader: torch.Tensor, tensor: torch.Tensor, position: int) -> fast.ViewSpec | None:
-    """How to make `tensor` of `leader`, the output at `position` on the same storage; None if that is no plain view."""
-    lazy = any(t.is_conj() or t.is_neg() for t in (leader, tensor))
-    if lazy or leader.dtype != tensor.dtype:
-        return None
-    offset = int(tensor.storage_offset()) - int(leader.storage_offset())
-    return position, tuple(tensor.size()), tensor.stride(), offset

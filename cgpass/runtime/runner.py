@@ -82,6 +82,11 @@ class PartitionRunner:
         return self._fallback.failure
 
     @property
+    def owns_outputs(self) -> bool:
+        """Whether users own what they get."""
+        return self._settings.outputs == "owned"
+
+    @property
     def written(self) -> Collection[int]:
         """Inputs that warm-up calls wrote, where nobody told."""
         return self._warm_ups.written
@@ -314,7 +319,7 @@ class PartitionRunner:
         )
         if not watch.settled:
             recording.watch = watch
-        if not recording.memory.is_lean or self._settings.outputs == "owned":
+        if not recording.memory.is_lean or self.owns_outputs:
             self._copy_from_now_on(recording.visible)
         recording.set_private(self.copied - self.read)
         self.owner.add_recording(recording)

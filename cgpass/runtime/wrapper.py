@@ -104,8 +104,8 @@ class CUDAGraphWrapper:
             outputs, recording = runner.run(list(args))
             results = list(outputs)
             if recording is not None:
-                positions = tuple(sorted(runner.copied))
-                runner.stats.copied_bytes += recording.copy_out(positions, positions, results)
+                own = recording.private
+                runner.stats.copied_bytes += recording.copy_out(own, own, results)
         spec = results.pop()
         return pytree.tree_unflatten(results, spec)
 
