@@ -104,6 +104,8 @@ class PartitionRunner:
             settings.limits,
             self.stats,
             on_moved=settings.static_input_check,
+            other_sets=settings.other_sets,
+            on_skip=settings.on_skip,
         )
         self._last: tuple[ShapeKey, StaticKey, list[Recording]] | None = None
 
