@@ -35,6 +35,11 @@ class InputAlias:
         """This output, for `fast.views`."""
         return self.index, self.size, self.stride, self.offset_bytes // self.dtype.itemsize
 
+    def fits(self, value: torch.Tensor) -> bool:
+        """Whether this output can be made of `value`: another dtype may not start just anywhere."""
+        start = value.storage_offset() * value.dtype.itemsize + self.offset_bytes
+        return bool(start % self.dtype.itemsize == 0)
+
     def of(self, value: torch.Tensor) -> torch.Tensor:
         """The output for a call whose input is `value`, unless it is a plain view of it."""
         if self.identity:

@@ -67,6 +67,8 @@ class Recording:
         self.released = released or {}
         self.watch: Watch | None = None
         """What watches its copied inputs, until that is settled."""
+        self.written = frozenset(mutated)
+        """Inputs that a replay writes, or that are written from the memory that it writes."""
         self.stationary = tuple(stationary)
         self._lie_at = fast.static_key(staged, self.stationary)
         self._written_in_place = tuple(i for i in mutated if i in self.stationary)
@@ -101,6 +103,7 @@ class Recording:
         self._views_at = tuple(n for n, _ in views)
         self._views = tuple(a.as_view() for _, a in views)
         self._other_aliases = [(n, a) for n, a in aliases if n not in self._views_at]
+        self._retyped = [a for _, a in aliases if a.dtype != staged[a.index].dtype]
         self.private: tuple[int, ...] = ()
         """Outputs of its own that the caller of `run` copies at once and gives to nobody."""
         self._arrange()
@@ -178,10 +181,19 @@ class Recording:
         return [i for i, now, before in places if now != before]
 
     def may_replay(self, args: Sequence[Any]) -> bool:
-        """Whether stationary inputs have not moved, and nobody else holds the inputs whose memory a replay writes."""
+        """Whether a replay finds what it reads, can make its outputs, and writes no inputs that somebody else holds.
+
+        Stationary inputs must not have moved.
+        """
+        if self._retyped and not self.fits(args):
+            return False
         if self.stationary and fast.static_key(args, self.stationary) != self._lie_at:
             return False
         return not self._consumed or fast.exclusive(args, self._consumed, self._users)
+
+    def fits(self, args: Sequence[Any]) -> bool:
+        """Whether outputs that are inputs seen as another dtype can be made of these; without graphs they raise."""
+        return all(alias.fits(args[alias.index]) for alias in self._retyped)
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """Copy in what moves, replay, and hand out the outputs.
