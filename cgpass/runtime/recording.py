@@ -98,15 +98,21 @@ class Recording:
         self._outputs = list(outputs)
         self._take_over(outputs, staged, by_storage, (visible, read), lean=lean)
         del outputs
+        self._sort_aliases(staged)
+        self.private: tuple[int, ...] = ()
+        """Outputs of its own that the caller of `run` copies at once and gives to nobody."""
+        self._arrange()
+
+    def _sort_aliases(self, staged: Sequence[Any]) -> None:
+        """Tell outputs that are plain views of inputs from other aliases of them."""
         aliases = [(n, a) for n, a in enumerate(self._outputs) if isinstance(a, InputAlias)]
+        self.aliases = frozenset(n for n, _ in aliases)
+        """Outputs that are (views of) inputs."""
         views = [(n, a) for n, a in aliases if a.is_plain_view_of(staged[a.index])]
         self._views_at = tuple(n for n, _ in views)
         self._views = tuple(a.as_view() for _, a in views)
         self._other_aliases = [(n, a) for n, a in aliases if n not in self._views_at]
         self._retyped = [a for _, a in aliases if a.dtype != staged[a.index].dtype]
-        self.private: tuple[int, ...] = ()
-        """Outputs of its own that the caller of `run` copies at once and gives to nobody."""
-        self._arrange()
 
     def _take_over(
         self,

@@ -76,3 +76,47 @@ def test_owned_outputs_never_lie_in_the_pool(setting, fn):
     for views, expected in kept:
         for view, value in zip(views, expected, strict=True):
             assert torch.equal(view, value)
+
+
+class Remembers(torch.autograd.Function):
+    """Its gradient is the very tensor that its forward saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.sin() * 2 + 1
+        ctx.save_for_backward(y)
+        return y.cos()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        return y
+
+
+@pytest.mark.parametrize("outputs", ["shared", "owned"])
+def test_a_gradient_that_is_a_saved_tensor_is_kept(way, outputs):
+    def program(session):
+        call = session.compile(lambda x: Remembers.apply(x + 1).exp().sin())
+        kept = []
+        for batch in session.batches(3, 3, count=8):
+            x = batch.requires_grad_()
+            call(x).sum().backward()
+            kept.append(x.grad)
+        return kept
+
+    assert_replays(way.compare(program, outputs=outputs, min_partition_ops=1))
+
+
+def test_an_owned_gradient_that_is_a_saved_tensor_never_lies_in_the_pool(setting):
+    session = setting.session(outputs="owned", min_partition_ops=1)
+    torch.compiler.reset()
+    call = session.compile(lambda x: Remembers.apply(x + 1).exp().sin())
+    kept = []
+    for batch in session.batches(3, 3, count=8):
+        x = batch.requires_grad_()
+        call(x).sum().backward()
+        grad, x.grad = x.grad, None
+        kept.append((torch.from_dlpack(grad), grad.clone()))
+        del grad
+    for view, value in kept:
+        assert torch.equal(view, value)
