@@ -93,6 +93,8 @@ class Remembers(torch.autograd.Function):
         return y
 
 
+# torch 2.11 instantiates the class while it traces it
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 @pytest.mark.parametrize("outputs", ["shared", "owned"])
 def test_a_gradient_that_is_a_saved_tensor_is_kept(way, outputs):
     def program(session):
@@ -100,23 +102,7 @@ def test_a_gradient_that_is_a_saved_tensor_is_kept(way, outputs):
         kept = []
         for batch in session.batches(3, 3, count=8):
             x = batch.requires_grad_()
-            call(x).sum().backward()
-            kept.append(x.grad)
+            kept += torch.autograd.grad(call(x).sum(), x)
         return kept
 
     assert_replays(way.compare(program, outputs=outputs, min_partition_ops=1))
-
-
-def test_an_owned_gradient_that_is_a_saved_tensor_never_lies_in_the_pool(setting):
-    session = setting.session(outputs="owned", min_partition_ops=1)
-    torch.compiler.reset()
-    call = session.compile(lambda x: Remembers.apply(x + 1).exp().sin())
-    kept = []
-    for batch in session.batches(3, 3, count=8):
-        x = batch.requires_grad_()
-        call(x).sum().backward()
-        grad, x.grad = x.grad, None
-        kept.append((torch.from_dlpack(grad), grad.clone()))
-        del grad
-    for view, value in kept:
-        assert torch.equal(view, value)
