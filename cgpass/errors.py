@@ -21,6 +21,10 @@ class InputError(CGPassError, TypeError):
     """A call's input is of a kind that a CUDA graph can't take, or a sealed wrapper was misused."""
 
 
+class OutputError(CGPassError, TypeError):
+    """A function returned what a replay can't hand out as it is."""
+
+
 class StaticInputMovedError(CGPassError, RuntimeError):
     """A static input moved and `static_input_check="error"` forbids recording again."""
 

@@ -46,7 +46,8 @@ class Options:
     """What records and replays; `auto`: `cuda` if the graph is on CUDA, else `none`."""
 
     static_input_check: Literal["rerecord", "error", "off"] = _choice("rerecord", "error", "off")
-    """What a moved static address does; `off` only where they provably never move."""
+    """What a moved static address does; `off` only where they provably never move. Tensors of another
+    module that shares the compiled code have not moved."""
 
     max_recordings: int = _count(64, at_least=1)
     """Shapes a partition keeps recordings for."""
@@ -176,7 +177,9 @@ def _from_environment() -> dict[str, Any]:
         if not variable.startswith(_ENV_PREFIX):
             continue
         name = variable.removeprefix(_ENV_PREFIX).lower()
-        if name in _SPECS:
+        if name == "fast":
+            fast_mode()
+        elif name in _SPECS:
             found[name] = _from_text(variable, name, os.environ[variable])
         elif nearest := _nearest(name):
             raise OptionError(

@@ -5,7 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from cgpass.runtime import fast
+from cgpass.runtime.outputs import CopyOut
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.runner import PartitionRunner
@@ -97,6 +100,87 @@ class _CopyOut:
             self.runner.stats.copied_bytes += copied_bytes
 
 
+class _CopyRest:
+    """Copies what shares memory with copied outputs: views of them that other steps return.
+
+    Where users own all that they get, it copies whatever else lies in the pool, too: views of inputs that other
+    partitions made.
+    """
+
+    def __init__(self, plan: Plan, owner: Owner) -> None:
+        """Args: plan: of the steps. owner: of its runners."""
+        self._owner = owner
+        self._visible = tuple(sorted(plan.visible))
+        slots = [(plan.outputs[position], position) for position in self._visible]
+        self._inputs = [position for slot, position in slots if slot < plan.num_inputs]
+        self._made: list[list[tuple[int, int]]] = []
+        """Number of each visible output among its step's, and its position in the results; per step."""
+        for step in plan.steps:
+            numbers = {slot: n for n, slot in enumerate(step.outputs)}
+            self._made.append([(numbers[slot], p) for slot, p in slots if slot in numbers])
+        runners = [step.run for step in plan.steps if isinstance(step.run, PartitionRunner)]
+        self._stats = runners[0].stats if runners else None
+        self._owned = any(runner.owns_outputs for runner in runners)
+        self._needed = self._owned or len(plan.steps) > 1
+
+    def run(
+        self,
+        results: list[Any],
+        copies: list[Any] | None,
+        recordings: Sequence[Recording | None],
+    ) -> list[Any] | None:
+        """Go through a call's results.
+
+        Args:
+            results: The graph's, as its steps made them; left alone.
+            copies: Of those that were copied already, None if none was.
+            recordings: What made each step's outputs, None if they were made plainly.
+
+        Returns:
+            Copies of these, of what shares memory with them, and of what else is to be copied.
+        """
+        if not self._needed or not (self._owned or copies):
+            return copies
+        suspects = self._suspects(results, copies, recordings)
+        if not suspects:
+            return copies
+        copies = copies or [None] * len(results)
+        tensors = [n for n in self._visible if isinstance(results[n], torch.Tensor)]
+        addresses = {n: results[n].untyped_storage().data_ptr() for n in tensors}
+        copied = {addresses[n] for n in tensors if copies[n] is not None}
+        left = {
+            addresses[n]
+            for n in suspects
+            if addresses[n] in copied or (self._owned and self._owner.is_pool_storage(results[n]))
+        }
+        left.discard(0)  # no memory at all
+        together = tuple(n for n in tensors if addresses[n] in left)
+        copy_out = CopyOut(results, together, together)
+        copy_out.run(copies)
+        if self._stats is not None:
+            self._stats.copied_bytes += copy_out.copied_bytes
+        return copies
+
+    def _suspects(
+        self,
+        results: list[Any],
+        copies: list[Any] | None,
+        recordings: Sequence[Recording | None],
+    ) -> list[int]:
+        """Positions of tensors that were not copied and may lie in memory that their step did not make."""
+        found = list(self._inputs)
+        for pairs, recording in zip(self._made, recordings, strict=True):
+            if recording is None:
+                found += [position for _, position in pairs]
+            elif recording.aliases:
+                found += [position for n, position in pairs if n in recording.aliases]
+        return [
+            n
+            for n in found
+            if isinstance(results[n], torch.Tensor) and (copies is None or copies[n] is None)
+        ]
+
+
 def _taker(positions: tuple[int, ...]) -> Callable[[list[Any]], list[Any]]:
     """A function that makes a list of the values at `positions`, in C where there are several."""
     if len(positions) < 2:
@@ -134,6 +218,7 @@ class Executor:
             for number, step in enumerate(plan.steps)
         ]
         self._take_outputs = _taker(plan.outputs)
+        self._copy_rest = None if owner is None else _CopyRest(plan, owner)
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run every step.
@@ -155,16 +240,20 @@ class Executor:
         slots = args + self._template
         args.clear()
         copies: list[Any] | None = None
+        recordings: list[Recording | None] = []
         for run, take, drops, nothing, places, copy_out in self._steps:
             inputs = take(slots)
             fast.put(slots, drops, nothing)
             outputs, recording = run(inputs)
+            recordings.append(recording)
             if recording is not None and copy_out is not None and copy_out.runner.copied:
                 copies = copies or [None] * len(self.plan.outputs)
                 copy_out.run(recording, copies)
             fast.put(slots, places, outputs)
             del inputs, outputs
         results = self._take_outputs(slots)
+        if self._copy_rest is not None:
+            copies = self._copy_rest.run(results, copies, recordings)
         if copies is None:
             return results
         return [

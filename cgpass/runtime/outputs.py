@@ -35,6 +35,11 @@ class InputAlias:
         """This output, for `fast.views`."""
         return self.index, self.size, self.stride, self.offset_bytes // self.dtype.itemsize
 
+    def fits(self, value: torch.Tensor) -> bool:
+        """Whether this output can be made of `value`: another dtype may not start just anywhere."""
+        start = value.storage_offset() * value.dtype.itemsize + self.offset_bytes
+        return bool(start % self.dtype.itemsize == 0)
+
     def of(self, value: torch.Tensor) -> torch.Tensor:
         """The output for a call whose input is `value`, unless it is a plain view of it."""
         if self.identity:
@@ -107,15 +112,24 @@ class CopyOut:
     ) -> None:
         """Args: outputs: of a recording. positions, targets: as for `Recording.copy_out`."""
         self.request = (positions, targets)
-        pairs = [(n, outputs[p]) for p, n in zip(positions, targets, strict=True)]
-        own = [(n, t) for n, t in pairs if isinstance(t, torch.Tensor)]
+        first: dict[int, int] = {}
+        own: list[tuple[int, torch.Tensor]] = []
+        self._twins: list[tuple[int, int]] = []
+        for position, n in zip(positions, targets, strict=True):
+            tensor = outputs[position]
+            if id(tensor) in first:
+                self._twins.append((n, first[id(tensor)]))
+            elif isinstance(tensor, torch.Tensor):
+                first[id(tensor)] = n
+                own.append((n, tensor))
         shared = Counter(t.untyped_storage().data_ptr() for _, t in own)
-        self._whole = [
+        together = [
             (n, t)
             for n, t in own
             if t.numel() and (shared[t.untyped_storage().data_ptr()] > 1 or overlaps_itself(t))
         ]
-        whole = {n for n, _ in self._whole}
+        whole = {n for n, _ in together}
+        self._whole, self._parts = _leaders_and_parts(together)
         simple: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
         for n, tensor in own:
             if n not in whole:
@@ -141,3 +155,33 @@ class CopyOut:
             storage = storages[source.data_ptr()]
             copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
             results[n] = _torch.with_lazy_bits(copy, conj=tensor.is_conj(), neg=tensor.is_neg())
+        for n, part in self._parts:
+            (results[n],) = fast.views(results, (part,))
+        for n, twin in self._twins:
+            results[n] = results[twin]
+
+
+def part_of(leader: torch.Tensor, tensor: torch.Tensor, position: int) -> fast.ViewSpec | None:
+    """How to make `tensor` of `leader`, the output at `position` on the same storage; None if that is no plain view."""
+    lazy = any(t.is_conj() or t.is_neg() for t in (leader, tensor))
+    if lazy or leader.dtype != tensor.dtype:
+        return None
+    offset = int(tensor.storage_offset()) - int(leader.storage_offset())
+    return position, tuple(tensor.size()), tensor.stride(), offset
+
+
+def _leaders_and_parts(
+    tensors: Sequence[tuple[int, torch.Tensor]],
+) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[int, fast.ViewSpec]]]:
+    """Tensors to be laid on a storage, and those that are views of these: they share the count of writes."""
+    leaders: list[tuple[int, torch.Tensor]] = []
+    parts: list[tuple[int, fast.ViewSpec]] = []
+    first: dict[int, tuple[int, torch.Tensor]] = {}
+    for n, tensor in tensors:
+        position, leader = first.setdefault(tensor.untyped_storage().data_ptr(), (n, tensor))
+        part = part_of(leader, tensor, position)
+        if leader is tensor or part is None:
+            leaders.append((n, tensor))
+        else:
+            parts.append((n, part))
+    return leaders, parts

@@ -13,24 +13,35 @@ from cgpass.runtime.owner import Owner
 from cgpass.runtime.placeholders import Placeholder
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.signature import Layout, layout_of, place_of
+from cgpass.runtime.writes import Writes, counting
 from cgpass.telemetry import CallStats
 
 
 class Recorder:
     """Stages inputs, has the driver record, and takes over what it returns."""
 
-    def __init__(self, fn: BoxedCallable, owner: Owner, *, opaque: bool, stats: CallStats) -> None:
+    def __init__(
+        self,
+        fn: BoxedCallable,
+        owner: Owner,
+        *,
+        opaque: bool,
+        finds_writes: bool,
+        stats: CallStats,
+    ) -> None:
         """Keep what every recording needs.
 
         Args:
             fn: What is recorded.
             owner: Driver, pools, order of recordings.
             opaque: Whether the callable's kernels bypass aten.
+            finds_writes: Whether nobody says which inputs are written.
             stats: Where recordings count their rescues.
         """
         self._fn = fn
         self._owner = owner
         self._opaque = opaque
+        self._finds_writes = finds_writes
         self._stats = stats
         self._placeholders: weakref.WeakValueDictionary[tuple[Any, ...], Placeholder] = (
             weakref.WeakValueDictionary()
@@ -44,7 +55,6 @@ class Recorder:
         slot: int,
         *,
         uses: tuple[frozenset[int] | None, frozenset[int]],
-        written: Collection[int],
         stationary: Collection[int] = (),
     ) -> Recording:
         """Record one signature.
@@ -54,7 +64,6 @@ class Recorder:
             layout: What they are.
             slot: Pool to record into.
             uses: Outputs that the user gets (None: all), and outputs that others read.
-            written: Inputs that are written, besides those that the layout knows.
             stationary: Copied inputs to be read where they lie instead.
         """
         owner = self._owner
@@ -66,10 +75,13 @@ class Recorder:
             i: self._placeholder(i, args[i], whole=layout.infos[i].whole_storage) for i in copied
         }
         staged = [placeholders[i].tensor if i in placeholders else a for i, a in enumerate(args)]
+        if self._finds_writes:
+            staged = [counting(value) for value in staged]
         for i, placeholder in placeholders.items():
             placeholder.copy_from(args[i])
         passed = staged.copy()
         gifts.put_into(passed)
+        writes = Writes(staged if self._finds_writes else ())
         try:
             graph, outputs = owner.driver.record(self._fn, passed, opaque=self._opaque, slot=slot)
         finally:
@@ -81,7 +93,7 @@ class Recorder:
             outputs,
             staged,
             placeholders,
-            mutated=sorted({*layout.mutated, *written}),
+            mutated=sorted({*layout.mutated, *writes.found()}),
             visible=visible,
             read=read,
             consumes=consumes,

@@ -10,7 +10,7 @@ from cgpass import _torch
 from cgpass.runtime import fast
 from cgpass.runtime.driver import CapturedGraph
 from cgpass.runtime.output_memory import OutputMemory
-from cgpass.runtime.outputs import CopyOut, InputAlias, alias_of_input
+from cgpass.runtime.outputs import CopyOut, InputAlias, alias_of_input, part_of
 from cgpass.runtime.placeholders import Placeholder, copies_in, num_bytes
 from cgpass.telemetry import CallStats
 
@@ -67,6 +67,8 @@ class Recording:
         self.released = released or {}
         self.watch: Watch | None = None
         """What watches its copied inputs, until that is settled."""
+        self.written = frozenset(mutated)
+        """Inputs that a replay writes, or that are written from the memory that it writes."""
         self.stationary = tuple(stationary)
         self._lie_at = fast.static_key(staged, self.stationary)
         self._written_in_place = tuple(i for i in mutated if i in self.stationary)
@@ -96,13 +98,21 @@ class Recording:
         self._outputs = list(outputs)
         self._take_over(outputs, staged, by_storage, (visible, read), lean=lean)
         del outputs
+        self._sort_aliases(staged)
+        self.private: tuple[int, ...] = ()
+        """Outputs of its own that the caller of `run` copies at once and gives to nobody."""
+        self._arrange()
+
+    def _sort_aliases(self, staged: Sequence[Any]) -> None:
+        """Tell outputs that are plain views of inputs from other aliases of them."""
         aliases = [(n, a) for n, a in enumerate(self._outputs) if isinstance(a, InputAlias)]
+        self.aliases = frozenset(n for n, _ in aliases)
+        """Outputs that are (views of) inputs."""
         views = [(n, a) for n, a in aliases if a.is_plain_view_of(staged[a.index])]
         self._views_at = tuple(n for n, _ in views)
         self._views = tuple(a.as_view() for _, a in views)
         self._other_aliases = [(n, a) for n, a in aliases if n not in self._views_at]
-        self._private: frozenset[int] = frozenset()
-        self._arrange()
+        self._retyped = [a for _, a in aliases if a.dtype != staged[a.index].dtype]
 
     def _take_over(
         self,
@@ -143,9 +153,10 @@ class Recording:
         for n, number in self._own.items():
             self._outputs[n] = self.memory.tensors[number]
         first: dict[int, int] = {}
+        private = set(self.private)
         self._twins: list[tuple[int, int]] = []
         for n, number in self._own.items():
-            if n not in self._private:
+            if n not in private:
                 if number in first:
                     self._twins.append((n, first[number]))
                 first.setdefault(number, n)
@@ -154,7 +165,7 @@ class Recording:
         for number, n in list(first.items()):
             tensor = self.memory.tensors[number]
             leader = leaders.setdefault(tensor.untyped_storage()._cdata, n)
-            spec = _part_of(self._outputs[leader], tensor, leader)
+            spec = part_of(self._outputs[leader], tensor, leader)
             if leader != n and spec is not None:
                 del first[number]
                 self._followers.append((n, spec))
@@ -163,9 +174,10 @@ class Recording:
         self._copy_out: CopyOut | None = None
 
     def set_private(self, positions: frozenset[int]) -> None:
-        """Name the outputs that the caller of `run` copies at once and gives to nobody."""
-        if positions != self._private:
-            self._private = positions
+        """Name the outputs that are private, of this recording as of those that return more than it does."""
+        private = tuple(n for n in self._own if n in positions)
+        if private != self.private:
+            self.private = private
             self._arrange()
 
     def moved(self, args: Sequence[Any]) -> list[int]:
@@ -175,10 +187,19 @@ class Recording:
         return [i for i, now, before in places if now != before]
 
     def may_replay(self, args: Sequence[Any]) -> bool:
-        """Whether stationary inputs have not moved, and nobody else holds the inputs whose memory a replay writes."""
+        """Whether a replay finds what it reads, can make its outputs, and writes no inputs that somebody else holds.
+
+        Stationary inputs must not have moved.
+        """
+        if self._retyped and not self.fits(args):
+            return False
         if self.stationary and fast.static_key(args, self.stationary) != self._lie_at:
             return False
         return not self._consumed or fast.exclusive(args, self._consumed, self._users)
+
+    def fits(self, args: Sequence[Any]) -> bool:
+        """Whether outputs that are inputs seen as another dtype can be made of these; without graphs they raise."""
+        return all(alias.fits(args[alias.index]) for alias in self._retyped)
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """Copy in what moves, replay, and hand out the outputs.
@@ -260,12 +281,3 @@ class Recording:
         """Free the graph; outputs that somebody holds stay theirs. See `OutputMemory.let_go`."""
         self.memory.let_go(whole_pool=whole_pool)
         self._graph.reset()
-
-
-def _part_of(leader: torch.Tensor, tensor: torch.Tensor, position: int) -> fast.ViewSpec | None:
-    """How to make `tensor` of `leader`, the output at `position` on the same storage; None if that is no plain view."""
-    lazy = any(t.is_conj() or t.is_neg() for t in (leader, tensor))
-    if lazy or leader.dtype != tensor.dtype:
-        return None
-    offset = int(tensor.storage_offset()) - int(leader.storage_offset())
-    return position, tuple(tensor.size()), tensor.stride(), offset

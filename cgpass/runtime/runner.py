@@ -1,13 +1,12 @@
 """`PartitionRunner`: records a boxed callable once per signature and replays it."""
 
-import dataclasses
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from cgpass.inputs import InputInfo, InputKind
+from cgpass.inputs import InputInfo
 from cgpass.runtime import fast
 from cgpass.runtime.actions import Action, decide
 from cgpass.runtime.driver import BoxedCallable
@@ -21,14 +20,13 @@ from cgpass.runtime.rng_states import forward_states
 from cgpass.runtime.settings import RunnerSettings
 from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe
 from cgpass.runtime.stationary import Watch
+from cgpass.runtime.strays import Strays, copied_instead
 from cgpass.runtime.table import RecordingTable
 from cgpass.runtime.warmup import WarmUp
+from cgpass.runtime.writes import shares_memory
 from cgpass.telemetry import CallStats, new_call_stats
 
 log = logging.getLogger(__name__)
-
-_MISSES_UNTIL_COPIED = 8
-"""Calls in a row in which a pooled input lay outside the pool before it is copied from then on."""
 
 
 class PartitionRunner:
@@ -68,13 +66,21 @@ class PartitionRunner:
         """Bytes of the inputs that move, of the largest shape recorded."""
         self._fn = fn
         self._settings = settings
-        self._recorder = Recorder(fn, owner, opaque=settings.opaque, stats=self.stats)
-        self._misses = (0, 0)
+        self.written: frozenset[int] = frozenset()
+        """Inputs that recordings turned out to write, where nobody told."""
+        self._recorder = Recorder(
+            fn,
+            owner,
+            opaque=settings.opaque,
+            finds_writes=settings.check_layout,
+            stats=self.stats,
+        )
+        self._strays = Strays(owner)
         self._distances: dict[ShapeKey, list[int]] = {}
         """By shape, how far random operators draw from where this partition begins."""
         self._warned_held = False
         self._fallback = Fallback(name, fn, self.stats, on_skip=settings.on_skip, resplit=resplit)
-        self._warm_ups = WarmUp(fn, owner, notes_writes=settings.check_layout)
+        self._warm_ups = WarmUp(fn, owner)
         self._set_infos(infos)
         owner.add(self)
         fast.start()
@@ -85,9 +91,9 @@ class PartitionRunner:
         return self._fallback.failure
 
     @property
-    def written(self) -> Collection[int]:
-        """Inputs that warm-up calls wrote, where nobody told."""
-        return self._warm_ups.written
+    def owns_outputs(self) -> bool:
+        """Whether users own what they get."""
+        return self._settings.outputs == "owned"
 
     def _set_infos(self, infos: Sequence[InputInfo]) -> None:
         settings = self._settings
@@ -102,6 +108,8 @@ class PartitionRunner:
             settings.limits,
             self.stats,
             on_moved=settings.static_input_check,
+            other_sets=settings.other_sets,
+            on_skip=settings.on_skip,
         )
         self._last: tuple[ShapeKey, StaticKey, list[Recording]] | None = None
 
@@ -242,21 +250,11 @@ class PartitionRunner:
 
     def _has_strays(self, args: Sequence[Any]) -> bool:
         """Whether a pooled input is not where a recording put it; if that goes on, it becomes a copied one."""
-        strays = [
-            i
-            for i in self._layout.pooled
-            if args[i].numel() and not self.owner.is_pool_storage(args[i])
-        ]
+        strays = self._strays.find(args, self._layout.pooled, self.stats.calls)
         if not strays:
             return False
-        call = self.stats.calls
-        in_a_row = self._misses[1] + 1 if self._misses[0] == call - 1 else 1
-        self._misses = (call, in_a_row)
-        if in_a_row >= _MISSES_UNTIL_COPIED:
-            infos = [
-                dataclasses.replace(info, kind=InputKind.COPIED) if i in strays else info
-                for i, info in enumerate(self._layout.infos)
-            ]
+        if self._strays.persist():
+            infos = copied_instead(self._layout.infos, strays)
             names = describe(infos[i] for i in strays)
             log.info("%s copies %s from now on", self.name, names)
             self.close()
@@ -314,7 +312,8 @@ class PartitionRunner:
 
     # ---- recording
 
-    def _record(self, args: list[Any], slot: int, watch: Watch) -> Recording:
+    def _record(self, args: list[Any], slot: int, watch: Watch) -> Recording | None:
+        """A recording, None if this call is none for it."""
         self._largest = max(self._largest, self._bytes_that_move(args))
         stationary = watch.stationary(args)
         if stationary:
@@ -326,18 +325,28 @@ class PartitionRunner:
             self._layout,
             slot,
             uses=(self.visible, self.read),
-            written=self.written,
             stationary=stationary,
         )
+        if not self._is_of_use(recording, args):
+            recording.close(whole_pool=False)
+            return None
         if not watch.settled:
             recording.watch = watch
-        if not recording.memory.is_lean or self._settings.outputs == "owned":
+        if not recording.memory.is_lean or self.owns_outputs:
             self._copy_from_now_on(recording.visible)
         recording.set_private(self.copied - self.read)
         self.owner.add_recording(recording)
         self.stats.recordings += 1
         log.info("%s: recording %d made", self.name, self.stats.recordings)
         return recording
+
+    def _is_of_use(self, recording: Recording, args: list[Any]) -> bool:
+        """Whether the call that was recorded can be made by replaying."""
+        if self._settings.check_layout:
+            self.written |= recording.written
+            if shares_memory(args, self.written):
+                return False
+        return recording.fits(args)
 
     def _copy_from_now_on(self, positions: frozenset[int]) -> None:
         """Have more of the visible outputs copied out by whoever calls."""

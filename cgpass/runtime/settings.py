@@ -18,6 +18,8 @@ class RunnerSettings:
     outputs: str = "shared"
     is_backward: bool = False
     """Whether outputs are gradients, which may be kept while other partitions run."""
+    other_sets: bool = False
+    """Whether other tensors in the parameters' places are another module's that shares the code, and no move."""
     check_layout: bool = False
     """Whether tensors' sizes, strides and dtypes belong to the signature; needed where no guard covers them."""
 
@@ -43,5 +45,6 @@ class RunnerSettings:
             opaque=opaque,
             outputs=options.outputs,
             is_backward=is_backward,
+            other_sets=not check_layout,
             check_layout=check_layout,
         )

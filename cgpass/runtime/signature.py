@@ -74,10 +74,21 @@ class Layout:
         addresses = zip(self.static, array("q", key), strict=True)
         return array("q", [a for i, a in addresses if i not in pooled]).tobytes()
 
+    def changed(self, old: ShapeKey, new: ShapeKey) -> list[int]:
+        """Positions of the inputs whose part of a shape key differs."""
+        types = self._values if self._typed else ()
+        positions = (*self._values, *types, *self.objects, *self._layouts)
+        return sorted({i for i, a, b in zip(positions, old, new, strict=True) if a != b})
+
     def moved(self, old: StaticKey, new: StaticKey) -> list[int]:
         """Positions of the inputs whose address differs."""
         addresses = zip(self.static, array("q", old), array("q", new), strict=True)
         return [i for i, a, b in addresses if a != b]
+
+    def parameters_moved(self, old: StaticKey, new: StaticKey) -> list[int]:
+        """Positions of the parameters and buffers whose address differs."""
+        pooled = set(self.pooled)
+        return [i for i in self.moved(old, new) if i not in pooled]
 
 
 def place_of(tensor: torch.Tensor) -> tuple[int, int]:

@@ -7,6 +7,7 @@ lies on them. A partition compiled by Inductor calls no aten op that could be ta
 """
 
 import ctypes
+import threading
 import weakref
 from collections.abc import Callable, Container, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cgpass import _torch
 from cgpass.runtime.capturing import capture_runs
 from cgpass.runtime.driver import BoxedCallable, CapturedGraph, no_gc
-from cgpass.runtime.syncs import HostReads, call_watched, reads_on_host, refuse
+from cgpass.runtime.syncs import HostMethods, HostReads, call_watched, reads_on_host, refuse
 
 _POISON = 0xFF
 _REFUSAL = "operation not permitted when stream is capturing"
@@ -127,8 +128,9 @@ class _Tape(TorchDispatchMode):
             self._keep_contents(_address(tensor), tensor.untyped_storage().nbytes())
         known = {_address(t) for t in _tensors((args, kwargs))}
         where = pytree.tree_map(self._where, (args, kwargs))
+        placed: dict[int, torch.UntypedStorage] = {}
         out = pytree.tree_map(
-            lambda value: self._place(value) if _is_new(value, known) else value,
+            lambda value: self._place(value, placed) if _is_new(value, known) else value,
             call_watched(func, args, kwargs, HostReads(refuse(_REFUSAL))),
         )
         self.calls.append((func, *where, pytree.tree_map(self._where, out)))
@@ -142,17 +144,23 @@ class _Tape(TorchDispatchMode):
         lies_still = address in self._pool or address in self._inputs
         return _torch.tensor_at_address(value) if lies_still else value
 
-    def _place(self, value: torch.Tensor) -> torch.Tensor:
-        storage = self._pool.allocate(value.untyped_storage().nbytes())
+    def _place(self, value: torch.Tensor, placed: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+        """`value` in the pool; tensors of one call that share memory go on sharing it."""
+        storage = placed.get(_address(value))
+        if storage is None:
+            storage = placed[_address(value)] = self._move(value.untyped_storage())
+        return _torch.on_storage(storage, value)
+
+    def _move(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
+        storage = self._pool.allocate(source.nbytes())
         address, num_bytes = storage.data_ptr(), storage.nbytes()
         if address not in self._fresh:
             if address in self._reused:
                 self._keep_contents(address, num_bytes)
             else:
                 self._fresh[address] = num_bytes
-        out = torch.empty(0, dtype=value.dtype)
-        out.set_(storage, value.storage_offset(), value.size(), value.stride())
-        return out.copy_(value)
+        storage.copy_(source)
+        return storage
 
     def _keep_contents(self, address: int, num_bytes: int) -> None:
         if address not in self._fresh and address not in self._before:
@@ -189,13 +197,21 @@ class SimulatedGraph:
             for func, args, kwargs, recorded in self._calls:
                 again = func(*args, **kwargs)
                 for old, new in zip(_tensors(recorded), _tensors(again), strict=True):
-                    if _address(old) != _address(new):
-                        old.copy_(new)
+                    if _address(old) != _address(new):  # whole: elements may share memory
+                        old.untyped_storage().copy_(new.untyped_storage())
 
     def reset(self) -> None:
         """Drop the tape, and the memory that no graph uses and nobody holds."""
         self._calls = []
         self._memory = ()
+
+
+_this_thread = threading.local()
+
+
+def is_recording() -> bool:
+    """Whether a simulated driver records in this thread: a recording inside would be part of it."""
+    return getattr(_this_thread, "recording", False)
 
 
 class SimulatedDriver:
@@ -206,7 +222,6 @@ class SimulatedDriver:
         self._device = device or torch.device("cpu")
         self._pools: weakref.WeakValueDictionary[int, SimulatedPool] = weakref.WeakValueDictionary()
         """Kept by the graphs that use them."""
-        self._recording = False
 
     @property
     def device(self) -> torch.device:
@@ -229,12 +244,13 @@ class SimulatedDriver:
         pools = list(self._pools.values())
         memory = [*pools, *(t for t in inputs if not any(_address(t) in p for p in pools))]
         del inputs
-        self._recording = True
+        outer = is_recording()
+        _this_thread.recording = True
         try:
             with capture_runs(), no_gc(), torch.no_grad():
                 outputs = self._run(tape, fn, args, opaque=opaque)
         finally:
-            self._recording = False
+            _this_thread.recording = outer
             tape.undo()
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
@@ -246,7 +262,7 @@ class SimulatedDriver:
             args.clear()
             with HostReads(refuse(_REFUSAL)):
                 return list(tape.note(lambda *inputs: tuple(fn(list(inputs))), inputs, {}))
-        with tape:
+        with HostMethods(refuse(_REFUSAL)), tape:
             return list(fn(args))
 
     def warm_up(self, fn: BoxedCallable, args: list[Any]) -> Sequence[Any]:
@@ -260,8 +276,8 @@ class SimulatedDriver:
         """See `GraphDriver.give_back`: done when the last graph went."""
 
     def is_capturing(self) -> bool:
-        """Whether this driver records right now."""
-        return self._recording
+        """Whether this thread records right now, through whichever driver."""
+        return is_recording()
 
     def enter_call(self) -> None:
         """Nothing to order: the CPU has one stream."""

@@ -11,15 +11,23 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgpass import _torch
 
 _HOST_READS = (torch.Tag.data_dependent_output, torch.Tag.cudagraph_unsafe)
+_HOST_METHODS = (
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.cpu,
+)
 _SYNC = "called a synchronizing"
 _HARMLESS_THREADS = ("cgpass.", "torch._inductor.")
 
@@ -46,15 +54,46 @@ def refuse(message: str) -> Callable[[Any], None]:
     return raise_it
 
 
+class HostMethods(TorchFunctionMode):
+    """Notices methods that give the host a tensor's data, and call no operator where that lies there already."""
+
+    def __init__(self, on_read: Callable[[Any], None]) -> None:
+        """Args: on_read: called with the method's name before it is."""
+        super().__init__()
+        self._on_read = on_read
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _HOST_METHODS:
+            self._on_read(f"Tensor.{func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
 class HostReads(TorchDispatchMode):
     """Notices where a tensor's data is read on the host, inside custom operators too."""
 
     supports_higher_order_operators = True
 
     def __init__(self, on_read: Callable[[Any], None]) -> None:
-        """Args: on_read: called with the operator before it is."""
+        """Args: on_read: called with the operator, or the method's name, before it is."""
         super().__init__()
         self._on_read = on_read
+        self._methods = HostMethods(on_read)
+
+    def __enter__(self) -> Self:
+        self._methods.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
+        self._methods.__exit__(exc_type, exc_val, exc_tb)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -10,12 +10,16 @@ from cgpass.runtime.owner import Limits
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe
 from cgpass.runtime.stationary import Watch
+from cgpass.runtime.unsettled import Unsettled
 from cgpass.telemetry import CallStats
 
 log = logging.getLogger(__name__)
 
 _IDLE_FACTOR = 8
 """A recording unused for this many times the limit's number of calls may give way to a new one."""
+
+_SHAPES_KEPT = 1024
+"""Shapes without a recording whose warm-ups are remembered."""
 
 _SETS_KEPT = 4096
 """Sets of parameters whose warm-up is remembered."""
@@ -44,7 +48,15 @@ class RecordingTable:
     """
 
     def __init__(
-        self, name: str, layout: Layout, limits: Limits, stats: CallStats, *, on_moved: str
+        self,
+        name: str,
+        layout: Layout,
+        limits: Limits,
+        stats: CallStats,
+        *,
+        on_moved: str,
+        other_sets: bool = False,
+        on_skip: str = "warn",
     ) -> None:
         """An empty table.
 
@@ -54,16 +66,24 @@ class RecordingTable:
             limits: How many recordings there may be.
             stats: Where events are counted, and the clock of what is idle.
             on_moved: "rerecord", "error" or "off".
+            other_sets: Whether other tensors in the parameters' places are another module's that shares the code: no
+                move. Else they are one.
+            on_skip: "warn", "raise" or "silent".
         """
         self._name = name
         self._layout = layout
         self._limits = limits
         self._stats = stats
         self._on_moved = on_moved
+        self._other_sets = other_sets
+        level = logging.WARNING if on_skip == "warn" else logging.INFO
+        self._unsettled = Unsettled(name, layout, limits, stats, level)
         self._shapes: dict[ShapeKey, _Shape] = {}
         self._seen: dict[int, int] = {}
         """Which object each parameter was, by `id`: a reference, weak or not, would be in the user's way."""
         self._newest: StaticKey | None = None
+        self._places: dict[tuple[int, ...], StaticKey] = {}
+        """Where the tensors of each set lay, by their `id`s."""
         self._warm_sets: set[tuple[ShapeKey, int]] = set()
         self._num_rerecords = 0
         self._warned = False
@@ -109,8 +129,17 @@ class RecordingTable:
         self, shape_key: ShapeKey, static_key: StaticKey, identities: Mapping[int, int]
     ) -> None:
         """Count one warm-up call."""
+        if shape_key not in self._shapes and len(self._shapes) >= _SHAPES_KEPT:
+            self._forget_a_shape()
         self._shapes.setdefault(shape_key, _Shape()).num_warmups += 1
+        self._unsettled.note_warm_up(shape_key, static_key)
         self._note_set(shape_key, static_key, identities)
+
+    def _forget_a_shape(self) -> None:
+        """Forget the oldest shape that was never recorded; there are fewer recorded ones than the limit."""
+        oldest = next((key for key, shape in self._shapes.items() if not shape.sets), None)
+        if oldest is not None:
+            del self._shapes[oldest]
 
     def _note_set(
         self, shape_key: ShapeKey, static_key: StaticKey, identities: Mapping[int, int]
@@ -119,6 +148,9 @@ class RecordingTable:
         self._seen.update(identities)
         if len(self._warm_sets) >= _SETS_KEPT:
             self._warm_sets.clear()
+            self._places.clear()
+        if self._on_moved == "error":
+            self._places[tuple(identities.values())] = static_key
         self._warm_sets.add((shape_key, hash(self._layout.parameters_of(static_key))))
 
     def _is_warm_set(self, shape_key: ShapeKey, static_key: StaticKey) -> bool:
@@ -166,6 +198,7 @@ class RecordingTable:
         recordings = self.all()
         self._shapes.clear()
         self._seen.clear()
+        self._places.clear()
         self._newest = None
         return recordings
 
@@ -181,10 +214,10 @@ class RecordingTable:
         """
         shape = self._shapes.get(shape_key)
         if shape is None or not shape.sets:
-            self._refuse_moved(self._parameters_moved(self._newest, static_key))
+            self._refuse_moved(self._parameters_moved(self._newest, static_key), static_key, args)
             return self._room_for_shape()
         moved = self._moved(shape, static_key)
-        self._refuse_moved(moved)
+        self._refuse_moved(moved, static_key, args)
         dropped: list[Recording] = []
         limit = self._limits.max_static_sets
         if len(shape.recordings()) >= limit:
@@ -216,13 +249,17 @@ class RecordingTable:
         return self._parameters_moved(next(reversed(shape.sets)), static_key)
 
     def _parameters_moved(self, old: StaticKey | None, new: StaticKey) -> list[int]:
-        if old is None:
-            return []
-        pooled = set(self._layout.pooled)
-        return [i for i in self._layout.moved(old, new) if i not in pooled]
+        return [] if old is None else self._layout.parameters_moved(old, new)
 
-    def _refuse_moved(self, moved: Sequence[int]) -> None:
-        if moved and self._on_moved == "error":
+    def _refuse_moved(
+        self, moved: Sequence[int], static_key: StaticKey, args: Sequence[Any]
+    ) -> None:
+        if not moved or self._on_moved != "error":
+            return
+        if self._other_sets:
+            before = self._places.get(tuple(self.identities(args).values()))
+            moved = self._parameters_moved(before, static_key)
+        if moved:
             names = describe(self._layout.infos[i] for i in moved)
             raise StaticInputMovedError(
                 f"{self._name}: static inputs moved since they were recorded: {names}. Keep parameters and buffers "

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from cgpass.errors import DriverUnavailableError, InputError
+from cgpass.errors import DriverUnavailableError, InputError, OutputError
 from cgpass.inputs import InputInfo, InputKind
 from cgpass.options import Options
 from cgpass.runtime.driver import CUDADriver, GraphDriver
@@ -16,6 +16,7 @@ from cgpass.runtime.runner import PartitionRunner
 from cgpass.runtime.settings import RunnerSettings
 from cgpass.runtime.signature import check_tensor, infer_infos, infer_kind
 from cgpass.runtime.simulated import SimulatedDriver
+from cgpass.runtime.writes import shares_memory
 from cgpass.telemetry import CallStats
 
 log = logging.getLogger(__name__)
@@ -29,10 +30,12 @@ class CUDAGraphWrapper:
     read where they lie and recorded again when they move. Inputs that `fn` writes are written back; a call in which
     such an input shares memory with another one runs plainly.
 
-    `fn` is called with positional arguments, under `torch.no_grad()`, and may return any nested structure. Its Python
-    code does not run on a replay: what it reads from closures and from attributes of objects is frozen. Writes to
-    inputs are noticed by their version counters: a write through `.data` is not. Inputs are copied without the rest of
-    their storage, so `as_strided` must not be used on inputs that are part of a larger tensor, unless they are static.
+    `fn` is called with positional arguments, under `torch.no_grad()`, and may return any nested structure of plain
+    tensors and other values. A replay makes its outputs anew, so tensors that it makes itself may be no subclass (nor
+    `torch.nn.Parameter`) and may not require grad: such a call raises. Its Python code does not run on a replay: what
+    it reads from closures and from attributes of objects is frozen. Writes to inputs are noticed by their version
+    counters: a write through `.data` is not. Inputs are copied without the rest of their storage, so `as_strided` must
+    not be used on inputs that are part of a larger tensor, unless they are static.
 
     **Lifetime:** tensors returned are the caller's own: no later call changes them. An output that is (a view of) an
     input is that input of the call.
@@ -58,9 +61,10 @@ class CUDAGraphWrapper:
 
         Raises:
             OptionError: An unknown option or a bad value.
+            InputError: `static_input_indices` are no positions.
         """
         self._fn = fn
-        self._static = tuple(static_input_indices)
+        self._static = _positions(static_input_indices)
         self._options = Options.parse(options)
         self._name = name or getattr(fn, "__qualname__", type(fn).__name__)
         self._runner: PartitionRunner | None = None
@@ -83,6 +87,7 @@ class CUDAGraphWrapper:
 
         Raises:
             InputError: An input of another kind, another number of inputs than before, or gradients are wanted.
+            OutputError: The function returned a tensor of a type, or requiring gradients, that a replay can't give it.
             DriverUnavailableError: The driver asked for can't record on the inputs' device.
             CaptureError: The function can't be captured and `on_skip` is "raise".
             StaticInputMovedError: A static input moved and `static_input_check` is "error".
@@ -98,15 +103,15 @@ class CUDAGraphWrapper:
         if runner is None:
             runner = self._runner = self._new_runner(args, device)
         self._check(args, runner.owner.driver.device)
-        if _shares_memory(args, runner.written):
+        if shares_memory(args, runner.written):
             return self._run_shared(runner, args)
         with runner.owner.lock, torch.no_grad():
             runner.owner.driver.enter_call()
             outputs, recording = runner.run(list(args))
             results = list(outputs)
             if recording is not None:
-                positions = tuple(sorted(runner.copied))
-                runner.stats.copied_bytes += recording.copy_out(positions, positions, results)
+                own = recording.private
+                runner.stats.copied_bytes += recording.copy_out(own, own, results)
         spec = results.pop()
         return pytree.tree_unflatten(results, spec)
 
@@ -134,6 +139,10 @@ class CUDAGraphWrapper:
         inputs = tuple(args)
         args.clear()
         leaves, spec = pytree.tree_flatten(self._fn(*inputs))
+        given = {id(value) for value in inputs}
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in given:
+                self._check_output(number, leaf)
         return [*leaves, spec]
 
     def _check(self, args: Sequence[Any], device: torch.device) -> None:
@@ -155,6 +164,16 @@ class CUDAGraphWrapper:
                     f"{self._name}: {info.name} is a {type(value).__name__}, in the first call it was of another kind"
                 )
 
+    def _check_output(self, number: int, value: torch.Tensor) -> None:
+        if type(value) is not torch.Tensor or value.requires_grad:
+            kind = (
+                "requires grad" if type(value) is torch.Tensor else f"is a {type(value).__name__}"
+            )
+            raise OutputError(
+                f"{self._name}: output {number} {kind}, but a replay makes plain tensors that require no grad; "
+                "return such a tensor, and convert it outside"
+            )
+
     def _refuse_gradients(self, args: Sequence[Any]) -> None:
         for i, value in enumerate(args):
             if isinstance(value, torch.Tensor) and value.requires_grad:
@@ -169,18 +188,16 @@ class CUDAGraphWrapper:
             self._runner.owner.close()
 
 
-def _shares_memory(args: Sequence[Any], written: Iterable[int]) -> bool:
-    """Whether an input that is written shares memory with another: copies of the two would not."""
-    written = set(written)
-    if not written:
-        return False
-    storages = [
-        (i, value.untyped_storage().data_ptr())
-        for i, value in enumerate(args)
-        if isinstance(value, torch.Tensor) and value.numel()
-    ]
-    places = {address for i, address in storages if i in written}
-    return sum(address in places for _, address in storages) > len(places)
+def _positions(indices: Iterable[int]) -> tuple[int, ...]:
+    """`indices`, checked."""
+    found = tuple(indices) if isinstance(indices, Iterable) else (indices,)
+    wrong = [i for i in found if not isinstance(i, int) or isinstance(i, bool)]
+    if wrong or not isinstance(indices, Iterable):
+        shown = repr(wrong[0] if wrong else indices)
+        raise InputError(
+            f"static_input_indices must be positions of inputs, as in (0, 2), got {shown}"
+        )
+    return found
 
 
 def _device_of(args: Sequence[Any]) -> torch.device | None:

@@ -91,6 +91,8 @@ def test_what_the_variable_may_say(monkeypatch):
         OptionError, match=r"CGPASS_FAST must be one of '0', '1', 'wait', got 'yes'"
     ):
         options.fast_mode()
+    with pytest.raises(OptionError, match="CGPASS_FAST must be one of"):
+        options.Options.parse({"driver": "none"})
 
 
 def test_an_unwritable_cache_is_replaced_by_a_temporary_one(monkeypatch, tmp_path):

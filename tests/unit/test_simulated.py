@@ -141,12 +141,16 @@ def test_an_unregistered_generator_is_refused(driver):
         lambda x: [x[x > 0]],
         lambda x: [torch.unique(x)],
         lambda x: [torch.masked_select(x, x > 0)],
+        lambda x: [x * sum(x.tolist())],
+        lambda x: [x + torch.from_numpy(x.numpy())],
+        lambda x: [x.cpu() + 1],
     ],
-    ids=["item", "if", "nonzero", "mask", "unique", "masked_select"],
+    ids=["item", "if", "nonzero", "mask", "unique", "masked_select", "tolist", "numpy", "cpu"],
 )
-def test_host_reads_are_refused(driver, fn):
+@pytest.mark.parametrize("opaque", [False, True])
+def test_host_reads_are_refused(driver, fn, opaque):
     with pytest.raises(RuntimeError, match="operation not permitted when stream is capturing"):
-        record(driver, fn, torch.ones(3))
+        record(driver, fn, torch.ones(3), opaque=opaque)
     assert not driver.is_capturing()
 
 

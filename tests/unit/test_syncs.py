@@ -18,6 +18,11 @@ def hidden(x: torch.Tensor) -> torch.Tensor:
     return x * x.sum().item()
 
 
+@torch.library.custom_op("test_syncs::listed", mutates_args=())
+def listed(x: torch.Tensor) -> torch.Tensor:
+    return x * sum(x.tolist())
+
+
 @torch.library.custom_op("test_syncs::twice_hidden", mutates_args=())
 def twice_hidden(x: torch.Tensor) -> torch.Tensor:
     return hidden(x) + 1
@@ -28,7 +33,14 @@ WAITS = {
     "truth": lambda: bool(X.sum() > 0),
     "nonzero": lambda: X.nonzero(),
     "mask": lambda: X[X > 0],
+    "float": lambda: float(X[0]),
+    "index": lambda: [1, 2, 3][torch.tensor(1)],
+    "tolist": lambda: X.tolist(),
+    "numpy": lambda: X.numpy(),
+    "array": lambda: X.__array__(),
+    "cpu": lambda: X.cpu(),
     "in a custom operator": lambda: hidden(X),
+    "tolist in a custom operator": lambda: listed(X),
     "in a custom operator's custom operator": lambda: twice_hidden(X),
 }
 
@@ -44,7 +56,8 @@ def test_reading_data_counts_as_waiting(name):
 
 def test_other_work_is_left_alone():
     with sync_check(CPU):
-        assert (X[torch.tensor([0, 1])] + X.sum()).tolist() == [4, 4]
+        found = X[torch.tensor([0, 1])] + X.sum()
+    assert found.tolist() == [4, 4]
 
 
 @pytest.mark.parametrize(

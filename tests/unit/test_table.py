@@ -186,6 +186,23 @@ forward captured_0: static inputs moved since they were recorded: x1 (read at mo
     assert call(run, X, weight) == [[1, 1]]
 
 
+def test_other_sets_are_no_error_where_modules_share_code():
+    settings = {"static_input_check": "error", "other_sets": True}
+    run = runner(weighted, COPIED, STATIC, settings=settings)
+    first, second, third = weights = tensors(3)
+    for _ in range(3):
+        for number, weight in enumerate(weights):
+            assert call(run, X, weight) == [[number + 1.0] * 2]
+    assert counts(run) == (3, 3, 6, 0)
+    for weight in (second, first, third):
+        kept = weight.data
+        weight.data = kept.clone()
+        with pytest.raises(StaticInputMovedError, match="x1"):
+            call(run, X, weight)
+        weight.data = kept
+        assert call(run, X, weight) == [(X + kept).tolist()]
+
+
 def test_off_never_looks_at_addresses():
     run = runner(weighted, COPIED, STATIC, settings={"static_input_check": "off"})
     weight = torch.zeros(2)

@@ -225,6 +225,16 @@ def test_unknown_options_are_refused():
         cgpass.CUDAGraphWrapper(lambda x: x, options={"drivr": "none"})
 
 
+@pytest.mark.parametrize(
+    ("indices", "shown"), [(0, "0"), (("a",), "'a'"), ("a", "'a'"), ([0, True], "True"), ([X], "")]
+)
+def test_static_inputs_that_are_no_positions_are_refused(indices, shown):
+    with pytest.raises(
+        InputError, match=rf"must be positions of inputs, as in \(0, 2\), got {shown}"
+    ):
+        wrap(lambda x: x, static=indices)
+
+
 def test_what_cannot_be_captured_runs_plainly_or_raises(caplog):
     def sync(x):
         return x * x.sum().item()

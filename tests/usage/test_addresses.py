@@ -151,6 +151,27 @@ def test_static_input_check_error_names_what_moved(setting):
         assert torch.equal(call(x), module(x))
 
 
+def test_static_input_check_error_allows_modules_that_share_code(setting):
+    session = setting.session(static_input_check="error")
+    torch.compiler.reset()
+    modules = [session.module(MLP) for _ in range(3)]
+    shared = session.compile(lambda module, x: module(x))
+    x = session.randn(4, 8)
+    with torch.no_grad(), programs.counted() as counters:
+        for _ in range(4):
+            for module in modules:
+                torch.testing.assert_close(shared(module, x), module(x))
+    assert counters["replays"] == 9, counters
+    with torch.no_grad():
+        weight = modules[0].layers[0].weight
+        kept = weight.data
+        weight.data = kept.clone()
+        with pytest.raises(cgpass.errors.StaticInputMovedError, match="weight"):
+            shared(modules[0], x)
+        weight.data = kept
+        torch.testing.assert_close(shared(modules[0], x), modules[0](x))
+
+
 def test_reset_frees_recordings_and_functions_stay_usable(setting):
     def program(session):
         module, call = session.compiled(MLP)

@@ -1,0 +1,47 @@
+"""`Strays`: inputs that should lie where a recording put them, and don't."""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any, Final
+
+from cgpass.inputs import InputInfo, InputKind
+from cgpass.runtime.owner import Owner
+
+_CALLS_UNTIL_COPIED: Final = 8
+"""Calls in a row with strays before these are copied from then on."""
+
+
+class Strays:
+    """Finds pooled inputs that lie outside the pool, call after call."""
+
+    def __init__(self, owner: Owner) -> None:
+        """Args: owner: of the pool."""
+        self._owner = owner
+        self._last_call = 0
+        self._in_a_row = 0
+
+    def find(self, args: Sequence[Any], pooled: Sequence[int], call: int) -> list[int]:
+        """Those among one call's inputs.
+
+        Args:
+            args: The inputs.
+            pooled: Which of them should lie in the pool.
+            call: The call's number.
+        """
+        found = [i for i in pooled if args[i].numel() and not self._owner.is_pool_storage(args[i])]
+        if found:
+            self._in_a_row = self._in_a_row + 1 if self._last_call == call - 1 else 1
+            self._last_call = call
+        return found
+
+    def persist(self) -> bool:
+        """Whether they were found in so many calls in a row that they are better copied."""
+        return self._in_a_row >= _CALLS_UNTIL_COPIED
+
+
+def copied_instead(infos: Sequence[InputInfo], strays: Collection[int]) -> list[InputInfo]:
+    """Inputs with the strays among them copied."""
+    return [
+        dataclasses.replace(info, kind=InputKind.COPIED) if i in strays else info
+        for i, info in enumerate(infos)
+    ]

@@ -1,0 +1,156 @@
+"""Ways to use `CUDAGraphWrapper`: inputs that are written, wrappers inside wrappers, outputs held."""
+
+import pytest
+import torch
+
+from cgpass.errors import OutputError
+
+
+def counts(call):
+    stats = call.stats
+    return (stats.warmups, stats.recordings, stats.replays, stats.plain_calls)
+
+
+def test_a_write_to_an_inference_tensor_is_seen(setting):
+    call = setting.session().wrap(lambda x, y: x.add_(y) * 2)
+    with torch.inference_mode():
+        x, y = setting.session().tensor([0.0, 1.0]), setting.session().tensor([1.0, 1.0])
+        assert x.is_inference()
+        for value in range(6):
+            assert call(x, y).tolist() == [2.0 * value + 2, 2.0 * value + 4]
+            assert x.tolist() == [value + 1, value + 2]
+    assert counts(call) == (1, 1, 5, 0)
+
+
+def test_a_write_that_changes_nothing_in_the_first_calls_is_seen(setting):
+    session = setting.session()
+    call = session.wrap(lambda x: x.zero_())
+    for inference in (True, False):
+        with torch.inference_mode(inference):
+            for value in (0.0, 0.0, 3.0, 4.0):
+                x = session.tensor([value])
+                call(x)
+                assert x.item() == 0
+
+
+def test_a_static_inference_tensor_is_written_in_place(setting):
+    session = setting.session()
+    call = session.wrap(lambda x, cache: cache.add_(x) + 1, static_input_indices=[1])
+    with torch.inference_mode():
+        cache = session.tensor([0.0])
+        for value in range(5):
+            assert call(session.tensor([1.0]), cache).item() == value + 2
+            assert cache.item() == value + 1
+        for _ in range(3):
+            call(cache, cache)
+        assert cache.item() == 5 * 8, "they share memory: doubled each time, without a graph"
+    assert counts(call) == (1, 1, 4, 3)
+
+
+def test_an_input_that_the_first_call_left_alone_is_written_later(setting):
+    session = setting.session()
+    ready = []
+
+    def fn(x, y):
+        if not ready:  # as a module that sets itself up when it is first called
+            ready.append(y * 0)
+            return x + y
+        x.add_(y)
+        return x * 1
+
+    call = session.wrap(fn)
+    x, one = session.tensor([0.0]), session.tensor([1.0])
+    found = []
+    for _ in range(6):
+        call(x, one)
+        found.append(x.item())
+    assert found == [0, 1, 2, 3, 4, 5]
+    assert counts(call) == (1, 1, 5, 0)
+
+
+def test_inputs_that_share_memory_although_one_turns_out_to_be_written(setting):
+    session = setting.session()
+    call = session.wrap(lambda x, y: (x.add_(1), y * 2)[1])
+    for inference in (True, False):
+        with torch.inference_mode(inference):
+            for _ in range(4):
+                x = session.tensor([0.0, 0.0])
+                assert call(x, x).tolist() == [2, 2]
+                assert call(x, x[:1]).tolist() == [4]
+                assert x.tolist() == [2, 2]
+    assert call.stats.replays == 0
+
+
+def test_a_wrapper_inside_a_wrapper(setting):
+    session = setting.session()
+    inner = session.wrap(lambda x: (x * 2).sin(), name="inner")
+    outer = session.wrap(lambda x: inner(x + 1) + 0, name="outer")
+    held = []
+    for batch in session.batches(4, count=6):
+        held.append((outer(batch), ((batch + 1) * 2).sin()))
+    for found, expected in held:
+        torch.testing.assert_close(found, expected)
+    assert counts(outer) == (1, 1, 5, 0)
+    batch = session.randn(4)
+    for _ in range(3):
+        torch.testing.assert_close(inner(batch), (batch * 2).sin())
+    assert inner.stats.replays > 0
+
+
+def test_a_view_of_another_dtype_must_lie_where_without_graphs_it_must(setting):
+    def fn(x):
+        return x.view(torch.int16)
+
+    call = setting.session().wrap(fn)
+    data = torch.arange(20, dtype=torch.int8, device=setting.device)
+    for start in (2, 2, 4, 2):
+        assert torch.equal(call(data[start : start + 8]), fn(data[start : start + 8]))
+    assert call.stats.replays > 0
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="must be divisible by 2"):
+            call(data[1:9])
+    assert torch.equal(call(data[4:12]), fn(data[4:12]))
+
+
+@pytest.mark.parametrize("outputs", ["shared", "owned"])
+def test_shapes_that_return_other_numbers_of_outputs(setting, outputs):
+    def fn(x):
+        return (x + 1, x * 2, x - 1) if x.shape[0] > 2 else x + 1
+
+    session = setting.session(outputs=outputs)
+    call, held = session.wrap(fn), []
+    for _ in range(12):
+        for size in (3, 2):
+            batch = session.randn(size)
+            held = [*held[-8:], (call(batch), fn(batch))]
+            for found, expected in held:
+                torch.testing.assert_close(found, expected)
+
+
+class Tagged(torch.Tensor):
+    """A subclass as users write them."""
+
+
+@pytest.mark.parametrize(
+    ("fn", "what"),
+    [
+        (lambda x: (x, (x + 1).as_subclass(Tagged)), "output 1 is a Tagged"),
+        (lambda x: torch.nn.Parameter(x + 1), "output 0 is a Parameter"),
+        (lambda x: [x.sin(), (x + 1).requires_grad_()], "output 1 requires grad"),
+    ],
+)
+def test_outputs_that_a_replay_cannot_make_are_refused(setting, fn, what):
+    session = setting.session()
+    call = session.wrap(fn, name="fn")
+    for _ in range(3):
+        with pytest.raises(OutputError, match=f"fn: {what}, but a replay makes plain tensors"):
+            call(session.randn(2))
+
+
+def test_parameters_that_are_inputs_come_back_as_they_are(setting):
+    session = setting.session()
+    weight = torch.nn.Parameter(session.randn(2))
+    call = session.wrap(lambda x, w: (w, x + w), static_input_indices=[1])
+    with torch.no_grad():
+        for _ in range(4):
+            assert call(session.randn(2), weight)[0] is weight
