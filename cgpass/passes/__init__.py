@@ -6,6 +6,7 @@ from cgpass.passes.lift_cpu_scalars import LiftCpuScalars
 from cgpass.passes.opaque_autograd import OpaqueAutograd
 from cgpass.passes.outline import Outline
 from cgpass.passes.partition import Partition
+from cgpass.passes.rng_values import RngValues
 
 
 def dynamo_passes() -> tuple[Pass, ...]:
@@ -17,6 +18,8 @@ def dynamo_passes() -> tuple[Pass, ...]:
 def graph_passes(options: Options) -> tuple[Pass, ...]:
     """What a forward, backward or inference graph goes through; leaves it tagged."""
     return (
+        # First, since every other pass goes by values.
+        RngValues(),
         # Before the partitions are cut, since what it moves to the device needs no boundary.
         LiftCpuScalars(),
         # Last: whatever came later would have to keep the order and the tags.

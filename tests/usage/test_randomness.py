@@ -1,5 +1,6 @@
 """Random numbers are those of the run without graphs, and a seed fixes them."""
 
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -82,4 +83,37 @@ def test_checkpointed_blocks_with_dropout(setting):
         programs.train(lambda: Checkpointed(dropout=0.5), programs.rows(2, 6, 16)), on_skip="silent"
     )
     assert counters["partitions_captured"] >= 1, counters
+    assert counters["replays"] == counters["calls"] - counters["warmups"] > 0, counters
+
+
+class DroppedRows(torch.nn.Module):
+    """Outputs and gradients are zero for what was dropped, and for nothing else."""
+
+    def __init__(self, depth=1):
+        super().__init__()
+        self.depth = depth
+
+    def drop(self, x):
+        return torch.nn.functional.dropout(x * 2, 0.5)
+
+    def forward(self, x):
+        for _ in range(self.depth):
+            x = checkpoint(self.drop, x, use_reentrant=False)
+        return x * 2 / 7
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_recomputed_dropout_through_inductor_drops_what_the_forward_dropped(setting, depth):
+    def program(session):
+        _, call = session.compiled(lambda: DroppedRows(depth))
+        values = []
+        for x in session.batches(8, 16, count=6):
+            x = x.abs().add(0.1).requires_grad_()
+            out = call(x)
+            out.sum().backward()
+            assert torch.equal(out != 0, x.grad != 0)
+            values += [out.detach(), x.grad]
+        return values
+
+    counters = setting.compare(program, compiler="inductor", on_skip="silent", min_partition_ops=1)
     assert counters["replays"] == counters["calls"] - counters["warmups"] > 0, counters
