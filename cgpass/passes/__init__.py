@@ -2,6 +2,7 @@
 
 from cgpass.options import Options
 from cgpass.passes.base import Pass
+from cgpass.passes.inductor_random import InductorRandom
 from cgpass.passes.lift_cpu_scalars import LiftCpuScalars
 from cgpass.passes.opaque_autograd import OpaqueAutograd
 from cgpass.passes.outline import Outline
@@ -34,3 +35,12 @@ def outline_passes() -> tuple[Pass, ...]:
     """What a tagged graph of several partitions goes through."""
     # On its own, since a graph that is one captured partition is compiled whole.
     return (Outline(),)
+
+
+def eager_passes() -> tuple[Pass, ...]:
+    """What an eager partition goes through, where Inductor compiles the captured ones."""
+    return (
+        InductorRandom(),
+        # Outlines what was tagged, as a partitioned graph's parts.
+        Outline(),
+    )
