@@ -15,6 +15,7 @@ from cgpass.graph.capturability import why_not_capturable
 from cgpass.graph.inputs import input_infos
 from cgpass.graph.origins import Origins
 from cgpass.graph.partition_tag import get_tag
+from cgpass.graph.size_check import SizeCheck
 from cgpass.graph.target import Target
 from cgpass.graph.values import graph_outputs, is_inductor_random
 from cgpass.inputs import InputInfo, InputKind
@@ -153,15 +154,21 @@ class GraphBuilder:
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         kinds = {name: info.kind for name, info in zip(names, infos, strict=True)}
 
-        def rebuild(tagged: fx.GraphModule) -> Boxed:
+        def rebuild(tagged: fx.GraphModule) -> tuple[Boxed, SizeCheck | None]:
             builder = dataclasses.replace(
                 self,
                 visible=visible,
-                compiler=self.compiler.when_called(tagged, self.options.inductor),
+                compiler=self.compiler.when_called(self.options.inductor),
                 origins=Origins(tagged, kinds),
             )
-            boxed = builder._split(tagged, context, place)
-            return boxed if notes is None else notes.matching(boxed)
+            check = SizeCheck(tagged)
+            inputs = [node.meta.get("val") for node in tagged.graph.find_nodes(op="placeholder")]
+            with _torch.sizes_assumed(inputs) as assumed:
+                boxed = builder._split(tagged, context, place)
+            check.assume(assumed)
+            if notes is not None:
+                boxed = notes.matching(boxed)
+            return boxed, check if check.has_conditions else None
 
         driver = functools.partial(self._driver, device)
         return Resplitter(gm, place, self.options, context, driver, rebuild)
