@@ -15,12 +15,13 @@ from cgpass.graph.capturability import why_not_capturable
 from cgpass.graph.inputs import input_infos
 from cgpass.graph.origins import Origins
 from cgpass.graph.partition_tag import get_tag
+from cgpass.graph.size_check import SizeCheck
 from cgpass.graph.target import Target
-from cgpass.graph.values import graph_outputs
+from cgpass.graph.values import graph_outputs, is_inductor_random
 from cgpass.inputs import InputInfo, InputKind
 from cgpass.options import Options
-from cgpass.passes import outline_passes
-from cgpass.passes.base import PassContext, run_passes
+from cgpass.passes import eager_passes, outline_passes
+from cgpass.passes.base import Pass, PassContext, run_passes
 from cgpass.plan import build_plan, whole_plan
 from cgpass.resplit import GiveUp, Place, Resplitter, StrideNotes, copy_of
 from cgpass.runtime.driver import GraphDriver
@@ -71,14 +72,14 @@ class GraphBuilder:
         """A graph of several partitions."""
         if self.direction == "forward":
             _torch.report_output_strides(output_strides(gm))
-        outlined, parts = _outline(gm, context)
+        outlined, parts = _outline(gm, context, outline_passes())
         reasons = _reasons_by_part(gm, self.options.unsafe_ops, context.device)
         graph = self._add_summary(parts, reasons)
         return self._join(outlined, parts, graph)
 
     def _split(self, gm: fx.GraphModule, context: PassContext, place: Place) -> Boxed:
         """A partition of another graph, tagged to be split again."""
-        outlined, parts = _outline(gm, context)
+        outlined, parts = _outline(gm, context, outline_passes())
         reasons = _reasons_by_part(gm, self.options.unsafe_ops, context.device)
         summaries = _summaries(parts, reasons, f"{place.name}.")
         boxed = self._join(outlined, parts, place.graph, of=place.name)
@@ -108,7 +109,7 @@ class GraphBuilder:
         self, name: str, gm: fx.GraphModule, visible: frozenset[int], graph: int, of: str | None
     ) -> Any:
         if not name.startswith("captured"):
-            return self.compiler.eager(gm)
+            return self._eager(gm)
         infos = self._infos(gm)
         static = [i for i, info in enumerate(infos) if info.kind is InputKind.STATIC]
         place = Place(graph, name if of is None else f"{of}.{name}", _num_ops(gm))
@@ -118,6 +119,22 @@ class GraphBuilder:
             return fn
         resplit = self._resplitter(original, place, infos, visible) if of is None else GiveUp(place)
         return self._runner(place.name, fn, infos, resplit)
+
+    def _eager(self, gm: fx.GraphModule) -> Boxed:
+        """A partition that no graph can hold; Inductor compiles what means nothing as aten operators."""
+        if not any(map(is_inductor_random, gm.graph.nodes)):
+            return self.compiler.eager(gm)
+        context = PassContext(
+            device=self.target.device, stage="eager partition", direction=self.direction
+        )
+        outlined, parts = _outline(gm, context, eager_passes())
+        runs = {
+            name: self.compiler.captured(part, ())
+            if name.startswith("captured")
+            else self.compiler.eager(part)
+            for name, part in parts.items()
+        }
+        return _boxed(Executor(build_plan(outlined, runs, frozenset()), None))
 
     def _kept(self, gm: fx.GraphModule) -> fx.GraphModule:
         """`gm` as it is now: Inductor changes the graph that it compiles."""
@@ -137,15 +154,21 @@ class GraphBuilder:
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         kinds = {name: info.kind for name, info in zip(names, infos, strict=True)}
 
-        def rebuild(tagged: fx.GraphModule) -> Boxed:
+        def rebuild(tagged: fx.GraphModule) -> tuple[Boxed, SizeCheck | None]:
             builder = dataclasses.replace(
                 self,
                 visible=visible,
-                compiler=self.compiler.when_called(tagged, self.options.inductor),
+                compiler=self.compiler.when_called(self.options.inductor),
                 origins=Origins(tagged, kinds),
             )
-            boxed = builder._split(tagged, context, place)
-            return boxed if notes is None else notes.matching(boxed)
+            check = SizeCheck(tagged)
+            inputs = [node.meta.get("val") for node in tagged.graph.find_nodes(op="placeholder")]
+            with _torch.sizes_assumed(inputs) as assumed:
+                boxed = builder._split(tagged, context, place)
+            check.assume(assumed)
+            if notes is not None:
+                boxed = notes.matching(boxed)
+            return boxed, check if check.has_conditions else None
 
         driver = functools.partial(self._driver, device)
         return Resplitter(gm, place, self.options, context, driver, rebuild)
@@ -190,9 +213,9 @@ class GraphBuilder:
 
 
 def _outline(
-    gm: fx.GraphModule, context: PassContext
+    gm: fx.GraphModule, context: PassContext, passes: Sequence[Pass]
 ) -> tuple[fx.GraphModule, dict[str, fx.GraphModule]]:
-    outlined = run_passes(outline_passes(), gm, context).gm
+    outlined = run_passes(passes, gm, context).gm
     parts = {
         name: module
         for name, module in outlined.named_children()

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from cgpass import _torch
-from cgpass.graph.values import free_symbols, graph_outputs
+from cgpass.graph.values import graph_outputs
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 """Takes one list of inputs, which it may empty, and returns a sequence of outputs."""
@@ -27,18 +27,13 @@ class Compiler:
     late: Mapping[str, Any] | None = None
     """Inductor's settings, if partitions are compiled after torch.compile is done; None while it is at it."""
 
-    def when_called(self, gm: fx.GraphModule, settings: Mapping[str, Any]) -> "Compiler":
+    def when_called(self, settings: Mapping[str, Any]) -> "Compiler":
         """The compiler of a graph that is split again when it is called.
 
-        Nothing checks what Inductor would then assume of symbolic sizes: such graphs run as aten operators.
-
         Args:
-            gm: The graph.
             settings: Inductor's, as the user gave them.
         """
-        symbolic = any(free_symbols(node) for node in gm.graph.find_nodes(op="placeholder"))
-        compiler = "eager" if symbolic else self.compiler
-        return dataclasses.replace(self, compiler=compiler, late=dict(settings))
+        return dataclasses.replace(self, late=dict(settings))
 
     def without_input(self, position: int) -> "Compiler":
         """The compiler of a graph that lost an input."""

@@ -15,6 +15,7 @@ from cgpass.errors import CaptureError
 from cgpass.graph import values
 from cgpass.graph.capturability import PROVEN, Reason
 from cgpass.graph.partition_tag import get_tag
+from cgpass.graph.size_check import SizeCheck
 from cgpass.options import Options
 from cgpass.passes.base import PassContext, run_passes
 from cgpass.passes.partition import Partition
@@ -90,7 +91,7 @@ class Resplitter:
         options: Options,
         context: PassContext,
         driver: Callable[[], GraphDriver],
-        rebuild: Callable[[fx.GraphModule], Boxed],
+        rebuild: Callable[[fx.GraphModule], tuple[Boxed, SizeCheck | None]],
     ) -> None:
         """Keep what a split needs.
 
@@ -100,7 +101,8 @@ class Resplitter:
             options: The user's.
             context: That its passes ran with.
             driver: Gives what records it.
-            rebuild: Compiles a tagged copy of `gm` and joins it to a callable with its convention.
+            rebuild: Compiles a tagged copy of `gm` and joins it to a callable with its convention; says which sizes
+                it is for, None for all.
         """
         self.checks_warm_ups = has_unvetted_ops(gm)
         self._gm = gm
@@ -153,14 +155,14 @@ class Resplitter:
             self._place.runs_plainly(why)
             return Outcome(why=why)
         try:
-            replacement = self._rebuild(gm)
+            replacement, covers = self._rebuild(gm)
         except Exception:
             log.info("compiling the parts of %s failed", self._place.name, exc_info=True)
             self._place.runs_plainly(why)
             return Outcome(why=why)
         level = logging.WARNING if self._options.on_skip == "warn" else logging.INFO
         log.log(level, "%s", message)
-        return Outcome(replacement)
+        return Outcome(replacement, covers=covers)
 
 
 class StrideNotes:

@@ -137,6 +137,21 @@ CAPTURABLE_HOPS = frozenset(
     }
 )
 
+INDUCTOR_RANDOM = frozenset(
+    {
+        "prims::inductor_seed",
+        "prims::inductor_seeds",
+        "prims::inductor_lookup_seed",
+        "prims::inductor_random",
+        "prims::inductor_randint",
+    }
+)
+"""Random operators that Inductor's lowering gives their meaning.
+
+What they do as aten operators is for tracing alone: `inductor_random` then draws from the generator and ignores its
+seed, so that a recomputation gets other numbers. Source: torch/_inductor/inductor_prims.py, 2.11 to 2.15.
+"""
+
 FIXES = {
     "unsafe_ops": "take it out of unsafe_ops to have it captured",
     "syncs": "name it in unsafe_ops to have it known from the start",

@@ -16,6 +16,8 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
+from cgpass.graph import op_tables
+
 _SCALARS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)
 _SHAPE_READERS = frozenset(
     {"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "sym_is_contiguous"}
@@ -219,6 +221,16 @@ def is_random(node: fx.Node) -> bool:
         dropout = argument(node, "dropout_p")
         return not (isinstance(dropout, (int, float)) and dropout == 0)
     return any(is_random(inner) for body in bodies(node) for inner in body.graph.nodes)
+
+
+def is_inductor_random(node: fx.Node) -> bool:
+    """Whether only kernels that Inductor makes compute a node's random numbers.
+
+    Wrappers that save or set the generator's state around an operator run it as an aten operator everywhere.
+    """
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name in op_tables.INDUCTOR_RANDOM
+    return any(is_inductor_random(inner) for body in bodies(node) for inner in body.graph.nodes)
 
 
 def is_collective(node: fx.Node) -> bool:

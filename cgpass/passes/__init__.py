@@ -3,10 +3,12 @@
 from cgpass.options import Options
 from cgpass.passes.base import Pass
 from cgpass.passes.functionalize_rng import FunctionalizeRng
+from cgpass.passes.inductor_random import InductorRandom
 from cgpass.passes.lift_cpu_scalars import LiftCpuScalars
 from cgpass.passes.opaque_autograd import OpaqueAutograd
 from cgpass.passes.outline import Outline
 from cgpass.passes.partition import Partition
+from cgpass.passes.rng_values import RngValues
 
 
 def dynamo_passes() -> tuple[Pass, ...]:
@@ -24,6 +26,8 @@ def rng_passes() -> tuple[Pass, ...]:
 def graph_passes(options: Options) -> tuple[Pass, ...]:
     """What a forward, backward or inference graph goes through; leaves it tagged."""
     return (
+        # First, since every other pass goes by values.
+        RngValues(),
         # Before the partitions are cut, since what it moves to the device needs no boundary.
         LiftCpuScalars(),
         # Last: whatever came later would have to keep the order and the tags.
@@ -38,3 +42,12 @@ def outline_passes() -> tuple[Pass, ...]:
     """What a tagged graph of several partitions goes through."""
     # On its own, since a graph that is one captured partition is compiled whole.
     return (Outline(),)
+
+
+def eager_passes() -> tuple[Pass, ...]:
+    """What an eager partition goes through, where Inductor compiles the captured ones."""
+    return (
+        InductorRandom(),
+        # Outlines what was tagged, as a partitioned graph's parts.
+        Outline(),
+    )

@@ -2,7 +2,7 @@
 
 import contextlib
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,8 @@ class Outcome:
     """Runs the partition from now on. **Lifetime:** outputs that the user gets are the caller's own."""
     why: str | None = None
     """Why none of it can be captured, if that is known."""
+    covers: Callable[[Sequence[Any]], bool] | None = None
+    """Whether `replacement` was made for a call's inputs, None if it was for all."""
 
 
 class Resplit(Protocol):

@@ -1,7 +1,7 @@
 """`Fallback`: what a partition does once it turned out that it can't be captured."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,13 +40,16 @@ class Fallback:
         self._fn = fn
         self._stats = stats
         self._on_skip = on_skip
+        self._level = logging.WARNING if on_skip == "warn" else logging.INFO
         self._resplit = resplit
         self.replacement: BoxedCallable | None = None
         """What `resplit` made of the partition."""
         self.failure: str | None = None
         """Why it is captured no more, if nothing replaces it."""
+        self._covers: Callable[[Sequence[Any]], bool] | None = None
         self._failed_once = False
         self._refusal: CaptureError | None = None
+        self._said_uncovered = False
 
     def raise_refusal(self) -> None:
         """Raise what a capture failed with before: a call does not try again what can't succeed.
@@ -84,6 +87,7 @@ class Fallback:
             self._refuse(refusal)
             raise
         self.replacement, self.failure = outcome.replacement, outcome.why
+        self._covers = outcome.covers
         if self.replacement is not None:
             return True
         if self.failure is None:
@@ -94,8 +98,10 @@ class Fallback:
     def run(self, args: list[Any]) -> Sequence[Any]:
         """Run what took the partition's place: its split, which counts its own calls, or nothing but itself."""
         if self.replacement is not None:
-            self._stats.calls -= 1
-            return self.replacement(args)
+            if self._covers is None or self._covers(args):
+                self._stats.calls -= 1
+                return self.replacement(args)
+            self._say_it_is_uncovered(args)
         outputs = self._fn(args)
         self._stats.plain_calls += 1
         return outputs
@@ -134,9 +140,22 @@ class Fallback:
             'Name the operator in options={"unsafe_ops": (...)} to capture the rest.'
         )
 
+    def _say_it_is_uncovered(self, args: Sequence[Any]) -> None:
+        if self._said_uncovered:
+            return
+        self._said_uncovered = True
+        numbers = [a for a in args if isinstance(a, int)]
+        sizes = numbers or [tuple(a.shape) for a in args if isinstance(a, torch.Tensor)]
+        log.log(
+            self._level,
+            "%s: the kernels of its parts are not made for inputs of sizes %s: such calls run without a graph. Name "
+            'the operator that can\'t be captured in options={"unsafe_ops": (...)} to have them captured too.',
+            self._name,
+            sizes,
+        )
+
     def _say_it_runs_plainly(self, why: str) -> None:
-        level = logging.WARNING if self._on_skip == "warn" else logging.INFO
-        log.log(level, "%s", self._message(why))
+        log.log(self._level, "%s", self._message(why))
 
 
 def _text_of(error: Exception) -> str:

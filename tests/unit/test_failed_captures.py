@@ -144,6 +144,20 @@ def test_a_runner_hands_its_calls_to_what_took_its_place():
     assert isinstance(error, ValueError)
 
 
+def test_a_runner_keeps_the_calls_that_its_split_was_not_made_for(caplog):
+    covers = lambda args: len(args[0]) < 4  # noqa: E731
+    run = split_runner(Splitter(Outcome(lambda args: [args[0] * 10], covers=covers)))
+    call(run, torch.ones(3))
+    assert [call(run, torch.ones(n)) for n in (3, 4, 5)] == [[[10.0] * 3], [[4.0] * 4], [[4.0] * 5]]
+    assert counts(run) == (1, 0, 0, 2)
+    assert run.stats.calls == 3
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "forward captured_0: the kernels of its parts are not made for inputs of sizes [(4,)]: such calls run without "
+        'a graph. Name the operator that can\'t be captured in options={"unsafe_ops": (...)} to have them captured too.'
+    )
+
+
 def test_a_runner_says_why_nothing_of_it_is_captured(caplog):
     run = split_runner(Splitter(Outcome(why="all of it waits")))
     for _ in range(3):

@@ -1,5 +1,6 @@
 """Random numbers are those of the run without graphs, and a seed fixes them."""
 
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -83,3 +84,90 @@ def test_checkpointed_blocks_with_dropout(setting):
     )
     assert counters["partitions_captured"] >= 1, counters
     assert counters["replays"] == counters["calls"] - counters["warmups"] > 0, counters
+
+
+class DroppedRows(torch.nn.Module):
+    """Outputs and gradients are zero for what was dropped, and for nothing else."""
+
+    def __init__(self, depth=1):
+        super().__init__()
+        self.depth = depth
+
+    def drop(self, x):
+        return torch.nn.functional.dropout(x * 2, 0.5)
+
+    def forward(self, x):
+        for _ in range(self.depth):
+            x = checkpoint(self.drop, x, use_reentrant=False)
+        return x * 2 / 7
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_recomputed_dropout_through_inductor_drops_what_the_forward_dropped(setting, depth):
+    def program(session):
+        _, call = session.compiled(lambda: DroppedRows(depth))
+        values = []
+        for x in session.batches(8, 16, count=6):
+            x = x.abs().add(0.1).requires_grad_()
+            out = call(x)
+            out.sum().backward()
+            assert torch.equal(out != 0, x.grad != 0)
+            values += [out.detach(), x.grad]
+        return values
+
+    counters = setting.compare(program, compiler="inductor", on_skip="silent", min_partition_ops=1)
+    assert counters["replays"] == counters["calls"] - counters["warmups"] > 0, counters
+
+
+@torch.library.custom_op("randomness::unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def unsafe(x: torch.Tensor) -> torch.Tensor:
+    """What no graph may hold, and does nothing."""
+    return x.clone()
+
+
+unsafe.register_fake(torch.empty_like)
+unsafe.register_autograd(lambda ctx, grad: grad)
+
+
+class DropsBetween(DroppedRows):
+    """A dropout of so few operators that it runs eagerly in the forward, and is captured in the backward."""
+
+    def drop(self, x):
+        return unsafe(torch.nn.functional.dropout(unsafe(x), 0.5))
+
+    def forward(self, x):
+        for factor in range(2, 10):
+            x = x * factor / 3
+        return super().forward(x)
+
+
+class DropsFound(DropsBetween):
+    """A dropout on as many rows as the data has of a kind, recomputed with them."""
+
+    def drop(self, x):
+        rows = torch.nonzero(x.detach().sum(1) > 0)[:, 0]
+        return torch.nn.functional.dropout(x[rows] * 2, 0.5)
+
+
+@pytest.mark.parametrize("make", [DropsBetween, DropsFound])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_an_eager_dropout_draws_what_its_recomputation_draws(setting, make, dynamic):
+    if torch.__version__ < "2.12" and (make is DropsFound or dynamic):
+        pytest.skip("this torch's own split fails, through Inductor's backend too")
+
+    def program(session):
+        _, call = session.compiled(make, dynamic=dynamic)
+        values = []
+        for number in range(6):
+            x = session.randn(8 + number % 2 * dynamic, 16).abs().add(0.1).requires_grad_()
+            out = call(x)
+            out.sum().backward()
+            assert torch.equal(out != 0, x.grad != 0)
+            values += [out.detach(), x.grad]
+        return values
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        counters = setting.compare(
+            program, compiler="inductor", on_skip="silent", min_partition_ops=12
+        )
+    assert counters["partitions_eager"] > 0, counters

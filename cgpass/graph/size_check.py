@@ -1,0 +1,66 @@
+"""Whether a call's sizes are such as was assumed of them when its graph was compiled."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+
+class SizeCheck:
+    """Assumptions about symbolic sizes, checked once per combination of sizes."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        """Find where each symbol can be read.
+
+        Args:
+            gm: The graph, before it is compiled: compiling may replace symbols by numbers.
+        """
+        self._places: dict[sympy.Symbol, tuple[int, int | None]] = {}
+        for symbol, place in _bindings(gm):
+            self._places.setdefault(symbol, place)
+        self._assumed: tuple[sympy.Basic, ...] = ()
+        self._verdicts: dict[tuple[int, ...], bool] = {}
+
+    def assume(self, assumed: Iterable[sympy.Basic]) -> None:
+        """Args: assumed: conditions that must hold."""
+        self._assumed = tuple(dict.fromkeys(assumed))
+        read = {symbol for condition in self._assumed for symbol in condition.free_symbols}
+        self._places = {s: place for s, place in self._places.items() if s in read}
+
+    @property
+    def has_conditions(self) -> bool:
+        """Whether there are sizes that don't hold."""
+        return bool(self._assumed)
+
+    def __call__(self, args: Sequence[Any]) -> bool:
+        """Whether everything assumed holds for a call's inputs; a symbol that can't be read holds nothing."""
+        sizes = tuple(
+            args[at] if dim is None else args[at].shape[dim] for at, dim in self._places.values()
+        )
+        verdict = self._verdicts.get(sizes)
+        if verdict is None:
+            known = dict(zip(self._places, map(sympy.Integer, sizes), strict=True))
+            verdict = all(c.xreplace(known) == sympy.true for c in self._assumed)
+            self._verdicts[sizes] = verdict
+        return verdict
+
+
+def _bindings(gm: fx.GraphModule) -> Iterator[tuple[sympy.Symbol, tuple[int, int | None]]]:
+    """Symbols with the input, and the dimension of a tensor, that they are; inputs that are one first."""
+    found = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    for at, value in enumerate(found):
+        if (symbol := _symbol(value)) is not None:
+            yield symbol, (at, None)
+    for at, value in enumerate(found):
+        if isinstance(value, torch.Tensor):
+            for dim, size in enumerate(value.shape):
+                if (symbol := _symbol(size)) is not None:
+                    yield symbol, (at, dim)
+
+
+def _symbol(value: object) -> sympy.Symbol | None:
+    if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
+        return value.node.expr
+    return None
