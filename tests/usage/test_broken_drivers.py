@@ -138,7 +138,7 @@ def frozen_rng(patch):
 def shared_placeholder(patch):
     """Two inputs of one layout share their placeholder."""
 
-    def shared(self, index, value):
+    def shared(self, index, value, *, whole):
         key = (value.size(), value.stride(), value.dtype)
         return self._placeholders.setdefault(key, Placeholder(value))
 
