@@ -67,7 +67,7 @@ def _save_positions(
     saved.name = "rng_positions"
     saved.meta = {"val": value, POSITIONS: devices, "saved_tensor_with_no_vc_check": True}
     outputs.insert(place, saved)
-    output.args = (type(output.args[0])(outputs),)
+    output.args = (tuple(outputs),)
     read = [n for n in bw.graph.find_nodes(op="placeholder") if not values.is_scalar(n)]
     tangent = read[place - first]
     with bw.graph.inserting_before(tangent):

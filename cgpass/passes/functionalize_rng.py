@@ -1,7 +1,7 @@
 """`FunctionalizeRng`: random operators that are recomputed get a generator state each as an input."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -72,17 +72,16 @@ def _take_out(gm: fx.GraphModule, mark: fx.Node) -> int:
         position = outputs.index(mark)
         del outputs[position]
         output = gm.graph.output_node()
-        output.args = (type(output.args[0])(outputs),)
+        output.args = (tuple(outputs),)
     gm.graph.erase_node(mark)
     return position
 
 
 def _rewrite(gm: fx.GraphModule, node: fx.Node, state: fx.Node) -> None:
+    args: tuple[Any, ...] = (node.target, *node.args)
     with gm.graph.inserting_before(node):
         drawn = gm.graph.call_function(
-            _torch.run_with_rng_state(),
-            (node.target, *node.args),
-            {**node.kwargs, "rng_state": state},
+            _torch.run_with_rng_state(), args, {**node.kwargs, "rng_state": state}
         )
     drawn.meta = {key: value for key, value in node.meta.items() if key != PAIR}
     node.replace_all_uses_with(drawn)
