@@ -16,7 +16,7 @@ from cgpass.graph import values
 PAIR = "cgpass_rng_pair"
 """Key of `node.meta`: a pair's number."""
 POSITIONS = "cgpass_rng_positions"
-"""Key of `node.meta`: this node stands for the positions of the pairs' generators."""
+"""Key of `node.meta`: the node stands for the positions of the pairs' generators, which are on these devices."""
 
 
 def pair_random_ops(fw: fx.GraphModule, bw: fx.GraphModule, num_fwd_outputs: int) -> int:
@@ -37,38 +37,42 @@ def pair_random_ops(fw: fx.GraphModule, bw: fx.GraphModule, num_fwd_outputs: int
         for node in nodes:
             node.meta[PAIR] = number
     if pairs:
-        _save_positions(fw, bw, num_fwd_outputs, len(pairs))
+        devices = tuple(values.tensors(node)[0].device for node, _ in pairs)
+        _save_positions(fw, bw, num_fwd_outputs, devices)
     return len(pairs)
 
 
 def _draws(node: fx.Node) -> bool:
-    is_op = isinstance(node.target, torch._ops.OpOverload)
-    return is_op and values.is_random(node) and node.kwargs.get("generator") is None
+    if not isinstance(node.target, torch._ops.OpOverload) or not values.tensors(node):
+        return False
+    return values.is_random(node) and node.kwargs.get("generator") is None
 
 
-def _save_positions(fw: fx.GraphModule, bw: fx.GraphModule, first: int, num_pairs: int) -> None:
+def _save_positions(
+    fw: fx.GraphModule, bw: fx.GraphModule, first: int, devices: tuple[torch.device, ...]
+) -> None:
     outputs = list(values.graph_outputs(fw))
     place = first
     while place < len(outputs) and _is_tensor(outputs[place]):
         place += 1
     output = fw.graph.output_node()
     like = next(node for node in fw.graph.nodes if values.tensors(node))
-    value = _torch.fake_like(values.tensors(like)[0], (num_pairs, 2))
+    value = _torch.fake_like(values.tensors(like)[0], (len(devices), 2))
     with fw.graph.inserting_before(output):
         saved = fw.graph.call_function(
             torch.ops.aten.empty.memory_format,
-            ((num_pairs, 2),),
+            ((len(devices), 2),),
             {"dtype": torch.int64, "device": torch.device("cpu")},
         )
     saved.name = "rng_positions"
-    saved.meta = {"val": value, POSITIONS: True, "saved_tensor_with_no_vc_check": True}
+    saved.meta = {"val": value, POSITIONS: devices, "saved_tensor_with_no_vc_check": True}
     outputs.insert(place, saved)
-    output.args = (type(output.args[0])(outputs),)
+    output.args = (tuple(outputs),)
     read = [n for n in bw.graph.find_nodes(op="placeholder") if not values.is_scalar(n)]
     tangent = read[place - first]
     with bw.graph.inserting_before(tangent):
         given = bw.graph.placeholder("rng_positions")
-    given.meta = {"val": value, POSITIONS: True}
+    given.meta = {"val": value, POSITIONS: devices}
     fw.recompile()
     bw.recompile()
 

@@ -1,7 +1,7 @@
 """`FunctionalizeRng`: random operators that are recomputed get a generator state each as an input."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -9,7 +9,7 @@ from torch import fx
 from cgpass import _torch
 from cgpass.errors import PostconditionError
 from cgpass.graph.rng_pairs import PAIR, POSITIONS
-from cgpass.graph.values import graph_outputs, tensors
+from cgpass.graph.values import graph_outputs
 from cgpass.passes.base import Pass, PassContext, PassResult
 
 
@@ -42,20 +42,18 @@ class FunctionalizeRng(Pass):
             return PassResult(gm, False)
         (mark,) = marks
         positions_at = _take_out(gm, mark)
-        nodes = [n for n in gm.graph.nodes if PAIR in n.meta]
-        devices = {n.meta[PAIR]: _device_of(n) for n in nodes}
+        devices = mark.meta[POSITIONS]
         prefix = "bwd" if ctx.direction == "backward" else "fwd"
-        states: dict[int, fx.Node] = {}
+        states: list[fx.Node] = []
         last = gm.graph.find_nodes(op="placeholder")[-1]
-        for number in range(mark.meta["val"].shape[0]):
-            device = devices.setdefault(number, ctx.device)
+        for number, device in enumerate(devices):
             with gm.graph.inserting_after(last):
-                last = states[number] = gm.graph.placeholder(f"{prefix}_rng_state_{number}")
+                last = gm.graph.placeholder(f"{prefix}_rng_state_{number}")
             last.meta["val"] = _torch.sample_generator(device)
-        for node in nodes:
+            states.append(last)
+        for node in [n for n in gm.graph.nodes if PAIR in n.meta]:
             _rewrite(gm, node, states[node.meta[PAIR]])
-        pairs = RngPairs(tuple(devices[number] for number in sorted(devices)), positions_at)
-        return PassResult(gm, True, (pairs,))
+        return PassResult(gm, True, (RngPairs(devices, positions_at),))
 
     def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         """No mark is left, so that a second run changes nothing."""
@@ -74,22 +72,17 @@ def _take_out(gm: fx.GraphModule, mark: fx.Node) -> int:
         position = outputs.index(mark)
         del outputs[position]
         output = gm.graph.output_node()
-        output.args = (type(output.args[0])(outputs),)
+        output.args = (tuple(outputs),)
     gm.graph.erase_node(mark)
     return position
 
 
 def _rewrite(gm: fx.GraphModule, node: fx.Node, state: fx.Node) -> None:
+    args: tuple[Any, ...] = (node.target, *node.args)
     with gm.graph.inserting_before(node):
         drawn = gm.graph.call_function(
-            _torch.run_with_rng_state(),
-            (node.target, *node.args),
-            {**node.kwargs, "rng_state": state},
+            _torch.run_with_rng_state(), args, {**node.kwargs, "rng_state": state}
         )
     drawn.meta = {key: value for key, value in node.meta.items() if key != PAIR}
     node.replace_all_uses_with(drawn)
     gm.graph.erase_node(node)
-
-
-def _device_of(node: fx.Node) -> torch.device:
-    return tensors(node)[0].device

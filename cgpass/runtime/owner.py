@@ -1,6 +1,7 @@
 """`Owner`: what the recordings of one compiled function share, and how all of it is freed."""
 
 import contextlib
+import logging
 import sys
 import threading
 import weakref
@@ -16,6 +17,8 @@ from cgpass.runtime.recording import Recording
 if TYPE_CHECKING:
     import torch
 
+
+log = logging.getLogger(__name__)
 
 MAX_SLOTS = 16
 """Pools of one owner: how many calls' results may be held while the function still replays."""
@@ -74,6 +77,7 @@ class Owner:
         self._slots = [_Slot()]
         self._births = 0
         self._starts = 0
+        self._warned_held = False
         self.wants_start = False
         """Whether `start_over_if_idle` is to be called before the next replay."""
         self._refusals = 0
@@ -126,6 +130,19 @@ class Owner:
             return None
         self._slots.append(_Slot())
         return len(self._slots) - 1
+
+    def warn_of_held(self, name: str) -> None:
+        """Say once why a partition can't be recorded although it may be."""
+        if self._warned_held:
+            return
+        self._warned_held = True
+        log.warning(
+            "%s: results of %d earlier calls are still held (outputs with their graph, or forwards whose backward did "
+            "not come yet), so calls run without a graph until some are dropped. Call it under torch.no_grad() if no "
+            "backward is meant, or detach what is kept.",
+            name,
+            MAX_SLOTS,
+        )
 
     def _rescue_lost(self, slot: _Slot) -> bool:
         """Move what a capture into this slot could come to lie on; returns whether nothing of that is left."""

@@ -10,21 +10,26 @@ Note [Positions of generators]
     A backward sets its private generators to the positions that came with its saved tensors, before anything runs.
     Nothing else is kept of a forward: backwards may come in any order, twice or never. All of this is numbers on the
     host. CPU generators have no positions but whole states, and host operators are there to read them in a replay.
+
+    Private generators belong to a graph: one thread at a time has it draw from them.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 
 from cgpass import _torch
-from cgpass.errors import CaptureError
+from cgpass.errors import CaptureError, InputError
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 _GOLDEN = 0x9E3779B97F4A7C15
 _STEPS_OF_A_CALL = 1 << 26
 """How far a call in "paired" mode moves the user's generator: more than any operator draws, and calls never meet."""
+_drawing = threading.RLock()
+"""One operator of a pair draws at a time: it reads where a generator stands, or stands in for it."""
 
 
 class _Positions(threading.local):
@@ -137,7 +142,8 @@ class PairedForward:
                 state.set_offset(offset)
                 positions.append((seed, offset))
             else:
-                state.manual_seed(int(torch.randint(2**62, (), generator=user)))
+                with _drawing:
+                    state.manual_seed(int(torch.randint(2**62, (), generator=user)))
                 positions.append(state.get_state())
         return positions
 
@@ -164,14 +170,21 @@ class Backward:
             return self._fn(args)
 
     def _rewind(self, positions: torch.Tensor) -> None:
+        """Set the generators to positions that `_pack` has put together."""
         if positions.dtype is torch.int64:
-            for number, (seed, offset) in enumerate(positions.tolist()):
+            for number, (bits, offset) in enumerate(positions.tolist()):
+                seed = bits % 2**64
                 if self._seeds[number] != seed:  # asking a generator costs as much as setting it
                     self._seeds[number] = seed
                     self._states[number].manual_seed(seed)
                 self._states[number].set_offset(offset)
-        else:
+        elif positions.dtype is torch.uint8:
             _unpack(positions, self._states)
+        else:
+            raise InputError(
+                "where a forward's random operators drew was saved for its backward as an integer tensor, but came back "
+                f"as {positions.dtype}: have your saved-tensor hooks leave tensors of integers as they are"
+            )
 
 
 def caller_of(
@@ -200,24 +213,33 @@ def caller_of(
 
 def run_with_state(op: Any, *args: Any, rng_state: Any = None, **kwargs: Any) -> Any:
     """`graphsafe_run_with_rng_state`: run an operator that draws from a state, on CPU too."""
-    if isinstance(rng_state, ForwardState):
-        rng_state.note()
-        return op(*args, **kwargs)
-    default = _torch.default_generator(rng_state.device)
-    if rng_state.device.type == "cuda":
-        before = default.graphsafe_get_state()
-        default.graphsafe_set_state(rng_state)
-        try:
+    with _drawing:
+        if isinstance(rng_state, ForwardState):
+            rng_state.note()
             return op(*args, **kwargs)
+        default = _torch.default_generator(rng_state.device)
+        with _in_place_of(default, rng_state):
+            return op(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _in_place_of(default: torch.Generator, state: torch.Generator) -> Iterator[None]:
+    """Have operators draw from `state`; the generator that they draw from else stays where it is."""
+    if state.device.type == "cuda":
+        before = default.graphsafe_get_state()
+        default.graphsafe_set_state(state)
+        try:
+            yield
         finally:
             default.graphsafe_set_state(before)
-    state = default.get_state()
-    default.set_state(rng_state.get_state())
+        return
+    before = default.get_state()
+    default.set_state(state.get_state())
     try:
-        return op(*args, **kwargs)
+        yield
     finally:
-        rng_state.set_state(default.get_state())
-        default.set_state(state)
+        state.set_state(default.get_state())
+        default.set_state(before)
 
 
 # ---- generators and positions
@@ -239,12 +261,20 @@ def _position_of(generator: torch.Generator) -> Any:
 def _pack(positions: Sequence[Any]) -> torch.Tensor:
     """Positions as one tensor: int64[n, 2], or bytes one after the other where a state is among them."""
     if not any(isinstance(position, torch.Tensor) for position in positions):
-        return torch.tensor(positions, dtype=torch.int64)
+        return torch.tensor([_signed(position) for position in positions], dtype=torch.int64)
     rows = [
-        p if isinstance(p, torch.Tensor) else torch.tensor(p, dtype=torch.int64).view(torch.uint8)
+        p
+        if isinstance(p, torch.Tensor)
+        else torch.tensor(_signed(p), dtype=torch.int64).view(torch.uint8)
         for p in positions
     ]
     return torch.cat(rows)
+
+
+def _signed(position: tuple[int, int]) -> tuple[int, int]:
+    """A position whose seed, of 64 bits, fits an int64."""
+    seed, offset = position
+    return (seed + 2**63) % 2**64 - 2**63, offset
 
 
 def _unpack(packed: torch.Tensor, states: Sequence[torch.Generator]) -> None:
@@ -252,8 +282,8 @@ def _unpack(packed: torch.Tensor, states: Sequence[torch.Generator]) -> None:
     sizes = [16 if s.device.type == "cuda" else s.get_state().numel() for s in states]
     for state, row in zip(states, packed.split(sizes), strict=True):
         if state.device.type == "cuda":
-            seed, offset = row.clone().view(torch.int64).tolist()
-            state.manual_seed(seed)
+            bits, offset = row.clone().view(torch.int64).tolist()
+            state.manual_seed(bits % 2**64)
             state.set_offset(offset)
         else:
             state.set_state(row.clone())

@@ -12,8 +12,7 @@ from cgpass.runtime.actions import Action, decide
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.failures import Resplit, give_memory_back
 from cgpass.runtime.fallback import Fallback
-from cgpass.runtime.owner import MAX_SLOTS, Owner
-from cgpass.runtime.placeholders import num_bytes
+from cgpass.runtime.owner import Owner
 from cgpass.runtime.recorder import Recorder
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.rng_states import forward_states
@@ -76,9 +75,6 @@ class PartitionRunner:
             stats=self.stats,
         )
         self._strays = Strays(owner)
-        self._distances: dict[ShapeKey, list[int]] = {}
-        """By shape, how far random operators draw from where this partition begins."""
-        self._warned_held = False
         self._fallback = Fallback(name, fn, self.stats, on_skip=settings.on_skip, resplit=resplit)
         self._warm_ups = WarmUp(fn, owner)
         self._set_infos(infos)
@@ -133,9 +129,9 @@ class PartitionRunner:
         key, start = self._layout.shape_key(args), states[0].start()
         outputs, recording = self._run(args)
         if recording is None:
-            self._distances[key] = [state.distance(start) for state in states]
+            self.table.note_draws(key, [state.distance(start) for state in states])
         else:
-            for state, distance in zip(states, self._distances[key], strict=True):
+            for state, distance in zip(states, self.table.draws(key), strict=True):
                 state.replayed(start, distance)
         return outputs, recording
 
@@ -244,9 +240,8 @@ class PartitionRunner:
         return self._warm_ups.run(args, check_syncs=check)
 
     def _is_usable(self) -> bool:
-        if self._fallback.failure is not None or self.owner.closed:
-            return False
-        return not self.owner.driver.is_capturing()
+        broken = self._fallback.failure is not None or self.owner.closed
+        return not broken and not self.owner.driver.is_capturing()
 
     def _has_strays(self, args: Sequence[Any]) -> bool:
         """Whether a pooled input is not where a recording put it; if that goes on, it becomes a copied one."""
@@ -283,12 +278,8 @@ class PartitionRunner:
     def _make_space(self, shape_key: ShapeKey, args: Sequence[Any]) -> None:
         """Before a shape larger than all recorded ones is, drop those: they find room in its memory, not it in theirs."""
         if self._largest and not self.table.has_recordings(shape_key):
-            if self._bytes_that_move(args) > self._largest:
+            if self._layout.bytes_that_move(args) > self._largest:
                 self.owner.start_over()
-
-    def _bytes_that_move(self, args: Sequence[Any]) -> int:
-        moving = (*self._layout.copied, *self._layout.pooled)
-        return sum(num_bytes(args[i]) for i in moving)
 
     def forget_recordings(self) -> None:
         """Drop every recording; calls of shapes known so far record at once."""
@@ -299,22 +290,15 @@ class PartitionRunner:
         """Where to record this signature once more, None if results of too many calls are held."""
         num_recordings = len(self.table.find(shape_key, static_key))
         slot = self.owner.slot_for(num_recordings, self._first_slot)
-        if slot is None and not self._warned_held:
-            self._warned_held = True
-            log.warning(
-                "%s: results of %d earlier calls are still held (outputs with their graph, or forwards whose backward "
-                "did not come yet), so calls run without a graph until some are dropped. Call it under "
-                "torch.no_grad() if no backward is meant, or detach what is kept.",
-                self.name,
-                MAX_SLOTS,
-            )
+        if slot is None:
+            self.owner.warn_of_held(self.name)
         return slot
 
     # ---- recording
 
     def _record(self, args: list[Any], slot: int, watch: Watch) -> Recording | None:
         """A recording, None if this call is none for it."""
-        self._largest = max(self._largest, self._bytes_that_move(args))
+        self._largest = max(self._largest, self._layout.bytes_that_move(args))
         stationary = watch.stationary(args)
         if stationary:
             self.stats.promotions += 1

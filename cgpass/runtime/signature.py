@@ -9,6 +9,7 @@ import torch
 from cgpass.errors import InputError
 from cgpass.inputs import InputInfo, InputKind
 from cgpass.runtime import fast
+from cgpass.runtime.placeholders import num_bytes
 
 ShapeKey = tuple[Any, ...]
 """Integers, identities of objects, and tensor layouts where nobody guards them."""
@@ -61,6 +62,10 @@ class Layout:
         if self._layouts:
             key += tuple([layout_of(args[i]) for i in self._layouts])
         return key
+
+    def bytes_that_move(self, args: Sequence[Any]) -> int:
+        """Size of the inputs that are not known to stay in place."""
+        return sum(num_bytes(args[i]) for i in (*self.copied, *self.pooled))
 
     def static_key(self, args: Sequence[Any]) -> StaticKey:
         """The part of the signature that decides where it is read."""

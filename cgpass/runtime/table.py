@@ -33,6 +33,8 @@ class _Shape:
     sets: dict[StaticKey, list[Recording]] = field(default_factory=dict)
     watches: dict[StaticKey, Watch] = field(default_factory=dict)
     """By addresses of parameters."""
+    draws: list[int] = field(default_factory=list)
+    """How far random operators draw from where the partition begins."""
     objects: tuple[Any, ...] = ()
     """Those that the key knows by identity, kept alive so that no other object takes their place."""
 
@@ -155,6 +157,16 @@ class RecordingTable:
 
     def _is_warm_set(self, shape_key: ShapeKey, static_key: StaticKey) -> bool:
         return (shape_key, hash(self._layout.parameters_of(static_key))) in self._warm_sets
+
+    def note_draws(self, shape_key: ShapeKey, distances: list[int]) -> None:
+        """Note how far a plain call's random operators drew from where it began."""
+        shape = self._shapes.get(shape_key)
+        if shape is not None:
+            shape.draws = distances
+
+    def draws(self, shape_key: ShapeKey) -> Sequence[int]:
+        """What `note_draws` has noted of a shape that is recorded."""
+        return self._shapes[shape_key].draws
 
     def watch(self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]) -> Watch:
         """What is known of a signature's copied inputs, wherever other recordings put what they hand it."""

@@ -1,0 +1,352 @@
+"""States of recomputed random operators: CUDA's positions through fake generators, whole states on the CPU."""
+
+import threading
+
+import pytest
+import torch
+
+from cgpass import _torch
+from cgpass.errors import CaptureError, InputError
+from cgpass.runtime import rng_states
+from cgpass.runtime.rng_states import ForwardState, caller_of, forward_states, run_with_state
+from tests.unit.runners import COPIED, OPAQUE, counts, runner
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+class FakeGenerator:
+    """Seed and offset, as a CUDA generator has them, and the generator that is swapped in for it."""
+
+    device = CUDA
+
+    def __init__(self, seed=7, offset=0):
+        self.seed, self.offset = seed, offset
+        self.stands_in = self
+
+    def initial_seed(self):
+        return self.seed
+
+    def get_offset(self):
+        return self.offset
+
+    def set_offset(self, offset):
+        self.offset = offset
+
+    def manual_seed(self, seed):
+        self.seed, self.offset = seed, 0
+        return self
+
+    def clone_state(self):
+        return FakeGenerator(self.seed, self.offset)
+
+    def graphsafe_get_state(self):
+        return self.stands_in
+
+    def graphsafe_set_state(self, other):
+        self.stands_in = other
+
+    def where(self):
+        return (self.seed, self.offset)
+
+
+@pytest.fixture
+def user(monkeypatch):
+    """The user's generator on CUDA."""
+    generator = FakeGenerator()
+    real = _torch.default_generator
+    monkeypatch.setattr(
+        _torch,
+        "default_generator",
+        lambda device: generator if device.type == "cuda" else real(device),
+    )
+    monkeypatch.setattr(_torch, "is_capturing", lambda: False)
+    return generator
+
+
+@pytest.fixture(autouse=True)
+def same_numbers():
+    torch.manual_seed(3)
+
+
+def draw(user, steps):
+    """An operator that draws from whatever stands in for the user's generator; says where it drew."""
+
+    def op():
+        state = user.stands_in
+        before = state.where()
+        state.set_offset(before[1] + steps)
+        return before
+
+    return op
+
+
+def through(op):
+    """A graph of one pair: calls `op` through its state."""
+    return lambda args: [run_with_state(op, rng_state=args[-1])]
+
+
+def call(fn, direction, *args, devices=(CUDA,), at=1, exact=True):
+    return caller_of(fn, direction, devices, at, exact=exact)(list(args))
+
+
+# ---- one operator
+
+
+def test_a_forward_draws_from_the_users_generator_and_notes_where(user):
+    user.offset = 40
+    where, positions = call(through(draw(user, 4)), "forward")
+    assert where == (7, 40)
+    assert user.where() == (7, 44)
+    assert positions.tolist() == [[7, 40]]
+    assert positions.dtype is torch.int64
+
+
+def test_a_backward_draws_there_again_and_leaves_the_users_generator_alone(user):
+    user.offset = 100
+    backward = caller_of(through(draw(user, 4)), "backward", (CUDA,), 0, exact=True)
+    for seed, offset in ((7, 40), (7, 12), (8, 40)):
+        assert backward([torch.tensor([[seed, offset]])]) == [(seed, offset)]
+        assert user.where() == (7, 100)
+        assert user.stands_in is user
+
+
+def test_a_large_seed_travels(user):
+    """The seed of `torch.manual_seed(-1)` is 2**64 - 1."""
+    user.seed = 2**64 - 1
+    _, positions = call(through(draw(user, 4)), "forward")
+    backward = caller_of(through(draw(user, 4)), "backward", (CUDA,), 0, exact=True)
+    assert backward([positions]) == [(2**64 - 1, 0)]
+
+
+@pytest.mark.parametrize("device", [CUDA, CPU], ids=str)
+def test_an_error_in_an_operator_puts_the_users_generator_back(user, device):
+    def fails():
+        if device == CPU:
+            torch.rand(5)
+        raise ValueError("the operator's own")
+
+    state = FakeGenerator(9) if device == CUDA else torch.Generator().manual_seed(9)
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="the operator's own"):
+        run_with_state(fails, rng_state=state)
+    assert user.stands_in is user
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_state_on_the_cpu_moves_on():
+    state, same = (torch.Generator().manual_seed(9) for _ in range(2))
+    before = torch.get_rng_state()
+    drawn = [run_with_state(torch.rand, 3, rng_state=state) for _ in range(2)]
+    assert all(torch.equal(x, torch.rand(3, generator=same)) for x in drawn)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# ---- a partition's replays
+
+
+def states_in(user, count):
+    """States of a call's pairs, and what notes where they drew."""
+    positions = rng_states._Positions()
+    positions.by_number = [(0, 0)] * count
+    return [ForwardState(user, positions, n) for n in range(count)], positions
+
+
+def test_a_replay_draws_from_where_the_partition_starts(user):
+    (first, second), positions = states_in(user, 2)
+    user.offset = 40
+    start = first.start()
+    run_with_state(draw(user, 4), rng_state=first)
+    user.set_offset(user.offset + 8)  # an operator without a pair
+    run_with_state(draw(user, 4), rng_state=second)
+    distances = [state.distance(start) for state in (first, second)]
+    assert distances == [0, 12]
+
+    user.manual_seed(11).set_offset(96)
+    start = first.start()
+    for state, distance in zip((first, second), distances, strict=True):
+        state.replayed(start, distance)
+    assert positions.by_number == [(11, 96), (11, 108)]
+
+
+def test_in_a_capture_nobody_notes_a_position(user, monkeypatch):
+    (state,), positions = states_in(user, 1)
+    monkeypatch.setattr(_torch, "is_capturing", lambda: True)
+    user.offset = 40
+    run_with_state(draw(user, 4), rng_state=state)
+    assert positions.by_number == [(0, 0)]
+
+
+def test_on_the_cpu_the_operator_notes_it_in_a_replay_too():
+    (state,), positions = states_in(torch.default_generator, 1)
+    assert state.start() is None
+    assert state.distance(None) == 0
+    before = torch.get_rng_state()
+    run_with_state(torch.rand, 3, rng_state=state)
+    state.replayed(None, 0)
+    assert torch.equal(positions.by_number[0], before)
+
+
+def test_a_runner_learns_the_distance_of_each_shape(user):
+    """A kernel that a graph launches draws from where the user's generator then stands."""
+    (state,), positions = states_in(user, 1)
+    user.offset = 0
+
+    def kernels(x, rng_state):
+        user.set_offset(user.get_offset() + 4 * x.numel())
+        run_with_state(draw(user, 4), rng_state=rng_state)
+        return (x + 1,)
+
+    run = runner(kernels, COPIED, OPAQUE, settings={"check_layout": True})
+    for size in (2, 3, 2, 3):
+        run.run([torch.ones(size), state])
+    assert counts(run)[:2] == (2, 2)
+    for size, seed, offset in ((2, 5, 40), (3, 5, 80), (2, 6, 0)):
+        user.manual_seed(seed).set_offset(offset)
+        run.run([torch.ones(size), state])
+        assert positions.by_number == [(seed, offset + 4 * size)]
+    assert forward_states([torch.ones(1), state, 3], (1, 2)) == (state,)
+
+
+# ---- paired
+
+
+def test_paired_draws_from_a_generator_of_its_own(user):
+    user.offset = 40
+    where, positions = call(through(draw(user, 12)), "forward", exact=False)
+    assert positions.tolist() == [list(where)]
+    assert where[0] != 7
+    assert where[1] == 40
+    assert user.where() == (7, 40 + rng_states._STEPS_OF_A_CALL)
+
+
+def test_paired_has_another_seed_for_each_pair_and_the_same_for_the_same_step(user):
+    def two(args):
+        return [
+            run_with_state(draw(user, n), rng_state=s)
+            for n, s in zip((4, 12), args[-2:], strict=True)
+        ]
+
+    forward = caller_of(two, "forward", (CUDA, CUDA), 2, exact=False)
+    first, second, _ = forward([])
+    assert first[0] != second[0]
+    assert user.where() == (7, rng_states._STEPS_OF_A_CALL)  # far past what either drew
+    third, *_ = forward([])
+    assert third[0] == first[0]
+    assert third[1] != first[1]
+    user.manual_seed(7)
+    assert forward([])[:2] == [first, second]
+    user.manual_seed(8)
+    assert forward([])[0] != first
+
+
+def test_paired_on_the_cpu_follows_the_users_seed():
+    forward = caller_of(through(lambda: torch.rand(4)), "forward", (CPU,), 1, exact=False)
+    backward = caller_of(through(lambda: torch.rand(4)), "backward", (CPU,), 0, exact=False)
+
+    def step():
+        drawn, positions = forward([])
+        assert torch.equal(*backward([positions]), drawn)
+        return drawn
+
+    steps = [step() for _ in range(3)]
+    torch.manual_seed(3)
+    again = [step() for _ in range(3)]
+    assert all(map(torch.equal, steps, again))
+    assert not torch.equal(steps[0], steps[1])
+
+
+# ---- both devices
+
+
+@pytest.mark.parametrize("devices", [(CUDA, CPU), (CPU, CUDA)], ids=["cuda first", "cpu first"])
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "paired"])
+def test_pairs_on_the_cpu_beside_pairs_on_cuda(user, devices, exact):
+    ops = [draw(user, 4) if d == CUDA else lambda: torch.rand(3).tolist() for d in devices]
+
+    def graph(args):
+        return [run_with_state(op, rng_state=s) for op, s in zip(ops, args[-2:], strict=True)]
+
+    user.offset = 40
+    *drawn, positions = call(graph, "forward", devices=devices, at=2, exact=exact)
+    user.offset = 400
+    torch.rand(7)
+    before = torch.get_rng_state()
+    backward = caller_of(graph, "backward", devices, 1, exact=exact)
+    for _ in range(2):
+        assert backward([torch.ones(1), positions, torch.ones(1)]) == drawn
+    assert user.where() == (7, 400)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_positions_are_where_the_graph_has_them(user):
+    def graph(args):
+        assert args[:-1] == ["a", "b"]
+        return ["x", "y", run_with_state(draw(user, 4), rng_state=args[-1])]
+
+    args = ["a", "b"]
+    outputs = caller_of(graph, "forward", (CUDA,), 1, exact=True)(args)
+    assert [outputs[0], *outputs[2:]] == ["x", "y", (7, 0)]
+    back = caller_of(graph, "backward", (CUDA,), 1, exact=True)
+    assert back(["a", outputs[1], "b"]) == ["x", "y", (7, 0)]
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "paired"])
+def test_a_capture_of_the_users_own_is_refused(user, monkeypatch, direction, exact):
+    run = caller_of(through(draw(user, 4)), direction, (CUDA,), 0, exact=exact)
+    monkeypatch.setattr(_torch, "is_capturing", lambda: True)
+    with pytest.raises(CaptureError) as raised:
+        run([torch.tensor([[7, 0]])])
+    assert str(raised.value) == (
+        "a compiled function that recomputes random operators (activation checkpointing with dropout) was called "
+        "inside a capture of your own: nobody can tell there which numbers its backward has to repeat. Call it "
+        "outside, or checkpoint with cgpass.checkpoint in a capture by hand."
+    )
+    assert user.where() == (7, 0)
+
+
+def test_positions_that_hooks_made_something_else_of_are_refused(user):
+    backward = caller_of(through(draw(user, 4)), "backward", (CUDA,), 0, exact=True)
+    with pytest.raises(InputError) as raised:
+        backward([torch.tensor([[7, 0]]).half()])
+    assert str(raised.value) == (
+        "where a forward's random operators drew was saved for its backward as an integer tensor, but came back as "
+        "torch.float16: have your saved-tensor hooks leave tensors of integers as they are"
+    )
+
+
+# ---- threads
+
+
+def in_threads(work, count=4):
+    errors = []
+
+    def run():
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors[0]
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "paired"])
+def test_each_thread_gets_its_own_forwards_numbers(exact):
+    fn = through(lambda: torch.rand(2000))
+    forward = caller_of(fn, "forward", (CPU,), 1, exact=exact)
+    backward = caller_of(fn, "backward", (CPU,), 0, exact=exact)
+
+    def work():
+        for _ in range(50):
+            drawn, positions = forward([])
+            assert torch.equal(*backward([positions]), drawn)
+
+    in_threads(work)
