@@ -9,7 +9,9 @@ import torch
 from torch import fx
 
 from cgpass import _torch
+from cgpass.graph.inputs import seed_positions
 from cgpass.graph.values import graph_outputs
+from cgpass.runtime.seeds import read_on_the_host
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 """Takes one list of inputs, which it may empty, and returns a sequence of outputs."""
@@ -55,9 +57,11 @@ class Compiler:
             gm: The whole forward, backward or inference graph.
             example_inputs: Fake inputs, as AOTAutograd gave them.
         """
+        seeds = seed_positions(gm)
         if self.compiler == "eager":
-            return _torch.boxed_graph_module(gm)
-        return _torch.inductor_inner(gm, example_inputs, **dict(self.whole_graph_settings))
+            return read_on_the_host(_torch.boxed_graph_module(gm), seeds)
+        settings = dict(self.whole_graph_settings)
+        return read_on_the_host(_torch.inductor_inner(gm, example_inputs, **settings), seeds)
 
     def captured(self, gm: fx.GraphModule, static: Sequence[int]) -> Boxed:
         """A captured partition among others.
@@ -68,24 +72,26 @@ class Compiler:
             gm: The partition, returning a tuple.
             static: Inputs whose address stays.
         """
+        seeds = seed_positions(gm)
         if self.compiler == "eager":
-            return _torch.boxed_graph_module(gm)
+            return read_on_the_host(_torch.boxed_graph_module(gm), seeds)
         gm.graph.output_node().meta["user_visible_output_idxs"] = [
             i for i, value in enumerate(graph_outputs(gm)) if isinstance(value, fx.Node)
         ]
         inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
         with _torch.own_tracing_context(inputs, self.late):
-            return _torch.inductor_inner(
+            fn = _torch.inductor_inner(
                 gm,
                 inputs,
                 static_input_idxs=tuple(static),
                 is_backward=self.is_backward,
                 is_inference=self.is_inference,
             )
+        return read_on_the_host(fn, seeds)
 
     def eager(self, gm: fx.GraphModule) -> Boxed:
         """A partition that no graph can hold: generated Python over its operators."""
-        return _torch.boxed_graph_module(gm)
+        return read_on_the_host(_torch.boxed_graph_module(gm), seed_positions(gm))
 
 
 def output_strides(gm: fx.GraphModule) -> list[tuple[Any, ...] | None]:

@@ -32,5 +32,7 @@ class InputInfo:
     """User's source line that first reads it, `model.py:41 in forward: code`."""
     mutated: bool = False
     """Written by the partition: a copied input is written back after every replay."""
+    is_seed: bool = False
+    """Read as a pointer to wherever its reader runs; see Note [Seeds of attention]."""
     whole_storage: bool = False
     """Read by its storage's addresses (`as_strided`): a copied input is copied with all of its storage."""

@@ -11,6 +11,11 @@ from cgpass.inputs import InputInfo, InputKind
 _AS_STRIDED = frozenset({"as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter"})
 """Operators that count from the beginning of a storage."""
 
+_READ_SEEDS = frozenset(
+    {"_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward"}
+)
+"""Operators that read where dropout was drawn through a pointer."""
+
 
 def input_infos(
     gm: fx.GraphModule,
@@ -31,16 +36,30 @@ def input_infos(
     placeholders = gm.graph.find_nodes(op="placeholder")
     written = _written_placeholders(gm)
     strided = _strided_placeholders(gm)
+    seeds = seed_positions(gm)
     return tuple(
         InputInfo(
             name=known.get(node.name, node.name),
             kind=_kind(node, is_static=index in static, is_pooled=node.name in pooled),
             line=_first_line(node),
             mutated=node in written,
+            is_seed=index in seeds,
             whole_storage=node in strided,
         )
         for index, node in enumerate(placeholders)
     )
+
+
+def seed_positions(gm: fx.GraphModule) -> tuple[int, ...]:
+    """Positions of the inputs that attention's backward reads as seed or offset. See Note [Seeds of attention]."""
+    read = {
+        values.argument(node, name)
+        for node in gm.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._opname in _READ_SEEDS
+        for name in ("philox_seed", "philox_offset")
+    }
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return tuple(i for i, node in enumerate(placeholders) if node in read)
 
 
 def _kind(node: fx.Node, *, is_static: bool, is_pooled: bool) -> InputKind:

@@ -16,6 +16,7 @@ from cgpass.runtime.owner import Owner
 from cgpass.runtime.recorder import Recorder
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.rng_states import forward_states
+from cgpass.runtime.seeds import put_on_the_device
 from cgpass.runtime.settings import RunnerSettings
 from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe
 from cgpass.runtime.stationary import Watch
@@ -123,6 +124,8 @@ class PartitionRunner:
             since no recording is replayed over held memory; placeholders and temporaries do not.
         """
         self.stats.calls += 1
+        if self._layout.seeds:
+            put_on_the_device(args, self._layout.seeds, self.owner.driver.device)
         states = forward_states(args, self._layout.objects) if self._layout.objects else ()
         if not states:
             return self._run(args)

@@ -43,6 +43,7 @@ class Layout:
         self.pooled = positions(InputKind.POOLED)
         self.parameters = positions(InputKind.STATIC)
         self.static = positions(InputKind.STATIC, InputKind.POOLED) if check_static else self.pooled
+        self.seeds = tuple(i for i, info in enumerate(infos) if info.is_seed)
         self.mutated = tuple(i for i, info in enumerate(infos) if info.mutated)
         self.objects = positions(InputKind.GENERATOR, InputKind.OPAQUE)
         self._values = positions(InputKind.SYMINT)

@@ -2,7 +2,7 @@
 
 import torch
 
-from cgpass.graph.inputs import input_infos
+from cgpass.graph.inputs import input_infos, seed_positions
 from cgpass.inputs import InputInfo, InputKind
 from tests.graphs import FakeCudaGenerator, dynamic, fake_cuda_graph, node_named
 
@@ -76,3 +76,16 @@ def test_inputs_read_by_storage_are_found_through_views():
 
     gm = fake_cuda_graph(fn, (2, 3), (6,), (2,))
     assert [info.whole_storage for info in input_infos(gm, static=())] == [True, True, False]
+
+
+def test_seeds_of_attention_are_found():
+    def fn(q, seed, offset):
+        out = torch.ops.aten._scaled_dot_product_efficient_attention(q, q, q, None, True, 0.5)
+        grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            q, q, q, q, None, out[0], out[1], seed, offset, 0.5, [True, True, True, False]
+        )
+        return grads[0]
+
+    gm = fake_cuda_graph(fn, (1, 2, 4, 8), (), ())
+    assert [info.is_seed for info in input_infos(gm, static=())] == [False, True, True]
+    assert seed_positions(gm) == (1, 2)

@@ -48,7 +48,7 @@ class Noise(nn.Module):
     def middle(self, x):
         x = checkpoint(self.inner, x, use_reentrant=False)
         order = torch.randperm(x.shape[0], device=x.device)
-        return x.index_select(0, order) * torch.randint(1, 3, x.shape, device=x.device)
+        return x * order.view(-1, 1) * torch.randint(1, 3, x.shape, device=x.device)
 
     def outer(self, x):
         q = (x + torch.normal(0.0, 1.0, x.shape, device=x.device)).view(1, 2, 4, 8)
