@@ -271,7 +271,8 @@ class CUDADriver:
             self._end_failed(graph, pool)
             raise
         try:
-            graph.capture_end()
+            with _may_be_empty():
+                graph.capture_end()
         except BaseException:
             _torch.abandon_failed_capture(self._index, pool.handle)
             raise

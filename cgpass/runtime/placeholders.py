@@ -72,8 +72,15 @@ class Placeholder:
         """Give the placeholder the value of `value`."""
         self.target.copy_(self.source(value))
 
+    def copy_to(self, value: torch.Tensor) -> None:
+        """Give `value` the placeholder's value: its own elements, not what else lies in its storage."""
+        if self.whole:
+            value.copy_(self.tensor)
+        else:
+            self.source(value).copy_(self.target)
+
     def source(self, value: torch.Tensor) -> torch.Tensor:
-        """What is copied into `target` (or back from it) when the input is `value`."""
+        """What is copied into `target` when the input is `value`."""
         if self.lazy:
             value = memory_of(value)
         if self.whole:

@@ -13,7 +13,7 @@ from cgpass.runtime.owner import Owner
 from cgpass.runtime.placeholders import Placeholder
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.signature import Layout, layout_of, place_of
-from cgpass.runtime.writes import Writes, counting
+from cgpass.runtime.writes import Writes, counting, places, refuse_new_layouts
 from cgpass.telemetry import CallStats
 
 
@@ -56,6 +56,7 @@ class Recorder:
         *,
         uses: tuple[frozenset[int] | None, frozenset[int]],
         stationary: Collection[int] = (),
+        written: Collection[int] = (),
     ) -> Recording:
         """Record one signature.
 
@@ -65,6 +66,10 @@ class Recorder:
             slot: Pool to record into.
             uses: Outputs that the user gets (None: all), and outputs that others read.
             stationary: Copied inputs to be read where they lie instead.
+            written: Inputs that plain calls wrote, besides those that the layout knows.
+
+        Raises:
+            CaptureError: The callable gives an input another shape; looked for where it finds writes.
         """
         owner = self._owner
         lean = fast.can_swap()
@@ -81,19 +86,21 @@ class Recorder:
             placeholder.copy_from(args[i])
         passed = staged.copy()
         gifts.put_into(passed)
-        writes = Writes(staged if self._finds_writes else ())
+        watched = staged if self._finds_writes else ()
+        writes, before = Writes(watched), places(watched)
         try:
             graph, outputs = owner.driver.record(self._fn, passed, opaque=self._opaque, slot=slot)
         finally:
             passed.clear()
             consumes = gifts.take_back()
+        refuse_new_layouts(watched, before)
         visible, read = uses
         recording = Recording(
             graph,
             outputs,
             staged,
             placeholders,
-            mutated=sorted({*layout.mutated, *writes.found()}),
+            mutated=sorted({*layout.mutated, *written, *writes.found()}),
             visible=visible,
             read=read,
             consumes=consumes,

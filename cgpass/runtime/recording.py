@@ -235,7 +235,7 @@ class Recording:
     def _note_writes(self, args: Sequence[Any]) -> None:
         """Give written inputs their values, and have autograd know."""
         for i, placeholder in self._write_back:
-            placeholder.source(args[i]).copy_(placeholder.target)
+            placeholder.copy_to(args[i])
         for i in self._written_in_place:
             if not args[i].is_inference():
                 torch.autograd.graph.increment_version(args[i])

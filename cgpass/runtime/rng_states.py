@@ -75,6 +75,24 @@ def forward_states(args: Sequence[Any], among: Iterable[int]) -> tuple[ForwardSt
     return tuple([args[i] for i in among if isinstance(args[i], ForwardState)])
 
 
+def note_positions(
+    states: Sequence[ForwardState], start: Any, distances: list[int], *, replayed: bool
+) -> None:
+    """Note where a partition's operators drew, once it ran.
+
+    Args:
+        states: Of the operators.
+        start: Where the partition began.
+        distances: From there to the operators: learnt of plain calls, used for replays.
+        replayed: Whether it was a replay.
+    """
+    if replayed:
+        for state, distance in zip(states, distances, strict=True):
+            state.replayed(start, distance)
+    else:
+        distances[:] = [state.distance(start) for state in states]
+
+
 class ExactForward:
     """Calls a forward graph whose pairs draw from the user's generator."""
 

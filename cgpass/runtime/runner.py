@@ -15,7 +15,7 @@ from cgpass.runtime.fallback import Fallback
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recorder import Recorder
 from cgpass.runtime.recording import Recording
-from cgpass.runtime.rng_states import forward_states
+from cgpass.runtime.rng_states import forward_states, note_positions
 from cgpass.runtime.seeds import put_on_the_device
 from cgpass.runtime.settings import RunnerSettings
 from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe
@@ -131,11 +131,7 @@ class PartitionRunner:
             return self._run(args)
         key, start = self._layout.shape_key(args), states[0].start()
         outputs, recording = self._run(args)
-        if recording is None:
-            self.table.note_draws(key, [state.distance(start) for state in states])
-        else:
-            for state, distance in zip(states, self.table.draws(key), strict=True):
-                state.replayed(start, distance)
+        note_positions(states, start, self.table.draws(key), replayed=recording is not None)
         return outputs, recording
 
     def _run(self, args: list[Any]) -> tuple[Sequence[Any], Recording | None]:
@@ -240,7 +236,10 @@ class PartitionRunner:
     def _warm_up(self, args: list[Any], shape_key: ShapeKey) -> Sequence[Any]:
         is_last = self.table.num_warmups(shape_key) + 1 >= self._settings.limits.num_warmup_calls
         check = is_last and not self.stats.recordings and self._fallback.checks_warm_ups
-        return self._warm_ups.run(args, check_syncs=check)
+        compared = self._layout.copied if self._settings.check_layout else ()
+        outputs = self._warm_ups.run(args, check_syncs=check, compared=compared)
+        self.written |= self._warm_ups.found_written
+        return outputs
 
     def _is_usable(self) -> bool:
         broken = self._fallback.failure is not None or self.owner.closed
@@ -302,7 +301,7 @@ class PartitionRunner:
     def _record(self, args: list[Any], slot: int, watch: Watch) -> Recording | None:
         """A recording, None if this call is none for it."""
         self._largest = max(self._largest, self._layout.bytes_that_move(args))
-        stationary = watch.stationary(args)
+        stationary = watch.stationary(args, {*self._layout.mutated, *self.written})
         if stationary:
             self.stats.promotions += 1
             names = describe(self._layout.infos[i] for i in stationary)
@@ -313,6 +312,7 @@ class PartitionRunner:
             slot,
             uses=(self.visible, self.read),
             stationary=stationary,
+            written=self.written,
         )
         if not self._is_of_use(recording, args):
             recording.close(whole_pool=False)

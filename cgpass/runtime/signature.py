@@ -83,7 +83,7 @@ class Layout:
     def changed(self, old: ShapeKey, new: ShapeKey) -> list[int]:
         """Positions of the inputs whose part of a shape key differs."""
         types = self._values if self._typed else ()
-        positions = (*self._values, *types, *self.objects, *self._layouts)
+        positions = (*self._values, *types, *self.objects, *self._whole, *self._layouts)
         return sorted({i for i, a, b in zip(positions, old, new, strict=True) if a != b})
 
     def moved(self, old: StaticKey, new: StaticKey) -> list[int]:

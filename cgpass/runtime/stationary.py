@@ -13,7 +13,7 @@ Note [Inputs that never move]
 
 import itertools
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, Final
 
 from cgpass.runtime import fast
@@ -55,15 +55,18 @@ class Watch:
         self._calls = 0
         self.settled = not self.positions
 
-    def stationary(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """Which inputs a recording made now reads where they lie; those that moved since they settled never will be."""
+    def stationary(self, args: Sequence[Any], written: Container[int] = ()) -> tuple[int, ...]:
+        """Which inputs a recording made now reads where they lie; those that moved since they settled never will be.
+
+        Nor are those that are written and were made in inference mode: a capture may not write them.
+        """
         if not self.settled and self._calls < max(1, CALLS // 2):
             return ()
         self.settled = True
         addresses = fast.static_key(args, self.positions)
         if addresses != self._addresses:
             self._keep(addresses, [a == b for a, b in _pairs(self._addresses, addresses)])
-        return self.positions
+        return tuple(i for i in self.positions if i not in written or not args[i].is_inference())
 
     def _keep(self, addresses: bytes, which: Sequence[bool]) -> None:
         """Go on with some of the inputs."""

@@ -158,15 +158,10 @@ class RecordingTable:
     def _is_warm_set(self, shape_key: ShapeKey, static_key: StaticKey) -> bool:
         return (shape_key, hash(self._layout.parameters_of(static_key))) in self._warm_sets
 
-    def note_draws(self, shape_key: ShapeKey, distances: list[int]) -> None:
-        """Note how far a plain call's random operators drew from where it began."""
+    def draws(self, shape_key: ShapeKey) -> list[int]:
+        """How far a shape's random operators draw from where the partition begins: for the caller to fill and read."""
         shape = self._shapes.get(shape_key)
-        if shape is not None:
-            shape.draws = distances
-
-    def draws(self, shape_key: ShapeKey) -> Sequence[int]:
-        """What `note_draws` has noted of a shape that is recorded."""
-        return self._shapes[shape_key].draws
+        return [] if shape is None else shape.draws
 
     def watch(self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]) -> Watch:
         """What is known of a signature's copied inputs, wherever other recordings put what they hand it."""

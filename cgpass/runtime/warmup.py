@@ -1,4 +1,4 @@
-"""`WarmUp`: a partition's plain calls before it is recorded, and whether they sync."""
+"""`WarmUp`: a partition's plain calls before it is recorded, and what they tell of it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,10 +6,11 @@ from typing import Any
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.syncs import syncs_noted
+from cgpass.runtime.writes import Changes
 
 
 class WarmUp:
-    """Runs a partition plainly, and notes whether it syncs."""
+    """Runs a partition plainly, and notes whether it syncs and what it writes."""
 
     def __init__(self, fn: BoxedCallable, owner: Owner) -> None:
         """Nothing ran yet.
@@ -22,9 +23,27 @@ class WarmUp:
         self._owner = owner
         self.found_syncs = False
         """Whether the last call that was checked seemed to wait for the device."""
+        self.found_written: frozenset[int] = frozenset()
+        """Inputs whose bits the last call changed, among those compared."""
 
-    def run(self, args: list[Any], *, check_syncs: bool) -> Sequence[Any]:
-        """Run one call; `args` is emptied."""
+    def run(
+        self, args: list[Any], *, check_syncs: bool, compared: Sequence[int] = ()
+    ) -> Sequence[Any]:
+        """Run one call.
+
+        Args:
+            args: Its inputs; emptied.
+            check_syncs: Whether to find out if it waits for the device.
+            compared: Inputs to be compared with what they were before; waits for the device.
+        """
+        if compared:
+            changes = Changes(args, compared)
+            outputs = self._run_once(args, check_syncs=check_syncs)
+            self.found_written = changes.found()
+            return outputs
+        return self._run_once(args, check_syncs=check_syncs)
+
+    def _run_once(self, args: list[Any], *, check_syncs: bool) -> Sequence[Any]:
         if check_syncs:
             with syncs_noted(self._owner.driver.device) as found:
                 outputs = self._run(args)

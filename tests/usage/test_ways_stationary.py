@@ -227,3 +227,21 @@ def test_a_view_of_an_input_that_stays(way):
         return values
 
     assert_replays(way.compare(program))
+
+
+def test_a_state_of_inference_mode_that_the_function_writes(way):
+    class Adds(nn.Module):
+        def forward(self, x, y):
+            x.add_(y.sin())
+            return (x * y).cos() + 1
+
+    def program(session):
+        _, call = session.compiled(Adds)
+        values = []
+        with torch.inference_mode():
+            x, y = session.randn(4, 8), session.randn(4, 8)
+            for _ in range(16):
+                values.append(call(x, y).clone())
+            return [*values, x.clone()]
+
+    assert_replays(way.compare(program))

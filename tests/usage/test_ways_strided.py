@@ -91,3 +91,33 @@ def test_one_of_two_overlapping_slices_is_written(setting):
         return values
 
     assert setting.compare(program)["replays"] > 0
+
+
+class WritesNeighbours(nn.Module):
+    def forward(self, x, y):
+        y.mul_(2)
+        x.as_strided((4,), (1,), 8).add_(1)
+        return ((x.sum() + y).sin() + 1).cos()
+
+
+def test_neighbours_on_one_storage_are_both_written(setting):
+    def program(session):
+        _, call = session.compiled(WritesNeighbours)
+        whole, values = session.randn(24), []
+        for _ in range(8):
+            values += [call(whole[8:20], whole[:8]), whole.clone()]
+        return values
+
+    assert_replays(setting.compare(program))
+
+
+def test_offsets_that_never_repeat(setting, caplog):
+    """Each is a signature of its own: said after a while, and right all along."""
+
+    def program(session):
+        _, call = session.compiled(lambda: Strided(4))
+        whole = session.randn(400)
+        return [call(whole[2 * n : 2 * n + 12]) for n in range(80)]
+
+    setting.compare(program)
+    assert "64 calls in a row were never recorded" in caplog.text

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from cgpass.errors import OutputError
 
@@ -154,3 +155,64 @@ def test_parameters_that_are_inputs_come_back_as_they_are(setting):
     with torch.no_grad():
         for _ in range(4):
             assert call(session.randn(2), weight)[0] is weight
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x.t_(), lambda x: x.unsqueeze_(0), lambda x: setattr(x, "data", x.data * 2)],
+    ids=["t_", "unsqueeze_", "data"],
+)
+def test_an_input_that_is_given_another_shape(setting, change, caplog):
+    def program(session):
+        def fn(x):
+            change(x)
+            return (x.sin() + 1).cos()
+
+        call, values = session.wrap(fn), []
+        for _ in range(5):
+            x = session.randn(3, 3)
+            values += [call(x), x]
+        return values
+
+    setting.compare(program)
+    assert "input 0 is given another shape, other strides or other memory" in caplog.text
+
+
+def test_writes_that_no_counter_counts(setting):
+    def program(session):
+        def normalised(x, mean, var):
+            return F.batch_norm(x, mean, var, training=True).sin()
+
+        call, values = session.wrap(normalised), []
+        mean, var = session.randn(4), session.randn(4).abs()
+        for _ in range(6):
+            values += [call(session.randn(8, 4), mean, var), mean.clone(), var.clone()]
+        return values
+
+    assert setting.compare(program)["replays"] > 0
+
+
+def test_a_fused_optimizer_step(setting):
+    def program(session):
+        def step(parameter, gradient, momentum):
+            torch._fused_sgd_(
+                [parameter],
+                [gradient],
+                [momentum],
+                weight_decay=0.0,
+                momentum=0.9,
+                lr=0.1,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                is_first_step=False,
+            )
+            return parameter.sum()
+
+        call, values = session.wrap(step), []
+        parameter, momentum = session.randn(8), session.randn(8)
+        for _ in range(6):
+            values += [call(parameter, session.randn(8), momentum), parameter.clone()]
+        return [*values, momentum]
+
+    assert setting.compare(program)["replays"] > 0
