@@ -1,0 +1,132 @@
+"""`Group`: what the callables of one `make_graphed_callables` share."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cgpass.graphed.pending import PendingCalls
+from cgpass.runtime import fast
+from cgpass.runtime.owner import Owner
+from cgpass.runtime.placeholders import Placeholder
+from cgpass.runtime.recording import Recording
+from cgpass.runtime.signature import layout_of
+from cgpass.telemetry import CallStats
+
+
+class Group:
+    """Pools, driver and order of recordings; a member of its owner."""
+
+    def __init__(self, owner: Owner, *, own_grads: bool) -> None:
+        """Nothing is recorded yet.
+
+        Args:
+            owner: Of the recordings.
+            own_grads: Whether gradients that somebody holds are moved before they would be overwritten.
+        """
+        self.owner = owner
+        self.driver = owner.driver
+        self.device: torch.device = owner.driver.device
+        self.own_grads = own_grads
+        self.lean = fast.can_swap()
+        """Whether what is held can be moved; else outputs are copied."""
+        self._pending: dict[int, PendingCalls] = {}
+        self._grads: weakref.WeakValueDictionary[tuple[Any, ...], Placeholder] = (
+            weakref.WeakValueDictionary()
+        )
+        self.members: list[Callable[[], None]] = []
+        """What frees the recordings of each callable."""
+        owner.add(self)
+
+    def pending(self, slot: int) -> PendingCalls:
+        """Forwards of a pool whose backward may come."""
+        return self._pending.setdefault(slot, PendingCalls())
+
+    def prepare(self, recording: Recording) -> None:
+        """Have a replay overwrite nothing that is still needed."""
+        self.pending(recording.slot).make_way(recording.birth)
+        if self.lean and not self.owner.is_safe(recording):
+            self.owner.rescue(recording)
+
+    def hand_out(self, recording: Recording, outputs: list[Any], *, own: bool = True) -> list[Any]:
+        """Outputs of a replay as the user gets them.
+
+        Args:
+            recording: What was replayed.
+            outputs: What `Recording.run` returned.
+            own: Whether they keep their values however often it is replayed again.
+        """
+        if not own:
+            return outputs
+        if self.lean:
+            self.owner.note_handed_out(recording)
+            return outputs
+        positions = tuple(range(len(outputs)))
+        recording.copy_out(positions, positions, outputs)
+        return outputs
+
+    def grad_placeholder(self, like: torch.Tensor) -> Placeholder:
+        """Where gradients of an output lie for a replay: one for all that are laid out alike."""
+        key = layout_of(like)
+        found = self._grads.get(key)
+        if found is None:
+            found = self._grads[key] = Placeholder(like)
+        return found
+
+    def new_recording(
+        self,
+        fn: Callable[[list[Any]], list[Any]],
+        args: Sequence[Any],
+        slot: int,
+        stats: CallStats,
+        *,
+        own: bool = True,
+        generators: Sequence[torch.Generator] = (),
+    ) -> Recording:
+        """Have the driver record `fn(args)`.
+
+        Args:
+            fn: Takes a list and returns one.
+            args: Tensors, read where they lie.
+            slot: Pool to record into.
+            stats: Where it is counted.
+            own: Whether outputs may have to be copied for the user.
+            generators: To be registered with the graph, beside the default ones.
+        """
+        owner, staged = self.owner, list(args)
+        released = owner.released(slot)
+        graph, outputs = self.driver.record(fn, [*staged, *generators], opaque=False, slot=slot)
+        recording = Recording(
+            graph,
+            outputs,
+            staged,
+            {},
+            released=released,
+            birth=owner.next_birth(),
+            slot=slot,
+            lean=self.lean,
+            stats=stats,
+        )
+        if own and not self.lean:
+            recording.set_private(frozenset(range(len(outputs))))
+        del outputs
+        recording.seal()
+        owner.add_recording(recording)
+        stats.recordings += 1
+        return recording
+
+    # ---- a member of the owner
+
+    def close(self) -> None:
+        """Free every recording."""
+        for free in self.members:
+            free()
+        self._pending.clear()
+
+    def forget_recordings(self) -> None:
+        """As `close`: nobody asks this owner to start over."""
+        self.close()
+
+    def plan_around(self, victim: Recording, blocks: Sequence[int], by: Recording) -> None:
+        """Nothing: what is held over calls is copied once a call either way."""

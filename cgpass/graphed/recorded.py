@@ -1,0 +1,366 @@
+"""`RecordedPass`: forward and backward of one callable as graphs, and one call of them."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from cgpass.errors import GraphedBackwardError, StaticInputMovedError
+from cgpass.graphed.group import Group
+from cgpass.graphed.pending import Aside
+from cgpass.graphed.target import Statics
+from cgpass.recompute.states import CheckpointStates
+from cgpass.runtime.placeholders import Placeholder
+from cgpass.runtime.recording import Recording
+from cgpass.telemetry import CallStats
+
+log = logging.getLogger(__name__)
+
+
+class InputMemory:
+    """Where a graph reads one argument: a sample's own memory, or a placeholder."""
+
+    __slots__ = ("_copy_from", "address", "stride", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, placeholder: Placeholder | None = None) -> None:
+        """Args: tensor: on the memory. placeholder: that it belongs to; None for a sample."""
+        self.tensor = tensor
+        self.address = tensor.data_ptr()
+        self.stride = tensor.stride()
+        self._copy_from: Callable[[torch.Tensor], Any] = (
+            tensor.copy_ if placeholder is None else placeholder.copy_from
+        )
+
+    def fill(self, value: torch.Tensor, others: frozenset[int]) -> int:
+        """Give the memory the value of `value`, unless it is there; returns bytes copied.
+
+        Args:
+            value: A call's argument.
+            others: Addresses of all arguments' memories: what lies in another one is copied twice.
+        """
+        address = value.data_ptr()
+        if address == self.address and value.stride() == self.stride:
+            return 0
+        self._copy_from(value.clone() if address in others else value)
+        return self.tensor.nbytes
+
+
+@dataclass(frozen=True)
+class OutputStructure:
+    """How a callable's result is made of the graph's outputs."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    """Those that are no tensors, in their places."""
+    tensors: tuple[int, ...]
+    """Places of the others."""
+    plain: str = ""
+    """"tensor" or "tuple", where the result is only that."""
+
+    @classmethod
+    def of(cls, result: Any) -> "OutputStructure":
+        """The structure of a result; holds none of its tensors."""
+        leaves, spec = pytree.tree_flatten(result)
+        places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+        plain = ""
+        if isinstance(result, torch.Tensor):
+            plain = "tensor"
+        elif type(result) is tuple and len(places) == len(result) == len(leaves):
+            plain = "tuple"
+        kept = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        return cls(spec, kept, places, plain)
+
+    def build(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """A result with these tensors."""
+        if self.plain == "tensor":
+            return tensors[0]
+        if self.plain == "tuple":
+            return tuple(tensors)
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.tensors, tensors, strict=True):
+            leaves[place] = tensor
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+@dataclass(eq=False)
+class RecordedPass:
+    """One recording of a callable's forward, and of its backward if it has one."""
+
+    name: str
+    group: Group
+    statics: Statics
+    stats: CallStats
+    states: CheckpointStates
+    inputs: list[InputMemory]
+    written_inputs: list[int]
+    written_statics: list[int]
+    checks_statics: bool
+    retains: bool
+    forward: Recording
+    forward_key: bytes
+    structure: OutputStructure
+    footprint: list[torch.Tensor]
+    """Memory that outlived the forward's capture, and the inputs'."""
+    held: list[Any] = field(default_factory=list)
+    """The captured autograd graph, if the backward leaves it alone."""
+    backward: Recording | None = None
+    backward_key: bytes = b""
+    wanted_inputs: list[int] = field(default_factory=list)
+    """Arguments that get a gradient."""
+    wanted_statics: list[int] = field(default_factory=list)
+    """Parameters that get one."""
+    outputs_with_grad: list[int] = field(default_factory=list)
+    outputs_read: list[int] = field(default_factory=list)
+    """Outputs whose memory the backward reads."""
+    grads: list[Placeholder] = field(default_factory=list)
+    weight_grads: Recording | None = None
+    """The graph of `backward_dw`."""
+    weight_grads_for: list[int] = field(default_factory=list)
+    """Parameters that it makes gradients for."""
+    num_due: int = 0
+    """Forwards whose backward may still come."""
+    last_used: int = 0
+    closed: bool = False
+    _warned: bool = False
+
+    def __post_init__(self) -> None:
+        self._addresses = frozenset(memory.address for memory in self.inputs)
+        self._grad_memory = [InputMemory(grad.tensor, grad) for grad in self.grads]
+        self._without_grad = [
+            i for i in range(len(self.structure.tensors)) if i not in self.outputs_with_grad
+        ]
+
+    # ---- forward
+
+    def call(self, tensors: list[torch.Tensor], statics: list[torch.Tensor]) -> Any:
+        """Run the forward, with a backward to come if anything requires grad."""
+        if self.backward is None or not torch.is_grad_enabled():
+            return self.structure.build(self.run_forward(tensors, statics))
+        wanted = [tensors[i] for i in self.wanted_inputs]
+        wanted += [statics[i] for i in self.wanted_statics]
+        outputs: Any = _Graphed.apply(Call(self, tensors, statics), *wanted)
+        return self.structure.build(outputs)
+
+    def run_forward(
+        self, tensors: list[torch.Tensor], statics: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Copy in what is not there, and replay."""
+        group, recording = self.group, self.forward
+        with group.owner.lock:
+            group.driver.enter_call()
+            group.prepare(recording)
+            for memory, tensor in zip(self.inputs, tensors, strict=True):
+                self.stats.copied_bytes += memory.fill(tensor, self._addresses)
+            outputs = recording.run([*tensors, *statics])
+            self.stats.replays += 1
+            self._write_back(tensors, statics)
+            return group.hand_out(recording, outputs)
+
+    def _write_back(self, tensors: Sequence[torch.Tensor], statics: Sequence[torch.Tensor]) -> None:
+        for i in self.written_inputs:
+            memory = self.inputs[i]
+            if tensors[i].data_ptr() != memory.address:
+                tensors[i].copy_(memory.tensor)
+        for i in self.written_statics:
+            torch.autograd.graph.increment_version(statics[i])
+
+    # ---- backward
+
+    def check_statics(self) -> list[torch.Tensor]:
+        """Parameters and buffers as they are.
+
+        Raises:
+            StaticInputMovedError: They don't lie where the backward reads them.
+        """
+        statics = self.statics.now()
+        if self.checks_statics:
+            key = self.statics.key_of(statics)
+            if key != self.backward_key:
+                raise StaticInputMovedError(
+                    f"{self.name}: parameters or buffers lie elsewhere in the backward than when it was recorded: "
+                    f"{self.statics.moved(self.backward_key, key)}. Have them where the forward of this call had them, "
+                    "until its backward is done."
+                )
+        return statics
+
+    def put_aside(self) -> Aside:
+        """Copy away what a pending call needs."""
+        aside = Aside(self.footprint)
+        self.stats.rescues += 1
+        self.stats.rescued_bytes += aside.num_bytes
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "%s: calls come in another order than they were recorded in, so %d bytes that its backward needs are "
+                "copied away and back in such calls. Give the order as GraphedOptions(order=...), one sample per "
+                "microbatch, or run the backwards in the reverse order of the forwards.",
+                self.name,
+                aside.num_bytes,
+            )
+        return aside
+
+    def take_back(self, aside: Aside) -> None:
+        """Put back what was copied away."""
+        self.group.prepare(self.forward)
+        aside.put_back()
+
+    def run_backward(
+        self, grads: Sequence[torch.Tensor | None], statics: list[torch.Tensor], position: Any
+    ) -> list[Any]:
+        """Copy gradients of the outputs in, and replay."""
+        group, recording = self.group, self.backward
+        assert recording is not None
+        group.prepare(recording)
+        given: list[torch.Tensor] = []
+        for place, memory in zip(self.outputs_with_grad, self._grad_memory, strict=True):
+            grad = grads[place]
+            if grad is None:
+                grad = torch.zeros_like(memory.tensor)
+            given.append(grad)
+            self.stats.copied_bytes += memory.fill(grad, frozenset())
+        self.states.rewind(position)
+        outputs = recording.run([*given, *statics])
+        self.stats.replays += 1
+        return group.hand_out(recording, outputs, own=group.own_grads)
+
+    def run_weight_grads(self) -> None:
+        """Replay the graph of `backward_dw`, and add its gradients to the parameters'."""
+        group, recording = self.group, self.weight_grads
+        assert recording is not None
+        with group.owner.lock, torch.no_grad():
+            statics = self.check_statics()
+            group.driver.enter_call()
+            group.prepare(recording)
+            outputs = group.hand_out(recording, recording.run(statics), own=group.own_grads)
+            self.stats.replays += 1
+            for i, grad in zip(self.weight_grads_for, outputs, strict=True):
+                parameter = statics[i]
+                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+
+    def is_pending(self) -> bool:
+        """Whether a backward may still come."""
+        return self.num_due > 0
+
+    def close(self) -> None:
+        """Free the graphs; what is held stays its holders'."""
+        if self.closed:
+            return
+        self.closed = True
+        self.held.clear()
+        for recording in (self.forward, self.backward, self.weight_grads):
+            if recording is not None:
+                self.group.owner.close_recording(recording)
+
+
+class Call:
+    """One forward of a recorded pass, until its backward."""
+
+    def __init__(
+        self, recorded: RecordedPass, tensors: list[torch.Tensor], statics: list[torch.Tensor]
+    ) -> None:
+        """Args: recorded: what is called. tensors, statics: what it reads; not held longer than the forward."""
+        backward = recorded.backward
+        assert backward is not None
+        self.recorded = recorded
+        self.first = recorded.forward.birth
+        self.last = math.inf if recorded.retains else backward.birth
+        self._inputs: tuple[Any, Any] | None = (tensors, statics)
+        self._position: Any = None
+        self._aside: Aside | None = None
+        self._done = False
+        self._due = False
+
+    def forward(self, ctx: Any) -> tuple[torch.Tensor, ...]:
+        """Run it."""
+        recorded = self.recorded
+        assert self._inputs is not None
+        tensors, statics = self._inputs
+        self._inputs = None
+        with recorded.group.owner.lock:
+            self._position = recorded.states.position()
+            outputs = recorded.run_forward(tensors, statics)
+            if any(ctx.needs_input_grad):
+                recorded.group.pending(recorded.forward.slot).add(self)
+                self._due = True
+                recorded.num_due += 1
+        if recorded.outputs_read:
+            ctx.save_for_backward(*[outputs[i] for i in recorded.outputs_read])
+        if recorded._without_grad:
+            ctx.mark_non_differentiable(*[outputs[i] for i in recorded._without_grad])
+        return tuple(outputs)
+
+    def put_aside(self) -> None:
+        """Copy away what the backward needs."""
+        self._aside = self.recorded.put_aside()
+
+    def backward(self, grads: Sequence[torch.Tensor | None]) -> list[Any]:
+        """Run the backward.
+
+        Raises:
+            GraphedBackwardError: It ran before, or its graphs were freed.
+        """
+        recorded = self.recorded
+        with recorded.group.owner.lock:
+            if recorded.closed:
+                raise GraphedBackwardError(
+                    f"{recorded.name}: its graphs were freed between this forward and its backward. Call reset() or "
+                    "close() when no backward is due."
+                )
+            if self._done and not recorded.retains:
+                raise GraphedBackwardError(
+                    f"{recorded.name}: a second backward through one forward; what it needs died in the first. Record "
+                    "with GraphedOptions(retain_graph_in_backward=True)."
+                )
+            statics = recorded.check_statics()
+            recorded.group.driver.enter_call()
+            pending = recorded.group.pending(recorded.forward.slot)
+            aside, self._aside = self._aside, None
+            if aside is not None:
+                recorded.take_back(aside)
+                pending.add(self)
+            outputs = recorded.run_backward(grads, statics, self._position)
+            self._done = True
+            if not recorded.retains:
+                pending.remove(self)
+                self._settle()
+            return outputs
+
+    def _settle(self) -> None:
+        if self._due:
+            self._due = False
+            self.recorded.num_due -= 1
+
+    def __del__(self) -> None:
+        """A graph that is dropped without a backward."""
+        self._settle()
+
+
+class _Graphed(torch.autograd.Function):
+    """Forward and backward as one node."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        del wanted  # read where they lie
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return call.forward(ctx)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            return _once(ctx, *grad_outputs)
+        return _run_backward(ctx, *grad_outputs)
+
+
+def _run_backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
+    if ctx.call.recorded.outputs_read:
+        _ = ctx.saved_tensors  # autograd checks here that nobody changed them
+    return (None, *ctx.call.backward(grad_outputs))
+
+
+_once: Callable[..., tuple[Any, ...]] = torch.autograd.function.once_differentiable(_run_backward)
+"""For `create_graph=True`: the gradients' own gradients raise an error instead of being left out."""
