@@ -48,6 +48,8 @@ class Pass:
     used_statics: set[int] = field(default_factory=set)
     written_inputs: set[int] = field(default_factory=set)
     written_statics: set[int] = field(default_factory=set)
+    changed_buffers: set[int] = field(default_factory=set)
+    """Buffers that the callable writes, with or without autograd knowing."""
     buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """Buffers as they were before the first warm-up, by position."""
     backward_dw: Callable[[], Any] | None = None
@@ -101,6 +103,9 @@ class Pass:
 
         with _no_autocast_cache():
             (result,) = group.driver.warm_up(forward, []) if pool else forward([])
+        self.changed_buffers.update(
+            i for i, (buffer, before) in self.buffers.items() if not torch.equal(buffer, before)
+        )
         for tensors, before, written in zip(
             read, versions, (self.written_inputs, self.written_statics), strict=True
         ):
@@ -124,7 +129,7 @@ class Pass:
         """Undo what warm-ups and captures wrote into buffers."""
         with torch.no_grad():
             for i, (buffer, before) in self.buffers.items():
-                if i in self.written_statics and buffer.untyped_storage().nbytes():
+                if i in self.changed_buffers and buffer.untyped_storage().nbytes():
                     buffer.copy_(before)
         self.buffers.clear()
 
@@ -282,7 +287,7 @@ class Capture:
         )
         wanted = [self._leaves[i] for i in self._wanted[0]]
         wanted += [statics[i] for i in self._wanted[1]]
-        self._grads = [group.grad_placeholder(out) for out in with_grad]
+        self._grads = group.grad_placeholders(with_grad)
         for grad in self._grads:
             grad.target.zero_()
 

@@ -1,6 +1,7 @@
 """`Group`: what the callables of one `make_graphed_callables` share."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,12 +67,20 @@ class Group:
         recording.copy_out(positions, positions, outputs)
         return outputs
 
-    def grad_placeholder(self, like: torch.Tensor) -> Placeholder:
-        """Where gradients of an output lie for a replay: one for all that are laid out alike."""
-        key = layout_of(like)
-        found = self._grads.get(key)
-        if found is None:
-            found = self._grads[key] = Placeholder(like)
+    def grad_placeholders(self, outputs: Sequence[torch.Tensor]) -> list[Placeholder]:
+        """Where gradients of outputs lie for a replay, which is over when the next one's are copied in: all passes
+        share them.
+        """
+        counts: Counter[tuple[Any, ...]] = Counter()
+        found: list[Placeholder] = []
+        for out in outputs:
+            layout = layout_of(out)
+            key = (*layout, counts[layout])
+            counts[layout] += 1
+            placeholder = self._grads.get(key)
+            if placeholder is None:
+                placeholder = self._grads[key] = Placeholder(out)
+            found.append(placeholder)
         return found
 
     def new_recording(

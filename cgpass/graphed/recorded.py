@@ -13,6 +13,7 @@ from cgpass.errors import GraphedBackwardError, StaticInputMovedError
 from cgpass.graphed.group import Group
 from cgpass.graphed.pending import Aside
 from cgpass.graphed.target import Statics
+from cgpass.recompute.inputs import anchor
 from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime.placeholders import Placeholder
 from cgpass.runtime.recording import Recording
@@ -35,17 +36,15 @@ class InputMemory:
             tensor.copy_ if placeholder is None else placeholder.copy_from
         )
 
-    def fill(self, value: torch.Tensor, others: frozenset[int]) -> int:
-        """Give the memory the value of `value`, unless it is there; returns bytes copied.
+    def holds(self, value: torch.Tensor) -> bool:
+        """Whether a call's argument lies just here."""
+        return value.data_ptr() == self.address and value.stride() == self.stride
 
-        Args:
-            value: A call's argument.
-            others: Addresses of all arguments' memories: what lies in another one is copied twice.
-        """
-        address = value.data_ptr()
-        if address == self.address and value.stride() == self.stride:
+    def fill(self, value: torch.Tensor) -> int:
+        """Give the memory the value of `value`, unless it is there; returns bytes copied."""
+        if self.holds(value):
             return 0
-        self._copy_from(value.clone() if address in others else value)
+        self._copy_from(value)
         return self.tensor.nbytes
 
 
@@ -153,12 +152,18 @@ class RecordedPass:
         with group.owner.lock:
             group.driver.enter_call()
             group.prepare(recording)
-            for memory, tensor in zip(self.inputs, tensors, strict=True):
-                self.stats.copied_bytes += memory.fill(tensor, self._addresses)
+            self._copy_in(tensors)
             outputs = recording.run([*tensors, *statics])
             self.stats.replays += 1
             self._write_back(tensors, statics)
             return group.hand_out(recording, outputs)
+
+    def _copy_in(self, tensors: Sequence[torch.Tensor]) -> None:
+        away = [(m, t) for m, t in zip(self.inputs, tensors, strict=True) if not m.holds(t)]
+        if any(t.data_ptr() in self._addresses for _, t in away):  # samples in others' places
+            away = [(memory, tensor.clone()) for memory, tensor in away]
+        for memory, tensor in away:
+            self.stats.copied_bytes += memory.fill(tensor)
 
     def _write_back(self, tensors: Sequence[torch.Tensor], statics: Sequence[torch.Tensor]) -> None:
         for i in self.written_inputs:
@@ -221,7 +226,7 @@ class RecordedPass:
             if grad is None:
                 grad = torch.zeros_like(memory.tensor)
             given.append(grad)
-            self.stats.copied_bytes += memory.fill(grad, frozenset())
+            self.stats.copied_bytes += memory.fill(grad)
         self.states.rewind(position)
         outputs = recording.run([*given, *statics])
         self.stats.replays += 1
@@ -351,16 +356,31 @@ class _Graphed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            return _once(ctx, *grad_outputs)
-        return _run_backward(ctx, *grad_outputs)
+        call: Call = ctx.call
+        if call.recorded.outputs_read:
+            _ = ctx.saved_tensors  # autograd checks here that nobody changed them
+        if not torch.is_grad_enabled():
+            return (None, *call.backward(grad_outputs))
+        with torch.no_grad():
+            grads = call.backward(grad_outputs)
+        made = [grad for grad in grads if grad is not None]
+        fenced = iter(_NoSecond.apply(call.recorded.name, anchor(), *made))
+        return (None, *(grad if grad is None else next(fenced) for grad in grads))
 
 
-def _run_backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
-    if ctx.call.recorded.outputs_read:
-        _ = ctx.saved_tensors  # autograd checks here that nobody changed them
-    return (None, *ctx.call.backward(grad_outputs))
+class _NoSecond(torch.autograd.Function):
+    """For `create_graph=True`: the gradients' own gradients are an error, and not left out."""
 
+    @staticmethod
+    def forward(ctx: Any, name: str, empty: torch.Tensor, *grads: Any) -> tuple[Any, ...]:
+        del empty
+        ctx.name = name
+        return tuple(grad.detach() for grad in grads)
 
-_once: Callable[..., tuple[Any, ...]] = torch.autograd.function.once_differentiable(_run_backward)
-"""For `create_graph=True`: the gradients' own gradients raise an error instead of being left out."""
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        del grad_outputs
+        raise GraphedBackwardError(
+            f"{ctx.name}: gradients of its gradients were asked for, and none are recorded. Call the original where it "
+            "is differentiated twice."
+        )
