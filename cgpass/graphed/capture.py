@@ -1,6 +1,7 @@
 """Warm-ups and captures of one forward and its backward, with the hooks around them."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -246,7 +247,7 @@ class Capture:
             self._read = outputs_read_by_graph(self._outputs)
             return [out.detach() for out in self._outputs]
 
-        with blamed(d.name, "forward", run):
+        with blamed(d.name, "forward", self._again):
             self.forward = group.new_recording(
                 run,
                 [*[m.tensor for m in self.memory], *statics],
@@ -303,7 +304,7 @@ class Capture:
                 )
             return [grad if grad is None else grad.detach() for grad in grads]
 
-        with blamed(d.name, "backward", run):
+        with blamed(d.name, "backward", self._again):
             self.backward = group.new_recording(
                 run,
                 [*[grad.tensor for grad in self._grads], *statics, *[m.tensor for m in self.memory]],
@@ -313,6 +314,14 @@ class Capture:
                 generators=self._states.generators,
             )
         d.hooks.run("backward", d.hooked)
+
+    def _again(self) -> None:
+        """Capture once more, into a pool of its own and without hooks; keeps nothing."""
+        d, group = self.description, self._group
+        quiet = dataclasses.replace(d, hooks=HookSet(None, (), ""), stats=CallStats())
+        other = Capture(quiet, group, self._states, group.owner.new_slot(), self.memory)
+        other.capture_forward()
+        other.capture_backward()
 
     def finish(self) -> RecordedPass:
         """The recorded pass; this object is of no more use."""

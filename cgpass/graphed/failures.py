@@ -17,18 +17,17 @@ _OWN = str(Path(__file__).parents[1])
 
 
 @contextlib.contextmanager
-def blamed(name: str, direction: str, fn: Callable[..., Any]) -> Iterator[None]:
+def blamed(name: str, direction: str, again: Callable[[], object]) -> Iterator[None]:
     """Have what a capture raises name the callable, the operator and the line.
 
     Args:
         name: Of the callable.
         direction: "forward" or "backward".
-        fn: What is captured; run again plainly to find the operator, where the error does not name it.
+        again: Captures the same once more, to find the operator.
 
     Raises:
         CaptureError: In place of what torch or CUDA raise because a capture does not allow what was done.
     """
-    del fn
     try:
         yield
     except CGPassError:
@@ -36,13 +35,23 @@ def blamed(name: str, direction: str, fn: Callable[..., Any]) -> Iterator[None]:
     except Exception as error:
         if not is_capture_error(error):
             raise
-        line = user_line(error)
-        where = "" if line is None else f", at {line}"
+        line, operator = user_line(error), _operator(again)
+        where = "" if operator is None else f", in {operator}"
+        where += "" if line is None else f", at {line}"
         raise CaptureError(
             f"make_graphed_callables: the {direction} of {name} can't be captured{where}: {_first_line(error)}. "
             "Move what waits for the device (or needs the host) out of the callable or into a capture-time hook, or "
             'use torch.compile(backend="cgpass"), which captures around it.'
         ) from error
+
+
+def _operator(again: Callable[[], object]) -> str | None:
+    """The last operator that ran before a capture fails."""
+    watch = LastOp()
+    with contextlib.suppress(Exception), watch:
+        again()
+        return None
+    return watch.name
 
 
 def user_line(error: BaseException) -> str | None:
