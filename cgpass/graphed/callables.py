@@ -169,13 +169,13 @@ class GraphedFunction:
         return self._pass.backward_dw is not None
 
     def backward_dw(self) -> None:
-        """Run the part of the last backward that was split off: the weights' gradients, added to their `.grad`."""
-        recorded = self._last[1]
-        if recorded is None or recorded.weight_grads is None:
+        """Make what the oldest backward that lacks it left out: the weights' gradients, added to their `.grad`.
+
+        A backward that ran plainly is the callable's own to complete.
+        """
+        if not any(recorded.run_weight_grads() for recorded in self._recorded.values()):
             assert self._pass.backward_dw is not None
             self._pass.backward_dw()
-        else:
-            recorded.run_weight_grads()
 
 
 def record_alone(d: Pass, group: Group) -> RecordedPass:

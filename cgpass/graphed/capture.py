@@ -19,8 +19,9 @@ from cgpass.graphed.hooks import HookSet
 from cgpass.graphed.options import GraphedOptions
 from cgpass.graphed.recorded import InputMemory, OutputStructure, RecordedPass
 from cgpass.graphed.target import Statics
+from cgpass.recompute.gradients import grads_put_aside
 from cgpass.recompute.states import CheckpointStates
-from cgpass.runtime.placeholders import Placeholder, overlaps_itself
+from cgpass.runtime.placeholders import Placeholder, bytes_of, overlaps_itself
 from cgpass.runtime.recording import Recording
 from cgpass.telemetry import CallStats
 
@@ -54,6 +55,9 @@ class Pass:
     buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """Buffers as they were before the first warm-up, by position."""
     backward_dw: Callable[[], Any] | None = None
+    """What makes the gradients that the backward leaves out, of weights, by filling their `.grad`."""
+    split_off: set[int] = field(default_factory=set)
+    """Parameters that it makes gradients for."""
 
     # ---- warm-up
 
@@ -164,14 +168,23 @@ class Pass:
         self.used_inputs.update(i for i, t in enumerate(inputs) if id(t) in got)
         self.used_statics.update(i for i, t in enumerate(statics) if id(t) in got)
         del grads
+        self.split_off.update(i for i, grad in self.run_backward_dw(statics).items())
         self.hooks.run("backward", self.hooked)
+
+    def run_backward_dw(self, statics: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Gradients of weights that were split off, by position; no `.grad` changes."""
+        if self.backward_dw is None:
+            return {}
+        with grads_put_aside(statics), torch.no_grad():
+            self.backward_dw()
+            return {i: t.grad for i, t in enumerate(statics) if t.grad is not None}
 
     def _note_leaves(
         self, leaves: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], device: torch.device
     ) -> None:
         known = {id(t) for t in (*inputs, *self.statics.now())}
         for leaf in leaves:
-            if id(leaf) not in known and leaf.device == device:
+            if id(leaf) not in known and leaf.device == device and leaf.numel():
                 known.add(id(leaf))
                 self.statics.add_leaf(leaf)
 
@@ -186,7 +199,9 @@ class Pass:
         unused += [
             f"parameter {name}"
             for i, (name, t) in enumerate(zip(self.statics.names, self.statics.now(), strict=True))
-            if t.requires_grad and i not in self.used_statics
+            if i < self.statics.num_parameters
+            and t.requires_grad
+            and i not in self.used_statics | self.split_off
         ]
         if unused:
             raise GraphedArgumentError(
@@ -228,7 +243,7 @@ class Capture:
         self._grads: list[Placeholder] = []
         self._keys = [b"", b""]
         self._wanted: tuple[list[int], list[int]] = ([], [])
-        self._extra: tuple[Recording, list[int]] | None = None
+        self._weight_grads: Recording | None = None
 
     def capture_forward(self) -> None:
         """Record the forward, with its hooks around."""
@@ -256,21 +271,19 @@ class Capture:
                 generators=self._states.generators,
             )
         d.structure = OutputStructure.of(self._result)
-        self._note_footprint(before)
+        self._footprint = [*self._outlived(before), *[m.tensor for m in self.memory]]
         self.forward.replay()  # where a capture computes nothing, the backward's reads values all the same
         d.hooks.run("forward", d.hooked, args, kwargs, self._result)
         self._result = None
 
-    def _note_footprint(self, before: dict[int, int]) -> None:
-        after = self._group.driver.live_blocks(self._slot)
-        self._footprint = [
-            torch.empty(0, dtype=torch.uint8, device=self._group.device).set_(
-                _torch.storage_at(address, num_bytes, self._group.device)
-            )
-            for address, num_bytes in after.items()
+    def _outlived(self, before: dict[int, int]) -> list[torch.Tensor]:
+        """Blocks of the pool, as bytes, that are in use now and were not before. **Lifetime:** they own nothing."""
+        device = self._group.device
+        return [
+            bytes_of(_torch.storage_at(address, num_bytes, device))
+            for address, num_bytes in self._group.driver.live_blocks(self._slot).items()
             if address not in before
         ]
-        self._footprint += [m.tensor for m in self.memory]
 
     def capture_backward(self) -> None:
         """Record the backward, with its hooks around, if there is one."""
@@ -284,13 +297,15 @@ class Capture:
         self._keys[1] = d.statics.key_of(statics)
         self._wanted = (
             [i for i in sorted(d.used_inputs) if self._leaves[i].requires_grad],
-            [i for i in sorted(d.used_statics) if statics[i].requires_grad],
+            [i for i in sorted(d.used_statics | d.split_off) if statics[i].requires_grad],
         )
         wanted = [self._leaves[i] for i in self._wanted[0]]
         wanted += [statics[i] for i in self._wanted[1]]
-        self._grads = group.grad_placeholders(with_grad)
+        shared = d.backward_dw is None  # which may read what the gradients lie in
+        self._grads = group.grad_placeholders(with_grad, shared=shared)
         for grad in self._grads:
             grad.target.zero_()
+        before = group.driver.live_blocks(self._slot)
 
         def run(given: list[Any]) -> list[Any]:
             given.clear()
@@ -313,7 +328,29 @@ class Capture:
                 own=group.own_grads,
                 generators=self._states.generators,
             )
+        if d.backward_dw is not None:
+            self._footprint += [*self._outlived(before), *[grad.tensor for grad in self._grads]]
+            self._capture_weight_grads(statics)
         d.hooks.run("backward", d.hooked)
+
+    def _capture_weight_grads(self, statics: Sequence[torch.Tensor]) -> None:
+        d, group = self.description, self._group
+        assert self.backward is not None
+        self.backward.replay()
+
+        def run(given: list[Any]) -> list[Any]:
+            given.clear()
+            grads = d.run_backward_dw(statics)
+            return [grads[i].detach() for i in sorted(d.split_off)]
+
+        with blamed(d.name, "backward_dw", self._again):
+            self._weight_grads = group.new_recording(
+                run,
+                [*statics, *self._footprint],
+                self._slot,
+                d.stats,
+                own=group.own_grads,
+            )
 
     def _again(self) -> None:
         """Capture once more, into a pool of its own and without hooks; keeps nothing."""
@@ -353,6 +390,8 @@ class Capture:
             outputs_with_grad=[i for i, out in enumerate(self._outputs) if out.requires_grad],
             outputs_read=self._read if self.backward is not None else [],
             grads=self._grads,
+            weight_grads=self._weight_grads,
+            weight_grads_for=sorted(d.split_off),
         )
         self._outputs = []
         return recorded

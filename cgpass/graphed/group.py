@@ -67,10 +67,17 @@ class Group:
         recording.copy_out(positions, positions, outputs)
         return outputs
 
-    def grad_placeholders(self, outputs: Sequence[torch.Tensor]) -> list[Placeholder]:
-        """Where gradients of outputs lie for a replay, which is over when the next one's are copied in: all passes
-        share them.
+    def grad_placeholders(
+        self, outputs: Sequence[torch.Tensor], *, shared: bool
+    ) -> list[Placeholder]:
+        """Where gradients of outputs lie for a replay.
+
+        Args:
+            outputs: As laid out as their gradients.
+            shared: Whether all passes may share them: the replay is over when the next one's are copied in.
         """
+        if not shared:
+            return [Placeholder(out) for out in outputs]
         counts: Counter[tuple[Any, ...]] = Counter()
         found: list[Placeholder] = []
         for out in outputs:

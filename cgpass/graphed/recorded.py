@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from cgpass.errors import GraphedBackwardError, StaticInputMovedError
 from cgpass.graphed.group import Group
-from cgpass.graphed.pending import Aside
+from cgpass.graphed.pending import Aside, PendingCalls
 from cgpass.graphed.target import Statics
 from cgpass.recompute.inputs import anchor
 from cgpass.recompute.states import CheckpointStates
@@ -120,6 +121,8 @@ class RecordedPass:
     """The graph of `backward_dw`."""
     weight_grads_for: list[int] = field(default_factory=list)
     """Parameters that it makes gradients for."""
+    due_weight_grads: "deque[Call]" = field(default_factory=deque)
+    """Calls whose backward ran, but not yet what was split off."""
     num_due: int = 0
     """Forwards whose backward may still come."""
     last_used: int = 0
@@ -232,19 +235,29 @@ class RecordedPass:
         self.stats.replays += 1
         return group.hand_out(recording, outputs, own=group.own_grads)
 
-    def run_weight_grads(self) -> None:
-        """Replay the graph of `backward_dw`, and add its gradients to the parameters'."""
+    def run_weight_grads(self) -> bool:
+        """Make the weights' gradients of the oldest backward that lacks them, and add them to their `.grad`.
+
+        Returns:
+            Whether there was such a backward.
+        """
+        if not self.due_weight_grads:
+            return False
         group, recording = self.group, self.weight_grads
         assert recording is not None
         with group.owner.lock, torch.no_grad():
             statics = self.check_statics()
             group.driver.enter_call()
+            call = self.due_weight_grads.popleft()
+            call.bring_back()
             group.prepare(recording)
             outputs = group.hand_out(recording, recording.run(statics), own=group.own_grads)
             self.stats.replays += 1
+            call.settle()
             for i, grad in zip(self.weight_grads_for, outputs, strict=True):
                 parameter = statics[i]
                 parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+        return True
 
     def is_pending(self) -> bool:
         """Whether a backward may still come."""
@@ -256,6 +269,7 @@ class RecordedPass:
             return
         self.closed = True
         self.held.clear()
+        self.due_weight_grads.clear()
         for recording in (self.forward, self.backward, self.weight_grads):
             if recording is not None:
                 self.group.owner.close_recording(recording)
@@ -272,7 +286,8 @@ class Call:
         assert backward is not None
         self.recorded = recorded
         self.first = recorded.forward.birth
-        self.last = math.inf if recorded.retains else backward.birth
+        last = recorded.weight_grads or backward
+        self.last = math.inf if recorded.retains else last.birth
         self._inputs: tuple[Any, Any] | None = (tensors, statics)
         self._position: Any = None
         self._aside: Aside | None = None
@@ -289,7 +304,7 @@ class Call:
             self._position = recorded.states.position()
             outputs = recorded.run_forward(tensors, statics)
             if any(ctx.needs_input_grad):
-                recorded.group.pending(recorded.forward.slot).add(self)
+                self._pending.add(self)
                 self._due = True
                 recorded.num_due += 1
         if recorded.outputs_read:
@@ -322,26 +337,43 @@ class Call:
                 )
             statics = recorded.check_statics()
             recorded.group.driver.enter_call()
-            pending = recorded.group.pending(recorded.forward.slot)
-            aside, self._aside = self._aside, None
-            if aside is not None:
-                recorded.take_back(aside)
-                pending.add(self)
+            self.bring_back()
             outputs = recorded.run_backward(grads, statics, self._position)
             self._done = True
-            if not recorded.retains:
-                pending.remove(self)
-                self._settle()
+            if recorded.weight_grads is not None and recorded.backward is not None:
+                recorded.due_weight_grads.append(self)
+                self._pending.remove(self)
+                self.first = recorded.backward.birth  # what is needed now was made by the backward, too
+                self._pending.add(self)
+            else:
+                self.settle()
             return outputs
 
-    def _settle(self) -> None:
+    def bring_back(self) -> None:
+        """Put back what was copied away."""
+        aside, self._aside = self._aside, None
+        if aside is not None:
+            self.recorded.take_back(aside)
+            self._pending.add(self)
+
+    @property
+    def _pending(self) -> PendingCalls:
+        return self.recorded.group.pending(self.recorded.forward.slot)
+
+    def settle(self) -> None:
+        """Note that nothing more of this call is to come, unless its backward may run again."""
+        if not self.recorded.retains:
+            self._pending.remove(self)
+            self._count_off()
+
+    def _count_off(self) -> None:
         if self._due:
             self._due = False
             self.recorded.num_due -= 1
 
     def __del__(self) -> None:
         """A graph that is dropped without a backward."""
-        self._settle()
+        self._count_off()
 
 
 class _Graphed(torch.autograd.Function):
