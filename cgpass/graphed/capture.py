@@ -242,6 +242,8 @@ class Capture:
         self.backward: Recording | None = None
         self._grads: list[Placeholder] = []
         self._keys = [b"", b""]
+        self._watch: contextlib.AbstractContextManager[Any] | None = None
+        """What looks for the operator that made a capture fail."""
         self._wanted: tuple[list[int], list[int]] = ([], [])
         self._weight_grads: Recording | None = None
 
@@ -256,13 +258,13 @@ class Capture:
 
         def run(given: list[Any]) -> list[Any]:
             given.clear()
-            with d._grad_mode(), _no_autocast_cache(), self._states:
+            with d._grad_mode(), _no_autocast_cache(), self._states, self._watched():
                 self._result = d.run(*args, **kwargs)
             self._outputs = list(_tensors(self._result))
             self._read = outputs_read_by_graph(self._outputs)
             return [out.detach() for out in self._outputs]
 
-        with blamed(d.name, "forward", self._again):
+        with self._blamed("forward"):
             self.forward = group.new_recording(
                 run,
                 [*[m.tensor for m in self.memory], *statics],
@@ -309,7 +311,7 @@ class Capture:
 
         def run(given: list[Any]) -> list[Any]:
             given.clear()
-            with _no_autocast_cache():
+            with _no_autocast_cache(), self._watched():
                 grads = take_gradients(
                     with_grad,
                     [grad.tensor for grad in self._grads],
@@ -319,7 +321,7 @@ class Capture:
                 )
             return [grad if grad is None else grad.detach() for grad in grads]
 
-        with blamed(d.name, "backward", self._again):
+        with self._blamed("backward"):
             self.backward = group.new_recording(
                 run,
                 [*[grad.tensor for grad in self._grads], *statics, *[m.tensor for m in self.memory]],
@@ -340,10 +342,11 @@ class Capture:
 
         def run(given: list[Any]) -> list[Any]:
             given.clear()
-            grads = d.run_backward_dw(statics)
+            with _no_autocast_cache(), self._watched():
+                grads = d.run_backward_dw(statics)
             return [grads[i].detach() for i in sorted(d.split_off)]
 
-        with blamed(d.name, "backward_dw", self._again):
+        with self._blamed("backward_dw"):
             self._weight_grads = group.new_recording(
                 run,
                 [*statics, *self._footprint],
@@ -352,11 +355,20 @@ class Capture:
                 own=group.own_grads,
             )
 
-    def _again(self) -> None:
+    def _blamed(self, what: str) -> contextlib.AbstractContextManager[Any]:
+        if self._watch is not None:
+            return contextlib.nullcontext()
+        return blamed(self.description.name, what, self._again)
+
+    def _watched(self) -> contextlib.AbstractContextManager[Any]:
+        return self._watch or contextlib.nullcontext()
+
+    def _again(self, watch: contextlib.AbstractContextManager[Any]) -> None:
         """Capture once more, into a pool of its own and without hooks; keeps nothing."""
         d, group = self.description, self._group
         quiet = dataclasses.replace(d, hooks=HookSet(None, (), ""), stats=CallStats())
         other = Capture(quiet, group, self._states, group.owner.new_slot(), self.memory)
+        other._watch = watch
         other.capture_forward()
         other.capture_backward()
 

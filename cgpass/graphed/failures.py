@@ -17,13 +17,13 @@ _OWN = str(Path(__file__).parents[1])
 
 
 @contextlib.contextmanager
-def blamed(name: str, direction: str, again: Callable[[], object]) -> Iterator[None]:
+def blamed(name: str, direction: str, again: Callable[[TorchDispatchMode], object]) -> Iterator[None]:
     """Have what a capture raises name the callable, the operator and the line.
 
     Args:
         name: Of the callable.
         direction: "forward" or "backward".
-        again: Captures the same once more, to find the operator.
+        again: Captures the same once more, in a mode that watches for the operator.
 
     Raises:
         CaptureError: In place of what torch or CUDA raise because a capture does not allow what was done.
@@ -45,11 +45,11 @@ def blamed(name: str, direction: str, again: Callable[[], object]) -> Iterator[N
         ) from error
 
 
-def _operator(again: Callable[[], object]) -> str | None:
+def _operator(again: Callable[[TorchDispatchMode], object]) -> str | None:
     """The last operator that ran before a capture fails."""
     watch = LastOp()
-    with contextlib.suppress(Exception), watch:
-        again()
+    with contextlib.suppress(Exception):
+        again(watch)
         return None
     return watch.name
 
@@ -58,7 +58,7 @@ def user_line(error: BaseException) -> str | None:
     """Where the user's code was when an error was raised: the innermost frame outside of torch and cgpass."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((*_LIBRARIES, _OWN, "<")):
-            return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}"
+            return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {(frame.line or '').rstrip(':')}"
     return None
 
 
