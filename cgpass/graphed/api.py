@@ -10,9 +10,9 @@ from cgpass.errors import DriverUnavailableError, GraphedArgumentError
 from cgpass.graphed import hooks as hooks_of
 from cgpass.graphed.binding import Binding
 from cgpass.graphed.callables import GraphedFunction, with_forward
-from cgpass.graphed.capture import Pass
 from cgpass.graphed.group import Group
 from cgpass.graphed.options import GraphedOptions
+from cgpass.graphed.passes import Pass
 from cgpass.graphed.preparation import prepared
 from cgpass.graphed.recorder import GroupRecorder
 from cgpass.graphed.schedule import Schedule, interleaved, simple

@@ -20,7 +20,8 @@ class Binding:
 
         Args:
             name: Of the callable, for messages.
-            args, kwargs: The sample.
+            args: The sample's.
+            kwargs: The sample's.
             device: Where its tensors must lie.
 
         Raises:

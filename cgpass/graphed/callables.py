@@ -9,11 +9,13 @@ import torch
 
 from cgpass import _torch
 from cgpass.errors import StaticInputMovedError
-from cgpass.graphed.capture import Capture, Pass, own_memory
+from cgpass.graphed.capture import Capture
 from cgpass.graphed.group import Group
+from cgpass.graphed.passes import Pass
 from cgpass.graphed.preparation import prepared
 from cgpass.graphed.recorded import RecordedPass
 from cgpass.graphed.target import unpatched
+from cgpass.graphed.values import own_memory
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,9 @@ _OWN = str(Path(__file__).parents[1])
 
 
 @contextlib.contextmanager
-def blamed(name: str, direction: str, again: Callable[[TorchDispatchMode], object]) -> Iterator[None]:
+def blamed(
+    name: str, direction: str, again: Callable[[TorchDispatchMode], object]
+) -> Iterator[None]:
     """Have what a capture raises name the callable, the operator and the line.
 
     Args:

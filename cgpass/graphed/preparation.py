@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
-from cgpass.graphed.capture import Pass
 from cgpass.graphed.group import Group
+from cgpass.graphed.passes import Pass
 from cgpass.runtime.failures import random_state_kept
 
 

@@ -3,17 +3,17 @@
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from cgpass.errors import GraphedBackwardError, StaticInputMovedError
 from cgpass.graphed.group import Group
 from cgpass.graphed.pending import Aside, PendingCalls
 from cgpass.graphed.target import Statics
+from cgpass.graphed.values import InputMemory, OutputStructure
 from cgpass.recompute.inputs import anchor
 from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime.placeholders import Placeholder
@@ -21,69 +21,6 @@ from cgpass.runtime.recording import Recording
 from cgpass.telemetry import CallStats
 
 log = logging.getLogger(__name__)
-
-
-class InputMemory:
-    """Where a graph reads one argument: a sample's own memory, or a placeholder."""
-
-    __slots__ = ("_copy_from", "address", "stride", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, placeholder: Placeholder | None = None) -> None:
-        """Args: tensor: on the memory. placeholder: that it belongs to; None for a sample."""
-        self.tensor = tensor
-        self.address = tensor.data_ptr()
-        self.stride = tensor.stride()
-        self._copy_from: Callable[[torch.Tensor], Any] = (
-            tensor.copy_ if placeholder is None else placeholder.copy_from
-        )
-
-    def holds(self, value: torch.Tensor) -> bool:
-        """Whether a call's argument lies just here."""
-        return value.data_ptr() == self.address and value.stride() == self.stride
-
-    def fill(self, value: torch.Tensor) -> int:
-        """Give the memory the value of `value`, unless it is there; returns bytes copied."""
-        if self.holds(value):
-            return 0
-        self._copy_from(value)
-        return self.tensor.nbytes
-
-
-@dataclass(frozen=True)
-class OutputStructure:
-    """How a callable's result is made of the graph's outputs."""
-
-    spec: pytree.TreeSpec
-    leaves: tuple[Any, ...]
-    """Those that are no tensors, in their places."""
-    tensors: tuple[int, ...]
-    """Places of the others."""
-    plain: str = ""
-    """"tensor" or "tuple", where the result is only that."""
-
-    @classmethod
-    def of(cls, result: Any) -> "OutputStructure":
-        """The structure of a result; holds none of its tensors."""
-        leaves, spec = pytree.tree_flatten(result)
-        places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
-        plain = ""
-        if isinstance(result, torch.Tensor):
-            plain = "tensor"
-        elif type(result) is tuple and len(places) == len(result) == len(leaves):
-            plain = "tuple"
-        kept = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        return cls(spec, kept, places, plain)
-
-    def build(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """A result with these tensors."""
-        if self.plain == "tensor":
-            return tensors[0]
-        if self.plain == "tuple":
-            return tuple(tensors)
-        leaves = list(self.leaves)
-        for place, tensor in zip(self.tensors, tensors, strict=True):
-            leaves[place] = tensor
-        return pytree.tree_unflatten(leaves, self.spec)
 
 
 @dataclass(eq=False)
@@ -343,7 +280,9 @@ class Call:
             if recorded.weight_grads is not None and recorded.backward is not None:
                 recorded.due_weight_grads.append(self)
                 self._pending.remove(self)
-                self.first = recorded.backward.birth  # what is needed now was made by the backward, too
+                self.first = (
+                    recorded.backward.birth
+                )  # what is needed now was made by the backward, too
                 self._pending.add(self)
             else:
                 self.settle()

@@ -1,15 +1,18 @@
 """`GroupRecorder`: warms up and records all callables, in the order of their schedule."""
 
+from typing import TYPE_CHECKING, Any
 
-from typing import Any
-
-from cgpass.graphed.capture import Capture, Pass, own_memory, sample_memory
+from cgpass.graphed.capture import Capture
 from cgpass.graphed.group import Group
 from cgpass.graphed.hooks import HookSet
-from cgpass.graphed.recorded import InputMemory, RecordedPass
+from cgpass.graphed.passes import Pass
+from cgpass.graphed.recorded import RecordedPass
 from cgpass.graphed.schedule import Schedule
-from cgpass.runtime.recording import Recording
+from cgpass.graphed.values import InputMemory, own_memory, sample_memory
 from cgpass.runtime.signature import layout_of
+
+if TYPE_CHECKING:
+    from cgpass.runtime.recording import Recording
 
 
 class GroupRecorder:
@@ -97,5 +100,3 @@ class GroupRecorder:
         if self._last_backward is not None:
             self._last_backward.memory.release_unheld()
         self._last_backward = capture.backward
-
-

@@ -83,7 +83,6 @@ class Statics:
                 f"{self._callable}: {', '.join(gone)} became None after it was recorded."
             ) from None
 
-
     def moved(self, old: bytes, new: bytes, limit: int = 5) -> str:
         """Names of those whose address differs between two keys, at most `limit` of them."""
         pairs = zip(self.names, array("q", old), array("q", new), strict=False)

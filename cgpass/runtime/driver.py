@@ -109,8 +109,8 @@ def _may_be_empty() -> Iterator[None]:
 class _Pool:
     """A memory pool and the graphs that keep it in use; whoever replays them keeps them alive."""
 
-    def __init__(self, device: int, handle: tuple[int, int] | None = None) -> None:
-        self.handle = handle or torch.cuda.graph_pool_handle()
+    def __init__(self, device: int, handle: Any = None) -> None:
+        self.handle: Any = handle or torch.cuda.graph_pool_handle()
         self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._device = device
         self._users = 0
@@ -177,7 +177,7 @@ class CUDADriver:
         self,
         device: torch.device,
         *,
-        pool: tuple[int, int] | None = None,
+        pool: Any = None,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         """Make pools and a stream, or take the caller's.

@@ -106,3 +106,15 @@ def rng_state(device):
     if device.type == "cuda":
         return torch.cuda.get_rng_state(device)
     return torch.get_rng_state()
+
+
+def check(setting, found, expected, x, calls=3):
+    """A module and its twin, call after call."""
+    for _ in range(calls):
+        x = setting.randn(*x.shape, grad=x.requires_grad)
+        a, grads = step(found, x)
+        b, wanted = step(expected, x)
+        same(a, b)
+        for grad, want in zip(grads, wanted, strict=True):
+            if want is not None:
+                same(grad, want)

@@ -79,9 +79,7 @@ def test_a_moved_buffer(setting):
 
 def test_moves_can_be_errors(setting):
     module, plain = twins(setting, net())
-    graphed = setting.graphed(
-        module, (setting.randn(4, 8, grad=True),), static_input_check="error"
-    )
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),), static_input_check="error")
     check(setting, graphed, module, plain)
     home = module[3].bias.data
     module[3].bias.data = home.clone()

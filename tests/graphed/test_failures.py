@@ -107,7 +107,10 @@ def test_an_error_in_the_capture_alone_comes_through(setting):
     with pytest.raises(ValueError, match="mine"):
         setting.graphed(fn, (setting.randn(3),))
     del state
-    same(setting.graphed(fn, (setting.randn(3),))(torch.zeros(3, device=setting.device)), torch.zeros(3, device=setting.device))
+    same(
+        setting.graphed(fn, (setting.randn(3),))(torch.zeros(3, device=setting.device)),
+        torch.zeros(3, device=setting.device),
+    )
 
 
 def test_modules_with_hooks_are_refused(setting):
@@ -158,7 +161,11 @@ def test_arguments_that_can_not_be(setting):
         "callable 0 is a int; give a module": ((3,), ((x,),), None),
         "2 callables, but 1 samples": ((module, module), ((x,),), None),
         r"sample_args must be a tuple, got Tensor": (module, x, None),
-        r"sample_args\[1\] must be a tuple of arguments, got Tensor": ((module,) * 2, ((x,), x), None),
+        r"sample_args\[1\] must be a tuple of arguments, got Tensor": (
+            (module,) * 2,
+            ((x,), x),
+            None,
+        ),
         "sample_kwargs must be a dict, got list": (module, (x,), [1]),
         "2 samples in sample_args, 1 in sample_kwargs": ((module,) * 2, ((x,), (x,)), [{}]),
         "neither samples nor modules have a tensor": (lambda: None, (), None),

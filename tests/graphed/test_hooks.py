@@ -100,7 +100,7 @@ def test_hooks_that_allocate_print_and_sync(setting, capsys):
 
     def hook(*args):
         kept.append(torch.ones(1000, device=setting.device))
-        print(kept[-1].sum().item())
+        print(kept[-1].sum().item())  # noqa: T201
 
     module, plain = twins(setting, net())
     x = setting.randn(4, 8)

@@ -179,8 +179,8 @@ def test_warm_ups_follow_the_order(setting):
         num_warmup_iters=1,
         capture_time_hooks=hooks,
     )
-    warm_ups = "a -a b -b a -a b -b".split()
-    assert seen == warm_ups + "a b -b a -a b -b -a".split()
+    warm_ups = ["a", "-a", "b", "-b", "a", "-a", "b", "-b"]
+    assert seen == [*warm_ups, "a", "b", "-b", "a", "-a", "b", "-b", "-a"]
 
 
 def test_options_that_need_an_order():
