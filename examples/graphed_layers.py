@@ -159,7 +159,9 @@ def main(arguments: list[str] | None = None) -> None:
     stats = [layer.graphed.stats for layer in graphed]
     print(f"driver {driver}: {given.layers} layers, {sum(s.recordings for s in stats)} graphs")
     print(f"parameters moved in {moves} times for warm-ups and captures, by hooks")
-    print(f"{sum(s.replays for s in stats)} replays, {sum(s.plain_calls for s in stats)} calls without a graph")
+    print(
+        f"{sum(s.replays for s in stats)} replays, {sum(s.plain_calls for s in stats)} calls without a graph"
+    )
     print(f"loss {found.losses[0]:.4f} -> {found.losses[-1]:.4f}")
     same = found.losses == plain.losses and all(map(torch.equal, found.shards, plain.shards))
     print(f"losses and parameters bitwise those without graphs: {same}")
