@@ -32,6 +32,8 @@ class Group:
         self.own_grads = own_grads
         self.lean = fast.can_swap()
         """Whether what is held can be moved; else outputs are copied."""
+        self._copied: dict[int, tuple[int, ...]] = {}
+        """Outputs that are copied at once, by birth of their recordings: what was held call after call, or all."""
         self._pending: dict[int, PendingCalls] = {}
         self._grads: weakref.WeakValueDictionary[tuple[Any, ...], Placeholder] = (
             weakref.WeakValueDictionary()
@@ -60,12 +62,17 @@ class Group:
         """
         if not own:
             return outputs
+        copied = self._copied.get(recording.birth)
+        if copied is not None:
+            recording.copy_out(copied, copied, outputs)
         if self.lean:
             self.owner.note_handed_out(recording)
-            return outputs
-        positions = tuple(range(len(outputs)))
-        recording.copy_out(positions, positions, outputs)
         return outputs
+
+    def _copy_from_now_on(self, recording: Recording, positions: frozenset[int]) -> None:
+        found = positions.union(self._copied.get(recording.birth, ()))
+        recording.set_private(found)
+        self._copied[recording.birth] = tuple(sorted(found))
 
     def grad_placeholders(
         self, outputs: Sequence[torch.Tensor], *, shared: bool
@@ -125,7 +132,7 @@ class Group:
             stats=stats,
         )
         if own and not self.lean:
-            recording.set_private(frozenset(range(len(outputs))))
+            self._copy_from_now_on(recording, frozenset(range(len(outputs))))
         del outputs
         recording.seal()
         owner.add_recording(recording)
@@ -139,10 +146,13 @@ class Group:
         for free in self.members:
             free()
         self._pending.clear()
+        self._copied.clear()
 
     def forget_recordings(self) -> None:
         """As `close`: nobody asks this owner to start over."""
         self.close()
 
     def plan_around(self, victim: Recording, blocks: Sequence[int], by: Recording) -> None:
-        """Nothing: what is held over calls is copied once a call either way."""
+        """Have outputs that were held call after call copied at once, which costs less than moving them."""
+        del by
+        self._copy_from_now_on(victim, victim.positions_on(blocks))

@@ -86,6 +86,24 @@ def test_what_is_handed_out_keeps_its_values_over_many_calls(setting):
         same(found, expected)
 
 
+def test_what_is_held_call_after_call_is_copied_at_once(setting):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    out = want = None
+    for _ in range(10):
+        x = setting.randn(4, 8)
+        before = out, want
+        out, want = graphed(x), plain(x)
+        same(out, want)
+        if before[0] is not None:
+            same(*before)
+        for each, loss in ((module, out), (plain, want)):
+            each.zero_grad()
+            loss.square().sum().backward()
+        same_grads(module, plain)
+    assert 0 < graphed.graphed.stats.rescues <= 8
+
+
 def test_static_gradients_on_request(setting):
     module, plain = twins(setting, net())
     x = setting.randn(4, 8, grad=True)
