@@ -8,6 +8,8 @@ from cgpass.options import Options, set_defaults
 
 if TYPE_CHECKING:
     from cgpass.backend import cgpass, reset
+    from cgpass.graphed.api import make_graphed_callables
+    from cgpass.graphed.options import GraphedOptions
     from cgpass.recompute.api import checkpoint
     from cgpass.recompute.captured import CheckpointedGraph
     from cgpass.recompute.tracker import RNGStatesTracker
@@ -17,12 +19,14 @@ if TYPE_CHECKING:
 __all__ = [
     "CUDAGraphWrapper",
     "CheckpointedGraph",
+    "GraphedOptions",
     "Options",
     "RNGStatesTracker",
     "cgpass",
     "checkpoint",
     "counters",
     "errors",
+    "make_graphed_callables",
     "reset",
     "set_defaults",
     "summary",
@@ -31,10 +35,12 @@ __all__ = [
 _HOMES: Final = {
     "CUDAGraphWrapper": "cgpass.runtime.wrapper",
     "CheckpointedGraph": "cgpass.recompute.captured",
+    "GraphedOptions": "cgpass.graphed.options",
     "RNGStatesTracker": "cgpass.recompute.tracker",
     "cgpass": "cgpass.backend",
     "checkpoint": "cgpass.recompute.api",
     "counters": "cgpass.telemetry",
+    "make_graphed_callables": "cgpass.graphed.api",
     "reset": "cgpass.backend",
     "summary": "cgpass.telemetry",
 }

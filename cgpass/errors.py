@@ -55,3 +55,19 @@ class CheckpointError(CGPassError, RuntimeError):
 
 class RNGTrackerError(CGPassError, LookupError):
     """A name that an `RNGStatesTracker` doesn't have, or has already."""
+
+
+class GraphedArgumentError(CGPassError, ValueError):
+    """`cgpass.make_graphed_callables` was given callables, samples or settings that it can't take."""
+
+
+class ScheduleError(CGPassError, ValueError):
+    """The order of forwards and backwards given to `cgpass.make_graphed_callables` is none that can be run."""
+
+
+class HookError(CGPassError, TypeError):
+    """A capture-time or warm-up hook returned something: its result would go nowhere."""
+
+
+class GraphedBackwardError(CGPassError, RuntimeError):
+    """A backward of a graphed callable can't be replayed, and what it would take to run it plainly is gone."""

@@ -69,6 +69,10 @@ class GraphDriver(Protocol):
         """Have pools belong to their graphs alone."""
         ...
 
+    def live_blocks(self, slot: int) -> dict[int, int]:
+        """Memory of a pool that is in use now: bytes by address. Captures that are over count with what outlived them."""
+        ...
+
     def give_back(self) -> None:
         """Return memory that nobody uses: after the last graph of a pool, the pool's."""
         ...
@@ -105,8 +109,8 @@ def _may_be_empty() -> Iterator[None]:
 class _Pool:
     """A memory pool and the graphs that keep it in use; whoever replays them keeps them alive."""
 
-    def __init__(self, device: int) -> None:
-        self.handle = torch.cuda.graph_pool_handle()
+    def __init__(self, device: int, handle: Any = None) -> None:
+        self.handle: Any = handle or torch.cuda.graph_pool_handle()
         self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._device = device
         self._users = 0
@@ -169,12 +173,25 @@ class CUDADriver:
     Source: capture rules in the CUDA C++ Programming Guide, "CUDA Graphs"; torch/cuda/graphs.py, 2.11.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        """Args: device: the CUDA device, with its index."""
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        pool: Any = None,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """Make pools and a stream, or take the caller's.
+
+        Args:
+            device: The CUDA device, with its index.
+            pool: Handle of the first pool, which other graphs may use too.
+            stream: Of captures and warm-ups.
+        """
         self._device = device
         self._index = device.index
         self._pools: dict[int, _Pool] = {}
-        self._stream = torch.cuda.Stream(device)
+        self._given_pool = pool
+        self._stream = stream or torch.cuda.Stream(device)
         self._last_stream: int | None = None
         self._token = torch.zeros(1, device=device)
 
@@ -215,7 +232,8 @@ class CUDADriver:
     def _pool(self, slot: int) -> _Pool:
         pool = self._pools.get(slot)
         if pool is None or not pool.is_used:
-            pool = self._pools[slot] = _Pool(self._index)
+            given = self._given_pool if slot == 0 and pool is None else None
+            pool = self._pools[slot] = _Pool(self._index, given)
         return pool
 
     def warm_up(self, fn: BoxedCallable, args: list[Any]) -> Sequence[Any]:
@@ -236,6 +254,19 @@ class CUDADriver:
         """See `GraphDriver.end_warm_ups`."""
         for pool in self._pools.values():
             pool.end_of_warm_ups()
+
+    def live_blocks(self, slot: int) -> dict[int, int]:
+        """See `GraphDriver.live_blocks`. From the allocator's own records; on the host, no synchronisation."""
+        pool = self._pools.get(slot)
+        if pool is None or not pool.is_used:
+            return {}
+        segments = torch.cuda.memory_snapshot(pool.handle, include_traces=False)
+        return {
+            block["address"]: block["size"]
+            for segment in segments
+            for block in segment["blocks"]
+            if block["state"] == "active_allocated"
+        }
 
     def give_back(self) -> None:
         """See `GraphDriver.give_back`."""

@@ -144,6 +144,16 @@ class Owner:
             MAX_SLOTS,
         )
 
+    def new_slot(self) -> int:
+        """A pool for what is to lie by itself, whose memory no other recording shares."""
+        self._slots.append(_Slot())
+        return len(self._slots) - 1
+
+    def released(self, slot: int) -> dict[int, tuple[int, ...]]:
+        """`Recording.released` of what is recorded in a slot now."""
+        blocks = {r.birth: r.memory.released() for r in self._slots[slot].recordings}
+        return {birth: numbers for birth, numbers in blocks.items() if numbers}
+
     def _rescue_lost(self, slot: _Slot) -> bool:
         """Move what a capture into this slot could come to lie on; returns whether nothing of that is left."""
         lost = slot.lost()
@@ -155,13 +165,9 @@ class Owner:
 
     def begin_recording(self, slot: int) -> dict[int, tuple[int, ...]]:
         """Give what nobody holds back to the pool; returns `Recording.released` of what is recorded now."""
-        released: dict[int, tuple[int, ...]] = {}
         for recording in self._slots[slot].recordings:
             recording.memory.release_unheld()
-            blocks = recording.memory.released()
-            if blocks:
-                released[recording.birth] = blocks
-        return released
+        return self.released(slot)
 
     def block_at(self, slot: int, address: int) -> tuple[Recording, int, int] | None:
         """The recording that keeps the block at an address, the block's number and its own references to it."""

@@ -243,7 +243,8 @@ class PartitionRunner:
 
     def _is_usable(self) -> bool:
         broken = self._fallback.failure is not None or self.owner.closed
-        return not broken and not self.owner.driver.is_capturing()
+        usable = self._fallback.failure is None and not self.owner.closed
+        return usable and not self.owner.driver.is_capturing()
 
     def _has_strays(self, args: Sequence[Any]) -> bool:
         """Whether a pooled input is not where a recording put it; if that goes on, it becomes a copied one."""

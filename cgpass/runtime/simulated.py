@@ -81,6 +81,11 @@ class SimulatedPool:
         """Where blocks lie, free ones too."""
         return frozenset(self._blocks)
 
+    def live_blocks(self) -> dict[int, int]:
+        """Bytes of the blocks that are not free, by address."""
+        free = {block.address for blocks in self._free.values() for block in blocks}
+        return {a: block.num_bytes for a, block in self._blocks.items() if a not in free}
+
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
         """A storage on a free block. **Lifetime:** it owns the block, whatever becomes of the pool."""
         free = self._free.setdefault(num_bytes, [])
@@ -271,6 +276,11 @@ class SimulatedDriver:
 
     def end_warm_ups(self) -> None:
         """See `GraphDriver.end_warm_ups`: they took no memory of a pool."""
+
+    def live_blocks(self, slot: int) -> dict[int, int]:
+        """See `GraphDriver.live_blocks`."""
+        pool = self._pools.get(slot)
+        return {} if pool is None else pool.live_blocks()
 
     def give_back(self) -> None:
         """See `GraphDriver.give_back`: done when the last graph went."""

@@ -25,11 +25,11 @@ LAYERS = {
     "resplit": 4,
     "assembly": 4,
     "backend": 5,
-    "graphed": 5,
     "recompute": 5,
-    "explain": 6,
-    "report": 6,
-    "testing": 6,
+    "graphed": 6,
+    "explain": 7,
+    "report": 7,
+    "testing": 7,
 }
 BESIDE = {frozenset({"passes", "runtime"}), frozenset({"errors", "_torch"})}
 MODULES = sorted(ROOT.rglob("*.py"))

@@ -1,0 +1,1 @@
+"""`cgpass.make_graphed_callables`: modules and functions picked by hand, forward and backward as graphs."""

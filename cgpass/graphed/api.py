@@ -1,0 +1,209 @@
+"""`cgpass.make_graphed_callables`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from cgpass.errors import DriverUnavailableError, GraphedArgumentError
+from cgpass.graphed import hooks as hooks_of
+from cgpass.graphed.binding import Binding
+from cgpass.graphed.callables import GraphedFunction, with_forward
+from cgpass.graphed.group import Group
+from cgpass.graphed.options import GraphedOptions
+from cgpass.graphed.passes import Pass
+from cgpass.graphed.preparation import prepared
+from cgpass.graphed.recorder import GroupRecorder
+from cgpass.graphed.schedule import Schedule, interleaved, simple
+from cgpass.graphed.target import Statics, Target
+from cgpass.runtime import fast
+from cgpass.runtime.driver import CUDADriver, GraphDriver
+from cgpass.runtime.owner import Owner
+from cgpass.runtime.simulated import SimulatedDriver
+from cgpass.telemetry import new_call_stats
+
+
+def make_graphed_callables(
+    callables: Callable[..., Any] | tuple[Callable[..., Any], ...],
+    sample_args: Sequence[Any],
+    *,
+    sample_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    options: GraphedOptions | Mapping[str, Any] | None = None,
+) -> Any:
+    """Record forward and backward of modules or functions as CUDA graphs, and return what replays them.
+
+    All graphs share one memory pool. They are recorded in the order in which they will run: all forwards, then the
+    backwards in reverse, or `GraphedOptions.order`. Calls that come in another order give the same numbers and cost
+    copies. Host code does not run on a replay: what a callable reads from anything but tensor arguments, parameters
+    and buffers is frozen, autocast settings included.
+
+    Args:
+        callables: A module, a function, or a tuple of them.
+        sample_args: Arguments of one call, as a tuple; for a tuple of callables one such tuple each (with an order:
+            each chunk, microbatch and layer). Nested structures and values that are no tensors are taken; the latter
+            must be the same in every call. `requires_grad` must be as in the calls.
+            **Lifetime:** the tensors become the memory that the graphs read: a call with these very tensors copies
+            nothing, a call with others overwrites them. Of samples that share memory only the first is so used.
+        sample_kwargs: Keyword arguments in the same way.
+        options: Everything else; see `GraphedOptions`.
+
+    Returns:
+        A function for each function and a module for each module (a shallow copy which shares parameters, buffers and
+        submodules, unless `patch_modules`), or a function for each sample if there is an order; a tuple if `callables`
+        is one. Each has `reset()`, which frees its graphs until the next call, and `close()`, for good. A module in
+        the other mode (training or eval) than it was recorded in runs without a graph.
+        **Lifetime:** what they return, and gradients, is the caller's own: no later call changes it.
+
+    Raises:
+        GraphedArgumentError: Callables or samples can't be used, or something gets no gradient.
+        ScheduleError: The order can't be run.
+        OptionError: An unknown option or a bad value.
+        HookError: A hook returned something.
+        CaptureError: A callable can't be captured; random number states, gradients and buffers are as before.
+    """
+    given = GraphedOptions.parse(options)
+    several = isinstance(callables, tuple)
+    fns = callables if isinstance(callables, tuple) else (callables,)
+    args, kwargs = _samples(sample_args, sample_kwargs, several=several)
+    schedule = _schedule(len(fns), len(args), given)
+    if not fns:
+        return ()
+    capture_hooks = hooks_of.capture_time_hooks(given.capture_time_hooks, len(fns))
+    once, warmup_hooks = hooks_of.warmup_hooks(given.warmup_hooks, len(fns))
+    targets = [Target(fn, i if several else None) for i, fn in enumerate(fns)]
+    device = _device(args, kwargs, targets)
+    group = _group(given, device)
+    statics = [Statics(target.module, device, target.name) for target in targets]
+    passes = [
+        Pass(
+            name=targets[i].name,
+            run=targets[i].plain(weak=given.patch_modules),
+            hooked=fns[i],
+            binding=Binding(targets[i].name, args[number], kwargs[number], device),
+            statics=statics[i],
+            hooks=capture_hooks[i],
+            warmup_hooks=warmup_hooks[i],
+            options=given,
+            stats=new_call_stats(),
+            with_grad=torch.is_grad_enabled(),
+            backward_dw=targets[i].backward_dw,
+        )
+        for number, i in enumerate(schedule.callables)
+    ]
+    functions = [GraphedFunction(each, group) for each in passes]
+    if group is not None:
+        _record(group, schedule, passes, functions, once)
+    results = _results(functions, targets, schedule, given)
+    return tuple(results) if several else results[0]
+
+
+def _record(
+    group: Group,
+    schedule: Schedule,
+    passes: list[Pass],
+    functions: list[GraphedFunction],
+    once: hooks_of.HookSet,
+) -> None:
+    fast.start()
+    try:
+        with prepared(passes, group), group.owner.lock:
+            recorder = GroupRecorder(group, schedule, passes)
+            recorder.warm_up(once)
+            for function, recorded in zip(functions, recorder.record(), strict=True):
+                function.add(recorded)
+    except BaseException:
+        group.owner.close()
+        raise
+
+
+def _results(
+    functions: list[GraphedFunction],
+    targets: list[Target],
+    schedule: Schedule,
+    options: GraphedOptions,
+) -> list[Any]:
+    if options.order is not None:
+        return list(functions)
+    modules = [targets[i].module for i in schedule.callables]
+    return [
+        function if module is None else with_forward(module, function, patch=options.patch_modules)
+        for function, module in zip(functions, modules, strict=True)
+    ]
+
+
+def _samples(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+    *,
+    several: bool,
+) -> tuple[list[tuple[Any, ...]], list[Mapping[str, Any]]]:
+    """Arguments and keyword arguments of each forward."""
+    if not isinstance(args, tuple | list):
+        raise GraphedArgumentError(
+            f"make_graphed_callables: sample_args must be a tuple, got {type(args).__name__}."
+        )
+    all_args = list(args) if several else [tuple(args)]
+    for i, each in enumerate(all_args):
+        if not isinstance(each, tuple | list):
+            raise GraphedArgumentError(
+                f"make_graphed_callables: sample_args[{i}] must be a tuple of arguments, got {type(each).__name__}."
+            )
+    if kwargs is None:
+        all_kwargs: list[Any] = [{} for _ in all_args]
+    elif several:
+        all_kwargs = [kwargs] if isinstance(kwargs, Mapping) else list(kwargs)
+    else:
+        all_kwargs = [kwargs]
+    for i, each in enumerate(all_kwargs):
+        if not isinstance(each, Mapping):
+            where = f"sample_kwargs[{i}]" if several else "sample_kwargs"
+            raise GraphedArgumentError(
+                f"make_graphed_callables: {where} must be a dict, got {type(each).__name__}."
+            )
+    if len(all_kwargs) != len(all_args):
+        raise GraphedArgumentError(
+            f"make_graphed_callables: {len(all_args)} samples in sample_args, {len(all_kwargs)} in sample_kwargs. Give "
+            "one dict for each, {} where there are no keyword arguments."
+        )
+    return [tuple(each) for each in all_args], all_kwargs
+
+
+def _schedule(num_callables: int, num_samples: int, options: GraphedOptions) -> Schedule:
+    if options.order is not None:
+        return interleaved(options.order, num_callables, num_samples, options.num_layers_per_chunk)
+    if num_samples != num_callables:
+        raise GraphedArgumentError(
+            f"make_graphed_callables: {num_callables} callables, but {num_samples} samples. Give one tuple of arguments "
+            "for each."
+        )
+    return simple(num_callables)
+
+
+def _device(args: Sequence[Any], kwargs: Sequence[Any], targets: Sequence[Target]) -> torch.device:
+    for leaf in pytree.tree_leaves((list(args), [dict(each) for each in kwargs])):
+        if isinstance(leaf, torch.Tensor):
+            return leaf.device
+    for target in targets:
+        for tensor in () if target.module is None else target.module.parameters():
+            return tensor.device
+    raise GraphedArgumentError(
+        "make_graphed_callables: neither samples nor modules have a tensor that would tell the device."
+    )
+
+
+def _group(options: GraphedOptions, device: torch.device) -> Group | None:
+    """What records; None if nothing is to be recorded."""
+    driver: GraphDriver
+    if options.driver == "none" or (options.driver == "auto" and device.type != "cuda"):
+        return None
+    if options.driver == "simulated" and device.type == "cpu":
+        driver = SimulatedDriver(device)
+    elif options.driver != "simulated" and device.type == "cuda":
+        pool = getattr(options.pool, "id", options.pool)
+        driver = CUDADriver(device, pool=pool, stream=options.stream)
+    else:
+        raise DriverUnavailableError(
+            f'make_graphed_callables: driver="{options.driver}" can\'t record on {device}; use driver="auto".'
+        )
+    return Group(Owner(driver), own_grads=options.own_grads)

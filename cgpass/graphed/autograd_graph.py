@@ -1,0 +1,117 @@
+"""What an autograd graph says of itself: the leaves that it reaches, checkpoints in it, and its gradients."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from cgpass import _torch
+from cgpass.recompute.gradients import gradients
+
+_REENTRANT = ("CheckpointFunctionBackward", "_ReentrantBackward")
+"""Nodes whose backward needs a pass that accumulates everywhere: torch's and our own."""
+
+
+class GraphFacts:
+    """Facts about the graph behind some outputs."""
+
+    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Walk it; computes nothing."""
+        self.leaves: list[torch.Tensor] = []
+        """What would get a `.grad`."""
+        self.is_reentrant = False
+        """Whether a checkpoint with `use_reentrant=True` lies in it."""
+        seen: set[Any] = set()
+        open_: list[Any] = [out.grad_fn for out in outputs]
+        self.leaves += [out for out in outputs if out.grad_fn is None]
+        while open_:
+            node = open_.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                self.leaves.append(variable)
+            self.is_reentrant |= node.name() in _REENTRANT
+            open_.extend(following for following, _ in node.next_functions)
+
+
+def take_gradients(
+    outputs: Sequence[torch.Tensor],
+    grad_outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    *,
+    reentrant: bool,
+    retain_graph: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of `inputs`, None for what the outputs don't depend on; no `.grad` changes and no hook of a leaf runs.
+
+    Args:
+        outputs: Whose gradients are given.
+        grad_outputs: One for each of `outputs`.
+        inputs: Leaves.
+        reentrant: As `GraphFacts.is_reentrant`.
+        retain_graph: As for `torch.autograd.backward`.
+    """
+    if not inputs:
+        return ()
+    if not reentrant:
+        return torch.autograd.grad(
+            list(outputs),
+            list(inputs),
+            list(grad_outputs),
+            retain_graph=retain_graph,
+            allow_unused=True,
+        )
+    with contextlib.ExitStack() as stack:
+        for tensor in inputs:
+            stack.enter_context(_hooks_put_aside(tensor))
+        return gradients(outputs, grad_outputs, inputs, retain_graph=retain_graph)
+
+
+@contextlib.contextmanager
+def _hooks_put_aside(tensor: torch.Tensor) -> Iterator[None]:
+    """Have a leaf without hooks for a block."""
+    dicts: list[dict[Any, Any]] = [
+        hooks
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
+        if (hooks := getattr(tensor, name, None))
+    ]
+    kept = [dict(hooks) for hooks in dicts]
+    for hooks in dicts:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(dicts, kept, strict=True):
+            hooks.update(before)
+
+
+def outputs_read_by_graph(outputs: Sequence[Any]) -> list[int]:
+    """Positions of outputs whose memory a backward reads, told by who holds it besides `outputs`.
+
+    Args:
+        outputs: What a function returned; nobody else but its graph holds them.
+    """
+    holders: dict[int, set[int]] = {}
+    tensors = [(i, out) for i, out in enumerate(outputs) if isinstance(out, torch.Tensor)]
+    for _, tensor in tensors:
+        among = holders.setdefault(_storage_of(tensor), set())
+        base = tensor
+        while base is not None:
+            among.add(id(base))
+            base = base._base
+    alone = torch.empty(1)
+    spare = _torch.storage_use_count(_storage_of(alone)) - 1
+    return [
+        i
+        for i, tensor in tensors
+        if tensor.grad_fn is not None
+        and _torch.storage_use_count(_storage_of(tensor))
+        > len(holders[_storage_of(tensor)]) + spare
+    ]
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,84 @@
+"""Captures that fail: which callable, which operator, which line."""
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cgpass.errors import CaptureError, CGPassError
+from cgpass.runtime.syncs import is_capture_error
+
+_LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch,))
+_OWN = str(Path(__file__).parents[1])
+
+
+@contextlib.contextmanager
+def blamed(
+    name: str, direction: str, again: Callable[[TorchDispatchMode], object]
+) -> Iterator[None]:
+    """Have what a capture raises name the callable, the operator and the line.
+
+    Args:
+        name: Of the callable.
+        direction: "forward" or "backward".
+        again: Captures the same once more, in a mode that watches for the operator.
+
+    Raises:
+        CaptureError: In place of what torch or CUDA raise because a capture does not allow what was done.
+    """
+    try:
+        yield
+    except CGPassError:
+        raise
+    except Exception as error:
+        if not is_capture_error(error):
+            raise
+        line, operator = user_line(error), _operator(again)
+        where = "" if operator is None else f", in {operator}"
+        where += "" if line is None else f", at {line}"
+        raise CaptureError(
+            f"make_graphed_callables: the {direction} of {name} can't be captured{where}: {_first_line(error)}. "
+            "Move what waits for the device (or needs the host) out of the callable or into a capture-time hook, or "
+            'use torch.compile(backend="cgpass"), which captures around it.'
+        ) from error
+
+
+def _operator(again: Callable[[TorchDispatchMode], object]) -> str | None:
+    """The last operator that ran before a capture fails."""
+    watch = LastOp()
+    with contextlib.suppress(Exception):
+        again(watch)
+        return None
+    return watch.name
+
+
+def user_line(error: BaseException) -> str | None:
+    """Where the user's code was when an error was raised: the innermost frame outside of torch and cgpass."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((*_LIBRARIES, _OWN, "<")):
+            return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {(frame.line or '').rstrip(':')}"
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0].rstrip(".")
+
+
+class LastOp(TorchDispatchMode):
+    """Notes the operator that runs."""
+
+    def __init__(self) -> None:
+        """Nothing ran yet."""
+        super().__init__()
+        self.name: str | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run it."""
+        self.name = str(func)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,158 @@
+"""`Group`: what the callables of one `make_graphed_callables` share."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cgpass.graphed.pending import PendingCalls
+from cgpass.runtime import fast
+from cgpass.runtime.owner import Owner
+from cgpass.runtime.placeholders import Placeholder
+from cgpass.runtime.recording import Recording
+from cgpass.runtime.signature import layout_of
+from cgpass.telemetry import CallStats
+
+
+class Group:
+    """Pools, driver and order of recordings; a member of its owner."""
+
+    def __init__(self, owner: Owner, *, own_grads: bool) -> None:
+        """Nothing is recorded yet.
+
+        Args:
+            owner: Of the recordings.
+            own_grads: Whether gradients that somebody holds are moved before they would be overwritten.
+        """
+        self.owner = owner
+        self.driver = owner.driver
+        self.device: torch.device = owner.driver.device
+        self.own_grads = own_grads
+        self.lean = fast.can_swap()
+        """Whether what is held can be moved; else outputs are copied."""
+        self._copied: dict[int, tuple[int, ...]] = {}
+        """Outputs that are copied at once, by birth of their recordings: what was held call after call, or all."""
+        self._pending: dict[int, PendingCalls] = {}
+        self._grads: weakref.WeakValueDictionary[tuple[Any, ...], Placeholder] = (
+            weakref.WeakValueDictionary()
+        )
+        self.members: list[Callable[[], None]] = []
+        """What frees the recordings of each callable."""
+        owner.add(self)
+
+    def pending(self, slot: int) -> PendingCalls:
+        """Forwards of a pool whose backward may come."""
+        return self._pending.setdefault(slot, PendingCalls())
+
+    def prepare(self, recording: Recording) -> None:
+        """Have a replay overwrite nothing that is still needed."""
+        self.pending(recording.slot).make_way(recording.birth)
+        if self.lean and not self.owner.is_safe(recording):
+            self.owner.rescue(recording)
+
+    def hand_out(self, recording: Recording, outputs: list[Any], *, own: bool = True) -> list[Any]:
+        """Outputs of a replay as the user gets them.
+
+        Args:
+            recording: What was replayed.
+            outputs: What `Recording.run` returned.
+            own: Whether they keep their values however often it is replayed again.
+        """
+        if not own:
+            return outputs
+        copied = self._copied.get(recording.birth)
+        if copied is not None:
+            recording.copy_out(copied, copied, outputs)
+        if self.lean:
+            self.owner.note_handed_out(recording)
+        return outputs
+
+    def _copy_from_now_on(self, recording: Recording, positions: frozenset[int]) -> None:
+        found = positions.union(self._copied.get(recording.birth, ()))
+        recording.set_private(found)
+        self._copied[recording.birth] = tuple(sorted(found))
+
+    def grad_placeholders(
+        self, outputs: Sequence[torch.Tensor], *, shared: bool
+    ) -> list[Placeholder]:
+        """Where gradients of outputs lie for a replay.
+
+        Args:
+            outputs: As laid out as their gradients.
+            shared: Whether all passes may share them: the replay is over when the next one's are copied in.
+        """
+        if not shared:
+            return [Placeholder(out) for out in outputs]
+        counts: Counter[tuple[Any, ...]] = Counter()
+        found: list[Placeholder] = []
+        for out in outputs:
+            layout = layout_of(out)
+            key = (*layout, counts[layout])
+            counts[layout] += 1
+            placeholder = self._grads.get(key)
+            if placeholder is None:
+                placeholder = self._grads[key] = Placeholder(out)
+            found.append(placeholder)
+        return found
+
+    def new_recording(
+        self,
+        fn: Callable[[list[Any]], list[Any]],
+        args: Sequence[Any],
+        slot: int,
+        stats: CallStats,
+        *,
+        own: bool = True,
+        generators: Sequence[torch.Generator] = (),
+    ) -> Recording:
+        """Have the driver record `fn(args)`.
+
+        Args:
+            fn: Takes a list and returns one.
+            args: Tensors, read where they lie.
+            slot: Pool to record into.
+            stats: Where it is counted.
+            own: Whether outputs may have to be copied for the user.
+            generators: To be registered with the graph, beside the default ones.
+        """
+        owner, staged = self.owner, list(args)
+        released = owner.released(slot)
+        graph, outputs = self.driver.record(fn, [*staged, *generators], opaque=False, slot=slot)
+        recording = Recording(
+            graph,
+            outputs,
+            staged,
+            {},
+            released=released,
+            birth=owner.next_birth(),
+            slot=slot,
+            lean=self.lean,
+            stats=stats,
+        )
+        if own and not self.lean:
+            self._copy_from_now_on(recording, frozenset(range(len(outputs))))
+        del outputs
+        recording.seal()
+        owner.add_recording(recording)
+        stats.recordings += 1
+        return recording
+
+    # ---- a member of the owner
+
+    def close(self) -> None:
+        """Free every recording."""
+        for free in self.members:
+            free()
+        self._pending.clear()
+        self._copied.clear()
+
+    def forget_recordings(self) -> None:
+        """As `close`: nobody asks this owner to start over."""
+        self.close()
+
+    def plan_around(self, victim: Recording, blocks: Sequence[int], by: Recording) -> None:
+        """Have outputs that were held call after call copied at once, which costs less than moving them."""
+        del by
+        self._copy_from_now_on(victim, victim.positions_on(blocks))

@@ -1,0 +1,123 @@
+"""Hooks that run around warm-ups and captures, and never on a replay.
+
+Note [When hooks run]
+    Capture-time hooks run around every warm-up iteration and around the capture of their callable, outside of the
+    captured region, on the stream that is current where `make_graphed_callables` (or the call that records again) is
+    called:
+
+        pre_forward(module, args, kwargs)            before the forward
+        forward(module, args, kwargs, output)        after it; `output` has the callable's own structure
+        pre_backward(module)                         before the backward
+        backward(module)                             after it
+
+    With w warm-up iterations each function runs w + 1 times per forward that the schedule has of its callable, and as
+    often again whenever that is recorded again because parameters moved (one warm-up iteration then). `pre_backward`
+    and `backward` don't run where there is no backward.
+
+    Warm-up hooks, `pre_warmup` and `post_warmup`: given once for all, they are called without arguments, once each,
+    before the first and after the last warm-up. Given per callable, they are called with the module before and after
+    the warm-up iterations of each forward that the schedule has of it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from cgpass.errors import GraphedArgumentError, HookError
+
+CAPTURE_TIME = ("pre_forward", "forward", "pre_backward", "backward")
+WARM_UP = ("pre_warmup", "post_warmup")
+
+
+class HookSet:
+    """The functions that one callable has for each moment."""
+
+    def __init__(self, hooks: object, names: Sequence[str], where: str) -> None:
+        """Check what a user gave.
+
+        Args:
+            hooks: A mapping from names to functions, or None.
+            names: Moments that there are.
+            where: For messages.
+
+        Raises:
+            GraphedArgumentError: No mapping, an unknown name, or something that can't be called.
+        """
+        self._where = where
+        self._functions: dict[str, tuple[Callable[..., Any], ...]] = {}
+        if hooks is None:
+            return
+        if not isinstance(hooks, Mapping):
+            raise GraphedArgumentError(
+                f"make_graphed_callables: {where} must be a dict of hook names and functions or None, got "
+                f"{type(hooks).__name__}."
+            )
+        for name, functions in hooks.items():
+            if name not in names:
+                raise GraphedArgumentError(
+                    f"make_graphed_callables: {where} has an unknown hook {name!r}; known: {', '.join(names)}."
+                )
+            self._functions[name] = self._checked(name, functions)
+
+    def _checked(self, name: str, functions: object) -> tuple[Callable[..., Any], ...]:
+        found = (functions,) if callable(functions) else functions
+        if not isinstance(found, Sequence) or isinstance(found, str):
+            raise GraphedArgumentError(
+                f"make_graphed_callables: {self._where}[{name!r}] must be a function or a sequence of functions, got "
+                f"{type(functions).__name__}."
+            )
+        for position, function in enumerate(found):
+            if not callable(function):
+                raise GraphedArgumentError(
+                    f"make_graphed_callables: {self._where}[{name!r}][{position}] can't be called: it is a "
+                    f"{type(function).__name__}."
+                )
+        return tuple(found)
+
+    def run(self, name: str, *args: Any) -> None:
+        """Call the functions of one moment in order.
+
+        Raises:
+            HookError: One of them returned something.
+        """
+        for position, function in enumerate(self._functions.get(name, ())):
+            result = function(*args)
+            if result is not None:
+                raise HookError(
+                    f"make_graphed_callables: {self._where}[{name!r}][{position}] returned a {type(result).__name__}. "
+                    "Hooks can't replace arguments or results: have it return None."
+                )
+
+
+def capture_time_hooks(hooks: object, num_callables: int) -> list[HookSet]:
+    """One set per callable.
+
+    Raises:
+        GraphedArgumentError: Another number of entries than callables, or as for `HookSet`.
+    """
+    return _per_callable(hooks, num_callables, "capture_time_hooks", CAPTURE_TIME)
+
+
+def warmup_hooks(hooks: object, num_callables: int) -> tuple[HookSet, list[HookSet]]:
+    """The set that runs once for all, and one per callable."""
+    where = "warmup_hooks"
+    if hooks is None or isinstance(hooks, Mapping):
+        return HookSet(hooks, WARM_UP, where), _per_callable(None, num_callables, where, WARM_UP)
+    return HookSet(None, WARM_UP, where), _per_callable(hooks, num_callables, where, WARM_UP)
+
+
+def _per_callable(
+    hooks: object, num_callables: int, where: str, names: Sequence[str]
+) -> list[HookSet]:
+    if hooks is None:
+        hooks = [None] * num_callables
+    if not isinstance(hooks, Sequence) or isinstance(hooks, str):
+        raise GraphedArgumentError(
+            f"make_graphed_callables: {where} must be a sequence with one entry per callable, got "
+            f"{type(hooks).__name__}."
+        )
+    if len(hooks) != num_callables:
+        raise GraphedArgumentError(
+            f"make_graphed_callables: {where} has {len(hooks)} entries for {num_callables} callables. Give one each, "
+            "None where there is nothing to run."
+        )
+    return [HookSet(each, names, f"{where}[{i}]") for i, each in enumerate(hooks)]

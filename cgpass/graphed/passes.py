@@ -1,0 +1,210 @@
+"""`Pass`: one forward with its sample, and its warm-ups."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cgpass.errors import GraphedArgumentError
+from cgpass.graphed.autograd_graph import GraphFacts, take_gradients
+from cgpass.graphed.binding import Binding
+from cgpass.graphed.group import Group
+from cgpass.graphed.hooks import HookSet
+from cgpass.graphed.options import GraphedOptions
+from cgpass.graphed.target import Statics
+from cgpass.graphed.values import OutputStructure, no_autocast_cache, tensors_of
+from cgpass.recompute.gradients import grads_put_aside
+from cgpass.recompute.states import CheckpointStates
+from cgpass.telemetry import CallStats
+
+
+@dataclass(eq=False)
+class Pass:
+    """One forward with its sample: what it takes to record it, now and again."""
+
+    name: str
+    run: Callable[..., Any]
+    """The callable without a graph."""
+    hooked: Any
+    """What hooks get as `module`."""
+    binding: Binding
+    statics: Statics
+    hooks: HookSet
+    warmup_hooks: HookSet
+    options: GraphedOptions
+    stats: CallStats
+    with_grad: bool
+    """Whether a backward is recorded where outputs require grad."""
+    structure: OutputStructure | None = None
+    reentrant: bool = False
+    used_inputs: set[int] = field(default_factory=set)
+    """Arguments that got a gradient in a warm-up."""
+    used_statics: set[int] = field(default_factory=set)
+    written_inputs: set[int] = field(default_factory=set)
+    written_statics: set[int] = field(default_factory=set)
+    changed_buffers: set[int] = field(default_factory=set)
+    """Buffers that the callable writes, with or without autograd knowing."""
+    buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """Buffers as they were before the first warm-up, by position."""
+    backward_dw: Callable[[], Any] | None = None
+    """What makes the gradients that the backward leaves out, of weights, by filling their `.grad`."""
+    split_off: set[int] = field(default_factory=set)
+    """Parameters that it makes gradients for."""
+
+    # ---- warm-up
+
+    def new_states(self, device: torch.device) -> CheckpointStates:
+        """What the checkpoints of one recording recompute with; for its warm-ups and its captures."""
+        return CheckpointStates(device, self.options.rng_tracker)
+
+    def warm_up(
+        self, group: Group, states: CheckpointStates, iterations: int, *, pool: bool
+    ) -> None:
+        """Run forward and backward plainly, and note what they do.
+
+        Args:
+            group: Whose driver runs it.
+            states: Of the recording that will be made.
+            iterations: How often.
+            pool: Whether to take memory from the pool, in which nothing was recorded yet.
+        """
+        for _ in range(iterations):
+            inputs = [sample.detach().clone() for sample in self.binding.samples]
+            for tensor, requires_grad in zip(inputs, self.binding.requires_grad, strict=True):
+                tensor.requires_grad_(requires_grad)
+            args, kwargs = self.binding.call(inputs)
+            self.hooks.run("pre_forward", self.hooked, args, kwargs)
+            statics = self.statics.now()
+            self._keep_buffers(statics)
+            result = self._warm_forward(group, states, (args, kwargs), (inputs, statics), pool=pool)
+            self.hooks.run("forward", self.hooked, args, kwargs, result)
+            del args, kwargs, statics
+            self._warm_backward(group, inputs, result, pool=pool)
+            del result
+            self.stats.warmups += 1
+        self._refuse_unused()
+
+    def _warm_forward(
+        self,
+        group: Group,
+        states: CheckpointStates,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        read: tuple[list[torch.Tensor], list[torch.Tensor]],
+        *,
+        pool: bool,
+    ) -> Any:
+        args, kwargs = arguments
+        versions = [[tensor._version for tensor in tensors] for tensors in read]
+
+        def forward(_: list[Any]) -> list[Any]:
+            with self.grad_mode(), states:
+                return [self.run(*args, **kwargs)]
+
+        with no_autocast_cache():
+            (result,) = group.driver.warm_up(forward, []) if pool else forward([])
+        self.changed_buffers.update(
+            i for i, (buffer, before) in self.buffers.items() if not torch.equal(buffer, before)
+        )
+        for tensors, before, written in zip(
+            read, versions, (self.written_inputs, self.written_statics), strict=True
+        ):
+            written.update(
+                i for i, (t, v) in enumerate(zip(tensors, before, strict=True)) if t._version != v
+            )
+        for i in self.written_inputs:
+            if self.binding.requires_grad[i]:
+                raise GraphedArgumentError(
+                    f"make_graphed_callables: {self.name} writes {self.binding.name_of(i)} in place, which requires "
+                    "grad. Have it write a copy."
+                )
+        return result
+
+    def _keep_buffers(self, statics: Sequence[torch.Tensor]) -> None:
+        for i in range(self.statics.num_parameters, len(statics)):
+            if i not in self.buffers and not statics[i].requires_grad:
+                self.buffers[i] = (statics[i], statics[i].detach().clone())
+
+    def put_buffers_back(self) -> None:
+        """Undo what warm-ups and captures wrote into buffers."""
+        with torch.no_grad():
+            for i, (buffer, before) in self.buffers.items():
+                if i in self.changed_buffers and buffer.untyped_storage().nbytes():
+                    buffer.copy_(before)
+        self.buffers.clear()
+
+    def _warm_backward(
+        self, group: Group, inputs: list[torch.Tensor], result: Any, *, pool: bool
+    ) -> None:
+        outputs = [out for out in tensors_of(result) if out.requires_grad]
+        if not outputs or not self.with_grad:
+            return
+        facts = GraphFacts(outputs)
+        self.reentrant |= facts.is_reentrant
+        self._note_leaves(facts.leaves, inputs, group.device)
+        self.hooks.run("pre_backward", self.hooked)
+        statics = self.statics.now()
+        wanted = [t for t in (*inputs, *statics) if t.requires_grad]
+
+        def backward(_: list[Any]) -> list[Any]:
+            return list(
+                take_gradients(
+                    outputs,
+                    [torch.zeros_like(out) for out in outputs],
+                    wanted,
+                    reentrant=self.reentrant,
+                    retain_graph=False,
+                )
+            )
+
+        with no_autocast_cache():
+            grads = group.driver.warm_up(backward, []) if pool else backward([])
+        got = {id(t) for t, grad in zip(wanted, grads, strict=True) if grad is not None}
+        self.used_inputs.update(i for i, t in enumerate(inputs) if id(t) in got)
+        self.used_statics.update(i for i, t in enumerate(statics) if id(t) in got)
+        del grads
+        self.split_off.update(i for i, grad in self.run_backward_dw(statics).items())
+        self.hooks.run("backward", self.hooked)
+
+    def run_backward_dw(self, statics: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Gradients of weights that were split off, by position; no `.grad` changes."""
+        if self.backward_dw is None:
+            return {}
+        with grads_put_aside(statics), torch.no_grad():
+            self.backward_dw()
+            return {i: t.grad for i, t in enumerate(statics) if t.grad is not None}
+
+    def _note_leaves(
+        self, leaves: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], device: torch.device
+    ) -> None:
+        known = {id(t) for t in (*inputs, *self.statics.now())}
+        for leaf in leaves:
+            if id(leaf) not in known and leaf.device == device and leaf.numel():
+                known.add(id(leaf))
+                self.statics.add_leaf(leaf)
+
+    def _refuse_unused(self) -> None:
+        if self.options.allow_unused_input or not (self.used_inputs or self.used_statics):
+            return
+        unused = [
+            self.binding.name_of(i)
+            for i, requires_grad in enumerate(self.binding.requires_grad)
+            if requires_grad and i not in self.used_inputs
+        ]
+        unused += [
+            f"parameter {name}"
+            for i, (name, t) in enumerate(zip(self.statics.names, self.statics.now(), strict=True))
+            if i < self.statics.num_parameters
+            and t.requires_grad
+            and i not in self.used_statics | self.split_off
+        ]
+        if unused:
+            raise GraphedArgumentError(
+                f"make_graphed_callables: {self.name} gives no gradient to {', '.join(unused)}. Have them not require "
+                "grad, or set GraphedOptions(allow_unused_input=True)."
+            )
+
+    def grad_mode(self) -> contextlib.AbstractContextManager[Any]:
+        """Whether autograd watches the forward."""
+        return torch.enable_grad() if self.with_grad else torch.no_grad()

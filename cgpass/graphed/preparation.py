@@ -1,0 +1,29 @@
+"""Nothing that the user sees changes while callables are warmed up and recorded."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from cgpass.graphed.group import Group
+from cgpass.graphed.passes import Pass
+from cgpass.runtime.failures import random_state_kept
+
+
+@contextlib.contextmanager
+def prepared(passes: Pass | list[Pass], group: Group) -> Iterator[None]:
+    """A block for warm-ups and captures: random number states and buffers are afterwards what they were before.
+
+    Args:
+        passes: What is recorded.
+        group: What records.
+    """
+    passes = [passes] if isinstance(passes, Pass) else passes
+    tracker = passes[0].options.rng_tracker
+    named = [] if tracker is None else list(tracker.generators.values())
+    with torch.inference_mode(False), random_state_kept(group.device, named):
+        try:
+            yield
+        finally:
+            for each in reversed(passes):
+                each.put_buffers_back()

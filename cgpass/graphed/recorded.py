@@ -1,0 +1,357 @@
+"""`RecordedPass`: forward and backward of one callable as graphs, and one call of them."""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cgpass.errors import GraphedBackwardError, StaticInputMovedError
+from cgpass.graphed.group import Group
+from cgpass.graphed.pending import Aside, PendingCalls
+from cgpass.graphed.target import Statics
+from cgpass.graphed.values import InputMemory, OutputStructure
+from cgpass.recompute.inputs import anchor
+from cgpass.recompute.states import CheckpointStates
+from cgpass.runtime.placeholders import Placeholder
+from cgpass.runtime.recording import Recording
+from cgpass.telemetry import CallStats
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class RecordedPass:
+    """One recording of a callable's forward, and of its backward if it has one."""
+
+    name: str
+    group: Group
+    statics: Statics
+    stats: CallStats
+    states: CheckpointStates
+    inputs: list[InputMemory]
+    written_inputs: list[int]
+    written_statics: list[int]
+    checks_statics: bool
+    retains: bool
+    forward: Recording
+    forward_key: bytes
+    structure: OutputStructure
+    footprint: list[torch.Tensor]
+    """Memory that outlived the forward's capture, and the inputs'."""
+    held: list[Any] = field(default_factory=list)
+    """The captured autograd graph, if the backward leaves it alone."""
+    backward: Recording | None = None
+    backward_key: bytes = b""
+    wanted_inputs: list[int] = field(default_factory=list)
+    """Arguments that get a gradient."""
+    wanted_statics: list[int] = field(default_factory=list)
+    """Parameters that get one."""
+    outputs_with_grad: list[int] = field(default_factory=list)
+    outputs_read: list[int] = field(default_factory=list)
+    """Outputs whose memory the backward reads."""
+    grads: list[Placeholder] = field(default_factory=list)
+    weight_grads: Recording | None = None
+    """The graph of `backward_dw`."""
+    weight_grads_for: list[int] = field(default_factory=list)
+    """Parameters that it makes gradients for."""
+    due_weight_grads: "deque[Call]" = field(default_factory=deque)
+    """Calls whose backward ran, but not yet what was split off."""
+    num_due: int = 0
+    """Forwards whose backward may still come."""
+    last_used: int = 0
+    closed: bool = False
+    _warned: bool = False
+
+    def __post_init__(self) -> None:
+        self._addresses = frozenset(memory.address for memory in self.inputs)
+        self._grad_memory = [InputMemory(grad.tensor, grad) for grad in self.grads]
+        self._without_grad = [
+            i for i in range(len(self.structure.tensors)) if i not in self.outputs_with_grad
+        ]
+
+    # ---- forward
+
+    def call(self, tensors: list[torch.Tensor], statics: list[torch.Tensor]) -> Any:
+        """Run the forward, with a backward to come if anything requires grad."""
+        if self.backward is None or not torch.is_grad_enabled():
+            return self.structure.build(self.run_forward(tensors, statics))
+        wanted = [tensors[i] for i in self.wanted_inputs]
+        wanted += [statics[i] for i in self.wanted_statics]
+        outputs: Any = _Graphed.apply(Call(self, tensors, statics), *wanted)
+        return self.structure.build(outputs)
+
+    def run_forward(
+        self, tensors: list[torch.Tensor], statics: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Copy in what is not there, and replay."""
+        group, recording = self.group, self.forward
+        with group.owner.lock:
+            group.driver.enter_call()
+            group.prepare(recording)
+            self._copy_in(tensors)
+            outputs = recording.run([*tensors, *statics])
+            self.stats.replays += 1
+            self._write_back(tensors, statics)
+            return group.hand_out(recording, outputs)
+
+    def _copy_in(self, tensors: Sequence[torch.Tensor]) -> None:
+        away = [(m, t) for m, t in zip(self.inputs, tensors, strict=True) if not m.holds(t)]
+        if any(t.data_ptr() in self._addresses for _, t in away):  # samples in others' places
+            away = [(memory, tensor.clone()) for memory, tensor in away]
+        for memory, tensor in away:
+            self.stats.copied_bytes += memory.fill(tensor)
+
+    def _write_back(self, tensors: Sequence[torch.Tensor], statics: Sequence[torch.Tensor]) -> None:
+        for i in self.written_inputs:
+            memory = self.inputs[i]
+            if tensors[i].data_ptr() != memory.address:
+                tensors[i].copy_(memory.tensor)
+        for i in self.written_statics:
+            torch.autograd.graph.increment_version(statics[i])
+
+    # ---- backward
+
+    def check_statics(self) -> list[torch.Tensor]:
+        """Parameters and buffers as they are.
+
+        Raises:
+            StaticInputMovedError: They don't lie where the backward reads them.
+        """
+        statics = self.statics.now()
+        if self.checks_statics:
+            key = self.statics.key_of(statics)
+            if key != self.backward_key:
+                raise StaticInputMovedError(
+                    f"{self.name}: parameters or buffers lie elsewhere in the backward than when it was recorded: "
+                    f"{self.statics.moved(self.backward_key, key)}. Have them where the forward of this call had them, "
+                    "until its backward is done."
+                )
+        return statics
+
+    def put_aside(self) -> Aside:
+        """Copy away what a pending call needs."""
+        aside = Aside(self.footprint)
+        self.stats.rescues += 1
+        self.stats.rescued_bytes += aside.num_bytes
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "%s: calls come in another order than they were recorded in, so %d bytes that its backward needs are "
+                "copied away and back in such calls. Give the order as GraphedOptions(order=...), one sample per "
+                "microbatch, or run the backwards in the reverse order of the forwards.",
+                self.name,
+                aside.num_bytes,
+            )
+        return aside
+
+    def take_back(self, aside: Aside) -> None:
+        """Put back what was copied away."""
+        self.group.prepare(self.forward)
+        aside.put_back()
+
+    def run_backward(
+        self, grads: Sequence[torch.Tensor | None], statics: list[torch.Tensor], position: Any
+    ) -> list[Any]:
+        """Copy gradients of the outputs in, and replay."""
+        group, recording = self.group, self.backward
+        assert recording is not None
+        group.prepare(recording)
+        given: list[torch.Tensor] = []
+        for place, memory in zip(self.outputs_with_grad, self._grad_memory, strict=True):
+            grad = grads[place]
+            if grad is None:
+                grad = torch.zeros_like(memory.tensor)
+            given.append(grad)
+            self.stats.copied_bytes += memory.fill(grad)
+        self.states.rewind(position)
+        outputs = recording.run([*given, *statics])
+        self.stats.replays += 1
+        return group.hand_out(recording, outputs, own=group.own_grads)
+
+    def run_weight_grads(self) -> bool:
+        """Make the weights' gradients of the oldest backward that lacks them, and add them to their `.grad`.
+
+        Returns:
+            Whether there was such a backward.
+        """
+        if not self.due_weight_grads:
+            return False
+        group, recording = self.group, self.weight_grads
+        assert recording is not None
+        with group.owner.lock, torch.no_grad():
+            statics = self.check_statics()
+            group.driver.enter_call()
+            call = self.due_weight_grads.popleft()
+            call.bring_back()
+            group.prepare(recording)
+            outputs = group.hand_out(recording, recording.run(statics), own=group.own_grads)
+            self.stats.replays += 1
+            call.settle()
+            for i, grad in zip(self.weight_grads_for, outputs, strict=True):
+                parameter = statics[i]
+                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+        return True
+
+    def is_pending(self) -> bool:
+        """Whether a backward may still come."""
+        return self.num_due > 0
+
+    def close(self) -> None:
+        """Free the graphs; what is held stays its holders'."""
+        if self.closed:
+            return
+        self.closed = True
+        self.held.clear()
+        self.due_weight_grads.clear()
+        for recording in (self.forward, self.backward, self.weight_grads):
+            if recording is not None:
+                self.group.owner.close_recording(recording)
+
+
+class Call:
+    """One forward of a recorded pass, until its backward."""
+
+    def __init__(
+        self, recorded: RecordedPass, tensors: list[torch.Tensor], statics: list[torch.Tensor]
+    ) -> None:
+        """Args: recorded: what is called. tensors, statics: what it reads; not held longer than the forward."""
+        backward = recorded.backward
+        assert backward is not None
+        self.recorded = recorded
+        self.first = recorded.forward.birth
+        last = recorded.weight_grads or backward
+        self.last = math.inf if recorded.retains else last.birth
+        self._inputs: tuple[Any, Any] | None = (tensors, statics)
+        self._position: Any = None
+        self._aside: Aside | None = None
+        self._done = False
+        self._due = False
+
+    def forward(self, ctx: Any) -> tuple[torch.Tensor, ...]:
+        """Run it."""
+        recorded = self.recorded
+        assert self._inputs is not None
+        tensors, statics = self._inputs
+        self._inputs = None
+        with recorded.group.owner.lock:
+            self._position = recorded.states.position()
+            outputs = recorded.run_forward(tensors, statics)
+            if any(ctx.needs_input_grad):
+                self._pending.add(self)
+                self._due = True
+                recorded.num_due += 1
+        if recorded.outputs_read:
+            ctx.save_for_backward(*[outputs[i] for i in recorded.outputs_read])
+        if recorded._without_grad:
+            ctx.mark_non_differentiable(*[outputs[i] for i in recorded._without_grad])
+        return tuple(outputs)
+
+    def put_aside(self) -> None:
+        """Copy away what the backward needs."""
+        self._aside = self.recorded.put_aside()
+
+    def backward(self, grads: Sequence[torch.Tensor | None]) -> list[Any]:
+        """Run the backward.
+
+        Raises:
+            GraphedBackwardError: It ran before, or its graphs were freed.
+        """
+        recorded = self.recorded
+        with recorded.group.owner.lock:
+            if recorded.closed:
+                raise GraphedBackwardError(
+                    f"{recorded.name}: its graphs were freed between this forward and its backward. Call reset() or "
+                    "close() when no backward is due."
+                )
+            if self._done and not recorded.retains:
+                raise GraphedBackwardError(
+                    f"{recorded.name}: a second backward through one forward; what it needs died in the first. Record "
+                    "with GraphedOptions(retain_graph_in_backward=True)."
+                )
+            statics = recorded.check_statics()
+            recorded.group.driver.enter_call()
+            self.bring_back()
+            outputs = recorded.run_backward(grads, statics, self._position)
+            self._done = True
+            if recorded.weight_grads is not None and recorded.backward is not None:
+                recorded.due_weight_grads.append(self)
+                self._pending.remove(self)
+                self.first = (
+                    recorded.backward.birth
+                )  # what is needed now was made by the backward, too
+                self._pending.add(self)
+            else:
+                self.settle()
+            return outputs
+
+    def bring_back(self) -> None:
+        """Put back what was copied away."""
+        aside, self._aside = self._aside, None
+        if aside is not None:
+            self.recorded.take_back(aside)
+            self._pending.add(self)
+
+    @property
+    def _pending(self) -> PendingCalls:
+        return self.recorded.group.pending(self.recorded.forward.slot)
+
+    def settle(self) -> None:
+        """Note that nothing more of this call is to come, unless its backward may run again."""
+        if not self.recorded.retains:
+            self._pending.remove(self)
+            self._count_off()
+
+    def _count_off(self) -> None:
+        if self._due:
+            self._due = False
+            self.recorded.num_due -= 1
+
+    def __del__(self) -> None:
+        """A graph that is dropped without a backward."""
+        self._count_off()
+
+
+class _Graphed(torch.autograd.Function):
+    """Forward and backward as one node."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        del wanted  # read where they lie
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return call.forward(ctx)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
+        call: Call = ctx.call
+        if call.recorded.outputs_read:
+            _ = ctx.saved_tensors  # autograd checks here that nobody changed them
+        if not torch.is_grad_enabled():
+            return (None, *call.backward(grad_outputs))
+        with torch.no_grad():
+            grads = call.backward(grad_outputs)
+        made = [grad for grad in grads if grad is not None]
+        fenced = iter(_NoSecond.apply(call.recorded.name, anchor(), *made))
+        return (None, *(grad if grad is None else next(fenced) for grad in grads))
+
+
+class _NoSecond(torch.autograd.Function):
+    """For `create_graph=True`: the gradients' own gradients are an error, and not left out."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, empty: torch.Tensor, *grads: Any) -> tuple[Any, ...]:
+        del empty
+        ctx.name = name
+        return tuple(grad.detach() for grad in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        del grad_outputs
+        raise GraphedBackwardError(
+            f"{ctx.name}: gradients of its gradients were asked for, and none are recorded. Call the original where it "
+            "is differentiated twice."
+        )

@@ -1,0 +1,107 @@
+"""Where a graph reads its arguments, and how a result is made of its outputs."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from cgpass.runtime.placeholders import Placeholder, overlaps_itself
+
+
+class InputMemory:
+    """Where a graph reads one argument: a sample's own memory, or a placeholder."""
+
+    __slots__ = ("_copy_from", "address", "stride", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, placeholder: Placeholder | None = None) -> None:
+        """Args: tensor: on the memory. placeholder: that it belongs to; None for a sample."""
+        self.tensor = tensor
+        self.address = tensor.data_ptr()
+        self.stride = tensor.stride()
+        self._copy_from: Callable[[torch.Tensor], Any] = (
+            tensor.copy_ if placeholder is None else placeholder.copy_from
+        )
+
+    def holds(self, value: torch.Tensor) -> bool:
+        """Whether a call's argument lies just here."""
+        return value.data_ptr() == self.address and value.stride() == self.stride
+
+    def fill(self, value: torch.Tensor) -> int:
+        """Give the memory the value of `value`, unless it is there; returns bytes copied."""
+        if self.holds(value):
+            return 0
+        self._copy_from(value)
+        return self.tensor.nbytes
+
+
+@dataclass(frozen=True)
+class OutputStructure:
+    """How a callable's result is made of the graph's outputs."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    """Those that are no tensors, in their places."""
+    tensors: tuple[int, ...]
+    """Places of the others."""
+    plain: str = ""
+    """"tensor" or "tuple", where the result is only that."""
+
+    @classmethod
+    def of(cls, result: Any) -> "OutputStructure":
+        """The structure of a result; holds none of its tensors."""
+        leaves, spec = pytree.tree_flatten(result)
+        places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+        plain = ""
+        if isinstance(result, torch.Tensor):
+            plain = "tensor"
+        elif type(result) is tuple and len(places) == len(result) == len(leaves):
+            plain = "tuple"
+        kept = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        return cls(spec, kept, places, plain)
+
+    def build(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """A result with these tensors."""
+        if self.plain == "tensor":
+            return tensors[0]
+        if self.plain == "tuple":
+            return tuple(tensors)
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.tensors, tensors, strict=True):
+            leaves[place] = tensor
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+def sample_memory(sample: torch.Tensor) -> InputMemory | None:
+    """The memory of a sample as that of an argument, unless a graph can't take it as it is."""
+    if overlaps_itself(sample) or sample.is_conj() or sample.is_neg() or sample.is_inference():
+        return None
+    return InputMemory(sample.detach())
+
+
+def own_memory(like: torch.Tensor) -> InputMemory:
+    """New memory for an argument."""
+    placeholder = Placeholder(like.detach())
+    placeholder.copy_from(like.detach())
+    return InputMemory(placeholder.tensor, placeholder)
+
+
+def tensors_of(result: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a nested structure, in order."""
+    for leaf in pytree.tree_leaves(result):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+
+
+@contextlib.contextmanager
+def no_autocast_cache() -> Iterator[None]:
+    """Have autocast cast every weight anew: a cast weight of another run would be no part of the graph."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)

@@ -1,0 +1,120 @@
+"""What the tests of graphed callables have in common: modules, steps, comparisons."""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+import cgpass
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A driver and its device."""
+
+    driver: str
+    device: torch.device
+
+    def options(self, **options):
+        return cgpass.GraphedOptions(driver=self.driver, **options)
+
+    def graphed(self, callables, sample_args, sample_kwargs=None, **options):
+        return cgpass.make_graphed_callables(
+            callables, sample_args, sample_kwargs=sample_kwargs, options=self.options(**options)
+        )
+
+    def randn(self, *shape, grad=False):
+        return torch.randn(*shape, device=self.device).requires_grad_(grad)
+
+    def module(self, module):
+        return module.to(self.device)
+
+
+class Layer(torch.nn.Module):
+    """Attention and a feed-forward net, with dropout."""
+
+    def __init__(self, width=8, dropout=0.0, checkpoint=None):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.qkv = torch.nn.Linear(width, 3 * width)
+        self.out = torch.nn.Linear(width, width)
+        self.up = torch.nn.Linear(width, 2 * width)
+        self.down = torch.nn.Linear(2 * width, width)
+        self.dropout = dropout
+        self.checkpoint = checkpoint
+
+    def attend(self, x):
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        weights = F.softmax(q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5, -1)
+        weights = F.dropout(weights, self.dropout, self.training)
+        return x + self.out(weights @ v)
+
+    def feed(self, x):
+        return x + F.dropout(self.down(F.gelu(self.up(x))), self.dropout, self.training)
+
+    def forward(self, x):
+        if self.checkpoint is None:
+            return self.feed(self.attend(x))
+        return self.checkpoint(self.feed, self.checkpoint(self.attend, x))
+
+
+def net(width=8, dropout=0.0):
+    return torch.nn.Sequential(
+        torch.nn.Linear(width, width),
+        torch.nn.GELU(),
+        torch.nn.Dropout(dropout),
+        torch.nn.Linear(width, width),
+    )
+
+
+def twins(setting, module):
+    """A module and a copy of it with parameters of its own."""
+    module = setting.module(module)
+    return module, copy.deepcopy(module)
+
+
+def same(found, expected):
+    assert torch.equal(found, expected), (found - expected).abs().max()
+
+
+def same_grads(found, expected):
+    for (name, a), b in zip(found.named_parameters(), expected.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        if a.grad is not None:
+            same(a.grad, b.grad)
+
+
+def clear_grads(*modules):
+    for module in modules:
+        module.zero_grad(set_to_none=True)
+
+
+def step(fn, *args, **kwargs):
+    """Forward and backward with a seed of its own; the output and the arguments' gradients."""
+    torch.manual_seed(7)
+    args = [
+        a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a
+        for a in args
+    ]
+    out = fn(*args, **kwargs)
+    (out * out).sum().backward()
+    return out.detach(), [a.grad for a in args if isinstance(a, torch.Tensor)]
+
+
+def rng_state(device):
+    if device.type == "cuda":
+        return torch.cuda.get_rng_state(device)
+    return torch.get_rng_state()
+
+
+def check(setting, found, expected, x, calls=3):
+    """A module and its twin, call after call."""
+    for _ in range(calls):
+        x = setting.randn(*x.shape, grad=x.requires_grad)
+        a, grads = step(found, x)
+        b, wanted = step(expected, x)
+        same(a, b)
+        for grad, want in zip(grads, wanted, strict=True):
+            if want is not None:
+                same(grad, want)

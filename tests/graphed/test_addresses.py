@@ -1,0 +1,145 @@
+"""Parameters and buffers that move, are replaced, or leave."""
+
+import logging
+
+import pytest
+import torch
+
+import cgpass
+from tests.graphed.steps import net, same, same_grads, step, twins
+
+
+def move(module):
+    for p in module.parameters():
+        p.data = p.data.clone()
+
+
+def check(setting, graphed, module, plain):
+    x = setting.randn(4, 8, grad=True)
+    a, (grad,) = step(graphed, x)
+    b, (want,) = step(plain, x)
+    same(a, b)
+    same(grad, want)
+    same_grads(module, plain)
+
+
+def test_moved_parameters_are_recorded_again(setting, caplog):
+    module, plain = twins(setting, net(dropout=0.3))
+    counts = []
+    hooks = {"pre_forward": lambda *args: counts.append(1)}
+    graphed = setting.graphed(
+        module, (setting.randn(4, 8, grad=True),), num_warmup_iters=2, capture_time_hooks=[hooks]
+    )
+    assert len(counts) == 3
+    check(setting, graphed, module, plain)
+    move(module)
+    with torch.no_grad():
+        for each in (module, plain):
+            each[0].weight.mul_(0.5)
+    state = torch.get_rng_state()
+    with caplog.at_level(logging.INFO, "cgpass"):
+        check(setting, graphed, module, plain)
+    assert "records again (1): 0.weight, 0.bias" in caplog.text
+    del state
+    for _ in range(2):
+        check(setting, graphed, module, plain)
+    stats = graphed.graphed.stats
+    assert (stats.rerecordings, stats.recordings, stats.plain_calls) == (1, 4, 0)
+    assert len(counts) == 5
+
+
+def test_a_set_of_addresses_that_comes_back_replays_at_once(setting):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    homes = [[p.data for p in module.parameters()], [p.data.clone() for p in module.parameters()]]
+    for k in (0, 1, 0, 1, 1, 0):
+        for p, home in zip(module.parameters(), homes[k], strict=True):
+            p.data = home
+        check(setting, graphed, module, plain)
+    assert graphed.graphed.stats.recordings == 4
+
+
+def test_replaced_parameters_get_the_gradients(setting):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    state = {name: value * 2 for name, value in module.state_dict().items()}
+    for each in (module, plain):
+        each.load_state_dict({k: v.clone() for k, v in state.items()}, assign=True)
+    check(setting, graphed, module, plain)
+    assert all(p.grad is not None for p in module.parameters())
+
+
+def test_a_moved_buffer(setting):
+    module, plain = twins(setting, torch.nn.BatchNorm1d(8))
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    module.running_mean = module.running_mean.clone()
+    check(setting, graphed, module, plain)
+    same(module.running_mean, plain.running_mean)
+
+
+def test_moves_can_be_errors(setting):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),), static_input_check="error")
+    check(setting, graphed, module, plain)
+    home = module[3].bias.data
+    module[3].bias.data = home.clone()
+    with pytest.raises(
+        cgpass.errors.StaticInputMovedError,
+        match=r"Sequential: .* moved since it was recorded: 3\.bias\. Keep them where they are",
+    ):
+        graphed(setting.randn(4, 8))
+    module[3].bias.data = home
+    check(setting, graphed, module, plain)
+
+
+def test_checks_can_be_left_out(setting):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),), static_input_check="off")
+    check(setting, graphed, module, plain)
+    assert graphed.graphed.stats.recordings == 2
+
+
+def test_past_the_limit_calls_run_plainly(setting, caplog):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),), max_rerecords=1)
+    for _ in range(4):
+        check(setting, graphed, module, plain)
+        move(module)
+    stats = graphed.graphed.stats
+    assert (stats.rerecordings, stats.plain_calls) == (1, 2)
+    assert caplog.text.count("parameters moved more often than max_rerecords") == 1
+
+
+def test_old_sets_of_addresses_give_way(setting):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    for _ in range(8):
+        check(setting, graphed, module, plain)
+        move(module)
+    assert len(graphed.graphed._recorded) <= 4
+
+
+def test_a_pending_forward_survives_a_move_of_the_next_one(setting):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    x = setting.randn(4, 8, grad=True)
+    y, z = graphed(x), plain(x)
+    homes = [p.data for p in module.parameters()]
+    move(module)
+    check(setting, graphed, module, plain)
+    for p, home in zip(module.parameters(), homes, strict=True):
+        p.data = home
+    y.square().sum().backward()
+    z.square().sum().backward()
+    same_grads(module, plain)
+
+
+def test_a_removed_parameter_is_named(setting):
+    module = setting.module(torch.nn.Linear(8, 8))
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    module.bias = None
+    with pytest.raises(cgpass.errors.InputError, match="bias became None after it was recorded"):
+        graphed(setting.randn(4, 8))
+    del module.weight
+    with pytest.raises(cgpass.errors.InputError, match="'weight' was removed after"):
+        graphed(setting.randn(4, 8))

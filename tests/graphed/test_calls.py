@@ -1,0 +1,324 @@
+"""Arguments, results and gradients of graphed callables, against running them plainly."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import cgpass
+from tests.graphed.steps import check, clear_grads, net, same, same_grads, step, twins
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_a_module(setting):
+    module, plain = twins(setting, net(dropout=0.3))
+    x = setting.randn(4, 8, grad=True)
+    graphed = setting.graphed(module, (x,))
+    for _ in range(3):
+        check(setting, graphed, plain, x, 1)
+        same_grads(module, plain)
+        clear_grads(module, plain)
+    stats = graphed.graphed.stats
+    assert (stats.recordings, stats.replays, stats.plain_calls) == (2, 6, 0)
+
+
+def test_a_function_of_two_tensors(setting):
+    def fn(x, y):
+        return torch.sin(x) * y
+
+    x, y = setting.randn(3, grad=True), setting.randn(3)
+    graphed = setting.graphed(fn, (x, y))
+    for _ in range(3):
+        x, y = setting.randn(3, grad=True), setting.randn(3)
+        a, (grad, none) = step(graphed, x, y)
+        b, (want, _) = step(fn, x, y)
+        same(a, b)
+        same(grad, want)
+        assert none is None
+
+
+def test_a_function_that_reads_a_module_from_its_closure_trains_it(setting):
+    module, plain = twins(setting, net())
+    x = setting.randn(4, 8)
+    graphed = setting.graphed(lambda x: module(x).sin(), (x,))
+    check(setting, graphed, lambda x: plain(x).sin(), x)
+    same_grads(module, plain)
+
+
+def test_gradients_accumulate_over_microbatches(setting):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    for _ in range(2):
+        for _ in range(3):
+            check(setting, graphed, plain, setting.randn(4, 8), 1)
+            same_grads(module, plain)
+        clear_grads(module, plain)
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    for p in plain.parameters():
+        p.grad = torch.ones_like(p)
+    kept = [p.grad for p in module.parameters()]
+    check(setting, graphed, plain, setting.randn(4, 8))
+    same_grads(module, plain)
+    assert all(p.grad is grad for p, grad in zip(module.parameters(), kept, strict=True))
+
+
+def test_what_is_handed_out_keeps_its_values_over_many_calls(setting):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    held = []
+    for _ in range(8):
+        x = setting.randn(4, 8, grad=True)
+        clear_grads(module, plain)
+        a, (grad,) = step(graphed, x)
+        b, (want,) = step(plain, x)
+        held.append((a, b.clone()))
+        held.append((grad, want.clone()))
+        held += [
+            (p.grad, q.grad) for p, q in zip(module.parameters(), plain.parameters(), strict=True)
+        ]
+    for found, expected in held:
+        same(found, expected)
+
+
+def test_what_is_held_call_after_call_is_copied_at_once(setting):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    out = want = None
+    for _ in range(10):
+        x = setting.randn(4, 8)
+        before = out, want
+        out, want = graphed(x), plain(x)
+        same(out, want)
+        if before[0] is not None:
+            same(*before)
+        for each, loss in ((module, out), (plain, want)):
+            each.zero_grad()
+            loss.square().sum().backward()
+        same_grads(module, plain)
+    assert 0 < graphed.graphed.stats.rescues <= 8
+
+
+def test_static_gradients_on_request(setting):
+    module, plain = twins(setting, net())
+    x = setting.randn(4, 8, grad=True)
+    graphed = setting.graphed(module, (x,), own_grads=False)
+    pointers = set()
+    for _ in range(3):
+        check(setting, graphed, plain, x, 1)
+        same_grads(module, plain)
+        pointers.add(next(module.parameters()).grad.data_ptr())
+        clear_grads(module, plain)
+    assert len(pointers) == 1
+    assert graphed.graphed.stats.rescues == 0
+
+
+def test_keyword_arguments_in_any_order(setting):
+    def fn(x, *, scale, shift=None):
+        return x * scale if shift is None else x * scale + shift
+
+    x, scale, shift = setting.randn(3, grad=True), setting.randn(3), setting.randn(3)
+    graphed = setting.graphed(fn, (x,), {"scale": scale, "shift": shift})
+    scale, shift = setting.randn(3), setting.randn(3)
+    a, (grad,) = step(graphed, x, shift=shift, scale=scale)
+    b, (want,) = step(fn, x, scale=scale, shift=shift)
+    same(a, b)
+    same(grad, want)
+    with pytest.raises(cgpass.errors.InputError, match="recorded with 1 positional arguments and"):
+        graphed(x, scale=scale)
+    with pytest.raises(cgpass.errors.InputError, match="called with 1 and scale, shfit by keyword"):
+        graphed(x, scale=scale, shfit=shift)
+
+
+def test_nested_arguments(setting):
+    def fn(batch, pair, flags):
+        out = batch["x"] * pair.first + batch["more"][0]
+        return -out if flags["negate"] else out
+
+    def sample():
+        return (
+            {"x": setting.randn(3, grad=True), "more": [setting.randn(3)]},
+            Pair(setting.randn(3), 2),
+            {"negate": True},
+        )
+
+    graphed = setting.graphed(fn, sample())
+    args = sample()
+    same(graphed(*args), fn(*args))
+    args[2]["negate"] = False
+    with pytest.raises(
+        cgpass.errors.InputError, match=r"argument 2\['negate'\] was True .* is False now"
+    ):
+        graphed(*args)
+    with pytest.raises(cgpass.errors.InputError, match="another structure"):
+        graphed({"x": args[0]["x"]}, args[1], {"negate": True})
+
+
+def test_constants_are_checked(setting):
+    def fn(x, power, mode):
+        return x**power if mode == "power" else x
+
+    x = setting.randn(3)
+    graphed = setting.graphed(fn, (x, 2, "power"))
+    same(graphed(x, 2, "power"), x**2)
+    for power in (3, 2.0, True, x):
+        with pytest.raises(cgpass.errors.InputError, match="argument 1 was 2 when it was recorded"):
+            graphed(x, power, "power")
+
+
+def test_tensors_that_do_not_fit_are_refused(setting):
+    graphed = setting.graphed(net().to(setting.device), (setting.randn(4, 8),))
+    refused = {
+        r"was \[4, 8\] torch.float32 on .* now it is \[5, 8\]": setting.randn(5, 8),
+        "now it is .* torch.float64": setting.randn(4, 8).double(),
+        "requires grad, but did not in the sample": setting.randn(4, 8, grad=True),
+        "was a tensor in the sample, now it is a float": 1.5,
+    }
+    for message, value in refused.items():
+        with pytest.raises(cgpass.errors.InputError, match=message):
+            graphed(value)
+
+
+@dataclasses.dataclass
+class Opaque:
+    name: str
+
+
+def test_results_of_any_structure(setting):
+    constant = Opaque("kept")
+
+    def fn(x):
+        return {
+            "out": [x.sin(), (x.cos(), 3)],
+            "pair": Pair(x * 2, None),
+            "indices": x.argsort(),
+            "constant": constant,
+        }
+
+    x = setting.randn(5, grad=True)
+    graphed = setting.graphed(fn, (x,))
+    for _ in range(2):
+        x = setting.randn(5, grad=True)
+        found, expected = graphed(x), fn(x)
+        same(found["out"][0], expected["out"][0])
+        same(found["out"][1][0], expected["out"][1][0])
+        assert found["out"][1][1] == 3
+        assert isinstance(found["pair"], Pair)
+        assert found["pair"].second is None
+        same(found["indices"], expected["indices"])
+        assert not found["indices"].requires_grad
+        assert found["constant"] is constant
+        (found["pair"].first * found["out"][0]).sum().backward()  # the others get no gradient
+        (want,) = torch.autograd.grad((expected["pair"].first * expected["out"][0]).sum(), x)
+        same(x.grad, want)
+
+
+def test_results_that_are_inputs_parameters_or_share_memory(setting):
+    weight = torch.nn.Parameter(setting.randn(4))
+
+    def fn(x):
+        y = x * weight
+        return x, x[1:], weight, y, y[:2], y
+
+    x = setting.randn(4, grad=True)
+    graphed = setting.graphed(fn, (x,))
+    for _ in range(2):
+        x = setting.randn(4, grad=True)
+        found, expected = graphed(x), fn(x)
+        for a, b in zip(found, expected, strict=True):
+            same(a, b)
+        grads = torch.autograd.grad(sum((a**2).sum() for a in found), [x, weight])
+        wanted = torch.autograd.grad(sum((b**2).sum() for b in expected), [x, weight])
+        for a, b in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_samples_as_arguments_are_not_copied(setting):
+    module, plain = twins(setting, net())
+    x = setting.randn(4, 8)
+    graphed = setting.graphed(module, (x,))
+    with torch.no_grad():
+        x.copy_(setting.randn(4, 8))
+    before = graphed.graphed.stats.copied_bytes
+    same(graphed(x), plain(x))
+    assert graphed.graphed.stats.copied_bytes == before
+    other = setting.randn(4, 8)
+    same(graphed(other), plain(other))
+    assert graphed.graphed.stats.copied_bytes == before + other.nbytes
+
+
+def test_samples_in_each_others_places(setting):
+    def fn(x, y):
+        return x - 2 * y
+
+    x, y = setting.randn(3), setting.randn(3)
+    graphed = setting.graphed(fn, (x, y))
+    expected = fn(y, x)
+    same(graphed(y, x), expected)
+
+
+def test_one_sample_for_several_callables(setting):
+    x = setting.randn(4, 8, grad=True)
+    modules = [setting.module(net()) for _ in range(2)]
+    first, second = setting.graphed(tuple(modules), ((x,), (x,)))
+    out = first(x)
+    expected = modules[0](x)
+    same(second(out), modules[1](expected))
+    loss = (second(first(x)) ** 2).sum()
+    grads = torch.autograd.grad(loss, list(modules[0].parameters()))
+    wanted = torch.autograd.grad(
+        (modules[1](modules[0](x)) ** 2).sum(), list(modules[0].parameters())
+    )
+    for a, b in zip(grads, wanted, strict=True):
+        same(a, b)
+
+
+def test_a_transposed_argument(setting):
+    x = setting.randn(4, 4)
+    graphed = setting.graphed(lambda x: x.cumsum(0), (x,))
+    for y in (x.t(), setting.randn(4, 4).t(), setting.randn(1, 4).expand(4, 4)):
+        expected = y.clone().cumsum(0)
+        same(graphed(y), expected)
+
+
+def test_buffers_are_updated_and_put_back_after_recording(setting):
+    module, plain = twins(setting, torch.nn.BatchNorm1d(8))
+    x = setting.randn(4, 8)
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    graphed = setting.graphed(module, (x,))
+    for name, buffer in module.named_buffers():
+        same(buffer, before[name])
+    check(setting, graphed, plain, x)
+    for a, b in zip(module.buffers(), plain.buffers(), strict=True):
+        same(a, b)
+    assert int(module.num_batches_tracked) == 3
+
+
+def test_an_argument_that_is_written(setting):
+    def fn(x, cache):
+        cache.add_(x.detach())
+        return x * cache
+
+    x, cache = setting.randn(3, grad=True), torch.zeros(3, device=setting.device)
+    graphed = setting.graphed(fn, (x, cache))
+    assert not cache.any()
+    caches = [torch.zeros(3, device=setting.device) for _ in range(2)]
+    for _ in range(3):
+        x = setting.randn(3, grad=True)
+        same(graphed(x, caches[0]), fn(x, caches[1]))
+        same(caches[0], caches[1])
+
+
+def test_an_argument_that_requires_grad_must_not_be_written(setting):
+    def fn(x):
+        with torch.no_grad():
+            x.mul_(2)
+        return x.sin()
+
+    with pytest.raises(cgpass.errors.GraphedArgumentError, match="writes argument 0 in place"):
+        setting.graphed(fn, (setting.randn(3, grad=True),))

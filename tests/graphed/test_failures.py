@@ -1,0 +1,227 @@
+"""Captures that fail, callables that are refused, options that can't be."""
+
+import gc
+
+import pytest
+import torch
+
+import cgpass
+from tests.graphed.steps import net, rng_state, same, same_grads, step, twins
+
+
+class Reads(torch.nn.Module):
+    """Waits for the device in the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+        self.dropout = torch.nn.Dropout(0.5)
+
+    def forward(self, x):
+        y = self.dropout(self.linear(x))
+        if y.sum().item() > 1e9:
+            return -y
+        return y
+
+
+class _ReadsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2 if grad.sum().item() < 1e9 else grad
+
+
+def refuse(setting, fn, args, message, **options):
+    """Nothing changed after a failed capture."""
+    state, enabled = rng_state(setting.device), gc.isenabled()
+    with pytest.raises(cgpass.errors.CaptureError, match=message) as caught:
+        setting.graphed(fn, args, **options)
+    same(rng_state(setting.device), state)
+    assert gc.isenabled() is enabled
+    return caught
+
+
+def test_a_forward_that_reads_data(setting):
+    module, plain = twins(setting, Reads())
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    kept = [p.grad for p in module.parameters()]
+    seen = []
+    hooks = {name: lambda *a, n=name: seen.append(n) for name in ("pre_forward", "forward")}
+    refuse(
+        setting,
+        (net().to(setting.device), module),
+        ((setting.randn(4, 8),), (setting.randn(4, 8),)),
+        r"the forward of callable 1 \(Reads\) can't be captured, in aten\._local_scalar_dense\.default, at "
+        r"test_failures\.py:\d+ in forward: if y\.sum\(\)\.item\(\) > 1e9",
+        capture_time_hooks=[None, hooks],
+    )
+    assert seen == ["pre_forward", "forward"] * 3 + ["pre_forward"]
+    for p, grad in zip(module.parameters(), kept, strict=True):
+        assert p.grad is grad
+        assert bool((grad == 1).all())
+        p.grad = None
+    x = setting.randn(4, 8, grad=True)
+    same(step(module, x)[0], step(plain, x)[0])
+    graphed = setting.graphed(module.linear, (setting.randn(4, 8),))
+    same(graphed(x.detach()), plain.linear(x))
+
+
+def test_a_backward_that_reads_data(setting):
+    def fn(x):
+        return _ReadsInBackward.apply(x.sin()).cos()
+
+    x = setting.randn(3, grad=True)
+    refuse(
+        setting,
+        fn,
+        (x,),
+        r"the backward of .*fn can't be captured, in aten\._local_scalar_dense\.default, at "
+        r"test_failures\.py:\d+ in backward: return grad \* 2 if",
+    )
+    assert x.grad is None
+    same(step(setting.graphed(torch.sin, (x,)), x)[0], torch.sin(x))
+
+
+def test_the_users_own_errors_come_through(setting):
+    def fn(x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        setting.graphed(fn, (setting.randn(3),))
+
+
+def test_an_error_in_the_capture_alone_comes_through(setting):
+    calls = []
+
+    def fn(x):
+        calls.append(1)
+        if len(calls) == 4:
+            raise ValueError("mine")
+        return x.sin()
+
+    state = rng_state(setting.device)
+    with pytest.raises(ValueError, match="mine"):
+        setting.graphed(fn, (setting.randn(3),))
+    del state
+    same(
+        setting.graphed(fn, (setting.randn(3),))(torch.zeros(3, device=setting.device)),
+        torch.zeros(3, device=setting.device),
+    )
+
+
+def test_modules_with_hooks_are_refused(setting):
+    def register(name):
+        module = setting.module(net())
+        getattr(module, name)(lambda *args: None)
+        return module
+
+    for name in (
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    ):
+        with pytest.raises(
+            cgpass.errors.GraphedArgumentError, match=r"Sequential has hooks \(.*capture_time_hooks"
+        ):
+            setting.graphed(register(name), (setting.randn(4, 8),))
+
+
+def test_hooks_registered_afterwards_run(setting):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    for each in (graphed, plain):
+        each.register_forward_hook(lambda module, args, output: output * 2)
+        each.register_full_backward_hook(lambda module, grads, outputs: None)
+    x = setting.randn(4, 8, grad=True)
+    same(graphed(x.detach()), plain(x.detach()))
+    assert not module._forward_hooks
+
+
+def test_wrapped_modules_are_refused(setting):
+    wrapped = torch.nn.DataParallel(net()).to(setting.device)
+    with pytest.raises(cgpass.errors.GraphedArgumentError, match="DataParallel is already wrapped"):
+        setting.graphed(wrapped, (setting.randn(4, 8),))
+
+
+def test_buffers_that_require_grad_are_refused(setting):
+    module = setting.module(net())
+    module.register_buffer("scale", torch.ones(1, device=setting.device, requires_grad=True))
+    with pytest.raises(cgpass.errors.GraphedArgumentError, match="a buffer that requires grad, sc"):
+        setting.graphed(module, (setting.randn(4, 8),))
+
+
+def test_arguments_that_can_not_be(setting):
+    module, x = setting.module(net()), setting.randn(4, 8)
+    refused = {
+        "callable 0 is a int; give a module": ((3,), ((x,),), None),
+        "2 callables, but 1 samples": ((module, module), ((x,),), None),
+        r"sample_args must be a tuple, got Tensor": (module, x, None),
+        r"sample_args\[1\] must be a tuple of arguments, got Tensor": (
+            (module,) * 2,
+            ((x,), x),
+            None,
+        ),
+        "sample_kwargs must be a dict, got list": (module, (x,), [1]),
+        "2 samples in sample_args, 1 in sample_kwargs": ((module,) * 2, ((x,), (x,)), [{}]),
+        "neither samples nor modules have a tensor": (lambda: None, (), None),
+    }
+    for message, args in refused.items():
+        with pytest.raises(cgpass.errors.GraphedArgumentError, match=message):
+            setting.graphed(*args)
+    elsewhere = torch.zeros(3, device="meta")
+    with pytest.raises(cgpass.errors.InputError, match="argument 1 lies on meta, the recording on"):
+        setting.graphed(lambda x, y: x, (x, elsewhere))
+    assert setting.graphed((), ()) == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_warmup_iters": 0}, "'num_warmup_iters' must be an int >= 1, got 0"),
+        ({"own_grads": 1}, "'own_grads' must be a bool, got 1"),
+        ({"static_input_check": "no"}, "must be one of 'rerecord', 'error', 'off', got 'no'"),
+        ({"rng_tracker": {}}, "'rng_tracker' must be a cgpass.RNGStatesTracker or None"),
+        ({"num_warmup_iter": 3}, "unknown option 'num_warmup_iter'; did you mean 'num_warmup_it"),
+        (3, "options must be a GraphedOptions or a dict, got int"),
+    ],
+)
+def test_options_that_can_not_be(options, message):
+    with pytest.raises(cgpass.errors.OptionError, match=message):
+        cgpass.make_graphed_callables(torch.sin, (torch.zeros(3),), options=options)
+
+
+def test_a_driver_that_can_not_record_there(setting):
+    other = "cuda" if setting.driver == "simulated" else "simulated"
+    with pytest.raises(cgpass.errors.DriverUnavailableError, match=f'driver="{other}" can\'t'):
+        cgpass.make_graphed_callables(
+            torch.sin, (setting.randn(3),), options=cgpass.GraphedOptions(driver=other)
+        )
+
+
+def test_a_failed_rerecording_leaves_the_callable_usable(setting):
+    module, plain = twins(setting, net())
+    failing = []
+
+    def hook(*args):
+        if failing:
+            raise RuntimeError("not now")
+
+    graphed = setting.graphed(
+        module, (setting.randn(4, 8),), capture_time_hooks=[{"forward": hook}]
+    )
+    home = module[0].weight.data
+    module[0].weight.data = home.clone()
+    failing.append(1)
+    with pytest.raises(RuntimeError, match="not now"):
+        graphed(setting.randn(4, 8))
+    failing.clear()
+    module[0].weight.data = home
+    for _ in range(2):
+        x = setting.randn(4, 8)
+        same(step(graphed, x)[0], step(plain, x)[0])
+    same_grads(module, plain)

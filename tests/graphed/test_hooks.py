@@ -1,0 +1,243 @@
+"""Hooks around warm-ups and captures: how often, in which order, with what."""
+
+import pytest
+import torch
+
+import cgpass
+from tests.graphed.steps import net, rng_state, same, step, twins
+
+
+class Log:
+    """Notes calls of hooks."""
+
+    def __init__(self):
+        self.calls = []
+
+    def hooks(self, label=""):
+        def note(name):
+            def hook(*args):
+                self.calls.append((label + name, len(args)))
+
+            return hook
+
+        names = ("pre_forward", "forward", "pre_backward", "backward")
+        return {name: [note(name)] for name in names}
+
+    def names(self):
+        return [name for name, _ in self.calls]
+
+
+ITERATION = ["pre_forward", "forward", "pre_backward", "backward"]
+
+
+@pytest.mark.parametrize("warmups", [1, 3])
+def test_one_callable(setting, warmups):
+    log = Log()
+    module, plain = twins(setting, net())
+    x = setting.randn(4, 8)
+    graphed = setting.graphed(
+        module, (x,), num_warmup_iters=warmups, capture_time_hooks=[log.hooks()]
+    )
+    assert log.names() == ITERATION * (warmups + 1)
+    assert [n for _, n in log.calls[:4]] == [3, 4, 1, 1]
+    for _ in range(3):
+        same(step(graphed, x)[0], step(plain, x)[0])
+    assert len(log.calls) == 4 * (warmups + 1)
+
+
+def test_two_callables_are_captured_forwards_first(setting):
+    log = Log()
+    modules = tuple(setting.module(net()) for _ in range(2))
+    setting.graphed(
+        modules,
+        ((setting.randn(4, 8),), (setting.randn(4, 8),)),
+        num_warmup_iters=2,
+        capture_time_hooks=[log.hooks("a."), log.hooks("b.")],
+    )
+    warm_up = [f"{label}.{name}" for label in "ab" for _ in range(2) for name in ITERATION]
+    forwards = ["a.pre_forward", "a.forward", "b.pre_forward", "b.forward"]
+    backwards = ["b.pre_backward", "b.backward", "a.pre_backward", "a.backward"]
+    assert log.names() == warm_up + forwards + backwards
+
+
+def test_what_hooks_are_given(setting):
+    seen = []
+    module = setting.module(net())
+    x = setting.randn(4, 8)
+
+    def fn(x, *, scale):
+        return {"out": module(x) * scale, "n": 3}
+
+    def forward(called, args, kwargs, output):
+        seen.append((called, args, kwargs, output))
+
+    hooks = {"forward": forward}
+    setting.graphed(fn, (x,), {"scale": 2}, num_warmup_iters=1, capture_time_hooks=[hooks])
+    assert len(seen) == 2
+    for called, args, kwargs, output in seen:
+        assert called is fn
+        assert args[0].shape == x.shape
+        assert kwargs == {"scale": 2}
+        assert output.keys() == {"out", "n"}
+        assert output["out"].shape == (4, 8)
+        assert output["n"] == 3
+
+
+def test_several_functions_for_one_moment_run_in_order(setting):
+    seen = []
+    hooks = {"pre_backward": [lambda m: seen.append(1), lambda m: seen.append(2)], "backward": []}
+    setting.graphed(
+        setting.module(net()),
+        (setting.randn(4, 8),),
+        num_warmup_iters=1,
+        capture_time_hooks=[hooks],
+    )
+    assert seen == [1, 2, 1, 2]
+
+
+def test_hooks_that_allocate_print_and_sync(setting, capsys):
+    kept = []
+
+    def hook(*args):
+        kept.append(torch.ones(1000, device=setting.device))
+        print(kept[-1].sum().item())  # noqa: T201
+
+    module, plain = twins(setting, net())
+    x = setting.randn(4, 8)
+    hooks = dict.fromkeys(ITERATION, hook)
+    graphed = setting.graphed(module, (x,), num_warmup_iters=1, capture_time_hooks=[hooks])
+    assert capsys.readouterr().out == "1000.0\n" * 8
+    for _ in range(2):
+        same(step(graphed, x)[0], step(plain, x)[0])
+    assert all(bool((each == 1).all()) for each in kept)
+
+
+def test_no_backward_hooks_without_a_backward(setting):
+    log = Log()
+    module = setting.module(net()).requires_grad_(False)
+    setting.graphed(
+        module, (setting.randn(4, 8),), num_warmup_iters=1, capture_time_hooks=[log.hooks()]
+    )
+    assert log.names() == ["pre_forward", "forward"] * 2
+
+
+def test_warmup_hooks_once_for_all(setting):
+    seen, log = [], Log()
+    modules = tuple(setting.module(net()) for _ in range(2))
+    samples = ((setting.randn(4, 8),), (setting.randn(4, 8),))
+    hooks = {
+        "pre_warmup": lambda: seen.append(len(log.calls)),
+        "post_warmup": [lambda: seen.append(len(log.calls))],
+    }
+    setting.graphed(
+        modules, samples, warmup_hooks=hooks, capture_time_hooks=[log.hooks(), log.hooks()]
+    )
+    assert seen == [0, 2 * 3 * 4]
+
+
+def test_warmup_hooks_per_callable(setting):
+    seen = []
+    modules = tuple(setting.module(net()) for _ in range(2))
+    samples = ((setting.randn(4, 8),), (setting.randn(4, 8),))
+    hooks = [
+        {
+            "pre_warmup": lambda m: seen.append(("pre", m)),
+            "post_warmup": lambda m: seen.append(("post", m)),
+        },
+        None,
+    ]
+    setting.graphed(modules, samples, warmup_hooks=hooks)
+    assert seen == [("pre", modules[0]), ("post", modules[0])]
+
+
+@pytest.mark.parametrize("name", ITERATION)
+def test_a_hook_that_returns_something_is_an_error(setting, name):
+    module, x = setting.module(net()), setting.randn(4, 8)
+    before = rng_state(setting.device)
+    with pytest.raises(
+        cgpass.errors.HookError,
+        match=rf"capture_time_hooks\[0\]\['{name}'\]\[1\] returned a int\. .* return None",
+    ):
+        setting.graphed(
+            module,
+            (x,),
+            capture_time_hooks=[{name: [lambda *a: None, lambda *a: 1]}],
+        )
+    same(rng_state(setting.device), before)
+    assert all(p.grad is None for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("hooks", "message"),
+    [
+        ({"capture_time_hooks": [None, None]}, "has 2 entries for 1 callables"),
+        ({"capture_time_hooks": []}, "has 0 entries for 1 callables"),
+        ({"capture_time_hooks": {"forward": print}}, "must be a sequence with one entry per"),
+        ({"capture_time_hooks": [{"fowrard": print}]}, "unknown hook 'fowrard'; known: pre_forw"),
+        ({"capture_time_hooks": [{"forward": 3}]}, "must be a function or a sequence"),
+        ({"capture_time_hooks": [{"forward": [3]}]}, r"\['forward'\]\[0\] can't be called"),
+        ({"capture_time_hooks": [[print]]}, "must be a dict of hook names and functions or None"),
+        ({"warmup_hooks": {"pre": print}}, "unknown hook 'pre'; known: pre_warmup, post_warmup"),
+        ({"warmup_hooks": [None, None]}, "warmup_hooks has 2 entries for 1 callables"),
+    ],
+)
+def test_hooks_that_can_not_be(setting, hooks, message):
+    with pytest.raises(cgpass.errors.GraphedArgumentError, match=message):
+        setting.graphed(setting.module(net()), (setting.randn(4, 8),), **hooks)
+
+
+class Sharded(torch.nn.Module):
+    """A linear layer whose weight has memory only while it runs, in one place that is kept for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x).sin()
+
+
+def test_parameters_that_move_in_and_out(setting):
+    module, plain = twins(setting, Sharded())
+    weight = module.linear.weight
+    shard, place = weight.detach().clone(), weight.detach().clone()
+    calls = []
+
+    def unshard(*args):
+        calls.append("in")
+        place.copy_(shard)
+        weight.data = place
+
+    def reshard(*args):
+        calls.append("out")
+        weight.data = torch.empty(0, device=setting.device)
+
+    hooks = {
+        "pre_forward": unshard,
+        "forward": reshard,
+        "pre_backward": unshard,
+        "backward": reshard,
+    }
+    x = setting.randn(4, 8, grad=True)
+    weight.data = torch.empty(0, device=setting.device)
+    graphed = setting.graphed(module, (x,), num_warmup_iters=2, capture_time_hooks=[hooks])
+    assert calls == ["in", "out"] * 6
+    for _ in range(3):
+        x = setting.randn(4, 8, grad=True)
+        unshard()
+        y = graphed(x)
+        reshard()
+        place.fill_(torch.nan)  # somebody else's in between
+        unshard()
+        y.square().sum().backward()
+        (want,) = torch.autograd.grad(plain(x).square().sum(), x)
+        same(x.grad, want)
+        with torch.no_grad():
+            shard.mul_(0.9)
+            plain.linear.weight.mul_(0.9)
+            weight.grad = None
+    unshard()
+    y = graphed(x)
+    reshard()
+    with pytest.raises(cgpass.errors.StaticInputMovedError, match=r"elsewhere .* linear\.weight"):
+        y.sum().backward()

@@ -1,0 +1,229 @@
+"""What is returned for modules; freeing it; threads, streams, compiled callables."""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+
+import cgpass
+from cgpass.runtime.owner import release_all
+from tests.graphed.steps import Layer, net, same, same_grads, step, twins
+
+
+def test_the_module_given_is_left_alone(setting):
+    module = setting.module(net())
+    before = dict(vars(module))
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    assert dict(vars(module)) == before
+    assert type(graphed) is type(module)
+    assert graphed is not module
+    assert list(graphed.state_dict()) == list(module.state_dict())
+    for a, b in zip(graphed.parameters(), module.parameters(), strict=True):
+        assert a is b
+    graphed.eval()
+    assert module.training
+    holder = torch.nn.Module()
+    holder.layer = module
+    holder.layer = graphed
+    assert len(list(holder.parameters())) == 4
+
+
+def test_patched_on_request(setting):
+    module, plain = twins(setting, net(dropout=0.2))
+    graphed = setting.graphed(module, (setting.randn(4, 8),), patch_modules=True)
+    assert graphed is module
+    for _ in range(2):
+        x = setting.randn(4, 8)
+        same(step(module, x)[0], step(plain, x)[0])
+        same_grads(module, plain)
+    for p in module.parameters():
+        p.data = p.data.clone()
+    same(step(module, x)[0], step(plain, x)[0])
+    assert module.graphed.stats.recordings == 4
+    module.eval()
+    plain.eval()
+    same(module(x), plain(x))
+    module.close()
+    same(module.train()(x).shape and module.eval()(x), plain(x))
+
+
+@pytest.mark.parametrize("patch", [False, True])
+def test_dropping_the_callable_frees_everything(setting, patch):
+    module = setting.module(net())
+    graphed = setting.graphed(module, (setting.randn(4, 8),), patch_modules=patch)
+    out = graphed(setting.randn(4, 8))
+    expected = out.detach().clone()
+    refs = [weakref.ref(graphed.graphed), weakref.ref(graphed.graphed._group.owner)]
+    parameters = list(module.parameters())
+    del graphed, module
+    gc.collect()
+    same(out, expected)
+    out.sum().backward()  # keeps its graphs as long as it needs them
+    del out
+    gc.collect()
+    assert all(ref() is None for ref in refs)
+    assert parameters[0].grad is not None
+
+
+def test_reset_frees_graphs_and_the_next_call_records_again(setting):
+    module, plain = twins(setting, net())
+    counts = []
+    hooks = {"forward": lambda *args: counts.append(1)}
+    graphed = setting.graphed(module, (setting.randn(4, 8),), capture_time_hooks=[hooks])
+    x = setting.randn(4, 8)
+    held = graphed(x)
+    expected = held.detach().clone()
+    pending = graphed(x)
+    graphed.reset()
+    same(held, expected)
+    with pytest.raises(cgpass.errors.GraphedBackwardError, match=r"freed between this forward"):
+        pending.sum().backward()
+    assert not graphed.graphed._group.driver.live_blocks(0) or setting.driver == "cuda"
+    for _ in range(2):
+        same(step(graphed, x)[0], step(plain, x)[0])
+    same_grads(module, plain)
+    same(held, expected)
+    assert len(counts) == 4 + 2
+
+
+def test_close_is_for_good(setting):
+    modules = [twins(setting, net()) for _ in range(2)]
+    graphed = setting.graphed(
+        tuple(m for m, _ in modules), ((setting.randn(4, 8),), (setting.randn(4, 8),))
+    )
+    graphed[0].close()
+    graphed[0].close()
+    x = setting.randn(4, 8)
+    for fn, (module, plain) in zip(graphed, modules, strict=True):
+        same(step(fn, x)[0], step(plain, x)[0])
+        same_grads(module, plain)
+    assert [fn.graphed.stats.plain_calls for fn in graphed] == [1, 0]
+
+
+def test_cgpass_reset_frees_them_too(setting):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    release_all()
+    assert not graphed.graphed._recorded
+    x = setting.randn(4, 8)
+    same(step(graphed, x)[0], step(plain, x)[0])
+    assert graphed.graphed.stats.recordings == 4
+
+
+def test_no_garbage_is_collected_while_capturing(setting):
+    states = []
+
+    def fn(x):
+        states.append(gc.isenabled())
+        return x.sin()
+
+    setting.graphed(fn, (setting.randn(3, grad=True),), num_warmup_iters=2)
+    assert states == [True, True, False]
+    assert gc.isenabled()
+
+
+def test_a_compiled_callable(setting):
+    backend = "aot_eager" if setting.driver == "simulated" else "inductor"
+    module, plain = twins(setting, net())
+    compiled = torch.compile(module, backend=backend)
+    reference = torch.compile(plain, backend=backend)
+    x = setting.randn(4, 8, grad=True)
+    reference(x).sum().backward()
+    plain.zero_grad()
+    graphed = setting.graphed(compiled, (x,))
+    for _ in range(3):
+        x = setting.randn(4, 8, grad=True)
+        a, (grad,) = step(graphed, x)
+        b, (want,) = step(reference, x)
+        same(a, b)
+        same(grad, want)
+        same_grads(module, plain)
+    assert graphed.graphed.stats.recordings == 2
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_inside_of_a_compiled_function(setting):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+
+    @torch.compile(backend="aot_eager")
+    def fn(layer, x):
+        return layer(x.sin()).cos()
+
+    for _ in range(2):
+        x = setting.randn(4, 8, grad=True)
+        same(fn(graphed, x), plain(x.sin()).cos())
+    assert graphed.graphed.stats.replays >= 2
+    torch.compiler.reset()
+
+
+def test_several_threads(setting):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    inputs = [setting.randn(4, 8) for _ in range(40)]
+    expected = [plain(x).detach() for x in inputs]
+    wrong = []
+
+    def work(part):
+        for k in part:
+            out = graphed(inputs[k])
+            if not torch.equal(out, expected[k]):
+                wrong.append(k)
+
+    with torch.no_grad():
+        work(range(2))
+    threads = [threading.Thread(target=work, args=(range(n, 40, 4),)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.mark.gpu
+def test_a_side_stream():
+    device = torch.device("cuda", 0)
+    layer = Layer().to(device)
+    plain = copy.deepcopy(layer)
+    stream, own = torch.cuda.Stream(), torch.cuda.Stream()
+    options = cgpass.GraphedOptions(stream=own, pool=torch.cuda.graph_pool_handle())
+    with torch.cuda.stream(stream):
+        x = torch.randn(2, 4, 8, device=device, requires_grad=True)
+        graphed = cgpass.make_graphed_callables(layer, (x,), options=options)
+    for number in range(4):
+        x = torch.randn(2, 4, 8, device=device)
+        if number % 2:
+            torch.cuda.current_stream().wait_stream(stream)
+            same(graphed(x), plain(x))
+        else:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                same(graphed(x), plain(x))
+
+
+@pytest.mark.gpu
+def test_inside_a_capture_of_the_users():
+    device = torch.device("cuda", 0)
+    layer = Layer().to(device)
+    x = torch.randn(2, 4, 8, device=device)
+    graphed = cgpass.make_graphed_callables(layer, (x.clone(),))
+    expected = layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = graphed(x)
+    graph.replay()
+    same(out, expected)
+    assert graphed.graphed.stats.plain_calls == 1
+
+
+def test_copies_and_pickles_of_the_original_know_no_graphs(setting):
+    module = setting.module(net())
+    setting.graphed(module, (setting.randn(4, 8),))
+    x = setting.randn(4, 8)
+    same(copy.deepcopy(module)(x), module(x))
+    same(pickle.loads(pickle.dumps(module))(x), module(x))

@@ -1,0 +1,152 @@
+"""Forwards and backwards in other orders than they were recorded in."""
+
+import gc
+import itertools
+import random
+
+import pytest
+import torch
+
+import cgpass
+from tests.graphed.steps import clear_grads, net, same, same_grads, twins
+
+
+def pairs(setting, number, **options):
+    modules = [twins(setting, net(dropout=0.2)) for _ in range(number)]
+    samples = tuple((setting.randn(4, 8, grad=True),) for _ in modules)
+    graphed = setting.graphed(tuple(m for m, _ in modules), samples, **options)
+    return modules, list(zip(graphed, [plain for _, plain in modules], strict=True))
+
+
+def run(setting, fns, order, retain=()):
+    """Forwards (positive) and backwards (negative) of numbered functions, each as often as it occurs."""
+    torch.manual_seed(11)
+    pending, found = {}, []
+    inputs = {}
+    for position, entry in enumerate(order):
+        index = abs(entry) - 1
+        if entry > 0:
+            x = torch.randn(4, 8, device=setting.device).requires_grad_()
+            y = fns[index](x)
+            pending.setdefault(index, []).append(y)
+            inputs[id(y)] = x
+            found.append(y.detach())
+        else:
+            y = pending[index].pop(0)
+            (y * y).sum().backward(retain_graph=position in retain)
+            found.append(inputs[id(y)].grad)
+            if position in retain:
+                pending[index].insert(0, y)
+    return found
+
+
+def check(setting, modules, both, order, **kwargs):
+    clear_grads(*itertools.chain(*modules))
+    found = run(setting, [graphed for graphed, _ in both], order, **kwargs)
+    expected = run(setting, [plain for _, plain in both], order, **kwargs)
+    for a, b in zip(found, expected, strict=True):
+        same(a, b)
+    for module, plain in modules:
+        same_grads(module, plain)
+
+
+def test_the_recorded_order_copies_nothing_aside(setting):
+    modules, both = pairs(setting, 3)
+    stats = [graphed.graphed.stats for graphed, _ in both]
+    for _ in range(3):
+        check(setting, modules, both, (1, 2, 3, -3, -2, -1))
+    assert [s.plain_calls for s in stats] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        (1, 2, 3, -1, -2, -3),
+        (1, -1, 2, -2, 3, -3),
+        (3, 2, 1, -1, -2, -3),
+        (2, 3, -2, 1, -3, -1),
+        (1, 1, -1, -1),
+        (1, 1, 1, 2, -2, -1, -1, -1),
+        (1, 2, 1, 2, -1, -2, -2, -1),
+        (3, 1, 3, 2, 1, -3, -1, -2, -1, -3),
+    ],
+    ids=str,
+)
+def test_another_order_gives_the_same_numbers(setting, order, caplog):
+    modules, both = pairs(setting, 3)
+    for _ in range(2):
+        check(setting, modules, both, order)
+    if order != (1, -1, 2, -2, 3, -3):
+        assert "calls come in another order than they were recorded in" in caplog.text
+
+
+def test_random_orders(setting):
+    modules, both = pairs(setting, 3)
+    draw = random.Random(5)
+    for _ in range(12):
+        order, due = [], []
+        for _ in range(draw.randint(4, 12)):
+            if due and draw.random() < 0.5:
+                order.append(-due.pop(draw.randrange(len(due))))
+            else:
+                order.append(draw.randint(1, 3))
+                due.append(order[-1])
+        check(setting, modules, both, [*order, *(-d for d in due)])
+
+
+def test_forwards_whose_backward_never_comes(setting):
+    modules, both = pairs(setting, 2)
+    for _ in range(5):
+        check(setting, modules, both, (1, 2, 1, 2, 2))
+    check(setting, modules, both, (1, 2, -2, -1))
+    assert sum(graphed.graphed.stats.rescued_bytes for graphed, _ in both) < 10**6
+
+
+def test_a_dropped_graph_is_not_put_aside(setting):
+    graphed = setting.graphed(setting.module(net()), (setting.randn(4, 8),))
+    for _ in range(4):
+        graphed(setting.randn(4, 8))
+        gc.collect()
+    assert graphed.graphed.stats.rescues == 0
+
+
+def test_a_second_backward(setting):
+    modules, both = pairs(setting, 2, retain_graph_in_backward=True)
+    for order, retain in (
+        ((1, 2, -2, -2, -1, -1), (2, 4)),
+        ((1, -1, 2, -2, -1), (1,)),
+        ((1, -1, 1, -1, -1), (1,)),
+    ):
+        check(setting, modules, both, order, retain=retain)
+
+
+def test_a_second_backward_without_having_asked_is_an_error(setting):
+    graphed = setting.graphed(setting.module(net()), (setting.randn(4, 8),))
+    loss = graphed(setting.randn(4, 8)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(cgpass.errors.GraphedBackwardError, match="retain_graph_in_backward=True"):
+        loss.backward()
+
+
+def test_results_held_while_others_run(setting):
+    modules, both = pairs(setting, 3)
+    torch.manual_seed(2)
+    held, wanted = [], []
+    for _ in range(4):
+        for k in (0, 1, 2, 1, 0):
+            x = setting.randn(4, 8)
+            graphed, plain = both[k]
+            state = torch.get_rng_state()
+            cuda = torch.cuda.get_rng_state() if setting.device.type == "cuda" else None
+            held.append(graphed(x))
+            torch.set_rng_state(state)
+            if cuda is not None:
+                torch.cuda.set_rng_state(cuda)
+            wanted.append(plain(x))
+    for a, b in zip(held, wanted, strict=True):
+        same(a, b)
+    for a, b in zip(reversed(held), reversed(wanted), strict=True):
+        a.square().sum().backward()
+        b.square().sum().backward()
+    for module, plain in modules:
+        same_grads(module, plain)

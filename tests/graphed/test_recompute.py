@@ -1,0 +1,154 @@
+"""Recomputation inside graphed callables, and layers graphed by hand trained as eager trains them."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint as torchs
+
+import cgpass
+from tests.graphed.steps import Layer, clear_grads, rng_state, same, same_grads, step, twins
+
+WAYS = {
+    "none": None,
+    "ours": cgpass.checkpoint,
+    "ours reentrant": functools.partial(cgpass.checkpoint, use_reentrant=True),
+    "torch's": functools.partial(torchs, use_reentrant=False, preserve_rng_state=False),
+    "torch's reentrant": functools.partial(torchs, use_reentrant=True, preserve_rng_state=False),
+}
+"""Torch's own checkpoints can't recompute random numbers in a graph: they are run without any."""
+
+
+def dropout_of(way):
+    return 0.0 if way.startswith("torch") else 0.3
+
+
+@pytest.fixture(autouse=True)
+def deterministic():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, way, layers=4):
+        super().__init__()
+        dropout = dropout_of(way)
+        self.layers = torch.nn.ModuleList(
+            Layer(dropout=dropout, checkpoint=WAYS[way]) for _ in range(layers)
+        )
+        self.head = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def graph_layers(setting, model, **options):
+    samples = tuple((setting.randn(2, 4, 8, grad=True),) for _ in model.layers)
+    graphed = setting.graphed(tuple(model.layers), samples, **options)
+    model.layers = torch.nn.ModuleList(graphed)
+    return [layer.graphed for layer in graphed]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_transformer_trained_as_eager_does(setting, way):
+    model = setting.module(Model(way))
+    plain = copy.deepcopy(model)
+    graphs = graph_layers(setting, model)
+    losses = []
+    for each in (model, plain):
+        torch.manual_seed(5)
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
+        found = []
+        for number in range(20):
+            for _ in range(1 + number % 3):  # microbatches
+                x = setting.randn(2, 4, 8, grad=True)
+                loss = F.mse_loss(each(x), x.detach().roll(1, -1))
+                loss.backward()
+                found.append(loss.detach())
+            found += [p.grad.clone() for p in each.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append([*found, *(p.detach() for p in each.parameters()), rng_state(setting.device)])
+    for a, b in zip(*losses, strict=True):
+        same(a, b)
+    assert {g.stats.plain_calls for g in graphs} == {0}
+    assert {g.stats.recordings for g in graphs} == {2}
+    assert losses[0][-2].isfinite().all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_other_orders_recompute_their_own_numbers(setting, way):
+    model = setting.module(Model(way, layers=2))
+    plain = copy.deepcopy(model)
+    graph_layers(setting, model)
+    for _ in range(2):
+        for each in (model, plain):
+            torch.manual_seed(2)
+            outs = [each(setting.randn(2, 4, 8, grad=True)) for _ in range(3)]
+            torch.manual_seed(9)  # what happens in between reaches no recomputation
+            for k in (1, 0, 2):
+                outs[k].square().sum().backward()
+        same_grads(model, plain)
+        clear_grads(model, plain)
+
+
+def test_checkpoints_reached_by_hooks_of_parameters(setting):
+    """A reentrant checkpoint fills every `.grad` it meets: neither that nor hooks are seen in warm-ups."""
+    layer, plain = twins(setting, Layer(checkpoint=WAYS["ours reentrant"]))
+    seen = []
+    for p in layer.parameters():
+        p.register_hook(lambda grad: seen.append("tensor"))
+        p.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+        p.grad = torch.ones_like(p)
+    kept = [p.grad for p in layer.parameters()]
+    x = setting.randn(2, 4, 8, grad=True)
+    graphed = setting.graphed(layer, (x,))
+    assert seen == []
+    assert all(p.grad is grad for p, grad in zip(layer.parameters(), kept, strict=True))
+    assert all(bool((grad == 1).all()) for grad in kept)
+    clear_grads(layer)
+    same(step(graphed, x)[0], step(plain, x)[0])
+    same_grads(layer, plain)
+    count = len(list(layer.parameters()))
+    assert sorted(seen) == ["accumulated"] * count + ["tensor"] * count
+
+
+def test_a_tracker_of_states(setting):
+    def build(tracker):
+        def inner(x):
+            with tracker.fork():
+                x = F.dropout(x, 0.4)
+            return F.dropout(x.sin(), 0.2)
+
+        return lambda x: cgpass.checkpoint(inner, x, rng_tracker=tracker).cos()
+
+    trackers = []
+    for _ in range(2):
+        tracker = cgpass.RNGStatesTracker(setting.device)
+        tracker.add("model-parallel-rng", 3)
+        trackers.append(tracker)
+    x = setting.randn(4, 8, grad=True)
+    graphed = setting.graphed(build(trackers[0]), (x,), rng_tracker=trackers[0])
+    plain = build(trackers[1])
+    for _ in range(3):
+        a, (grad,) = step(graphed, x)
+        b, (want,) = step(plain, x)
+        same(a, b)
+        same(grad, want)
+    for a, b in zip(*(t.generators.values() for t in trackers), strict=True):
+        same(a.get_state(), b.get_state())
+
+
+def test_a_checkpoint_around_graphed_layers_is_not_theirs(setting):
+    layer, plain = twins(setting, Layer())
+    graphed = setting.graphed(layer, (setting.randn(2, 4, 8, grad=True),))
+    x = setting.randn(2, 4, 8, grad=True)
+    for fn in (graphed, plain):
+        out = cgpass.checkpoint(lambda x, fn=fn: fn(x).sin(), x)
+        out.square().sum().backward()
+    same_grads(layer, plain)

@@ -1,0 +1,189 @@
+"""Interleaved pipelines: orders that are refused, and schedules against running the layers plainly."""
+
+import pytest
+import torch
+
+import cgpass
+from cgpass.graphed.schedule import interleaved, simple
+from tests.graphed.steps import clear_grads, net, same, same_grads, twins
+
+ORDERS = {
+    "1f1b": (1, 1, 2, 2, 1, 1, -2, 2, -2, 2, -1, -2, -1, -2, -1, -1),
+    "all forwards first": (1, 1, 1, 1, 2, 2, 2, 2, -2, -2, -2, -2, -1, -1, -1, -1),
+    "one by one": (1, 2, -2, -1) * 4,
+}
+
+
+def text(schedule):
+    return " ".join(("F" if step.forward else "B") + str(step.number) for step in schedule.steps)
+
+
+def test_without_an_order():
+    assert text(simple(3)) == "F0 F1 F2 B2 B1 B0"
+
+
+def test_an_interleaved_order():
+    schedule = interleaved((1, 1, 2, -2, 2, -1, -2, -1), 3, 6, (2, 1))
+    assert schedule.callables == (0, 1, 0, 1, 2, 2)
+    assert text(schedule) == "F0 F1 F2 F3 F4 B4 F5 B1 B0 B5 B3 B2"
+    assert schedule.forwards == (0, 1, 2, 3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ((), "must be a sequence of chunk numbers"),
+        (3, "must be a sequence of chunk numbers"),
+        ((1, 0, -1), r"order\[1\] is 0: chunks are numbered from 1"),
+        ((1, 1.5, -1), r"order\[1\] is 1.5: chunks are numbered"),
+        ((1, -2, 2, -1), r"order\[1\] is -2: a backward of chunk 2 before the forward"),
+        ((1, -1, -1, 1), r"order\[2\] is -1: a backward of chunk 1 before the forward"),
+        ((1, 1, -1, -1, 2, -2), "has 2 forwards of chunk 1 and 1 of chunk 2"),
+        ((1, 3, -3, -1), "1 forwards of chunk 1 and 0 of chunk 2"),
+        ((1, 1, -1), r"order\[1\] is 1: a forward of chunk 1 whose backward never comes"),
+    ],
+)
+def test_orders_that_can_not_be_run(order, message):
+    with pytest.raises(cgpass.errors.ScheduleError, match=message):
+        interleaved(order, 2, 2, None)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (((1, 2, -2, -1), 3, 3, None), "3 callables can't be shared out evenly to the 2 chunks"),
+        (((1, 2, -2, -1), 3, 3, (1, 1)), "makes 2 layers in 2 chunks, but there are 3 callables"),
+        (((1, 2, -2, -1), 3, 3, (3,)), "must be an int or 2 ints"),
+        (((1, 2, -2, -1), 3, 3, (3, 0)), "each at least 1"),
+        (((1, 1, -1, -1), 2, 2, None), "2 microbatches of 2 callables, so 4 samples .* got 2"),
+    ],
+)
+def test_numbers_that_do_not_fit_the_order(args, message):
+    with pytest.raises(cgpass.errors.ScheduleError, match=message):
+        interleaved(*args)
+
+
+def build(setting, order, layers=(2, 1), **options):
+    num_microbatches = sum(entry == 1 for entry in order)
+    modules = [twins(setting, net(dropout=0.1)) for _ in range(sum(layers))]
+    count = len(modules) * num_microbatches
+    samples = [(setting.randn(4, 8, grad=True),) for _ in range(count)]
+    graphed = setting.graphed(
+        tuple(module for module, _ in modules),
+        samples,
+        order=order,
+        num_layers_per_chunk=layers,
+        **options,
+    )
+    return modules, graphed, num_microbatches
+
+
+def train(setting, order, layers, num_microbatches, fns):
+    """One step of the pipeline on one device: every chunk's boundary is a cut in the graph."""
+    torch.manual_seed(1)
+    inputs = [torch.randn(4, 8, device=setting.device) for _ in range(num_microbatches)]
+    starts = [sum(layers[:chunk]) for chunk in range(len(layers))]
+    done = {}
+    entering, leaving, outputs = {}, {}, []
+    for entry in order:
+        chunk = abs(entry) - 1
+        microbatch = done[entry] = done.get(entry, -1) + 1
+        key = (chunk, microbatch)
+        if entry > 0:
+            before = leaving.get((chunk - 1, microbatch), inputs[microbatch])
+            x = entering[key] = before.detach().clone().requires_grad_()
+            for layer in range(layers[chunk]):
+                x = fns(starts[chunk] + layer, microbatch)(x)
+            leaving[key] = x
+            outputs.append(x.detach())
+        elif (chunk + 1, microbatch) in entering:
+            leaving.pop(key).backward(entering.pop((chunk + 1, microbatch)).grad)
+        else:
+            leaving.pop(key).square().sum().backward()
+    return outputs
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("reuse", [False, True])
+def test_two_chunks_and_four_microbatches(setting, name, reuse):
+    order, layers = ORDERS[name], (2, 1)
+    modules, graphed, count = build(setting, order, layers, reuse_buffers=reuse)
+
+    def graph_of(layer, microbatch):
+        chunk = 0 if layer < layers[0] else 1
+        start = sum(layers[:chunk])
+        return graphed[start * count + microbatch * layers[chunk] + layer - start]
+
+    plain_of = lambda layer, microbatch: modules[layer][1]  # noqa: E731
+    for _ in range(3):
+        found = train(setting, order, layers, count, graph_of)
+        expected = train(setting, order, layers, count, plain_of)
+        for a, b in zip(found, expected, strict=True):
+            same(a, b)
+        for module, plain in modules:
+            same_grads(module, plain)
+        clear_grads(*(each for pair in modules for each in pair))
+    assert {g.stats.plain_calls for g in graphed} == {0}
+    assert {g.stats.recordings for g in graphed} == {2}
+
+
+def test_another_order_than_the_schedules(setting):
+    order, layers = ORDERS["1f1b"], (2, 1)
+    for reuse in (False, True):
+        modules, graphed, count = build(setting, order, layers, reuse_buffers=reuse)
+
+        def graph_of(layer, microbatch, graphed=graphed, count=count):
+            chunk = 0 if layer < 2 else 1
+            return graphed[sum(layers[:chunk]) * count + microbatch * layers[chunk] + layer % 2]
+
+        for other in ORDERS.values():
+            train(setting, other, layers, count, graph_of)
+            train(setting, other, layers, count, lambda layer, _, m=modules: m[layer][1])
+            for module, plain in modules:
+                same_grads(module, plain)
+
+
+def memory_of(graphed):
+    """Places that inputs and outputs of all forwards lie in."""
+    (group,) = {g._group for g in graphed}
+    inputs = {m.address for g in graphed for r in g._recorded.values() for m in r.inputs}
+    return len(inputs), len(group.driver.live_blocks(0))
+
+
+def test_microbatches_share_memory_only_where_lifetimes_are_disjoint(setting):
+    order = ORDERS["one by one"]
+    alone, shared = (
+        memory_of(build(setting, order, reuse_buffers=reuse)[1]) for reuse in (False, True)
+    )
+    assert alone[0] == 12
+    assert shared[0] == 3
+    assert shared[1] < alone[1] / 2
+    together = ORDERS["all forwards first"]
+    assert memory_of(build(setting, together, reuse_buffers=True)[1])[0] == 12
+
+
+def test_warm_ups_follow_the_order(setting):
+    seen = []
+    modules = [setting.module(net()) for _ in range(2)]
+    names = dict(zip(modules, "ab", strict=True))
+    hooks = [
+        {
+            "pre_forward": lambda m, *rest: seen.append(names[m]),
+            "pre_backward": lambda m: seen.append("-" + names[m]),
+        }
+    ] * 2
+    setting.graphed(
+        tuple(modules),
+        [(setting.randn(4, 8),) for _ in range(4)],
+        order=(1, 2, -2, 1, -1, 2, -2, -1),
+        num_warmup_iters=1,
+        capture_time_hooks=hooks,
+    )
+    warm_ups = ["a", "-a", "b", "-b", "a", "-a", "b", "-b"]
+    assert seen == [*warm_ups, "a", "b", "-b", "a", "-a", "b", "-b", "-a"]
+
+
+def test_options_that_need_an_order():
+    for name, value in {"reuse_buffers": True, "num_layers_per_chunk": 2}.items():
+        with pytest.raises(cgpass.errors.OptionError, match=f"option '{name}' needs an order"):
+            cgpass.GraphedOptions(**{name: value})

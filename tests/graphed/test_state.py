@@ -1,0 +1,150 @@
+"""Parameters, modes, autocast and random numbers of graphed callables, against running them plainly."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import cgpass
+from tests.graphed.steps import check, net, rng_state, same, same_grads, step, twins
+
+
+def test_parameters_shared_between_callables(setting):
+    module, plain = twins(setting, torch.nn.Linear(8, 8))
+    fns = (lambda x: module(x).sin(), lambda x: module(x).cos())
+    x = setting.randn(4, 8, grad=True)
+    first, second = setting.graphed(fns, ((x,), (x.detach().clone().requires_grad_(),)))
+    for _ in range(3):
+        step(lambda x: second(first(x)), x)
+        step(lambda x: plain(plain(x).sin()).cos(), x)
+        same_grads(module, plain)
+
+
+def test_unused_inputs_and_parameters(setting):
+    class Partly(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+        def forward(self, x, y):
+            return self.used(x)
+
+    module, plain = twins(setting, Partly())
+    args = (setting.randn(2, 4), setting.randn(2, 4, grad=True))
+    with pytest.raises(
+        cgpass.errors.GraphedArgumentError, match=r"no gradient to argument 1, parameter unused\.w"
+    ):
+        setting.graphed(module, args)
+    graphed = setting.graphed(module, args, allow_unused_input=True)
+    step(graphed, *args)
+    step(plain, *args)
+    same_grads(module, plain)
+    assert module.unused.weight.grad is None
+
+
+def test_frozen_parameters_and_thawed_ones(setting):
+    module, plain = twins(setting, net())
+    for each in (module, plain):
+        each[0].requires_grad_(False)
+    x = setting.randn(4, 8)
+    graphed = setting.graphed(module, (x,))
+    check(setting, graphed, plain, x, 2)
+    same_grads(module, plain)
+    for each in (module, plain):
+        each[0].requires_grad_(True)
+    check(setting, graphed, plain, x, 2)
+    same_grads(module, plain)
+
+
+def test_eval_runs_the_original_and_the_other_way_round(setting):
+    for training in (True, False):
+        module, plain = twins(setting, net(dropout=0.5))
+        module.train(training)
+        graphed = setting.graphed(module, (setting.randn(4, 8),))
+        for mode in (training, not training, training):
+            graphed.train(mode)
+            plain.train(mode)
+            check(setting, graphed, plain, setting.randn(4, 8), 1)
+        assert graphed.graphed.stats.calls == 2
+
+
+def test_no_grad(setting):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    x = setting.randn(4, 8)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            same(graphed(x), plain(x))
+            assert not graphed(x).requires_grad
+    check(setting, graphed, plain, x)
+    with torch.no_grad():
+        only_forward = setting.graphed(module, (setting.randn(4, 8),))
+        same(only_forward(x), plain(x))
+    assert only_forward.graphed.stats.recordings == 1
+    assert only_forward(x).requires_grad
+    assert only_forward.graphed.stats.plain_calls == 1
+
+
+def test_autocast_as_it_was_when_recorded(setting, caplog):
+    module, plain = twins(setting, net())
+    x = setting.randn(4, 8)
+    kind = setting.device.type
+    with torch.autocast(kind, dtype=torch.bfloat16):
+        graphed = setting.graphed(module, (x,))
+    for _ in range(2):
+        with torch.autocast(kind, dtype=torch.bfloat16):
+            found, expected = graphed(x), plain(x)
+        same(found, expected)
+        assert found.dtype is torch.bfloat16
+        found.float().sum().backward()
+        expected.float().sum().backward()
+        same_grads(module, plain)
+    same(graphed(x), plain(x))
+    graphed(x)
+    assert caplog.text.count("recorded under other autocast settings") == 1
+
+
+def test_random_numbers_are_the_users_own(setting):
+    module, plain = twins(setting, torch.nn.Sequential(net(dropout=0.5), torch.nn.Dropout(0.2)))
+    x = setting.randn(4, 8)
+    before = rng_state(setting.device)
+    graphed = setting.graphed(module, (x,))
+    same(rng_state(setting.device), before)
+    torch.manual_seed(3)
+    found = [graphed(x) for _ in range(3)] + [torch.rand(2, device=setting.device)]
+    torch.manual_seed(3)
+    expected = [plain(x) for _ in range(3)] + [torch.rand(2, device=setting.device)]
+    for a, b in zip(found, expected, strict=True):
+        same(a, b)
+    assert not torch.equal(found[0], found[1])
+
+
+def test_a_result_changed_in_place(setting):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    x = setting.randn(4, 8)
+    for fn in (graphed, plain):
+        fn(x).add_(1).mul_(2).sum().backward()
+    same_grads(module, plain)
+    sigmoid = setting.graphed(torch.sigmoid, (setting.randn(3, grad=True),))
+    out = sigmoid(setting.randn(3, grad=True))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.add_(1).sum().backward()
+
+
+def test_gradients_of_gradients_are_refused(setting):
+    graphed = setting.graphed(torch.sin, (setting.randn(3, grad=True),))
+    x = setting.randn(3, grad=True)
+    (grad,) = torch.autograd.grad(graphed(x).sum(), x, create_graph=True)
+    same(grad, x.cos())
+    with pytest.raises(cgpass.errors.GraphedBackwardError, match="gradients of its gradients"):
+        grad.sum().backward()
+
+
+def test_no_driver(setting):
+    module = setting.module(net())
+    x = setting.randn(4, 8)
+    options = cgpass.GraphedOptions(driver="none")
+    graphed = cgpass.make_graphed_callables(module, (x,), options=options)
+    same(graphed(x), module(x))
+    assert graphed.graphed.stats.recordings == 0
+    assert F.relu is cgpass.make_graphed_callables(F.relu, (x,), options=options)._plain

@@ -1,0 +1,113 @@
+"""Weights' gradients split off the backward, for callables that offer it."""
+
+import pytest
+import torch
+
+import cgpass
+from tests.graphed.steps import clear_grads, same_grads, twins
+
+
+class _Input(torch.autograd.Function):
+    """A product whose backward leaves the weight's gradient for later."""
+
+    @staticmethod
+    def forward(ctx, x, weight, later):
+        ctx.save_for_backward(x, weight)
+        ctx.later = later
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        ctx.later.append((grad, x))
+        return grad @ weight, None, None
+
+
+class Split(torch.nn.Module):
+    """As Transformer Engine's linear layers with delayed weight gradients."""
+
+    def __init__(self, split=True):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(8, 8))
+        self.bias = torch.nn.Parameter(torch.randn(8))
+        self.later = []
+        self.split = split
+
+    def forward(self, x):
+        if not self.split:
+            return (x @ self.weight.t() + self.bias).sin()
+        return (_Input.apply(x, self.weight, self.later) + self.bias).sin()
+
+    def need_backward_dw(self):
+        return self.split
+
+    def backward_dw(self):
+        grad, x = self.later.pop(0)
+        made = grad.t() @ x
+        self.weight.grad = made if self.weight.grad is None else self.weight.grad + made
+
+
+def test_split_gradients(setting):
+    module, plain = twins(setting, Split())
+    plain.split = False
+    x = setting.randn(4, 8, grad=True)
+    graphed = setting.graphed(module, (x,))
+    assert module.weight.grad is None
+    assert module.later == []
+    for _ in range(3):
+        for fn in (graphed, plain):
+            torch.manual_seed(0)
+            for _ in range(2):  # microbatches
+                y = fn(setting.randn(4, 8, grad=True))
+                y.square().sum().backward()
+                if fn is graphed:
+                    fn.backward_dw()
+        same_grads(module, plain)
+        clear_grads(module, plain)
+    assert graphed.graphed.stats.recordings == 3
+    assert module.later == []
+
+
+def test_weights_later_than_the_next_microbatchs_backward(setting):
+    modules = [twins(setting, Split()) for _ in range(2)]
+    samples = tuple((setting.randn(4, 8, grad=True),) for _ in modules)
+    graphed = setting.graphed(tuple(m for m, _ in modules), samples)
+    for _ in range(2):
+        torch.manual_seed(0)
+        for fns in (graphed, [plain for _, plain in modules]):
+            torch.manual_seed(0)
+            outputs = [fns[1](fns[0](setting.randn(4, 8, grad=True))) for _ in range(2)]
+            for y in outputs:
+                y.square().sum().backward()
+            for fn in fns:
+                for _ in outputs:
+                    fn.backward_dw()
+        for module, plain in modules:
+            same_grads(module, plain)
+
+
+def test_callables_that_offer_none_have_none(setting):
+    module = setting.module(Split(split=False))
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    assert graphed.graphed.stats.recordings == 2
+    assert "backward_dw" not in vars(graphed)
+
+
+def test_a_backward_that_ran_plainly_is_the_modules_own(setting):
+    module, plain = twins(setting, Split())
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    graphed.close()
+    x = setting.randn(4, 8)
+    for fn in (graphed, plain):
+        fn(x).sum().backward()
+        fn.backward_dw()
+    same_grads(module, plain)
+
+
+def test_without_backward_dw_missing_gradients_are_an_error(setting):
+    class Forgets(Split):
+        backward_dw = None
+
+    module = setting.module(Forgets())
+    with pytest.raises(cgpass.errors.GraphedArgumentError, match="no gradient to parameter weight"):
+        setting.graphed(module, (setting.randn(4, 8),))
