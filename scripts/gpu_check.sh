@@ -85,7 +85,7 @@ case "$part" in
     leave_out_what_needs transformers
     leave_out_what_needs timm
     paths=()
-    for folder in tests/gpu tests/usage; do [ -d "$folder" ] && paths+=("$folder"); done
+    for folder in tests/gpu tests/usage tests/graphed; do [ -d "$folder" ] && paths+=("$folder"); done
     run_pytest tests 520 "gpu and not multigpu" "${paths[@]}" "$@"
     summarise tests $?
     ;;

@@ -242,9 +242,8 @@ class PartitionRunner:
         return outputs
 
     def _is_usable(self) -> bool:
-        broken = self._fallback.failure is not None or self.owner.closed
-        usable = self._fallback.failure is None and not self.owner.closed
-        return usable and not self.owner.driver.is_capturing()
+        works = self._fallback.failure is None and not self.owner.closed
+        return works and not self.owner.driver.is_capturing()
 
     def _has_strays(self, args: Sequence[Any]) -> bool:
         """Whether a pooled input is not where a recording put it; if that goes on, it becomes a copied one."""
@@ -291,11 +290,9 @@ class PartitionRunner:
 
     def _slot(self, shape_key: ShapeKey, static_key: StaticKey) -> int | None:
         """Where to record this signature once more, None if results of too many calls are held."""
-        num_recordings = len(self.table.find(shape_key, static_key))
-        slot = self.owner.slot_for(num_recordings, self._first_slot)
-        if slot is None:
-            self.owner.warn_of_held(self.name)
-        return slot
+        found = self.table.find(shape_key, static_key)
+        slot = self.owner.slot_for(len(found), self._first_slot)
+        return slot if slot is not None else self.owner.warn_of_held(self.name)
 
     # ---- recording
 
