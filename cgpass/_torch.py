@@ -151,6 +151,15 @@ def is_capturing() -> bool:
     return torch._C._cuda_isCurrentStreamCapturing()
 
 
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Have operators run for real, whatever traces or watches them here, and record no gradients."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 # ---- backward passes
 
 

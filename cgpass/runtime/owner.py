@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from cgpass import _torch
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.liveness import LiveOutputs
 from cgpass.runtime.recording import Recording
@@ -270,7 +271,8 @@ class Owner:
     def __del__(self) -> None:
         """Outputs that outlive the compiled function lie in its pools: they are moved before those go."""
         if not sys.is_finalizing():
-            self.close()
+            with _torch.without_modes():  # the garbage collector may come in the middle of a trace
+                self.close()
 
 
 _owners: "weakref.WeakSet[Owner]" = weakref.WeakSet()

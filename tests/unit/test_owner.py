@@ -1,7 +1,10 @@
 """Which pool is recorded into, what belongs to it again, and what is laid elsewhere."""
 
+import gc
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cgpass.runtime import fast
 from cgpass.runtime.owner import MAX_SLOTS, Owner
@@ -235,3 +238,14 @@ def test_held_outputs_outlive_their_owner(end):
     others = [torch.full((2,), -1.0) for _ in range(64)]
     assert (held.tolist(), result.tolist()) == ([6, 6], [5, 5])
     assert len(others) == 64
+
+
+def test_an_owner_that_is_collected_during_a_trace_frees_its_memory_for_real():
+    run = runner(lambda x: [x * 2], COPIED)
+    for value in range(3):
+        (held,), _ = run.run([X * value])
+    with FakeTensorMode():
+        del run
+        gc.collect()
+    assert held.tolist() == [4, 4]
+    assert type(held) is torch.Tensor
