@@ -104,11 +104,18 @@ class RecordedPass:
         return group.hand_out(recording, outputs)
 
     def _copy_in(self, tensors: Sequence[torch.Tensor]) -> None:
-        away = [(m, t) for m, t in zip(self.inputs, tensors, strict=True) if not m.holds(t)]
-        if any(t.data_ptr() in self._addresses for _, t in away):  # samples in others' places
-            away = [(memory, tensor.clone()) for memory, tensor in away]
+        away = [
+            (memory, tensor)
+            for memory, tensor in zip(self.inputs, tensors, strict=True)
+            if tensor.data_ptr() != memory.address or tensor.stride() != memory.stride
+        ]
+        for _, tensor in away:
+            if tensor.data_ptr() in self._addresses:  # samples in others' places
+                away = [(memory, tensor.clone()) for memory, tensor in away]
+                break
         for memory, tensor in away:
-            self.stats.copied_bytes += memory.fill(tensor)
+            memory.copy_from(tensor)
+            self.stats.copied_bytes += memory.num_bytes
 
     def _write_back(self, tensors: Sequence[torch.Tensor], statics: Sequence[torch.Tensor]) -> None:
         for i in self.written_inputs:
