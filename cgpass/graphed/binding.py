@@ -39,6 +39,8 @@ class Binding:
         )
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._constants = [(i, v) for i, v in enumerate(leaves) if i not in self._places]
+        self._is_simple = self._is_flat and not self._constants and not kwargs
+        """Whether the arguments are nothing but tensors."""
         self.samples: list[torch.Tensor] = [leaves[i] for i in self._places]
         """The sample's tensors."""
         for i, sample in zip(self._places, self.samples, strict=True):
@@ -56,11 +58,14 @@ class Binding:
         Raises:
             InputError: The call does not fit the sample; says where.
         """
-        leaves = self._leaves(args, kwargs)
-        for i, value in self._constants:
-            if leaves[i] is not value and not _equal(leaves[i], value):
-                raise self._other_constant(i, leaves[i], value)
-        tensors = [leaves[i] for i in self._places]
+        if self._is_simple and len(args) == self._num_args and not kwargs:
+            tensors = list(args)
+        else:
+            leaves = self._leaves(args, kwargs)
+            for i, value in self._constants:
+                if leaves[i] is not value and not _equal(leaves[i], value):
+                    raise self._other_constant(i, leaves[i], value)
+            tensors = [leaves[i] for i in self._places]
         grad, device = torch.is_grad_enabled(), self._device
         try:
             for tensor, (shape, dtype, requires_grad) in zip(tensors, self._expected, strict=True):

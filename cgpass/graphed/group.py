@@ -46,9 +46,14 @@ class Group:
         """Forwards of a pool whose backward may come."""
         return self._pending.setdefault(slot, PendingCalls())
 
-    def prepare(self, recording: Recording) -> None:
-        """Have a replay overwrite nothing that is still needed."""
-        self.pending(recording.slot).make_way(recording.birth)
+    def prepare(self, recording: Recording, pending: PendingCalls) -> None:
+        """Have a replay overwrite nothing that is still needed.
+
+        Args:
+            recording: What is about to be replayed.
+            pending: Forwards of its pool whose backward may come.
+        """
+        pending.make_way(recording.birth)
         if self.lean and not self.owner.is_safe(recording):
             self.owner.rescue(recording)
 

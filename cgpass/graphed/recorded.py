@@ -2,6 +2,7 @@
 
 import logging
 import math
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import torch
 
 from cgpass.errors import GraphedBackwardError, StaticInputMovedError
 from cgpass.graphed.group import Group
-from cgpass.graphed.pending import Aside, PendingCalls
+from cgpass.graphed.pending import Aside
 from cgpass.graphed.target import Statics
 from cgpass.graphed.values import InputMemory, OutputStructure
 from cgpass.recompute.inputs import anchor
@@ -60,13 +61,16 @@ class RecordedPass:
     """Parameters that it makes gradients for."""
     due_weight_grads: "deque[Call]" = field(default_factory=deque)
     """Calls whose backward ran, but not yet what was split off."""
-    num_due: int = 0
-    """Forwards whose backward may still come."""
     last_used: int = 0
     closed: bool = False
     _warned: bool = False
 
     def __post_init__(self) -> None:
+        self.pending = self.group.pending(self.forward.slot)
+        self.recomputes = self.states.recorded is not None
+        """Whether a backward has to know where random numbers of its forward began."""
+        self._aside: list[weakref.ref[Call]] = []
+        self._writes = bool(self.written_inputs or self.written_statics)
         self._addresses = frozenset(memory.address for memory in self.inputs)
         self._grad_memory = [InputMemory(grad.tensor, grad) for grad in self.grads]
         self._without_grad = [
@@ -78,7 +82,8 @@ class RecordedPass:
     def call(self, tensors: list[torch.Tensor], statics: list[torch.Tensor]) -> Any:
         """Run the forward, with a backward to come if anything requires grad."""
         if self.backward is None or not torch.is_grad_enabled():
-            return self.structure.build(self.run_forward(tensors, statics))
+            with self.group.owner.lock:
+                return self.structure.build(self.run_forward(tensors, statics))
         wanted = [tensors[i] for i in self.wanted_inputs]
         wanted += [statics[i] for i in self.wanted_statics]
         outputs: Any = _Graphed.apply(Call(self, tensors, statics), *wanted)
@@ -87,23 +92,30 @@ class RecordedPass:
     def run_forward(
         self, tensors: list[torch.Tensor], statics: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Copy in what is not there, and replay."""
-        group, recording = self.group, self.forward
-        with group.owner.lock:
-            group.driver.enter_call()
-            group.prepare(recording)
-            self._copy_in(tensors)
-            outputs = recording.run([*tensors, *statics])
-            self.stats.replays += 1
+        """Copy in what is not there, and replay; to be called with the owner's lock."""
+        group, recording, stats = self.group, self.forward, self.stats
+        group.driver.enter_call()
+        group.prepare(recording, self.pending)
+        self._copy_in(tensors)
+        outputs = recording.run([*tensors, *statics])
+        stats.replays += 1
+        if self._writes:
             self._write_back(tensors, statics)
-            return group.hand_out(recording, outputs)
+        return group.hand_out(recording, outputs)
 
     def _copy_in(self, tensors: Sequence[torch.Tensor]) -> None:
-        away = [(m, t) for m, t in zip(self.inputs, tensors, strict=True) if not m.holds(t)]
-        if any(t.data_ptr() in self._addresses for _, t in away):  # samples in others' places
-            away = [(memory, tensor.clone()) for memory, tensor in away]
+        away = [
+            (memory, tensor)
+            for memory, tensor in zip(self.inputs, tensors, strict=True)
+            if tensor.data_ptr() != memory.address or tensor.stride() != memory.stride
+        ]
+        for _, tensor in away:
+            if tensor.data_ptr() in self._addresses:  # samples in others' places
+                away = [(memory, tensor.clone()) for memory, tensor in away]
+                break
         for memory, tensor in away:
-            self.stats.copied_bytes += memory.fill(tensor)
+            memory.copy_from(tensor)
+            self.stats.copied_bytes += memory.num_bytes
 
     def _write_back(self, tensors: Sequence[torch.Tensor], statics: Sequence[torch.Tensor]) -> None:
         for i in self.written_inputs:
@@ -132,8 +144,10 @@ class RecordedPass:
                 )
         return statics
 
-    def put_aside(self) -> Aside:
+    def put_aside(self, call: "Call") -> Aside:
         """Copy away what a pending call needs."""
+        self._aside = [ref for ref in self._aside if ref() is not None]
+        self._aside.append(weakref.ref(call))
         aside = Aside(self.footprint)
         self.stats.rescues += 1
         self.stats.rescued_bytes += aside.num_bytes
@@ -150,7 +164,7 @@ class RecordedPass:
 
     def take_back(self, aside: Aside) -> None:
         """Put back what was copied away."""
-        self.group.prepare(self.forward)
+        self.group.prepare(self.forward, self.pending)
         aside.put_back()
 
     def run_backward(
@@ -159,7 +173,7 @@ class RecordedPass:
         """Copy gradients of the outputs in, and replay."""
         group, recording = self.group, self.backward
         assert recording is not None
-        group.prepare(recording)
+        group.prepare(recording, self.pending)
         given: list[torch.Tensor] = []
         for place, memory in zip(self.outputs_with_grad, self._grad_memory, strict=True):
             grad = grads[place]
@@ -167,7 +181,8 @@ class RecordedPass:
                 grad = torch.zeros_like(memory.tensor)
             given.append(grad)
             self.stats.copied_bytes += memory.fill(grad)
-        self.states.rewind(position)
+        if self.recomputes:
+            self.states.rewind(position)
         outputs = recording.run([*given, *statics])
         self.stats.replays += 1
         return group.hand_out(recording, outputs, own=group.own_grads)
@@ -187,7 +202,7 @@ class RecordedPass:
             group.driver.enter_call()
             call = self.due_weight_grads.popleft()
             call.bring_back()
-            group.prepare(recording)
+            group.prepare(recording, self.pending)
             outputs = group.hand_out(recording, recording.run(statics), own=group.own_grads)
             self.stats.replays += 1
             call.settle()
@@ -198,7 +213,8 @@ class RecordedPass:
 
     def is_pending(self) -> bool:
         """Whether a backward may still come."""
-        return self.num_due > 0
+        calls = [*self.pending.alive(), *[ref() for ref in self._aside]]
+        return any(isinstance(call, Call) and call.is_due_to(self) for call in calls)
 
     def close(self) -> None:
         """Free the graphs; what is held stays its holders'."""
@@ -215,6 +231,17 @@ class RecordedPass:
 class Call:
     """One forward of a recorded pass, until its backward."""
 
+    __slots__ = (
+        "__weakref__",
+        "_aside",
+        "_done",
+        "_inputs",
+        "_position",
+        "first",
+        "last",
+        "recorded",
+    )
+
     def __init__(
         self, recorded: RecordedPass, tensors: list[torch.Tensor], statics: list[torch.Tensor]
     ) -> None:
@@ -229,7 +256,6 @@ class Call:
         self._position: Any = None
         self._aside: Aside | None = None
         self._done = False
-        self._due = False
 
     def forward(self, ctx: Any) -> tuple[torch.Tensor, ...]:
         """Run it."""
@@ -238,12 +264,11 @@ class Call:
         tensors, statics = self._inputs
         self._inputs = None
         with recorded.group.owner.lock:
-            self._position = recorded.states.position()
+            if recorded.recomputes:
+                self._position = recorded.states.position()
             outputs = recorded.run_forward(tensors, statics)
-            if any(ctx.needs_input_grad):
-                self._pending.add(self)
-                self._due = True
-                recorded.num_due += 1
+            if True in ctx.needs_input_grad:
+                recorded.pending.add(self)
         if recorded.outputs_read:
             ctx.save_for_backward(*[outputs[i] for i in recorded.outputs_read])
         if recorded._without_grad:
@@ -252,7 +277,7 @@ class Call:
 
     def put_aside(self) -> None:
         """Copy away what the backward needs."""
-        self._aside = self.recorded.put_aside()
+        self._aside = self.recorded.put_aside(self)
 
     def backward(self, grads: Sequence[torch.Tensor | None]) -> list[Any]:
         """Run the backward.
@@ -279,11 +304,11 @@ class Call:
             self._done = True
             if recorded.weight_grads is not None and recorded.backward is not None:
                 recorded.due_weight_grads.append(self)
-                self._pending.remove(self)
+                self.recorded.pending.remove(self)
                 self.first = (
                     recorded.backward.birth
                 )  # what is needed now was made by the backward, too
-                self._pending.add(self)
+                self.recorded.pending.add(self)
             else:
                 self.settle()
             return outputs
@@ -293,26 +318,16 @@ class Call:
         aside, self._aside = self._aside, None
         if aside is not None:
             self.recorded.take_back(aside)
-            self._pending.add(self)
-
-    @property
-    def _pending(self) -> PendingCalls:
-        return self.recorded.group.pending(self.recorded.forward.slot)
+            self.recorded.pending.add(self)
 
     def settle(self) -> None:
         """Note that nothing more of this call is to come, unless its backward may run again."""
         if not self.recorded.retains:
-            self._pending.remove(self)
-            self._count_off()
+            self.recorded.pending.remove(self)
 
-    def _count_off(self) -> None:
-        if self._due:
-            self._due = False
-            self.recorded.num_due -= 1
-
-    def __del__(self) -> None:
-        """A graph that is dropped without a backward."""
-        self._count_off()
+    def is_due_to(self, recorded: RecordedPass) -> bool:
+        """Whether a backward of a recording may still come."""
+        return self.recorded is recorded and (recorded.retains or not self._done)
 
 
 class _Graphed(torch.autograd.Function):

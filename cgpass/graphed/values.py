@@ -14,14 +14,15 @@ from cgpass.runtime.placeholders import Placeholder, overlaps_itself
 class InputMemory:
     """Where a graph reads one argument: a sample's own memory, or a placeholder."""
 
-    __slots__ = ("_copy_from", "address", "stride", "tensor")
+    __slots__ = ("address", "copy_from", "num_bytes", "stride", "tensor")
 
     def __init__(self, tensor: torch.Tensor, placeholder: Placeholder | None = None) -> None:
         """Args: tensor: on the memory. placeholder: that it belongs to; None for a sample."""
         self.tensor = tensor
         self.address = tensor.data_ptr()
         self.stride = tensor.stride()
-        self._copy_from: Callable[[torch.Tensor], Any] = (
+        self.num_bytes = tensor.nbytes
+        self.copy_from: Callable[[torch.Tensor], Any] = (
             tensor.copy_ if placeholder is None else placeholder.copy_from
         )
 
@@ -33,8 +34,8 @@ class InputMemory:
         """Give the memory the value of `value`, unless it is there; returns bytes copied."""
         if self.holds(value):
             return 0
-        self._copy_from(value)
-        return self.tensor.nbytes
+        self.copy_from(value)
+        return self.num_bytes
 
 
 @dataclass(frozen=True)
