@@ -11,7 +11,15 @@ import torch
 
 import cgpass
 from cgpass.runtime.owner import release_all
-from tests.graphed.steps import Layer, net, same, same_grads, step, twins
+from tests.graphed.steps import (
+    Layer,
+    net,
+    refused_while_a_graph_is_pending,
+    same,
+    same_grads,
+    step,
+    twins,
+)
 
 
 def test_the_module_given_is_left_alone(setting):
@@ -70,6 +78,7 @@ def test_dropping_the_callable_frees_everything(setting, patch):
 
 
 def test_reset_frees_graphs_and_the_next_call_records_again(setting):
+    refused_while_a_graph_is_pending(setting)
     module, plain = twins(setting, net())
     counts = []
     hooks = {"forward": lambda *args: counts.append(1)}
