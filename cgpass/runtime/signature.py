@@ -62,6 +62,8 @@ class Layout:
             key += tuple([place_of(args[i]) for i in self._whole])
         if self._layouts:
             key += tuple([layout_of(args[i]) for i in self._layouts])
+        if self._typed:  # last: no input stands for them
+            key += _ambient_modes()
         return key
 
     def bytes_that_move(self, args: Sequence[Any]) -> int:
@@ -84,7 +86,8 @@ class Layout:
         """Positions of the inputs whose part of a shape key differs."""
         types = self._values if self._typed else ()
         positions = (*self._values, *types, *self.objects, *self._whole, *self._layouts)
-        return sorted({i for i, a, b in zip(positions, old, new, strict=True) if a != b})
+        parts = zip(positions, old, new, strict=False)  # after them come the modes
+        return sorted({i for i, a, b in parts if a != b})
 
     def moved(self, old: StaticKey, new: StaticKey) -> list[int]:
         """Positions of the inputs whose address differs."""
@@ -95,6 +98,15 @@ class Layout:
         """Positions of the parameters and buffers whose address differs."""
         pooled = set(self.pooled)
         return [i for i in self.moved(old, new) if i not in pooled]
+
+
+def _ambient_modes() -> tuple[Any, ...]:
+    """What decides which dtypes operators make, besides their inputs."""
+    autocast = [
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in ("cuda", "cpu")
+    ]
+    return (*autocast, torch.get_default_dtype())
 
 
 def place_of(tensor: torch.Tensor) -> tuple[int, int]:

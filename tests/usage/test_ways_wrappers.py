@@ -216,3 +216,19 @@ def test_a_fused_optimizer_step(setting):
         return [*values, momentum]
 
     assert setting.compare(program)["replays"] > 0
+
+
+def test_autocast_and_the_default_dtype_belong_to_the_signature(setting):
+    def program(session):
+        weight = session.randn(4, 4)
+
+        def fn(x):
+            return (x @ weight).sin() + torch.zeros(4, device=x.device)
+
+        call, values = session.wrap(fn), []
+        for number in range(16):
+            with torch.autocast(session.device.type, torch.bfloat16, enabled=number % 2 == 1):
+                values.append(call(session.randn(3, 4)))
+        return values
+
+    assert setting.compare(program)["replays"] > 0
