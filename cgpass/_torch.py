@@ -511,39 +511,13 @@ def min_cut_partition(
         stack.enter_context(config.patch(graphsafe_rng_functionalization=False))
         if keep_random:
             stack.enter_context(_replaced(partitioners, "functionalize_rng_ops", _leave_random_ops))
-        fw, bw = min_cut_rematerialization_partition(
+        return min_cut_rematerialization_partition(
             joint,
             joint_inputs,
             compiler=compiler,
             num_fwd_outputs=num_fwd_outputs,
             static_lifetime_input_indices=static_lifetime_input_indices,
         )
-    _give_values(fw)
-    _give_values(bw)
-    return fw, bw
-
-
-def _give_values(gm: torch.fx.GraphModule) -> None:
-    """Give the operators that save or take a generator's state the fake values that AOTAutograd leaves out."""
-    from torch._guards import detect_fake_mode
-    from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
-
-    fakes = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
-    mode = detect_fake_mode(fakes) or contextlib.nullcontext()
-    for saves, hop in ((True, run_and_save_rng_state), (False, run_with_rng_state)):
-        for node in gm.graph.find_nodes(op="call_function", target=hop):
-            op, *args = node.args if saves else node.args[1:]
-            args, kwargs = torch.fx.node.map_arg((args, node.kwargs), lambda n: n.meta["val"])
-            with mode:
-                value = op(*args, **kwargs)
-            if not saves:
-                node.meta["val"] = value
-                continue
-            parts = {user.args[1]: user for user in node.users}
-            state = parts[0].meta["val"] if 0 in parts else None
-            node.meta["val"] = (state, value)
-            for number, part in parts.items():
-                part.meta["val"] = node.meta["val"][number]
 
 
 def _leave_random_ops(

@@ -67,7 +67,7 @@ class PartitionRunner:
         self._fn = fn
         self._settings = settings
         self.written: frozenset[int] = frozenset()
-        """Inputs that recordings turned out to write, where nobody told."""
+        """Inputs that plain calls and recordings turned out to write, where nobody told."""
         self._recorder = Recorder(
             fn,
             owner,
@@ -164,9 +164,8 @@ class PartitionRunner:
         for recording in recordings:
             if recording.may_replay(args) and owner.rescue(recording):
                 # which may have replaced this very recording, or moved what it reads
-                if recording not in self.table.all() or not recording.may_replay(args):
-                    return None
-                return recording if self._layout.static_key(args) == static_key else None
+                kept = recording in self.table.all() and recording.may_replay(args)
+                return recording if kept and self._layout.static_key(args) == static_key else None
         return None
 
     def _watch(self, recording: Recording, args: Sequence[Any]) -> None:
@@ -242,8 +241,8 @@ class PartitionRunner:
         return outputs
 
     def _is_usable(self) -> bool:
-        works = self._fallback.failure is None and not self.owner.closed
-        return works and not self.owner.driver.is_capturing()
+        fails = self._fallback.failure is not None
+        return not (fails or self.owner.closed or self.owner.driver.is_capturing())
 
     def _has_strays(self, args: Sequence[Any]) -> bool:
         """Whether a pooled input is not where a recording put it; if that goes on, it becomes a copied one."""

@@ -218,7 +218,22 @@ def test_a_fused_optimizer_step(setting):
     assert setting.compare(program)["replays"] > 0
 
 
-def test_autocast_and_the_default_dtype_belong_to_the_signature(setting):
+def test_the_default_dtype_belongs_to_the_signature(setting):
+    def program(session):
+        call = session.wrap(lambda x: (torch.zeros(4, device=x.device) + x).sin() + 1)
+        values = []
+        for number in range(12):
+            torch.set_default_dtype((torch.float32, torch.float64)[number % 2])
+            try:
+                values.append(call(session.randn(4).half()))
+            finally:
+                torch.set_default_dtype(torch.float32)
+        return values
+
+    assert setting.compare(program)["replays"] > 0
+
+
+def test_autocast_belongs_to_the_signature(setting):
     def program(session):
         weight = session.randn(4, 4)
 
