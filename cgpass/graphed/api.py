@@ -105,7 +105,7 @@ def _record(
     functions: list[GraphedFunction],
     once: hooks_of.HookSet,
 ) -> None:
-    fast.start()
+    fast.wait()
     try:
         with prepared(passes, group), group.owner.lock:
             recorder = GroupRecorder(group, schedule, passes)

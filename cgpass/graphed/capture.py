@@ -64,6 +64,7 @@ class Capture:
         d.hooks.run("pre_forward", d.hooked, args, kwargs)
         statics = d.statics.now()
         self._keys[0] = d.statics.key_of(statics)
+        group.accumulators.take(statics)
         before = group.driver.live_blocks(self._slot)
 
         def run(given: list[Any]) -> list[Any]:

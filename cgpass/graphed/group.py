@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from cgpass.graphed.accumulators import Accumulators
 from cgpass.graphed.pending import PendingCalls
 from cgpass.runtime import fast
 from cgpass.runtime.owner import Owner
@@ -38,6 +39,8 @@ class Group:
         self._grads: weakref.WeakValueDictionary[tuple[Any, ...], Placeholder] = (
             weakref.WeakValueDictionary()
         )
+        self.accumulators = Accumulators()
+        """Taken for as long as something is being recorded."""
         self.members: list[Callable[[], None]] = []
         """What frees the recordings of each callable."""
         owner.add(self)

@@ -77,6 +77,7 @@ class Pass:
             args, kwargs = self.binding.call(inputs)
             self.hooks.run("pre_forward", self.hooked, args, kwargs)
             statics = self.statics.now()
+            group.accumulators.take(statics)
             self._keep_buffers(statics)
             result = self._warm_forward(group, states, (args, kwargs), (inputs, statics), pool=pool)
             self.hooks.run("forward", self.hooked, args, kwargs, result)
@@ -142,7 +143,7 @@ class Pass:
             return
         facts = GraphFacts(outputs)
         self.reentrant |= facts.is_reentrant
-        self._note_leaves(facts.leaves, inputs, group.device)
+        self._note_leaves(group, facts.leaves, inputs)
         self.hooks.run("pre_backward", self.hooked)
         statics = self.statics.now()
         wanted = [t for t in (*inputs, *statics) if t.requires_grad]
@@ -176,12 +177,13 @@ class Pass:
             return {i: t.grad for i, t in enumerate(statics) if t.grad is not None}
 
     def _note_leaves(
-        self, leaves: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], device: torch.device
+        self, group: Group, leaves: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> None:
         known = {id(t) for t in (*inputs, *self.statics.now())}
         for leaf in leaves:
-            if id(leaf) not in known and leaf.device == device and leaf.numel():
+            if id(leaf) not in known and leaf.device == group.device and leaf.numel():
                 known.add(id(leaf))
+                group.accumulators.take([leaf])
                 self.statics.add_leaf(leaf)
 
     def _refuse_unused(self) -> None:

@@ -12,7 +12,7 @@ from cgpass.runtime.failures import random_state_kept
 
 @contextlib.contextmanager
 def prepared(passes: Pass | list[Pass], group: Group) -> Iterator[None]:
-    """A block for warm-ups and captures: random number states and buffers are afterwards what they were before.
+    """A block for warm-ups and captures: afterwards random number states, buffers and leaves are what they were before.
 
     Args:
         passes: What is recorded.
@@ -25,5 +25,6 @@ def prepared(passes: Pass | list[Pass], group: Group) -> Iterator[None]:
         try:
             yield
         finally:
+            group.accumulators.put_back()
             for each in reversed(passes):
                 each.put_buffers_back()

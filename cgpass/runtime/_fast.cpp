@@ -10,8 +10,10 @@
 #include <ATen/ops/empty_strided_ops.h>
 #include <Python.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <exception>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -26,6 +28,20 @@ PyObject* THPVariable_Wrap(at::TensorBase&& var);
 namespace torch {
 void translate_exception_to_python(const std::exception_ptr&);
 }
+
+// Source: torch/csrc/autograd/variable.h. torch 2.11 holds a node by shared_ptr, 2.13 by intrusive_ptr: which setter
+// there is tells, and the getter's name is the same for both. Nothing here looks into a node.
+namespace torch::autograd {
+struct Node : c10::intrusive_ptr_target {};
+namespace impl {
+__attribute__((weak)) void set_grad_accumulator(const at::Tensor&, std::weak_ptr<Node>);
+__attribute__((weak)) void set_grad_accumulator(const at::Tensor&, c10::weak_intrusive_ptr<Node>);
+#define GETTER __asm__("_ZN5torch8autograd4impl24try_get_grad_accumulatorERKN2at6TensorE")
+std::shared_ptr<Node> shared_accumulator(const at::Tensor&) GETTER;
+c10::intrusive_ptr<Node> intrusive_accumulator(const at::Tensor&) GETTER;
+#undef GETTER
+}  // namespace impl
+}  // namespace torch::autograd
 
 namespace {
 
@@ -164,6 +180,61 @@ PyObject* swap_storages(PyObject* const* args) {
   Py_RETURN_NONE;
 }
 
+using torch::autograd::Node;
+namespace impl = torch::autograd::impl;
+using SetShared = void (*)(const at::Tensor&, std::weak_ptr<Node>);
+using SetIntrusive = void (*)(const at::Tensor&, c10::weak_intrusive_ptr<Node>);
+
+struct Accumulator {  // of one tensor, or none
+  std::shared_ptr<Node> shared;
+  c10::intrusive_ptr<Node> intrusive;
+};
+constexpr const char* accumulator_name = "cgpass.accumulator";
+
+void set_accumulator(const at::Tensor& tensor, const Accumulator& held) {
+  if (const SetShared set = &impl::set_grad_accumulator) return set(tensor, held.shared);
+  const SetIntrusive set = &impl::set_grad_accumulator;
+  set(tensor, c10::weak_intrusive_ptr<Node>(held.intrusive));
+}
+
+Accumulator accumulator_of(const at::Tensor& tensor) {
+  if (const SetShared set = &impl::set_grad_accumulator) {
+    return {impl::shared_accumulator(tensor), {}};
+  }
+  return {{}, impl::intrusive_accumulator(tensor)};
+}
+
+PyObject* take_accumulators(PyObject* const* args) {
+  const Items tensors(args[0]);
+  Owned out(PyList_New(tensors.size));
+  for (Py_ssize_t k = 0; k < tensors.size; ++k) {
+    const at::Tensor& tensor = tensor_of(tensors.items[k]);
+    TORCH_CHECK(tensor.is_leaf(), "only leaves have gradients accumulated");
+    auto held = std::make_unique<Accumulator>(
+        tensor.requires_grad() ? accumulator_of(tensor) : Accumulator());
+    Owned capsule(PyCapsule_New(held.get(), accumulator_name, [](PyObject* self) {
+      delete static_cast<Accumulator*>(PyCapsule_GetPointer(self, accumulator_name));
+    }));
+    held.release();
+    if (tensor.requires_grad()) set_accumulator(tensor, {});
+    PyList_SET_ITEM(out.object, k, capsule.release());
+  }
+  return out.release();
+}
+
+PyObject* put_accumulators(PyObject* const* args) {
+  const Items tensors(args[0]);
+  const Items taken(args[1]);
+  if (tensors.size != taken.size) fail(PyExc_ValueError, "as many accumulators as tensors expected");
+  for (Py_ssize_t k = 0; k < tensors.size; ++k) {
+    const at::Tensor& tensor = tensor_of(tensors.items[k]);
+    auto* held = static_cast<Accumulator*>(PyCapsule_GetPointer(taken.items[k], accumulator_name));
+    if (held == nullptr) throw PythonErrorSet();
+    if (tensor.requires_grad() && tensor.is_leaf()) set_accumulator(tensor, *held);
+  }
+  Py_RETURN_NONE;
+}
+
 std::vector<int64_t> numbers_of(PyObject* tuple) {
   const Items items(tuple);
   std::vector<int64_t> out(items.size);
@@ -270,8 +341,17 @@ PyObject* guarded(PyObject*, PyObject* const* args, Py_ssize_t n) {
 
 #define METHOD(name, n) {#name, (PyCFunction)(void*)guarded<name, n>, METH_FASTCALL, nullptr}
 PyMethodDef methods[] = {
-    METHOD(static_key, 2), METHOD(any_held, 2), METHOD(aliases, 1), METHOD(views, 2),
-    METHOD(copies, 2),     METHOD(put, 3),      METHOD(exclusive, 3), METHOD(swap_storages, 2), {nullptr, nullptr, 0, nullptr}};
+    METHOD(static_key, 2),
+    METHOD(any_held, 2),
+    METHOD(aliases, 1),
+    METHOD(views, 2),
+    METHOD(copies, 2),
+    METHOD(put, 3),
+    METHOD(exclusive, 3),
+    METHOD(swap_storages, 2),
+    METHOD(take_accumulators, 1),
+    METHOD(put_accumulators, 2),
+    {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_fast", nullptr, -1, methods};
 }  // namespace
 

@@ -82,6 +82,26 @@ def can_swap() -> bool:
     return is_compiled()
 
 
+def take_accumulators(leaves: Sequence[torch.Tensor]) -> list[Any]:
+    """Have each leaf forget the node of autograd graphs that adds to its `.grad`, so that the next graph makes another.
+
+    Graphs that exist keep theirs, which goes on working. In Python there is no way to: nothing is forgotten.
+
+    Args:
+        leaves: Those that require no grad are left alone.
+
+    Returns:
+        What `put_accumulators` takes. **Lifetime:** holds the nodes, and those hold the leaves.
+    """
+    return [None] * len(leaves)
+
+
+def put_accumulators(leaves: Sequence[torch.Tensor], taken: Sequence[Any]) -> None:
+    """Have each leaf know again the node that `take_accumulators` took, or none if it had none or has died since."""
+    if len(leaves) != len(taken):
+        raise ValueError("as many accumulators as tensors expected")
+
+
 def views(args: Sequence[Any], specs: Sequence[ViewSpec]) -> list[torch.Tensor]:
     """Parts of inputs' storages, aliases as `detach()` makes them."""
     return [
@@ -117,7 +137,18 @@ def put(into: list[Any], positions: Sequence[int], values: Sequence[Any]) -> Non
 
 PYTHON: Mapping[str, Callable[..., Any]] = {
     f.__name__: f
-    for f in (static_key, any_held, exclusive, swap_storages, aliases, views, copies, put)
+    for f in (
+        static_key,
+        any_held,
+        exclusive,
+        swap_storages,
+        aliases,
+        views,
+        copies,
+        put,
+        take_accumulators,
+        put_accumulators,
+    )
 }
 
 

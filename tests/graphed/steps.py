@@ -3,7 +3,6 @@
 import copy
 from dataclasses import dataclass
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -119,9 +118,3 @@ def check(setting, found, expected, x, calls=3):
         for grad, want in zip(grads, wanted, strict=True):
             if want is not None:
                 same(grad, want)
-
-
-def refused_while_a_graph_is_pending(setting):
-    """Autograd has its stream for a parameter wait for the capture: a known limit on CUDA."""
-    if setting.driver == "cuda":
-        pytest.xfail("recording again while an earlier call's graph is held fails on CUDA")

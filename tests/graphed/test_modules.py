@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import cgpass
+from cgpass.runtime import fast
 from cgpass.runtime.owner import release_all
 from tests.graphed.steps import (
     Layer,
     net,
-    refused_while_a_graph_is_pending,
     same,
     same_grads,
     step,
@@ -78,7 +78,6 @@ def test_dropping_the_callable_frees_everything(setting, patch):
 
 
 def test_reset_frees_graphs_and_the_next_call_records_again(setting):
-    refused_while_a_graph_is_pending(setting)
     module, plain = twins(setting, net())
     counts = []
     hooks = {"forward": lambda *args: counts.append(1)}
@@ -236,3 +235,34 @@ def test_copies_and_pickles_of_the_original_know_no_graphs(setting):
     x = setting.randn(4, 8)
     same(copy.deepcopy(module)(x), module(x))
     same(pickle.loads(pickle.dumps(module))(x), module(x))
+
+
+def accumulator(leaf):
+    return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_a_graph_that_is_held_keeps_its_accumulators_and_their_hooks(setting, closure):
+    module, plain = twins(setting, net())
+    weight = module[0].weight
+    x = setting.randn(4, 8)
+    held = module(x).sum()
+    before, hooked, seen = accumulator(weight), [], []
+    before.register_hook(lambda *grads: hooked.append(1))
+
+    def forward(y):
+        seen.append(accumulator(weight) == before)
+        return module(y)
+
+    sample = (setting.randn(4, 8),)
+    graphed = setting.graphed(forward if closure else module, sample)
+    assert accumulator(weight) == before
+    if closure and fast.is_compiled():
+        assert seen[-1] is False  # while captured
+    for each in (graphed, plain):
+        each(x).square().sum().backward()
+    assert hooked == [1]
+    (held + 0).backward()
+    plain(x).sum().backward()
+    assert hooked == [1, 1]
+    same_grads(module, plain)

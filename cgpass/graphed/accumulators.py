@@ -1,0 +1,43 @@
+"""`Accumulators`: leaves whose gradients are added up elsewhere while callables are recorded."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from cgpass.runtime import fast
+
+
+class Accumulators:
+    """What adds to leaves' `.grad`, taken from them and put back.
+
+    Note [A captured graph has accumulators of its own]
+        A leaf knows one autograd node that adds to its `.grad`, as long as some graph has it, and the node keeps the
+        stream on which it was made. Whatever backward reaches a node on another stream makes that stream wait: a
+        capture would have the user's own stream wait for it, which CUDA refuses, and a later backward of the user's
+        would wait for a stream of ours. So a recording begins with leaves that know no node, and ends with them
+        knowing what they knew before; hooks on it (DistributedDataParallel has some) stay where they are.
+        Without the compiled functions all nodes are shared, and on CUDA no backward can be captured while a graph
+        of the user's has one.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is taken yet."""
+        self._leaves: list[torch.Tensor] = []
+        self._taken: list[Any] = []
+        self._seen: set[int] = set()
+
+    def take(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take what the leaves among some tensors know, once for each."""
+        leaves = [t for t in tensors if t.requires_grad and t.is_leaf and id(t) not in self._seen]
+        leaves = list({id(t): t for t in leaves}.values())
+        self._seen.update(map(id, leaves))
+        self._taken += fast.take_accumulators(leaves)
+        self._leaves += leaves
+
+    def put_back(self) -> None:
+        """Have all leaves know it again."""
+        leaves, taken = self._leaves, self._taken
+        self._leaves, self._taken = [], []
+        self._seen.clear()
+        fast.put_accumulators(leaves, taken)
