@@ -68,11 +68,10 @@ def swap_storages(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor])
 
 
 def can_swap() -> bool:
-    """Whether `swap_storages` works: in torch itself, or compiled. Waits for a build that is under way."""
+    """Whether `swap_storages` works: in torch itself, or compiled. Waits for the build where it has to."""
     if _torch.swap_data_ptr is not None:
         return True
-    _loader.wait()
-    if not is_compiled() and not _loader.warned:
+    if not wait() and not _loader.warned:
         _loader.warned = True
         log.warning(
             "torch %s can't move the memory of a tensor, and cgpass has no compiled function that does: outputs and "
