@@ -105,15 +105,15 @@ class RecordedPass:
         return group.hand_out(recording, outputs)
 
     def _copy_in(self, tensors: Sequence[torch.Tensor]) -> None:
-        away = [
-            (memory, tensor)
-            for memory, tensor in zip(self.inputs, tensors, strict=True)
-            if tensor.data_ptr() != memory.address or tensor.stride() != memory.stride
-        ]
-        for _, tensor in away if len(self.inputs) > 1 else ():
-            if tensor.data_ptr() in self._addresses:  # samples in others' places
-                away = [(memory, tensor.clone()) for memory, tensor in away]
-                break
+        away: list[tuple[InputMemory, torch.Tensor]] = []
+        crossing = False
+        for memory, tensor in zip(self.inputs, tensors, strict=True):
+            address = tensor.data_ptr()
+            if address != memory.address or tensor.stride() != memory.stride:
+                crossing |= address in self._addresses
+                away.append((memory, tensor))
+        if crossing:  # samples in others' places, or laid out otherwise in their own
+            away = [(memory, tensor.clone()) for memory, tensor in away]
         for memory, tensor in away:
             memory.copy_from(tensor)
             self.stats.copied_bytes += memory.num_bytes
