@@ -149,13 +149,48 @@ class _Pool:
 
 
 class _CUDAGraph:
-    """A recorded graph among those that use its pool."""
+    """A recorded graph among those that use its pool.
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, pool: _Pool) -> None:
-        self.replay = graph.replay
+    Note [Which state a replay draws from]
+        A graph draws from the state object that the default generator had while it was recorded. Who forks by giving
+        the generator another one (`graphsafe_set_state`) means that one. So around the replay of a graph that draws
+        the two stand where the user's does, and afterwards the recorded one is back where it was. Nothing tells
+        whether they are one object but that they move together.
+    """
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, pool: _Pool, generator: torch.Generator
+    ) -> None:
+        self._replay = graph.replay
+        self._generator = generator
+        self._recorded = generator.graphsafe_get_state()
+        self._draws = True
+        """Whether it draws from the default generator; taken to until the first replay tells."""
+        self._is_known = False
         pool.graphs.add(graph)
         self._end = weakref.finalize(self, _destroy, graph, pool)
         setattr(self._end, "atexit", False)  # noqa: B010  in no stub
+
+    def replay(self) -> None:
+        if not self._draws:
+            self._replay()
+            return
+        user, recorded = self._generator, self._recorded
+        seed, offset = user.initial_seed(), user.get_offset()
+        before = recorded.initial_seed(), recorded.get_offset()
+        if before != (seed, offset):
+            recorded.manual_seed(seed)
+            recorded.set_offset(offset)
+        self._replay()
+        after = recorded.get_offset()
+        if not self._is_known:
+            self._is_known, self._draws = True, after != offset
+        if user.get_offset() != after:  # so they are two
+            user.set_offset(after)
+        elif before == (seed, offset):
+            return
+        recorded.manual_seed(before[0])
+        recorded.set_offset(before[1])
 
     def reset(self) -> None:
         self._end()
@@ -225,7 +260,7 @@ class CUDADriver:
             finally:
                 _torch.clear_cublas_workspaces()
         current.wait_stream(self._stream)
-        recorded = _CUDAGraph(graph, pool)
+        recorded = _CUDAGraph(graph, pool, generators[0])
         pool.end_of_warm_ups()
         return recorded, outputs
 
