@@ -552,7 +552,8 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
     Source: torch/autograd/function.py, `Function.apply`, 2.11 to 2.15.
     """
-    apply = super(torch.autograd.Function, function).apply
+    base: Any = super(torch.autograd.Function, function)
+    apply = base.apply
     in_transform = torch._C._are_functorch_transforms_active
 
     def call(*args: Any) -> Any:
