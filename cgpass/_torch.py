@@ -520,6 +520,14 @@ def min_cut_partition(
         )
 
 
+def is_nested_joint(joint_inputs: Sequence[Any]) -> bool:
+    """Whether AOTAutograd asks for a split of the body of an `invoke_subgraph`: it gives no inputs then.
+
+    Source: torch/_functorch/_aot_autograd/graph_compile.py `run_joint_graph_passes_on_hops`, 2.11 to 2.15.
+    """
+    return not joint_inputs
+
+
 def _leave_random_ops(
     joint: torch.fx.GraphModule, fw: torch.fx.GraphModule, bw: torch.fx.GraphModule, num_sym: int
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
