@@ -491,6 +491,7 @@ def min_cut_partition(
     num_fwd_outputs: int,
     static_lifetime_input_indices: list[int] | None = None,
     keep_random: bool = True,
+    random: Sequence[torch.fx.Node] = (),
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """AOTAutograd's min-cut split of a joint graph into forward and backward.
 
@@ -503,12 +504,16 @@ def min_cut_partition(
         keep_random: Whether to leave recomputed random operators as they are. Else they save their generator's state,
             which no graph holds, and run eagerly: never generators of AOTAutograd's, which a backward that compiled
             autograd traces once more loses (torch 2.11 to 2.15).
+        random: What draws random numbers. Two of them with equal arguments are two draws, also where torch would take
+            them for one: its list has no operators but some of aten's (2.11 to 2.13), and no higher-order ones (to 2.15).
     """
-    from torch._functorch import config, partitioners
+    from torch._functorch import compile_utils, config, partitioners
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(config.patch(graphsafe_rng_functionalization=False))
+        kept_apart = [*compile_utils.rand_ops, *map(compile_utils.get_aten_target, random)]
+        stack.enter_context(_replaced(compile_utils, "rand_ops", kept_apart))
         if keep_random:
             stack.enter_context(_replaced(partitioners, "functionalize_rng_ops", _leave_random_ops))
         return min_cut_rematerialization_partition(

@@ -54,6 +54,7 @@ def split_joint(
         num_fwd_outputs=num_fwd_outputs,
         static_lifetime_input_indices=indices,
         keep_random=nested or not torchs,
+        random=random,
     )
     require_drawn_once(fw, bw)
     if not nested and not torchs:

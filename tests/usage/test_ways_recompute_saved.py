@@ -103,3 +103,30 @@ class Writes(RegionsInside):
 @pytest.mark.parametrize("make", [RegionsInside, Writes], ids=lambda make: make.__name__)
 def test_higher_order_operators_that_draw_inside_of_checkpoints(way, make, rng):
     assert_replays(compare(way, trained(make, orders=((0,), (1, 0), (0, 1))), rng=rng))
+
+
+@torch.library.custom_op(
+    "cgpass_saved::noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def noise(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand_like(x)
+
+
+noise.register_fake(torch.empty_like)
+noise.register_autograd(lambda ctx, grad: grad)
+
+
+class Twice(nn.Module):
+    """Draws twice with the same arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x):
+        y = self.fc(x)
+        return noise(y) - 2 * noise(y) + region(y) - 2 * region(y)
+
+
+def test_equal_arguments_are_not_one_draw(way):
+    assert_replays(compare(way, trained(Twice)))
