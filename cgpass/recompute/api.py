@@ -90,7 +90,9 @@ def _checkpoint(
     numbers = remember(devices, tracker)
     ambient = Ambient.now(devices)
     if use_reentrant:
-        return reentrant.run(reentrant.Call(fn, arguments, numbers, ambient))
+        return reentrant.run(
+            reentrant.Call(fn, arguments, numbers, ambient), lambda: fn(*args, **kwargs)
+        )
     frame = nonreentrant.Checkpoint(
         fn,
         arguments,
