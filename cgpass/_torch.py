@@ -701,6 +701,20 @@ def operators_are_watched() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def in_functorch() -> bool:
+    """Whether a transform of `torch.func` is running: vmap, grad, jvp and what is made of them."""
+    from torch._C._functorch import maybe_current_level
+
+    return maybe_current_level() is not None
+
+
+def in_forward_ad() -> bool:
+    """Whether a level of forward-mode AD is open."""
+    from torch.autograd import forward_ad
+
+    return forward_ad._current_level >= 0
+
+
 # ---- fake tensors
 
 
