@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from cgpass import _torch
 from cgpass.graph import op_tables, stand_ins, values
+from cgpass.graph.quantised import quantised_nodes
 
 LIFTED = "cgpass_lifted"
 """In `node.meta`: the copy to the device that our own lifting of a CPU scalar put there."""
@@ -264,11 +265,11 @@ def _devices(query: _Query) -> _Found:
 
 
 def _layouts(query: _Query) -> _Found:
-    if (
-        isinstance(query.op, torch._ops.OpOverload)
-        and _short_name(query.op) in op_tables.QUANTISING
-    ):
+    quantised = quantised_nodes(query.node.graph)
+    if query.node in quantised:
         return "layout", "it makes a quantised tensor"
+    if not quantised.isdisjoint(query.node.all_input_nodes):
+        return "layout", "it reads a quantised tensor"
     for tensor in (*query.inputs, *query.outputs):
         if tensor.layout != torch.strided:
             return (
