@@ -1,6 +1,7 @@
 """`cgpass.make_graphed_callables`."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,14 +10,15 @@ from torch.utils import _pytree as pytree
 from cgpass.errors import DriverUnavailableError, GraphedArgumentError
 from cgpass.graphed import hooks as hooks_of
 from cgpass.graphed.binding import Binding
-from cgpass.graphed.callables import GraphedFunction, with_forward
+from cgpass.graphed.callables import GraphedFunction
 from cgpass.graphed.group import Group
+from cgpass.graphed.modules import with_forward
 from cgpass.graphed.options import GraphedOptions
 from cgpass.graphed.passes import Pass
 from cgpass.graphed.preparation import prepared
 from cgpass.graphed.recorder import GroupRecorder
 from cgpass.graphed.schedule import Schedule, interleaved, simple
-from cgpass.graphed.target import Statics, Target
+from cgpass.graphed.target import Target
 from cgpass.runtime import fast
 from cgpass.runtime.driver import CUDADriver, GraphDriver
 from cgpass.runtime.owner import Owner
@@ -74,7 +76,9 @@ def make_graphed_callables(
     targets = [Target(fn, i if several else None) for i, fn in enumerate(fns)]
     device = _device(args, kwargs, targets)
     group = _group(given, device)
-    statics = [Statics(target.module, device, target.name) for target in targets]
+    by_module = given.order is None  # what is returned looks at its module's mode itself
+    find_statics = [partial(target.statics, device, weak=by_module) for target in targets]
+    statics = [find() for find in find_statics]
     passes = [
         Pass(
             name=targets[i].name,
@@ -82,6 +86,7 @@ def make_graphed_callables(
             hooked=fns[i],
             binding=Binding(targets[i].name, args[number], kwargs[number], device),
             statics=statics[i],
+            find_statics=find_statics[i],
             hooks=capture_hooks[i],
             warmup_hooks=warmup_hooks[i],
             options=given,
@@ -185,8 +190,9 @@ def _device(args: Sequence[Any], kwargs: Sequence[Any], targets: Sequence[Target
         if isinstance(leaf, torch.Tensor):
             return leaf.device
     for target in targets:
-        for tensor in () if target.module is None else target.module.parameters():
-            return tensor.device
+        for module in target.modules:
+            for tensor in module.parameters():
+                return tensor.device
     raise GraphedArgumentError(
         "make_graphed_callables: neither samples nor modules have a tensor that would tell the device."
     )

@@ -1,8 +1,6 @@
-"""What `make_graphed_callables` returns: functions, and modules whose `forward` is one."""
+"""What `make_graphed_callables` returns for functions, and what graphed modules call."""
 
 import logging
-import weakref
-from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -14,23 +12,25 @@ from cgpass.graphed.group import Group
 from cgpass.graphed.passes import Pass
 from cgpass.graphed.preparation import prepared
 from cgpass.graphed.recorded import RecordedPass
-from cgpass.graphed.target import unpatched
+from cgpass.graphed.statics import MemberGoneError, Statics
 from cgpass.graphed.values import own_memory
+from cgpass.runtime import fast
 
 log = logging.getLogger(__name__)
 
 _SETS_KEPT = 4
 """Sets of addresses that one callable keeps recordings for."""
 
-Key = tuple[bytes, tuple[bool, ...]]
-"""Addresses of parameters and buffers, and which of them require grad."""
+Key = tuple[Statics, bytes, bytes]
+"""Where parameters and buffers are found, where they lie, and which of them require grad."""
 
 
 class GraphedFunction:
     """Runs one callable from its recordings, or plainly where that would be wrong.
 
-    It runs plainly inside a capture of the user's own, under other autocast settings than it was recorded with, once
-    closed, and at unknown addresses of parameters past `max_rerecords`.
+    It runs plainly inside a capture of the user's own, under other autocast settings than it was recorded with, where a
+    module is in another mode (training or eval), once closed, and at unknown addresses of parameters past
+    `max_rerecords`.
     """
 
     def __init__(self, description: Pass, group: Group | None) -> None:
@@ -56,8 +56,8 @@ class GraphedFunction:
 
     def add(self, recorded: RecordedPass) -> None:
         """Take a recording."""
-        statics = self._pass.statics.now()
-        key = (recorded.forward_key, tuple([s.requires_grad for s in statics]))
+        statics = recorded.statics
+        key = (statics, recorded.forward_key, fast.requiring_grad(statics.now()))
         self._recorded[key] = recorded
         self._last = (key, recorded)
 
@@ -87,8 +87,17 @@ class GraphedFunction:
             return self._run_plainly("it was recorded under other autocast settings", args, kwargs)
         if torch.is_grad_enabled() and not self._pass.with_grad:
             return self._run_plainly("it was recorded under torch.no_grad()", args, kwargs)
+        if not self._pass.statics.has_its_modes():
+            return self._run_plainly(None, args, kwargs)
+        if self._check != "off" and not self._pass.statics.has_its_members():
+            self._follow_members()
         statics = self._pass.statics.now()
-        recorded = self._find(statics)
+        try:
+            recorded = self._find(statics)
+        except MemberGoneError:
+            self._follow_members()
+            statics = self._pass.statics.now()
+            recorded = self._find(statics)
         if recorded is None:
             return self._run_plainly("parameters moved more often than max_rerecords", args, kwargs)
         recorded.last_used = stats.calls
@@ -98,7 +107,8 @@ class GraphedFunction:
         key, recorded = self._last
         if self._check == "off" and recorded is not None:
             return recorded
-        now = (self._pass.statics.key_of(statics), tuple([s.requires_grad for s in statics]))
+        found = self._pass.statics
+        now = (found, found.key_of(statics), fast.requiring_grad(statics))
         if now == key and recorded is not None:
             return recorded
         recorded = self._recorded.get(now)
@@ -117,12 +127,24 @@ class GraphedFunction:
 
     # ---- recording again
 
+    def _follow_members(self) -> None:
+        """Have the modules' submodules, parameters and buffers as they are now."""
+        d = self._pass
+        if self._check == "error":
+            raise StaticInputMovedError(
+                f"{d.name}: its modules have other members than when it was recorded: {d.statics.other_members()}. Keep "
+                'them, or use static_input_check="rerecord".'
+            )
+        known = {id(key[0]): key[0] for key in self._recorded}
+        before = [each for each in known.values() if each.fits()]
+        d.use_statics(before[0] if before else d.find_statics())
+
     def _record_again(self, now: Key) -> RecordedPass | None:
         d, group = self._pass, self._group
         assert group is not None
         old = self._last[0]
         if old is not None:
-            moved = d.statics.moved(old[0], now[0])
+            moved = now[0].moved(old[1], now[1]) if old[0] is now[0] else old[0].other_members()
             if moved and self._check == "error":
                 raise StaticInputMovedError(
                     f"{d.name}: parameters or buffers moved since it was recorded: {moved}. Keep them where they are, "
@@ -136,8 +158,10 @@ class GraphedFunction:
         with group.owner.lock:
             self._make_room()
             recorded = record_alone(d, group)
-        self._recorded[recorded.forward_key, now[1]] = recorded
-        return recorded if recorded.forward_key == now[0] else None  # hooks may move parameters
+        self._recorded[recorded.statics, recorded.forward_key, now[2]] = recorded
+        if recorded.forward_key != now[1]:  # hooks may move parameters
+            return None
+        return recorded
 
     def _make_room(self) -> None:
         idle = [(k, r) for k, r in self._recorded.items() if not r.is_pending()]
@@ -164,6 +188,19 @@ class GraphedFunction:
         """Free the graphs and their memory. Calls made afterwards run without a graph."""
         self.reset()
         self._group = None
+
+    @property
+    def ungraphed(self) -> Any:
+        """What runs the callable without a graph."""
+        return self._plain
+
+    def run_with(self, plain: Any) -> None:
+        """Have another function run the callable without a graph, and be recorded."""
+        self._plain = self._pass.run = plain
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles are of the callable alone."""
+        return _itself, (self._plain,)
 
     @property
     def splits_backward(self) -> bool:
@@ -209,54 +246,5 @@ def _autocast(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
-# ---- modules
-
-_HOOK_DICTS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
-)
-
-
-class _Forward:
-    """A module's `forward`: graphed in the mode that it was recorded in, its own in the other one."""
-
-    def __init__(self, module: torch.nn.Module, graphed: GraphedFunction) -> None:
-        self._module = weakref.ref(module)
-        self._mode = module.training
-        self._graphed = graphed
-        self._plain = unpatched(module, self._module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        if module is None or module.training is not self._mode:
-            return self._plain(*args, **kwargs)
-        return self._graphed(*args, **kwargs)
-
-
-def with_forward(module: torch.nn.Module, graphed: GraphedFunction, *, patch: bool) -> Any:
-    """A module whose `forward` is graphed.
-
-    Args:
-        module: What was recorded.
-        graphed: Its recordings.
-        patch: Whether to change `module` itself; else it is a shallow copy that shares parameters, buffers and
-            submodules, and has hooks and a mode of its own.
-    """
-    if not patch:
-        original, module = module, object.__new__(type(module))
-        module.__dict__.update(original.__dict__)
-        for name in _HOOK_DICTS:
-            if name in module.__dict__:
-                module.__dict__[name] = OrderedDict()
-    module.__dict__["forward"] = _Forward(module, graphed)
-    module.__dict__["reset"] = graphed.reset
-    module.__dict__["close"] = graphed.close
-    module.__dict__["graphed"] = graphed
-    if graphed.splits_backward:
-        module.__dict__["backward_dw"] = graphed.backward_dw
-    return module
+def _itself(plain: Any) -> Any:
+    return plain

@@ -14,6 +14,7 @@ from cgpass.graphed.group import Group
 from cgpass.graphed.hooks import HookSet
 from cgpass.graphed.passes import Pass
 from cgpass.graphed.recorded import RecordedPass
+from cgpass.graphed.statics import firsts
 from cgpass.graphed.values import InputMemory, OutputStructure, no_autocast_cache, tensors_of
 from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime.placeholders import Placeholder, bytes_of
@@ -108,9 +109,10 @@ class Capture:
         d.hooks.run("pre_backward", d.hooked)
         statics = d.statics.now()
         self._keys[1] = d.statics.key_of(statics)
+        used = d.used_statics | d.split_off
         self._wanted = (
             [i for i in sorted(d.used_inputs) if self._leaves[i].requires_grad],
-            [i for i in sorted(d.used_statics | d.split_off) if statics[i].requires_grad],
+            [i for i in sorted(used.intersection(firsts(statics))) if statics[i].requires_grad],
         )
         wanted = [self._leaves[i] for i in self._wanted[0]]
         wanted += [statics[i] for i in self._wanted[1]]

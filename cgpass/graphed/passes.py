@@ -13,11 +13,27 @@ from cgpass.graphed.binding import Binding
 from cgpass.graphed.group import Group
 from cgpass.graphed.hooks import HookSet
 from cgpass.graphed.options import GraphedOptions
-from cgpass.graphed.target import Statics
+from cgpass.graphed.statics import Statics, firsts
 from cgpass.graphed.values import OutputStructure, no_autocast_cache, tensors_of
 from cgpass.recompute.gradients import grads_put_aside
 from cgpass.recompute.states import CheckpointStates
 from cgpass.telemetry import CallStats
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A tensor and what it was."""
+
+    tensor: torch.Tensor
+    before: torch.Tensor | None
+    """None if it is not written."""
+    is_parameter: bool
+
+    def is_written(self) -> bool:
+        """Whether it is another now, as long as it has memory."""
+        assert self.before is not None
+        is_there = self.tensor.shape == self.before.shape and self.tensor.untyped_storage().nbytes()
+        return bool(is_there) and not torch.equal(self.tensor, self.before)
 
 
 @dataclass(eq=False)
@@ -31,6 +47,8 @@ class Pass:
     """What hooks get as `module`."""
     binding: Binding
     statics: Statics
+    find_statics: Callable[[], Statics]
+    """Finds them anew, when modules have other members than they had."""
     hooks: HookSet
     warmup_hooks: HookSet
     options: GraphedOptions
@@ -44,10 +62,8 @@ class Pass:
     used_statics: set[int] = field(default_factory=set)
     written_inputs: set[int] = field(default_factory=set)
     written_statics: set[int] = field(default_factory=set)
-    changed_buffers: set[int] = field(default_factory=set)
-    """Buffers that the callable writes, with or without autograd knowing."""
-    buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """Buffers as they were before the first warm-up, by position."""
+    kept: dict[int, "_Kept"] = field(default_factory=dict)
+    """Parameters and buffers as they were before the first warm-up, by identity."""
     backward_dw: Callable[[], Any] | None = None
     """What makes the gradients that the backward leaves out, of weights, by filling their `.grad`."""
     split_off: set[int] = field(default_factory=set)
@@ -70,7 +86,9 @@ class Pass:
             iterations: How often.
             pool: Whether to take memory from the pool, in which nothing was recorded yet.
         """
-        for _ in range(iterations):
+        number = 0
+        while number < iterations:
+            number += 1
             inputs = [sample.detach().clone() for sample in self.binding.samples]
             for tensor, requires_grad in zip(inputs, self.binding.requires_grad, strict=True):
                 tensor.requires_grad_(requires_grad)
@@ -78,14 +96,23 @@ class Pass:
             self.hooks.run("pre_forward", self.hooked, args, kwargs)
             statics = self.statics.now()
             group.accumulators.take(statics)
-            self._keep_buffers(statics)
+            self._keep(statics)
             result = self._warm_forward(group, states, (args, kwargs), (inputs, statics), pool=pool)
             self.hooks.run("forward", self.hooked, args, kwargs, result)
             del args, kwargs, statics
             self._warm_backward(group, inputs, result, pool=pool)
             del result
             self.stats.warmups += 1
+            if not self.statics.has_its_members():  # made by a first call
+                self.use_statics(self.find_statics())
+                iterations = max(iterations, number + 1)
         self._refuse_unused()
+
+    def use_statics(self, statics: Statics) -> None:
+        """Have other ones from now on: what is known by position is forgotten."""
+        self.statics = statics
+        for found in (self.used_statics, self.written_statics, self.split_off):
+            found.clear()
 
     def _warm_forward(
         self,
@@ -105,9 +132,8 @@ class Pass:
 
         with no_autocast_cache():
             (result,) = group.driver.warm_up(forward, []) if pool else forward([])
-        self.changed_buffers.update(
-            i for i, (buffer, before) in self.buffers.items() if not torch.equal(buffer, before)
-        )
+        self._refuse_assigned(read[1])
+        self._forget_unwritten()
         for tensors, before, written in zip(
             read, versions, (self.written_inputs, self.written_statics), strict=True
         ):
@@ -122,18 +148,39 @@ class Pass:
                 )
         return result
 
-    def _keep_buffers(self, statics: Sequence[torch.Tensor]) -> None:
-        for i in range(self.statics.num_parameters, len(statics)):
-            if i not in self.buffers and not statics[i].requires_grad:
-                self.buffers[i] = (statics[i], statics[i].detach().clone())
+    def _refuse_assigned(self, before: Sequence[torch.Tensor]) -> None:
+        """Have nothing assigned that graphs read where it lies: no replay would."""
+        now = self.statics.now()
+        other = [i for i, tensor in enumerate(before) if now[i] is not tensor]
+        for i in other:
+            self.statics.put(i, before[i])
+        if other:
+            names = ", ".join(self.statics.names[i] for i in other)
+            raise GraphedArgumentError(
+                f"make_graphed_callables: {self.name} assigns {names} anew when it runs, which no replay would do. Have "
+                "it write in place, as in self.buffer.copy_(value) or self.buffer.add_(1)."
+            )
 
-    def put_buffers_back(self) -> None:
-        """Undo what warm-ups and captures wrote into buffers."""
+    def _keep(self, statics: Sequence[torch.Tensor]) -> None:
+        """Copy what a warm-up or a capture may write: parameters for their first forward only, which tells."""
+        for i in firsts(statics):
+            tensor = statics[i]
+            if id(tensor) not in self.kept and tensor.is_leaf:
+                is_parameter = i < self.statics.num_parameters
+                self.kept[id(tensor)] = _Kept(tensor, tensor.detach().clone(), is_parameter)
+
+    def _forget_unwritten(self) -> None:
+        for kept in self.kept.values():
+            if kept.is_parameter and kept.before is not None and not kept.is_written():
+                kept.before = None
+
+    def put_back(self) -> None:
+        """Undo what warm-ups and captures wrote into parameters and buffers."""
         with torch.no_grad():
-            for i, (buffer, before) in self.buffers.items():
-                if i in self.changed_buffers and buffer.untyped_storage().nbytes():
-                    buffer.copy_(before)
-        self.buffers.clear()
+            for kept in self.kept.values():
+                if kept.before is not None and kept.is_written():
+                    kept.tensor.copy_(kept.before)
+        self.kept.clear()
 
     def _warm_backward(
         self, group: Group, inputs: list[torch.Tensor], result: Any, *, pool: bool
@@ -172,9 +219,10 @@ class Pass:
         """Gradients of weights that were split off, by position; no `.grad` changes."""
         if self.backward_dw is None:
             return {}
-        with grads_put_aside(statics), torch.no_grad():
+        first = {i: statics[i] for i in firsts(statics)}
+        with grads_put_aside(list(first.values())), torch.no_grad():
             self.backward_dw()
-            return {i: t.grad for i, t in enumerate(statics) if t.grad is not None}
+            return {i: t.grad for i, t in first.items() if t.grad is not None}
 
     def _note_leaves(
         self, group: Group, leaves: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
@@ -197,7 +245,7 @@ class Pass:
         unused += [
             f"parameter {name}"
             for i, (name, t) in enumerate(zip(self.statics.names, self.statics.now(), strict=True))
-            if i < self.statics.num_parameters
+            if i < self.statics.num_required
             and t.requires_grad
             and i not in self.used_statics | self.split_off
         ]

@@ -12,7 +12,7 @@ from cgpass.runtime.failures import random_state_kept
 
 @contextlib.contextmanager
 def prepared(passes: Pass | list[Pass], group: Group) -> Iterator[None]:
-    """A block for warm-ups and captures: afterwards random number states, buffers and leaves are what they were before.
+    """A block for warm-ups and captures, after which random number states, parameters and buffers are as before it.
 
     Args:
         passes: What is recorded.
@@ -27,4 +27,4 @@ def prepared(passes: Pass | list[Pass], group: Group) -> Iterator[None]:
         finally:
             group.accumulators.put_back()
             for each in reversed(passes):
-                each.put_buffers_back()
+                each.put_back()

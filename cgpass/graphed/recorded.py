@@ -14,7 +14,7 @@ from cgpass import _torch
 from cgpass.errors import GraphedBackwardError, StaticInputMovedError
 from cgpass.graphed.group import Group
 from cgpass.graphed.pending import Aside
-from cgpass.graphed.target import Statics
+from cgpass.graphed.statics import Statics
 from cgpass.graphed.values import InputMemory, OutputStructure
 from cgpass.recompute.inputs import anchor
 from cgpass.recompute.states import CheckpointStates

@@ -1,94 +1,13 @@
-"""`Target`: one callable that is recorded, and the tensors that it reads besides its arguments."""
+"""`Target`: one callable that is recorded."""
 
-import operator
 import weakref
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from cgpass.errors import GraphedArgumentError, InputError
-from cgpass.runtime import fast
-from cgpass.runtime.signature import check_tensor
-
-
-class Statics:
-    """Parameters and buffers of a callable, looked up where its modules keep them.
-
-    **Lifetime:** holds the modules' dictionaries, and the leaves that were found elsewhere.
-    """
-
-    def __init__(self, module: torch.nn.Module | None, device: torch.device, name: str) -> None:
-        """Find them.
-
-        Args:
-            module: Whose they are; None for a function.
-            device: Where they lie; tensors elsewhere are none that a graph could read.
-            name: Of the callable, for messages.
-        """
-        self._callable = name
-        self._dicts: list[dict[str, Any]] = []
-        self._keys: list[str] = []
-        self.names: list[str] = []
-        self._positions: tuple[int, ...] = ()
-        self.num_parameters = 0
-        found: set[int] = set()
-        for kind in ("_parameters", "_buffers"):
-            for path, inner in () if module is None else module.named_modules():
-                for key, tensor in getattr(inner, kind).items():
-                    if tensor is None or tensor.device != device or id(tensor) in found:
-                        continue
-                    found.add(id(tensor))
-                    self._add(getattr(inner, kind), key, f"{path}.{key}".lstrip("."))
-                    check_tensor(f"{name}: {self.names[-1]}", tensor, device)
-            if kind == "_parameters":
-                self.num_parameters = len(self.names)
-
-    def _add(self, holder: dict[str, Any], key: str, name: str) -> None:
-        self._dicts.append(holder)
-        self._keys.append(key)
-        self._positions += (len(self.names),)
-        self.names.append(name)
-
-    def add_leaf(self, leaf: torch.Tensor) -> None:
-        """Note a tensor that gets a gradient though it is neither argument nor parameter."""
-        number = sum(name.startswith("closure leaf") for name in self.names)
-        self._add({"leaf": leaf}, "leaf", f"closure leaf {number} {list(leaf.shape)}")
-
-    def now(self) -> list[torch.Tensor]:
-        """The tensors as they are.
-
-        Raises:
-            InputError: One of them was taken out of its module.
-        """
-        try:
-            return list(map(operator.getitem, self._dicts, self._keys))
-        except KeyError as error:
-            raise InputError(
-                f"{self._callable}: parameter or buffer {error} was removed after it was recorded."
-            ) from None
-
-    def key_of(self, tensors: Sequence[torch.Tensor]) -> bytes:
-        """Where they lie.
-
-        Raises:
-            InputError: One of them is none any more.
-        """
-        try:
-            return fast.static_key(tensors, self._positions)
-        except TypeError:
-            gone = [name for name, t in zip(self.names, tensors, strict=True) if t is None]
-            raise InputError(
-                f"{self._callable}: {', '.join(gone)} became None after it was recorded."
-            ) from None
-
-    def moved(self, old: bytes, new: bytes, limit: int = 5) -> str:
-        """Names of those whose address differs between two keys, at most `limit` of them."""
-        pairs = zip(self.names, array("q", old), array("q", new), strict=False)
-        names = [name for name, before, after in pairs if before != after]
-        more = f" and {len(names) - limit} more" if len(names) > limit else ""
-        return ", ".join(names[:limit]) + more
+from cgpass.errors import GraphedArgumentError
+from cgpass.graphed.statics import Statics, modules_behind
 
 
 class Target:
@@ -111,14 +30,22 @@ class Target:
         self.module = fn if isinstance(fn, torch.nn.Module) else None
         own = type(fn).__name__ if self.module is not None else _name_of(fn)
         self.name = own if index is None else f"callable {index} ({own})"
-        self.fn = fn
+        self.fn = getattr(fn, "ungraphed", fn) if self.module is None else fn
+        self.modules = modules_behind(fn)
+        """The module, or those that a function reads by name."""
         if self.module is not None:
             _check_module(self.name, self.module)
 
-    @property
-    def training(self) -> bool | None:
-        """The module's mode; None for a function."""
-        return None if self.module is None else self.module.training
+    def statics(self, device: torch.device, *, weak: bool) -> Statics:
+        """What it reads besides its arguments, as far as it can be found.
+
+        Args:
+            device: Where that lies.
+            weak: Whether the module will hold what is returned, and must not be held by it.
+        """
+        is_module = self.module is not None
+        weak = weak and is_module
+        return Statics(self.modules, device, self.name, weak=weak, required=is_module)
 
     @property
     def backward_dw(self) -> Callable[[], Any] | None:
@@ -136,22 +63,36 @@ class Target:
             weak: Whether the module is to keep what is returned alive, and so must not be held by it.
         """
         module = self.module
-        if module is None or not weak:
-            return self.fn if module is None else unpatched(module)
-        return unpatched(module, weakref.ref(module))
+        if module is None:
+            return self.fn
+        if weak:
+            return unpatched(module, weakref.ref(module))
+        compiled = vars(module).get("_compiled_call_impl")
+        is_graphed = hasattr(vars(module).get("forward"), "ungraphed")
+        return unpatched(module) if compiled is None or is_graphed else compiled
 
 
 def unpatched(
-    module: torch.nn.Module, ref: "weakref.ref[torch.nn.Module] | None" = None
+    module: torch.nn.Module,
+    ref: "weakref.ref[torch.nn.Module] | None" = None,
+    otherwise: torch.nn.Module | None = None,
 ) -> Callable[..., Any]:
-    """A module's `forward` as it is now; with `ref`, one that does not hold the module."""
+    """A module's `forward` as it is now, without graphs.
+
+    Args:
+        module: Whose.
+        ref: If given, what is returned does not hold the module but this.
+        otherwise: Whose `forward` it is once the module is gone.
+    """
     forward = module.forward
+    forward = getattr(forward, "ungraphed", forward)
     if ref is None or getattr(forward, "__self__", None) is not module:
         return forward
     function = getattr(forward, "__func__")  # noqa: B009  in no stub
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return function(ref(), *args, **kwargs)
+        now = ref()
+        return function(otherwise if now is None else now, *args, **kwargs)
 
     return run
 

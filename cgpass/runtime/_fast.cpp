@@ -28,6 +28,11 @@ PyObject* THPVariable_Wrap(at::TensorBase&& var);
 namespace torch {
 void translate_exception_to_python(const std::exception_ptr&);
 }
+// Source: torch/csrc/Dtype.h and torch/csrc/DynamicTypes.h.
+struct THPDtype;
+namespace torch {
+THPDtype* getTHPDtype(at::ScalarType);
+}
 
 // Source: torch/csrc/autograd/variable.h. torch 2.11 holds a node by shared_ptr, 2.13 by intrusive_ptr: which setter
 // there is tells, and the getter's name is the same for both. Nothing here looks into a node.
@@ -107,6 +112,74 @@ PyObject* static_key(PyObject* const* args) {
     out[k] = reinterpret_cast<int64_t>(tensor.const_data_ptr());
   }
   return key.release();
+}
+
+// Positions of tensors by identity: the first one of each.
+struct Firsts {
+  std::vector<std::pair<const void*, int64_t>> slots;
+  explicit Firsts(Py_ssize_t n) {
+    size_t size = 4;
+    while (size < 2 * static_cast<size_t>(n)) size *= 2;
+    slots.resize(size, {nullptr, 0});
+  }
+  int64_t of(const void* object, int64_t position) {
+    const size_t mask = slots.size() - 1;
+    for (size_t k = (reinterpret_cast<size_t>(object) >> 4) * 0x9E3779B97F4A7C15u >> 20;; ++k) {
+      auto& slot = slots[k & mask];
+      if (slot.first == nullptr) slot = {object, position};
+      if (slot.first == object) return slot.second;
+    }
+  }
+};
+
+PyObject* layouts(PyObject* const* args) {
+  const Items values(args[0]);
+  Firsts firsts(values.size);
+  std::vector<int64_t> out;
+  out.reserve(8 * values.size);
+  for (Py_ssize_t k = 0; k < values.size; ++k) {
+    const at::Tensor& tensor = tensor_of(values.items[k]);
+    const auto sizes = tensor.sizes(), strides = tensor.strides();
+    out.push_back(static_cast<int64_t>(sizes.size()));
+    out.push_back(reinterpret_cast<int64_t>(tensor.const_data_ptr()));
+    out.push_back(firsts.of(values.items[k], k));
+    out.push_back(reinterpret_cast<int64_t>(torch::getTHPDtype(tensor.scalar_type())));
+    out.push_back(tensor.is_conj() + 2 * tensor.is_neg());
+    out.insert(out.end(), sizes.begin(), sizes.end());
+    out.insert(out.end(), strides.begin(), strides.end());
+  }
+  const auto* bytes = reinterpret_cast<const char*>(out.data());
+  return PyBytes_FromStringAndSize(bytes, static_cast<Py_ssize_t>(out.size() * sizeof(int64_t)));
+}
+
+PyObject* requiring_grad(PyObject* const* args) {
+  const Items values(args[0]);
+  Owned out(PyBytes_FromStringAndSize(nullptr, values.size));
+  char* flags = PyBytes_AS_STRING(out.object);
+  for (Py_ssize_t k = 0; k < values.size; ++k) {
+    flags[k] = static_cast<char>(tensor_of(values.items[k]).requires_grad());
+  }
+  return out.release();
+}
+
+PyObject* unchanged(PyObject* const* args) {
+  const Items mappings(args[0]), keys(args[1]), values(args[2]), holders(args[3]), sizes(args[4]);
+  if (mappings.size != keys.size || keys.size != values.size || holders.size != sizes.size) {
+    fail(PyExc_ValueError, "as many values as keys expected");
+  }
+  for (Py_ssize_t k = 0; k < holders.size; ++k) {
+    const Py_ssize_t size = PyObject_Size(holders.items[k]);
+    if (size < 0) throw PythonErrorSet();
+    if (size != PyLong_AsSsize_t(sizes.items[k])) Py_RETURN_FALSE;
+  }
+  for (Py_ssize_t k = 0; k < keys.size; ++k) {
+    PyObject* found = PyObject_GetItem(mappings.items[k], keys.items[k]);
+    if (found == nullptr && !PyErr_ExceptionMatches(PyExc_KeyError)) throw PythonErrorSet();
+    PyErr_Clear();
+    Py_XDECREF(found);
+    if (found != values.items[k]) Py_RETURN_FALSE;
+  }
+  Py_RETURN_TRUE;
 }
 
 // References to a storage in C++ and, since its Python object is one of these whoever holds that, to the latter.
@@ -385,6 +458,9 @@ PyObject* guarded(PyObject*, PyObject* const* args, Py_ssize_t n) {
 #define METHOD(name, n) {#name, (PyCFunction)(void*)guarded<name, n>, METH_FASTCALL, nullptr}
 PyMethodDef methods[] = {
     METHOD(static_key, 2),
+    METHOD(layouts, 1),
+    METHOD(requiring_grad, 1),
+    METHOD(unchanged, 5),
     METHOD(any_held, 4),
     METHOD(held, 4),
     METHOD(stand_in, 3),

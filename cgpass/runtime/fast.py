@@ -8,6 +8,7 @@ Note [Two versions of each function]
 """
 
 import logging
+import operator
 import sys
 import threading
 from array import array
@@ -37,6 +38,62 @@ ViewSpec = tuple[int, tuple[int, ...], tuple[int, ...], int]
 def static_key(args: Sequence[Any], positions: Sequence[int]) -> bytes:
     """Addresses of the tensors at `positions` of `args`, as one value: `array("q")` reads them again."""
     return array("q", map(torch.Tensor.data_ptr, map(args.__getitem__, positions))).tobytes()
+
+
+def layouts(tensors: Sequence[torch.Tensor]) -> bytes:
+    """What a graph that reads tensors where they lie has in it, as one value, made of 64-bit integers.
+
+    For each tensor: number of dimensions, address, position of the first that is the same object, `id` of its dtype,
+    whether it is conjugated or negated, sizes, strides. `read_layouts` takes it apart.
+    """
+    firsts: dict[int, int] = {}
+    out = array("q")
+    for i, t in enumerate(tensors):
+        first = firsts.setdefault(id(t), i)
+        flags = t.is_conj() + 2 * t.is_neg()
+        out.extend((t.dim(), t.data_ptr(), first, id(t.dtype), flags, *t.size(), *t.stride()))
+    return out.tobytes()
+
+
+def read_layouts(key: bytes) -> list[tuple[int, ...]]:
+    """The integers of each tensor in what `layouts` returned."""
+    numbers, found, start = array("q", key), [], 0
+    while start < len(numbers):
+        end = start + 5 + 2 * numbers[start]
+        found.append(tuple(numbers[start:end]))
+        start = end
+    return found
+
+
+def requiring_grad(tensors: Sequence[torch.Tensor]) -> bytes:
+    """Which tensors require grad, a byte each."""
+    return bytes([tensor.requires_grad for tensor in tensors])
+
+
+def unchanged(
+    mappings: Sequence[Mapping[str, Any]],
+    keys: Sequence[str],
+    values: Sequence[Any],
+    holders: Sequence[Any],
+    sizes: Sequence[int],
+) -> bool:
+    """Whether mappings still have the same objects as before.
+
+    Args:
+        mappings: One for each of `keys`.
+        keys: To be looked up.
+        values: What was there; compared by identity.
+        holders: Containers whose sizes are compared.
+        sizes: What they were.
+    """
+    if not len(mappings) == len(keys) == len(values) or len(holders) != len(sizes):
+        raise ValueError("as many values as keys expected")
+    if list(map(len, holders)) != list(sizes):
+        return False
+    try:
+        return all(map(operator.is_, map(operator.getitem, mappings, keys), values))
+    except KeyError:
+        return False
 
 
 def count_users(storages: tuple[torch.UntypedStorage, ...]) -> tuple[int, ...]:
@@ -190,6 +247,9 @@ PYTHON: Mapping[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (
         static_key,
+        layouts,
+        requiring_grad,
+        unchanged,
         any_held,
         held,
         stand_in,

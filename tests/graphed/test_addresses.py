@@ -140,12 +140,25 @@ def test_a_pending_forward_survives_a_move_of_the_next_one(setting):
     same_grads(module, plain)
 
 
-def test_a_removed_parameter_is_named(setting):
-    module = setting.module(torch.nn.Linear(8, 8))
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
-    module.bias = None
-    with pytest.raises(cgpass.errors.InputError, match="bias became None after it was recorded"):
-        graphed(setting.randn(4, 8))
+def test_a_parameter_that_is_removed_is_no_longer_there(setting):
+    module, plain = twins(setting, torch.nn.Linear(8, 8))
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    for each in (module, plain):
+        each.bias = None
+    check(setting, graphed, module, plain)
+    assert graphed.graphed.stats.plain_calls == 0
+    x = setting.randn(4, 8, grad=True)
+    pending = graphed(x)
     del module.weight
     with pytest.raises(cgpass.errors.InputError, match="'weight' was removed after"):
+        pending.sum().backward()
+    with pytest.raises(AttributeError, match="no attribute 'weight'"):
+        graphed(setting.randn(4, 8))
+
+
+def test_a_removed_parameter_can_be_an_error(setting):
+    module = setting.module(torch.nn.Linear(8, 8))
+    graphed = setting.graphed(module, (setting.randn(4, 8),), static_input_check="error")
+    module.bias = None
+    with pytest.raises(cgpass.errors.StaticInputMovedError, match=r"other members .*: bias\. Keep"):
         graphed(setting.randn(4, 8))

@@ -1,0 +1,113 @@
+"""What `make_graphed_callables` returns for modules: modules whose `forward` is graphed."""
+
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from cgpass.graphed.callables import GraphedFunction
+from cgpass.graphed.target import unpatched
+
+_HOOK_DICTS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+class _Forward:
+    """A module's `forward`: graphed in the mode that it was recorded in, its own in the other one."""
+
+    def __init__(
+        self, module: torch.nn.Module, graphed: GraphedFunction, original: torch.nn.Module | None
+    ) -> None:
+        self._module = weakref.ref(module)
+        self._mode = module.training
+        self._graphed = graphed
+        self._original = original
+        """What `module` is a copy of."""
+        self._original_mode = self._mode
+        self.ungraphed = unpatched(module, self._module, otherwise=original)
+        self._before: dict[str, Any] = {}
+        """Attributes of the module that others took the place of; None for none."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, original = self._module(), self._original
+        if module is None:
+            return self.ungraphed(*args, **kwargs)
+        if original is not None and original.training is not self._original_mode:
+            module.training = self._original_mode = original.training
+        if module.training is not self._mode:
+            return self.ungraphed(*args, **kwargs)
+        return self._graphed(*args, **kwargs)
+
+    def patch(self, module: torch.nn.Module) -> None:
+        """Take the place of its `forward`, and give it what a graphed module has besides."""
+        graphed, kind = self._graphed, type(module)
+        added: dict[str, Any] = {"forward": self, "graphed": graphed, "__reduce_ex__": self._reduce}
+        if hasattr(kind, "__deepcopy__"):
+            added["__deepcopy__"] = self._deepcopy
+        for name in ("reset", "close"):
+            if not hasattr(kind, name):
+                added[name] = getattr(graphed, name)
+        if graphed.splits_backward:
+            added["backward_dw"] = graphed.backward_dw
+        self._before = {name: vars(module).get(name) for name in added}
+        vars(module).update(added)
+
+    def undo(self, attributes: dict[str, Any]) -> None:
+        """Undo `patch` in a dictionary of the module's attributes."""
+        for name, value in self._before.items():
+            attributes.pop(name, None)
+            if value is not None:
+                attributes[name] = value
+
+    def _alone(self) -> torch.nn.Module:
+        """The module without graphs, for copies and pickles."""
+        module: Any = self._module()
+        plain = object.__new__(type(module))
+        vars(plain).update(vars(module))
+        self.undo(vars(plain))
+        return plain
+
+    def _reduce(self, protocol: Any) -> Any:
+        return self._alone().__reduce_ex__(protocol)
+
+    def _deepcopy(self, memo: Any) -> Any:
+        alone: Any = self._alone()
+        return alone.__deepcopy__(memo)
+
+
+def with_forward(module: torch.nn.Module, graphed: GraphedFunction, *, patch: bool) -> Any:
+    """A module whose `forward` is graphed.
+
+    Args:
+        module: What was recorded. If it is graphed already, it is recorded and replaced as if it were not.
+        graphed: Its recordings.
+        patch: Whether to change `module` itself; else it is a shallow copy that shares parameters, buffers and
+            submodules, and has hooks of its own; it changes its mode with the original, but not the other way round.
+            Copies and pickles of what is returned know no graphs.
+    """
+    original = None if patch else module
+    if not patch:
+        module = object.__new__(type(module))
+        module.__dict__.update(original.__dict__)
+        for name in _HOOK_DICTS:
+            if name in module.__dict__:
+                module.__dict__[name] = OrderedDict()
+    earlier = module.__dict__.get("forward")
+    if isinstance(earlier, _Forward):
+        earlier.undo(module.__dict__)
+    is_compiled = module.__dict__.get("_compiled_call_impl") is not None
+    if not patch and is_compiled:  # what it runs is recorded
+        del module.__dict__["_compiled_call_impl"]
+    forward = _Forward(module, graphed, original)
+    if not is_compiled:
+        graphed.run_with(forward.ungraphed)
+    forward.patch(module)
+    return module

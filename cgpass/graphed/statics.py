@@ -1,0 +1,236 @@
+"""`Statics`: the tensors that a callable reads besides its arguments, and what its modules were like."""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from cgpass.errors import InputError
+from cgpass.runtime import fast
+from cgpass.runtime.signature import check_tensor
+
+
+class MemberGoneError(InputError):
+    """A parameter or buffer is None or was deleted."""
+
+
+class Statics:
+    """Parameters and buffers of a callable, looked up where its modules keep them.
+
+    **Lifetime:** holds the submodules as they were, all modules' dictionaries, and the leaves that were found elsewhere.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[torch.nn.Module],
+        device: torch.device,
+        name: str,
+        *,
+        weak: bool = False,
+        required: bool = True,
+    ) -> None:
+        """Find them.
+
+        Args:
+            modules: Whose they are.
+            device: Where they lie; tensors elsewhere are none that a graph could read.
+            name: Of the callable, for messages.
+            weak: Whether the modules themselves must not be held; somebody else then looks at their `training`.
+            required: Whether a parameter is expected to get a gradient.
+        """
+        self._callable = name
+        self._dicts: list[dict[str, Any]] = []
+        self._keys: list[str] = []
+        self.names: list[str] = []
+        self.num_parameters = 0
+        self.num_required = 0
+        """Parameters that are expected to get a gradient: these many first ones."""
+        self._modes = _Members()
+        self._members = _Members()
+        self._lazy: list[Any] = []
+        """Parameters that the first call makes."""
+        self._holders: list[Any] = []
+        self._sizes: list[int] = []
+        named = {id(m): (path, m) for top in modules for path, m in top.named_modules()}
+        tops = {id(top) for top in modules}
+        for path, inner in named.values():
+            self._watch(inner, path, mode=not (weak and id(inner) in tops))
+        for kind in ("_parameters", "_buffers"):
+            for path, inner in named.values():
+                for key, tensor in getattr(inner, kind).items():
+                    if tensor is None or tensor.device != device:
+                        continue
+                    if is_lazy(tensor):
+                        self._lazy.append(tensor)
+                        continue
+                    full = f"{path}.{key}".lstrip(".")
+                    if required:
+                        check_tensor(f"{name}: {full}", tensor, device)
+                    self._add(getattr(inner, kind), key, full)
+            if kind == "_parameters":
+                self.num_parameters = len(self.names)
+                self.num_required = self.num_parameters if required else 0
+
+    def _watch(self, module: torch.nn.Module, path: str, *, mode: bool) -> None:
+        if mode and "training" in module.__dict__:
+            self._modes.add(module.__dict__, "training", path)
+        for holder in (module._modules, module._parameters, module._buffers):
+            self._holders.append(holder)
+            self._sizes.append(len(holder))
+            for key, value in holder.items():
+                if value is None or holder is module._modules:
+                    self._members.add(holder, key, f"{path}.{key}".lstrip("."))
+
+    def _add(self, holder: dict[str, Any], key: str, name: str) -> None:
+        self._dicts.append(holder)
+        self._keys.append(key)
+        self.names.append(name)
+
+    def add_leaf(self, leaf: torch.Tensor) -> None:
+        """Note a tensor that gets a gradient though it is neither argument nor parameter."""
+        number = sum(name.startswith("closure leaf") for name in self.names)
+        self._add({"leaf": leaf}, "leaf", f"closure leaf {number} {list(leaf.shape)}")
+
+    # ---- what the modules are like
+
+    def has_its_modes(self) -> bool:
+        """Whether all modules are in the mode, training or eval, that they were found in."""
+        return self._modes.unchanged()
+
+    def has_its_members(self) -> bool:
+        """Whether the modules have the submodules that they had, and parameters and buffers of the same names."""
+        if self._lazy and not all(map(is_lazy, self._lazy)):
+            return False
+        return self._members.unchanged(self._holders, self._sizes)
+
+    def fits(self) -> bool:
+        """Whether the modules have all of this, and nothing else."""
+        if not self.has_its_members():
+            return False
+        pairs = zip(self._dicts, self._keys, strict=True)
+        return all(holder.get(key) is not None for holder, key in pairs)
+
+    def other_members(self) -> str:
+        """What was added, removed, or replaced by another module."""
+        found = self._members.changed()
+        pairs = zip(self._dicts, self._keys, self.names, strict=True)
+        found += [name for holder, key, name in pairs if holder.get(key) is None]
+        return ", ".join(found) or "some were added"
+
+    # ---- tensors
+
+    def now(self) -> list[torch.Tensor]:
+        """The tensors as they are; one object that has several names is there as often.
+
+        Raises:
+            MemberGoneError: One of them was taken out of its module.
+        """
+        try:
+            return list(map(operator.getitem, self._dicts, self._keys))
+        except KeyError as error:
+            raise MemberGoneError(
+                f"{self._callable}: parameter or buffer {error} was removed after it was recorded."
+            ) from None
+
+    def put(self, position: int, tensor: torch.Tensor) -> None:
+        """Have a tensor where its module keeps it."""
+        self._dicts[position][self._keys[position]] = tensor
+
+    def key_of(self, tensors: Sequence[torch.Tensor]) -> bytes:
+        """Where they lie and how they are laid out, and which of them are one.
+
+        Raises:
+            MemberGoneError: One of them is none any more.
+        """
+        try:
+            return fast.layouts(tensors)
+        except (TypeError, AttributeError):
+            gone = [name for name, t in zip(self.names, tensors, strict=True) if t is None]
+            raise MemberGoneError(
+                f"{self._callable}: {', '.join(gone)} became None after it was recorded."
+            ) from None
+
+    def moved(self, old: bytes, new: bytes, limit: int = 5) -> str:
+        """Names of those that differ between two keys, at most `limit` of them."""
+        pairs = zip(self.names, fast.read_layouts(old), fast.read_layouts(new), strict=False)
+        names = [name for name, before, after in pairs if before != after]
+        more = f" and {len(names) - limit} more" if len(names) > limit else ""
+        return ", ".join(names[:limit]) + more
+
+
+class _Members:
+    """Entries of dictionaries, compared by identity."""
+
+    def __init__(self) -> None:
+        self._dicts: list[Any] = []
+        self._keys: list[str] = []
+        self._values: list[Any] = []
+        self._names: list[str] = []
+
+    def add(self, holder: Any, key: str, name: str) -> None:
+        self._dicts.append(holder)
+        self._keys.append(key)
+        self._values.append(holder[key])
+        self._names.append(name)
+
+    def unchanged(self, holders: Sequence[Any] = (), sizes: Sequence[int] = ()) -> bool:
+        return fast.unchanged(self._dicts, self._keys, self._values, holders, sizes)
+
+    def changed(self) -> list[str]:
+        entries = zip(self._dicts, self._keys, self._values, self._names, strict=True)
+        return [name for holder, key, value, name in entries if holder.get(key) is not value]
+
+
+def firsts(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Positions of the first one of each object."""
+    positions: dict[int, int] = {}
+    for i, tensor in enumerate(tensors):
+        positions.setdefault(id(tensor), i)
+    return list(positions.values())
+
+
+def modules_behind(fn: Callable[..., Any]) -> list[torch.nn.Module]:
+    """Modules that a callable is, is a method of, or reads by name: from its closure, its module, or a `partial`."""
+    found: list[torch.nn.Module] = []
+    seen: set[int] = set()
+    _collect(fn, found, seen)
+    return found
+
+
+def _collect(value: Any, found: list[torch.nn.Module], seen: set[int]) -> None:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.nn.Module):
+        found.append(value)
+        return
+    for part in _parts(value):
+        if isinstance(part, torch.nn.Module) or callable(part) or isinstance(part, list | tuple):
+            _collect(part, found, seen)
+
+
+def _parts(value: Any) -> list[Any]:
+    """What a function reads by name, or what a sequence, a method or a `partial` is made of."""
+    if isinstance(value, list | tuple):
+        return [part for part in value if isinstance(part, torch.nn.Module)]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    parts = [getattr(value, name, None) for name in ("__self__", "__func__", "__wrapped__")]
+    code = getattr(value, "__code__", None)
+    if code is None:
+        return parts
+    for cell in value.__closure__ or ():
+        if cell is not None and _is_filled(cell):
+            parts.append(cell.cell_contents)
+    read = [value.__globals__.get(name) for name in code.co_names]
+    return [*parts, *[part for part in read if isinstance(part, torch.nn.Module)]]
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False

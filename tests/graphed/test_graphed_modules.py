@@ -1,0 +1,120 @@
+"""Graphed modules that are copied, pickled, compiled, or graphed a second time."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from tests.graphed.steps import clear_grads, net, same, same_grads, step, twins
+
+
+class WithDeepcopy(torch.nn.Linear):
+    def __deepcopy__(self, memo):
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        for name, value in vars(self).items():
+            object.__setattr__(new, name, copy.deepcopy(value, memo))
+        return new
+
+
+def by_pickle(value):
+    return pickle.loads(pickle.dumps(value))
+
+
+@pytest.mark.parametrize("patch", [False, True])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle, copy.copy])
+@pytest.mark.parametrize("make", [net, lambda: WithDeepcopy(8, 8)])
+def test_copies_and_pickles_know_no_graphs(setting, patch, duplicate, make):
+    module = setting.module(make())
+    graphed = setting.graphed(module, (setting.randn(4, 8),), patch_modules=patch)
+    other = duplicate(graphed)
+    assert type(other) is type(module)
+    assert not hasattr(other, "graphed")
+    assert not hasattr(other, "reset")
+    x = setting.randn(4, 8)
+    same(other(x), graphed(x))
+    if duplicate is not copy.copy:
+        with torch.no_grad():
+            for p in other.parameters():
+                p.mul_(2)
+        assert not torch.equal(other(x), graphed(x))
+    assert graphed.graphed.stats.replays >= 1
+
+
+def doubled(x):
+    return x * 2
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle])
+def test_a_copy_of_a_graphed_function_is_the_function(setting, duplicate):
+    graphed = setting.graphed(doubled, (setting.randn(3),))
+    assert duplicate(graphed) is doubled
+
+
+@pytest.mark.parametrize("patch", [False, True])
+def test_graphed_for_a_second_sample(setting, patch):
+    module, plain = twins(setting, net())
+    first = setting.graphed(module, (setting.randn(4, 8),), patch_modules=patch)
+    second = setting.graphed(first, (setting.randn(2, 8),), patch_modules=patch)
+    assert (second is first) == patch
+    for graphed, length in ((first, 4), (second, 2))[patch:]:
+        x = setting.randn(length, 8)
+        same(step(graphed, x)[0], step(plain, x)[0])
+        same_grads(module, plain)
+        assert graphed.graphed.stats.replays == 2
+    assert not hasattr(copy.deepcopy(second), "graphed")
+
+
+def test_a_graphed_function_and_method_for_a_second_sample(setting):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    of_method = setting.graphed(graphed.forward, (setting.randn(2, 8),))
+    of_function = setting.graphed(of_method, (setting.randn(3, 8),))
+    for fn, length in ((graphed, 4), (of_method, 2), (of_function, 3)):
+        x = setting.randn(length, 8)
+        same(fn(x), plain(x))
+        assert getattr(fn, "graphed", fn).stats.replays == 1
+
+
+@pytest.mark.parametrize("patch", [False, True])
+def test_a_module_compiled_in_place(setting, patch):
+    module, plain = twins(setting, net(dropout=0.5))
+    graphs = []
+
+    def backend(gm, example_inputs):
+        graphs.append(gm)
+        return gm
+
+    module.compile(backend=backend)
+    graphed = setting.graphed(module, (setting.randn(4, 8),), patch_modules=patch)
+    for mode in (True, False):
+        plain.train(mode)
+        graphed.train(mode)
+        clear_grads(module, plain)
+        x = setting.randn(4, 8)
+        same(step(graphed, x)[0], step(plain, x)[0])
+        same_grads(module, plain)
+    assert graphs
+    assert graphed.graphed.stats.replays == 2
+    torch.compiler.reset()
+
+
+def test_methods_of_a_modules_own_are_left_alone(setting):
+    class Counts(torch.nn.Linear):
+        def reset(self):
+            return "its own"
+
+    graphed = setting.graphed(setting.module(Counts(8, 8)), (setting.randn(4, 8),))
+    assert graphed.reset() == "its own"
+    graphed.graphed.reset()
+    assert not graphed.graphed._recorded
+
+
+def test_a_copy_that_outlives_its_module_is_recorded_again(setting):
+    module, plain = twins(setting, net())
+    forward = setting.graphed(module, (setting.randn(4, 8),)).graphed
+    for each in (module, plain):
+        each[0].weight.data = each[0].weight.data * 2
+    x = setting.randn(4, 8)
+    same(forward(x), plain(x))

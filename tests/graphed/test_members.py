@@ -1,0 +1,253 @@
+"""Modules whose parameters are tied, laid out anew or replaced, and whose submodules or modes change."""
+
+import functools
+
+import pytest
+import torch
+
+import cgpass
+from tests.graphed.steps import clear_grads, net, same, same_grads, step, twins
+
+
+def pair():
+    return torch.nn.Sequential(
+        torch.nn.Linear(8, 8, bias=False), torch.nn.Tanh(), torch.nn.Linear(8, 8, bias=False)
+    )
+
+
+def check(setting, graphed, module, plain, rerecordings):
+    clear_grads(module, plain)
+    x = setting.randn(4, 8, grad=True)
+    a, (grad,) = step(graphed, x)
+    b, (want,) = step(plain, x)
+    same(a, b)
+    same(grad, want)
+    same_grads(module, plain)
+    stats = getattr(graphed, "graphed", graphed).stats
+    assert (stats.rerecordings, stats.plain_calls) == (rerecordings, 0)
+
+
+def test_another_layout_at_the_same_address(setting):
+    module, plain = twins(setting, pair())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    check(setting, graphed, module, plain, 0)
+    for each in (module, plain):
+        each[0].weight.data = each[0].weight.data.t()
+    check(setting, graphed, module, plain, 1)
+    for each in (module, plain):
+        each[0].weight.data = each[0].weight.data.t()
+    check(setting, graphed, module, plain, 1)
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(8))
+        self.register_buffer("scale", torch.arange(8, dtype=torch.int32))
+
+    def forward(self, x):
+        return x * self.weight.sum() + self.scale.sum()
+
+
+def shorten(module):
+    module.weight.data = module.weight.data[:4]
+
+
+def reinterpret(module):
+    module.scale = module.scale.view(torch.float32)
+
+
+def lengthen(module):
+    module.scale = module.scale.as_strided((2,), (1,))
+
+
+@pytest.mark.parametrize("change", [shorten, reinterpret, lengthen])
+def test_another_shape_or_dtype_at_the_same_address(setting, change):
+    module, plain = twins(setting, Scaled())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    for each in (module, plain):
+        change(each)
+    check(setting, graphed, module, plain, 1)
+
+
+def test_weights_tied_and_untied_after_recording(setting):
+    module, plain = twins(setting, pair())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    for each in (module, plain):
+        each[2].weight = each[0].weight
+    for _ in range(2):
+        check(setting, graphed, module, plain, 1)
+    untied = torch.randn(8, 8, device=setting.device)
+    for each in (module, plain):
+        each[2].weight = torch.nn.Parameter(untied.clone())
+    for _ in range(2):
+        check(setting, graphed, module, plain, 2)
+
+
+def test_weights_tied_before_recording_can_be_untied(setting):
+    module, plain = (setting.module(pair()) for _ in range(2))
+    plain.load_state_dict(module.state_dict())
+    for each in (module, plain):
+        each[2].weight = each[0].weight
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    check(setting, graphed, module, plain, 0)
+    untied = torch.randn(8, 8, device=setting.device)
+    for each in (module, plain):
+        each[2].weight = torch.nn.Parameter(untied.clone())
+    check(setting, graphed, module, plain, 1)
+
+
+@pytest.mark.parametrize("patch", [False, True])
+def test_replaced_submodules(setting, patch):
+    module, plain = twins(setting, pair())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),), patch_modules=patch)
+    first = module[1], plain[1]
+    module[1] = plain[1] = torch.nn.ReLU()
+    for _ in range(2):
+        check(setting, graphed, module, plain, 1)
+    module[1], plain[1] = first
+    check(setting, graphed, module, plain, 1)
+    module[2], plain[2] = twins(setting, torch.nn.Linear(8, 8))
+    check(setting, graphed, module, plain, 2)
+    module.append(torch.nn.Tanh())
+    plain.append(torch.nn.Tanh())
+    check(setting, graphed, module, plain, 3)
+
+
+def test_a_backward_after_a_submodule_was_replaced_is_that_of_its_forward(setting):
+    module, plain = twins(setting, pair())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    x = setting.randn(4, 8, grad=True)
+    pending, wanted = graphed(x), plain(x)
+    old = module[2], plain[2]
+    module[2], plain[2] = twins(setting, torch.nn.Linear(8, 8))
+    pending.square().sum().backward()
+    wanted.square().sum().backward()
+    same_grads(module[0], plain[0])
+    same_grads(*old)
+
+
+def test_replaced_submodules_can_be_errors(setting):
+    module = setting.module(pair())
+    graphed = setting.graphed(module, (setting.randn(4, 8),), static_input_check="error")
+    module[1] = torch.nn.ReLU()
+    with pytest.raises(cgpass.errors.StaticInputMovedError, match=r"other members .*: 1\. Keep"):
+        graphed(setting.randn(4, 8))
+
+
+class Lazily(torch.nn.Module):
+    """Makes a buffer and a parameter when it first runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.LazyLinear(8), torch.nn.Tanh())
+        self.register_buffer("table", None)
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.arange(8.0, device=x.device)
+        return self.inner(x) * self.table
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_what_the_first_call_makes(setting):
+    module = Lazily().to(setting.device)
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),), num_warmup_iters=1)
+    plain = Lazily().to(setting.device)
+    plain(setting.randn(4, 8))
+    plain.load_state_dict(module.state_dict())
+    check(setting, graphed, module, plain, 0)
+    module.table = module.table * 2
+    plain.table = plain.table * 2
+    check(setting, graphed, module, plain, 1)
+
+
+# ---- functions
+
+
+def forms_of(module):
+    def by_name(x):
+        return module(x) * 1
+
+    return {
+        "method": module.forward,
+        "closure": by_name,
+        "partial": functools.partial(torch.nn.Module.__call__, module),
+    }
+
+
+@pytest.mark.parametrize("form", ["method", "closure", "partial"])
+def test_functions_follow_the_modules_that_they_name(setting, form):
+    module, plain = twins(
+        setting, torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    )
+    graphed = setting.graphed(forms_of(module)[form], (setting.randn(4, 8, grad=True),))
+    same(module[1].running_mean, plain[1].running_mean)
+    check(setting, graphed, module, plain, 0)
+    same(module[1].running_mean, plain[1].running_mean)
+    for each in (module, plain):
+        each.load_state_dict({k: v * 2 for k, v in each.state_dict().items()}, assign=True)
+    check(setting, graphed, module, plain, 1)
+    for each in (module, plain):
+        each[0].bias.requires_grad_(False)
+    check(setting, graphed, module, plain, 2)
+    for each in (module, plain):
+        each.eval()
+    x = setting.randn(4, 8)
+    same(graphed(x), plain(x))
+    assert graphed.stats.plain_calls == 1
+
+
+def test_a_frozen_module_in_a_closure_can_move(setting):
+    module, plain = twins(setting, net().requires_grad_(False))
+    graphed = setting.graphed(lambda x: module(x), (setting.randn(4, 8, grad=True),))
+    for each in (module, plain):
+        each[0].weight.data = each[0].weight.data * 3
+    check(setting, graphed, module, plain, 1)
+
+
+# ---- modes
+
+
+@pytest.mark.parametrize("kind", ["copy", "patched", "order"])
+def test_the_original_in_eval_mode(setting, kind):
+    module, plain = twins(setting, net(dropout=0.5))
+    options = {"patch_modules": kind == "patched"}
+    if kind == "order":
+        options = {"order": [1, -1]}
+    (graphed,) = setting.graphed((module,), ((setting.randn(4, 8),),), **options)
+    x = setting.randn(4, 8)
+    for mode in (True, False, True):
+        for each in (module, plain):
+            each.train(mode)
+        same(step(graphed, x)[0], step(plain, x)[0])
+
+
+def test_a_module_that_asks_for_its_mode_itself(setting):
+    class Asks(torch.nn.Module):
+        def forward(self, x):
+            return x * 2 if self.training else x * 3
+
+    module = Asks()
+    x = setting.randn(4, 8)
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    module.eval()
+    same(graphed(x), x * 3)
+    assert not graphed.training
+    module.train()
+    same(graphed(x), x * 2)
+    graphed.eval()
+    same(graphed(x), x * 3)
+    assert module.training
+    assert graphed.graphed.stats.replays == 1
+
+
+def test_a_submodule_in_another_mode(setting):
+    module, plain = twins(setting, net(dropout=0.5))
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    x = setting.randn(4, 8)
+    for mode in (True, False, True):
+        for each in (module, plain):
+            each[2].train(mode)
+        same(step(graphed, x)[0], step(plain, x)[0])
+    assert graphed.graphed.stats.plain_calls == 1

@@ -1,0 +1,63 @@
+"""Keys of tensors' layouts, and comparisons of members, in C++ and in Python."""
+
+import pytest
+import torch
+
+from cgpass.runtime import fast
+
+PYTHON = fast.PYTHON
+
+
+def tensors():
+    base = torch.arange(24.0).view(4, 6)
+    kinds = [base, base.t(), base[1:], base[:, ::2], base[0, :1].expand(5), torch.tensor(2.5)]
+    kinds += [torch.zeros(3, dtype=dtype) for dtype in (torch.bfloat16, torch.int8, torch.bool)]
+    return [*kinds, torch.nn.Parameter(base), torch.empty(0), torch.empty(0, 3)]
+
+
+def test_layouts_tell_what_a_graph_has_in_it(functions):
+    args = [*tensors(), torch.zeros(2, dtype=torch.complex64).conj(), torch.zeros(2).to(bool)]
+    args += [args[3], args[7].detach()]
+    key = functions["layouts"](args)
+    assert key == PYTHON["layouts"](args)
+    found = fast.read_layouts(key)
+    assert len(found) == len(args)
+    for numbers, tensor in zip(found, args, strict=True):
+        assert numbers[1:3] == (
+            tensor.data_ptr(),
+            next(i for i, t in enumerate(args) if t is tensor),
+        )
+        assert numbers[5:] == (*tensor.size(), *tensor.stride())
+    assert functions["layouts"]([]) == b""
+    with pytest.raises((TypeError, AttributeError)):
+        functions["layouts"]([None])
+    assert functions["requiring_grad"](args) == bytes([t.requires_grad for t in args])
+
+
+def test_layouts_differ_where_anything_does(functions):
+    base = torch.zeros(4, 4)
+    other = torch.nn.Parameter(base)
+    lists = [[base, base], [base, other], [base, base.t()], [base, base[:2]]]
+    lists += [[base, base.view(torch.int32)], [base, base.view(16)], [base], [base, base[1:]]]
+    assert len({functions["layouts"](each) for each in lists}) == len(lists)
+
+
+def test_members_are_compared_by_identity(functions):
+    values = [torch.zeros(2), None, "text"]
+    holders = [dict(zip("abc", values, strict=True)), {"d": True}]
+    mappings, keys = [holders[0]] * 3 + [holders[1]], list("abcd")
+    given = (mappings, keys, [*values, True], holders, [3, 1])
+    unchanged = functions["unchanged"]
+    assert unchanged(*given) is True
+    for change in ({"a": torch.zeros(2)}, {"b": 0}, {"e": 1}):
+        before = dict(holders[0])
+        holders[0].update(change)
+        assert unchanged(*given) is False
+        holders[0].clear()
+        holders[0].update(before)
+        assert unchanged(*given) is True
+    del holders[0]["c"]
+    holders[0]["other"] = values[2]
+    assert unchanged(*given) is False
+    with pytest.raises(ValueError, match="as many"):
+        unchanged(mappings, keys[1:], values, [], [])
