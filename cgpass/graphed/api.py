@@ -19,6 +19,7 @@ from cgpass.graphed.preparation import prepared
 from cgpass.graphed.recorder import GroupRecorder
 from cgpass.graphed.schedule import Schedule, interleaved, simple
 from cgpass.graphed.target import Target
+from cgpass.graphed.values import refuse_hidden_tensors
 from cgpass.runtime import fast
 from cgpass.runtime.driver import CUDADriver, GraphDriver
 from cgpass.runtime.owner import Owner
@@ -77,7 +78,14 @@ def make_graphed_callables(
     device = _device(args, kwargs, targets)
     group = _group(given, device)
     by_module = given.order is None  # what is returned looks at its module's mode itself
-    find_statics = [partial(target.statics, device, weak=by_module) for target in targets]
+    given_modules = [
+        _modules_in((args[number], kwargs[number]))
+        for number in map(schedule.callables.index, range(len(targets)))
+    ]
+    find_statics = [
+        partial(target.statics, device, others, weak=by_module)
+        for target, others in zip(targets, given_modules, strict=True)
+    ]
     statics = [find() for find in find_statics]
     passes = [
         Pass(
@@ -154,24 +162,40 @@ def _samples(
             raise GraphedArgumentError(
                 f"make_graphed_callables: sample_args[{i}] must be a tuple of arguments, got {type(each).__name__}."
             )
-    if kwargs is None:
-        all_kwargs: list[Any] = [{} for _ in all_args]
-    elif several:
-        all_kwargs = [kwargs] if isinstance(kwargs, Mapping) else list(kwargs)
-    else:
-        all_kwargs = [kwargs]
-    for i, each in enumerate(all_kwargs):
-        if not isinstance(each, Mapping):
-            where = f"sample_kwargs[{i}]" if several else "sample_kwargs"
-            raise GraphedArgumentError(
-                f"make_graphed_callables: {where} must be a dict, got {type(each).__name__}."
-            )
+    all_kwargs = _kwargs(kwargs, len(all_args), several=several)
     if len(all_kwargs) != len(all_args):
         raise GraphedArgumentError(
             f"make_graphed_callables: {len(all_args)} samples in sample_args, {len(all_kwargs)} in sample_kwargs. Give "
             "one dict for each, {} where there are no keyword arguments."
         )
     return [tuple(each) for each in all_args], all_kwargs
+
+
+def _kwargs(
+    kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+    num_samples: int,
+    *,
+    several: bool,
+) -> list[Any]:
+    if not isinstance(kwargs, Mapping | list | tuple | None):
+        raise GraphedArgumentError(
+            "make_graphed_callables: sample_kwargs must be a dict, or a sequence of dicts where there are several samples, "
+            f"got {type(kwargs).__name__}."
+        )
+    if kwargs is None:
+        return [{}] * num_samples
+    found = [kwargs] if isinstance(kwargs, Mapping) or not several else list(kwargs)
+    for i, each in enumerate(found):
+        where = f"sample_kwargs[{i}]" if several else "sample_kwargs"
+        if not isinstance(each, Mapping):
+            raise GraphedArgumentError(
+                f"make_graphed_callables: {where} must be a dict, got {type(each).__name__}."
+            )
+        if not all(isinstance(key, str) for key in each):
+            raise GraphedArgumentError(
+                f"make_graphed_callables: {where} must have names for keys, got {list(each)}."
+            )
+    return found
 
 
 def _schedule(num_callables: int, num_samples: int, options: GraphedOptions) -> Schedule:
@@ -185,14 +209,19 @@ def _schedule(num_callables: int, num_samples: int, options: GraphedOptions) -> 
     return simple(num_callables)
 
 
+def _modules_in(sample: Any) -> list[torch.nn.Module]:
+    return [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, torch.nn.Module)]
+
+
 def _device(args: Sequence[Any], kwargs: Sequence[Any], targets: Sequence[Target]) -> torch.device:
     for leaf in pytree.tree_leaves((list(args), [dict(each) for each in kwargs])):
         if isinstance(leaf, torch.Tensor):
             return leaf.device
-    for target in targets:
-        for module in target.modules:
-            for tensor in module.parameters():
-                return tensor.device
+        refuse_hidden_tensors("an argument of a sample", leaf)
+    modules = [module for target in targets for module in target.modules]
+    for module in [*modules, *_modules_in((args, kwargs))]:
+        for tensor in (*module.parameters(), *module.buffers()):
+            return tensor.device
     raise GraphedArgumentError(
         "make_graphed_callables: neither samples nor modules have a tensor that would tell the device."
     )

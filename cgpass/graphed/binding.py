@@ -7,6 +7,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass.errors import InputError
+from cgpass.graphed.values import refuse_hidden_tensors
 from cgpass.runtime.signature import check_tensor
 
 
@@ -31,13 +32,13 @@ class Binding:
         self._device = device
         self._keys = tuple(kwargs)
         self._num_args = len(args)
-        pairs, self._spec = pytree.tree_flatten_with_path((args, dict(kwargs)))
-        self._names = [_name_of(path) for path, _ in pairs]
-        leaves = [leaf for _, leaf in pairs]
+        self._names, leaves, self._spec = _flattened(args, kwargs)
         self._is_flat = len(leaves) == len(args) + len(kwargs) and all(
             leaf is arg for leaf, arg in zip(leaves, [*args, *kwargs.values()], strict=True)
         )
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        for i, leaf in enumerate(leaves):
+            refuse_hidden_tensors(f"{name}: {self._names[i]}", leaf)
         self._constants = [(i, v) for i, v in enumerate(leaves) if i not in self._places]
         self._is_simple = self._is_flat and not self._constants and not kwargs
         """Whether the arguments are nothing but tensors."""
@@ -143,6 +144,24 @@ class Binding:
                     "sample that requires grad, or detach it."
                 )
         raise AssertionError("some tensor does not fit")
+
+
+def _flattened(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[list[str], list[Any], pytree.TreeSpec]:
+    """Names of all leaves, the leaves, and their structure."""
+    try:
+        pairs, spec = pytree.tree_flatten_with_path((args, dict(kwargs)))
+    except ValueError:  # some node does not tell what its children are called
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        counts = [(k, pytree.tree_structure(v).num_leaves) for k, v in enumerate(args)]
+        counts += [(k, pytree.tree_structure(v).num_leaves) for k, v in kwargs.items()]
+        return (
+            [f"argument {k!r}, leaf {n}" for k, count in counts for n in range(count)],
+            leaves,
+            spec,
+        )
+    return [_name_of(path) for path, _ in pairs], [leaf for _, leaf in pairs], spec
 
 
 def _equal(a: object, b: object) -> bool:

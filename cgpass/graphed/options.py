@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+import torch
+
 from cgpass.errors import OptionError
 from cgpass.recompute.tracker import RNGStatesTracker
 
@@ -95,11 +97,20 @@ class GraphedOptions:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise _bad(self, name, "a bool")
-        if not isinstance(self.rng_tracker, RNGStatesTracker | None):
-            raise _bad(self, "rng_tracker", "a cgpass.RNGStatesTracker or None")
+        self._check_objects()
         if self.order is None and (self.reuse_buffers or self.num_layers_per_chunk is not None):
             name = "reuse_buffers" if self.reuse_buffers else "num_layers_per_chunk"
             raise OptionError(f"make_graphed_callables: option {name!r} needs an order.")
+
+    def _check_objects(self) -> None:
+        if not isinstance(self.rng_tracker, RNGStatesTracker | None):
+            raise _bad(self, "rng_tracker", "a cgpass.RNGStatesTracker or None")
+        if not isinstance(self.stream, torch.Stream | None):
+            raise _bad(self, "stream", "a torch.cuda.Stream or None")
+        if self.pool is not None and not _is_pool(getattr(self.pool, "id", self.pool)):
+            raise _bad(
+                self, "pool", "a torch.cuda.graph_pool_handle(), a torch.cuda.MemPool or None"
+            )
 
     @classmethod
     def parse(cls, options: "Mapping[str, Any] | GraphedOptions | None") -> "GraphedOptions":
@@ -121,6 +132,10 @@ class GraphedOptions:
                 hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(known)}."
                 raise OptionError(f"make_graphed_callables: unknown option {name!r}; {hint}")
         return cls(**(options or {}))
+
+
+def _is_pool(handle: object) -> bool:
+    return isinstance(handle, tuple) and [type(part) for part in handle] == [int, int]
 
 
 def _bad(options: GraphedOptions, name: str, wanted: str) -> OptionError:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from cgpass.errors import GraphedArgumentError
 from cgpass.graphed.autograd_graph import GraphFacts, take_gradients
@@ -14,7 +15,12 @@ from cgpass.graphed.group import Group
 from cgpass.graphed.hooks import HookSet
 from cgpass.graphed.options import GraphedOptions
 from cgpass.graphed.statics import Statics, firsts
-from cgpass.graphed.values import OutputStructure, no_autocast_cache, tensors_of
+from cgpass.graphed.values import (
+    OutputStructure,
+    no_autocast_cache,
+    refuse_hidden_tensors,
+    tensors_of,
+)
 from cgpass.recompute.gradients import grads_put_aside
 from cgpass.recompute.states import CheckpointStates
 from cgpass.telemetry import CallStats
@@ -132,6 +138,8 @@ class Pass:
 
         with no_autocast_cache():
             (result,) = group.driver.warm_up(forward, []) if pool else forward([])
+        for leaf in pytree.tree_leaves(result):
+            refuse_hidden_tensors(f"what {self.name} returns", leaf)
         self._refuse_assigned(read[1])
         self._forget_unwritten()
         for tensors, before, written in zip(

@@ -135,8 +135,9 @@ def _layers(
                 f"make_graphed_callables: {num_callables} callables can't be shared out evenly to the {num_chunks} "
                 "chunks of the order. Give num_layers_per_chunk."
             )
-    layers = (given,) * num_chunks if isinstance(given, int) else tuple(given)
-    if len(layers) != num_chunks or any(not isinstance(n, int) or n < 1 for n in layers):
+    is_sequence = isinstance(given, Sequence) and not isinstance(given, str)
+    layers = tuple(given) if is_sequence else (given,) * num_chunks
+    if len(layers) != num_chunks or any(type(n) is not int or n < 1 for n in layers):
         raise ScheduleError(
             f"make_graphed_callables: num_layers_per_chunk must be an int or {num_chunks} ints, one per chunk of the "
             f"order, each at least 1, got {given!r}."

@@ -1,7 +1,7 @@
 """`Target`: one callable that is recorded."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class Target:
         """
         if not callable(fn):
             raise GraphedArgumentError(
-                f"make_graphed_callables: callable {index or 0} is a {type(fn).__name__}; give a module or a function."
+                f"make_graphed_callables: callable {index or 0} is a {type(fn).__name__}; give a module, a function or a tuple of them."
             )
         self.module = fn if isinstance(fn, torch.nn.Module) else None
         own = type(fn).__name__ if self.module is not None else _name_of(fn)
@@ -36,16 +36,20 @@ class Target:
         if self.module is not None:
             _check_module(self.name, self.module)
 
-    def statics(self, device: torch.device, *, weak: bool) -> Statics:
+    def statics(
+        self, device: torch.device, others: Sequence[torch.nn.Module], *, weak: bool
+    ) -> Statics:
         """What it reads besides its arguments, as far as it can be found.
 
         Args:
             device: Where that lies.
+            others: Modules that it is called with.
             weak: Whether the module will hold what is returned, and must not be held by it.
         """
         is_module = self.module is not None
         weak = weak and is_module
-        return Statics(self.modules, device, self.name, weak=weak, required=is_module)
+        modules = [*self.modules, *others]
+        return Statics(modules, device, self.name, weak=weak, required=is_module and not others)
 
     @property
     def backward_dw(self) -> Callable[[], Any] | None:

@@ -168,6 +168,9 @@ def test_arguments_that_can_not_be(setting):
         ),
         "sample_kwargs must be a dict, got list": (module, (x,), [1]),
         "2 samples in sample_args, 1 in sample_kwargs": ((module,) * 2, ((x,), (x,)), [{}]),
+        "sample_kwargs must be a dict, or a sequence of dicts .*, got int": ((module,), ((x,),), 5),
+        r"sample_kwargs must have names for keys, got \[1\]": (module, (x,), {1: 2}),
+        "callable 0 is a list; give a module, a function or a tuple": ([module], (x,), None),
         "neither samples nor modules have a tensor": (lambda: None, (), None),
     }
     for message, args in refused.items():
@@ -186,6 +189,8 @@ def test_arguments_that_can_not_be(setting):
         ({"own_grads": 1}, "'own_grads' must be a bool, got 1"),
         ({"static_input_check": "no"}, "must be one of 'rerecord', 'error', 'off', got 'no'"),
         ({"rng_tracker": {}}, "'rng_tracker' must be a cgpass.RNGStatesTracker or None"),
+        ({"stream": "mine"}, "'stream' must be a torch.cuda.Stream or None, got 'mine'"),
+        ({"pool": "mine"}, "'pool' must be a torch.cuda.graph_pool_handle.* or None, got 'mine'"),
         ({"num_warmup_iter": 3}, "unknown option 'num_warmup_iter'; did you mean 'num_warmup_it"),
         (3, "options must be a GraphedOptions or a dict, got int"),
     ],

@@ -187,3 +187,10 @@ def test_options_that_need_an_order():
     for name, value in {"reuse_buffers": True, "num_layers_per_chunk": 2}.items():
         with pytest.raises(cgpass.errors.OptionError, match=f"option '{name}' needs an order"):
             cgpass.GraphedOptions(**{name: value})
+
+
+@pytest.mark.parametrize("layers", [2.5, True, [True], {1: 2}, "1", 0, [1, 1]])
+def test_layers_per_chunk_that_can_not_be(setting, layers):
+    module, options = setting.module(net()), {"order": [1, -1], "num_layers_per_chunk": layers}
+    with pytest.raises(cgpass.errors.ScheduleError, match="num_layers_per_chunk must be an int or"):
+        setting.graphed((module,), ((setting.randn(4, 8),),), **options)

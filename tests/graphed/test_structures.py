@@ -1,0 +1,106 @@
+"""Arguments and results of classes that the user made."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import cgpass
+from tests.graphed.steps import net, same, same_grads, step, twins
+
+
+class Pair:
+    """A node that does not tell what its children are called."""
+
+    def __init__(self, first, second):
+        self.first = first
+        self.second = second
+
+
+pytree.register_pytree_node(
+    Pair, lambda pair: ([pair.first, pair.second], None), lambda parts, _: Pair(*parts)
+)
+
+
+def test_nodes_without_names_for_their_children(setting):
+    module, plain = twins(setting, net())
+
+    def of(layer):
+        return lambda pair, *, scale: Pair(layer(pair.first) * scale, pair.second.sin())
+
+    sample = Pair(setting.randn(4, 8), setting.randn(3))
+    graphed = setting.graphed(of(module), (sample,), {"scale": 2.0})
+    given = Pair(setting.randn(4, 8), setting.randn(3))
+    found, expected = graphed(given, scale=2.0), of(plain)(given, scale=2.0)
+    for a, b in ((found.first, expected.first), (found.second, expected.second)):
+        same(a, b)
+    for result in (found, expected):
+        result.first.square().sum().backward()
+    same_grads(module, plain)
+    with pytest.raises(cgpass.errors.InputError, match="argument 0, leaf 1 was \\[3\\]"):
+        graphed(Pair(setting.randn(4, 8), setting.randn(5)), scale=2.0)
+    with pytest.raises(cgpass.errors.InputError, match=r"argument 'scale', leaf 0 was 2\.0"):
+        graphed(given, scale=3.0)
+
+
+@dataclasses.dataclass
+class Unknown:
+    values: object
+    number: int = 1
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    values: object
+
+
+class Plain:
+    def __init__(self, values):
+        self.values = values
+
+
+@pytest.mark.parametrize("kind", [Unknown, Slotted, Plain])
+@pytest.mark.parametrize("nested", [False, True])
+def test_objects_with_tensors_in_them_are_refused(setting, kind, nested):
+    def wrapped(x):
+        return kind([x]) if nested else kind(x)
+
+    x = setting.randn(3)
+    with pytest.raises(
+        cgpass.errors.GraphedArgumentError,
+        match=f"returns is a {kind.__name__}, which has tensors in it but is no pytree node",
+    ):
+        setting.graphed(lambda x: wrapped(x * 2), (x,))
+    for args in ((wrapped(x),), (x, wrapped(x))):
+        with pytest.raises(
+            cgpass.errors.GraphedArgumentError, match=f"is a {kind.__name__}, which has tensors"
+        ):
+            setting.graphed(lambda *args: args[0], args)
+    other = kind(3)
+    graphed = setting.graphed(lambda x, other: (x * 2, other), (x, other))
+    assert graphed(x, other)[1] is other
+
+
+def test_modules_as_arguments(setting):
+    module, plain = twins(
+        setting, torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    )
+
+    def run(layer, x):
+        return layer(x)
+
+    graphed = setting.graphed(run, (module, setting.randn(4, 8, grad=True)))
+    for each in (module, plain):
+        each[0].weight.data = each[0].weight.data * 2
+    x = setting.randn(4, 8, grad=True)
+    for _ in range(2):
+        same(step(lambda y: graphed(module, y), x)[0], step(lambda y: run(plain, y), x)[0])
+        same_grads(module, plain)
+        same(module[1].running_mean, plain[1].running_mean)
+    assert graphed.stats.rerecordings == 1
+    module.eval()
+    plain.eval()
+    same(graphed(module, x), plain(x))
+    with pytest.raises(cgpass.errors.InputError, match="argument 0 was Sequential"):
+        graphed(plain, x)
