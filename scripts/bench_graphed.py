@@ -4,8 +4,8 @@
 
 Both arms graph copies of the same transformer layer with the same samples, in one process, in turns: a batch of calls
 of one, a batch of the other. The host's time of a call is that of issuing it, the device idle before each batch; the
-layer is so small that the device does not hold the host up. Results are dropped after each call, as a layer's are in a
-step. Reported for each arm: median and quartiles in microseconds a call, for the forward, the backward and both, with
+layer is so small that the device does not hold the host up. A backward's time includes dropping the result, and with it
+the autograd graph, as happens in a step. Reported for each arm: median and quartiles in microseconds a call, for the forward, the backward and both, with
 gradients cleared before each call and accumulated.
 """
 
@@ -108,18 +108,18 @@ def measure(arm: Arm, x: torch.Tensor, calls: int, *, accumulate: bool) -> tuple
     synchronize()
     for _ in range(calls):
         if not accumulate:
-            for p in parameters:
-                p.grad = None
+            for tensor in (x, *parameters):
+                tensor.grad = None
         begin = time.perf_counter()
         out = fn(x)
         middle = time.perf_counter()
         grad = torch.ones_like(out) if grad is None else grad
         start = time.perf_counter()
         out.backward(grad)
+        del out
         end = time.perf_counter()
         forward += middle - begin
         backward += end - start
-        del out
         synchronize()
     return forward / calls * 1e6, backward / calls * 1e6
 

@@ -87,16 +87,17 @@ class GraphedFunction:
             return self._run_plainly("it was recorded under other autocast settings", args, kwargs)
         if torch.is_grad_enabled() and not self._pass.with_grad:
             return self._run_plainly("it was recorded under torch.no_grad()", args, kwargs)
-        if not self._pass.statics.has_its_modes():
-            return self._run_plainly(None, args, kwargs)
-        if self._check != "off" and not self._pass.statics.has_its_members():
-            self._follow_members()
-        statics = self._pass.statics.now()
+        found = self._pass.statics
+        if not found.unchanged():
+            if not found.has_its_modes():
+                return self._run_plainly(None, args, kwargs)
+            if self._check != "off" and not found.has_its_members():
+                found = self._follow_members()
         try:
+            statics = found.now()
             recorded = self._find(statics)
         except MemberGoneError:
-            self._follow_members()
-            statics = self._pass.statics.now()
+            statics = self._follow_members().now()
             recorded = self._find(statics)
         if recorded is None:
             return self._run_plainly("parameters moved more often than max_rerecords", args, kwargs)
@@ -127,7 +128,7 @@ class GraphedFunction:
 
     # ---- recording again
 
-    def _follow_members(self) -> None:
+    def _follow_members(self) -> Statics:
         """Have the modules' submodules, parameters and buffers as they are now."""
         d = self._pass
         if self._check == "error":
@@ -138,6 +139,7 @@ class GraphedFunction:
         known = {id(key[0]): key[0] for key in self._recorded}
         before = [each for each in known.values() if each.fits()]
         d.use_statics(before[0] if before else d.find_statics())
+        return d.statics
 
     def _record_again(self, now: Key) -> RecordedPass | None:
         d, group = self._pass, self._group

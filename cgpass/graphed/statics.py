@@ -50,6 +50,7 @@ class Statics:
         """Parameters that are expected to get a gradient: these many first ones."""
         self._modes = _Members()
         self._members = _Members()
+        self._all = _Members()
         self._lazy: list[Any] = []
         """Parameters that the first call makes."""
         self._holders: list[Any] = []
@@ -76,13 +77,15 @@ class Statics:
 
     def _watch(self, module: torch.nn.Module, path: str, *, mode: bool) -> None:
         if mode and "training" in module.__dict__:
-            self._modes.add(module.__dict__, "training", path)
+            for entries in (self._modes, self._all):
+                entries.add(module.__dict__, "training", path)
         for holder in (module._modules, module._parameters, module._buffers):
             self._holders.append(holder)
             self._sizes.append(len(holder))
             for key, value in holder.items():
                 if value is None or holder is module._modules:
-                    self._members.add(holder, key, f"{path}.{key}".lstrip("."))
+                    for entries in (self._members, self._all):
+                        entries.add(holder, key, f"{path}.{key}".lstrip("."))
 
     def _add(self, holder: dict[str, Any], key: str, name: str) -> None:
         self._dicts.append(holder)
@@ -95,6 +98,10 @@ class Statics:
         self._add({"leaf": leaf}, "leaf", f"closure leaf {number} {list(leaf.shape)}")
 
     # ---- what the modules are like
+
+    def unchanged(self) -> bool:
+        """`has_its_modes()` and `has_its_members()`, at the cost of one."""
+        return not self._lazy and self._all.unchanged(self._holders, self._sizes)
 
     def has_its_modes(self) -> bool:
         """Whether all modules are in the mode, training or eval, that they were found in."""

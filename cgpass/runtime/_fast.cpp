@@ -173,6 +173,11 @@ PyObject* unchanged(PyObject* const* args) {
     if (size != PyLong_AsSsize_t(sizes.items[k])) Py_RETURN_FALSE;
   }
   for (Py_ssize_t k = 0; k < keys.size; ++k) {
+    if (PyDict_CheckExact(mappings.items[k])) {
+      if (PyDict_GetItemWithError(mappings.items[k], keys.items[k]) == values.items[k]) continue;
+      if (PyErr_Occurred()) throw PythonErrorSet();
+      Py_RETURN_FALSE;
+    }
     PyObject* found = PyObject_GetItem(mappings.items[k], keys.items[k]);
     if (found == nullptr && !PyErr_ExceptionMatches(PyExc_KeyError)) throw PythonErrorSet();
     PyErr_Clear();
