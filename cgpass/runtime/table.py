@@ -206,7 +206,10 @@ class RecordingTable:
         self._shapes.clear()
         self._seen.clear()
         self._places.clear()
+        self._warm_sets.clear()
         self._newest = None
+        self._num_rerecords = 0
+        self._warned = False
         return recordings
 
     # ---- limits
