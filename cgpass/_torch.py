@@ -491,6 +491,7 @@ def min_cut_partition(
     num_fwd_outputs: int,
     static_lifetime_input_indices: list[int] | None = None,
     keep_random: bool = True,
+    random: Sequence[torch.fx.Node] = (),
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """AOTAutograd's min-cut split of a joint graph into forward and backward.
 
@@ -503,12 +504,16 @@ def min_cut_partition(
         keep_random: Whether to leave recomputed random operators as they are. Else they save their generator's state,
             which no graph holds, and run eagerly: never generators of AOTAutograd's, which a backward that compiled
             autograd traces once more loses (torch 2.11 to 2.15).
+        random: What draws random numbers. Two of them with equal arguments are two draws, also where torch would take
+            them for one: its list has no operators but some of aten's (2.11 to 2.13), and no higher-order ones (to 2.15).
     """
-    from torch._functorch import config, partitioners
+    from torch._functorch import compile_utils, config, partitioners
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(config.patch(graphsafe_rng_functionalization=False))
+        kept_apart = [*compile_utils.rand_ops, *map(compile_utils.get_aten_target, random)]
+        stack.enter_context(_replaced(compile_utils, "rand_ops", kept_apart))
         if keep_random:
             stack.enter_context(_replaced(partitioners, "functionalize_rng_ops", _leave_random_ops))
         return min_cut_rematerialization_partition(
@@ -518,6 +523,14 @@ def min_cut_partition(
             num_fwd_outputs=num_fwd_outputs,
             static_lifetime_input_indices=static_lifetime_input_indices,
         )
+
+
+def is_nested_joint(joint_inputs: Sequence[Any]) -> bool:
+    """Whether AOTAutograd asks for a split of the body of an `invoke_subgraph`: it gives no inputs then.
+
+    Source: torch/_functorch/_aot_autograd/graph_compile.py `run_joint_graph_passes_on_hops`, 2.11 to 2.15.
+    """
+    return not joint_inputs
 
 
 def _leave_random_ops(
@@ -535,6 +548,31 @@ def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(module, name, before)
+
+
+unwrap_if_dead: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead
+"""What is inside of a tensor that a functorch transform left behind when it ended; any other as it is.
+
+Source: torch/csrc/functorch/init.cpp, 2.11 to 2.15.
+"""
+
+
+def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without a look at every argument, which costs 1 us each.
+
+    Tensors among the arguments must have gone through `unwrap_if_dead`, unless they can't come from a functorch
+    transform. Raises as `apply` does inside of one.
+
+    Source: torch/autograd/function.py, `Function.apply`, 2.11 to 2.15.
+    """
+    base: Any = super(torch.autograd.Function, function)
+    apply = base.apply
+    in_transform = torch._C._are_functorch_transforms_active
+
+    def call(*args: Any) -> Any:
+        return function.apply(*args) if in_transform() else apply(*args)
+
+    return call
 
 
 def uses_compiled_autograd() -> bool:
@@ -701,6 +739,20 @@ def autograd_keys_on() -> Iterator[None]:
 def operators_are_watched() -> bool:
     """Whether a dispatch mode sees the operators that this thread calls."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def in_functorch() -> bool:
+    """Whether a transform of `torch.func` is running: vmap, grad, jvp and what is made of them."""
+    from torch._C._functorch import maybe_current_level
+
+    return maybe_current_level() is not None
+
+
+def in_forward_ad() -> bool:
+    """Whether a level of forward-mode AD is open."""
+    from torch.autograd import forward_ad
+
+    return forward_ad._current_level >= 0
 
 
 # ---- fake tensors

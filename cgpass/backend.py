@@ -160,8 +160,9 @@ class Compilation:
         )
 
     def _split(self, joint: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
-        self._num_fwd_outputs = settings["num_fwd_outputs"]
-        telemetry.compile_stats.joint_graphs += 1
+        if not _torch.is_nested_joint(inputs):
+            self._num_fwd_outputs = settings["num_fwd_outputs"]
+            telemetry.compile_stats.joint_graphs += 1
         return split_joint(joint, inputs, **settings)
 
     def _inner_compile(

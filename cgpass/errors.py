@@ -58,7 +58,7 @@ class CheckpointError(CGPassError, RuntimeError):
 
 
 class RNGTrackerError(CGPassError, LookupError):
-    """A name that an `RNGStatesTracker` doesn't have, or has already."""
+    """A name that an `RNGStatesTracker` doesn't have or has already, or a state, seed or moment it can't take."""
 
 
 class GraphedArgumentError(CGPassError, ValueError):

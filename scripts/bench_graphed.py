@@ -4,8 +4,9 @@
 
 Both arms graph copies of the same transformer layer with the same samples, in one process, in turns: a batch of calls
 of one, a batch of the other. The host's time of a call is that of issuing it, the device idle before each batch; the
-layer is so small that the device does not hold the host up. Reported for each arm: median and quartiles in
-microseconds a call, for the forward, the backward and both, with gradients cleared before each call and accumulated.
+layer is so small that the device does not hold the host up. Results are dropped after each call, as a layer's are in a
+step. Reported for each arm: median and quartiles in microseconds a call, for the forward, the backward and both, with
+gradients cleared before each call and accumulated.
 """
 
 import argparse
@@ -118,6 +119,7 @@ def measure(arm: Arm, x: torch.Tensor, calls: int, *, accumulate: bool) -> tuple
         end = time.perf_counter()
         forward += middle - begin
         backward += end - start
+        del out
         synchronize()
     return forward / calls * 1e6, backward / calls * 1e6
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from cgpass import _torch
 from cgpass.errors import GraphedBackwardError, StaticInputMovedError
 from cgpass.graphed.group import Group
 from cgpass.graphed.pending import Aside
@@ -84,9 +85,9 @@ class RecordedPass:
         if self.backward is None or not torch.is_grad_enabled():
             with self.group.owner.lock:
                 return self.structure.build(self.run_forward(tensors, statics))
-        wanted = [tensors[i] for i in self.wanted_inputs]
-        wanted += [statics[i] for i in self.wanted_statics]
-        outputs: Any = _Graphed.apply(Call(self, tensors, statics), *wanted)
+        wanted = [_torch.unwrap_if_dead(tensors[i]) for i in self.wanted_inputs]
+        wanted += map(statics.__getitem__, self.wanted_statics)
+        outputs: Any = _apply(Call(self, tensors, statics), *wanted)
         return self.structure.build(outputs)
 
     def run_forward(
@@ -104,15 +105,15 @@ class RecordedPass:
         return group.hand_out(recording, outputs)
 
     def _copy_in(self, tensors: Sequence[torch.Tensor]) -> None:
-        away = [
-            (memory, tensor)
-            for memory, tensor in zip(self.inputs, tensors, strict=True)
-            if tensor.data_ptr() != memory.address or tensor.stride() != memory.stride
-        ]
-        for _, tensor in away:
-            if tensor.data_ptr() in self._addresses:  # samples in others' places
-                away = [(memory, tensor.clone()) for memory, tensor in away]
-                break
+        away: list[tuple[InputMemory, torch.Tensor]] = []
+        crossing = False
+        for memory, tensor in zip(self.inputs, tensors, strict=True):
+            address = tensor.data_ptr()
+            if address != memory.address or tensor.stride() != memory.stride:
+                crossing |= address in self._addresses
+                away.append((memory, tensor))
+        if crossing:  # samples in others' places, or laid out otherwise in their own
+            away = [(memory, tensor.clone()) for memory, tensor in away]
         for memory, tensor in away:
             memory.copy_from(tensor)
             self.stats.copied_bytes += memory.num_bytes
@@ -352,6 +353,9 @@ class _Graphed(torch.autograd.Function):
         made = [grad for grad in grads if grad is not None]
         fenced = iter(_NoSecond.apply(call.recorded.name, anchor(), *made))
         return (None, *(grad if grad is None else next(fenced) for grad in grads))
+
+
+_apply = _torch.direct_apply(_Graphed)
 
 
 class _NoSecond(torch.autograd.Function):

@@ -109,17 +109,60 @@ PyObject* static_key(PyObject* const* args) {
   return key.release();
 }
 
-PyObject* any_held(PyObject* const* args) {
-  const Items cdatas(args[0]);
-  const Items baseline(args[1]);
-  if (cdatas.size != baseline.size) fail(PyExc_ValueError, "as many counts as storages expected");
-  for (Py_ssize_t k = 0; k < cdatas.size; ++k) {
+// References to a storage in C++ and, since its Python object is one of these whoever holds that, to the latter.
+size_t users_of(c10::StorageImpl* storage) {
+  PyObject* object = storage->pyobj_slot()->load_pyobj();
+  return c10::raw::intrusive_ptr::use_count(storage) + (object ? Py_REFCNT(object) : 0);
+}
+
+struct Watched {  // storages, where they lay and how many users they had
+  const Items cdatas, addresses, users;
+  explicit Watched(PyObject* const* args) : cdatas(args[1]), addresses(args[2]), users(args[3]) {
+    if (cdatas.size != users.size || cdatas.size != addresses.size) {
+      fail(PyExc_ValueError, "as many counts as storages expected");
+    }
+  }
+  bool is_held(Py_ssize_t k) const {
     auto* storage = static_cast<c10::StorageImpl*>(PyLong_AsVoidPtr(cdatas.items[k]));
-    const auto count = PyLong_AsUnsignedLong(baseline.items[k]);
+    const void* address = PyLong_AsVoidPtr(addresses.items[k]);
+    const auto count = PyLong_AsUnsignedLong(users.items[k]);
     if (PyErr_Occurred()) throw PythonErrorSet();
-    if (c10::raw::intrusive_ptr::use_count(storage) != count) Py_RETURN_TRUE;
+    return users_of(storage) != count || storage->data() != address;
+  }
+};
+
+PyObject* any_held(PyObject* const* args) {
+  const Watched watched(args);
+  for (Py_ssize_t k = 0; k < watched.cdatas.size; ++k) {
+    if (watched.is_held(k)) Py_RETURN_TRUE;
   }
   Py_RETURN_FALSE;
+}
+
+PyObject* held(PyObject* const* args) {
+  const Watched watched(args);
+  Owned found(PyList_New(0));
+  for (Py_ssize_t k = 0; k < watched.cdatas.size; ++k) {
+    if (!watched.is_held(k)) continue;
+    const Owned number(PyLong_FromSsize_t(k));
+    if (PyList_Append(found.object, number.object) < 0) throw PythonErrorSet();
+  }
+  return found.release();
+}
+
+PyObject* stand_in(PyObject* const* args) {
+  void* address = PyLong_AsVoidPtr(args[0]);
+  const size_t bytes = PyLong_AsSize_t(args[1]);
+  if (PyErr_Occurred()) throw PythonErrorSet();
+  const c10::Device device = tensor_of(args[2]).device();
+  auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), bytes, at::DataPtr(address, device),
+      c10::GetAllocator(device.type()), true);
+  const c10::DispatchKeySet keys(c10::computeDispatchKey(at::kByte, at::kStrided, device));
+  at::Tensor out = at::detail::make_tensor<at::TensorImpl>(
+      c10::Storage(std::move(storage)), keys, caffe2::TypeMeta::Make<uint8_t>());
+  out.unsafeGetTensorImpl()->set_sizes_contiguous({static_cast<int64_t>(bytes)});
+  return THPVariable_Wrap(std::move(out));
 }
 
 c10::intrusive_ptr<at::TensorImpl> detached(const at::Tensor& tensor) {
@@ -156,7 +199,7 @@ PyObject* exclusive(PyObject* const* args) {
     const auto count = PyLong_AsUnsignedLong(expected.items[k]);
     if (PyErr_Occurred()) throw PythonErrorSet();
     if (Py_REFCNT(object) != 1 || tensor.use_count() != 1 ||
-        c10::raw::intrusive_ptr::use_count(storage) != count) {
+        users_of(storage) != count) {
       Py_RETURN_FALSE;
     }
   }
@@ -342,7 +385,9 @@ PyObject* guarded(PyObject*, PyObject* const* args, Py_ssize_t n) {
 #define METHOD(name, n) {#name, (PyCFunction)(void*)guarded<name, n>, METH_FASTCALL, nullptr}
 PyMethodDef methods[] = {
     METHOD(static_key, 2),
-    METHOD(any_held, 2),
+    METHOD(any_held, 4),
+    METHOD(held, 4),
+    METHOD(stand_in, 3),
     METHOD(aliases, 1),
     METHOD(views, 2),
     METHOD(copies, 2),

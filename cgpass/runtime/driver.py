@@ -107,9 +107,19 @@ def _may_be_empty() -> Iterator[None]:
 
 
 class _Pool:
-    """A memory pool and the graphs that keep it in use; whoever replays them keeps them alive."""
+    """A memory pool and the graphs that keep it in use; whoever replays them keeps them alive.
+
+    Note [Warm-ups have a pool of their own]
+        What a warm-up takes and gives back stays the pool's for good, cut up as the warm-up needed it: a capture in the
+        same pool finds most of it of the wrong sizes and takes as much again (ViT-S, training: 458 MiB against 350).
+        In the ordinary pool a warm-up would leave as much behind, and what outlives it would lie in between. So
+        warm-ups have a pool, and the first capture gets a new one. What is free of the old one goes back to the device
+        then, and once more when the second capture begins: by then gradients of a warm-up are gone, too.
+    """
 
     def __init__(self, device: int, handle: Any = None) -> None:
+        self.is_given = handle is not None
+        """Whether it is the user's own, which other graphs may use too."""
         self.handle: Any = handle or torch.cuda.graph_pool_handle()
         self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._device = device
@@ -121,6 +131,11 @@ class _Pool:
     def is_used(self) -> bool:
         """Whether the allocators take captures into it: not once its last user is gone, or one of them failed."""
         return not self._failed and (bool(self.graphs) or self._users > 0)
+
+    @property
+    def is_for_warm_ups(self) -> bool:
+        """Whether no graph lies in it, but memory of warm-ups does."""
+        return not self.graphs and self._users > 0 and not self.is_given
 
     @contextlib.contextmanager
     def allocating(self) -> Iterator[None]:
@@ -149,13 +164,48 @@ class _Pool:
 
 
 class _CUDAGraph:
-    """A recorded graph among those that use its pool."""
+    """A recorded graph among those that use its pool.
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, pool: _Pool) -> None:
-        self.replay = graph.replay
+    Note [Which state a replay draws from]
+        A graph draws from the state object that the default generator had while it was recorded. Who forks by giving
+        the generator another one (`graphsafe_set_state`) means that one. So around the replay of a graph that draws
+        the two stand where the user's does, and afterwards the recorded one is back where it was. Nothing tells
+        whether they are one object but that they move together.
+    """
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, pool: _Pool, generator: torch.Generator
+    ) -> None:
+        self._replay = graph.replay
+        self._generator = generator
+        self._recorded = generator.graphsafe_get_state()
+        self._draws = True
+        """Whether it draws from the default generator; taken to until the first replay tells."""
+        self._is_known = False
         pool.graphs.add(graph)
         self._end = weakref.finalize(self, _destroy, graph, pool)
         setattr(self._end, "atexit", False)  # noqa: B010  in no stub
+
+    def replay(self) -> None:
+        if not self._draws:
+            self._replay()
+            return
+        user, recorded = self._generator, self._recorded
+        seed, offset = user.initial_seed(), user.get_offset()
+        before = recorded.initial_seed(), recorded.get_offset()
+        if before != (seed, offset):
+            recorded.manual_seed(seed)
+            recorded.set_offset(offset)
+        self._replay()
+        after = recorded.get_offset()
+        if not self._is_known:
+            self._is_known, self._draws = True, after != offset
+        if user.get_offset() != after:  # so they are two
+            user.set_offset(after)
+        elif before == (seed, offset):
+            return
+        recorded.manual_seed(before[0])
+        recorded.set_offset(before[1])
 
     def reset(self) -> None:
         self._end()
@@ -191,6 +241,8 @@ class CUDADriver:
         self._index = device.index
         self._pools: dict[int, _Pool] = {}
         self._given_pool = pool
+        self._returns_due = 0
+        """Captures before which memory of warm-ups is to be returned. See Note [Warm-ups have a pool of their own]."""
         self._stream = stream or torch.cuda.Stream(device)
         self._last_stream: int | None = None
         self._token = torch.zeros(1, device=device)
@@ -200,7 +252,7 @@ class CUDADriver:
     ) -> tuple[CapturedGraph, list[Any]]:
         """See `GraphDriver.record`; `opaque` makes no difference to CUDA."""
         del opaque
-        pool = self._pool(slot)
+        pool = self._pool_to_record_in(slot)
         graph = torch.cuda.CUDAGraph()
         generators = [torch.cuda.default_generators[self._index]]
         generators += [a for a in args if isinstance(a, torch.Generator)]
@@ -225,7 +277,7 @@ class CUDADriver:
             finally:
                 _torch.clear_cublas_workspaces()
         current.wait_stream(self._stream)
-        recorded = _CUDAGraph(graph, pool)
+        recorded = _CUDAGraph(graph, pool, generators[0])
         pool.end_of_warm_ups()
         return recorded, outputs
 
@@ -235,6 +287,18 @@ class CUDADriver:
             given = self._given_pool if slot == 0 and pool is None else None
             pool = self._pools[slot] = _Pool(self._index, given)
         return pool
+
+    def _pool_to_record_in(self, slot: int) -> _Pool:
+        """See Note [Warm-ups have a pool of their own]."""
+        pool = self._pools.get(slot)
+        if pool is not None and pool.is_for_warm_ups:
+            pool.end_of_warm_ups()
+            del self._pools[slot]
+            self._returns_due = 2
+        if self._returns_due:
+            self._returns_due -= 1
+            when_no_capture_runs(torch.cuda.empty_cache)
+        return self._pool(slot)
 
     def warm_up(self, fn: BoxedCallable, args: list[Any]) -> Sequence[Any]:
         """See `GraphDriver.warm_up`. On the stream of captures: blocks serve the stream that they were made for."""

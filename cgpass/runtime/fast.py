@@ -8,6 +8,7 @@ Note [Two versions of each function]
 """
 
 import logging
+import sys
 import threading
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +21,12 @@ import torch
 from cgpass import _torch
 from cgpass.options import fast_mode
 from cgpass.runtime import fast_build
+from cgpass.runtime.placeholders import bytes_of
 
 log = logging.getLogger(__name__)
+
+_OF_A_COUNT = next(map(sys.getrefcount, [object()])) - 1
+"""References that counting them with `map` adds."""
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 """Size and stride."""
@@ -34,11 +39,58 @@ def static_key(args: Sequence[Any], positions: Sequence[int]) -> bytes:
     return array("q", map(torch.Tensor.data_ptr, map(args.__getitem__, positions))).tobytes()
 
 
-def any_held(cdatas: tuple[int, ...], baseline: tuple[int, ...]) -> bool:
-    """Whether some StorageImpl has another number of references than in `baseline`."""
-    if len(cdatas) != len(baseline):
+def count_users(storages: tuple[torch.UntypedStorage, ...]) -> tuple[int, ...]:
+    """Numbers of references to storages: in C++, where their Python objects are one each, and to these objects."""
+    counts = map(_torch.storage_use_count, [storage._cdata for storage in storages])
+    references = map(sys.getrefcount, storages)
+    return tuple(a + b - _OF_A_COUNT for a, b in zip(counts, references, strict=True))
+
+
+def any_held(
+    storages: tuple[torch.UntypedStorage, ...],
+    cdatas: tuple[int, ...],
+    addresses: tuple[int, ...],
+    users: tuple[int, ...],
+) -> bool:
+    """Whether some storage has more references than `users`, or lies elsewhere than it did.
+
+    Args:
+        storages: Nobody but this tuple held them in Python when their users were counted.
+        cdatas: Of each, its StorageImpl.
+        addresses: Of each, where it lay.
+        users: Of each, as `count_users` counted them.
+    """
+    if not len(storages) == len(cdatas) == len(addresses) == len(users):
         raise ValueError("as many counts as storages expected")
-    return tuple(map(_torch.storage_use_count, cdatas)) != baseline
+    count = sum(map(_torch.storage_use_count, cdatas)) + sum(map(sys.getrefcount, storages))
+    if count != sum(users) + _OF_A_COUNT * len(users):
+        return True
+    return tuple(map(torch.UntypedStorage.data_ptr, storages)) != addresses
+
+
+def held(
+    storages: tuple[torch.UntypedStorage, ...],
+    cdatas: tuple[int, ...],
+    addresses: tuple[int, ...],
+    users: tuple[int, ...],
+) -> list[int]:
+    """Which storages `any_held` asks for."""
+    if not any_held(storages, cdatas, addresses, users):
+        return []
+    places = map(torch.UntypedStorage.data_ptr, storages)
+    before = zip(users, addresses, strict=True)
+    now = zip(count_users(storages), places, strict=True)
+    return [k for k, (a, b) in enumerate(zip(before, now, strict=True)) if a != b]
+
+
+def stand_in(address: int, num_bytes: int, like: torch.Tensor) -> torch.Tensor:
+    """Memory at an address on the device of `like`, as bytes. The storage can be resized: it then lies elsewhere.
+
+    **Lifetime:** owns nothing; the caller keeps the memory alive.
+    """
+    out = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
+    swap_storages([out], [bytes_of(_torch.storage_at(address, num_bytes, like.device))])
+    return out
 
 
 def aliases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -47,7 +99,7 @@ def aliases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def exclusive(args: Sequence[Any], positions: Sequence[int], counts: Sequence[int]) -> bool:
-    """Whether nobody but the list `args` holds the tensors at `positions`, and their storages have these many users.
+    """Whether nobody but the list `args` holds the tensors at `positions`, and their storages have as many `users`.
 
     In Python a caller's own references can't be told apart: there somebody always does.
     """
@@ -68,11 +120,10 @@ def swap_storages(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor])
 
 
 def can_swap() -> bool:
-    """Whether `swap_storages` works: in torch itself, or compiled. Waits for a build that is under way."""
+    """Whether `swap_storages` works: in torch itself, or compiled. Waits for the build where it has to."""
     if _torch.swap_data_ptr is not None:
         return True
-    _loader.wait()
-    if not is_compiled() and not _loader.warned:
+    if not wait() and not _loader.warned:
         _loader.warned = True
         log.warning(
             "torch %s can't move the memory of a tensor, and cgpass has no compiled function that does: outputs and "
@@ -140,6 +191,8 @@ PYTHON: Mapping[str, Callable[..., Any]] = {
     for f in (
         static_key,
         any_held,
+        held,
+        stand_in,
         exclusive,
         swap_storages,
         aliases,

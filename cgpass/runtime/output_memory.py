@@ -14,11 +14,14 @@ Note [Memory of outputs]
     its own and the stand-in's storage is swapped with that. Every holder follows, since all of them hold the storage;
     the recording goes on with a new stand-in at the old address.
 
+    Holders may do to an output's storage what they may without graphs: enlarge, empty or share it. It then lies
+    elsewhere and is theirs; the block counts as held until the recording has a new stand-in there, too.
+
     Where this process can't swap storages (no compiler, and a torch that can't) the owning storages are their own
     stand-ins, are kept for ever, and nothing can be rescued.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -73,38 +76,42 @@ class OutputMemory:
             block.visible |= use[0]
             block.internal |= use[1]
             self.tensors.append(_torch.on_storage(block.base.untyped_storage(), output))
+        self._storages: tuple[torch.UntypedStorage, ...] = ()
+        """Of the stand-ins: whoever gets one of these objects counts as holding it."""
         self._cdatas: tuple[int, ...] = ()
-        self._baseline: tuple[int, ...] = ()
+        self._addresses = tuple(block.address for block in self._blocks)
+        self._users: tuple[int, ...] = ()
 
     def _new_block(self, storage: torch.UntypedStorage) -> _Block:
-        stand_in = storage
+        base = bytes_of(storage)
         if self._lean:
-            stand_in = _torch.storage_at(storage.data_ptr(), storage.nbytes(), storage.device)
-        block = _Block(storage.data_ptr(), storage if self._lean else None, bytes_of(stand_in))
+            base = fast.stand_in(storage.data_ptr(), storage.nbytes(), base)
+        block = _Block(storage.data_ptr(), storage if self._lean else None, base)
         self._blocks.append(block)
         return block
 
     def seal(self) -> None:
         """Note how many references there are to each stand-in while nobody else holds it."""
-        self._cdatas = tuple(block.base.untyped_storage()._cdata for block in self._blocks)
-        self._baseline = tuple(map(_torch.storage_use_count, self._cdatas))
+        self._count_again(range(len(self._blocks)))
 
     # ---- who holds it
 
     def any_held(self) -> bool:
         """Whether anybody holds an output: Python, views, autograd's saved tensors, `.grad` fields, closures."""
-        return fast.any_held(self._cdatas, self._baseline)
+        return fast.any_held(self._storages, self._cdatas, self._addresses, self._users)
 
     def held(self, among: Iterable[int] | None = None) -> list[int]:
         """Numbers of the blocks that somebody holds."""
-        numbers = range(len(self._blocks)) if among is None else among
-        return [
-            k for k in numbers if _torch.storage_use_count(self._cdatas[k]) != self._baseline[k]
-        ]
+        found = fast.held(self._storages, self._cdatas, self._addresses, self._users)
+        return found if among is None else [k for k in among if k in found]
+
+    def _in_place(self, blocks: Iterable[int]) -> list[int]:
+        """Blocks whose stand-ins were not enlarged, emptied or shared by who holds them."""
+        return [k for k in blocks if self._storages[k].data_ptr() == self._addresses[k]]
 
     def addresses(self) -> list[int]:
         """Where the blocks lie."""
-        return [block.address for block in self._blocks]
+        return list(self._addresses)
 
     def members(self, blocks: Sequence[int]) -> frozenset[int]:
         """Numbers of the tensors that lie in blocks."""
@@ -119,7 +126,7 @@ class OutputMemory:
         """Number of the kept block at an address, and this recording's own references to its stand-in."""
         for k, block in enumerate(self._blocks):
             if block.address == address and block.owning is not None:
-                return k, self._baseline[k]
+                return k, self._users[k]
         return None
 
     # ---- rescue
@@ -129,41 +136,52 @@ class OutputMemory:
 
         What a backward that is still to come reads may not, or it would not find it: another recording serves better.
         """
-        if not self._lean or not all(self._blocks[k].visible for k in blocks):
+        if not self._lean:
+            return False
+        blocks = self._in_place(blocks)
+        if not all(self._blocks[k].visible for k in blocks):
             return False
         if not any(self._blocks[k].internal for k in blocks):
             return True
-        return all(self._blocks[k].visible for k in self.held())
+        return all(self._blocks[k].visible for k in self._in_place(self.held()))
 
     def rescue(self, blocks: Sequence[int]) -> int:
         """Move what is held to memory of its own, on the current stream; returns bytes copied."""
         if not blocks:
             return 0
-        bases = [self._blocks[k].base for k in blocks]
-        with torch.no_grad():
-            moved = [torch.empty_like(base) for base in bases]
-            torch._foreach_copy_(moved, bases)
-        self._replace(blocks, moved)
+        held = self._in_place(blocks)
+        bases = [self._blocks[k].base for k in held]
+        if bases:
+            with torch.no_grad():
+                moved = [torch.empty_like(base) for base in bases]
+                torch._foreach_copy_(moved, bases)
+            fast.swap_storages(bases, moved)  # the holders have the copies, `moved` lie in the pool
+            for k, other in zip(held, moved, strict=True):
+                self._stand_in(k, other)
+            del moved
+        for k in set(blocks) - set(held):
+            block = self._blocks[k]
+            self._stand_in(k, fast.stand_in(block.address, block.base.numel(), block.base))
+        self._count_again(blocks)
         return sum(base.numel() for base in bases)
 
-    def _replace(self, blocks: Sequence[int], others: Sequence[torch.Tensor]) -> None:
-        """Give the holders the memory of `others`, and the recording new stand-ins on what the holders had."""
-        fast.swap_storages([self._blocks[k].base for k in blocks], others)
-        for k, other in zip(blocks, others, strict=True):
-            block = self._blocks[k]
-            block.base = other
-            for number in block.members:
-                self.tensors[number] = _torch.on_storage(
-                    other.untyped_storage(), self.tensors[number]
-                )
-        self._count_again(blocks)
+    def _stand_in(self, k: int, other: torch.Tensor) -> None:
+        """Go on with another stand-in for a block."""
+        block = self._blocks[k]
+        block.base = other
+        for number in block.members:
+            self.tensors[number] = _torch.on_storage(other.untyped_storage(), self.tensors[number])
 
-    def _count_again(self, blocks: Iterable[int]) -> None:
-        cdatas, baseline = list(self._cdatas), list(self._baseline)
-        for k in blocks:
-            cdatas[k] = self._blocks[k].base.untyped_storage()._cdata
-            baseline[k] = _torch.storage_use_count(cdatas[k])
-        self._cdatas, self._baseline = tuple(cdatas), tuple(baseline)
+    def _count_again(self, blocks: Collection[int]) -> None:
+        """Count references to the stand-ins of blocks that nobody holds."""
+        self._storages = tuple([block.base.untyped_storage() for block in self._blocks])
+        users = fast.count_users(self._storages)
+        known = range(len(self._users))
+        self._users = tuple(
+            self._users[k] if k in known and k not in blocks else users[k]
+            for k in range(len(self._blocks))
+        )
+        self._cdatas = tuple(storage._cdata for storage in self._storages)
 
     # ---- who owns it
 
@@ -206,7 +224,7 @@ class OutputMemory:
         """
         if not self._lean:
             return 0
-        held = self.held()
+        held = self._in_place(self.held())
         kept = [k for k in held if whole_pool and self._blocks[k].owning is not None]
         owners = [bytes_of(self.give(k)) for k in kept]
         fast.swap_storages([self._blocks[k].base for k in kept], owners)

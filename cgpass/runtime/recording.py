@@ -264,9 +264,11 @@ class Recording:
     def rescue(self, blocks: Sequence[int]) -> int:
         """Move held outputs to memory of their own; returns bytes copied. See `OutputMemory`."""
         copied = self.memory.rescue(blocks)
+        self._arrange()
+        if not copied:
+            return 0
         self._stats.rescues += 1
         self._stats.rescued_bytes += copied
-        self._arrange()
         if not self._rescued:
             self._rescued = True
             self.rescues_in_a_row += 1

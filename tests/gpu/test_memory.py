@@ -1,6 +1,7 @@
 """Memory and copies of training loops on CUDA: nothing grows, nothing is copied but inputs, sizes share memory."""
 
 import gc
+import itertools
 
 import pytest
 import torch
@@ -152,3 +153,53 @@ def test_memory_comes_back(end):
     assert torch.equal(kept, value), "what is held outlives its recording"
     assert left < 4 * loop.batches[0].nbytes + (1 << 25), left
     assert torch.cuda.memory_reserved() < recorded
+
+
+def pooled_bytes():
+    """What all pools but the ordinary one have of the device."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    segments = torch.cuda.memory_snapshot()
+    return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
+
+
+def uneven():
+    """Layers of many widths, so that memory of one fits few others."""
+    widths = [512, 1200, 700, 2300, 900, 1900, 640, 3100, 512]
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
+    return nn.Sequential(*[m for layer in layers for m in (layer, nn.GELU())]).cuda()
+
+
+@pytest.mark.parametrize("zero_grad", ["before", "between"])
+def test_the_pool_is_as_large_as_that_of_a_graph_made_by_hand(zero_grad, record_property):
+    torch.compiler.reset()
+    x = torch.randn(512, 512, device="cuda")
+    before = pooled_bytes()
+    module = uneven()
+    call = torch.compile(module, backend=cgpass.cgpass)
+    for _ in range(12):
+        if zero_grad == "before":
+            module.zero_grad()
+        out = call(x)
+        if zero_grad == "between":
+            module.zero_grad()
+        out.square().mean().backward()
+        del out
+    ours = pooled_bytes() - before
+    by_hand = uneven()
+    plain = torch.compile(by_hand)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            by_hand.zero_grad()
+            plain(x).square().mean().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    by_hand.zero_grad()
+    middle, graph = pooled_bytes(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plain(x).square().mean().backward()
+    theirs = pooled_bytes() - middle
+    record_property("pool_over_by_hand", round(ours / theirs, 3))
+    assert ours <= 1.05 * theirs, (ours, theirs)

@@ -57,12 +57,17 @@ class FakeStream:
 class FakeGraph:
     log = None
     end_raises = False
+    draws = None
+    """A generator's state and how far a replay moves it."""
 
     def register_generator_state(self, generator):
         self.log.append(f"register {generator}")
 
     def replay(self):
         self.log.append("replay")
+        if self.draws is not None:
+            state, steps = self.draws
+            state[1] += steps
 
     def reset(self):
         self.log.append("reset")
@@ -80,6 +85,8 @@ class FakeGenerator(torch.Generator):
     def __init__(self, log, name):
         super().__init__()
         self.log, self.name = log, name
+        self.state = [0, 0]
+        """Seed and offset; handles share it."""
 
     def __new__(cls, *args):
         return super().__new__(cls)
@@ -90,8 +97,25 @@ class FakeGenerator(torch.Generator):
     def clone_state(self):
         return f"state of {self.name}"
 
+    def graphsafe_get_state(self):
+        handle = FakeGenerator(self.log, f"handle of {self.name}")
+        handle.state = self.state
+        return handle
+
     def graphsafe_set_state(self, state):
         self.log.append(f"restore {state}")
+
+    def initial_seed(self):
+        return self.state[0]
+
+    def get_offset(self):
+        return self.state[1]
+
+    def manual_seed(self, seed):
+        self.state[:] = [seed, 0]
+
+    def set_offset(self, offset):
+        self.state[1] = offset
 
 
 @pytest.fixture
@@ -231,6 +255,88 @@ def test_a_graph_dropped_during_a_capture_is_destroyed_after_it(cuda):
     assert log == []
     del third
     assert log == ["reset"]
+
+
+def test_a_replay_draws_from_the_state_that_the_default_generator_has_now(cuda):
+    driver, log = cuda
+    default = torch.cuda.default_generators[0]
+    graph, _ = driver.record(lambda args: [], [], opaque=False)
+    first = default.state
+    log.graph.draws = (first, 4)  # what is recorded stays with the state that there was
+    default.manual_seed(1)
+    graph.replay()
+    assert first == [1, 4]
+    default.state = [2, 8]
+    graph.replay()
+    assert default.state == [2, 12]
+    assert first == [1, 4]
+    default.state = [1, 4]  # stands where the other one does
+    graph.replay()
+    assert default.state == [1, 8]
+    assert first == [1, 4]
+    default.state = first
+    graph.replay()
+    assert first == [1, 8]
+
+
+def test_a_graph_that_draws_nothing_asks_no_generator(cuda, monkeypatch):
+    driver, log = cuda
+    default = torch.cuda.default_generators[0]
+    graph, _ = driver.record(lambda args: [], [], opaque=False)
+    default.state = [2, 8]
+    graph.replay()
+    assert default.state == [2, 8]
+    monkeypatch.setattr(FakeGenerator, "get_offset", lambda self: log.append("asked"))
+    log.clear()
+    graph.replay()
+    assert log == ["replay"]
+
+
+@pytest.fixture
+def pools(cuda, monkeypatch):
+    """The same, with the pools' handles in the log."""
+    driver, log = cuda
+    numbers = iter(range(1, 99))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(numbers)))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("empty cache"))
+    for name in ("begin_allocating_to_pool", "end_allocating_to_pool", "release_pool"):
+        note = f"{name.split('_', maxsplit=1)[0]} {{}}"
+        monkeypatch.setattr(
+            _torch, name, lambda device, pool, note=note: log.append(note.format(pool))
+        )
+    return driver, log
+
+
+def of_pools(log):
+    words = ("empty", "begin", "end (", "release")
+    found = [line for line in log if line.startswith(words)]
+    log.clear()
+    return found
+
+
+def test_warm_ups_have_a_pool_of_their_own_which_is_returned(pools):
+    driver, log = pools
+    for _ in range(2):
+        driver.warm_up(lambda args: [], [])
+    assert of_pools(log) == 2 * ["begin (0, 1)", "end (0, 1)"]
+    first, _ = driver.record(lambda args: [], [], opaque=False)
+    released = 2 * ["release (0, 1)"]
+    assert of_pools(log) == [*released, "empty cache", "begin (0, 2) thread_local"]
+    second, _ = driver.record(lambda args: [], [], opaque=False)
+    assert of_pools(log) == ["empty cache", "begin (0, 2) thread_local"]
+    third, _ = driver.record(lambda args: [], [], opaque=False)
+    assert of_pools(log) == ["begin (0, 2) thread_local"]
+    assert first is not second is not third
+
+
+def test_a_pool_that_is_given_serves_warm_ups_and_captures(pools):
+    _, log = pools
+    driver = CUDADriver(DEVICE, pool=(7, 7))
+    driver.warm_up(lambda args: [], [])
+    graph, _ = driver.record(lambda args: [], [], opaque=False)
+    found = ["begin (7, 7)", "end (7, 7)", "begin (7, 7) thread_local", "release (7, 7)"]
+    assert of_pools(log) == found
+    assert graph is not None
 
 
 @pytest.mark.gpu

@@ -39,6 +39,13 @@ def copies(functions, *sources):
     return [functions["copies"]((t,), ((tuple(t.size()), t.stride()),))[0] for t in sources]
 
 
+def watch(owned):
+    """What `any_held` takes for the storages of tensors that nobody else holds now."""
+    storages = tuple(t.untyped_storage() for t in owned)
+    cdatas, places = [s._cdata for s in storages], [s.data_ptr() for s in storages]
+    return storages, tuple(cdatas), tuple(places), fast.count_users(storages)
+
+
 def facts(tensor):
     return (
         tensor.size(),
@@ -80,17 +87,48 @@ def test_keys_of_what_is_no_tensor_or_not_there_are_refused(functions):
 
 def test_a_holder_of_any_storage_is_noticed(functions):
     owned = [torch.zeros(2) for _ in range(10)]
-    cdatas = tuple(t.untyped_storage()._cdata for t in owned)
-    baseline = tuple(map(_torch.storage_use_count, cdatas))
-    assert functions["any_held"](cdatas, baseline) is False
-    for tensor in owned:
-        view = tensor[1:]
-        assert functions["any_held"](cdatas, baseline) is True
-        del view
-    assert functions["any_held"](cdatas, baseline) is False
-    assert functions["any_held"]((), ()) is False
-    with pytest.raises(ValueError, match=r"argument|as many"):
-        functions["any_held"](cdatas, baseline[:-1])
+    watched = watch(owned)
+    any_held, held = functions["any_held"], functions["held"]
+    assert any_held(*watched) is False
+    for number, tensor in enumerate(owned):
+        for hold in (lambda t: t[1:], torch.Tensor.untyped_storage):
+            holder = hold(tensor)
+            assert any_held(*watched) is True
+            assert held(*watched) == [number]
+            del holder
+            assert held(*watched) == []
+    assert any_held(*watched) is False
+    assert any_held((), (), (), ()) is False
+    for function in any_held, held:
+        with pytest.raises(ValueError, match=r"argument|as many"):
+            function(*watched[:-1], watched[-1][:-1])
+
+
+def test_a_storage_that_lies_elsewhere_counts_as_held(functions):
+    owned = [torch.zeros(2) for _ in range(4)]
+    watched = watch(owned)
+    owned[1].resize_(1000)
+    owned[2].untyped_storage().resize_(0)
+    assert functions["any_held"](*watched) is True
+    assert functions["held"](*watched) == [1, 2]
+
+
+def test_a_stand_in_lies_where_it_is_told_until_it_is_resized(functions):
+    if functions is PYTHON and _torch.swap_data_ptr is None:
+        pytest.skip("this torch swaps with the compiled functions only")
+    owner = torch.arange(6.0)
+    bytes_ = functions["stand_in"](owner.data_ptr(), 24, torch.empty(0))
+    floats = bytes_.view(torch.float32)
+    expected = owner.view(torch.uint8)
+    assert facts(bytes_) == facts(expected.clone())
+    assert bytes_.data_ptr() == owner.data_ptr()
+    floats[0] = 7
+    assert owner[0] == 7
+    bytes_.resize_(48)
+    floats[0] = 8
+    assert floats.tolist() == [8, 1, 2, 3, 4, 5]
+    assert owner[0] == 7
+    assert bytes_.data_ptr() != owner.data_ptr()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -292,14 +330,13 @@ def test_one_version_goes_on_with_what_the_other_made(compiled, monkeypatch):
     for name, function in PYTHON.items():
         monkeypatch.setattr(fast, name, function)
     owned = [torch.zeros(2), torch.zeros(3)]
-    cdatas = tuple(t.untyped_storage()._cdata for t in owned)
-    baseline = tuple(map(_torch.storage_use_count, cdatas))
+    watched = watch(owned)
     key = fast.static_key(owned, (0, 1))
     fast.install(compiled)
-    assert not fast.any_held(cdatas, baseline)
+    assert not fast.any_held(*watched)
     assert fast.static_key(owned, (0, 1)) == key
     alias = owned[1].detach()
-    assert fast.any_held(cdatas, baseline)
+    assert fast.any_held(*watched)
     del alias
     assert fast.is_compiled()
 

@@ -63,8 +63,14 @@ def found_by_backward(loss):
     return x.variable.grad
 
 
+def users(tensor):
+    """References to a storage, without the one that counting takes."""
+    return fast.count_users((tensor.untyped_storage(),))[0] - 1
+
+
 HOLDERS = {
     "tensor": (lambda t: t, lambda h: h),
+    "storage": (torch.Tensor.untyped_storage, lambda h: torch.empty(0).set_(h)),
     "view": (lambda t: t.view(2, 2)[:], lambda h: h.reshape(4)),
     "parameter": (torch.nn.Parameter, lambda h: h.detach()),
     "closure": (lambda t: lambda: t, lambda h: h()),
@@ -99,6 +105,62 @@ def test_a_rescue_moves_the_holder_and_not_the_recording(kind):
     assert memory.addresses() == where
     assert [t.data_ptr() for t in memory.tensors] == where
     assert memory.tensors[0].tolist() == [-1] * 4
+
+
+def enlarge(tensor):
+    return tensor.resize_(1000)
+
+
+def empty(tensor):
+    return tensor.untyped_storage().resize_(0)
+
+
+CHANGES = {"enlarged": enlarge, "emptied": empty, "shared": torch.Tensor.share_memory_}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("rescued", [False, True])
+def test_what_a_holder_does_to_a_storage_does_not_reach_the_recording(change, rescued):
+    memory = seal(ramps(2))
+    (where, _), before = memory.addresses(), hand_out(memory)
+    if rescued:
+        memory.rescue([0])
+    tensor = hand_out(memory)[0]
+    del before
+    CHANGES[change](tensor)
+    assert memory.any_held()
+    assert memory.can_rescue([0])
+    kept = tensor.untyped_storage()
+    place = kept.data_ptr(), kept.nbytes()
+    del tensor, kept
+    assert memory.held() == [0], "also when nobody holds it any more"
+    assert memory.rescue([0]) == 0
+    assert memory.held() == []
+    assert memory.tensors[0].data_ptr() == where != place[0]
+    replay(memory, 5)
+    assert hand_out(memory)[0].tolist() == [5] * 4
+
+
+def test_what_was_enlarged_stays_its_holders():
+    memory = seal(lambda: [torch.arange(4.0)], BOTH)
+    (tensor,) = hand_out(memory)
+    tensor.resize_(6)[4:] = 9
+    assert memory.rescue(memory.held()) == 0
+    replay(memory)
+    assert tensor.tolist() == [0, 1, 2, 3, 9, 9]
+    memory.let_go()
+    assert tensor.tolist() == [0, 1, 2, 3, 9, 9]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_changed_is_left_alone_when_the_recording_goes(change):
+    memory = seal(ramps(1))
+    (tensor,) = hand_out(memory)
+    CHANGES[change](tensor)
+    storage = tensor.untyped_storage()
+    before = storage.data_ptr(), storage.nbytes(), storage.tolist()[:16]
+    assert memory.let_go() == 0
+    assert before == (storage.data_ptr(), storage.nbytes(), storage.tolist()[:16])
 
 
 def test_a_rescue_moves_all_holders_together():
@@ -261,8 +323,7 @@ def test_a_block_is_given_and_taken_back():
     (address,) = memory.addresses()
     assert memory.num_users(address + 8) is None
     number, references = memory.num_users(address)
-    cdata = memory.tensors[0].untyped_storage()._cdata
-    assert (number, references) == (0, _torch.storage_use_count(cdata))
+    assert (number, references) == (0, users(memory.tensors[0]))
     storage = memory.give(0)
     assert storage.data_ptr() == address
     assert memory.num_users(address) is None
@@ -281,8 +342,7 @@ def test_own_references_are_counted_again_after_a_rescue():
     held = hand_out(memory)
     memory.rescue([0])
     _, references = memory.num_users(address)
-    cdata = memory.tensors[0].untyped_storage()._cdata
-    assert references == _torch.storage_use_count(cdata)
+    assert references == users(memory.tensors[0])
     assert len(held) == 1
 
 
