@@ -10,7 +10,8 @@ from cgpass.telemetry import GraphSummary, PartitionSummary
 
 @pytest.fixture
 def registry(monkeypatch):
-    """An empty one."""
+    """An empty one; what others left for the garbage collector is not counted in it."""
+    gc.collect()
     monkeypatch.setattr(telemetry, "_registry", telemetry._Registry())
     monkeypatch.setattr(telemetry, "compile_stats", telemetry._registry.compiled)
     return telemetry._registry
