@@ -250,12 +250,11 @@ class Pass:
             for i, requires_grad in enumerate(self.binding.requires_grad)
             if requires_grad and i not in self.used_inputs
         ]
+        statics, used = self.statics.now(), self.used_statics | self.split_off
         unused += [
-            f"parameter {name}"
-            for i, (name, t) in enumerate(zip(self.statics.names, self.statics.now(), strict=True))
-            if i < self.statics.num_required
-            and t.requires_grad
-            and i not in self.used_statics | self.split_off
+            f"parameter {self.statics.names[i]}"
+            for i in firsts(statics)
+            if i < self.statics.num_required and statics[i].requires_grad and i not in used
         ]
         if unused:
             raise GraphedArgumentError(

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -61,19 +61,31 @@ class Statics:
             self._watch(inner, path, mode=not (weak and id(inner) in tops))
         for kind in ("_parameters", "_buffers"):
             for path, inner in named.values():
-                for key, tensor in getattr(inner, kind).items():
-                    if tensor is None or tensor.device != device:
-                        continue
-                    if is_lazy(tensor):
-                        self._lazy.append(tensor)
-                        continue
-                    full = f"{path}.{key}".lstrip(".")
-                    if required:
-                        check_tensor(f"{name}: {full}", tensor, device)
-                    self._add(getattr(inner, kind), key, full)
+                holder = getattr(inner, kind)
+                for key, full in self._readable(holder, path, device, required=required):
+                    self._add(holder, key, full)
             if kind == "_parameters":
                 self.num_parameters = len(self.names)
                 self.num_required = self.num_parameters if required else 0
+
+    def _readable(
+        self, holder: dict[str, Any], path: str, device: torch.device, *, required: bool
+    ) -> Iterator[tuple[str, str]]:
+        """Keys and full names of tensors that a graph reads where they lie."""
+        for key, tensor in holder.items():
+            if tensor is None or tensor.device != device:
+                continue
+            if is_lazy(tensor):
+                self._lazy.append(tensor)
+                continue
+            full = f"{path}.{key}".lstrip(".")
+            try:
+                check_tensor(f"{self._callable}: {full}", tensor, device)
+            except InputError:
+                if required:
+                    raise
+                continue  # perhaps it is not read at all
+            yield key, full
 
     def _watch(self, module: torch.nn.Module, path: str, *, mode: bool) -> None:
         if mode and "training" in module.__dict__:
@@ -229,10 +241,13 @@ def _parts(value: Any) -> list[Any]:
     code = getattr(value, "__code__", None)
     if code is None:
         return parts
-    for cell in value.__closure__ or ():
-        if cell is not None and _is_filled(cell):
-            parts.append(cell.cell_contents)
+    if not hasattr(value, "__func__"):
+        cells = [cell for cell in value.__closure__ or () if _is_filled(cell)]
+        parts += [cell.cell_contents for cell in cells]
     read = [value.__globals__.get(name) for name in code.co_names]
+    for holder in parts:  # self.model of an object that is no module
+        attributes = {} if callable(holder) else getattr(holder, "__dict__", {})
+        read += [attributes.get(name) for name in code.co_names]
     return [*parts, *[part for part in read if isinstance(part, torch.nn.Module)]]
 
 

@@ -169,14 +169,27 @@ def forms_of(module):
     def by_name(x):
         return module(x) * 1
 
+    class Trainer:
+        def __init__(self):
+            self.model = module
+
+        def run(self, x):
+            return self.model(x)
+
+    trainer = Trainer()
     return {
+        "method of an object": trainer.run,
+        "object": lambda x: trainer.model(x),
         "method": module.forward,
         "closure": by_name,
         "partial": functools.partial(torch.nn.Module.__call__, module),
     }
 
 
-@pytest.mark.parametrize("form", ["method", "closure", "partial"])
+FORMS = ["method", "closure", "partial", "method of an object", "object"]
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_functions_follow_the_modules_that_they_name(setting, form):
     module, plain = twins(
         setting, torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
@@ -196,6 +209,15 @@ def test_functions_follow_the_modules_that_they_name(setting, form):
     x = setting.randn(4, 8)
     same(graphed(x), plain(x))
     assert graphed.stats.plain_calls == 1
+
+
+def test_what_can_not_be_read_in_a_closure_may_be_there_unread(setting):
+    module, plain = twins(setting, net())
+    module.register_buffer("unread", torch.eye(8, device=setting.device).to_sparse())
+    graphed = setting.graphed(lambda x: module(x), (setting.randn(4, 8, grad=True),))
+    check(setting, graphed, module, plain, 0)
+    with pytest.raises(cgpass.errors.InputError, match=r"Sequential: unread has layout torch.spa"):
+        setting.graphed(module, (setting.randn(4, 8),))
 
 
 def test_a_frozen_module_in_a_closure_can_move(setting):

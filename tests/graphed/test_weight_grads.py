@@ -111,3 +111,16 @@ def test_without_backward_dw_missing_gradients_are_an_error(setting):
     module = setting.module(Forgets())
     with pytest.raises(cgpass.errors.GraphedArgumentError, match="no gradient to parameter weight"):
         setting.graphed(module, (setting.randn(4, 8),))
+
+
+def test_a_weight_of_two_names(setting):
+    module, plain = twins(setting, Split())
+    plain.split = False
+    module.other = module.weight
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    x = setting.randn(4, 8, grad=True)
+    for _ in range(2):
+        graphed(x).square().sum().backward()
+        graphed.backward_dw()
+        plain(x).square().sum().backward()
+    same_grads(module, plain)
