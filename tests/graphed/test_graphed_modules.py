@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from tests.graphed.steps import clear_grads, net, same, same_grads, step, twins
+from tests.graphed.steps import Layer, clear_grads, net, same, same_grads, step, twins
 
 
 class WithDeepcopy(torch.nn.Linear):
@@ -79,7 +79,7 @@ def test_a_graphed_function_and_method_for_a_second_sample(setting):
 
 @pytest.mark.parametrize("patch", [False, True])
 def test_a_module_compiled_in_place(setting, patch):
-    module, plain = twins(setting, net(dropout=0.5))
+    module, plain = twins(setting, Layer(dropout=0.5))
     graphs = []
 
     def backend(gm, example_inputs):
@@ -87,12 +87,12 @@ def test_a_module_compiled_in_place(setting, patch):
         return gm
 
     module.compile(backend=backend)
-    graphed = setting.graphed(module, (setting.randn(4, 8),), patch_modules=patch)
+    graphed = setting.graphed(module, (setting.randn(2, 4, 8),), patch_modules=patch)
     for mode in (True, False):
         plain.train(mode)
         graphed.train(mode)
         clear_grads(module, plain)
-        x = setting.randn(4, 8)
+        x = setting.randn(2, 4, 8)
         same(step(graphed, x)[0], step(plain, x)[0])
         same_grads(module, plain)
     assert graphs
