@@ -90,7 +90,9 @@ class GraphedFunction:
         found = self._pass.statics
         if not found.unchanged():
             if not found.has_its_modes():
-                return self._run_plainly(None, args, kwargs)
+                names = found.other_modes()
+                why = f"{names} changed between training and eval mode" if names else None
+                return self._run_plainly(why, args, kwargs)
             if self._check != "off" and not found.has_its_members():
                 found = self._follow_members()
         try:

@@ -119,6 +119,11 @@ class Statics:
         """Whether all modules are in the mode, training or eval, that they were found in."""
         return self._modes.unchanged()
 
+    def other_modes(self) -> str | None:
+        """Submodules that are in another mode than they were; None where a whole module is."""
+        names = self._modes.changed()
+        return None if "" in names else ", ".join(names)
+
     def has_its_members(self) -> bool:
         """Whether the modules have the submodules that they had, and parameters and buffers of the same names."""
         if self._lazy and not all(map(is_lazy, self._lazy)):

@@ -264,7 +264,7 @@ def test_a_module_that_asks_for_its_mode_itself(setting):
     assert graphed.graphed.stats.replays == 1
 
 
-def test_a_submodule_in_another_mode(setting):
+def test_a_submodule_in_another_mode(setting, caplog):
     module, plain = twins(setting, net(dropout=0.5))
     graphed = setting.graphed(module, (setting.randn(4, 8),))
     x = setting.randn(4, 8)
@@ -273,3 +273,8 @@ def test_a_submodule_in_another_mode(setting):
             each[2].train(mode)
         same(step(graphed, x)[0], step(plain, x)[0])
     assert graphed.graphed.stats.plain_calls == 1
+    assert caplog.text.count("2 changed between training and eval mode") == 1
+    caplog.clear()
+    module.eval()
+    graphed(x)
+    assert not caplog.text
