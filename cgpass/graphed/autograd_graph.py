@@ -56,17 +56,17 @@ def take_gradients(
     """
     if not inputs:
         return ()
-    if not reentrant:
-        return torch.autograd.grad(
-            list(outputs),
-            list(inputs),
-            list(grad_outputs),
-            retain_graph=retain_graph,
-            allow_unused=True,
-        )
     with contextlib.ExitStack() as stack:
-        for tensor in inputs:
+        for tensor in inputs:  # they run when the gradient reaches the leaf, in every backward
             stack.enter_context(_hooks_put_aside(tensor))
+        if not reentrant:
+            return torch.autograd.grad(
+                list(outputs),
+                list(inputs),
+                list(grad_outputs),
+                retain_graph=retain_graph,
+                allow_unused=True,
+            )
         return gradients(outputs, grad_outputs, inputs, retain_graph=retain_graph)
 
 
