@@ -52,6 +52,11 @@ class Binding:
         """What the user calls one of the tensors."""
         return self._names[self._places[number]]
 
+    @property
+    def names(self) -> list[str]:
+        """What the user calls the tensors."""
+        return [self.name_of(number) for number in range(len(self.samples))]
+
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors of a call, in the sample's order.
 

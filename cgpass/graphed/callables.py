@@ -91,6 +91,9 @@ class GraphedFunction:
         recorded = self._find(statics)
         if recorded is None:
             return self._run_plainly("parameters moved more often than max_rerecords", args, kwargs)
+        why_not = None if recorded.arguments.are_simple else recorded.arguments.why_not(tensors)
+        if why_not is not None:
+            return self._run_plainly(why_not, args, kwargs)
         recorded.last_used = stats.calls
         return recorded.call(tensors, statics)
 

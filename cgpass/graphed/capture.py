@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cgpass import _torch
+from cgpass.graphed.arguments import Arguments
 from cgpass.graphed.autograd_graph import outputs_read_by_graph, take_gradients
 from cgpass.graphed.failures import blamed
 from cgpass.graphed.group import Group
@@ -84,7 +85,7 @@ class Capture:
                 generators=self._states.generators,
             )
         d.structure = OutputStructure.of(self._result)
-        self._footprint = [*self._outlived(before), *[m.tensor for m in self.memory]]
+        self._footprint = [*self._outlived(before), *[m.target for m in self.memory]]
         self.forward.replay()  # where a capture computes nothing, the backward's reads values all the same
         d.hooks.run("forward", d.hooked, args, kwargs, self._result)
         self._result = None
@@ -200,8 +201,9 @@ class Capture:
             statics=d.statics,
             stats=d.stats,
             states=self._states,
-            inputs=self.memory,
-            written_inputs=sorted(d.written_inputs),
+            arguments=Arguments(
+                self.memory, d.binding.names, sorted(d.written_inputs), d.statics.now()
+            ),
             written_statics=sorted(d.written_statics),
             checks_statics=d.options.static_input_check != "off",
             retains=retains,

@@ -17,6 +17,8 @@ from cgpass.graphed.target import Statics
 from cgpass.graphed.values import OutputStructure, no_autocast_cache, tensors_of
 from cgpass.recompute.gradients import grads_put_aside
 from cgpass.recompute.states import CheckpointStates
+from cgpass.runtime.driver import BoxedCallable
+from cgpass.runtime.writes import SaidToBeWritten
 from cgpass.telemetry import CallStats
 
 
@@ -70,7 +72,7 @@ class Pass:
             iterations: How often.
             pool: Whether to take memory from the pool, in which nothing was recorded yet.
         """
-        for _ in range(iterations):
+        for iteration in range(iterations):
             inputs = [sample.detach().clone() for sample in self.binding.samples]
             for tensor, requires_grad in zip(inputs, self.binding.requires_grad, strict=True):
                 tensor.requires_grad_(requires_grad)
@@ -79,7 +81,11 @@ class Pass:
             statics = self.statics.now()
             group.accumulators.take(statics)
             self._keep_buffers(statics)
-            result = self._warm_forward(group, states, (args, kwargs), (inputs, statics), pool=pool)
+            said = SaidToBeWritten(inputs if iteration == iterations - 1 else ())
+            run = self._warm_forward(states, args, kwargs, said)
+            result = self._noting_writes(group, run, (inputs, statics), pool=pool)
+            self._note_written_inputs(said.found)
+            del run
             self.hooks.run("forward", self.hooked, args, kwargs, result)
             del args, kwargs, statics
             self._warm_backward(group, inputs, result, pool=pool)
@@ -89,22 +95,28 @@ class Pass:
 
     def _warm_forward(
         self,
-        group: Group,
         states: CheckpointStates,
-        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        said: SaidToBeWritten,
+    ) -> BoxedCallable:
+        def forward(_: list[Any]) -> list[Any]:
+            with self.grad_mode(), states, said if said.watches else contextlib.nullcontext():
+                return [self.run(*args, **kwargs)]
+
+        return forward
+
+    def _noting_writes(
+        self,
+        group: Group,
+        run: BoxedCallable,
         read: tuple[list[torch.Tensor], list[torch.Tensor]],
         *,
         pool: bool,
     ) -> Any:
-        args, kwargs = arguments
         versions = [[tensor._version for tensor in tensors] for tensors in read]
-
-        def forward(_: list[Any]) -> list[Any]:
-            with self.grad_mode(), states:
-                return [self.run(*args, **kwargs)]
-
         with no_autocast_cache():
-            (result,) = group.driver.warm_up(forward, []) if pool else forward([])
+            (result,) = group.driver.warm_up(run, []) if pool else run([])
         self.changed_buffers.update(
             i for i, (buffer, before) in self.buffers.items() if not torch.equal(buffer, before)
         )
@@ -114,13 +126,16 @@ class Pass:
             written.update(
                 i for i, (t, v) in enumerate(zip(tensors, before, strict=True)) if t._version != v
             )
+        return result
+
+    def _note_written_inputs(self, found: set[int]) -> None:
+        self.written_inputs |= found
         for i in self.written_inputs:
             if self.binding.requires_grad[i]:
                 raise GraphedArgumentError(
                     f"make_graphed_callables: {self.name} writes {self.binding.name_of(i)} in place, which requires "
                     "grad. Have it write a copy."
                 )
-        return result
 
     def _keep_buffers(self, statics: Sequence[torch.Tensor]) -> None:
         for i in range(self.statics.num_parameters, len(statics)):

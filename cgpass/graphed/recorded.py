@@ -12,6 +12,7 @@ import torch
 
 from cgpass import _torch
 from cgpass.errors import GraphedBackwardError, StaticInputMovedError
+from cgpass.graphed.arguments import Arguments
 from cgpass.graphed.group import Group
 from cgpass.graphed.pending import Aside
 from cgpass.graphed.target import Statics
@@ -34,8 +35,7 @@ class RecordedPass:
     statics: Statics
     stats: CallStats
     states: CheckpointStates
-    inputs: list[InputMemory]
-    written_inputs: list[int]
+    arguments: Arguments
     written_statics: list[int]
     checks_statics: bool
     retains: bool
@@ -71,8 +71,7 @@ class RecordedPass:
         self.recomputes = self.states.recorded is not None
         """Whether a backward has to know where random numbers of its forward began."""
         self._aside: list[weakref.ref[Call]] = []
-        self._writes = bool(self.written_inputs or self.written_statics)
-        self._addresses = frozenset(memory.address for memory in self.inputs)
+        self._writes = self.arguments.are_written or bool(self.written_statics)
         self._grad_memory = [InputMemory(grad.tensor, grad) for grad in self.grads]
         self._without_grad = [
             i for i in range(len(self.structure.tensors)) if i not in self.outputs_with_grad
@@ -97,34 +96,14 @@ class RecordedPass:
         group, recording, stats = self.group, self.forward, self.stats
         group.driver.enter_call()
         group.prepare(recording, self.pending)
-        self._copy_in(tensors)
+        stats.copied_bytes += self.arguments.copy_in(tensors)
         outputs = recording.run([*tensors, *statics])
         stats.replays += 1
         if self._writes:
-            self._write_back(tensors, statics)
+            self.arguments.write_back(tensors)
+            for i in self.written_statics:
+                torch.autograd.graph.increment_version(statics[i])
         return group.hand_out(recording, outputs)
-
-    def _copy_in(self, tensors: Sequence[torch.Tensor]) -> None:
-        away: list[tuple[InputMemory, torch.Tensor]] = []
-        crossing = False
-        for memory, tensor in zip(self.inputs, tensors, strict=True):
-            address = tensor.data_ptr()
-            if address != memory.address or tensor.stride() != memory.stride:
-                crossing |= address in self._addresses
-                away.append((memory, tensor))
-        if crossing:  # samples in others' places, or laid out otherwise in their own
-            away = [(memory, tensor.clone()) for memory, tensor in away]
-        for memory, tensor in away:
-            memory.copy_from(tensor)
-            self.stats.copied_bytes += memory.num_bytes
-
-    def _write_back(self, tensors: Sequence[torch.Tensor], statics: Sequence[torch.Tensor]) -> None:
-        for i in self.written_inputs:
-            memory = self.inputs[i]
-            if tensors[i].data_ptr() != memory.address:
-                tensors[i].copy_(memory.tensor)
-        for i in self.written_statics:
-            torch.autograd.graph.increment_version(statics[i])
 
     # ---- backward
 

@@ -1,7 +1,7 @@
 """Where a graph reads its arguments, and how a result is made of its outputs."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from cgpass.runtime.placeholders import Placeholder, overlaps_itself
 class InputMemory:
     """Where a graph reads one argument: a sample's own memory, or a placeholder."""
 
-    __slots__ = ("address", "copy_from", "num_bytes", "stride", "tensor")
+    __slots__ = ("address", "is_own", "num_bytes", "spans", "stride", "target", "tensor")
 
     def __init__(self, tensor: torch.Tensor, placeholder: Placeholder | None = None) -> None:
         """Args: tensor: on the memory. placeholder: that it belongs to; None for a sample."""
@@ -22,19 +22,40 @@ class InputMemory:
         self.address = tensor.data_ptr()
         self.stride = tensor.stride()
         self.num_bytes = tensor.nbytes
-        self.copy_from: Callable[[torch.Tensor], Any] = (
-            tensor.copy_ if placeholder is None else placeholder.copy_from
-        )
+        self.is_own = placeholder is not None
+        """Whether nobody but graphs reads it."""
+        self.spans = placeholder if placeholder is not None and placeholder.flat else None
+        """What is copied as the memory that it spans, since its elements share some."""
+        self.target = tensor if self.spans is None else self.spans.target
 
     def holds(self, value: torch.Tensor) -> bool:
         """Whether a call's argument lies just here."""
-        return value.data_ptr() == self.address and value.stride() == self.stride
+        return (
+            value.data_ptr() == self.address
+            and value.stride() == self.stride
+            and value.is_conj() == self.tensor.is_conj()
+            and value.is_neg() == self.tensor.is_neg()
+        )
+
+    def is_laid_out_as(self, value: torch.Tensor) -> bool:
+        """Whether the memory that a value spans is like this, where values are copied as such."""
+        sizes = zip(value.size(), value.stride(), self.stride, strict=True)
+        return (
+            all(a == b or size < 2 for size, a, b in sizes)
+            and value.is_conj() == self.tensor.is_conj()
+            and value.is_neg() == self.tensor.is_neg()
+        )
+
+    def source(self, value: torch.Tensor) -> torch.Tensor:
+        """What of a value is copied to `target`."""
+        value = value.detach()
+        return value if self.spans is None else self.spans.source(value)
 
     def fill(self, value: torch.Tensor) -> int:
         """Give the memory the value of `value`, unless it is there; returns bytes copied."""
         if self.holds(value):
             return 0
-        self.copy_from(value)
+        self.target.copy_(self.source(value))
         return self.num_bytes
 
 
@@ -84,8 +105,9 @@ def sample_memory(sample: torch.Tensor) -> InputMemory | None:
 
 def own_memory(like: torch.Tensor) -> InputMemory:
     """New memory for an argument."""
-    placeholder = Placeholder(like.detach())
-    placeholder.copy_from(like.detach())
+    like = like.detach()
+    placeholder = Placeholder(like)
+    placeholder.copy_from(like)
     return InputMemory(placeholder.tensor, placeholder)
 
 

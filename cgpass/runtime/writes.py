@@ -146,7 +146,12 @@ class SaidToBeWritten(TorchDispatchMode):
         super().__init__()
         self.found: set[int] = set()
         """Positions of the inputs that were written."""
-        self._places = [(i, *_extent(value)) for i, value in enumerate(inputs) if _has_place(value)]
+        self._places = [(i, *extent(value)) for i, value in enumerate(inputs) if has_place(value)]
+
+    @property
+    def watches(self) -> bool:
+        """Whether there is anything to find."""
+        return bool(self._places)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -158,20 +163,21 @@ class SaidToBeWritten(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if hasattr(func, "_schema") or "mutation" in str(func):  # what Triton kernels write
-            for tensor in filter(_has_place, written_by(func, args, kwargs)):
-                begin, end = _extent(tensor)
+            for tensor in filter(has_place, written_by(func, args, kwargs)):
+                begin, end = extent(tensor)
                 self.found.update(
                     i for i, first, last in self._places if begin < last and first < end
                 )
         return func(*args, **kwargs)
 
 
-def _has_place(value: Any) -> bool:
+def has_place(value: Any) -> bool:
+    """Whether a value is a tensor in plain memory, and has elements."""
     plain = type(value) in (torch.Tensor, torch.nn.Parameter)
     return plain and value.layout is torch.strided and value.numel() > 0 and not value.is_meta
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Where a tensor's memory begins and ends."""
     reach = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
     begin = tensor.data_ptr()

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from cgpass.runtime import fast
 from tests.graphed.steps import net, same_grads, twins
 
 
