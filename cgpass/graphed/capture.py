@@ -16,6 +16,7 @@ from cgpass.graphed.hooks import HookSet
 from cgpass.graphed.passes import Pass
 from cgpass.graphed.recorded import RecordedPass
 from cgpass.graphed.values import InputMemory, OutputStructure, no_autocast_cache, tensors_of
+from cgpass.graphed.versions import ReadByBackward
 from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime.placeholders import Placeholder, bytes_of
 from cgpass.telemetry import CallStats
@@ -188,6 +189,25 @@ class Capture:
         other.capture_forward()
         other.capture_backward()
 
+    def _outputs_read(self) -> list[int]:
+        """Outputs in whose memory the backward reads."""
+        if self.backward is None:
+            return []
+        return sorted({*self._read, *self.description.saved_outputs})
+
+    def _read_by_backward(self) -> ReadByBackward:
+        d = self.description
+        statics: dict[int, str] = {}
+        samples: dict[str, torch.Tensor] = {}
+        if self.backward is not None:
+            statics = {i: d.statics.names[i] for i in sorted(d.saved_statics)}
+            samples = {
+                d.binding.name_of(i): self.memory[i].tensor
+                for i in sorted(d.saved_inputs)
+                if not self.memory[i].is_own
+            }
+        return ReadByBackward(d.name, statics, samples)
+
     def finish(self) -> RecordedPass:
         """The recorded pass; this object is of no more use."""
         d = self.description
@@ -217,7 +237,8 @@ class Capture:
             wanted_inputs=self._wanted[0],
             wanted_statics=self._wanted[1],
             outputs_with_grad=[i for i, out in enumerate(self._outputs) if out.requires_grad],
-            outputs_read=self._read if self.backward is not None else [],
+            outputs_read=self._outputs_read(),
+            read=self._read_by_backward(),
             grads=self._grads,
             weight_grads=self._weight_grads,
             weight_grads_for=sorted(d.split_off),

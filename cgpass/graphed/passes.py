@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cgpass.errors import GraphedArgumentError
+from cgpass.graphed.arguments import Places
 from cgpass.graphed.autograd_graph import GraphFacts, take_gradients
 from cgpass.graphed.binding import Binding
 from cgpass.graphed.group import Group
@@ -46,6 +47,11 @@ class Pass:
     used_statics: set[int] = field(default_factory=set)
     written_inputs: set[int] = field(default_factory=set)
     written_statics: set[int] = field(default_factory=set)
+    saved_inputs: set[int] = field(default_factory=set)
+    """Arguments that the graph saved for its backward."""
+    saved_statics: set[int] = field(default_factory=set)
+    saved_outputs: set[int] = field(default_factory=set)
+    """Results without a gradient that it saved."""
     changed_buffers: set[int] = field(default_factory=set)
     """Buffers that the callable writes, with or without autograd knowing."""
     buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -85,11 +91,13 @@ class Pass:
             run = self._warm_forward(states, args, kwargs, said)
             result = self._noting_writes(group, run, (inputs, statics), pool=pool)
             self._note_written_inputs(said.found)
+            facts = self._facts(inputs, statics, result)
             del run
             self.hooks.run("forward", self.hooked, args, kwargs, result)
             del args, kwargs, statics
-            self._warm_backward(group, inputs, result, pool=pool)
-            del result
+            if facts is not None:
+                self._warm_backward(group, inputs, result, facts, pool=pool)
+            del result, facts
             self.stats.warmups += 1
         self._refuse_unused()
 
@@ -151,12 +159,15 @@ class Pass:
         self.buffers.clear()
 
     def _warm_backward(
-        self, group: Group, inputs: list[torch.Tensor], result: Any, *, pool: bool
+        self,
+        group: Group,
+        inputs: list[torch.Tensor],
+        result: Any,
+        facts: GraphFacts,
+        *,
+        pool: bool,
     ) -> None:
         outputs = [out for out in tensors_of(result) if out.requires_grad]
-        if not outputs or not self.with_grad:
-            return
-        facts = GraphFacts(outputs)
         self.reentrant |= facts.is_reentrant
         self._note_leaves(group, facts.leaves, inputs)
         self.hooks.run("pre_backward", self.hooked)
@@ -182,6 +193,26 @@ class Pass:
         del grads
         self.split_off.update(i for i, grad in self.run_backward_dw(statics).items())
         self.hooks.run("backward", self.hooked)
+
+    def _facts(
+        self, inputs: Sequence[torch.Tensor], statics: Sequence[torch.Tensor], result: Any
+    ) -> GraphFacts | None:
+        """What the graph of a result says, if it is to have a backward."""
+        outputs = list(tensors_of(result))
+        with_grad = [out for out in outputs if out.requires_grad]
+        if not with_grad or not self.with_grad:
+            return None
+        facts = GraphFacts(with_grad, (*inputs, *statics))
+        saved, read = Places(facts.saved), Places([*inputs, *statics])
+        facts.saved.clear()
+        self.saved_inputs.update(i for i, t in enumerate(inputs) if saved.meet(t))
+        self.saved_statics.update(i for i, t in enumerate(statics) if saved.meet(t))
+        self.saved_outputs.update(
+            i
+            for i, t in enumerate(outputs)
+            if not t.requires_grad and saved.meet(t) and not read.meet(t)
+        )
+        return facts
 
     def run_backward_dw(self, statics: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Gradients of weights that were split off, by position; no `.grad` changes."""

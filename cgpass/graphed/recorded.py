@@ -17,6 +17,7 @@ from cgpass.graphed.group import Group
 from cgpass.graphed.pending import Aside
 from cgpass.graphed.target import Statics
 from cgpass.graphed.values import InputMemory, OutputStructure
+from cgpass.graphed.versions import ReadByBackward, Versions
 from cgpass.recompute.inputs import anchor
 from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime.placeholders import Placeholder
@@ -42,6 +43,7 @@ class RecordedPass:
     forward: Recording
     forward_key: bytes
     structure: OutputStructure
+    read: ReadByBackward
     footprint: list[torch.Tensor]
     """Memory that outlived the forward's capture, and the inputs'."""
     held: list[Any] = field(default_factory=list)
@@ -217,6 +219,7 @@ class Call:
         "_done",
         "_inputs",
         "_position",
+        "_versions",
         "first",
         "last",
         "recorded",
@@ -235,6 +238,7 @@ class Call:
         self._inputs: tuple[Any, Any] | None = (tensors, statics)
         self._position: Any = None
         self._aside: Aside | None = None
+        self._versions: Versions | None = None
         self._done = False
 
     def forward(self, ctx: Any) -> tuple[torch.Tensor, ...]:
@@ -249,6 +253,7 @@ class Call:
             outputs = recorded.run_forward(tensors, statics)
             if True in ctx.needs_input_grad:
                 recorded.pending.add(self)
+                self._versions = recorded.read.versions(statics)
         if recorded.outputs_read:
             ctx.save_for_backward(*[outputs[i] for i in recorded.outputs_read])
         if recorded._without_grad:
@@ -257,13 +262,15 @@ class Call:
 
     def put_aside(self) -> None:
         """Copy away what the backward needs."""
+        if self._versions is not None:
+            self._versions.leave_samples()
         self._aside = self.recorded.put_aside(self)
 
     def backward(self, grads: Sequence[torch.Tensor | None]) -> list[Any]:
         """Run the backward.
 
         Raises:
-            GraphedBackwardError: It ran before, or its graphs were freed.
+            GraphedBackwardError: It ran before, its graphs were freed, or what it reads was changed in place.
         """
         recorded = self.recorded
         with recorded.group.owner.lock:
@@ -278,6 +285,8 @@ class Call:
                     "with GraphedOptions(retain_graph_in_backward=True)."
                 )
             statics = recorded.check_statics()
+            if self._versions is not None:
+                self._versions.check()
             recorded.group.driver.enter_call()
             self.bring_back()
             outputs = recorded.run_backward(grads, statics, self._position)
@@ -298,11 +307,14 @@ class Call:
         aside, self._aside = self._aside, None
         if aside is not None:
             self.recorded.take_back(aside)
+            if self._versions is not None:
+                self._versions.take_samples()
             self.recorded.pending.add(self)
 
     def settle(self) -> None:
         """Note that nothing more of this call is to come, unless its backward may run again."""
         if not self.recorded.retains:
+            self._versions = None
             self.recorded.pending.remove(self)
 
     def is_due_to(self, recorded: RecordedPass) -> bool:

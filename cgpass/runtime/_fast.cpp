@@ -97,17 +97,29 @@ struct Items {  // of a list or a tuple
   PyObject* at(PyObject* number) const { return items[index_of(number, size)]; }
 };
 
-PyObject* static_key(PyObject* const* args) {
+template <int64_t (*number_of)(const at::Tensor&)>
+PyObject* numbers(PyObject* const* args) {
   const Items values(args[0]);
   const Items positions(args[1]);
   Owned key(PyBytes_FromStringAndSize(nullptr, positions.size * sizeof(int64_t)));
   auto* out = reinterpret_cast<int64_t*>(PyBytes_AS_STRING(key.object));
   for (Py_ssize_t k = 0; k < positions.size; ++k) {
-    const at::Tensor& tensor = tensor_of(values.at(positions.items[k]));
-    out[k] = reinterpret_cast<int64_t>(tensor.const_data_ptr());
+    out[k] = number_of(tensor_of(values.at(positions.items[k])));
   }
   return key.release();
 }
+
+int64_t address_of(const at::Tensor& tensor) {
+  return reinterpret_cast<int64_t>(tensor.const_data_ptr());
+}
+
+int64_t version_of(const at::Tensor& tensor) {
+  if (tensor.is_inference()) return 0;
+  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+constexpr auto static_key = numbers<address_of>;
+constexpr auto versions = numbers<version_of>;
 
 // References to a storage in C++ and, since its Python object is one of these whoever holds that, to the latter.
 size_t users_of(c10::StorageImpl* storage) {
@@ -385,6 +397,7 @@ PyObject* guarded(PyObject*, PyObject* const* args, Py_ssize_t n) {
 #define METHOD(name, n) {#name, (PyCFunction)(void*)guarded<name, n>, METH_FASTCALL, nullptr}
 PyMethodDef methods[] = {
     METHOD(static_key, 2),
+    METHOD(versions, 2),
     METHOD(any_held, 4),
     METHOD(held, 4),
     METHOD(stand_in, 3),

@@ -39,6 +39,12 @@ def static_key(args: Sequence[Any], positions: Sequence[int]) -> bytes:
     return array("q", map(torch.Tensor.data_ptr, map(args.__getitem__, positions))).tobytes()
 
 
+def versions(args: Sequence[Any], positions: Sequence[int]) -> bytes:
+    """How often the tensors at `positions` of `args` were written, as one value; 0 for inference tensors."""
+    tensors = map(args.__getitem__, positions)
+    return array("q", [0 if t.is_inference() else t._version for t in tensors]).tobytes()
+
+
 def count_users(storages: tuple[torch.UntypedStorage, ...]) -> tuple[int, ...]:
     """Numbers of references to storages: in C++, where their Python objects are one each, and to these objects."""
     counts = map(_torch.storage_use_count, [storage._cdata for storage in storages])
@@ -190,6 +196,7 @@ PYTHON: Mapping[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (
         static_key,
+        versions,
         any_held,
         held,
         stand_in,

@@ -85,6 +85,17 @@ def test_keys_of_what_is_no_tensor_or_not_there_are_refused(functions):
         functions["static_key"]([torch.zeros(1)], (1,))
 
 
+def test_versions(functions):
+    with torch.inference_mode():
+        frozen = torch.zeros(1)
+    args = [torch.zeros(1), 3, torch.zeros(1), frozen]
+    before = functions["versions"](args, (0, 2, 3))
+    assert before == PYTHON["versions"](args, (0, 2, 3)) == array("q", [0, 0, 0]).tobytes()
+    args[2].detach().add_(1)
+    assert functions["versions"](args, (0, 2, 3)) == array("q", [0, 1, 0]).tobytes()
+    assert functions["versions"](args, ()) == b""
+
+
 def test_a_holder_of_any_storage_is_noticed(functions):
     owned = [torch.zeros(2) for _ in range(10)]
     watched = watch(owned)
