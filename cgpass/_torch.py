@@ -778,16 +778,12 @@ def operators_are_watched() -> bool:
 
 def in_functorch() -> bool:
     """Whether a transform of `torch.func` is running: vmap, grad, jvp and what is made of them."""
-    from torch._C._functorch import maybe_current_level
-
-    return maybe_current_level() is not None
+    return torch._C._are_functorch_transforms_active()
 
 
 def in_forward_ad() -> bool:
     """Whether a level of forward-mode AD is open."""
-    from torch.autograd import forward_ad
-
-    return forward_ad._current_level >= 0
+    return torch.autograd.forward_ad._current_level >= 0
 
 
 # ---- fake tensors

@@ -7,6 +7,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass.errors import InputError
+from cgpass.graphed.constants import Snapshot, short, snapshot
 from cgpass.runtime.signature import check_tensor
 
 
@@ -39,6 +40,7 @@ class Binding:
         )
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._constants = [(i, v) for i, v in enumerate(leaves) if i not in self._places]
+        self._as_recorded = [(i, snapshot(v)) for i, v in self._constants]
         self._is_simple = self._is_flat and not self._constants and not kwargs
         """Whether the arguments are nothing but tensors."""
         self.samples: list[torch.Tensor] = [leaves[i] for i in self._places]
@@ -67,9 +69,9 @@ class Binding:
             tensors = list(args)
         else:
             leaves = self._leaves(args, kwargs)
-            for i, value in self._constants:
-                if leaves[i] is not value and not _equal(leaves[i], value):
-                    raise self._other_constant(i, leaves[i], value)
+            for i, kept in self._as_recorded:
+                if not kept.is_of(leaves[i]):
+                    raise self._other_constant(i, leaves[i], kept)
             tensors = [leaves[i] for i in self._places]
         grad, device = torch.is_grad_enabled(), self._device
         try:
@@ -120,9 +122,9 @@ class Binding:
             f"{self._name}: recorded with {want}, called with {got}. Call it just as the sample does."
         )
 
-    def _other_constant(self, i: int, got: object, expected: object) -> InputError:
+    def _other_constant(self, i: int, got: object, expected: Snapshot) -> InputError:
         return InputError(
-            f"{self._name}: {self._names[i]} was {_short(expected)} when it was recorded and is {_short(got)} now; the "
+            f"{self._name}: {self._names[i]} was {expected} when it was recorded and is {short(got)} now; the "
             "graph has the recorded value in it. Pass the same, make it a tensor, or record another callable for it."
         )
 
@@ -150,15 +152,6 @@ class Binding:
         raise AssertionError("some tensor does not fit")
 
 
-def _equal(a: object, b: object) -> bool:
-    if type(a) is not type(b):
-        return False
-    try:
-        return bool(a == b)
-    except Exception:  # what can't say whether it is equal isn't
-        return False
-
-
 def _name_of(path: Sequence[Any]) -> str:
     """`argument 0`, `argument 'mask'`, `argument 1['x'][0]`."""
     _, key, *rest = path
@@ -169,8 +162,3 @@ def _name_of(path: Sequence[Any]) -> str:
 
 def _keywords(names: tuple[str, ...]) -> str:
     return f" and {', '.join(names)} by keyword" if names else ""
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -29,7 +29,8 @@ Key = tuple[bytes, tuple[bool, ...]]
 class GraphedFunction:
     """Runs one callable from its recordings, or plainly where that would be wrong.
 
-    It runs plainly inside a capture of the user's own, under other autocast settings than it was recorded with, once
+    It runs plainly inside a capture of the user's own, in transforms of `torch.func` and forward-mode AD, under other
+    autocast settings than it was recorded with, for arguments that share memory in ways that no graph can follow, once
     closed, and at unknown addresses of parameters past `max_rerecords`.
     """
 
@@ -82,6 +83,9 @@ class GraphedFunction:
         stats.calls += 1
         if group is None or group.driver.is_capturing() or group.owner.closed:
             return self._run_plainly(None, args, kwargs)
+        if _torch.in_functorch() or _torch.in_forward_ad():
+            why = "a transform of torch.func or forward-mode AD, which a replay would leave out, is on"
+            return self._run_plainly(why, args, kwargs)
         tensors = self._pass.binding.bind(args, kwargs)
         if _autocast(self._device_type) != self._autocast:
             return self._run_plainly("it was recorded under other autocast settings", args, kwargs)
