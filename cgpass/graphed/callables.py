@@ -182,7 +182,10 @@ class GraphedFunction:
 
         A backward that ran plainly is the callable's own to complete.
         """
-        if not any(recorded.run_weight_grads() for recorded in self._recorded.values()):
+        due = self._pass.due_weight_grads
+        if due:
+            due[0].recorded.run_weight_grads(due[0])
+        else:
             assert self._pass.backward_dw is not None
             self._pass.backward_dw()
 

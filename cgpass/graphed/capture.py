@@ -112,7 +112,11 @@ class Capture:
         self._keys[1] = d.statics.key_of(statics)
         self._wanted = (
             [i for i in sorted(d.used_inputs) if self._leaves[i].requires_grad],
-            [i for i in sorted(d.used_statics | d.split_off) if statics[i].requires_grad],
+            [
+                i
+                for i in sorted(d.used_statics | d.split_off & d.reached)
+                if statics[i].requires_grad
+            ],
         )
         wanted = [self._leaves[i] for i in self._wanted[0]]
         wanted += [statics[i] for i in self._wanted[1]]
@@ -242,6 +246,7 @@ class Capture:
             grads=self._grads,
             weight_grads=self._weight_grads,
             weight_grads_for=sorted(d.split_off),
+            due_weight_grads=d.due_weight_grads,
         )
         self._outputs = []
         return recorded

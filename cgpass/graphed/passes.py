@@ -1,6 +1,7 @@
 """`Pass`: one forward with its sample, and its warm-ups."""
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +61,10 @@ class Pass:
     """What makes the gradients that the backward leaves out, of weights, by filling their `.grad`."""
     split_off: set[int] = field(default_factory=set)
     """Parameters that it makes gradients for."""
+    reached: set[int] = field(default_factory=set)
+    """Parameters that the graph of the forward has nodes for: autograd runs these, with a gradient or without one."""
+    due_weight_grads: deque[Any] = field(default_factory=deque)
+    """Calls whose backward ran, but not yet what was split off, oldest first."""
 
     # ---- warm-up
 
@@ -225,7 +230,9 @@ class Pass:
     def _note_leaves(
         self, group: Group, leaves: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> None:
-        known = {id(t) for t in (*inputs, *self.statics.now())}
+        statics, found = self.statics.now(), set(map(id, leaves))
+        self.reached.update(i for i, t in enumerate(statics) if id(t) in found)
+        known = {id(t) for t in (*inputs, *statics)}
         for leaf in leaves:
             if id(leaf) not in known and leaf.device == group.device and leaf.numel():
                 known.add(id(leaf))

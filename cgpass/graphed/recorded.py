@@ -63,7 +63,7 @@ class RecordedPass:
     weight_grads_for: list[int] = field(default_factory=list)
     """Parameters that it makes gradients for."""
     due_weight_grads: "deque[Call]" = field(default_factory=deque)
-    """Calls whose backward ran, but not yet what was split off."""
+    """Of all recordings of the callable: calls whose backward ran, but not yet what was split off, oldest first."""
     last_used: int = 0
     closed: bool = False
     _warned: bool = False
@@ -169,20 +169,14 @@ class RecordedPass:
         self.stats.replays += 1
         return group.hand_out(recording, outputs, own=group.own_grads)
 
-    def run_weight_grads(self) -> bool:
-        """Make the weights' gradients of the oldest backward that lacks them, and add them to their `.grad`.
-
-        Returns:
-            Whether there was such a backward.
-        """
-        if not self.due_weight_grads:
-            return False
+    def run_weight_grads(self, call: "Call") -> None:
+        """Make the weights' gradients of a backward that lacks them, and add them to their `.grad`."""
         group, recording = self.group, self.weight_grads
         assert recording is not None
         with group.owner.lock, torch.no_grad():
             statics = self.check_statics()
             group.driver.enter_call()
-            call = self.due_weight_grads.popleft()
+            self.due_weight_grads.remove(call)
             call.bring_back()
             group.prepare(recording, self.pending)
             outputs = group.hand_out(recording, recording.run(statics), own=group.own_grads)
@@ -191,7 +185,6 @@ class RecordedPass:
             for i, grad in zip(self.weight_grads_for, outputs, strict=True):
                 parameter = statics[i]
                 parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-        return True
 
     def is_pending(self) -> bool:
         """Whether a backward may still come."""
@@ -204,7 +197,8 @@ class RecordedPass:
             return
         self.closed = True
         self.held.clear()
-        self.due_weight_grads.clear()
+        for call in [call for call in self.due_weight_grads if call.recorded is self]:
+            self.due_weight_grads.remove(call)
         for recording in (self.forward, self.backward, self.weight_grads):
             if recording is not None:
                 self.group.owner.close_recording(recording)

@@ -285,7 +285,8 @@ PyObject* put_accumulators(PyObject* const* args) {
     const at::Tensor& tensor = tensor_of(tensors.items[k]);
     auto* held = static_cast<Accumulator*>(PyCapsule_GetPointer(taken.items[k], accumulator_name));
     if (held == nullptr) throw PythonErrorSet();
-    if (tensor.requires_grad() && tensor.is_leaf()) set_accumulator(tensor, *held);
+    const bool is_known = held->shared || held->intrusive;
+    if (is_known && tensor.is_leaf()) set_accumulator(tensor, *held);
   }
   Py_RETURN_NONE;
 }

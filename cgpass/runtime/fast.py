@@ -154,7 +154,7 @@ def take_accumulators(leaves: Sequence[torch.Tensor]) -> list[Any]:
 
 
 def put_accumulators(leaves: Sequence[torch.Tensor], taken: Sequence[Any]) -> None:
-    """Have each leaf know again the node that `take_accumulators` took, or none if it had none or has died since."""
+    """Have each leaf know again the node that `take_accumulators` took; where it took none, what it knows now stays."""
     if len(leaves) != len(taken):
         raise ValueError("as many accumulators as tensors expected")
 

@@ -372,13 +372,23 @@ def test_leaves_forget_their_accumulators_and_know_them_again(functions):
     passing = accumulator(second)
     functions["put_accumulators"]([first, second, fixed], taken)
     assert accumulator(first) == node
+    assert accumulator(second) == passing  # nobody knew another one before
     if functions is not PYTHON:
-        assert accumulator(second) != passing
         other.backward()
         assert fired == []
         held.backward()
         assert fired == [1]
         assert (first.grad.tolist(), second.grad.tolist()) == ([5.0, 5.0], [5.0, 5.0])
+
+
+def test_leaves_that_were_frozen_meanwhile_know_their_accumulators_again(functions):
+    leaf = torch.ones(2, requires_grad=True)
+    node = accumulator(leaf)
+    taken = functions["take_accumulators"]([leaf])
+    leaf.requires_grad_(False)
+    functions["put_accumulators"]([leaf], taken)
+    leaf.requires_grad_(True)
+    assert accumulator(leaf) == node
 
 
 def test_accumulators_of_what_is_no_leaf_are_refused(functions):
