@@ -29,8 +29,8 @@ Key = tuple[bytes, tuple[bool, ...]]
 class GraphedFunction:
     """Runs one callable from its recordings, or plainly where that would be wrong.
 
-    It runs plainly inside a capture of the user's own, in transforms of `torch.func` and forward-mode AD, under other
-    autocast settings than it was recorded with, for arguments that share memory in ways that no graph can follow, once
+    It runs plainly inside a capture of the user's own, in transforms of `torch.func` and forward-mode AD, in
+    dispatch modes and `torch.export`, under other autocast settings than it was recorded with, for arguments that share memory in ways that no graph can follow, once
     closed, and at unknown addresses of parameters past `max_rerecords`.
     """
 
@@ -74,6 +74,8 @@ class GraphedFunction:
             InputError: The arguments don't fit the sample.
             StaticInputMovedError: A parameter or buffer moved and `static_input_check` is "error".
         """
+        if torch.compiler.is_exporting():
+            return self._plain(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _outside_dynamo(self, args, kwargs)
         return self._call(args, kwargs)
@@ -85,6 +87,9 @@ class GraphedFunction:
             return self._run_plainly(None, args, kwargs)
         if _torch.in_functorch() or _torch.in_forward_ad():
             why = "a transform of torch.func or forward-mode AD, which a replay would leave out, is on"
+            return self._run_plainly(why, args, kwargs)
+        if _torch.operators_are_watched():
+            why = "a dispatch mode (a tracer, a counter of operators, fake tensors), which sees no replay, is on"
             return self._run_plainly(why, args, kwargs)
         tensors = self._pass.binding.bind(args, kwargs)
         if _autocast(self._device_type) != self._autocast:
@@ -240,6 +245,11 @@ class _Forward:
         self._mode = module.training
         self._graphed = graphed
         self._plain = unpatched(module, self._module)
+
+    @property
+    def __code__(self) -> Any:
+        """Where it is defined, which `torch.export` asks of every `forward`."""
+        return type(self).__call__.__code__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()

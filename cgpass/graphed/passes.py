@@ -192,6 +192,13 @@ class Pass:
 
         with no_autocast_cache():
             grads = group.driver.warm_up(backward, []) if pool else backward([])
+        for tensor, grad in zip(wanted, grads, strict=True):
+            if grad is not None and grad.layout is not torch.strided:
+                raise GraphedArgumentError(
+                    f"make_graphed_callables: {self.name} gives {self._name_of(tensor, inputs)} a gradient of layout "
+                    f"{grad.layout}, which no graph can hand out. Have it make dense ones (sparse=False of an "
+                    "embedding), or leave the module out."
+                )
         got = {id(t) for t, grad in zip(wanted, grads, strict=True) if grad is not None}
         self.used_inputs.update(i for i, t in enumerate(inputs) if id(t) in got)
         self.used_statics.update(i for i, t in enumerate(statics) if id(t) in got)
@@ -218,6 +225,13 @@ class Pass:
             if not t.requires_grad and saved.meet(t) and not read.meet(t)
         )
         return facts
+
+    def _name_of(self, leaf: torch.Tensor, inputs: Sequence[torch.Tensor]) -> str:
+        """What the user calls an argument, parameter or buffer."""
+        names = [*self.binding.names, *self.statics.names]
+        return next(
+            name for name, t in zip(names, (*inputs, *self.statics.now()), strict=True) if t is leaf
+        )
 
     def run_backward_dw(self, statics: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Gradients of weights that were split off, by position; no `.grad` changes."""

@@ -1,10 +1,12 @@
-"""Transforms that a replay knows nothing of: calls inside of them run without a graph."""
+"""Transforms, tracers and modes that a replay knows nothing of: calls inside of them run without a graph."""
 
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
-from tests.graphed.steps import same
+from tests.graphed.steps import net, same, twins
 
 
 def jvp_of(fn, x, tangent):
@@ -33,3 +35,28 @@ def test_transforms(setting, grad, way, caplog):
     assert graphed.stats.replays == 0
     same(graphed(x), x.sin())
     assert graphed.stats.replays == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(setting, strict):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    x = setting.randn(4, 8)
+    exported = torch.export.export(graphed, (x,), strict=strict)
+    same(exported.module()(x), plain(x))
+    assert list(exported.state_dict) == list(plain.state_dict())
+
+
+def test_dispatch_modes(setting, caplog):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    x = setting.randn(4, 8)
+    counts = []
+    for fn in (graphed, plain):
+        with FlopCounterMode(display=False) as counter:
+            fn(x)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+    assert "a dispatch mode" in caplog.text
+    doubled = setting.graphed(lambda x: x * 2, (x,))
+    same(make_fx(doubled)(x)(x + 1), (x + 1) * 2)
