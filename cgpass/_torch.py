@@ -185,6 +185,41 @@ def after_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
+def saved_by(
+    node: Any, original_of: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """What a node of an autograd graph saved, unless hooks have packed it: what autograd checks the versions of.
+
+    Each is packed by hooks of ours afterwards, so autograd checks no more. The node's backward works as before.
+
+    Args:
+        node: Of a graph whose backward didn't run.
+        original_of: Gives the leaf that a saved tensor is an alias of, or the same tensor if it is no leaf's: leaves
+            are saved as they are, and read as they will be.
+
+    Source: torch/csrc/autograd/saved_variable.cpp, `SavedVariable::register_hooks`, 2.11 to 2.15: raises for what is
+    packed, None or freed.
+    """
+    for name in _raw_saved(type(node)):
+        value = getattr(node, name)
+        for saved in value if isinstance(value, tuple) else (value,):
+            found: list[torch.Tensor] = []
+
+            def pack(value: torch.Tensor, found: list[torch.Tensor] = found) -> torch.Tensor:
+                found.append(value.detach())
+                return original_of(found[0])
+
+            with contextlib.suppress(RuntimeError, AttributeError):
+                saved.register_hooks(pack, lambda packed: packed)
+            yield from found
+            found.clear()
+
+
+@functools.cache
+def _raw_saved(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
 def accumulates_everywhere() -> bool:
     """Whether the running backward pass fills every `.grad`: not for `autograd.grad` or `backward(inputs=...)`.
 
@@ -748,16 +783,12 @@ def operators_are_watched() -> bool:
 
 def in_functorch() -> bool:
     """Whether a transform of `torch.func` is running: vmap, grad, jvp and what is made of them."""
-    from torch._C._functorch import maybe_current_level
-
-    return maybe_current_level() is not None
+    return torch._C._are_functorch_transforms_active()
 
 
 def in_forward_ad() -> bool:
     """Whether a level of forward-mode AD is open."""
-    from torch.autograd import forward_ad
-
-    return forward_ad._current_level >= 0
+    return torch.autograd.forward_ad._current_level >= 0
 
 
 # ---- fake tensors

@@ -35,9 +35,15 @@ class Accumulators:
         self._taken += fast.take_accumulators(leaves)
         self._leaves += leaves
 
-    def put_back(self) -> None:
-        """Have all leaves know it again."""
+    def put_back(self, *, forget: bool = False) -> None:
+        """Have all leaves know it again.
+
+        Args:
+            forget: Whether nodes that were made meanwhile may be known to a graph of ours.
+        """
         leaves, taken = self._leaves, self._taken
+        if forget:
+            fast.take_accumulators(leaves)
         self._leaves, self._taken = [], []
         self._seen.clear()
         fast.put_accumulators(leaves, taken)

@@ -19,7 +19,6 @@ from cgpass.graphed.preparation import prepared
 from cgpass.graphed.recorder import GroupRecorder
 from cgpass.graphed.schedule import Schedule, interleaved, simple
 from cgpass.graphed.target import Target
-from cgpass.graphed.values import refuse_hidden_tensors
 from cgpass.runtime import fast
 from cgpass.runtime.driver import CUDADriver, GraphDriver
 from cgpass.runtime.owner import Owner
@@ -217,7 +216,6 @@ def _device(args: Sequence[Any], kwargs: Sequence[Any], targets: Sequence[Target
     for leaf in pytree.tree_leaves((list(args), [dict(each) for each in kwargs])):
         if isinstance(leaf, torch.Tensor):
             return leaf.device
-        refuse_hidden_tensors("an argument of a sample", leaf)
     modules = [module for target in targets for module in target.modules]
     for module in [*modules, *_modules_in((args, kwargs))]:
         for tensor in (*module.parameters(), *module.buffers()):

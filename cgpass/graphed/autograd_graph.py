@@ -1,13 +1,14 @@
 """What an autograd graph says of itself: the leaves that it reaches, checkpoints in it, and its gradients."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from cgpass import _torch
 from cgpass.recompute.gradients import gradients
+from cgpass.runtime.writes import has_place
 
 _REENTRANT = ("CheckpointFunctionBackward", "_ReentrantBackward")
 """Nodes whose backward needs a pass that accumulates everywhere: torch's and our own."""
@@ -16,12 +17,20 @@ _REENTRANT = ("CheckpointFunctionBackward", "_ReentrantBackward")
 class GraphFacts:
     """Facts about the graph behind some outputs."""
 
-    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Walk it; computes nothing."""
+    def __init__(self, outputs: Sequence[torch.Tensor], known: Iterable[torch.Tensor] = ()) -> None:
+        """Walk it; computes nothing.
+
+        Args:
+            outputs: Where it begins.
+            known: Leaves that it may have saved; see `_torch.saved_by`.
+        """
+        originals = {_place(leaf): leaf for leaf in known if has_place(leaf)}
         self.leaves: list[torch.Tensor] = []
         """What would get a `.grad`."""
         self.is_reentrant = False
         """Whether a checkpoint with `use_reentrant=True` lies in it."""
+        self.saved: list[torch.Tensor] = []
+        """What it saved, and autograd checks the versions of."""
         seen: set[Any] = set()
         open_: list[Any] = [out.grad_fn for out in outputs]
         self.leaves += [out for out in outputs if out.grad_fn is None]
@@ -33,8 +42,13 @@ class GraphFacts:
             variable = getattr(node, "variable", None)
             if variable is not None:
                 self.leaves.append(variable)
+            self.saved += _torch.saved_by(node, lambda t: originals.get(_place(t), t))
             self.is_reentrant |= node.name() in _REENTRANT
             open_.extend(following for following, _ in node.next_functions)
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    return (tensor.data_ptr(), tensor.size(), tensor.stride()) if has_place(tensor) else None
 
 
 def take_gradients(
@@ -56,17 +70,17 @@ def take_gradients(
     """
     if not inputs:
         return ()
-    if not reentrant:
-        return torch.autograd.grad(
-            list(outputs),
-            list(inputs),
-            list(grad_outputs),
-            retain_graph=retain_graph,
-            allow_unused=True,
-        )
     with contextlib.ExitStack() as stack:
-        for tensor in inputs:
+        for tensor in inputs:  # they run when the gradient reaches the leaf, in every backward
             stack.enter_context(_hooks_put_aside(tensor))
+        if not reentrant:
+            return torch.autograd.grad(
+                list(outputs),
+                list(inputs),
+                list(grad_outputs),
+                retain_graph=retain_graph,
+                allow_unused=True,
+            )
         return gradients(outputs, grad_outputs, inputs, retain_graph=retain_graph)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass.errors import InputError
-from cgpass.graphed.values import refuse_hidden_tensors
+from cgpass.graphed.constants import Snapshot, short, snapshot
 from cgpass.runtime.signature import check_tensor
 
 
@@ -37,9 +37,8 @@ class Binding:
             leaf is arg for leaf, arg in zip(leaves, [*args, *kwargs.values()], strict=True)
         )
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        for i, leaf in enumerate(leaves):
-            refuse_hidden_tensors(f"{name}: {self._names[i]}", leaf)
         self._constants = [(i, v) for i, v in enumerate(leaves) if i not in self._places]
+        self._as_recorded = [(i, snapshot(v)) for i, v in self._constants]
         self._is_simple = self._is_flat and not self._constants and not kwargs
         """Whether the arguments are nothing but tensors."""
         self.samples: list[torch.Tensor] = [leaves[i] for i in self._places]
@@ -53,6 +52,11 @@ class Binding:
         """What the user calls one of the tensors."""
         return self._names[self._places[number]]
 
+    @property
+    def names(self) -> list[str]:
+        """What the user calls the tensors."""
+        return [self.name_of(number) for number in range(len(self.samples))]
+
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors of a call, in the sample's order.
 
@@ -63,9 +67,9 @@ class Binding:
             tensors = list(args)
         else:
             leaves = self._leaves(args, kwargs)
-            for i, value in self._constants:
-                if leaves[i] is not value and not _equal(leaves[i], value):
-                    raise self._other_constant(i, leaves[i], value)
+            for i, kept in self._as_recorded:
+                if not kept.is_of(leaves[i]):
+                    raise self._other_constant(i, leaves[i], kept)
             tensors = [leaves[i] for i in self._places]
         grad, device = torch.is_grad_enabled(), self._device
         try:
@@ -116,9 +120,9 @@ class Binding:
             f"{self._name}: recorded with {want}, called with {got}. Call it just as the sample does."
         )
 
-    def _other_constant(self, i: int, got: object, expected: object) -> InputError:
+    def _other_constant(self, i: int, got: object, expected: Snapshot) -> InputError:
         return InputError(
-            f"{self._name}: {self._names[i]} was {_short(expected)} when it was recorded and is {_short(got)} now; the "
+            f"{self._name}: {self._names[i]} was {expected} when it was recorded and is {short(got)} now; the "
             "graph has the recorded value in it. Pass the same, make it a tensor, or record another callable for it."
         )
 
@@ -164,15 +168,6 @@ def _flattened(
     return [_name_of(path) for path, _ in pairs], [leaf for _, leaf in pairs], spec
 
 
-def _equal(a: object, b: object) -> bool:
-    if type(a) is not type(b):
-        return False
-    try:
-        return bool(a == b)
-    except Exception:  # what can't say whether it is equal isn't
-        return False
-
-
 def _name_of(path: Sequence[Any]) -> str:
     """`argument 0`, `argument 'mask'`, `argument 1['x'][0]`."""
     _, key, *rest = path
@@ -183,8 +178,3 @@ def _name_of(path: Sequence[Any]) -> str:
 
 def _keywords(names: tuple[str, ...]) -> str:
     return f" and {', '.join(names)} by keyword" if names else ""
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -28,9 +28,10 @@ Key = tuple[Statics, bytes, bytes]
 class GraphedFunction:
     """Runs one callable from its recordings, or plainly where that would be wrong.
 
-    It runs plainly inside a capture of the user's own, under other autocast settings than it was recorded with, where a
-    module is in another mode (training or eval), once closed, and at unknown addresses of parameters past
-    `max_rerecords`.
+    It runs plainly inside a capture of the user's own, in transforms of `torch.func` and forward-mode AD, in dispatch
+    modes and `torch.export`, under other autocast settings than it was recorded with, where a module is in another mode
+    (training or eval), for arguments that share memory in ways that no graph can follow, once closed, and at unknown
+    addresses of parameters past `max_rerecords`.
     """
 
     def __init__(self, description: Pass, group: Group | None) -> None:
@@ -73,6 +74,8 @@ class GraphedFunction:
             InputError: The arguments don't fit the sample.
             StaticInputMovedError: A parameter or buffer moved and `static_input_check` is "error".
         """
+        if torch.compiler.is_exporting():
+            return self._plain(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _outside_dynamo(self, args, kwargs)
         return self._call(args, kwargs)
@@ -82,29 +85,41 @@ class GraphedFunction:
         stats.calls += 1
         if group is None or group.driver.is_capturing() or group.owner.closed:
             return self._run_plainly(None, args, kwargs)
+        if _torch.in_functorch() or _torch.in_forward_ad():
+            why = "a transform of torch.func or forward-mode AD, which a replay would leave out, is on"
+            return self._run_plainly(why, args, kwargs)
+        if _torch.operators_are_watched():
+            why = "a dispatch mode (a tracer, a counter of operators, fake tensors), which sees no replay, is on"
+            return self._run_plainly(why, args, kwargs)
         tensors = self._pass.binding.bind(args, kwargs)
         if _autocast(self._device_type) != self._autocast:
             return self._run_plainly("it was recorded under other autocast settings", args, kwargs)
         if torch.is_grad_enabled() and not self._pass.with_grad:
             return self._run_plainly("it was recorded under torch.no_grad()", args, kwargs)
-        found = self._pass.statics
-        if not found.unchanged():
-            if not found.has_its_modes():
-                names = found.other_modes()
-                why = f"{names} changed between training and eval mode" if names else None
-                return self._run_plainly(why, args, kwargs)
-            if self._check != "off" and not found.has_its_members():
-                found = self._follow_members()
-        try:
-            statics = found.now()
-            recorded = self._find(statics)
-        except MemberGoneError:
-            statics = self._follow_members().now()
-            recorded = self._find(statics)
+        statics = self._pass.statics
+        if not statics.unchanged() and not statics.has_its_modes():
+            names = statics.other_modes()
+            why = f"{names} changed between training and eval mode" if names else None
+            return self._run_plainly(why, args, kwargs)
+        recorded, parameters = self._find_now(statics)
         if recorded is None:
             return self._run_plainly("parameters moved more often than max_rerecords", args, kwargs)
+        why_not = None if recorded.arguments.are_simple else recorded.arguments.why_not(tensors)
+        if why_not is not None:
+            return self._run_plainly(why_not, args, kwargs)
         recorded.last_used = stats.calls
-        return recorded.call(tensors, statics)
+        return recorded.call(tensors, parameters)
+
+    def _find_now(self, statics: Statics) -> tuple[RecordedPass | None, list[torch.Tensor]]:
+        """The recording to be replayed, and parameters and buffers as they are."""
+        if self._check != "off" and not statics.unchanged() and not statics.has_its_members():
+            statics = self._follow_members()
+        try:
+            parameters = statics.now()
+            return self._find(parameters), parameters
+        except MemberGoneError:
+            parameters = self._follow_members().now()
+            return self._find(parameters), parameters
 
     def _find(self, statics: list[torch.Tensor]) -> RecordedPass | None:
         key, recorded = self._last
@@ -218,7 +233,10 @@ class GraphedFunction:
 
         A backward that ran plainly is the callable's own to complete.
         """
-        if not any(recorded.run_weight_grads() for recorded in self._recorded.values()):
+        due = self._pass.due_weight_grads
+        if due:
+            due[0].recorded.run_weight_grads(due[0])
+        else:
             assert self._pass.backward_dw is not None
             self._pass.backward_dw()
 

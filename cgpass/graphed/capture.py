@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cgpass import _torch
+from cgpass.graphed.arguments import Arguments
 from cgpass.graphed.autograd_graph import outputs_read_by_graph, take_gradients
 from cgpass.graphed.failures import blamed
 from cgpass.graphed.group import Group
@@ -16,6 +17,7 @@ from cgpass.graphed.passes import Pass
 from cgpass.graphed.recorded import RecordedPass
 from cgpass.graphed.statics import firsts
 from cgpass.graphed.values import InputMemory, OutputStructure, no_autocast_cache, tensors_of
+from cgpass.graphed.versions import ReadByBackward
 from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime.placeholders import Placeholder, bytes_of
 from cgpass.telemetry import CallStats
@@ -85,7 +87,7 @@ class Capture:
                 generators=self._states.generators,
             )
         d.structure = OutputStructure.of(self._result)
-        self._footprint = [*self._outlived(before), *[m.tensor for m in self.memory]]
+        self._footprint = [*self._outlived(before), *[m.target for m in self.memory]]
         self.forward.replay()  # where a capture computes nothing, the backward's reads values all the same
         d.hooks.run("forward", d.hooked, args, kwargs, self._result)
         self._result = None
@@ -109,7 +111,7 @@ class Capture:
         d.hooks.run("pre_backward", d.hooked)
         statics = d.statics.now()
         self._keys[1] = d.statics.key_of(statics)
-        used = d.used_statics | d.split_off
+        used = d.used_statics | d.split_off & d.reached
         self._wanted = (
             [i for i in sorted(d.used_inputs) if self._leaves[i].requires_grad],
             [i for i in sorted(used.intersection(firsts(statics))) if statics[i].requires_grad],
@@ -189,6 +191,25 @@ class Capture:
         other.capture_forward()
         other.capture_backward()
 
+    def _outputs_read(self) -> list[int]:
+        """Outputs in whose memory the backward reads."""
+        if self.backward is None:
+            return []
+        return sorted({*self._read, *self.description.saved_outputs})
+
+    def _read_by_backward(self) -> ReadByBackward:
+        d = self.description
+        statics: dict[int, str] = {}
+        samples: dict[str, torch.Tensor] = {}
+        if self.backward is not None:
+            statics = {i: d.statics.names[i] for i in sorted(d.saved_statics)}
+            samples = {
+                d.binding.name_of(i): self.memory[i].tensor
+                for i in sorted(d.saved_inputs)
+                if not self.memory[i].is_own
+            }
+        return ReadByBackward(d.name, statics, samples)
+
     def finish(self) -> RecordedPass:
         """The recorded pass; this object is of no more use."""
         d = self.description
@@ -202,8 +223,9 @@ class Capture:
             statics=d.statics,
             stats=d.stats,
             states=self._states,
-            inputs=self.memory,
-            written_inputs=sorted(d.written_inputs),
+            arguments=Arguments(
+                self.memory, d.binding.names, sorted(d.written_inputs), d.statics.now()
+            ),
             written_statics=sorted(d.written_statics),
             checks_statics=d.options.static_input_check != "off",
             retains=retains,
@@ -217,10 +239,12 @@ class Capture:
             wanted_inputs=self._wanted[0],
             wanted_statics=self._wanted[1],
             outputs_with_grad=[i for i, out in enumerate(self._outputs) if out.requires_grad],
-            outputs_read=self._read if self.backward is not None else [],
+            outputs_read=self._outputs_read(),
+            read=self._read_by_backward(),
             grads=self._grads,
             weight_grads=self._weight_grads,
             weight_grads_for=sorted(d.split_off),
+            due_weight_grads=d.due_weight_grads,
         )
         self._outputs = []
         return recorded

@@ -35,6 +35,12 @@ def blamed(
     except CGPassError:
         raise
     except Exception as error:
+        if _is_foreign_generator(error):
+            raise CaptureError(
+                f"make_graphed_callables: the {direction} of {name} draws random numbers from a generator of its own, at "
+                f"{user_line(error)}: {_first_line(error)}. Draw from the default one, or from a state of "
+                "GraphedOptions(rng_tracker=...)."
+            ) from error
         if not is_capture_error(error):
             raise
         line, operator = user_line(error), _operator(again)
@@ -45,6 +51,18 @@ def blamed(
             "Move what waits for the device (or needs the host) out of the callable or into a capture-time hook, or "
             'use torch.compile(backend="cgpass"), which captures around it.'
         ) from error
+
+
+_FOREIGN_GENERATOR = (
+    "not registered with the graph",  # simulated
+    "generator not in capture mode",  # ATen/cuda/CUDAGeneratorImpl.cpp, 2.11
+    "capture_state != nullptr",  # the same, 2.15
+)
+
+
+def _is_foreign_generator(error: BaseException) -> bool:
+    """Whether a capture met a generator that is not registered with the graph."""
+    return any(words in str(error) for words in _FOREIGN_GENERATOR)
 
 
 def _operator(again: Callable[[TorchDispatchMode], object]) -> str | None:

@@ -11,7 +11,7 @@ from cgpass.graphed.accumulators import Accumulators
 from cgpass.graphed.pending import PendingCalls
 from cgpass.runtime import fast
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.placeholders import Placeholder
+from cgpass.runtime.placeholders import Placeholder, overlaps_itself
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.signature import layout_of
 from cgpass.telemetry import CallStats
@@ -88,9 +88,10 @@ class Group:
         """Where gradients of outputs lie for a replay.
 
         Args:
-            outputs: As laid out as their gradients.
+            outputs: Whose gradients they are.
             shared: Whether all passes may share them: the replay is over when the next one's are copied in.
         """
+        outputs = [_like_gradient(out) for out in outputs]
         if not shared:
             return [Placeholder(out) for out in outputs]
         counts: Counter[tuple[Any, ...]] = Counter()
@@ -167,3 +168,10 @@ class Group:
         """Have outputs that were held call after call copied at once, which costs less than moving them."""
         del by
         self._copy_from_now_on(victim, victim.positions_on(blocks))
+
+
+def _like_gradient(output: torch.Tensor) -> torch.Tensor:
+    """A tensor laid out as gradients of an output are taken: each element has a place of its own."""
+    if overlaps_itself(output) or output.is_conj() or output.is_neg():
+        return torch.empty_like(output.detach())
+    return output

@@ -1,6 +1,7 @@
 """`Pass`: one forward with its sample, and its warm-ups."""
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass.errors import GraphedArgumentError
+from cgpass.graphed.arguments import Places
 from cgpass.graphed.autograd_graph import GraphFacts, take_gradients
 from cgpass.graphed.binding import Binding
 from cgpass.graphed.group import Group
@@ -23,6 +25,8 @@ from cgpass.graphed.values import (
 )
 from cgpass.recompute.gradients import grads_put_aside
 from cgpass.recompute.states import CheckpointStates
+from cgpass.runtime.driver import BoxedCallable
+from cgpass.runtime.writes import SaidToBeWritten
 from cgpass.telemetry import CallStats
 
 
@@ -68,12 +72,21 @@ class Pass:
     used_statics: set[int] = field(default_factory=set)
     written_inputs: set[int] = field(default_factory=set)
     written_statics: set[int] = field(default_factory=set)
+    saved_inputs: set[int] = field(default_factory=set)
+    """Arguments that the graph saved for its backward."""
+    saved_statics: set[int] = field(default_factory=set)
+    saved_outputs: set[int] = field(default_factory=set)
+    """Results without a gradient that it saved."""
     kept: dict[int, "_Kept"] = field(default_factory=dict)
     """Parameters and buffers as they were before the first warm-up, by identity."""
     backward_dw: Callable[[], Any] | None = None
     """What makes the gradients that the backward leaves out, of weights, by filling their `.grad`."""
     split_off: set[int] = field(default_factory=set)
     """Parameters that it makes gradients for."""
+    reached: set[int] = field(default_factory=set)
+    """Parameters that the graph of the forward has nodes for: autograd runs these, with a gradient or without one."""
+    due_weight_grads: deque[Any] = field(default_factory=deque)
+    """Calls whose backward ran, but not yet what was split off, oldest first."""
 
     # ---- warm-up
 
@@ -103,11 +116,17 @@ class Pass:
             statics = self.statics.now()
             group.accumulators.take(statics)
             self._keep(statics)
-            result = self._warm_forward(group, states, (args, kwargs), (inputs, statics), pool=pool)
+            said = SaidToBeWritten(inputs if number == iterations else ())
+            run = self._warm_forward(states, args, kwargs, said)
+            result = self._noting_writes(group, run, (inputs, statics), pool=pool)
+            self._note_written_inputs(said.found)
+            facts = self._facts(inputs, statics, result)
+            del run
             self.hooks.run("forward", self.hooked, args, kwargs, result)
             del args, kwargs, statics
-            self._warm_backward(group, inputs, result, pool=pool)
-            del result
+            if facts is not None:
+                self._warm_backward(group, inputs, result, facts, pool=pool)
+            del result, facts
             self.stats.warmups += 1
             if not self.statics.has_its_members():  # made by a first call
                 self.use_statics(self.find_statics())
@@ -117,27 +136,39 @@ class Pass:
     def use_statics(self, statics: Statics) -> None:
         """Have other ones from now on: what is known by position is forgotten."""
         self.statics = statics
-        for found in (self.used_statics, self.written_statics, self.split_off):
+        for found in (
+            self.used_statics,
+            self.written_statics,
+            self.saved_statics,
+            self.split_off,
+            self.reached,
+        ):
             found.clear()
 
     def _warm_forward(
         self,
-        group: Group,
         states: CheckpointStates,
-        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        said: SaidToBeWritten,
+    ) -> BoxedCallable:
+        def forward(_: list[Any]) -> list[Any]:
+            with self.grad_mode(), states, said if said.watches else contextlib.nullcontext():
+                return [self.run(*args, **kwargs)]
+
+        return forward
+
+    def _noting_writes(
+        self,
+        group: Group,
+        run: BoxedCallable,
         read: tuple[list[torch.Tensor], list[torch.Tensor]],
         *,
         pool: bool,
     ) -> Any:
-        args, kwargs = arguments
         versions = [[tensor._version for tensor in tensors] for tensors in read]
-
-        def forward(_: list[Any]) -> list[Any]:
-            with self.grad_mode(), states:
-                return [self.run(*args, **kwargs)]
-
         with no_autocast_cache():
-            (result,) = group.driver.warm_up(forward, []) if pool else forward([])
+            (result,) = group.driver.warm_up(run, []) if pool else run([])
         for leaf in pytree.tree_leaves(result):
             refuse_hidden_tensors(f"what {self.name} returns", leaf)
         self._refuse_assigned(read[1])
@@ -148,13 +179,16 @@ class Pass:
             written.update(
                 i for i, (t, v) in enumerate(zip(tensors, before, strict=True)) if t._version != v
             )
+        return result
+
+    def _note_written_inputs(self, found: set[int]) -> None:
+        self.written_inputs |= found
         for i in self.written_inputs:
             if self.binding.requires_grad[i]:
                 raise GraphedArgumentError(
                     f"make_graphed_callables: {self.name} writes {self.binding.name_of(i)} in place, which requires "
                     "grad. Have it write a copy."
                 )
-        return result
 
     def _refuse_assigned(self, before: Sequence[torch.Tensor]) -> None:
         """Have nothing assigned that graphs read where it lies: no replay would."""
@@ -191,12 +225,15 @@ class Pass:
         self.kept.clear()
 
     def _warm_backward(
-        self, group: Group, inputs: list[torch.Tensor], result: Any, *, pool: bool
+        self,
+        group: Group,
+        inputs: list[torch.Tensor],
+        result: Any,
+        facts: GraphFacts,
+        *,
+        pool: bool,
     ) -> None:
         outputs = [out for out in tensors_of(result) if out.requires_grad]
-        if not outputs or not self.with_grad:
-            return
-        facts = GraphFacts(outputs)
         self.reentrant |= facts.is_reentrant
         self._note_leaves(group, facts.leaves, inputs)
         self.hooks.run("pre_backward", self.hooked)
@@ -216,12 +253,46 @@ class Pass:
 
         with no_autocast_cache():
             grads = group.driver.warm_up(backward, []) if pool else backward([])
+        for tensor, grad in zip(wanted, grads, strict=True):
+            if grad is not None and grad.layout is not torch.strided:
+                raise GraphedArgumentError(
+                    f"make_graphed_callables: {self.name} gives {self._name_of(tensor, inputs)} a gradient of layout "
+                    f"{grad.layout}, which no graph can hand out. Have it make dense ones (sparse=False of an "
+                    "embedding), or leave the module out."
+                )
         got = {id(t) for t, grad in zip(wanted, grads, strict=True) if grad is not None}
         self.used_inputs.update(i for i, t in enumerate(inputs) if id(t) in got)
         self.used_statics.update(i for i, t in enumerate(statics) if id(t) in got)
         del grads
         self.split_off.update(i for i, grad in self.run_backward_dw(statics).items())
         self.hooks.run("backward", self.hooked)
+
+    def _facts(
+        self, inputs: Sequence[torch.Tensor], statics: Sequence[torch.Tensor], result: Any
+    ) -> GraphFacts | None:
+        """What the graph of a result says, if it is to have a backward."""
+        outputs = list(tensors_of(result))
+        with_grad = [out for out in outputs if out.requires_grad]
+        if not with_grad or not self.with_grad:
+            return None
+        facts = GraphFacts(with_grad, (*inputs, *statics))
+        saved, read = Places(facts.saved), Places([*inputs, *statics])
+        facts.saved.clear()
+        self.saved_inputs.update(i for i, t in enumerate(inputs) if saved.meet(t))
+        self.saved_statics.update(i for i, t in enumerate(statics) if saved.meet(t))
+        self.saved_outputs.update(
+            i
+            for i, t in enumerate(outputs)
+            if not t.requires_grad and saved.meet(t) and not read.meet(t)
+        )
+        return facts
+
+    def _name_of(self, leaf: torch.Tensor, inputs: Sequence[torch.Tensor]) -> str:
+        """What the user calls an argument, parameter or buffer."""
+        names = [*self.binding.names, *self.statics.names]
+        return next(
+            name for name, t in zip(names, (*inputs, *self.statics.now()), strict=True) if t is leaf
+        )
 
     def run_backward_dw(self, statics: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Gradients of weights that were split off, by position; no `.grad` changes."""
@@ -235,7 +306,9 @@ class Pass:
     def _note_leaves(
         self, group: Group, leaves: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> None:
-        known = {id(t) for t in (*inputs, *self.statics.now())}
+        statics, found = self.statics.now(), set(map(id, leaves))
+        self.reached.update(i for i, t in enumerate(statics) if id(t) in found)
+        known = {id(t) for t in (*inputs, *statics)}
         for leaf in leaves:
             if id(leaf) not in known and leaf.device == group.device and leaf.numel():
                 known.add(id(leaf))

@@ -22,9 +22,11 @@ def prepared(passes: Pass | list[Pass], group: Group) -> Iterator[None]:
     tracker = passes[0].options.rng_tracker
     named = [] if tracker is None else list(tracker.generators.values())
     with torch.inference_mode(False), random_state_kept(group.device, named):
+        forget = True
         try:
             yield
+            forget = passes[0].options.retain_graph_in_backward
         finally:
-            group.accumulators.put_back()
+            group.accumulators.put_back(forget=forget)
             for each in reversed(passes):
                 each.put_back()

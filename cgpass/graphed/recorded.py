@@ -12,10 +12,12 @@ import torch
 
 from cgpass import _torch
 from cgpass.errors import GraphedBackwardError, StaticInputMovedError
+from cgpass.graphed.arguments import Arguments
 from cgpass.graphed.group import Group
 from cgpass.graphed.pending import Aside
 from cgpass.graphed.statics import Statics
 from cgpass.graphed.values import InputMemory, OutputStructure
+from cgpass.graphed.versions import ReadByBackward, Versions
 from cgpass.recompute.inputs import anchor
 from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime.placeholders import Placeholder
@@ -34,14 +36,14 @@ class RecordedPass:
     statics: Statics
     stats: CallStats
     states: CheckpointStates
-    inputs: list[InputMemory]
-    written_inputs: list[int]
+    arguments: Arguments
     written_statics: list[int]
     checks_statics: bool
     retains: bool
     forward: Recording
     forward_key: bytes
     structure: OutputStructure
+    read: ReadByBackward
     footprint: list[torch.Tensor]
     """Memory that outlived the forward's capture, and the inputs'."""
     held: list[Any] = field(default_factory=list)
@@ -61,7 +63,7 @@ class RecordedPass:
     weight_grads_for: list[int] = field(default_factory=list)
     """Parameters that it makes gradients for."""
     due_weight_grads: "deque[Call]" = field(default_factory=deque)
-    """Calls whose backward ran, but not yet what was split off."""
+    """Of all recordings of the callable: calls whose backward ran, but not yet what was split off, oldest first."""
     last_used: int = 0
     closed: bool = False
     _warned: bool = False
@@ -71,8 +73,7 @@ class RecordedPass:
         self.recomputes = self.states.recorded is not None
         """Whether a backward has to know where random numbers of its forward began."""
         self._aside: list[weakref.ref[Call]] = []
-        self._writes = bool(self.written_inputs or self.written_statics)
-        self._addresses = frozenset(memory.address for memory in self.inputs)
+        self._writes = self.arguments.are_written or bool(self.written_statics)
         self._grad_memory = [InputMemory(grad.tensor, grad) for grad in self.grads]
         self._without_grad = [
             i for i in range(len(self.structure.tensors)) if i not in self.outputs_with_grad
@@ -97,34 +98,14 @@ class RecordedPass:
         group, recording, stats = self.group, self.forward, self.stats
         group.driver.enter_call()
         group.prepare(recording, self.pending)
-        self._copy_in(tensors)
+        stats.copied_bytes += self.arguments.copy_in(tensors)
         outputs = recording.run([*tensors, *statics])
         stats.replays += 1
         if self._writes:
-            self._write_back(tensors, statics)
+            self.arguments.write_back(tensors)
+            for i in self.written_statics:
+                torch.autograd.graph.increment_version(statics[i])
         return group.hand_out(recording, outputs)
-
-    def _copy_in(self, tensors: Sequence[torch.Tensor]) -> None:
-        away: list[tuple[InputMemory, torch.Tensor]] = []
-        crossing = False
-        for memory, tensor in zip(self.inputs, tensors, strict=True):
-            address = tensor.data_ptr()
-            if address != memory.address or tensor.stride() != memory.stride:
-                crossing |= address in self._addresses
-                away.append((memory, tensor))
-        if crossing:  # samples in others' places, or laid out otherwise in their own
-            away = [(memory, tensor.clone()) for memory, tensor in away]
-        for memory, tensor in away:
-            memory.copy_from(tensor)
-            self.stats.copied_bytes += memory.num_bytes
-
-    def _write_back(self, tensors: Sequence[torch.Tensor], statics: Sequence[torch.Tensor]) -> None:
-        for i in self.written_inputs:
-            memory = self.inputs[i]
-            if tensors[i].data_ptr() != memory.address:
-                tensors[i].copy_(memory.tensor)
-        for i in self.written_statics:
-            torch.autograd.graph.increment_version(statics[i])
 
     # ---- backward
 
@@ -188,20 +169,14 @@ class RecordedPass:
         self.stats.replays += 1
         return group.hand_out(recording, outputs, own=group.own_grads)
 
-    def run_weight_grads(self) -> bool:
-        """Make the weights' gradients of the oldest backward that lacks them, and add them to their `.grad`.
-
-        Returns:
-            Whether there was such a backward.
-        """
-        if not self.due_weight_grads:
-            return False
+    def run_weight_grads(self, call: "Call") -> None:
+        """Make the weights' gradients of a backward that lacks them, and add them to their `.grad`."""
         group, recording = self.group, self.weight_grads
         assert recording is not None
         with group.owner.lock, torch.no_grad():
             statics = self.check_statics()
             group.driver.enter_call()
-            call = self.due_weight_grads.popleft()
+            self.due_weight_grads.remove(call)
             call.bring_back()
             group.prepare(recording, self.pending)
             outputs = group.hand_out(recording, recording.run(statics), own=group.own_grads)
@@ -210,7 +185,6 @@ class RecordedPass:
             for i, grad in zip(self.weight_grads_for, outputs, strict=True):
                 parameter = statics[i]
                 parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-        return True
 
     def is_pending(self) -> bool:
         """Whether a backward may still come."""
@@ -223,7 +197,8 @@ class RecordedPass:
             return
         self.closed = True
         self.held.clear()
-        self.due_weight_grads.clear()
+        for call in [call for call in self.due_weight_grads if call.recorded is self]:
+            self.due_weight_grads.remove(call)
         for recording in (self.forward, self.backward, self.weight_grads):
             if recording is not None:
                 self.group.owner.close_recording(recording)
@@ -238,6 +213,7 @@ class Call:
         "_done",
         "_inputs",
         "_position",
+        "_versions",
         "first",
         "last",
         "recorded",
@@ -256,6 +232,7 @@ class Call:
         self._inputs: tuple[Any, Any] | None = (tensors, statics)
         self._position: Any = None
         self._aside: Aside | None = None
+        self._versions: Versions | None = None
         self._done = False
 
     def forward(self, ctx: Any) -> tuple[torch.Tensor, ...]:
@@ -270,6 +247,7 @@ class Call:
             outputs = recorded.run_forward(tensors, statics)
             if True in ctx.needs_input_grad:
                 recorded.pending.add(self)
+                self._versions = recorded.read.versions(statics)
         if recorded.outputs_read:
             ctx.save_for_backward(*[outputs[i] for i in recorded.outputs_read])
         if recorded._without_grad:
@@ -278,13 +256,15 @@ class Call:
 
     def put_aside(self) -> None:
         """Copy away what the backward needs."""
+        if self._versions is not None:
+            self._versions.leave_samples()
         self._aside = self.recorded.put_aside(self)
 
     def backward(self, grads: Sequence[torch.Tensor | None]) -> list[Any]:
         """Run the backward.
 
         Raises:
-            GraphedBackwardError: It ran before, or its graphs were freed.
+            GraphedBackwardError: It ran before, its graphs were freed, or what it reads was changed in place.
         """
         recorded = self.recorded
         with recorded.group.owner.lock:
@@ -299,6 +279,8 @@ class Call:
                     "with GraphedOptions(retain_graph_in_backward=True)."
                 )
             statics = recorded.check_statics()
+            if self._versions is not None:
+                self._versions.check()
             recorded.group.driver.enter_call()
             self.bring_back()
             outputs = recorded.run_backward(grads, statics, self._position)
@@ -319,11 +301,14 @@ class Call:
         aside, self._aside = self._aside, None
         if aside is not None:
             self.recorded.take_back(aside)
+            if self._versions is not None:
+                self._versions.take_samples()
             self.recorded.pending.add(self)
 
     def settle(self) -> None:
         """Note that nothing more of this call is to come, unless its backward may run again."""
         if not self.recorded.retains:
+            self._versions = None
             self.recorded.pending.remove(self)
 
     def is_due_to(self, recorded: RecordedPass) -> bool:

@@ -22,7 +22,7 @@ class GroupRecorder:
         With `reuse_buffers`, what a forward and its backward hold alone is handed on when the order shows them to be
         over: arguments' memory to a later forward with arguments laid out alike, outputs back to the pool, gradients
         too, but one backward later, since the next one may read them. Whoever holds one of them over the replay that
-        reuses its memory keeps its value: it is moved.
+        reuses its memory keeps its value: it is moved. Samples are the user's: arguments have memory of our own then.
     """
 
     def __init__(self, group: Group, schedule: Schedule, passes: list[Pass]) -> None:
@@ -81,11 +81,11 @@ class GroupRecorder:
         free = self._free.get(layout_of(sample))
         if free:
             memory = free.pop()
-            memory.tensor.copy_(sample.detach())
+            memory.fill(sample)
             return memory
         storage = sample.untyped_storage().data_ptr()
         memory = None
-        if storage not in self._taken and not written:
+        if storage not in self._taken and not written and not self._reuse:
             memory = sample_memory(sample)
         self._taken.add(storage)
         return own_memory(sample) if memory is None else memory

@@ -247,9 +247,10 @@ def _parts(value: Any) -> list[Any]:
     if code is None:
         return parts
     if not hasattr(value, "__func__"):
-        cells = [cell for cell in value.__closure__ or () if _is_filled(cell)]
+        cells = [cell for cell in getattr(value, "__closure__", None) or () if _is_filled(cell)]
         parts += [cell.cell_contents for cell in cells]
-    read = [value.__globals__.get(name) for name in code.co_names]
+    names = getattr(value, "__globals__", {})
+    read = [names.get(name) for name in code.co_names]
     for holder in parts:  # self.model of an object that is no module
         attributes = {} if callable(holder) else getattr(holder, "__dict__", {})
         read += [attributes.get(name) for name in code.co_names]

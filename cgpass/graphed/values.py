@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from cgpass.runtime.placeholders import Placeholder, overlaps_itself
 class InputMemory:
     """Where a graph reads one argument: a sample's own memory, or a placeholder."""
 
-    __slots__ = ("address", "copy_from", "num_bytes", "stride", "tensor")
+    __slots__ = ("address", "is_own", "num_bytes", "spans", "stride", "target", "tensor")
 
     def __init__(self, tensor: torch.Tensor, placeholder: Placeholder | None = None) -> None:
         """Args: tensor: on the memory. placeholder: that it belongs to; None for a sample."""
@@ -24,19 +24,40 @@ class InputMemory:
         self.address = tensor.data_ptr()
         self.stride = tensor.stride()
         self.num_bytes = tensor.nbytes
-        self.copy_from: Callable[[torch.Tensor], Any] = (
-            tensor.copy_ if placeholder is None else placeholder.copy_from
-        )
+        self.is_own = placeholder is not None
+        """Whether nobody but graphs reads it."""
+        self.spans = placeholder if placeholder is not None and placeholder.flat else None
+        """What is copied as the memory that it spans, since its elements share some."""
+        self.target = tensor if self.spans is None else self.spans.target
 
     def holds(self, value: torch.Tensor) -> bool:
         """Whether a call's argument lies just here."""
-        return value.data_ptr() == self.address and value.stride() == self.stride
+        return (
+            value.data_ptr() == self.address
+            and value.stride() == self.stride
+            and value.is_conj() == self.tensor.is_conj()
+            and value.is_neg() == self.tensor.is_neg()
+        )
+
+    def is_laid_out_as(self, value: torch.Tensor) -> bool:
+        """Whether the memory that a value spans is like this, where values are copied as such."""
+        sizes = zip(value.size(), value.stride(), self.stride, strict=True)
+        return (
+            all(a == b or size < 2 for size, a, b in sizes)
+            and value.is_conj() == self.tensor.is_conj()
+            and value.is_neg() == self.tensor.is_neg()
+        )
+
+    def source(self, value: torch.Tensor) -> torch.Tensor:
+        """What of a value is copied to `target`."""
+        value = value.detach()
+        return value if self.spans is None else self.spans.source(value)
 
     def fill(self, value: torch.Tensor) -> int:
         """Give the memory the value of `value`, unless it is there; returns bytes copied."""
         if self.holds(value):
             return 0
-        self.copy_from(value)
+        self.target.copy_(self.source(value))
         return self.num_bytes
 
 
@@ -86,13 +107,14 @@ def sample_memory(sample: torch.Tensor) -> InputMemory | None:
 
 def own_memory(like: torch.Tensor) -> InputMemory:
     """New memory for an argument."""
-    placeholder = Placeholder(like.detach())
-    placeholder.copy_from(like.detach())
+    like = like.detach()
+    placeholder = Placeholder(like)
+    placeholder.copy_from(like)
     return InputMemory(placeholder.tensor, placeholder)
 
 
 def refuse_hidden_tensors(what: str, leaf: Any) -> None:
-    """Have no object hold tensors that a replay would not put into it, or read from it.
+    """Have no result hold tensors that a replay would not put into it.
 
     Raises:
         GraphedArgumentError: It does.
@@ -105,8 +127,8 @@ def refuse_hidden_tensors(what: str, leaf: Any) -> None:
     if any(isinstance(inner, torch.Tensor) for inner in pytree.tree_leaves(attributes)):
         kind = type(leaf).__name__
         raise GraphedArgumentError(
-            f"make_graphed_callables: {what} is a {kind}, which has tensors in it but is no pytree node, so that they "
-            f"can't be found in calls. Register it, as in torch.utils._pytree.register_dataclass({kind}), or use a dict."
+            f"make_graphed_callables: {what} is a {kind}, which has tensors in it but is no pytree node, so that no "
+            f"call could put its own there. Register it, as in torch.utils._pytree.register_dataclass({kind}), or use a dict."
         )
 
 

@@ -102,17 +102,29 @@ struct Items {  // of a list or a tuple
   PyObject* at(PyObject* number) const { return items[index_of(number, size)]; }
 };
 
-PyObject* static_key(PyObject* const* args) {
+template <int64_t (*number_of)(const at::Tensor&)>
+PyObject* numbers(PyObject* const* args) {
   const Items values(args[0]);
   const Items positions(args[1]);
   Owned key(PyBytes_FromStringAndSize(nullptr, positions.size * sizeof(int64_t)));
   auto* out = reinterpret_cast<int64_t*>(PyBytes_AS_STRING(key.object));
   for (Py_ssize_t k = 0; k < positions.size; ++k) {
-    const at::Tensor& tensor = tensor_of(values.at(positions.items[k]));
-    out[k] = reinterpret_cast<int64_t>(tensor.const_data_ptr());
+    out[k] = number_of(tensor_of(values.at(positions.items[k])));
   }
   return key.release();
 }
+
+int64_t address_of(const at::Tensor& tensor) {
+  return reinterpret_cast<int64_t>(tensor.const_data_ptr());
+}
+
+int64_t version_of(const at::Tensor& tensor) {
+  if (tensor.is_inference()) return 0;
+  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+constexpr auto static_key = numbers<address_of>;
+constexpr auto versions = numbers<version_of>;
 
 // Positions of tensors by identity: the first one of each.
 struct Firsts {
@@ -351,7 +363,8 @@ PyObject* put_accumulators(PyObject* const* args) {
     const at::Tensor& tensor = tensor_of(tensors.items[k]);
     auto* held = static_cast<Accumulator*>(PyCapsule_GetPointer(taken.items[k], accumulator_name));
     if (held == nullptr) throw PythonErrorSet();
-    if (tensor.requires_grad() && tensor.is_leaf()) set_accumulator(tensor, *held);
+    const bool is_known = held->shared || held->intrusive;
+    if (is_known && tensor.is_leaf()) set_accumulator(tensor, *held);
   }
   Py_RETURN_NONE;
 }
@@ -466,6 +479,7 @@ PyMethodDef methods[] = {
     METHOD(layouts, 1),
     METHOD(requiring_grad, 1),
     METHOD(unchanged, 5),
+    METHOD(versions, 2),
     METHOD(any_held, 4),
     METHOD(held, 4),
     METHOD(stand_in, 3),

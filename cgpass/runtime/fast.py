@@ -40,6 +40,12 @@ def static_key(args: Sequence[Any], positions: Sequence[int]) -> bytes:
     return array("q", map(torch.Tensor.data_ptr, map(args.__getitem__, positions))).tobytes()
 
 
+def versions(args: Sequence[Any], positions: Sequence[int]) -> bytes:
+    """How often the tensors at `positions` of `args` were written, as one value; 0 for inference tensors."""
+    tensors = map(args.__getitem__, positions)
+    return array("q", [0 if t.is_inference() else t._version for t in tensors]).tobytes()
+
+
 def layouts(tensors: Sequence[torch.Tensor]) -> bytes:
     """What a graph that reads tensors where they lie has in it, as one value, made of 64-bit integers.
 
@@ -205,7 +211,7 @@ def take_accumulators(leaves: Sequence[torch.Tensor]) -> list[Any]:
 
 
 def put_accumulators(leaves: Sequence[torch.Tensor], taken: Sequence[Any]) -> None:
-    """Have each leaf know again the node that `take_accumulators` took, or none if it had none or has died since."""
+    """Have each leaf know again the node that `take_accumulators` took; where it took none, what it knows now stays."""
     if len(leaves) != len(taken):
         raise ValueError("as many accumulators as tensors expected")
 
@@ -250,6 +256,7 @@ PYTHON: Mapping[str, Callable[..., Any]] = {
         layouts,
         requiring_grad,
         unchanged,
+        versions,
         any_held,
         held,
         stand_in,

@@ -16,7 +16,7 @@ from cgpass.runtime.owner import Owner
 from cgpass.runtime.placeholders import Placeholder
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.signature import Layout, layout_of, place_of
-from cgpass.runtime.writes import Writes, counting, places, refuse_new_layouts
+from cgpass.runtime.writes import SaidToBeWritten, Writes, counting, places, refuse_new_layouts
 from cgpass.telemetry import CallStats
 
 
@@ -90,9 +90,12 @@ class Recorder:
         passed = staged.copy()
         gifts.put_into(passed)
         watched = staged if self._finds_writes else ()
-        writes, before = Writes(watched), places(watched)
+        writes, before, said = Writes(watched), places(watched), SaidToBeWritten(watched)
         try:
-            graph, outputs = owner.driver.record(self._fn, passed, opaque=self._opaque, slot=slot)
+            with said if self._finds_writes else contextlib.nullcontext():
+                graph, outputs = owner.driver.record(
+                    self._fn, passed, opaque=self._opaque, slot=slot
+                )
         finally:
             passed.clear()
             consumes = gifts.take_back()
@@ -103,7 +106,7 @@ class Recorder:
             outputs,
             staged,
             placeholders,
-            mutated=sorted({*layout.mutated, *written, *writes.found()}),
+            mutated=sorted({*layout.mutated, *written, *writes.found(), *said.found}),
             visible=visible,
             read=read,
             consumes=consumes,

@@ -20,6 +20,7 @@ from cgpass import _torch
 from cgpass.runtime.capturing import capture_runs
 from cgpass.runtime.driver import BoxedCallable, CapturedGraph, no_gc
 from cgpass.runtime.syncs import HostMethods, HostReads, call_watched, reads_on_host, refuse
+from cgpass.runtime.writes import written_by
 
 _POISON = 0xFF
 _REFUSAL = "operation not permitted when stream is capturing"
@@ -27,18 +28,6 @@ _REFUSAL = "operation not permitted when stream is capturing"
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Tensors that a call may write: those its schema says, all of them where there is no schema."""
-    schema = getattr(func, "_schema", None)
-    if schema is None:
-        return _tensors((args, kwargs))
-    named = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
-    writes = [
-        a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
-    ]
-    return _tensors([named.get(name) for name in writes])
 
 
 def _implementation(generator: torch.Generator) -> int:
@@ -129,7 +118,7 @@ class _Tape(TorchDispatchMode):
 
     def note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `func`, put what it allocated into the pool, and note the call."""
-        for tensor in _written(func, args, kwargs):
+        for tensor in written_by(func, args, kwargs):
             self._keep_contents(_address(tensor), tensor.untyped_storage().nbytes())
         known = {_address(t) for t in _tensors((args, kwargs))}
         where = pytree.tree_map(self._where, (args, kwargs))

@@ -1,13 +1,16 @@
 """Inputs that a recorded callable writes where nobody said so.
 
-Found by their version counters while it is recorded, and by their bits in plain calls: not every operator counts its
-writes (the running statistics of batch norm, fused optimizers).
+While it is recorded they are found by what operators say that they write, and by version counters, which kernels of
+compiled functions advance; not every operator does (the running statistics of batch norm, fused optimizers). In plain
+calls they are found by their bits, for what no operator writes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgpass import _torch
 from cgpass.errors import CaptureError
@@ -92,6 +95,93 @@ class Writes:
     def found(self) -> frozenset[int]:
         """Positions of the inputs that were written since."""
         return frozenset(i for i, value, version in self._before if value._version != version)
+
+
+_STATISTICS = ("running_mean", "running_var")
+_WRITE_STATISTICS = {
+    "aten::native_batch_norm": "training",
+    "aten::cudnn_batch_norm": "training",
+    "aten::miopen_batch_norm": "training",
+    "aten::_batch_norm_impl_index": "training",
+    "aten::batch_norm": "training",
+    "aten::instance_norm": "use_input_stats",
+    "aten::batch_norm_update_stats": None,
+    "aten::batch_norm_gather_stats": None,
+    "aten::batch_norm_gather_stats_with_counts": None,
+}
+"""Operators that write running statistics and don't say so, and the argument that tells whether they do.
+
+Source: aten/src/ATen/native/native_functions.yaml, 2.11 to 2.15.
+"""
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Tensors that a call of an operator may write: as its schema says, where that is true; all if it has none."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return _tensors((args, kwargs))
+    named = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
+    writes = [
+        a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    ]
+    if schema.name in _WRITE_STATISTICS:
+        switch = _WRITE_STATISTICS[schema.name]
+        writes += _STATISTICS if switch is None or named.get(switch) else ()
+    elif schema.name.startswith("c10d::") and schema.name.endswith("_"):
+        writes += [name for name in named if not name.startswith("input")]
+    return _tensors([named.get(name) for name in writes])
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class SaidToBeWritten(TorchDispatchMode):
+    """Notes which inputs the operators called inside say that they write."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        """Args: inputs: what is called with; they are not held."""
+        super().__init__()
+        self.found: set[int] = set()
+        """Positions of the inputs that were written."""
+        self._places = [(i, *extent(value)) for i, value in enumerate(inputs) if has_place(value)]
+
+    @property
+    def watches(self) -> bool:
+        """Whether there is anything to find."""
+        return bool(self._places)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled functions inside stay compiled: their writes advance version counters."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if hasattr(func, "_schema") or "mutation" in str(func):  # what Triton kernels write
+            for tensor in filter(has_place, written_by(func, args, kwargs)):
+                begin, end = extent(tensor)
+                self.found.update(
+                    i for i, first, last in self._places if begin < last and first < end
+                )
+        return func(*args, **kwargs)
+
+
+def has_place(value: Any) -> bool:
+    """Whether a value is a tensor in plain memory, and has elements."""
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+    return plain and value.layout is torch.strided and value.numel() > 0 and not value.is_meta
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor's memory begins and ends."""
+    reach = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (1 + reach) * tensor.element_size()
 
 
 def shares_memory(args: Sequence[Any], written: Iterable[int]) -> bool:

@@ -230,3 +230,25 @@ def test_a_failed_rerecording_leaves_the_callable_usable(setting):
         x = setting.randn(4, 8)
         same(step(graphed, x)[0], step(plain, x)[0])
     same_grads(module, plain)
+
+
+def test_sparse_gradients_are_refused(setting):
+    module = setting.module(torch.nn.Embedding(5, 3, sparse=True))
+    with pytest.raises(
+        cgpass.errors.GraphedArgumentError, match="Embedding gives weight a gradient of layout"
+    ):
+        setting.graphed(module, (torch.tensor([1, 2], device=setting.device),))
+
+
+def test_a_generator_of_the_callables_own_is_named(setting):
+    generator = torch.Generator(setting.device)
+
+    def fn(x):
+        return x + torch.randn(3, generator=generator, device=x.device)
+
+    x = setting.randn(3)
+    with pytest.raises(
+        cgpass.errors.CaptureError, match=r"generator of its own, at .*torch\.randn"
+    ):
+        setting.graphed(fn, (x,))
+    same(setting.graphed(torch.sin, (x,))(x), x.sin())

@@ -146,7 +146,7 @@ def test_another_order_than_the_schedules(setting):
 def memory_of(graphed):
     """Places that inputs and outputs of all forwards lie in."""
     (group,) = {g._group for g in graphed}
-    inputs = {m.address for g in graphed for r in g._recorded.values() for m in r.inputs}
+    inputs = {m.address for g in graphed for r in g._recorded.values() for m in r.arguments.memory}
     return len(inputs), len(group.driver.live_blocks(0))
 
 

@@ -85,6 +85,17 @@ def test_keys_of_what_is_no_tensor_or_not_there_are_refused(functions):
         functions["static_key"]([torch.zeros(1)], (1,))
 
 
+def test_versions(functions):
+    with torch.inference_mode():
+        frozen = torch.zeros(1)
+    args = [torch.zeros(1), 3, torch.zeros(1), frozen]
+    before = functions["versions"](args, (0, 2, 3))
+    assert before == PYTHON["versions"](args, (0, 2, 3)) == array("q", [0, 0, 0]).tobytes()
+    args[2].detach().add_(1)
+    assert functions["versions"](args, (0, 2, 3)) == array("q", [0, 1, 0]).tobytes()
+    assert functions["versions"](args, ()) == b""
+
+
 def test_a_holder_of_any_storage_is_noticed(functions):
     owned = [torch.zeros(2) for _ in range(10)]
     watched = watch(owned)
@@ -361,13 +372,23 @@ def test_leaves_forget_their_accumulators_and_know_them_again(functions):
     passing = accumulator(second)
     functions["put_accumulators"]([first, second, fixed], taken)
     assert accumulator(first) == node
+    assert accumulator(second) == passing  # nobody knew another one before
     if functions is not PYTHON:
-        assert accumulator(second) != passing
         other.backward()
         assert fired == []
         held.backward()
         assert fired == [1]
         assert (first.grad.tolist(), second.grad.tolist()) == ([5.0, 5.0], [5.0, 5.0])
+
+
+def test_leaves_that_were_frozen_meanwhile_know_their_accumulators_again(functions):
+    leaf = torch.ones(2, requires_grad=True)
+    node = accumulator(leaf)
+    taken = functions["take_accumulators"]([leaf])
+    leaf.requires_grad_(False)
+    functions["put_accumulators"]([leaf], taken)
+    leaf.requires_grad_(True)
+    assert accumulator(leaf) == node
 
 
 def test_accumulators_of_what_is_no_leaf_are_refused(functions):

@@ -192,6 +192,98 @@ def test_writes_that_no_counter_counts(setting):
     assert setting.compare(program)["replays"] > 0
 
 
+def average(first, second, new_first, new_second):
+    torch._foreach_lerp_([first, second], [new_first, new_second], 0.1)
+
+
+def descend(parameter, gradient):
+    arguments = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0}
+    flags = {"nesterov": False, "maximize": False, "is_first_step": False}
+    torch._fused_sgd_([parameter], [gradient], [], **arguments, **flags)
+
+
+def write_data(total, x):
+    total.data.add_(x)
+
+
+@torch.library.custom_op("cgpass_tests::accumulate", mutates_args={"total"})
+def accumulate(total: torch.Tensor, x: torch.Tensor) -> None:
+    total += x
+
+
+IN_VAIN = {
+    "average": average,
+    "fused optimizer": descend,
+    "data": write_data,
+    "custom operator": accumulate,
+}
+
+
+@pytest.mark.parametrize("kind", IN_VAIN)
+@pytest.mark.parametrize("static", [False, True])
+def test_writes_that_change_nothing_at_first(setting, kind, static):
+    def program(session):
+        state = session.batches(4, count=2 if kind == "average" else 1)
+        call = session.wrap(IN_VAIN[kind], static_input_indices=range(len(state)) if static else ())
+        values = []
+        for number in range(6):
+            if kind == "average":  # which begins as a copy
+                new = [t + number for t in state] if number > 1 else [t.clone() for t in state]
+            else:
+                new = [session.randn(4) * max(0, number - 1)]
+            call(*state, *new)
+            values += [t.clone() for t in state]
+        return values
+
+    assert setting.compare(program)["replays"] > 0
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_statistics_that_do_not_change_at_first(setting, static, training):
+    def program(session):
+        fn = lambda mean, var, x: F.batch_norm(x, mean, var, training=training) * 2  # noqa: E731
+        call = session.wrap(fn, static_input_indices=(0, 1) if static else ())
+        mean, var, values = session.randn(3) * 0, session.randn(3).abs(), []
+        for number in range(6):
+            x = session.randn(4, 3)
+            x = (x - x.mean(0)) * 0 + max(0, number - 1)
+            values += [call(mean, var, x), mean.clone(), var.clone()]
+        return values
+
+    assert setting.compare(program)["replays"] > 0
+
+
+def test_a_read_neighbour_of_a_written_input_is_not_written(setting):
+    session = setting.session()
+    call = session.wrap(lambda total, x: torch._foreach_lerp_([total], [x], 0.5))
+    both = session.randn(2, 4)
+    for _ in range(4):
+        call(both[0], both[1].clone())
+    (recording,) = call._runner.table.all()
+    assert recording.written == {0}
+
+
+def test_a_transform_and_a_mode_inside(setting):
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **kwargs or {})
+
+    def fn(total, x):
+        with Mode():
+            torch.func.vmap(lambda t, v: t.add_(v))(total, x)
+
+    def program(session):
+        call, values = session.wrap(fn), []
+        total = session.randn(3, 4)
+        for number in range(6):
+            call(total, session.randn(3, 4) * (number // 2))
+            values.append(total.clone())
+        return values
+
+    assert setting.compare(program)["replays"] > 0
+
+
 def test_a_fused_optimizer_step(setting):
     def program(session):
         def step(parameter, gradient, momentum):

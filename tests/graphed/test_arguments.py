@@ -1,0 +1,164 @@
+"""Arguments and gradients of every layout, that share memory, or that are written."""
+
+import pytest
+import torch
+
+from tests.graphed.steps import same
+
+
+def complex_randn(setting, *shape):
+    return torch.randn(*shape, dtype=torch.complex64, device=setting.device)
+
+
+def plainly(fn, *args):
+    return fn(*[a.clone() for a in args])
+
+
+def test_conjugates_and_negatives_of_samples(setting):
+    x = complex_randn(setting, 4)
+    graphed = setting.graphed(lambda x: x * (2 + 1j), (x,))
+    expected = x.conj().resolve_conj() * (2 + 1j)
+    same(graphed(x.conj()).resolve_conj(), expected)
+    imaginary = complex_randn(setting, 4).imag
+    graphed = setting.graphed(lambda x: x * 2, (imaginary,))
+    negative = torch._neg_view(imaginary)
+    expected = negative.clone() * 2
+    same(graphed(negative), expected)
+
+
+@pytest.mark.parametrize("lazy", ["conj", "neg"])
+def test_samples_that_are_conjugates_or_negatives(setting, lazy):
+    def make(flip):
+        x = complex_randn(setting, 3)
+        x = x.conj() if flip else x
+        return x if lazy == "conj" else x.imag
+
+    def fn(x):
+        return x * 3
+
+    graphed = setting.graphed(fn, (make(True),))
+    for x in (make(False), make(True)):
+        same(graphed(x).resolve_conj(), fn(x).resolve_conj())
+    assert graphed.stats.plain_calls == 0
+
+
+@pytest.mark.parametrize(
+    "other", [lambda s: s.randn(3, 3), lambda s: s.randn(3, 1).expand(3, 3)], ids=["dense", "other"]
+)
+def test_an_expanded_sample_and_other_layouts(setting, other, caplog):
+    graphed = setting.graphed(lambda x: x * 2, (setting.randn(1, 3).expand(3, 3),))
+    alike = setting.randn(1, 3).expand(3, 3)
+    same(graphed(alike), alike * 2)
+    assert graphed.stats.plain_calls == 0
+    x = other(setting)
+    same(graphed(x), x * 2)
+    assert graphed.stats.plain_calls == 1
+    assert "argument 0 is laid out otherwise than the sample" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x[None].expand(3, 3),
+        lambda x: x.sum().expand(3, 3),
+        lambda x: torch.complex(x, x).conj().imag.expand(3, 3),
+        lambda x: torch.complex(x, x)[None].conj() * torch.ones(3, 1, device=x.device),
+    ],
+)
+def test_gradients_of_any_layout(setting, fn):
+    graphed = setting.graphed(fn, (setting.randn(3, grad=True),))
+    for weight in (setting.randn(3, 3), setting.randn(3, 1).expand(3, 3), setting.randn(1, 3)):
+        x = setting.randn(3, grad=True)
+        grads = []
+        for each in (graphed, fn):
+            out = each(x)
+            out.backward(weight.to(out.dtype).expand(3, 3))
+            grads.append(x.grad)
+            x.grad = None
+        torch.testing.assert_close(*grads)
+
+
+def test_arguments_in_the_memory_of_samples(setting):
+    def fn(a, b):
+        return a - 2 * b
+
+    buffer, b = setting.randn(8), setting.randn(4)
+    graphed = setting.graphed(fn, (buffer[:4], b))
+    for args in (
+        (setting.randn(4), buffer[2:6]),
+        (buffer[2:6], b),
+        (b, buffer[1:5]),
+        (buffer[:4], buffer[4:]),
+        (buffer[::2], buffer[1::2]),
+    ):
+        expected = plainly(fn, *args)
+        same(graphed(*args), expected)
+    assert graphed.stats.plain_calls == 0
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_written_argument_that_shares_memory(setting, shift, caplog):
+    def fn(a, b):
+        a.add_(1)
+        return b * 2
+
+    def zeros():
+        return torch.zeros(4, device=setting.device)
+
+    graphed = setting.graphed(fn, (zeros()[:3], zeros()[:3]))
+    found, expected = zeros(), zeros()
+    same(
+        graphed(found[:3], found[shift : 3 + shift]),
+        fn(expected[:3], expected[shift : 3 + shift]),
+    )
+    same(found, expected)
+    assert graphed.stats.plain_calls == 1
+    assert "argument 0, which it writes, shares memory with argument 1" in caplog.text
+    buffer = torch.zeros(6, device=setting.device)
+    same(graphed(buffer[:3], buffer[3:]), zeros()[:3])
+    same(buffer[:3], zeros()[:3] + 1)
+    assert graphed.stats.plain_calls == 1
+
+
+def test_a_written_argument_that_is_a_buffer(setting):
+    class Adds(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("total", torch.zeros(3))
+
+        def forward(self, into):
+            into.add_(1)
+            return self.total * 2
+
+    module = setting.module(Adds())
+    graphed = setting.graphed(module, (torch.zeros(3, device=setting.device),))
+    same(graphed(module.total), torch.full((3,), 2.0, device=setting.device))
+    assert graphed.graphed.stats.plain_calls == 1
+
+
+def test_an_argument_written_behind_autograds_back(setting):
+    def fn(x, cache):
+        cache.data[0] = x
+        return x + cache.sum(0)
+
+    sample = torch.zeros(2, 3, device=setting.device)
+    graphed = setting.graphed(fn, (setting.randn(3), sample))
+    assert not sample.any()
+    caches = [torch.zeros(2, 3, device=setting.device) for _ in range(2)]
+    x = setting.randn(3)
+    same(graphed(x, caches[0]), fn(x, caches[1]))
+    same(*caches)
+    assert graphed.stats.plain_calls == 0
+
+
+def test_shared_buffers_leave_samples_alone(setting):
+    batches = [setting.randn(4) for _ in range(3)]
+    before = [x.clone() for x in batches]
+    graphed = setting.graphed(
+        (torch.sin,), tuple((x,) for x in batches), order=[1, -1] * 3, reuse_buffers=True
+    )
+    for _ in range(2):
+        for fn, x in zip(graphed, batches, strict=True):
+            same(fn(x), x.sin())
+    for x, kept in zip(batches, before, strict=True):
+        same(x, kept)

@@ -1,0 +1,62 @@
+"""Transforms, tracers and modes that a replay knows nothing of: calls inside of them run without a graph."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.graphed.steps import net, same, twins
+
+
+def jvp_of(fn, x, tangent):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(fn(forward_ad.make_dual(x, tangent))).tangent
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda fn, x: torch.func.grad(lambda x: fn(x).sum())(x),
+        lambda fn, x: torch.vmap(fn)(torch.stack([x, 2 * x])),
+        lambda fn, x: torch.func.jacrev(fn)(x),
+        lambda fn, x: torch.func.jvp(fn, (x,), (x,))[1],
+        lambda fn, x: jvp_of(fn, x, 2 * x),
+    ],
+    ids=["grad", "vmap", "jacrev", "jvp", "dual"],
+)
+def test_transforms(setting, grad, way, caplog):
+    graphed = setting.graphed(torch.sin, (setting.randn(3, grad=grad),))
+    x = setting.randn(3)
+    same(way(graphed, x), way(torch.sin, x))
+    assert "sin runs without a graph: a transform of torch.func or forward-mode AD" in caplog.text
+    assert graphed.stats.replays == 0
+    same(graphed(x), x.sin())
+    assert graphed.stats.replays == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(setting, strict):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    x = setting.randn(4, 8)
+    exported = torch.export.export(graphed, (x,), strict=strict)
+    same(exported.module()(x), plain(x))
+    assert list(exported.state_dict) == list(plain.state_dict())
+
+
+def test_dispatch_modes(setting, caplog):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    x = setting.randn(4, 8)
+    counts = []
+    for fn in (graphed, plain):
+        with FlopCounterMode(display=False) as counter:
+            fn(x)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+    assert "a dispatch mode" in caplog.text
+    doubled = setting.graphed(lambda x: x * 2, (x,))
+    same(make_fx(doubled)(x)(x + 1), (x + 1) * 2)
