@@ -159,9 +159,11 @@ def is_capturing() -> bool:
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
     """Have operators run for real, whatever traces or watches them here, and record no gradients."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+    clear = temporarily_clear_interpreter_stack if in_functorch() else contextlib.nullcontext
+    with clear(), _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         yield
 
 
@@ -774,6 +776,11 @@ def autograd_keys_on() -> Iterator[None]:
     include = torch._C._dispatch_tls_local_include_set()
     with torch._C._ForceDispatchKeyGuard(include, exclude):
         yield
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` traces. For Dynamo, `torch.compiler.is_exporting()` is always true in torch 2.11."""
+    return torch.compiler._is_exporting_flag
 
 
 def operators_are_watched() -> bool:

@@ -74,7 +74,7 @@ class GraphedFunction:
             InputError: The arguments don't fit the sample.
             StaticInputMovedError: A parameter or buffer moved and `static_input_check` is "error".
         """
-        if torch.compiler.is_exporting():
+        if _torch.is_exporting():
             return self._plain(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _outside_dynamo(self, args, kwargs)

@@ -72,6 +72,7 @@ class RecordedPass:
         self.pending = self.group.pending(self.forward.slot)
         self.recomputes = self.states.recorded is not None
         """Whether a backward has to know where random numbers of its forward began."""
+        self.no_gradients = [None] * (len(self.wanted_inputs) + len(self.wanted_statics))
         self._aside: list[weakref.ref[Call]] = []
         self._writes = self.arguments.are_written or bool(self.written_statics)
         self._grad_memory = [InputMemory(grad.tensor, grad) for grad in self.grads]
@@ -329,6 +330,9 @@ class _Graphed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
         call: Call = ctx.call
+        if all(grad is None for grad in grad_outputs):
+            call.settle()
+            return (None, *call.recorded.no_gradients)
         if call.recorded.outputs_read:
             _ = ctx.saved_tensors  # autograd checks here that nobody changed them
         if not torch.is_grad_enabled():

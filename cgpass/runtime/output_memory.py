@@ -149,12 +149,15 @@ class OutputMemory:
         """Move what is held to memory of its own, on the current stream; returns bytes copied."""
         if not blocks:
             return 0
+        with torch.inference_mode(False), torch.no_grad():  # later calls' outputs are made of these
+            return self._rescue(blocks)
+
+    def _rescue(self, blocks: Sequence[int]) -> int:
         held = self._in_place(blocks)
         bases = [self._blocks[k].base for k in held]
         if bases:
-            with torch.no_grad():
-                moved = [torch.empty_like(base) for base in bases]
-                torch._foreach_copy_(moved, bases)
+            moved = [torch.empty_like(base) for base in bases]
+            torch._foreach_copy_(moved, bases)
             fast.swap_storages(bases, moved)  # the holders have the copies, `moved` lie in the pool
             for k, other in zip(held, moved, strict=True):
                 self._stand_in(k, other)

@@ -148,3 +148,36 @@ def test_no_driver(setting):
     same(graphed(x), module(x))
     assert graphed.graphed.stats.recordings == 0
     assert F.relu is cgpass.make_graphed_callables(F.relu, (x,), options=options)._plain
+
+
+def test_results_held_over_a_call_in_inference_mode(setting):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    x = setting.randn(4, 8, grad=True)
+    with torch.no_grad():
+        held = graphed(x)
+        kept = held.clone()
+    with torch.inference_mode():
+        graphed(setting.randn(4, 8))
+    same(held, kept)
+    for fn in (graphed, plain):
+        fn(x).sum().backward()
+    same_grads(module, plain)
+
+
+def test_a_backward_without_any_gradient(setting):
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    graphed = setting.graphed(torch.sin, (setting.randn(3, grad=True),))
+    x = setting.randn(3, grad=True)
+    Stop.apply(graphed(x)).sum().backward()
+    assert x.grad is None
+    graphed(x).sum().backward()
+    same(x.grad, x.detach().cos())

@@ -1,5 +1,7 @@
 """Transforms, tracers and modes that a replay knows nothing of: calls inside of them run without a graph."""
 
+import gc
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -60,3 +62,19 @@ def test_dispatch_modes(setting, caplog):
     assert "a dispatch mode" in caplog.text
     doubled = setting.graphed(lambda x: x * 2, (x,))
     same(make_fx(doubled)(x)(x + 1), (x + 1) * 2)
+
+
+def test_graphs_that_go_inside_of_a_transform(setting):
+    graphed = [setting.graphed(torch.sin, (setting.randn(3),))]
+    held = graphed[0](setting.randn(3))
+    kept = held.clone()
+
+    def fn(x):
+        graphed.clear()
+        gc.collect()
+        return x.sin()
+
+    x = setting.randn(3)
+    same(jvp_of(fn, x, x), x * x.cos())
+    same(torch.vmap(fn)(x[None]), x[None].sin())
+    same(held, kept)
