@@ -491,6 +491,7 @@ def min_cut_partition(
     num_fwd_outputs: int,
     static_lifetime_input_indices: list[int] | None = None,
     keep_random: bool = True,
+    random: Sequence[torch.fx.Node] = (),
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """AOTAutograd's min-cut split of a joint graph into forward and backward.
 
@@ -503,12 +504,16 @@ def min_cut_partition(
         keep_random: Whether to leave recomputed random operators as they are. Else they save their generator's state,
             which no graph holds, and run eagerly: never generators of AOTAutograd's, which a backward that compiled
             autograd traces once more loses (torch 2.11 to 2.15).
+        random: What draws random numbers. Two of them with equal arguments are two draws, also where torch would take
+            them for one: its list has no operators but some of aten's (2.11 to 2.13), and no higher-order ones (to 2.15).
     """
-    from torch._functorch import config, partitioners
+    from torch._functorch import compile_utils, config, partitioners
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(config.patch(graphsafe_rng_functionalization=False))
+        kept_apart = [*compile_utils.rand_ops, *map(compile_utils.get_aten_target, random)]
+        stack.enter_context(_replaced(compile_utils, "rand_ops", kept_apart))
         if keep_random:
             stack.enter_context(_replaced(partitioners, "functionalize_rng_ops", _leave_random_ops))
         return min_cut_rematerialization_partition(
@@ -518,6 +523,14 @@ def min_cut_partition(
             num_fwd_outputs=num_fwd_outputs,
             static_lifetime_input_indices=static_lifetime_input_indices,
         )
+
+
+def is_nested_joint(joint_inputs: Sequence[Any]) -> bool:
+    """Whether AOTAutograd asks for a split of the body of an `invoke_subgraph`: it gives no inputs then.
+
+    Source: torch/_functorch/_aot_autograd/graph_compile.py `run_joint_graph_passes_on_hops`, 2.11 to 2.15.
+    """
+    return not joint_inputs
 
 
 def _leave_random_ops(
@@ -686,6 +699,21 @@ def has_effect(op: torch._ops.OpOverload) -> bool:
     return has_effects(op)
 
 
+def are_replaced(ops: Sequence[object]) -> bool:
+    """Whether tracing leaves other operators in the place of all of `ops`, `out=` variants aside.
+
+    Composite operators and ATen's writing ones. What Inductor decomposes is noted in `original_aten`.
+    """
+    known = [op for op in ops if isinstance(op, torch._ops.OpOverload)]
+    real = [op for op in known if torch._C._dispatch_has_kernel(op.name())]  # not TorchScript's
+    called = [op for op in real if not any(arg.is_out for arg in op._schema.arguments)]
+    return bool(called) and all(
+        torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+        or (op.namespace == "aten" and op._schema.is_mutable)
+        for op in called
+    )
+
+
 def has_autocast_kernel(op: torch._ops.OpOverload) -> bool:
     """Whether autocast casts an operator's inputs."""
     keys = ("AutocastCPU", "AutocastCUDA")
@@ -711,6 +739,20 @@ def autograd_keys_on() -> Iterator[None]:
 def operators_are_watched() -> bool:
     """Whether a dispatch mode sees the operators that this thread calls."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def in_functorch() -> bool:
+    """Whether a transform of `torch.func` is running: vmap, grad, jvp and what is made of them."""
+    from torch._C._functorch import maybe_current_level
+
+    return maybe_current_level() is not None
+
+
+def in_forward_ad() -> bool:
+    """Whether a level of forward-mode AD is open."""
+    from torch.autograd import forward_ad
+
+    return forward_ad._current_level >= 0
 
 
 # ---- fake tensors

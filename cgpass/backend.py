@@ -13,6 +13,7 @@ from cgpass import _torch, telemetry
 from cgpass.assembly import GraphBuilder
 from cgpass.compile import Boxed, Compiler
 from cgpass.errors import CaptureError, DriverUnavailableError, OptionError
+from cgpass.graph.ancestry import names_behind
 from cgpass.graph.capturability import Reason
 from cgpass.graph.origins import Origins
 from cgpass.graph.partition_tag import get_tag
@@ -77,12 +78,16 @@ def cgpass(
     return Compilation(parsed).compile(gm, example_inputs)
 
 
-def _is_operator(name: str) -> bool:
-    """Whether `ns::op` or `ns::op.overload` is registered."""
+def _overloads(name: str) -> list[object]:
+    """The operators registered as `ns::op` or `ns::op.overload`."""
     namespace, _, op = name.partition("::")
     packet, _, overload = op.partition(".")
     found = getattr(getattr(torch.ops, namespace), packet, None)
-    return found is not None and (not overload or hasattr(found, overload))
+    if found is None:
+        return []
+    if isinstance(found, torch._ops.HigherOrderOperator):
+        return [found]
+    return [getattr(found, one) for one in found.overloads() if overload in ("", one)]
 
 
 def _check_names(options: Options) -> None:
@@ -99,7 +104,7 @@ def _check_names(options: Options) -> None:
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise OptionError(f"inductor={{{name!r}: ...}} is no setting of Inductor{hint}")
     for name in options.unsafe_ops:
-        if not _is_operator(name):
+        if not _overloads(name):
             log.warning("unsafe_ops names %s, but no such operator is registered", name)
 
 
@@ -127,6 +132,7 @@ class Compilation:
         self._num_fwd_outputs = 0
         self._names: dict[int, str] = {}
         self._saved: dict[str, InputKind] = {}
+        self._warned_of: set[str] = set()
 
     # ---- wiring
 
@@ -155,8 +161,9 @@ class Compilation:
         )
 
     def _split(self, joint: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
-        self._num_fwd_outputs = settings["num_fwd_outputs"]
-        telemetry.compile_stats.joint_graphs += 1
+        if not _torch.is_nested_joint(inputs):
+            self._num_fwd_outputs = settings["num_fwd_outputs"]
+            telemetry.compile_stats.joint_graphs += 1
         return split_joint(joint, inputs, **settings)
 
     def _inner_compile(
@@ -249,6 +256,7 @@ class Compilation:
         context = PassContext(device=target.device, stage="graph", direction=direction, dump=None)
         result = run_passes(graph_passes(self.options), gm, context)
         gm = result.gm
+        self._warn_of_replaced(gm, direction)
         tags = {tag for tag in map(get_tag, gm.graph.nodes) if tag is not None}
         reasons = [note for note in result.notes if isinstance(note, Reason)]
         if not any(tag.captured for tag in tags):
@@ -345,6 +353,27 @@ class Compilation:
         if reasons:
             listed = "\n  ".join(dict.fromkeys(map(str, reasons)))
             self._on_skip(f"parts of the {direction} graph run without CUDA graphs:\n  {listed}")
+
+    def _warn_of_replaced(self, gm: fx.GraphModule, direction: Direction) -> None:
+        """Say which names in `unsafe_ops` may have had no effect: torch puts other operators in their place."""
+        if direction == "backward" or self.options.on_skip == "silent":
+            return
+        gone = {
+            name
+            for name in self.options.unsafe_ops
+            if name not in self._warned_of and _torch.are_replaced(_overloads(name))
+        }
+        if gone:
+            for node in gm.graph.nodes:
+                gone -= names_behind(node)
+        for name in sorted(gone):
+            self._warned_of.add(name)
+            log.warning(
+                "unsafe_ops names %s, of which no call is seen in the %s graph: torch traces it as the operators that it "
+                "consists of. Where another operator calls it, name that one, or those that it consists of",
+                name,
+                direction,
+            )
 
     def _on_skip(self, message: str) -> None:
         if self.options.on_skip == "raise":

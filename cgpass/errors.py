@@ -33,6 +33,10 @@ class CaptureError(CGPassError, RuntimeError):
     """A partition could not be captured and `on_skip="raise"` forbids running it plainly."""
 
 
+class StagingError(CGPassError, RuntimeError):
+    """An input can't be given the memory that a recording reads; never raised at a user, the partition runs plainly."""
+
+
 class PassError(CGPassError, RuntimeError):
     """A graph pass failed; names the pass, its stage and the passes that ran before it."""
 
@@ -54,7 +58,7 @@ class CheckpointError(CGPassError, RuntimeError):
 
 
 class RNGTrackerError(CGPassError, LookupError):
-    """A name that an `RNGStatesTracker` doesn't have, or has already."""
+    """A name that an `RNGStatesTracker` doesn't have or has already, or a state, seed or moment it can't take."""
 
 
 class GraphedArgumentError(CGPassError, ValueError):

@@ -11,7 +11,7 @@ from torch import fx
 from cgpass import telemetry
 from cgpass.compile import Boxed
 from cgpass.culprits import Finding, find_culprits, first_line
-from cgpass.errors import CaptureError
+from cgpass.errors import CaptureError, StagingError
 from cgpass.graph import values
 from cgpass.graph.capturability import PROVEN, Reason
 from cgpass.graph.partition_tag import get_tag
@@ -75,8 +75,10 @@ class GiveUp:
     def __call__(self, args: list[Any], error: Exception | None) -> Outcome:
         """See `Resplit`."""
         del args
-        if error is not None and (self._failed or is_capture_error(error)):
-            self._place.runs_plainly(first_line(error))
+        if error is not None:
+            known = isinstance(error, StagingError) or is_capture_error(error)
+            if self._failed or known:
+                self._place.runs_plainly(first_line(error))
         self._failed = True  # the runner tries once more after an error that is not a capture's
         return Outcome()
 
@@ -114,7 +116,7 @@ class Resplitter:
 
     def __call__(self, args: list[Any], error: Exception | None) -> Outcome:
         """See `Resplit`."""
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, torch.OutOfMemoryError | StagingError):
             self._place.runs_plainly(first_line(error))
             return Outcome()
         gm = copy_of(self._gm)

@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from cgpass import _torch
 from cgpass.graph import op_tables, stand_ins, values
+from cgpass.graph.ancestry import names_behind, operator_names
+from cgpass.graph.quantised import quantised_nodes
 
 LIFTED = "cgpass_lifted"
 """In `node.meta`: the copy to the device that our own lifting of a CPU scalar put there."""
@@ -111,22 +113,19 @@ def _op_name(node: fx.Node) -> str:
     return getattr(op, "__name__", str(op))
 
 
-def _spellings(target: object) -> frozenset[str]:
-    if isinstance(target, torch._ops.OpOverload):
-        name = target._schema.name
-        return frozenset({name, f"{name}.{target._overloadname}"})
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return frozenset({f"higher_order::{target.name()}"})
-    return frozenset()
-
-
 def _short_name(op: torch._ops.OpOverload) -> str:
     return op._schema.name.removeprefix("aten::")
 
 
 def _listed_by_user(query: _Query) -> _Found:
-    listed = query.unsafe_ops & (_spellings(query.op) | _spellings(query.node.target))
-    return ("unsafe_ops", f"{min(listed)} is listed in unsafe_ops") if listed else None
+    if not query.unsafe_ops:
+        return None
+    called = operator_names(query.op) | operator_names(query.node.target)
+    if listed := query.unsafe_ops & called:
+        return "unsafe_ops", f"{min(listed)} is listed in unsafe_ops"
+    if listed := query.unsafe_ops & names_behind(query.node):
+        return "unsafe_ops", f"it is a part of {min(listed)}, which is listed in unsafe_ops"
+    return None
 
 
 def _proven(query: _Query) -> _Found:
@@ -264,11 +263,11 @@ def _devices(query: _Query) -> _Found:
 
 
 def _layouts(query: _Query) -> _Found:
-    if (
-        isinstance(query.op, torch._ops.OpOverload)
-        and _short_name(query.op) in op_tables.QUANTISING
-    ):
+    quantised = quantised_nodes(query.node.graph)
+    if query.node in quantised:
         return "layout", "it makes a quantised tensor"
+    if not quantised.isdisjoint(query.node.all_input_nodes):
+        return "layout", "it reads a quantised tensor"
     for tensor in (*query.inputs, *query.outputs):
         if tensor.layout != torch.strided:
             return (

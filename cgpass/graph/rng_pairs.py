@@ -5,18 +5,64 @@ Note [Pairs of random operators]
     its nodes carry the pair's number. Where the generator stood at each forward travels with what that forward saves:
     one more saved tensor, `rng_positions`, which these graphs name as an output and an input. Neither is computed
     by the graphs: `FunctionalizeRng` takes them out, and what calls the graphs puts them in.
+
+Note [Random operators that are saved]
+    A pair is one operator in the outermost graph. What draws otherwise, a higher-order operator or anything in the body
+    of a `nested_compile_region`, which every call of the region shares, can't be given a state of its own. Its results
+    are saved for the backward, whatever a checkpoint says: right always, captured, and paid for in memory.
 """
+
+import operator
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from cgpass import _torch
+from cgpass.errors import CheckpointError
 from cgpass.graph import values
 
 PAIR = "cgpass_rng_pair"
 """Key of `node.meta`: a pair's number."""
 POSITIONS = "cgpass_rng_positions"
 """Key of `node.meta`: the node stands for the positions of the pairs' generators, which are on these devices."""
+
+
+def save_random_ops(joint: fx.GraphModule, *, nested: bool) -> int:
+    """Mark what draws and can have no pair, so that the split saves it. See Note [Random operators that are saved].
+
+    Args:
+        joint: A joint graph before its split.
+        nested: Whether it is the body of a region, where nothing has a pair.
+
+    Returns:
+        The number of marked operators.
+    """
+    found = [n for n in joint.graph.nodes if _draws(n) if nested or _needs_saving(n)]
+    for node in found:
+        _save(node)
+    return len(found)
+
+
+def _save(node: fx.Node) -> None:
+    """Mark a node and the parts of its result: the split saves tensors, never tuples."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    for user in node.users:
+        if user.target is operator.getitem:
+            _save(user)
+
+
+def require_drawn_once(fw: fx.GraphModule, bw: fx.GraphModule) -> None:
+    """Raise if something that can have no pair draws in both graphs after all."""
+    again = {node.name for node in bw.graph.nodes if _needs_saving(node)}
+    for node in fw.graph.nodes:
+        if node.name in again and _needs_saving(node):
+            line = values.user_line(node)
+            raise CheckpointError(
+                f"the checkpoint around {values.called(node)[0]}{f' ({line})' if line else ''} would draw other random "
+                f"numbers in the backward: its results can be neither saved nor drawn again. Move it out of the "
+                f"checkpoint, or leave the checkpoint out."
+            )
 
 
 def pair_random_ops(fw: fx.GraphModule, bw: fx.GraphModule, num_fwd_outputs: int) -> int:
@@ -30,9 +76,9 @@ def pair_random_ops(fw: fx.GraphModule, bw: fx.GraphModule, num_fwd_outputs: int
     Returns:
         The number of pairs, in order of the forward.
     """
-    again = {node.name: node for node in bw.graph.nodes if _draws(node)}
+    again = {node.name: node for node in bw.graph.nodes if _can_pair(node)}
     pairs = [(node, again[node.name]) for node in fw.graph.nodes if node.name in again]
-    pairs = [(node, other) for node, other in pairs if _draws(node)]
+    pairs = [(node, other) for node, other in pairs if _can_pair(node)]
     for number, nodes in enumerate(pairs):
         for node in nodes:
             node.meta[PAIR] = number
@@ -43,9 +89,21 @@ def pair_random_ops(fw: fx.GraphModule, bw: fx.GraphModule, num_fwd_outputs: int
 
 
 def _draws(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload) or not values.tensors(node):
-        return False
     return values.is_random(node) and node.kwargs.get("generator") is None
+
+
+def _can_pair(node: fx.Node) -> bool:
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and bool(values.tensors(node))
+        and _draws(node)
+    )
+
+
+def _needs_saving(node: fx.Node) -> bool:
+    """Whether a higher-order operator draws, and not from a state that it is given or gives."""
+    name = values.hop_name(node)
+    return name is not None and name not in values.RANDOM_HOPS and values.is_random(node)
 
 
 def _save_positions(

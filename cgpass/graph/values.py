@@ -25,7 +25,7 @@ _SHAPE_READERS = frozenset(
 _COLLECTIVE_NAMESPACES = frozenset(
     {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem"}
 )
-_RANDOM_HOPS = frozenset(
+RANDOM_HOPS = frozenset(
     {
         "graphsafe_run_with_rng_state",
         "run_and_save_rng_state",
@@ -33,6 +33,7 @@ _RANDOM_HOPS = frozenset(
         "run_dtensor_rng_op",
     }
 )
+"""Higher-order operators that draw from, or save, a generator's state."""
 _OPERATOR_WRAPPERS = frozenset(
     {"graphsafe_run_with_rng_state", "auto_functionalized", "auto_functionalized_v2"}
 )
@@ -212,7 +213,7 @@ def is_random(node: fx.Node) -> bool:
 
     Attention with a dropout of zero carries the same tag as with one and draws nothing.
     """
-    if hop_name(node) in _RANDOM_HOPS:
+    if hop_name(node) in RANDOM_HOPS:
         return True
     target, _, _ = called(node)
     if isinstance(target, torch._ops.OpOverload):

@@ -1,5 +1,6 @@
 """`FunctionalizeRng`: random operators that are recomputed get a generator state each as an input."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ from torch import fx
 from cgpass import _torch
 from cgpass.errors import PostconditionError
 from cgpass.graph.rng_pairs import PAIR, POSITIONS
-from cgpass.graph.values import graph_outputs
+from cgpass.graph.values import bodies, graph_outputs
 from cgpass.passes.base import Pass, PassContext, PassResult
 
 
@@ -56,11 +57,20 @@ class FunctionalizeRng(Pass):
         return PassResult(gm, True, (RngPairs(devices, positions_at),))
 
     def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
-        """No mark is left, so that a second run changes nothing."""
+        """No mark is left, in nested graphs neither, so that a second run changes nothing."""
         del ctx
-        left = [n.name for n in gm.graph.nodes if PAIR in n.meta or POSITIONS in n.meta]
+        left = list(_marked(gm))
         if left:
             raise PostconditionError(f"random operators without a state of their own: {left}")
+
+
+def _marked(gm: fx.GraphModule) -> Iterator[str]:
+    """Names of marked nodes, with those of the nodes whose nested graphs they are in."""
+    for node in gm.graph.nodes:
+        if PAIR in node.meta or POSITIONS in node.meta:
+            yield node.name
+        for body in bodies(node):
+            yield from (f"{node.name}.{name}" for name in _marked(body))
 
 
 def _take_out(gm: fx.GraphModule, mark: fx.Node) -> int:

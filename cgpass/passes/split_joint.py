@@ -6,7 +6,7 @@ from typing import Any, Literal
 from torch import fx
 
 from cgpass import _torch
-from cgpass.graph.rng_pairs import pair_random_ops
+from cgpass.graph.rng_pairs import pair_random_ops, require_drawn_once, save_random_ops
 from cgpass.graph.values import is_random, tensors
 
 
@@ -23,7 +23,7 @@ def split_joint(
 
     What a checkpoint policy marked (`node.meta["recompute"]`) is recomputed or saved as it says;
     cheap operators are recomputed where that saves memory, whatever makes the kernels. Random operators in both graphs
-    are marked; see Note [Pairs of random operators].
+    are marked; see Note [Pairs of random operators] and Note [Random operators that are saved].
 
     Args:
         joint: The joint graph; what is left of it afterwards is not to be used.
@@ -34,22 +34,29 @@ def split_joint(
 
     Returns:
         The forward graph, whose outputs end with the saved values, and the backward graph.
+
+    Raises:
+        CheckpointError: Random numbers that a checkpoint's recomputation could not draw again.
     """
+    nested = _torch.is_nested_joint(joint_inputs)
+    save_random_ops(joint, nested=nested)
     indices = None
     if static_lifetime_input_indices is not None:
         indices = list(static_lifetime_input_indices)
     # Inductor makes no CPU kernel of what runs with a generator's state.
-    random = [node for node in joint.graph.nodes if is_random(node) and tensors(node)]
-    on_cpu = any(tensors(node)[0].device.type == "cpu" for node in random)
-    pairs = not (compiler == "inductor" and on_cpu) and not _torch.uses_compiled_autograd()
+    random = [node for node in joint.graph.nodes if is_random(node)]
+    on_cpu = any(tensors(node)[0].device.type == "cpu" for node in random if tensors(node))
+    torchs = (compiler == "inductor" and on_cpu) or _torch.uses_compiled_autograd()
     fw, bw = _torch.min_cut_partition(
         joint,
         joint_inputs,
         compiler=compiler,
         num_fwd_outputs=num_fwd_outputs,
         static_lifetime_input_indices=indices,
-        keep_random=pairs,
+        keep_random=nested or not torchs,
+        random=random,
     )
-    if pairs:
+    require_drawn_once(fw, bw)
+    if not nested and not torchs:
         pair_random_ops(fw, bw, num_fwd_outputs)
     return fw, bw

@@ -1,8 +1,10 @@
 """`cgpass.checkpoint`."""
 
 import contextlib
+import functools
+import logging
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.utils import checkpoint as torchs
@@ -12,11 +14,12 @@ from cgpass import _torch
 from cgpass.errors import CheckpointArgumentError
 from cgpass.recompute import nonreentrant, reentrant
 from cgpass.recompute.ambient import Ambient
+from cgpass.recompute.checks import bound, require_usable, require_wanted
 from cgpass.recompute.inputs import Arguments, devices_of
 from cgpass.recompute.numbers import remember
 from cgpass.recompute.tracker import RNGStatesTracker
 
-CHECKS: Final = ("default", "none")
+log = logging.getLogger(__name__)
 
 
 def checkpoint(
@@ -33,7 +36,7 @@ def checkpoint(
     The recomputation draws the random numbers that the forward drew, under the autocast settings and the default
     device of the forward, and leaves the generators where they were. This also holds while a CUDA graph is being
     captured, if it is a `cgpass.CheckpointedGraph`. In a function that `torch.compile` compiles, this is
-    `torch.utils.checkpoint.checkpoint`.
+    `torch.utils.checkpoint.checkpoint`. Inside transforms of `torch.func` and forward-mode AD `fn` runs plainly.
 
     Args:
         fn: Any function or module; it must compute the same both times. Module hooks run both times.
@@ -47,18 +50,21 @@ def checkpoint(
         context_fn: Returns two context managers, for the forward and for the recomputation (entered again for each
             backward pass), as `torch.utils.checkpoint.create_selective_checkpoint_contexts` makes them.
         rng_tracker: Whose states `fn` draws from beside the default ones.
-        **kwargs: Keyword arguments of `fn`.
+        **kwargs: Keyword arguments of `fn`. The settings of torch's checkpoint that this one doesn't have,
+            `preserve_rng_state`, `early_stop` and `debug`, are refused unless `fn` names them among its own.
 
     Returns:
         What `fn` returns. **Lifetime:** the caller's own; until the backward is done or the graph dropped, the
         graph holds the tensors among the arguments, which must not be changed in place.
 
     Raises:
-        CheckpointArgumentError: `fn`, `determinism_check` or `context_fn` can't be used so.
+        CheckpointArgumentError: An argument is of a wrong kind, or two don't go together.
         CheckpointError: In the backward: the recomputation gave other tensors, or something that was freed was
             needed again. In a capture: random numbers that the recomputation could not draw again.
     """
+    require_usable(fn, determinism_check, context_fn, use_reentrant, rng_tracker)
     if torch.compiler.is_compiling() and rng_tracker is None:
+        fn, kwargs = bound(fn, kwargs)
         if context_fn is not noop_context_fn:
             kwargs["context_fn"] = context_fn
         return torchs.checkpoint(
@@ -80,7 +86,10 @@ def _checkpoint(
     context_fn: Callable[[], tuple[Any, Any]],
     tracker: RNGStatesTracker | None,
 ) -> Any:
-    _require_usable(fn, determinism_check, context_fn, use_reentrant)
+    require_wanted(fn, kwargs)
+    if _torch.in_functorch() or _torch.in_forward_ad():
+        _warn_of_plain_run()
+        return fn(*args, **kwargs)
     forward_context, context = _contexts(context_fn)
     if not torch.is_grad_enabled():
         with forward_context:
@@ -90,7 +99,9 @@ def _checkpoint(
     numbers = remember(devices, tracker)
     ambient = Ambient.now(devices)
     if use_reentrant:
-        return reentrant.run(reentrant.Call(fn, arguments, numbers, ambient))
+        return reentrant.run(
+            reentrant.Call(fn, arguments, numbers, ambient), lambda: fn(*args, **kwargs)
+        )
     frame = nonreentrant.Checkpoint(
         fn,
         arguments,
@@ -102,32 +113,25 @@ def _checkpoint(
     return nonreentrant.run(frame, lambda: fn(*args, **kwargs), forward_context, numbers)
 
 
-def _require_usable(
-    fn: object, determinism_check: object, context_fn: object, use_reentrant: bool
-) -> None:
-    if not callable(fn):
-        raise CheckpointArgumentError(
-            f"cgpass.checkpoint: fn must be callable, got {type(fn).__name__}. Pass the function and its arguments, "
-            f"checkpoint(fn, x), not its result, checkpoint(fn(x))."
-        )
-    if determinism_check not in CHECKS:
-        raise CheckpointArgumentError(
-            f"cgpass.checkpoint: determinism_check must be one of {', '.join(map(repr, CHECKS))}, "
-            f"got {determinism_check!r}."
-        )
-    if use_reentrant and context_fn is not noop_context_fn:
-        raise CheckpointArgumentError(
-            "cgpass.checkpoint: context_fn works with use_reentrant=False only. Leave one of the two out."
-        )
-
-
 def _contexts(
     context_fn: Callable[[], tuple[Any, Any]],
 ) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
     pair = context_fn() if callable(context_fn) else context_fn
     if not isinstance(pair, tuple) or len(pair) != 2:
-        raise CheckpointArgumentError(
-            f"cgpass.checkpoint: context_fn must be a function that returns two context managers, for the forward "
-            f"and for the recomputation, got {type(pair).__name__}."
-        )
-    return pair
+        got = type(pair).__name__
+    elif all(isinstance(context, contextlib.AbstractContextManager) for context in pair):
+        return pair
+    else:
+        got = ", ".join(type(context).__name__ for context in pair)
+    raise CheckpointArgumentError(
+        f"cgpass.checkpoint: context_fn must be a function that returns two context managers, for the forward "
+        f"and for the recomputation, got {got}."
+    )
+
+
+@functools.cache
+def _warn_of_plain_run() -> None:
+    log.warning(
+        "cgpass.checkpoint: inside transforms of torch.func and forward-mode AD the function runs plainly: nothing is "
+        "recomputed, no memory is saved, values and gradients are right."
+    )

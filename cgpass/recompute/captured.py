@@ -5,6 +5,7 @@ from typing import Any, Self
 
 import torch
 
+from cgpass.errors import DriverUnavailableError
 from cgpass.recompute.states import CheckpointStates
 from cgpass.recompute.tracker import RNGStatesTracker
 
@@ -29,6 +30,11 @@ class CheckpointedGraph(torch.cuda.CUDAGraph):
     ) -> Self:
         """See `__init__`."""
         del rng_tracker
+        if not torch.cuda.is_available():
+            raise DriverUnavailableError(
+                "cgpass.CheckpointedGraph is a CUDA graph, but torch finds no CUDA device; run the step without a graph, "
+                "or in a function compiled with driver='simulated'"
+            )
         return super().__new__(cls, keep_graph)
 
     def __init__(
@@ -39,6 +45,9 @@ class CheckpointedGraph(torch.cuda.CUDAGraph):
         Args:
             keep_graph: As for `torch.cuda.CUDAGraph`.
             rng_tracker: Whose states the captured code draws from, in or outside of checkpoints.
+
+        Raises:
+            DriverUnavailableError: There is no CUDA device.
         """
         make: Any = super().__init__  # the C++ class's, which has no stub
         make(keep_graph)

@@ -42,13 +42,17 @@ class Call:
 class _Reentrant(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: Call, anchored: torch.Tensor, *tensors: torch.Tensor
+        ctx: Any,
+        call: Call,
+        forward: Callable[[], Any],
+        anchored: torch.Tensor,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         del anchored
         ctx.call = call
         ctx.set_materialize_grads(False)
         with call.numbers.forward():
-            result = call.arguments.call(call.fn, tensors)
+            result = forward()  # with the caller's own lists and dictionaries, which it may fill
         call.output = Arguments((result,), {})
         outputs = call.output.split()
         ctx.save_for_backward(*tensors)
@@ -85,7 +89,7 @@ class _Reentrant(torch.autograd.Function):
         _require_same_shapes(pairs)
         if pairs:
             torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
-        return (None, None, *(tensor.grad for tensor in inputs))
+        return (None, None, None, *(tensor.grad for tensor in inputs))
 
 
 def _differentiable(tensor: torch.Tensor) -> bool:
@@ -101,13 +105,18 @@ def _require_same_shapes(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None
             )
 
 
-def run(call: Call) -> Any:
+def run(call: Call, forward: Callable[[], Any]) -> Any:
     """The forward, without a graph of its own.
 
-    The result's floating point tensors require grad whatever the arguments do: parameters that the function uses
-    can't be seen from outside.
+    Args:
+        call: What is recomputed.
+        forward: Runs the function on the caller's own arguments; not kept.
+
+    Returns:
+        The function's result. Its floating point tensors require grad whatever the arguments do: parameters that the
+        function uses can't be seen from outside.
     """
     tensors = call.arguments.split()
-    outputs = _Reentrant.apply(call, anchor(), *tensors)
+    outputs = _Reentrant.apply(call, forward, anchor(), *tensors)
     assert call.output is not None, "the forward ran"
     return call.output.call(lambda result: result, outputs)

@@ -19,6 +19,18 @@ from cgpass.recompute.generators import (
 MODEL_PARALLEL: Final = "model-parallel-rng"
 
 
+class _Standing:
+    """Whose numbers the CPU's default generator draws: handles of states as CUDA has them, done by copies.
+
+    Process-wide, as that generator is. While it stands for a named one, that one's own state is out of date.
+    """
+
+    generator: torch.Generator | None = None
+
+
+_standing: Final = _Standing()
+
+
 class RNGStatesTracker:
     """Random number states by name, each of which a block of code can draw from.
 
@@ -79,13 +91,22 @@ class RNGStatesTracker:
             seed: It begins with.
 
         Raises:
-            RNGTrackerError: The name is taken.
+            RNGTrackerError: The name is taken, or the name is no text, or the seed no number.
         """
+        if not isinstance(name, str):
+            raise RNGTrackerError(
+                f"RNGStatesTracker: a state's name must be a str, got {type(name).__name__}. Pass add(name, seed)."
+            )
         if name in self._generators:
             raise RNGTrackerError(
                 f"RNGStatesTracker: there is a state named {name!r} already. Choose another name, or reset() first."
             )
-        self._generators[name] = new_generator(self._device, seed)
+        try:
+            self._generators[name] = new_generator(self._device, seed)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise RNGTrackerError(
+                f"RNGStatesTracker: the seed of {name!r} must be an integer below 2**64, got {seed!r}."
+            ) from error
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
@@ -113,25 +134,52 @@ class RNGStatesTracker:
                 self._current, self._outside = current, outside
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """Every state as it is now, to be saved in a checkpoint file. Not while a graph is being captured.
+        """Every state as it is now, also inside `fork`, to be saved in a file. Not while a graph is being captured.
 
         Returns:
             Copies, uint8 `(state_bytes,)` on the CPU, by name. **Lifetime:** the caller's own.
         """
-        return {name: get_state(generator) for name, generator in self._generators.items()}
+        return {name: get_state(_holder(generator)) for name, generator in self._generators.items()}
 
     def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
         """Put states back that `get_states` gave.
 
         States of a known name are set in place, so that graphs that draw from them follow; new names are added and
-        missing ones removed. Not while a graph is being captured, and not inside `fork`.
+        missing ones removed; all of them or, if one can't be set, none. Not while a graph is being captured.
+
+        Raises:
+            RNGTrackerError: Inside `fork`, or for what is no state of this device's generators.
         """
-        for name in set(self._generators) - set(states):
+        if self._current is not None:
+            raise RNGTrackerError(
+                f"RNGStatesTracker: set_states inside fork({self._current!r}), whose end would put back what it drew "
+                f"from. Call it after the with block."
+            )
+        if not isinstance(states, Mapping):
+            raise RNGTrackerError(
+                f"RNGStatesTracker: set_states takes a mapping of names to states, got {type(states).__name__}. Pass "
+                f"what get_states() returned."
+            )
+        made = {name: self._generator_at(name, state) for name, state in states.items()}
+        for name in set(self._generators) - set(made):
             del self._generators[name]
-        for name, state in states.items():
-            if name not in self._generators:
-                self.add(name, 0)
-            set_state(self._generators[name], state)
+        for name, generator in made.items():
+            known = self._generators.setdefault(name, generator)
+            if known is not generator:
+                set_state(known, states[name])
+
+    def _generator_at(self, name: str, state: torch.Tensor) -> torch.Generator:
+        """A new generator in a state."""
+        generator = new_generator(self._device, 0)
+        try:
+            generator.set_state(state)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise RNGTrackerError(
+                f"RNGStatesTracker: what set_states got for {name!r} is no state of a generator on {self._device}: "
+                f"{_described(state)}, expected a uint8 tensor of {generator.get_state().numel()} elements on the CPU "
+                f"as get_states() gives it. No state was changed."
+            ) from error
+        return generator
 
     def reset(self) -> None:
         """Forget all states."""
@@ -139,16 +187,24 @@ class RNGStatesTracker:
 
     @contextlib.contextmanager
     def rewound(self, states: Mapping[str, torch.Tensor], current: str | None) -> Iterator[None]:
-        """Have every state be as it was for a block, then as it is now."""
-        now, self._current, outer = self.get_states(), current, self._current
-        try:
-            for name, state in states.items():
-                set_state(self._known(name), state)
-            yield
-        finally:
-            self._current = outer
-            for name, state in now.items():
-                set_state(self._known(name), state)
+        """Have every state be as it was for a block, then as it is now.
+
+        The default state is the caller's to set inside of the block and after it: inside, the default generator stands
+        for `current`'s state or for none of the tracker's, in whichever `fork` the block itself is.
+        """
+        now = {name: get_state(generator) for name, generator in self._generators.items()}
+        outer = self._current
+        named = None if current is None else self._known(current)
+        with _standing_for(self._device, named):
+            try:
+                for name, state in states.items():
+                    set_state(self._known(name), state)
+                self._current = current
+                yield
+            finally:
+                self._current = outer
+                for name, state in now.items():
+                    set_state(self._known(name), state)
 
     @contextlib.contextmanager
     def replaced(
@@ -186,10 +242,47 @@ def _drawing_from(device: torch.device, named: torch.Generator) -> Iterator[torc
         finally:
             default.graphsafe_set_state(handle)
         return
-    state = get_state(default)
+    outer, outside = _standing.generator, get_state(default)
+    if outer is not None:
+        set_state(outer, outside)
     set_state(default, get_state(named))
+    _standing.generator = named
     try:
         yield None
     finally:
         set_state(named, get_state(default))
-        set_state(default, state)
+        set_state(default, outside if outer is None else get_state(outer))
+        _standing.generator = outer
+
+
+@contextlib.contextmanager
+def _standing_for(device: torch.device, named: torch.Generator | None) -> Iterator[None]:
+    """Have a device's default generator stand for a named one, or for none, and draw from that one's state or its own."""
+    default = default_generator(device)
+    if is_graph_safe(default):
+        handle = default.graphsafe_get_state()
+        default.graphsafe_set_state(new_generator(device, 0) if named is None else named)
+        try:
+            yield
+        finally:
+            default.graphsafe_set_state(handle)
+        return
+    outer, _standing.generator = _standing.generator, named
+    try:
+        yield
+    finally:
+        _standing.generator = outer
+
+
+def _holder(generator: torch.Generator) -> torch.Generator:
+    """Where a named generator's state is at the moment."""
+    if generator is _standing.generator:
+        return default_generator(generator.device)
+    return generator
+
+
+def _described(state: object) -> str:
+    if not isinstance(state, torch.Tensor):
+        return type(state).__name__
+    dtype = str(state.dtype).removeprefix("torch.")
+    return f"a tensor {dtype}{list(state.shape)} on {state.device}"

@@ -6,13 +6,21 @@ from typing import Any
 
 import torch
 
-from cgpass.errors import CaptureError
+from cgpass.errors import CaptureError, StagingError
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.failures import Resplit
 from cgpass.runtime.syncs import is_capture_error
 from cgpass.telemetry import CallStats
 
 log = logging.getLogger(__name__)
+
+_NAME_IT = 'Name the operator in options={"unsafe_ops": (...)} to capture the rest.'
+_NO_SYNCS = "Move what waits for the device or reads data on the host out of the function to have the rest captured."
+_MORE_MEMORY = (
+    "Free memory, or keep fewer recordings (max_recordings, max_static_sets); after cgpass.reset() the next calls try "
+    "again."
+)
+_OTHER_INPUT = "Pass it as a dense tensor to have the partition captured."
 
 
 class Fallback:
@@ -92,7 +100,7 @@ class Fallback:
             return True
         if self.failure is None:
             return False
-        self._say_it_runs_plainly(self.failure)
+        self._say_it_runs_plainly(self.failure, self._advice())
         return True
 
     def run(self, args: list[Any]) -> Sequence[Any]:
@@ -114,18 +122,18 @@ class Fallback:
         """
         passing = not (
             self._failed_once
-            or isinstance(error, torch.OutOfMemoryError)
+            or isinstance(error, torch.OutOfMemoryError | StagingError)
             or is_capture_error(error)
         )
         if self._on_skip == "raise" and not passing:
-            refusal = CaptureError(self._message(_text_of(error)))
+            refusal = CaptureError(self._message(_text_of(error), self._advice(error)))
             self._refuse(refusal)
             raise refusal from error
         outputs = self.run(args)  # if this raises, the error is the user's own
         self._failed_once = True
         if not passing:
             self.failure = _text_of(error)
-            self._say_it_runs_plainly(self.failure)
+            self._say_it_runs_plainly(self.failure, self._advice(error))
         return outputs
 
     def _refuse(self, refusal: CaptureError) -> None:
@@ -134,11 +142,17 @@ class Fallback:
                 str(refusal)
             )  # without the frames that hold the call's inputs
 
-    def _message(self, why: str) -> str:
-        return (
-            f"{self._name} can't be captured and runs without a graph from now on: {why}. "
-            'Name the operator in options={"unsafe_ops": (...)} to capture the rest.'
-        )
+    def _message(self, why: str, advice: str) -> str:
+        text = f"{self._name} can't be captured and runs without a graph from now on: {why}"
+        return f"{text.rstrip('.')}. {advice}"
+
+    def _advice(self, error: Exception | None = None) -> str:
+        """What the user can do about it."""
+        if isinstance(error, torch.OutOfMemoryError):
+            return _MORE_MEMORY
+        if isinstance(error, StagingError):
+            return _OTHER_INPUT
+        return _NO_SYNCS if self._resplit is None else _NAME_IT
 
     def _say_it_is_uncovered(self, args: Sequence[Any]) -> None:
         if self._said_uncovered:
@@ -154,8 +168,8 @@ class Fallback:
             sizes,
         )
 
-    def _say_it_runs_plainly(self, why: str) -> None:
-        log.log(self._level, "%s", self._message(why))
+    def _say_it_runs_plainly(self, why: str, advice: str) -> None:
+        log.log(self._level, "%s", self._message(why, advice))
 
 
 def _text_of(error: Exception) -> str:

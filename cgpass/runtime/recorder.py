@@ -2,11 +2,13 @@
 
 import contextlib
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 
+from cgpass.errors import StagingError
+from cgpass.inputs import InputInfo
 from cgpass.runtime import fast
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.gifts import Gifts
@@ -71,20 +73,20 @@ class Recorder:
 
         Raises:
             CaptureError: The callable gives an input another shape; looked for where it finds writes.
+            StagingError: A copied input is of a kind that no placeholder can stand for.
         """
         owner = self._owner
         lean = fast.can_swap()
         released = owner.begin_recording(slot)
         gifts = Gifts(owner, slot, args, layout.pooled if lean else ())
         copied = [i for i in layout.copied if i not in stationary]
-        placeholders = {
-            i: self._placeholder(i, args[i], whole=layout.infos[i].whole_storage) for i in copied
-        }
+        placeholders = {i: self._placeholder(i, args[i], layout.infos[i]) for i in copied}
         staged = [placeholders[i].tensor if i in placeholders else a for i, a in enumerate(args)]
         if self._finds_writes:
             staged = [counting(value) for value in staged]
         for i, placeholder in placeholders.items():
-            placeholder.copy_from(args[i])
+            with _staging(layout.infos[i]):
+                placeholder.copy_from(args[i])
         passed = staged.copy()
         gifts.put_into(passed)
         watched = staged if self._finds_writes else ()
@@ -119,10 +121,25 @@ class Recorder:
         recording.seal()
         return recording
 
-    def _placeholder(self, index: int, value: torch.Tensor, *, whole: bool) -> Placeholder:
+    def _placeholder(self, index: int, value: torch.Tensor, info: InputInfo) -> Placeholder:
         """One placeholder per input and layout, for all recordings: each copies in before it replays."""
+        whole = info.whole_storage
         key = (index, *layout_of(value), *(place_of(value) if whole else ()))
         found = self._placeholders.get(key)
         if found is None:
-            found = self._placeholders[key] = Placeholder(value, whole_storage=whole)
+            with _staging(info):
+                found = self._placeholders[key] = Placeholder(value, whole_storage=whole)
         return found
+
+
+@contextlib.contextmanager
+def _staging(info: InputInfo) -> Iterator[None]:
+    """Tell errors of ours from those of what is recorded: nothing of the user's runs inside."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise StagingError(
+            f"{info.name} can't be given memory of fixed address ({type(error).__name__}: {error})"
+        ) from error

@@ -178,7 +178,7 @@ def check_tensor(name: str, value: torch.Tensor, device: torch.device) -> None:
     """Refuse tensors that a recording can't read.
 
     Raises:
-        InputError: A subclass, a layout other than strided, or another device.
+        InputError: A subclass, a quantised tensor, a layout other than strided, or another device.
     """
     if type(value) not in _PLAIN_TENSORS:
         raise InputError(
@@ -187,5 +187,9 @@ def check_tensor(name: str, value: torch.Tensor, device: torch.device) -> None:
         )
     if value.layout is not torch.strided:
         raise InputError(f"{name} has layout {value.layout}: a recording takes strided tensors")
+    if value.is_quantized:
+        raise InputError(
+            f"{name} is quantised ({value.dtype}): a recording takes plain tensors; pass its int_repr()"
+        )
     if value.device != device:
         raise InputError(f"{name} lies on {value.device}, the recording on {device}: move it there")

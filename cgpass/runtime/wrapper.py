@@ -166,6 +166,11 @@ class CUDAGraphWrapper:
                 )
 
     def _check_output(self, number: int, value: torch.Tensor) -> None:
+        if value.is_quantized:
+            raise OutputError(
+                f"{self._name}: output {number} is quantised ({value.dtype}), but a replay makes plain tensors; return "
+                "its int_repr(), its scale and its zero point"
+            )
         if type(value) is not torch.Tensor or value.requires_grad:
             kind = (
                 "requires grad" if type(value) is torch.Tensor else f"is a {type(value).__name__}"

@@ -105,3 +105,22 @@ def test_gradients_are_put_back_after_an_exception():
         assert x.grad is None
         raise ZeroDivisionError
     assert x.grad is held
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_forward_gets_the_callers_own_containers(reentrant):
+    """A reentrant one got copies, and what it put into a cache was lost."""
+    cache, seen = {"old": tensor(3, seed=1)}, []
+
+    def fn(x, cache, seen):
+        cache["new"] = x.detach() * 2
+        seen.append(cache["old"])
+        return (x * cache["old"]).sin()
+
+    x = tensor(3, requires_grad=True)
+    y = cgpass.checkpoint(fn, x, cache, seen=seen, use_reentrant=reentrant)
+    assert list(cache) == ["old", "new"]
+    assert torch.equal(cache["new"], x.detach() * 2)
+    assert len(seen) == 1
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, (x * cache["old"]).cos() * cache["old"])

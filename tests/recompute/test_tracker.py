@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import cgpass
+from cgpass.errors import RNGTrackerError
 from tests.recompute.steps import same, tensor
 
 
@@ -53,6 +54,92 @@ def test_forks_nest_and_know_their_name():
     assert torch.equal(two, torch.rand(2, generator=generator))
 
 
+def test_a_fork_inside_a_fork_of_the_same_state_goes_on():
+    """It drew the same numbers again."""
+    tracker = tracker_of(a=1, b=2)
+    torch.manual_seed(0)
+    found = []
+    with tracker.fork("a"):
+        found.append(torch.rand(2))
+        with tracker.fork("a"):
+            found.append(torch.rand(2))
+        with tracker.fork("b"), tracker.fork("a"):
+            found.append(torch.rand(2))
+        found.append(torch.rand(2))
+    with tracker.fork("a"):
+        found.append(torch.rand(2))
+    generator = torch.Generator().manual_seed(1)
+    same(found, [torch.rand(2, generator=generator) for _ in found])
+    with tracker.fork("b"):
+        assert torch.equal(torch.rand(2), numbers(2, 2))
+    assert torch.equal(torch.rand(3), numbers(0, 3))
+
+
+def test_a_fork_inside_another_trackers_fork():
+    first, second = tracker_of(a=1), tracker_of(b=2)
+    torch.manual_seed(0)
+    with first.fork("a"):
+        one = torch.rand(2)
+        with second.fork("b"):
+            torch.rand(2)
+            with first.fork("a"):
+                two = torch.rand(2)
+    generator = torch.Generator().manual_seed(1)
+    same([one, two], [torch.rand(2, generator=generator) for _ in range(2)])
+    assert torch.equal(torch.rand(3), numbers(0, 3))
+
+
+def test_states_inside_a_fork_are_where_they_stand():
+    """The state of the fork was the one that it began with."""
+    tracker = tracker_of(a=1)
+    with tracker.fork("a"):
+        torch.rand(5)
+        inside = tracker.get_states()
+        assert torch.equal(inside["a"], torch.get_rng_state())
+    assert torch.equal(inside["a"], tracker.get_states()["a"])
+
+
+def test_states_are_not_set_inside_a_fork():
+    """They were lost at its end."""
+    tracker = tracker_of(a=1)
+    states = tracker.get_states()
+    with tracker.fork("a"), pytest.raises(RNGTrackerError) as error:
+        tracker.set_states(states)
+    assert str(error.value) == (
+        "RNGStatesTracker: set_states inside fork('a'), whose end would put back what it drew from. Call it after the "
+        "with block."
+    )
+
+
+@pytest.mark.parametrize(
+    ("bad", "described"),
+    [
+        (torch.zeros(3), r"a tensor float32\[3\] on cpu"),
+        (torch.zeros(3, dtype=torch.uint8), r"a tensor uint8\[3\] on cpu"),
+        (None, "NoneType"),
+    ],
+    ids=["dtype", "size", "none"],
+)
+def test_states_are_set_all_or_none(bad, described):
+    tracker, other = tracker_of(a=1, b=2, c=3), tracker_of(a=4)
+    before = tracker.get_states()
+    with pytest.raises(RNGTrackerError, match=rf"got for 'b' is no state .* on cpu: {described}"):
+        tracker.set_states({**other.get_states(), "b": bad})
+    assert list(tracker.generators) == ["a", "b", "c"]
+    same(list(tracker.get_states().values()), list(before.values()))
+    with pytest.raises(RNGTrackerError, match="takes a mapping of names to states, got NoneType"):
+        tracker.set_states(None)
+
+
+def test_names_and_seeds_of_a_wrong_kind():
+    tracker = tracker_of()
+    with pytest.raises(RNGTrackerError, match="a state's name must be a str, got int"):
+        tracker.add(5, 3)
+    with pytest.raises(RNGTrackerError, match=r"seed of 'a' must be an integer below .*, got 'x'"):
+        tracker.add("a", "x")
+    assert dict(tracker.generators) == {}
+
+
 def test_an_exception_inside_a_fork():
     tracker = tracker_of(a=1)
     torch.manual_seed(0)
@@ -89,13 +176,16 @@ def layer(tracker, x, weight):
         x = F.dropout(x.sin(), 0.5)
     with tracker.fork("b"):
         x = F.dropout(x, 0.25)
+        with tracker.fork("b"):
+            x = F.dropout(x, 0.25)
     return F.dropout(x, 0.25).exp()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("around", [None, "b"])
-def test_a_checkpoint_recomputes_with_the_trackers_states(reentrant, nested, around):
+@pytest.mark.parametrize("behind", [None, "a", "b"])
+def test_a_checkpoint_recomputes_with_the_trackers_states(reentrant, nested, around, behind):
     found = []
     for checkpointed in (True, False):
         tracker = tracker_of(a=1, b=2)
@@ -116,8 +206,9 @@ def test_a_checkpoint_recomputes_with_the_trackers_states(reentrant, nested, aro
         else:
             with tracker.fork(around):
                 ys = [call(fn, x, weight) for _ in range(3)]
-        for i in (1, 0, 2):
-            ys[i].sum().backward()
+        with contextlib.nullcontext() if behind is None else tracker.fork(behind):
+            for i in (1, 0, 2):
+                ys[i].sum().backward()
         with tracker.fork("a"):
             after = torch.rand(3)
         found.append([x.grad, weight.grad, after, torch.rand(3), *tracker.get_states().values()])

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from cgpass.errors import PassError
-from cgpass.graph.rng_pairs import PAIR, POSITIONS, pair_random_ops
+from cgpass.errors import CheckpointError, PassError
+from cgpass.graph.rng_pairs import PAIR, POSITIONS, pair_random_ops, require_drawn_once
 from cgpass.graph.text import graph_text
 from cgpass.passes import rng_passes
 from cgpass.passes.base import PassContext, run_passes
@@ -24,6 +24,7 @@ from cgpass.passes.split_joint import split_joint
 from tests.graphs import CUDA, calls, cpu, fake_cuda_graph, joint_graph
 
 aten = torch.ops.aten
+invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 PAIRED = re.compile(r"[fb]wd_rng_state_\d|rng_positions")
 
 
@@ -282,6 +283,46 @@ def test_a_pair_whose_positions_were_lost_is_refused():
         node.meta.pop(POSITIONS, None)
     with pytest.raises(PassError, match="random operators without a state of their own: "):
         rewrite(forward, "forward")
+
+
+def body_of(gm, name):
+    """A module whose graph calls `gm` as a region."""
+    graph = torch.fx.Graph()
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    args = [graph.placeholder(node.name) for node in placeholders]
+    region = graph.call_function(invoke_subgraph, (graph.get_attr("body"), name, *args))
+    for node, given in zip([*args, region], [*placeholders, None], strict=True):
+        node.meta["val"] = None if given is None else given.meta["val"]
+    graph.output((region,))
+    return torch.fx.GraphModule({"body": gm}, graph)
+
+
+def test_a_pair_in_a_nested_graph_is_refused():
+    forward, _ = split(checkpointed(noisy), (4,))
+    with pytest.raises(
+        PassError, match=r"without a state of their own: \['invoke_subgraph.rand_like"
+    ):
+        rewrite(body_of(forward, "fw"), "forward")
+
+
+def test_what_both_graphs_would_draw_on_their_own_is_refused():
+    graphs = [body_of(fake_cuda_graph(noisy, (4,)), name) for name in ("fw", "bw")]
+    with pytest.raises(
+        CheckpointError, match="the checkpoint around invoke_subgraph would draw ot"
+    ):
+        require_drawn_once(*graphs)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_body_has_its_results_saved_and_no_pairs(nested):
+    joint = joint_graph(checkpointed(noisy), (4,))
+    inputs = [] if nested else joint.inputs
+    graphs = split_joint(joint.gm, inputs, compiler="eager", **joint.kwargs)
+    drawn = [sum(PAIR in n.meta for n in gm.graph.nodes) for gm in graphs]
+    assert drawn == ([0, 0] if nested else [1, 1])
+    assert len(calls(graphs[1], aten.rand_like.default)) == (not nested)
+    saved = [node.name for node in graphs[0].graph.output_node().args[0][1:]]
+    assert ("rand_like" if nested else "rng_positions") in saved
 
 
 def test_an_operator_that_only_one_graph_has_left_keeps_its_pair_in_the_other():

@@ -13,6 +13,7 @@ from cgpass.errors import (
     DriverUnavailableError,
     InputError,
     OptionError,
+    OutputError,
     StaticInputMovedError,
 )
 
@@ -249,6 +250,23 @@ def test_what_cannot_be_captured_runs_plainly_or_raises(caplog):
     call(X)
     with pytest.raises(CaptureError, match="sync can't be captured"):
         call(X)
+
+
+def quantised(x):
+    return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
+
+
+def test_quantised_tensors_are_refused():
+    with pytest.raises(
+        InputError, match=r"input 0 is quantised \(torch.qint8\): a recording takes"
+    ):
+        wrap(lambda x: x.dequantize())(quantised(X))
+    call = wrap(quantised)
+    for _ in range(3):
+        with pytest.raises(
+            OutputError, match=r"output 0 is quantised \(torch.qint8\), but a replay"
+        ):
+            call(X)
 
 
 def test_inputs_that_share_memory_and_are_only_read_replay():

@@ -8,6 +8,7 @@ from torch import nn
 
 import cgpass
 from cgpass.errors import CaptureError, DriverUnavailableError, OptionError
+from cgpass.runtime import recorder
 from tests.usage import programs
 from tests.usage.programs import MLP, assert_steady
 
@@ -157,6 +158,45 @@ def test_quantised_outputs_give_the_right_value():
     for value in range(4):
         x = torch.full((2, 3), float(value))
         assert torch.equal(call(x).int_repr(), fn(x).int_repr())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quantised_values_inside_give_the_right_value():
+    def fn(x):
+        quantised = torch.quantize_per_tensor(long_enough(x), 0.1, 2, torch.quint8)
+        return long_enough(quantised.dequantize()) + x
+
+    with programs.counted() as counters:
+        call = compiled(fn, on_skip="silent")
+        for value in range(4):
+            x = torch.full((2, 3), float(value))
+            assert torch.equal(call(x), fn(x))
+    assert counters["replays"] == 6, "what lies before and after them is captured"
+
+
+def no_placeholder(*args, **kwargs):
+    raise RuntimeError("no such memory")
+
+
+def test_an_input_that_gets_no_placeholder_is_our_failure_not_the_users(caplog, monkeypatch):
+    monkeypatch.setattr(recorder, "Placeholder", no_placeholder)
+    result, said, counters = plainly(caplog, long_enough, X)
+    assert torch.equal(result, long_enough(X))
+    (message,) = said
+    assert message == (
+        "inference captured_0 can't be captured and runs without a graph from now on: StagingError: L['x'] can't be "
+        "given memory of fixed address (RuntimeError: no such memory). Pass it as a dense tensor to have the partition "
+        "captured."
+    )
+    assert (counters["skips"], counters["partitions_captured"]) == (1, 0)
+
+
+def test_raise_refuses_an_input_that_gets_no_placeholder(monkeypatch):
+    monkeypatch.setattr(recorder, "Placeholder", no_placeholder)
+    call = compiled(long_enough, on_skip="raise")
+    call(X)
+    with pytest.raises(CaptureError, match="no such memory"):
+        call(X)
 
 
 def test_complex_outputs_are_captured(setting):

@@ -1,0 +1,62 @@
+"""By which names a node may be listed in `unsafe_ops`."""
+
+import operator
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from cgpass.graph.ancestry import names_behind
+from tests.unit.test_capturability import by_hand
+
+aten = torch.ops.aten
+
+
+def behind(target, **meta):
+    node = by_hand(target, "x")
+    node.meta.update(meta)
+    return sorted(names_behind(node))
+
+
+MM = ["aten::mm", "aten::mm.default"]
+
+
+def test_a_node_is_the_operator_it_calls():
+    assert behind(aten.mm.default) == MM
+    assert behind(torch.ops.higher_order.cond) == ["higher_order::cond"]
+
+
+def test_a_wrapped_operator_is_named():
+    node = by_hand(torch.ops.higher_order.graphsafe_run_with_rng_state, aten.mm.default, "x")
+    assert set(MM) < names_behind(node)
+
+
+def test_a_decomposed_operator_is_known_by_its_overload():
+    found = behind(aten.mm.default, original_aten=aten.add.Tensor)
+    assert found == ["aten::add", "aten::add.Tensor", *MM]
+
+
+@pytest.mark.parametrize(
+    ("target", "names"),
+    [
+        (F.linear, {"aten::linear"}),
+        (F.layer_norm, {"aten::layer_norm"}),
+        ("softmax", {"aten::softmax"}),
+        ("add_", {"aten::add_"}),
+        (operator.iadd, {"aten::add_"}),
+        (operator.matmul, {"aten::matmul"}),
+        (operator.getitem, set()),
+        (aten.linear.default, {"aten::linear", "aten::linear.default"}),
+        (aten.linear, {"aten::linear"}),
+        (aten.gelu_backward, {"aten::gelu_backward"}),
+        (sorted, set()),
+        (len, set()),
+    ],
+    ids=str,
+)
+def test_the_call_in_the_users_code_is_named(target, names):
+    assert set(behind(aten.mm.default, source_fn_stack=[("f", target)])) == {*MM, *names}
+
+
+def test_a_backwards_nodes_are_not_the_forwards_operator():
+    assert behind(aten.mm.default, fwd_source_fn_stack=[("f", F.linear)]) == MM
