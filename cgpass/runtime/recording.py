@@ -180,6 +180,15 @@ class Recording:
             self.private = private
             self._arrange()
 
+    def stays(self, args: Sequence[Any]) -> bool:
+        """Whether copied inputs turned out not to move; `watch` is over then. See Note [Inputs that never move]."""
+        watch = self.watch
+        assert watch is not None
+        ready = watch.note(args)
+        if ready or watch.settled:
+            self.watch = None
+        return ready
+
     def moved(self, args: Sequence[Any]) -> list[int]:
         """Stationary inputs that no longer lie where they did."""
         addresses = array("q", fast.static_key(args, self.stationary))

@@ -147,8 +147,8 @@ class PartitionRunner:
         if recordings and not self.owner.driver.is_capturing():
             recording = self._choose(recordings, args, static_key)
             if recording is not None:
-                if recording.watch is not None:
-                    self._watch(recording, args)
+                if recording.watch is not None and recording.stays(args):
+                    self.owner.ask_to_start_over()
                 self._last = (shape_key, static_key, recordings)
                 return self._replay(recording, args), recording
         return self._without_recording(args, shape_key, static_key)
@@ -167,16 +167,6 @@ class PartitionRunner:
                 kept = recording in self.table.all() and recording.may_replay(args)
                 return recording if kept and self._layout.static_key(args) == static_key else None
         return None
-
-    def _watch(self, recording: Recording, args: Sequence[Any]) -> None:
-        """See Note [Inputs that never move]."""
-        watch = recording.watch
-        assert watch is not None
-        ready = watch.note(args)
-        if ready or watch.settled:
-            recording.watch = None
-        if ready:
-            self.owner.ask_to_start_over()
 
     def _replay(self, recording: Recording, args: list[Any]) -> list[Any]:
         outputs = recording.run(args)
@@ -210,18 +200,12 @@ class PartitionRunner:
         if warm and room and self._layout.static_key(args) != static_key:
             slot = None  # room was made by moving what this call reads
         action = decide(usable=usable, warm=warm, safe=False, room=room and slot is not None)
+        note = self.table.note_unknown
+        if action is not Action.PLAIN and (moving := note(shape_key, static_key, args)):
+            self._copy_instead(moving)
+            return self._run(args)
         if action is Action.RECORD and slot is not None:
-            watch = self.table.watch(shape_key, static_key, args)
-            recording = self._try_to_record(args, slot, watch)
-            if not isinstance(recording, Recording):
-                error, recording = recording, None
-                try:
-                    return self._not_recorded(args, error), None
-                finally:
-                    del error  # its traceback holds this frame, and with it this call's inputs
-            recordings = self.table.add(shape_key, static_key, args, recording)
-            self._last = (shape_key, static_key, recordings)
-            return self._replay(recording, args), recording
+            return self._record_call(args, shape_key, static_key, slot)
         if action is Action.WARM_UP:
             identities = self.table.identities(args)
             outputs = self._warm_up(args, shape_key)
@@ -231,6 +215,21 @@ class PartitionRunner:
             outputs = self._fn(args)
             self.stats.plain_calls += 1
         return outputs, None
+
+    def _record_call(
+        self, args: list[Any], shape_key: ShapeKey, static_key: StaticKey, slot: int
+    ) -> tuple[Sequence[Any], Recording | None]:
+        watch = self.table.watch(shape_key, static_key, args)
+        recording = self._try_to_record(args, slot, watch)
+        if not isinstance(recording, Recording):
+            error, recording = recording, None
+            try:
+                return self._not_recorded(args, error), None
+            finally:
+                del error  # its traceback holds this frame, and with it this call's inputs
+        recordings = self.table.add(shape_key, static_key, args, recording)
+        self._last = (shape_key, static_key, recordings)
+        return self._replay(recording, args), recording
 
     def _warm_up(self, args: list[Any], shape_key: ShapeKey) -> Sequence[Any]:
         is_last = self.table.num_warmups(shape_key) + 1 >= self._settings.limits.num_warmup_calls
@@ -247,15 +246,16 @@ class PartitionRunner:
     def _has_strays(self, args: Sequence[Any]) -> bool:
         """Whether a pooled input is not where a recording put it; if that goes on, it becomes a copied one."""
         strays = self._strays.find(args, self._layout.pooled, self.stats.calls)
-        if not strays:
-            return False
-        if self._strays.persist():
-            infos = copied_instead(self._layout.infos, strays)
-            names = describe(infos[i] for i in strays)
-            log.info("%s copies %s from now on", self.name, names)
-            self.close()
-            self._set_infos(infos)
-        return True
+        if strays and self._strays.persist():
+            self._copy_instead(strays)
+        return bool(strays)
+
+    def _copy_instead(self, positions: Sequence[int]) -> None:
+        """Copy inputs that were read where they lay, from now on."""
+        infos = copied_instead(self._layout.infos, positions)
+        log.info("%s copies %s from now on", self.name, describe(infos[i] for i in positions))
+        self.close()
+        self._set_infos(infos)
 
     def _moves_are_over(
         self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]
