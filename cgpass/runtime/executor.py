@@ -139,7 +139,7 @@ class _CopyRest:
         Returns:
             Copies of these, of what shares memory with them, and of what else is to be copied.
         """
-        if not self._needed or not (self._owned or copies):
+        if not self._needed or not (self._owned or copies) or self._owner.in_transform:
             return copies
         suspects = self._suspects(results, copies, recordings)
         if not suspects:
@@ -233,7 +233,7 @@ class Executor:
         if self._owner is None:
             return self._run(args)
         with self._owner.lock:
-            self._owner.driver.enter_call()
+            self._owner.enter_call()
             return self._run(args)
 
     def _run(self, args: list[Any]) -> list[Any]:

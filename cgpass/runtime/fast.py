@@ -39,6 +39,14 @@ def static_key(args: Sequence[Any], positions: Sequence[int]) -> bytes:
     return array("q", map(torch.Tensor.data_ptr, map(args.__getitem__, positions))).tobytes()
 
 
+def in_transform() -> bool:
+    """Whether tensors may come without memory of their own: inside vmap, `torch.func.grad` and their like.
+
+    Batched gradients (`is_grads_batched=True`, `jacobian(vectorize=True)`) come from a vmap that is no functorch level.
+    """
+    return _torch.in_vmap_or_functorch()
+
+
 def count_users(storages: tuple[torch.UntypedStorage, ...]) -> tuple[int, ...]:
     """Numbers of references to storages: in C++, where their Python objects are one each, and to these objects."""
     counts = map(_torch.storage_use_count, [storage._cdata for storage in storages])
@@ -190,6 +198,7 @@ PYTHON: Mapping[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (
         static_key,
+        in_transform,
         any_held,
         held,
         stand_in,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from cgpass import _torch
+from cgpass.runtime import fast
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.liveness import LiveOutputs
 from cgpass.runtime.recording import Recording
@@ -79,6 +80,8 @@ class Owner:
         self._births = 0
         self._starts = 0
         self._warned_held = False
+        self.in_transform = False
+        """Whether this call is made inside a transform, whose tensors need have no memory: it runs plainly."""
         self.wants_start = False
         """Whether `start_over_if_idle` is to be called before the next replay."""
         self._refusals = 0
@@ -87,6 +90,11 @@ class Owner:
         self._members: list[Member] = []
         self._pool_addresses: Counter[int] = Counter()
         _owners.add(self)
+
+    def enter_call(self) -> None:
+        """Begin a call of the compiled function; to be called with `lock` held."""
+        self.in_transform = fast.in_transform()
+        self.driver.enter_call()
 
     # ---- replays
 

@@ -135,6 +135,8 @@ class PartitionRunner:
         return outputs, recording
 
     def _run(self, args: list[Any]) -> tuple[Sequence[Any], Recording | None]:
+        if self.owner.in_transform:
+            return self._fallback.run(args), None
         if self.owner.wants_start:
             self.owner.start_over_if_idle()
         layout = self._layout
@@ -212,8 +214,7 @@ class PartitionRunner:
             self.table.add_warmup(shape_key, static_key, identities)
             self.stats.warmups += 1
         else:
-            outputs = self._fn(args)
-            self.stats.plain_calls += 1
+            outputs = self._fallback.run(args)
         return outputs, None
 
     def _record_call(
@@ -252,10 +253,10 @@ class PartitionRunner:
 
     def _copy_instead(self, positions: Sequence[int]) -> None:
         """Copy inputs that were read where they lay, from now on."""
-        infos = copied_instead(self._layout.infos, positions)
+        infos = self._layout.infos
         log.info("%s copies %s from now on", self.name, describe(infos[i] for i in positions))
         self.close()
-        self._set_infos(infos)
+        self._set_infos(copied_instead(infos, positions))
 
     def _moves_are_over(
         self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]
