@@ -72,6 +72,11 @@ class WeakStorage:
 
         self._ref = StorageWeakRef(storage)
 
+    @property
+    def expired(self) -> bool:
+        """Whether it has died."""
+        return self._ref.expired()
+
     def get(self) -> torch.UntypedStorage | None:
         """The storage, None if it has died."""
         if self._ref.expired():

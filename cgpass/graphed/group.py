@@ -156,6 +156,9 @@ class Group:
         self._pending.clear()
         self._copied.clear()
 
+    def forget_failures(self) -> None:
+        """Nothing to do: what a callable has used up goes with its recordings."""
+
     def forget_recordings(self) -> None:
         """As `close`: nobody asks this owner to start over."""
         self.close()

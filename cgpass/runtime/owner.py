@@ -38,6 +38,9 @@ class Member(Protocol):
     def close(self) -> None:
         """Free graphs and memory."""
 
+    def forget_failures(self) -> None:
+        """Capture again what failed, or what reached a limit."""
+
     def forget_recordings(self) -> None:
         """Drop recordings, but not what is known of calls."""
 
@@ -262,12 +265,16 @@ class Owner:
         self._members.append(member)
 
     def release(self) -> None:
-        """Free every recording. Calls made afterwards warm up and record again."""
+        """Free every recording. Calls made afterwards warm up and record again, whatever failed or was used up before."""
         with self.lock:
             with self._dropping_all():
                 for member in self._members:
                     member.close()
+                    if not self.closed:
+                        member.forget_failures()
             self._slots = [_Slot()]
+            self._starts = self._refusals = 0
+            self.wants_start = self._warned_held = False
             self._pool_addresses.clear()
             self.driver.end_warm_ups()
 

@@ -69,11 +69,7 @@ class PartitionRunner:
         self.written: frozenset[int] = frozenset()
         """Inputs that plain calls and recordings turned out to write, where nobody told."""
         self._recorder = Recorder(
-            fn,
-            owner,
-            opaque=settings.opaque,
-            finds_writes=settings.check_layout,
-            stats=self.stats,
+            fn, owner, opaque=settings.opaque, finds_writes=settings.check_layout, stats=self.stats
         )
         self._strays = Strays(owner)
         self._fallback = Fallback(name, fn, self.stats, on_skip=settings.on_skip, resplit=resplit)
@@ -399,3 +395,7 @@ class PartitionRunner:
     def close(self) -> None:
         """Drop every recording; the next calls warm up again unless the owner is closed."""
         self._close(self.table.clear())
+
+    def forget_failures(self) -> None:
+        """See `Member`."""
+        self._fallback.forget()
