@@ -142,7 +142,10 @@ class Recording:
         shown = {number for n, number in self._own.items() if visible is None or n in visible}
         used = {number for n, number in self._own.items() if n in read}
         self.memory = OutputMemory(
-            own, [(n in shown, n in used) for n in range(len(own))], lean=lean
+            own,
+            [(n in shown, n in used) for n in range(len(own))],
+            lean=lean,
+            share=self._graph.share,
         )
 
     def seal(self) -> None:

@@ -85,8 +85,14 @@ class PartitionRunner:
 
     @property
     def owns_outputs(self) -> bool:
-        """Whether users own what they get."""
-        return self._settings.outputs == "owned"
+        """Whether users own what they get. See Note [Calls from several threads]."""
+        shared = self.owner.several_threads and not self.is_backward
+        return shared or self._settings.outputs == "owned"
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is part of a backward graph."""
+        return self._settings.is_backward
 
     def _set_infos(self, infos: Sequence[InputInfo]) -> None:
         settings = self._settings
@@ -335,6 +341,12 @@ class PartitionRunner:
         for recording in self.table.all():
             recording.set_private(self.copied - self.read)
 
+    def hand_out_copies(self) -> None:
+        """See `Member`."""
+        if self.owns_outputs:
+            for recording in self.table.all():
+                self._copy_from_now_on(recording.visible)
+
     def plan_around(self, victim: Recording, blocks: Sequence[int], by: Recording) -> None:
         """Have outputs that were rescued call after call lie elsewhere.
 
@@ -345,7 +357,7 @@ class PartitionRunner:
         if victim not in own:
             return
         most = 2 * victim.memory.num_bytes(blocks) >= victim.memory.num_bytes()
-        if most and self._settings.is_backward and by not in own:
+        if most and self.is_backward and by not in own:
             self._first_slot = 1
             self.table.remove(victim)
             self._close([victim])
