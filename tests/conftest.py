@@ -16,7 +16,8 @@ SCRIPTS_OWN = {"CGPASS_VENV", "CGPASS_FAST"}
 
 def pytest_sessionstart(session):
     """Most of the time goes to torch.compile: a sixth of it to collecting torch's own modules, and to logs for nobody."""
-    if session.config.getoption("numprocesses", None):
+    config = session.config
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # the workers do it
     for name in ("torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor.compile_fx"):
         importlib.import_module(name)
