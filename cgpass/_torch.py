@@ -72,6 +72,11 @@ class WeakStorage:
 
         self._ref = StorageWeakRef(storage)
 
+    @property
+    def expired(self) -> bool:
+        """Whether it has died."""
+        return self._ref.expired()
+
     def get(self) -> torch.UntypedStorage | None:
         """The storage, None if it has died."""
         if self._ref.expired():
@@ -786,6 +791,20 @@ def operators_are_watched() -> bool:
 def in_functorch() -> bool:
     """Whether a transform of `torch.func` is running: vmap, grad, jvp and what is made of them."""
     return torch._C._are_functorch_transforms_active()
+
+
+def in_vmap_or_functorch() -> bool:
+    """Whether a transform is running, or the vmap that autograd batches gradients with.
+
+    Source: aten/src/ATen/LegacyVmapMode.cpp and aten/src/ATen/functorch/DynamicLayer.cpp, 2.11 to 2.15.
+    """
+    return any(map(torch._C._dispatch_tls_is_dispatch_key_included, _transform_keys()))
+
+
+@functools.cache
+def _transform_keys() -> tuple[Any, ...]:
+    parse = torch._C._parse_dispatch_key
+    return parse("VmapMode"), parse("FuncTorchDynamicLayerFrontMode")
 
 
 def in_forward_ad() -> bool:

@@ -11,10 +11,10 @@ from torch import fx
 
 from cgpass import _torch, telemetry
 from cgpass.compile import Boxed, Compiler, output_strides
-from cgpass.graph.capturability import why_not_capturable
+from cgpass.graph.capturability import Reason
 from cgpass.graph.inputs import input_infos
 from cgpass.graph.origins import Origins
-from cgpass.graph.partition_tag import get_tag
+from cgpass.graph.partition_tag import get_reason, get_tag
 from cgpass.graph.size_check import SizeCheck
 from cgpass.graph.target import Target
 from cgpass.graph.values import graph_outputs, is_inductor_random
@@ -30,6 +30,9 @@ from cgpass.runtime.failures import Resplit
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner
 from cgpass.runtime.settings import RunnerSettings
+
+OFF = 'driver="none" turns them off'
+"""What a summary says of graphs that nobody wants captured."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class GraphBuilder:
     compiler: Compiler
     origins: Origins
     target: Target
+    place: str | None = None
+    """Where the user's function begins."""
 
     def whole(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         """A graph that is one captured partition."""
@@ -62,7 +67,7 @@ class GraphBuilder:
         if self.compiler.opaque and self.direction == "forward" and inner:
             notes = StrideNotes(inner)
             fn = notes.noting(fn)
-        place = Place(graph, "captured_0", _num_ops(original))
+        place = Place(graph, "captured_0", num_ops(original))
         resplit = self._resplitter(original, place, infos, self.visible, notes)
         run = self._runner("captured_0", fn, infos, resplit)
         plan = whole_plan(len(infos), num_outputs, run, "captured_0", self.visible)
@@ -73,15 +78,13 @@ class GraphBuilder:
         if self.direction == "forward":
             _torch.report_output_strides(output_strides(gm))
         outlined, parts = _outline(gm, context, outline_passes())
-        reasons = _reasons_by_part(gm, self.options.unsafe_ops, context.device)
-        graph = self._add_summary(parts, reasons)
+        graph = self._add_summary(parts, _reasons_by_part(gm))
         return self._join(outlined, parts, graph)
 
     def _split(self, gm: fx.GraphModule, context: PassContext, place: Place) -> Boxed:
         """A partition of another graph, tagged to be split again."""
         outlined, parts = _outline(gm, context, outline_passes())
-        reasons = _reasons_by_part(gm, self.options.unsafe_ops, context.device)
-        summaries = _summaries(parts, reasons, f"{place.name}.")
+        summaries = _summaries(parts, _reasons_by_part(gm), f"{place.name}.")
         boxed = self._join(outlined, parts, place.graph, of=place.name)
         telemetry.replace_partition(place.graph, place.name, summaries)
         return boxed
@@ -112,7 +115,7 @@ class GraphBuilder:
             return self._eager(gm)
         infos = self._infos(gm)
         static = [i for i, info in enumerate(infos) if info.kind is InputKind.STATIC]
-        place = Place(graph, name if of is None else f"{of}.{name}", _num_ops(gm))
+        place = Place(graph, name if of is None else f"{of}.{name}", num_ops(gm))
         original = self._kept(gm) if of is None else gm
         fn = self.compiler.captured(gm, static)
         if not self.target.records:
@@ -205,11 +208,20 @@ class GraphBuilder:
         )
 
     def _add_summary(
-        self, parts: Mapping[str, fx.GraphModule], reasons: Mapping[str, Iterable[str]]
+        self, parts: Mapping[str, fx.GraphModule], reasons: Mapping[str, Sequence[Reason]]
     ) -> int:
-        return telemetry.add_graph(
-            telemetry.GraphSummary(self.direction, _summaries(parts, reasons))
-        )
+        if self.target.records:
+            partitions = _summaries(parts, reasons)
+            summary = telemetry.GraphSummary(self.direction, partitions, place=self.place)
+        else:
+            summary = telemetry.GraphSummary(
+                self.direction,
+                (),
+                skip=OFF,
+                num_ops=sum(map(num_ops, parts.values())),
+                place=self.place,
+            )
+        return telemetry.add_graph(summary)
 
 
 def _outline(
@@ -231,11 +243,15 @@ def _positions_of(shown: Collection[fx.Node], call: fx.Node) -> frozenset[int]:
 
 
 def _summaries(
-    parts: Mapping[str, fx.GraphModule], reasons: Mapping[str, Iterable[str]], prefix: str = ""
+    parts: Mapping[str, fx.GraphModule], reasons: Mapping[str, Sequence[Reason]], prefix: str = ""
 ) -> tuple[telemetry.PartitionSummary, ...]:
     return tuple(
         telemetry.PartitionSummary(
-            prefix + name, name.startswith("captured"), _num_ops(gm), tuple(reasons.get(name, ()))
+            prefix + name,
+            name.startswith("captured"),
+            num_ops(gm),
+            _lines(reasons.get(name, ())),
+            skipped=not all(reason.is_chosen for reason in reasons.get(name, ())),
         )
         for name, gm in parts.items()
     )
@@ -248,19 +264,28 @@ def _boxed(executor: Executor) -> Boxed:
     return _torch.mark_boxed(call)
 
 
-def _reasons_by_part(
-    gm: fx.GraphModule, unsafe_ops: Iterable[str], device: torch.device
-) -> dict[str, list[str]]:
+def _reasons_by_part(gm: fx.GraphModule) -> dict[str, list[Reason]]:
     """Why each eager partition is not captured, by the partition's name."""
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str, list[Reason]] = {}
     for node in gm.graph.nodes:
-        tag = get_tag(node)
-        if tag is not None and not tag.captured:
-            why = why_not_capturable(node, device, unsafe_ops=frozenset(unsafe_ops), gm=gm)
-            if why is not None:
-                reasons.setdefault(str(tag), []).append(str(why))
-    return {name: list(dict.fromkeys(lines)) for name, lines in reasons.items()}
+        why = get_reason(node)
+        if why is not None:
+            reasons.setdefault(str(get_tag(node)), []).append(why)
+    return reasons
 
 
-def _num_ops(gm: fx.GraphModule) -> int:
+def _lines(reasons: Iterable[Reason]) -> tuple[str, ...]:
+    """One line for each reason, and one for all that is too small for the same reason."""
+    chosen: dict[str, list[Reason]] = {}
+    for reason in reasons:
+        key = f"{reason.code} {reason.detail}" if reason.is_chosen else str(reason)
+        chosen.setdefault(key, []).append(reason)
+    return tuple(
+        f"{first}{f' (and {len(more)} more)' if more and first.is_chosen else ''}"
+        for first, *more in chosen.values()
+    )
+
+
+def num_ops(gm: fx.GraphModule) -> int:
+    """Operators that a graph calls."""
     return sum(n.op == "call_function" and "getitem" not in str(n.target) for n in gm.graph.nodes)

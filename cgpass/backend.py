@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from cgpass import _torch, telemetry
-from cgpass.assembly import GraphBuilder
+from cgpass.assembly import OFF, GraphBuilder, num_ops
 from cgpass.compile import Boxed, Compiler
 from cgpass.errors import CaptureError, DriverUnavailableError, OptionError
 from cgpass.graph.ancestry import names_behind
@@ -18,7 +18,7 @@ from cgpass.graph.capturability import Reason
 from cgpass.graph.origins import Origins
 from cgpass.graph.partition_tag import get_tag
 from cgpass.graph.target import devices, find_target
-from cgpass.graph.values import graph_outputs
+from cgpass.graph.values import begins_at, graph_outputs
 from cgpass.inputs import InputKind
 from cgpass.options import Options
 from cgpass.passes import dynamo_passes, graph_passes, rng_passes
@@ -31,9 +31,6 @@ from cgpass.runtime.rng_states import caller_of
 from cgpass.runtime.simulated import SimulatedDriver
 
 log = logging.getLogger(__name__)
-
-_NO_SKIP = ("too_small", "lifted")
-"""Codes of what runs outside of graphs because cgpass chose so, not because it can't be captured."""
 
 Direction = Literal["forward", "backward", "inference"]
 
@@ -133,6 +130,7 @@ class Compilation:
         self._names: dict[int, str] = {}
         self._saved: dict[str, InputKind] = {}
         self._warned_of: set[str] = set()
+        self._place: str | None = None
 
     # ---- wiring
 
@@ -140,6 +138,7 @@ class Compilation:
         """Hand the graph to AOTAutograd with our split and our compilers."""
         for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
             self._names[position] = _torch.dynamo_source_name(node) or node.name
+        self._place = begins_at(gm)
         # Its device is found after AOTAutograd only; no pass of this stage asks for it.
         context = PassContext(device=torch.device("meta"), stage="dynamo", direction="joint")
         gm = run_passes(dynamo_passes(), gm, context).gm
@@ -256,12 +255,13 @@ class Compilation:
         context = PassContext(device=target.device, stage="graph", direction=direction, dump=None)
         result = run_passes(graph_passes(self.options), gm, context)
         gm = result.gm
-        self._warn_of_replaced(gm, direction)
         tags = {tag for tag in map(get_tag, gm.graph.nodes) if tag is not None}
         reasons = [note for note in result.notes if isinstance(note, Reason)]
         if not any(tag.captured for tag in tags):
             return self._run_uncaptured(gm, example_inputs, direction, compiler, reasons)
-        self._report_reasons(reasons, direction)
+        if target.records:
+            self._warn_of_replaced(gm, direction)
+            self._report_reasons(reasons, direction)
         origins = Origins(gm, self._placeholder_kinds(gm, direction))
         if direction == "forward":
             self._saved = origins.by_name()
@@ -274,6 +274,7 @@ class Compilation:
             compiler=compiler,
             origins=origins,
             target=target,
+            place=self._place,
         )
         if len(tags) == 1:
             return build.whole(gm, example_inputs)
@@ -320,11 +321,9 @@ class Compilation:
         why: str,
     ) -> Boxed:
         """Compile a graph without partitions, as `torch.compile` would, and say why."""
-        asked = self.options.driver not in ("auto", "none") or any(
-            device.type == "cuda" for device in devices(gm)
-        )
-        telemetry.add_graph(telemetry.GraphSummary(direction, (), skip=why))
-        if asked:
+        asked = self.options.driver != "auto" or any(d.type == "cuda" for d in devices(gm))
+        self._add_plain(gm, direction, why)
+        if asked and self.options.driver != "none":
             telemetry.compile_stats.skips += 1
             self._on_skip(f"the {direction} graph runs without CUDA graphs: {why}")
         return compiler.whole(gm, example_inputs)
@@ -338,18 +337,28 @@ class Compilation:
         reasons: Sequence[Reason],
     ) -> Boxed:
         """Compile a graph of which nothing is captured; a graph too small to be worth one is no skip."""
-        blockers = [reason for reason in reasons if reason.code not in _NO_SKIP]
+        blockers = [reason for reason in reasons if not reason.is_chosen]
         if reasons and not blockers:
             why = f"it has fewer operators than min_partition_ops={self.options.min_partition_ops}"
-            telemetry.add_graph(telemetry.GraphSummary(direction, (), skip=why))
+            if all(reason.code == "no_work" for reason in reasons):
+                why = "it launches no work on the device"
+            self._add_plain(gm, direction, why)
             log.info("the %s graph runs without CUDA graphs: %s", direction, why)
             return compiler.whole(gm, example_inputs)
         why = "; ".join(dict.fromkeys(map(str, blockers))) or "it has no operators"
         return self._run_plainly(gm, example_inputs, direction, compiler, why)
 
+    def _add_plain(self, gm: fx.GraphModule, direction: Direction, why: str) -> None:
+        if self.options.driver == "none":
+            why = OFF
+        summary = telemetry.GraphSummary(
+            direction, (), skip=why, num_ops=num_ops(gm), place=self._place
+        )
+        telemetry.add_graph(summary)
+
     def _report_reasons(self, reasons: Sequence[Reason], direction: Direction) -> None:
         """One message per graph for everything in it that can't be captured."""
-        reasons = [reason for reason in reasons if reason.code not in _NO_SKIP]
+        reasons = [reason for reason in reasons if not reason.is_chosen]
         if reasons:
             listed = "\n  ".join(dict.fromkeys(map(str, reasons)))
             self._on_skip(f"parts of the {direction} graph run without CUDA graphs:\n  {listed}")

@@ -57,9 +57,13 @@ class Place:
 
     def runs_plainly(self, why: str) -> None:
         """Note that the partition is not captured after all."""
-        part = telemetry.PartitionSummary(self.name, False, self.num_ops, (why,))
+        part = telemetry.PartitionSummary(self.name, False, self.num_ops, (why,), skipped=True)
         telemetry.replace_partition(self.graph, self.name, (part,))
-        telemetry.compile_stats.skips += 1
+
+    def is_tried_again(self) -> None:
+        """Note that the partition may be captured, whatever came of it before."""
+        part = telemetry.PartitionSummary(self.name, True, self.num_ops)
+        telemetry.replace_partition(self.graph, self.name, (part,))
 
 
 class GiveUp:
@@ -81,6 +85,11 @@ class GiveUp:
                 self._place.runs_plainly(first_line(error))
         self._failed = True  # the runner tries once more after an error that is not a capture's
         return Outcome()
+
+    def forget(self) -> None:
+        """See `Resplit`."""
+        self._failed = False
+        self._place.is_tried_again()
 
 
 class Resplitter:
@@ -135,6 +144,10 @@ class Resplitter:
         for node, found in finding.culprits.items():
             node.meta[PROVEN] = found
         return self._split(gm, error)
+
+    def forget(self) -> None:
+        """See `Resplit`."""
+        self._place.is_tried_again()
 
     def _split(self, gm: fx.GraphModule, error: Exception | None) -> Outcome:
         unsafe = frozenset(self._options.unsafe_ops)

@@ -1,9 +1,17 @@
 """Counters and summaries: what was captured, what was not, how often. No policy."""
 
+import collections
 import dataclasses
+import operator
+import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
+
+GRAPHS_KEPT: Final = 1024
+"""Graphs that the summary lists; older ones are counted."""
 
 
 @dataclass(slots=True)
@@ -43,7 +51,8 @@ class CompileStats:
     partitions_captured: int = 0
     partitions_eager: int = 0
     skips: int = 0
-    """Graphs or partitions that run without a CUDA graph although one was asked for."""
+    """Whole graphs and partitions that run without a CUDA graph although one was asked for, since something in them
+    can't be captured. Partitions that cgpass itself leaves out, too small ones, are none."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,8 @@ class PartitionSummary:
     num_ops: int
     reasons: tuple[str, ...] = ()
     """Why it is not captured, one line a node."""
+    skipped: bool = False
+    """Whether something in it can't be captured."""
 
 
 @dataclass(frozen=True)
@@ -66,25 +77,66 @@ class GraphSummary:
     partitions: tuple[PartitionSummary, ...]
     skip: str | None = None
     """Why the whole graph runs plainly, if it does."""
+    num_ops: int = 0
+    """Operators of a graph that runs plainly."""
+    place: str | None = None
+    """Where the function that it belongs to begins, `model.py:41 in forward`."""
 
     def __str__(self) -> str:
+        head = self.direction if self.place is None else f"{self.direction} of {self.place}"
+        if self.skip is not None:
+            return f"{head}: runs without CUDA graphs ({self.num_ops} ops): {self.skip}"
         captured = [p for p in self.partitions if p.captured]
         eager = [p for p in self.partitions if not p.captured]
-        head = (
-            f"{self.direction}: {len(captured)} captured ({sum(p.num_ops for p in captured)} ops), "
+        head += (
+            f": {len(captured)} captured ({sum(p.num_ops for p in captured)} ops), "
             f"{len(eager)} eager ({sum(p.num_ops for p in eager)} ops)"
         )
-        if self.skip is not None:
-            head += f"; runs plainly: {self.skip}"
         return "\n".join([head, *(f"  {p.name}: {reason}" for p in eager for reason in p.reasons)])
+
+
+_COUNTS: Final = tuple(spec.name for spec in dataclasses.fields(CallStats))
+
+
+class _TrackedStats(CallStats):
+    """Counts that stay in the totals after whoever counted is gone."""
+
+    def __del__(self) -> None:
+        """Takes no lock: the garbage collector may come while this thread holds it."""
+        if not sys.is_finalizing():
+            _registry.ended.append([getattr(self, name) for name in _COUNTS])
 
 
 @dataclass
 class _Registry:
     lock: threading.Lock = field(default_factory=threading.Lock)
     compiled: CompileStats = field(default_factory=CompileStats)
-    calls: list[CallStats] = field(default_factory=list)
-    graphs: list[GraphSummary] = field(default_factory=list)
+    calls: list[weakref.ref[_TrackedStats]] = field(default_factory=list)
+    """Kept alive by whoever counts."""
+    ended: collections.deque[list[int]] = field(default_factory=collections.deque)
+    """Of what was collected since it was last added up, in the order of `_COUNTS`."""
+    past: list[int] = field(default_factory=lambda: [0] * len(_COUNTS))
+    """Sums over what is gone."""
+    graphs: dict[int, GraphSummary] = field(default_factory=dict)
+    """The newest, by number."""
+
+    def sums(self) -> list[int]:
+        """Sums over all that ever counted. The lock is held."""
+        live = [stats for ref in self.calls if (stats := ref()) is not None]
+        if self.ended:
+            self.calls = [weakref.ref(stats) for stats in live]
+        while self.ended:
+            self.past = list(map(operator.add, self.past, self.ended.popleft()))
+        return [
+            total + sum(getattr(stats, name) for stats in live)
+            for name, total in zip(_COUNTS, self.past, strict=True)
+        ]
+
+    def count(self, parts: Sequence[PartitionSummary], sign: int) -> None:
+        """Count partitions, or no longer. The lock is held."""
+        self.compiled.partitions_captured += sign * sum(p.captured for p in parts)
+        self.compiled.partitions_eager += sign * sum(not p.captured for p in parts)
+        self.compiled.skips += sign * sum(p.skipped for p in parts)
 
 
 _registry = _Registry()
@@ -94,9 +146,10 @@ compile_stats = _registry.compiled
 
 def new_call_stats() -> CallStats:
     """Counts for one more captured partition; they stay in the totals after the partition is gone."""
-    stats = CallStats()
+    stats = _TrackedStats()
     with _registry.lock:
-        _registry.calls.append(stats)
+        _registry.sums()
+        _registry.calls.append(weakref.ref(stats))
     return stats
 
 
@@ -107,50 +160,54 @@ def add_graph(summary: GraphSummary) -> int:
         Its number, for `replace_partition`.
     """
     with _registry.lock:
-        _registry.graphs.append(summary)
+        number = _registry.compiled.graphs
+        _registry.graphs[number] = summary
+        _registry.graphs.pop(number - GRAPHS_KEPT, None)
         _registry.compiled.graphs += 1
-        _count(summary.partitions, 1)
-        return len(_registry.graphs) - 1
+        _registry.count(summary.partitions, 1)
+        return number
 
 
 def replace_partition(graph: int, name: str, parts: Sequence[PartitionSummary]) -> None:
-    """Note that a partition turned out to be others.
+    """Note that a captured partition turned out to be others, or an eager one to be captured again.
 
     Args:
-        graph: Number of the compiled graph.
+        graph: Number of the compiled graph; nothing is noted of one too old to be listed.
         name: Of the partition.
         parts: What it is now.
     """
     with _registry.lock:
-        summary = _registry.graphs[graph]
+        summary = _registry.graphs.get(graph)
+        if summary is None:
+            return
         old = [p for p in summary.partitions if p.name == name]
         partitions = [q for p in summary.partitions for q in (parts if p.name == name else (p,))]
         _registry.graphs[graph] = dataclasses.replace(summary, partitions=tuple(partitions))
-        _count(old, -1)
-        _count(parts, 1)
-
-
-def _count(parts: Sequence[PartitionSummary], sign: int) -> None:
-    _registry.compiled.partitions_captured += sign * sum(p.captured for p in parts)
-    _registry.compiled.partitions_eager += sign * sum(not p.captured for p in parts)
+        _registry.count(old, -1)
+        _registry.count(parts, 1)
 
 
 def counters() -> dict[str, int]:
     """Totals of this process since it began; take differences to count a stretch of calls."""
     with _registry.lock:
         totals = dataclasses.asdict(_registry.compiled)
-        for name in (f.name for f in dataclasses.fields(CallStats)):
-            totals[name] = sum(getattr(stats, name) for stats in _registry.calls)
+        totals.update(zip(_COUNTS, _registry.sums(), strict=True))
     return totals
 
 
 def summary() -> str:
-    """Every graph compiled in this process: partitions captured and eager, and why."""
-    with _registry.lock:
-        return "\n".join(str(graph) for graph in _registry.graphs) or "no graph was compiled"
+    """Every graph compiled in this process: partitions captured and eager, and why. Very old ones are only counted."""
+    listed = graphs()
+    older = compile_stats.graphs - len(listed)
+    lines = [f"{older} older graphs"] if older else []
+    return "\n".join([*lines, *map(str, listed)]) or "no graph was compiled"
 
 
-def graphs() -> tuple[GraphSummary, ...]:
-    """Every graph compiled in this process, oldest first."""
+def graphs(since: int = 0) -> tuple[GraphSummary, ...]:
+    """The graphs compiled in this process, oldest first; at most the newest `GRAPHS_KEPT`.
+
+    Args:
+        since: Number of graphs to leave out, as `counters()["graphs"]` gave it.
+    """
     with _registry.lock:
-        return tuple(_registry.graphs)
+        return tuple(graph for number, graph in _registry.graphs.items() if number >= since)

@@ -25,13 +25,16 @@ LIFTED = "cgpass_lifted"
 PROVEN = "cgpass_proven"
 """In `node.meta`: code and detail of what running the node showed."""
 
+CHOSEN = frozenset({"too_small", "no_work", "lifted"})
+"""Codes of what could be captured and is not worth it."""
+
 
 @dataclass(frozen=True)
 class Reason:
     """Why a node runs outside of any CUDA graph."""
 
     code: str
-    """Stable name of the rule, a key of `op_tables.FIXES`."""
+    """Stable name of the rule, a key of `op_tables.FIXES` or one of `CHOSEN`."""
     op: str
     """What the node calls."""
     detail: str
@@ -40,6 +43,11 @@ class Reason:
     """What the user can do about it."""
     line: str | None
     """The user's line, `model.py:41 in forward: code`."""
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether it runs outside of graphs because cgpass chose so, not because it can't be captured."""
+        return self.code in CHOSEN
 
     def __str__(self) -> str:
         """One line for messages and reports."""

@@ -4,8 +4,13 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from cgpass.graph.capturability import Reason
+
 KEY = "cgpass"
 """Where `node.meta` holds the tag."""
+
+REASON_KEY = "cgpass_reason"
+"""Where `node.meta` holds why the node is eager."""
 
 
 @dataclass(frozen=True)
@@ -36,3 +41,16 @@ def set_tag(node: fx.Node, tag: PartitionTag | None) -> None:
         node.meta.pop(KEY, None)
     else:
         node.meta[KEY] = tag
+
+
+def get_reason(node: fx.Node) -> Reason | None:
+    """Why `node` is eager, None if it is not or has its producer's reason."""
+    return node.meta.get(REASON_KEY)
+
+
+def set_reason(node: fx.Node, reason: Reason | None) -> None:
+    """Note why `node` is eager; None takes the note away."""
+    if reason is None:
+        node.meta.pop(REASON_KEY, None)
+    else:
+        node.meta[REASON_KEY] = reason

@@ -299,12 +299,26 @@ def user_line(node: fx.Node) -> str | None:
     The innermost frame of the node's stack trace that isn't torch's own.
     """
     found = None
+    for place, source in _user_frames(node):
+        found = f"{place}: {source}" if source else place
+    return found
+
+
+def begins_at(gm: fx.GraphModule) -> str | None:
+    """Where the user's function begins that Dynamo made a graph of: `model.py:41 in forward`.
+
+    The outermost frame that isn't torch's own, of the first node that has one.
+    """
+    frames = (next(_user_frames(node), None) for node in gm.graph.nodes)
+    return next((frame[0] for frame in frames if frame is not None), None)
+
+
+def _user_frames(node: fx.Node) -> Iterator[tuple[str, str]]:
+    """Frames of a node's stack trace that aren't torch's own, outermost first: place and code."""
     lines = (node.stack_trace or "").splitlines()
     for frame, code in itertools.zip_longest(lines, lines[1:], fillvalue=""):
         match = _FRAME.search(frame)
         if match is None or match["file"].startswith((_TORCH_ROOT, "<frozen")):
             continue
-        source = "" if _FRAME.search(code) else code.strip()
         place = f"{os.path.basename(match['file'])}:{match['line']} in {match['name'].strip()}"
-        found = f"{place}: {source}" if source else place
-    return found
+        yield place, "" if _FRAME.search(code) else code.strip()

@@ -165,6 +165,8 @@ class GraphedFunction:
             recorded.close()
         self._recorded.clear()
         self._last = (None, None)
+        self._num_rerecords = 0
+        self._warned.clear()
 
     def reset(self) -> None:
         """Free the graphs and their memory. The next call records again, hooks included."""

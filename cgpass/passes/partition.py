@@ -12,7 +12,7 @@ from torch import fx
 from cgpass.errors import PostconditionError
 from cgpass.graph import values
 from cgpass.graph.capturability import Reason, why_not_capturable
-from cgpass.graph.partition_tag import PartitionTag, get_tag, set_tag
+from cgpass.graph.partition_tag import PartitionTag, get_tag, set_reason, set_tag
 from cgpass.passes.base import Pass, PassContext, PassResult
 from cgpass.passes.ordering import OrderingProblem, find_order
 
@@ -22,7 +22,7 @@ class Partition(Pass):
     """Reorder the nodes for few boundaries and tag each with its partition.
 
     Dependencies, mutations, random numbers, collectives and side effects keep their order. Notes:
-    a `Reason` for each eager operator, in order (`getitem` has its producer's).
+    a `Reason` for each eager operator, in order (`getitem` has its producer's); each is also noted at the operator.
     """
 
     name: ClassVar[str] = "partition"
@@ -214,14 +214,13 @@ def _launches(node: fx.Node) -> bool:
 
 
 def _too_small(node: fx.Node, count: int, minimum: int) -> Reason:
+    line = values.user_line(node)
+    if not count:
+        detail, fix = "it launches no work on the device", "leave it: nothing is lost"
+        return Reason("no_work", str(node.target), detail, fix, line)
+    detail = f"its partition would hold {count} operators, min_partition_ops is {minimum}"
     fix = f"set min_partition_ops to {count} or less to capture it"
-    return Reason(
-        code="too_small",
-        op=str(node.target),
-        detail=f"its partition would hold {count} operators, min_partition_ops is {minimum}",
-        fix=fix if count else "nothing is lost: it launches no work",
-        line=values.user_line(node),
-    )
+    return Reason("too_small", str(node.target), detail, fix, line)
 
 
 def _tags(groups: Sequence[Group], segments: Sequence[Segment]) -> dict[fx.Node, PartitionTag]:
@@ -253,8 +252,10 @@ def _apply(gm: fx.GraphModule, groups: Sequence[Group], segments: Sequence[Segme
     order = [member.group for segment in segments for member in segment]
     if order != sorted(order) or not _is_contiguous(gm.graph.nodes, tags):
         _reorder(gm, [node for at in order for node in groups[at]])
+    reasons = {groups[one.group][0]: one.reason for segment in segments for one in segment}
     for node in gm.graph.nodes:
         set_tag(node, tags.get(node))
+        set_reason(node, reasons.get(node))
 
 
 def _reorder(gm: fx.GraphModule, order: Iterable[fx.Node]) -> None:

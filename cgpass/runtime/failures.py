@@ -44,6 +44,10 @@ class Resplit(Protocol):
         """
         ...
 
+    def forget(self) -> None:
+        """Take back that the partition runs plainly: it is captured again."""
+        ...
+
 
 def generators_of(device: torch.device, args: Iterable[Any]) -> list[torch.Generator]:
     """The generators that work on `device` with inputs `args` may draw from."""

@@ -136,6 +136,13 @@ class Fallback:
             self._say_it_runs_plainly(self.failure, self._advice(error))
         return outputs
 
+    def forget(self) -> None:
+        """Forget what failed, for captures to be tried again; a split that was found stays."""
+        if self.failure is not None and self._resplit is not None:
+            self._resplit.forget()
+        self.failure = self._refusal = None
+        self._failed_once = False
+
     def _refuse(self, refusal: CaptureError) -> None:
         if self._on_skip == "raise":
             self._refusal = CaptureError(

@@ -45,6 +45,14 @@ def versions(args: Sequence[Any], positions: Sequence[int]) -> bytes:
     return array("q", [0 if t.is_inference() else t._version for t in tensors]).tobytes()
 
 
+def in_transform() -> bool:
+    """Whether tensors may come without memory of their own: inside vmap, `torch.func.grad` and their like.
+
+    Batched gradients (`is_grads_batched=True`, `jacobian(vectorize=True)`) come from a vmap that is no functorch level.
+    """
+    return _torch.in_vmap_or_functorch()
+
+
 def count_users(storages: tuple[torch.UntypedStorage, ...]) -> tuple[int, ...]:
     """Numbers of references to storages: in C++, where their Python objects are one each, and to these objects."""
     counts = map(_torch.storage_use_count, [storage._cdata for storage in storages])
@@ -197,6 +205,7 @@ PYTHON: Mapping[str, Callable[..., Any]] = {
     for f in (
         static_key,
         versions,
+        in_transform,
         any_held,
         held,
         stand_in,

@@ -1,7 +1,7 @@
 """One captured graph with its placeholders and outputs."""
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,6 +73,7 @@ class Recording:
         self._lie_at = fast.static_key(staged, self.stationary)
         self._written_in_place = tuple(i for i in mutated if i in self.stationary)
         self.last_used = 0
+        self._parameters: tuple[_torch.WeakStorage, ...] = ()
         self.rescues_in_a_row = 0
         self._rescued = False
         self.replay: Callable[[], None] = graph.replay
@@ -141,7 +142,10 @@ class Recording:
         shown = {number for n, number in self._own.items() if visible is None or n in visible}
         used = {number for n, number in self._own.items() if n in read}
         self.memory = OutputMemory(
-            own, [(n in shown, n in used) for n in range(len(own))], lean=lean
+            own,
+            [(n in shown, n in used) for n in range(len(own))],
+            lean=lean,
+            share=self._graph.share,
         )
 
     def seal(self) -> None:
@@ -179,6 +183,25 @@ class Recording:
         if private != self.private:
             self.private = private
             self._arrange()
+
+    def stays(self, args: Sequence[Any]) -> bool:
+        """Whether copied inputs turned out not to move; `watch` is over then. See Note [Inputs that never move]."""
+        watch = self.watch
+        assert watch is not None
+        ready = watch.note(args)
+        if ready or watch.settled:
+            self.watch = None
+        return ready
+
+    def note_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note what it reads where it lies, without keeping it: whoever owns the module does."""
+        storages = {s._cdata: s for s in (p.untyped_storage() for p in parameters)}
+        self._parameters = tuple(map(_torch.WeakStorage, storages.values()))
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether some parameter that it reads is gone, and nobody holds outputs that a backward may read."""
+        return any(ref.expired for ref in self._parameters) and not self.memory.any_held()
 
     def moved(self, args: Sequence[Any]) -> list[int]:
         """Stationary inputs that no longer lie where they did."""

@@ -1,4 +1,13 @@
-"""`RecordingTable`: the recordings of one partition by signature, and how many there may be."""
+"""`RecordingTable`: the recordings of one partition by signature, and how many there may be.
+
+Note [Parameters that are gone]
+    Modules of one class share compiled code, and each has recordings of its own, which must not outlive it: graphs and
+    results of every model that a process ever trained would add up. Recordings know their parameters' storages by weak
+    references (a weak reference to a tensor would be in the way of `torch.utils.swap_tensors`). Before another set is
+    recorded, those go whose parameters are gone, the longest unused first. A few stay: an allocator gives addresses
+    again, and a parameter that comes back to where it lay finds its recording. Recordings of which somebody holds
+    outputs stay, too: a backward may read them.
+"""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +27,9 @@ log = logging.getLogger(__name__)
 _IDLE_FACTOR = 8
 """A recording unused for this many times the limit's number of calls may give way to a new one."""
 
+_ORPHANS_KEPT = 4
+"""Sets whose parameters are gone that stay recorded. See Note [Parameters that are gone]."""
+
 _SHAPES_KEPT = 1024
 """Shapes without a recording whose warm-ups are remembered."""
 
@@ -35,6 +47,8 @@ class _Shape:
     """By addresses of parameters."""
     draws: list[int] = field(default_factory=list)
     """How far random operators draw from where the partition begins."""
+    lost: bool = False
+    """Whether sets of it went with their parameters."""
     objects: tuple[Any, ...] = ()
     """Those that the key knows by identity, kept alive so that no other object takes their place."""
 
@@ -134,8 +148,15 @@ class RecordingTable:
         if shape_key not in self._shapes and len(self._shapes) >= _SHAPES_KEPT:
             self._forget_a_shape()
         self._shapes.setdefault(shape_key, _Shape()).num_warmups += 1
-        self._unsettled.note_warm_up(shape_key, static_key)
         self._note_set(shape_key, static_key, identities)
+
+    def note_unknown(
+        self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]
+    ) -> list[int]:
+        """Note a call that is no replay; returns parameters that are better copied from now on."""
+        if self._is_warm_set(shape_key, static_key):
+            return []
+        return self._unsettled.note(shape_key, static_key, args)
 
     def _forget_a_shape(self) -> None:
         """Forget the oldest shape that was never recorded; there are fewer recorded ones than the limit."""
@@ -179,6 +200,7 @@ class RecordingTable:
         """Keep a recording; returns all of its signature."""
         shape = self._shapes.setdefault(shape_key, _Shape())
         shape.objects = tuple(args[i] for i in self._layout.objects)
+        recording.note_parameters(args[i] for i in self._layout.parameters)
         members = shape.sets.setdefault(static_key, [])
         members.append(recording)
         self._note_set(shape_key, static_key, self.identities(args))
@@ -206,7 +228,10 @@ class RecordingTable:
         self._shapes.clear()
         self._seen.clear()
         self._places.clear()
+        self._warm_sets.clear()
         self._newest = None
+        self._num_rerecords = 0
+        self._warned = False
         return recordings
 
     # ---- limits
@@ -220,18 +245,21 @@ class RecordingTable:
             StaticInputMovedError: A parameter or buffer moved and `on_moved` is "error".
         """
         shape = self._shapes.get(shape_key)
-        if shape is None or not shape.sets:
-            self._refuse_moved(self._parameters_moved(self._newest, static_key), static_key, args)
-            return self._room_for_shape()
         moved = self._moved(shape, static_key)
         self._refuse_moved(moved, static_key, args)
-        dropped: list[Recording] = []
+        dropped = [] if self.find(shape_key, static_key) else self._drop_orphans()
+        if shape is None or not shape.sets:
+            room, idle = self._room_for_shape()
+            if room and shape is not None and shape.lost:
+                room = self._count_rerecord(moved, args)
+            return room, dropped + idle
         limit = self._limits.max_static_sets
         if len(shape.recordings()) >= limit:
-            dropped = self._drop_idle_set(shape, limit)
-            if not dropped:
+            idle = self._drop_idle_set(shape, limit)
+            if not idle:
                 self._warn("max_static_sets", limit, moved)
-                return False, []
+                return False, dropped
+            dropped += idle
         if self._is_warm_set(shape_key, static_key):
             return True, dropped  # these parameters came before: nothing moved
         return self._count_rerecord(moved, args), dropped
@@ -249,8 +277,10 @@ class RecordingTable:
         self._warn("max_recordings", limit, [])
         return False, []
 
-    def _moved(self, shape: _Shape, static_key: StaticKey) -> list[int]:
-        """Parameters and buffers whose address differs from the newest recording's of a shape."""
+    def _moved(self, shape: _Shape | None, static_key: StaticKey) -> list[int]:
+        """Parameters and buffers whose address differs from the newest recording's of a shape, or of all if it has none."""
+        if shape is None or not shape.sets:
+            return self._parameters_moved(self._newest, static_key)
         if static_key in shape.sets:
             return []
         return self._parameters_moved(next(reversed(shape.sets)), static_key)
@@ -290,6 +320,22 @@ class RecordingTable:
         names = describe(self._layout.infos[i] for i in known)
         log.info("%s records again (%d): %s moved", self._name, self._num_rerecords, names)
         return True
+
+    def _drop_orphans(self) -> list[Recording]:
+        """See Note [Parameters that are gone]."""
+        found = [
+            (max(recording.last_used for recording in recordings), shape, key)
+            for shape in self._shapes.values()
+            for key, recordings in shape.sets.items()
+            if all(recording.is_orphaned for recording in recordings)
+        ]
+        found.sort(key=lambda orphan: orphan[0])
+        dropped: list[Recording] = []
+        for _, shape, key in found[: max(0, len(found) - _ORPHANS_KEPT)]:
+            dropped += shape.sets.pop(key)
+            shape.watches.pop(self._layout.parameters_of(key), None)
+            shape.lost = True
+        return dropped
 
     def _drop_idle_set(self, shape: _Shape, limit: int) -> list[Recording]:
         for key, recordings in shape.sets.items():

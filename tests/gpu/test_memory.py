@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import cgpass
+from cgpass.runtime.recording import Recording
 from tests.gpu import harness
 from tests.usage.programs import counted
 
@@ -203,3 +204,33 @@ def test_the_pool_is_as_large_as_that_of_a_graph_made_by_hand(zero_grad, record_
     theirs = pooled_bytes() - middle
     record_property("pool_over_by_hand", round(ours / theirs, 3))
     assert ours <= 1.05 * theirs, (ours, theirs)
+
+
+def recordings():
+    """Recordings that are alive, of whatever function."""
+    gc.collect()
+    return sum(type(thing) is Recording for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_models_that_are_gone_leave_nothing_behind(compiler):
+    """Modules of one class share compiled code, which must not keep every model's recordings."""
+    torch.compiler.reset()
+    before = recordings()
+    options = {"compiler": compiler, "min_partition_ops": 1}
+    found, reserved = [], []
+    with counted() as counters:
+        for _ in range(24):
+            module = Block().cuda()
+            call = torch.compile(module, backend=cgpass.cgpass, options=options)
+            for _ in range(5):
+                call(torch.randn(4, 128, WIDTH, device="cuda")).square().mean().backward()
+            del module, call
+            found.append(recordings() - before)
+            torch.cuda.empty_cache()
+            reserved.append(torch.cuda.memory_reserved())
+    assert counters["replays"] > 24 * 2, counters
+    assert counters["plain_calls"] == 0, counters
+    assert max(found) <= 2 * (4 + 1), found
+    assert reserved[-1] <= reserved[11], reserved
+    torch.compiler.reset()

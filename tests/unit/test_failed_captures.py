@@ -123,6 +123,9 @@ class Splitter:
             raise self.outcome
         return self.outcome
 
+    def forget(self):
+        self.calls.append("forget")
+
 
 def refusing(x):
     return [refuses(x)]
@@ -176,6 +179,38 @@ def test_a_runner_passes_on_what_the_split_raises(error):
     assert run.failure is None
 
 
+def test_reset_has_a_failed_capture_tried_again(caplog):
+    """What failed may have been a matter of memory: a partition is not plain for ever."""
+    due = [1]
+
+    def fn(x):
+        if due and is_any_capture_running():
+            due.pop()
+            raise torch.OutOfMemoryError("there was no memory")
+        return [x * 2]
+
+    splitter = Splitter(Outcome())
+    run = split_runner(splitter, fn)
+    for _ in range(3):
+        assert call(run, torch.ones(3)) == [[2.0] * 3]
+    assert counts(run) == (1, 0, 0, 2)
+    run.owner.release()
+    assert splitter.calls[1:] == ["forget"]
+    for _ in range(3):
+        assert call(run, torch.ones(3)) == [[2.0] * 3]
+    assert counts(run) == (2, 1, 2, 2)
+
+
+def test_closing_forgets_nothing():
+    splitter = Splitter(Outcome(why="all of it waits"))
+    run = split_runner(splitter)
+    for _ in range(2):
+        call(run, torch.ones(3))
+    run.owner.close()
+    assert "forget" not in splitter.calls
+    assert run.failure == "all of it waits"
+
+
 def test_an_odd_error_is_tolerated_once():
     """A wrapper has no graph to search: an error that no capture explains may have been the user's."""
     due = []
@@ -205,7 +240,7 @@ def test_a_split_partition_shows_in_the_summary():
     graph = telemetry.add_graph(telemetry.GraphSummary("forward", parts))
     new = (part("captured_0.captured_0", True), part("captured_0.eager_1", False, "because"))
     telemetry.replace_partition(graph, "captured_0", new)
-    assert str(telemetry.graphs()[graph]) == (
+    assert str(telemetry.graphs(graph)[0]) == (
         "forward: 1 captured (3 ops), 2 eager (6 ops)\n  captured_0.eager_1: because\n  eager_1: old"
     )
     after = telemetry.counters()

@@ -304,3 +304,38 @@ def test_outputs_outlive_a_closed_recording():
     others = [torch.full((64,), -1.0) for _ in range(64)]
     assert kept.tolist() == [2] * 64
     assert len(others) == 64
+
+
+class NoGraph:
+    """A graph that keeps no inputs, as CUDA's don't."""
+
+    def replay(self):
+        pass
+
+    def share(self, tensors):
+        pass
+
+    def reset(self):
+        pass
+
+
+def test_a_recording_is_an_orphan_once_a_parameter_is_gone_and_its_outputs_are_not_held():
+    weight, other = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    x = torch.ones(3)
+    recording = Recording(NoGraph(), [torch.zeros(3)], [x, weight, other], {}, lean=fast.can_swap())
+    recording.seal()
+    recording.note_parameters([weight, other])
+    torch.utils.swap_tensors(other, torch.nn.Parameter(torch.zeros(3)))  # nobody knows the tensor
+    recording.note_parameters([weight, other])
+    assert not recording.is_orphaned
+    (held,) = recording.run([x, weight, other])
+    del weight
+    assert recording.is_orphaned is not fast.can_swap(), "a backward may read what is held"
+    del held
+    assert recording.is_orphaned
+
+
+def test_a_recording_without_parameters_is_no_orphan():
+    recording = Recording(NoGraph(), [torch.zeros(3)], [torch.ones(3)], {}, lean=fast.can_swap())
+    recording.seal()
+    assert not recording.is_orphaned

@@ -123,6 +123,26 @@ def test_the_same_object_at_another_address_is_a_rerecording():
     assert counts(run) == (1, 3, 6, 3)
 
 
+def test_reset_allows_as_many_rerecordings_as_before(caplog):
+    run = runner(weighted, COPIED, STATIC, max_rerecords=1)
+    weight, kept = torch.zeros(2), []
+
+    def move(times):
+        for _ in range(times):
+            kept.append(weight.data)
+            weight.data = weight.data.clone()
+            for _ in range(2):
+                call(run, X, weight)
+
+    move(4)
+    before = run.stats.recordings
+    assert len(messages(caplog)) == 1
+    run.owner.release()
+    move(4)
+    assert run.stats.recordings - before == before == 2
+    assert len(messages(caplog)) == 2, "the limit is told of again"
+
+
 def test_a_second_recording_of_one_set_is_no_rerecording():
     run = runner(lambda x, w: [x + w], COPIED, STATIC)
     run.visible, run.read = frozenset(), frozenset({0})

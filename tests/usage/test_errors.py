@@ -164,6 +164,26 @@ def test_memory_that_runs_out_while_recording_makes_calls_plain(setting, caplog)
     assert (counters["recordings"], counters["plain_calls"], counters["skips"]) == (0, 7, 1)
     (message,) = warned(caplog)
     assert "OutOfMemoryError: CUDA out of memory" in message
+    assert "unsafe_ops" not in message
+    assert "after cgpass.reset() the next calls try again" in message
+
+
+def test_after_reset_what_ran_out_of_memory_is_captured(setting):
+    def program(session):
+        _, call = session.compiled(Model)
+        values = []
+        for number, x in enumerate(session.batches(4, 8)):
+            if number == 1 and session.options["driver"] != "none":
+                ONCE.append(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"))
+            if number == 3:
+                cgpass.reset()
+            values.append(call(x).clone())
+        return values
+
+    with torch.no_grad():
+        counters = setting.compare(program, on_skip="silent")
+    assert (counters["recordings"], counters["plain_calls"], counters["replays"]) == (1, 2, 4)
+    assert (counters["skips"], counters["partitions_captured"]) == (0, 1)
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)

@@ -183,7 +183,11 @@ def test_layers_that_share_one_function(way):
                 layer.zero_grad(set_to_none=True)
         return values
 
-    assert_replays(way.compare(program))
+    counters = way.compare(program)
+    # A batch may happen to lie in one place for a while, and then no more: the rest of that step runs plainly.
+    plain = counters["plain_calls"]
+    assert plain <= 3
+    assert_replays(counters, plain=plain)
 
 
 def test_the_batch_wants_a_gradient(way):

@@ -1,0 +1,83 @@
+"""Totals outlive what was counted; summaries name places, reasons and what was turned off."""
+
+import gc
+
+import pytest
+
+from cgpass import telemetry
+from cgpass.telemetry import GraphSummary, PartitionSummary
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """An empty one; what others left for the garbage collector is not counted in it."""
+    gc.collect()
+    monkeypatch.setattr(telemetry, "_registry", telemetry._Registry())
+    monkeypatch.setattr(telemetry, "compile_stats", telemetry._registry.compiled)
+    return telemetry._registry
+
+
+def test_counts_stay_in_the_totals_and_their_owners_do_not(registry):
+    for _ in range(1000):
+        stats = telemetry.new_call_stats()
+        stats.calls += 2
+        stats.replays += 1
+        del stats
+    live = telemetry.new_call_stats()
+    live.calls += 5
+    gc.collect()
+    totals = telemetry.counters()
+    assert (totals["calls"], totals["replays"]) == (2005, 1000)
+    assert len(registry.calls) == 1
+    assert not registry.ended
+    live.calls += 1
+    assert telemetry.counters()["calls"] == 2006
+    del live
+    assert telemetry.counters()["calls"] == 2006
+
+
+def test_counts_that_nobody_registered_are_not_added(registry):
+    telemetry.CallStats(calls=3)
+    gc.collect()
+    assert telemetry.counters()["calls"] == 0
+
+
+def test_only_the_newest_graphs_are_listed(registry, monkeypatch):
+    monkeypatch.setattr(telemetry, "GRAPHS_KEPT", 3)
+    part = PartitionSummary("captured_0", True, 4)
+    numbers = [telemetry.add_graph(GraphSummary(f"graph{i}", (part,))) for i in range(5)]
+    assert numbers == [0, 1, 2, 3, 4]
+    assert [graph.direction for graph in telemetry.graphs()] == ["graph2", "graph3", "graph4"]
+    assert [graph.direction for graph in telemetry.graphs(since=4)] == ["graph4"]
+    assert telemetry.summary().startswith("2 older graphs\ngraph2: 1 captured (4 ops)")
+    assert telemetry.counters()["graphs"] == telemetry.counters()["partitions_captured"] == 5
+    telemetry.replace_partition(0, "captured_0", ())
+    assert telemetry.counters()["partitions_captured"] == 5
+
+
+def test_a_skip_is_counted_for_as_long_as_it_lasts(registry):
+    parts = (
+        PartitionSummary("captured_0", True, 4),
+        PartitionSummary("eager_1", False, 2, ("it waits",), skipped=True),
+        PartitionSummary("eager_2", False, 1, ("it is too small",)),
+    )
+    graph = telemetry.add_graph(GraphSummary("forward", parts))
+    assert telemetry.counters()["skips"] == 1
+    failed = PartitionSummary("captured_0", False, 4, ("no memory",), skipped=True)
+    telemetry.replace_partition(graph, "captured_0", (failed,))
+    assert telemetry.counters()["skips"] == 2
+    telemetry.replace_partition(graph, "captured_0", parts[:1])
+    assert telemetry.counters()["skips"] == 1
+
+
+def test_a_summary_says_where_the_function_begins(registry):
+    assert telemetry.summary() == "no graph was compiled"
+    place = "model.py:41 in forward"
+    telemetry.add_graph(GraphSummary("forward", (), place=place))
+    telemetry.add_graph(GraphSummary("inference", (), skip="no", num_ops=7, place=place))
+    telemetry.add_graph(GraphSummary("backward", (), skip="no"))
+    assert telemetry.summary().splitlines() == [
+        "forward of model.py:41 in forward: 0 captured (0 ops), 0 eager (0 ops)",
+        "inference of model.py:41 in forward: runs without CUDA graphs (7 ops): no",
+        "backward: runs without CUDA graphs (0 ops): no",
+    ]

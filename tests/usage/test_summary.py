@@ -1,0 +1,96 @@
+"""What `cgpass.summary()` and the counters say of functions that were compiled."""
+
+import logging
+
+import pytest
+import torch
+
+import cgpass
+from cgpass import telemetry
+from tests.usage import programs
+
+X = torch.ones(4)
+
+
+@torch.library.custom_op("summaries::host", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def host(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+host.register_fake(torch.empty_like)
+
+
+def summary_of(fn, **options):
+    """Lines about the graphs of three calls, and what they added to the counters."""
+    torch.compiler.reset()
+    before = telemetry.counters()["graphs"]
+    call = torch.compile(
+        fn,
+        backend="cgpass",
+        options={"driver": "simulated", "compiler": "eager", **options},
+    )
+    with programs.counted() as counters:
+        for _ in range(3):
+            assert torch.equal(call(X), fn(X))
+    torch.compiler.reset()
+    return "\n".join(map(str, telemetry.graphs(before))).splitlines(), counters
+
+
+def long_unsafe(x):
+    return host(host((x * 2).sin().cos().tanh()).cos().sin()) + 1
+
+
+def test_operators_that_are_too_small_a_partition_have_their_reason():
+    (head, first, second, third), counters = summary_of(long_unsafe, on_skip="silent")
+    line = long_unsafe.__code__.co_firstlineno + 1
+    assert head == (
+        f"inference of test_summary.py:{line} in long_unsafe: 1 captured (4 ops), 1 eager (5 ops)"
+    )
+    assert first.startswith(f"  eager_1: summaries.host.default at test_summary.py:{line} in")
+    assert "[cudagraph_unsafe]" in first
+    assert "its partition would hold 2 operators, min_partition_ops is 4 [too_small]" in second
+    assert second.endswith("set min_partition_ops to 2 or less to capture it (and 1 more)")
+    assert "its partition would hold 1 operators" in third
+    assert (counters["skips"], counters["partitions_eager"]) == (1, 1)
+
+
+def test_a_graph_of_which_nothing_is_captured_shows_its_operators():
+    (line,), counters = summary_of(lambda x: host(x.sin()) + 1, on_skip="silent")
+    assert "runs without CUDA graphs (3 ops): summaries.host.default" in line
+    assert counters["skips"] == 1
+
+
+def test_a_tiny_graph_is_no_skip():
+    (line,), counters = summary_of(lambda x: x.sin() + 1)
+    assert line.endswith("(2 ops): it has fewer operators than min_partition_ops=4")
+    assert counters["skips"] == 0
+
+
+def test_a_graph_of_views_launches_nothing():
+    (line,), counters = summary_of(lambda x: x.view(2, 2).T, min_partition_ops=1)
+    assert line.endswith("(2 ops): it launches no work on the device")
+    assert counters["skips"] == 0
+
+
+@pytest.mark.parametrize("fn", [long_unsafe, lambda x: x.sin().cos() + 1, lambda x: host(x)])
+def test_none_captures_nothing_and_has_nothing_to_say(fn, caplog):
+    with caplog.at_level(logging.INFO, "cgpass"):
+        (line,), counters = summary_of(
+            fn, driver="none", on_skip="raise", unsafe_ops=("aten::linear",)
+        )
+    assert line.endswith('driver="none" turns them off')
+    assert "runs without CUDA graphs (" in line
+    changed = {name: count for name, count in counters.items() if count}
+    assert changed == {"graphs": 1}
+    assert not [r for r in caplog.records if r.name.startswith("cgpass") and r.levelno > 20]
+
+
+def test_none_is_the_same_numbers_with_every_other_option_left_alone():
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="without CUDA graphs"):
+        torch.compile(
+            long_unsafe, backend="cgpass", options={"driver": "simulated", "on_skip": "raise"}
+        )(X)
+    with cgpass.set_defaults(on_skip="raise", driver="none", compiler="eager"):
+        assert torch.equal(torch.compile(long_unsafe, backend="cgpass")(X), long_unsafe(X))
+    torch.compiler.reset()
