@@ -793,6 +793,20 @@ def in_functorch() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def in_vmap_or_functorch() -> bool:
+    """Whether a transform is running, or the vmap that autograd batches gradients with.
+
+    Source: aten/src/ATen/LegacyVmapMode.cpp and aten/src/ATen/functorch/DynamicLayer.cpp, 2.11 to 2.15.
+    """
+    return any(map(torch._C._dispatch_tls_is_dispatch_key_included, _transform_keys()))
+
+
+@functools.cache
+def _transform_keys() -> tuple[Any, ...]:
+    parse = torch._C._parse_dispatch_key
+    return parse("VmapMode"), parse("FuncTorchDynamicLayerFrontMode")
+
+
 def in_forward_ad() -> bool:
     """Whether a level of forward-mode AD is open."""
     return torch.autograd.forward_ad._current_level >= 0

@@ -1,5 +1,8 @@
 """Skips what this machine has no CUDA devices for; keeps one test's options from the next."""
 
+import gc
+import importlib
+import logging
 import os
 
 import pytest
@@ -9,6 +12,23 @@ from cgpass import options
 from cgpass.runtime import fast
 
 SCRIPTS_OWN = {"CGPASS_VENV", "CGPASS_FAST"}
+
+
+def pytest_sessionstart(session):
+    """Most of the time goes to torch.compile: a sixth of it to collecting torch's own modules, and to logs for nobody."""
+    config = session.config
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # the workers do it
+    for name in ("torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor.compile_fx"):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+    logging.getLogger("torch.__trace").handlers.clear()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items):

@@ -160,6 +160,9 @@ class Group:
     def forget_failures(self) -> None:
         """Nothing to do: what a callable has used up goes with its recordings."""
 
+    def hand_out_copies(self) -> None:
+        """Nothing to do: nobody asks this owner for copies."""
+
     def forget_recordings(self) -> None:
         """As `close`: nobody asks this owner to start over."""
         self.close()

@@ -205,6 +205,13 @@ size_t users_of(c10::StorageImpl* storage) {
   return c10::raw::intrusive_ptr::use_count(storage) + (object ? Py_REFCNT(object) : 0);
 }
 
+PyObject* in_transform(PyObject* const*) {
+  const c10::DispatchKeySet transforms(
+      {c10::DispatchKey::VmapMode, c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
+  if (c10::impl::tls_local_dispatch_key_set().included_.has_any(transforms)) Py_RETURN_TRUE;
+  Py_RETURN_FALSE;
+}
+
 struct Watched {  // storages, where they lay and how many users they had
   const Items cdatas, addresses, users;
   explicit Watched(PyObject* const* args) : cdatas(args[1]), addresses(args[2]), users(args[3]) {
@@ -480,6 +487,7 @@ PyMethodDef methods[] = {
     METHOD(requiring_grad, 1),
     METHOD(unchanged, 5),
     METHOD(versions, 2),
+    METHOD(in_transform, 0),
     METHOD(any_held, 4),
     METHOD(held, 4),
     METHOD(stand_in, 3),

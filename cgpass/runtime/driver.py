@@ -16,6 +16,7 @@ import torch
 
 from cgpass import _torch
 from cgpass.runtime.capturing import capture_runs, when_no_capture_runs
+from cgpass.runtime.streams import CallStreams
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """Takes one list of inputs, which it may empty, and returns a sequence of outputs."""
@@ -28,6 +29,9 @@ class CapturedGraph(Protocol):
     def replay(self) -> Callable[[], None]:
         """Runs the recorded work again on the current stream, reading and writing the same memory."""
         ...
+
+    def share(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Have whoever made earlier calls read tensors that the current stream just wrote, its outputs' new places."""
 
     def reset(self) -> None:
         """Free the graph. Memory that its outputs lie in is freed when they are."""
@@ -174,9 +178,15 @@ class _CUDAGraph:
     """
 
     def __init__(
-        self, graph: torch.cuda.CUDAGraph, pool: _Pool, generator: torch.Generator
+        self,
+        graph: torch.cuda.CUDAGraph,
+        pool: _Pool,
+        generator: torch.Generator,
+        streams: CallStreams,
     ) -> None:
         self._replay = graph.replay
+        self._streams = streams
+        self.share = streams.share
         self._generator = generator
         self._recorded = generator.graphsafe_get_state()
         self._draws = True
@@ -187,6 +197,8 @@ class _CUDAGraph:
         setattr(self._end, "atexit", False)  # noqa: B010  in no stub
 
     def replay(self) -> None:
+        if self._streams.others:
+            self._streams.wait()
         if not self._draws:
             self._replay()
             return
@@ -244,7 +256,7 @@ class CUDADriver:
         self._returns_due = 0
         """Captures before which memory of warm-ups is to be returned. See Note [Warm-ups have a pool of their own]."""
         self._stream = stream or torch.cuda.Stream(device)
-        self._last_stream: int | None = None
+        self._streams = CallStreams(self._device)
         self._token = torch.zeros(1, device=device)
 
     def record(
@@ -277,7 +289,7 @@ class CUDADriver:
             finally:
                 _torch.clear_cublas_workspaces()
         current.wait_stream(self._stream)
-        recorded = _CUDAGraph(graph, pool, generators[0])
+        recorded = _CUDAGraph(graph, pool, generators[0], self._streams)
         pool.end_of_warm_ups()
         return recorded, outputs
 
@@ -390,10 +402,5 @@ class CUDADriver:
         return _torch.is_capturing()
 
     def enter_call(self) -> None:
-        """Make the current stream wait for the stream of the previous call, if that was another one."""
-        stream = _torch.current_raw_stream(self._index)
-        if stream != self._last_stream and not self.is_capturing():
-            if self._last_stream is not None:
-                current = torch.cuda.current_stream(self.device)
-                current.wait_stream(torch.cuda.ExternalStream(self._last_stream, self.device))
-            self._last_stream = stream
+        """See Note [Calls on several streams]."""
+        self._streams.enter()

@@ -121,7 +121,8 @@ class _CopyRest:
         runners = [step.run for step in plan.steps if isinstance(step.run, PartitionRunner)]
         self._stats = runners[0].stats if runners else None
         self._owned = any(runner.owns_outputs for runner in runners)
-        self._needed = self._owned or len(plan.steps) > 1
+        self._is_backward = any(runner.is_backward for runner in runners)
+        self._several_steps = len(plan.steps) > 1
 
     def run(
         self,
@@ -139,7 +140,9 @@ class _CopyRest:
         Returns:
             Copies of these, of what shares memory with them, and of what else is to be copied.
         """
-        if not self._needed or not (self._owned or copies):
+        owner = self._owner
+        owned = self._owned or (owner.several_threads and not self._is_backward)
+        if owner.in_transform or not (owned or (self._several_steps and copies)):
             return copies
         suspects = self._suspects(results, copies, recordings)
         if not suspects:
@@ -151,7 +154,7 @@ class _CopyRest:
         left = {
             addresses[n]
             for n in suspects
-            if addresses[n] in copied or (self._owned and self._owner.is_pool_storage(results[n]))
+            if addresses[n] in copied or (owned and owner.is_pool_storage(results[n]))
         }
         left.discard(0)  # no memory at all
         together = tuple(n for n in tensors if addresses[n] in left)
@@ -218,6 +221,8 @@ class Executor:
             for number, step in enumerate(plan.steps)
         ]
         self._take_outputs = _taker(plan.outputs)
+        runners = [step.run for step in plan.steps if isinstance(step.run, PartitionRunner)]
+        self._is_backward = any(runner.is_backward for runner in runners)
         self._copy_rest = None if owner is None else _CopyRest(plan, owner)
 
     def __call__(self, args: list[Any]) -> list[Any]:
@@ -233,7 +238,7 @@ class Executor:
         if self._owner is None:
             return self._run(args)
         with self._owner.lock:
-            self._owner.driver.enter_call()
+            self._owner.enter_call(is_backward=self._is_backward)
             return self._run(args)
 
     def _run(self, args: list[Any]) -> list[Any]:

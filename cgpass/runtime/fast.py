@@ -102,6 +102,14 @@ def unchanged(
         return False
 
 
+def in_transform() -> bool:
+    """Whether tensors may come without memory of their own: inside vmap, `torch.func.grad` and their like.
+
+    Batched gradients (`is_grads_batched=True`, `jacobian(vectorize=True)`) come from a vmap that is no functorch level.
+    """
+    return _torch.in_vmap_or_functorch()
+
+
 def count_users(storages: tuple[torch.UntypedStorage, ...]) -> tuple[int, ...]:
     """Numbers of references to storages: in C++, where their Python objects are one each, and to these objects."""
     counts = map(_torch.storage_use_count, [storage._cdata for storage in storages])
@@ -257,6 +265,7 @@ PYTHON: Mapping[str, Callable[..., Any]] = {
         requiring_grad,
         unchanged,
         versions,
+        in_transform,
         any_held,
         held,
         stand_in,

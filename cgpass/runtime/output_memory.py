@@ -21,7 +21,7 @@ Note [Memory of outputs]
     stand-ins, are kept for ever, and nothing can be rescued.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -50,7 +50,12 @@ class OutputMemory:
     """Blocks under the outputs that a recording makes. See Note [Memory of outputs]."""
 
     def __init__(
-        self, outputs: Sequence[torch.Tensor], uses: Sequence[tuple[bool, bool]], *, lean: bool
+        self,
+        outputs: Sequence[torch.Tensor],
+        uses: Sequence[tuple[bool, bool]],
+        *,
+        lean: bool,
+        share: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None,
     ) -> None:
         """Take over the driver's outputs; nobody else may go on holding them.
 
@@ -58,7 +63,9 @@ class OutputMemory:
             outputs: What the graph writes, each tensor once.
             uses: Of each, whether the user gets it, and whether other partitions or the backward do.
             lean: Whether storages can be swapped, so that stand-ins are of use.
+            share: Told of tensors that holders have from now on and that were just written.
         """
+        self._share = share
         self._lean = lean
         self._blocks: list[_Block] = []
         by_address: dict[int, _Block] = {}
@@ -159,6 +166,7 @@ class OutputMemory:
             moved = [torch.empty_like(base) for base in bases]
             torch._foreach_copy_(moved, bases)
             fast.swap_storages(bases, moved)  # the holders have the copies, `moved` lie in the pool
+            self._share(bases)
             for k, other in zip(held, moved, strict=True):
                 self._stand_in(k, other)
             del moved

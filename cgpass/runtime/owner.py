@@ -1,4 +1,12 @@
-"""`Owner`: what the recordings of one compiled function share, and how all of it is freed."""
+"""`Owner`: what the recordings of one compiled function share, and how all of it is freed.
+
+Note [Calls from several threads]
+    A call may move what another thread holds out of the way of its replay, and does so while it has the interpreter.
+    That other thread may just then be inside of an operator, between asking for an output's address and launching the
+    kernel that reads it. So as soon as a second thread calls, what users get is copied from then on, and nobody holds
+    memory that moves; recordings made so far go, and leave what is held to its holders. Backwards do not count: autograd
+    makes them on threads of its own, and gradients are for whoever called.
+"""
 
 import contextlib
 import logging
@@ -11,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from cgpass import _torch
+from cgpass.runtime import fast
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.liveness import LiveOutputs
 from cgpass.runtime.recording import Recording
@@ -39,6 +48,9 @@ class Member(Protocol):
 
     def forget_failures(self) -> None:
         """Capture again what failed, or what reached a limit."""
+
+    def hand_out_copies(self) -> None:
+        """Copy out what users get, if they own it."""
 
     def forget_recordings(self) -> None:
         """Drop recordings, but not what is known of calls."""
@@ -82,6 +94,11 @@ class Owner:
         self._births = 0
         self._starts = 0
         self._warned_held = False
+        self._thread: int | None = None
+        self.several_threads = False
+        """Whether calls other than backwards came from several threads."""
+        self.in_transform = False
+        """Whether this call is made inside a transform, whose tensors need have no memory: it runs plainly."""
         self.wants_start = False
         """Whether `start_over_if_idle` is to be called before the next replay."""
         self._refusals = 0
@@ -90,6 +107,28 @@ class Owner:
         self._members: list[Member] = []
         self._pool_addresses: Counter[int] = Counter()
         _owners.add(self)
+
+    def enter_call(self, *, is_backward: bool = False) -> None:
+        """Begin a call of the compiled function; to be called with `lock` held.
+
+        Args:
+            is_backward: Whether it is a backward, which autograd makes on a thread of its own.
+        """
+        self.in_transform = fast.in_transform()
+        self.driver.enter_call()
+        thread = threading.get_ident()
+        if thread != self._thread and not is_backward:
+            if self._thread is not None and not self.several_threads:
+                self._note_several_threads()
+            self._thread = thread
+
+    def _note_several_threads(self) -> None:
+        """Have users own what they get. See Note [Calls from several threads]."""
+        log.info("calls come from several threads: what they return is copied from now on")
+        self.several_threads = True
+        self.start_over()
+        for member in self._members:
+            member.hand_out_copies()
 
     # ---- replays
 

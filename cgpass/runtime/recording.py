@@ -142,7 +142,10 @@ class Recording:
         shown = {number for n, number in self._own.items() if visible is None or n in visible}
         used = {number for n, number in self._own.items() if n in read}
         self.memory = OutputMemory(
-            own, [(n in shown, n in used) for n in range(len(own))], lean=lean
+            own,
+            [(n in shown, n in used) for n in range(len(own))],
+            lean=lean,
+            share=self._graph.share,
         )
 
     def seal(self) -> None:
@@ -180,6 +183,15 @@ class Recording:
         if private != self.private:
             self.private = private
             self._arrange()
+
+    def stays(self, args: Sequence[Any]) -> bool:
+        """Whether copied inputs turned out not to move; `watch` is over then. See Note [Inputs that never move]."""
+        watch = self.watch
+        assert watch is not None
+        ready = watch.note(args)
+        if ready or watch.settled:
+            self.watch = None
+        return ready
 
     def note_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
         """Note what it reads where it lies, without keeping it: whoever owns the module does."""

@@ -85,8 +85,14 @@ class PartitionRunner:
 
     @property
     def owns_outputs(self) -> bool:
-        """Whether users own what they get."""
-        return self._settings.outputs == "owned"
+        """Whether users own what they get. See Note [Calls from several threads]."""
+        shared = self.owner.several_threads and not self.is_backward
+        return shared or self._settings.outputs == "owned"
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is part of a backward graph."""
+        return self._settings.is_backward
 
     def _set_infos(self, infos: Sequence[InputInfo]) -> None:
         settings = self._settings
@@ -131,6 +137,8 @@ class PartitionRunner:
         return outputs, recording
 
     def _run(self, args: list[Any]) -> tuple[Sequence[Any], Recording | None]:
+        if self.owner.in_transform:
+            return self._fallback.run(args), None
         if self.owner.wants_start:
             self.owner.start_over_if_idle()
         layout = self._layout
@@ -143,8 +151,8 @@ class PartitionRunner:
         if recordings and not self.owner.driver.is_capturing():
             recording = self._choose(recordings, args, static_key)
             if recording is not None:
-                if recording.watch is not None:
-                    self._watch(recording, args)
+                if recording.watch is not None and recording.stays(args):
+                    self.owner.ask_to_start_over()
                 self._last = (shape_key, static_key, recordings)
                 return self._replay(recording, args), recording
         return self._without_recording(args, shape_key, static_key)
@@ -163,16 +171,6 @@ class PartitionRunner:
                 kept = recording in self.table.all() and recording.may_replay(args)
                 return recording if kept and self._layout.static_key(args) == static_key else None
         return None
-
-    def _watch(self, recording: Recording, args: Sequence[Any]) -> None:
-        """See Note [Inputs that never move]."""
-        watch = recording.watch
-        assert watch is not None
-        ready = watch.note(args)
-        if ready or watch.settled:
-            recording.watch = None
-        if ready:
-            self.owner.ask_to_start_over()
 
     def _replay(self, recording: Recording, args: list[Any]) -> list[Any]:
         outputs = recording.run(args)
@@ -206,27 +204,35 @@ class PartitionRunner:
         if warm and room and self._layout.static_key(args) != static_key:
             slot = None  # room was made by moving what this call reads
         action = decide(usable=usable, warm=warm, safe=False, room=room and slot is not None)
+        note = self.table.note_unknown
+        if action is not Action.PLAIN and (moving := note(shape_key, static_key, args)):
+            self._copy_instead(moving)
+            return self._run(args)
         if action is Action.RECORD and slot is not None:
-            watch = self.table.watch(shape_key, static_key, args)
-            recording = self._try_to_record(args, slot, watch)
-            if not isinstance(recording, Recording):
-                error, recording = recording, None
-                try:
-                    return self._not_recorded(args, error), None
-                finally:
-                    del error  # its traceback holds this frame, and with it this call's inputs
-            recordings = self.table.add(shape_key, static_key, args, recording)
-            self._last = (shape_key, static_key, recordings)
-            return self._replay(recording, args), recording
+            return self._record_call(args, shape_key, static_key, slot)
         if action is Action.WARM_UP:
             identities = self.table.identities(args)
             outputs = self._warm_up(args, shape_key)
             self.table.add_warmup(shape_key, static_key, identities)
             self.stats.warmups += 1
         else:
-            outputs = self._fn(args)
-            self.stats.plain_calls += 1
+            outputs = self._fallback.run(args)
         return outputs, None
+
+    def _record_call(
+        self, args: list[Any], shape_key: ShapeKey, static_key: StaticKey, slot: int
+    ) -> tuple[Sequence[Any], Recording | None]:
+        watch = self.table.watch(shape_key, static_key, args)
+        recording = self._try_to_record(args, slot, watch)
+        if not isinstance(recording, Recording):
+            error, recording = recording, None
+            try:
+                return self._not_recorded(args, error), None
+            finally:
+                del error  # its traceback holds this frame, and with it this call's inputs
+        recordings = self.table.add(shape_key, static_key, args, recording)
+        self._last = (shape_key, static_key, recordings)
+        return self._replay(recording, args), recording
 
     def _warm_up(self, args: list[Any], shape_key: ShapeKey) -> Sequence[Any]:
         is_last = self.table.num_warmups(shape_key) + 1 >= self._settings.limits.num_warmup_calls
@@ -243,15 +249,16 @@ class PartitionRunner:
     def _has_strays(self, args: Sequence[Any]) -> bool:
         """Whether a pooled input is not where a recording put it; if that goes on, it becomes a copied one."""
         strays = self._strays.find(args, self._layout.pooled, self.stats.calls)
-        if not strays:
-            return False
-        if self._strays.persist():
-            infos = copied_instead(self._layout.infos, strays)
-            names = describe(infos[i] for i in strays)
-            log.info("%s copies %s from now on", self.name, names)
-            self.close()
-            self._set_infos(infos)
-        return True
+        if strays and self._strays.persist():
+            self._copy_instead(strays)
+        return bool(strays)
+
+    def _copy_instead(self, positions: Sequence[int]) -> None:
+        """Copy inputs that were read where they lay, from now on."""
+        infos = self._layout.infos
+        log.info("%s copies %s from now on", self.name, describe(infos[i] for i in positions))
+        self.close()
+        self._set_infos(copied_instead(infos, positions))
 
     def _moves_are_over(
         self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]
@@ -334,6 +341,12 @@ class PartitionRunner:
         for recording in self.table.all():
             recording.set_private(self.copied - self.read)
 
+    def hand_out_copies(self) -> None:
+        """See `Member`."""
+        if self.owns_outputs:
+            for recording in self.table.all():
+                self._copy_from_now_on(recording.visible)
+
     def plan_around(self, victim: Recording, blocks: Sequence[int], by: Recording) -> None:
         """Have outputs that were rescued call after call lie elsewhere.
 
@@ -344,7 +357,7 @@ class PartitionRunner:
         if victim not in own:
             return
         most = 2 * victim.memory.num_bytes(blocks) >= victim.memory.num_bytes()
-        if most and self._settings.is_backward and by not in own:
+        if most and self.is_backward and by not in own:
             self._first_slot = 1
             self.table.remove(victim)
             self._close([victim])

@@ -194,6 +194,9 @@ class SimulatedGraph:
                     if _address(old) != _address(new):  # whole: elements may share memory
                         old.untyped_storage().copy_(new.untyped_storage())
 
+    def share(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Nothing to order: the CPU has one stream."""
+
     def reset(self) -> None:
         """Drop the tape, and the memory that no graph uses and nobody holds."""
         self._calls = []

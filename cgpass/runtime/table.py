@@ -148,8 +148,15 @@ class RecordingTable:
         if shape_key not in self._shapes and len(self._shapes) >= _SHAPES_KEPT:
             self._forget_a_shape()
         self._shapes.setdefault(shape_key, _Shape()).num_warmups += 1
-        self._unsettled.note_warm_up(shape_key, static_key)
         self._note_set(shape_key, static_key, identities)
+
+    def note_unknown(
+        self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]
+    ) -> list[int]:
+        """Note a call that is no replay; returns parameters that are better copied from now on."""
+        if self._is_warm_set(shape_key, static_key):
+            return []
+        return self._unsettled.note(shape_key, static_key, args)
 
     def _forget_a_shape(self) -> None:
         """Forget the oldest shape that was never recorded; there are fewer recorded ones than the limit."""

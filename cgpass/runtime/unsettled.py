@@ -1,10 +1,24 @@
-"""`Unsettled`: says when calls do nothing but warm up, since something in them differs every time."""
+"""`Unsettled`: says when calls do nothing but warm up, since something in them differs every time.
+
+Note [Inputs that always move]
+    A parameter or buffer that is another tensor, or lies elsewhere, in call after call is better copied: a module may
+    give a buffer a new tensor whenever it runs. Other modules that share the code look the same until they run again;
+    they bring all of their parameters. So inputs that are most of what is read in place have as many calls as there may
+    be sets of them; fewer bytes have as many as shapes have.
+
+    Addresses that come back (the allocator takes turns between a few) have recordings of their own, and each call that
+    one of these is replayed for makes up for one that was not.
+"""
 
 import logging
-from typing import Final
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final
 
 from cgpass.runtime.owner import Limits
+from cgpass.runtime.placeholders import num_bytes
 from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe
+from cgpass.runtime.writes import shares_memory
 from cgpass.telemetry import CallStats
 
 log = logging.getLogger(__name__)
@@ -17,7 +31,7 @@ Where the limits on recordings are higher, as many as these: layers that share c
 
 
 class Unsettled:
-    """Counts what changed from warm-up to warm-up while nothing was replayed; warns once."""
+    """Counts what changed from one call without a recording to the next; warns once."""
 
     def __init__(
         self, name: str, layout: Layout, limits: Limits, stats: CallStats, level: int
@@ -30,31 +44,71 @@ class Unsettled:
         self._level = level
         self._said = False
         self._last: tuple[ShapeKey, StaticKey] | None = None
-        self._replays = 0
+        self._reuses = 0
         self._shapes = 0
         self._sets = 0
+        self._moves: Counter[int] = Counter()
+        """Of each parameter, among the calls that count in `_sets`."""
 
-    def note_warm_up(self, shape_key: ShapeKey, static_key: StaticKey) -> None:
-        """Note one warm-up; says what changed all the time if it is one too many."""
+    def note(self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]) -> list[int]:
+        """Note one call whose parameters were not seen before; says what changed all the time if it is one too many.
+
+        Returns:
+            Parameters that are better copied. See Note [Inputs that always move].
+        """
         last, self._last = self._last, (shape_key, static_key)
         if self._said or last is None:
-            return
-        if self._stats.replays != self._replays:
-            self._replays = self._stats.replays
-            self._shapes = self._sets = 0
+            return []
+        self._note_reuses()
         shape_changed = last[0] != shape_key
         self._shapes += shape_changed
-        moved = self._layout.parameters_moved(last[1], static_key)
+        moved = [] if shape_changed else self._layout.parameters_moved(last[1], static_key)
         self._sets = 0 if shape_changed else self._sets + bool(moved)
+        if not self._sets:
+            self._moves.clear()
+        self._moves.update(moved)
         limits = self._limits
         if self._shapes >= max(WARM_UPS, limits.max_recordings):
-            self._say(
-                self._shapes, self._layout.changed(last[0], shape_key), "another value or layout of"
-            )
-        elif self._sets >= max(WARM_UPS, limits.max_static_sets):
-            self._say(self._sets, moved, "other tensors for")
+            changed = self._layout.changed(last[0], shape_key)
+            self._say_never_recorded(self._shapes, changed, "another value or layout of")
+        elif self._sets >= WARM_UPS:
+            return self._better_copied(args)
+        return []
 
-    def _say(self, count: int, positions: list[int], what: str) -> None:
+    def _note_reuses(self) -> None:
+        """Note replays, but for those that recordings begin with."""
+        reuses = self._stats.replays - self._stats.recordings
+        if reuses != self._reuses:
+            self._shapes = 0
+            self._sets = max(0, self._sets - (reuses - self._reuses))
+            self._reuses = reuses
+
+    def _better_copied(self, args: Sequence[Any]) -> list[int]:
+        moving = [i for i, count in self._moves.items() if 2 * count > self._sets]
+        moved_bytes = sum(num_bytes(args[i]) for i in moving)
+        in_place = sum(num_bytes(args[i]) for i in self._layout.parameters)
+        many = max(WARM_UPS, self._limits.max_static_sets)
+        if 2 * moved_bytes > in_place and self._sets < many:
+            return []
+        infos = self._layout.infos
+        whole = any(infos[i].whole_storage for i in moving)
+        if not moving or whole or shares_memory(args, self._layout.mutated):
+            if self._sets >= many:
+                self._say_never_recorded(self._sets, sorted(self._moves), "other tensors for")
+            return []
+        self._said = True
+        log.log(
+            self._level,
+            "%s: %d calls came with other tensors for %s, or with these elsewhere: they are copied from now on. Write "
+            "new values into parameters and buffers (copy_) instead of replacing them%s.",
+            self._name,
+            self._sets,
+            describe(infos[i] for i in sorted(moving)),
+            "; if so many modules share the code, raise max_static_sets" * (self._sets >= many),
+        )
+        return sorted(moving)
+
+    def _say_never_recorded(self, count: int, positions: list[int], what: str) -> None:
         self._said = True
         log.log(
             self._level,

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 from cgpass.errors import DriverUnavailableError, InputError, OutputError
 from cgpass.inputs import InputInfo, InputKind
 from cgpass.options import Options
+from cgpass.runtime import fast
 from cgpass.runtime.driver import CUDADriver, GraphDriver
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner
@@ -104,10 +105,12 @@ class CUDAGraphWrapper:
         if runner is None:
             runner = self._runner = self._new_runner(args, device)
         self._check(args, runner.owner.driver.device)
+        if fast.in_transform():
+            return self._run_plainly(runner, args)
         if shares_memory(args, runner.written):
             return self._run_shared(runner, args)
         with runner.owner.lock, torch.no_grad():
-            runner.owner.driver.enter_call()
+            runner.owner.enter_call()
             outputs, recording = runner.run(list(args))
             results = list(outputs)
             if recording is not None:
@@ -124,6 +127,9 @@ class CUDAGraphWrapper:
                 "Pass tensors that share none.",
                 self._name,
             )
+        return self._run_plainly(runner, args)
+
+    def _run_plainly(self, runner: PartitionRunner, args: Sequence[Any]) -> Any:
         runner.stats.calls += 1
         runner.stats.plain_calls += 1
         with torch.no_grad():

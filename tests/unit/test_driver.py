@@ -47,6 +47,15 @@ class FakeStream:
     def wait_stream(self, other):
         self.log.append(f"{self.name} waits for {other.name}")
 
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {event}")
+
+    def record_event(self):
+        return f"event of {self.name}"
+
+    def query(self):
+        return self.name in self.log.idle
+
     def __enter__(self):
         self.log.append(f"enter {self.name}")
 
@@ -123,6 +132,7 @@ def cuda(monkeypatch):
     """A driver whose device notes what is asked of it."""
     log = Log()
     log.streams = [11]
+    log.idle = []
     log.capturing = False
     graph = type("Graph", (FakeGraph,), {"log": log})
     log.graph = graph
@@ -131,8 +141,9 @@ def cuda(monkeypatch):
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
     monkeypatch.setattr(cuda, "Stream", lambda device: FakeStream(log, "side"))
-    monkeypatch.setattr(cuda, "ExternalStream", lambda s, device: FakeStream(log, f"stream {s}"))
-    monkeypatch.setattr(cuda, "current_stream", lambda device: FakeStream(log, "current"))
+    monkeypatch.setattr(
+        cuda, "current_stream", lambda device: FakeStream(log, f"stream {log.streams[-1]}")
+    )
     monkeypatch.setattr(cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(cuda, "device", lambda device: no_gc())
     monkeypatch.setattr(cuda, "CUDAGraph", graph)
@@ -159,7 +170,7 @@ def test_a_capture(cuda):
     assert outputs == [1, 2]
     assert log == [
         "register mine",
-        "side waits for current",
+        "side waits for stream 11",
         "enter side",
         "clear workspaces",
         "begin (0, 1) thread_local",
@@ -167,7 +178,7 @@ def test_a_capture(cuda):
         "end",
         "clear workspaces",
         "leave side",
-        "current waits for side",
+        "stream 11 waits for side",
     ]
     log.clear()
     graph.replay()
@@ -217,10 +228,43 @@ def test_another_stream_waits_for_the_one_before(cuda):
     log.streams.append(22)
     driver.enter_call()
     driver.enter_call()
-    assert log == ["current waits for stream 11"]
+    assert log == ["stream 22 waits for stream 11"]
     log.streams.append(11)
     driver.enter_call()
-    assert log[1:] == ["current waits for stream 22"]
+    assert log[1:] == ["stream 11 waits for stream 22"]
+
+
+def test_a_replay_waits_for_what_other_streams_may_still_read(cuda):
+    driver, log = cuda
+    graph, _ = driver.record(lambda args: [], [], opaque=False)
+    for number in (11, 22, 33, 11):
+        log.streams.append(number)
+        driver.enter_call()
+    log.clear()
+    graph.replay()
+    assert log == ["stream 11 waits for stream 22", "stream 11 waits for stream 33", "replay"]
+    log.clear()
+    log.idle.append("stream 22")
+    graph.replay()
+    assert log == ["stream 11 waits for stream 33", "replay"]
+
+
+def test_what_was_moved_is_read_on_other_streams(cuda):
+    class Moved:
+        def record_stream(self, stream):
+            log.append(f"{stream.name} reads")
+
+    driver, log = cuda
+    graph, _ = driver.record(lambda args: [], [], opaque=False)
+    driver.enter_call()
+    log.clear()
+    graph.share([Moved()])
+    assert log == []
+    log.streams.append(22)
+    driver.enter_call()
+    log.clear()
+    graph.share([Moved(), Moved()])
+    assert log == ["stream 11 waits for event of stream 22", "stream 11 reads", "stream 11 reads"]
 
 
 def test_a_users_capture_waits_for_no_stream_outside_of_it(cuda):
@@ -249,7 +293,7 @@ def test_a_graph_dropped_during_a_capture_is_destroyed_after_it(cuda):
         return []
 
     third, _ = driver.record(drops, [], opaque=False)
-    assert log[-4:] == ["leave side", "reset", "reset", "current waits for side"]
+    assert log[-4:] == ["leave side", "reset", "reset", "stream 11 waits for side"]
     log.clear()
     first.reset()
     assert log == []

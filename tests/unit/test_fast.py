@@ -115,6 +115,32 @@ def test_a_holder_of_any_storage_is_noticed(functions):
             function(*watched[:-1], watched[-1][:-1])
 
 
+def test_transforms_are_noticed(functions):
+    seen = []
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(functions["in_transform"]())
+            return gradient * 2
+
+    def note(x):
+        seen.append(functions["in_transform"]())
+        return x.sum()
+
+    x = torch.zeros(3, requires_grad=True)
+    note(x)
+    torch.func.vmap(note)(torch.zeros(2, 2))
+    torch.func.grad(note)(x)
+    torch.autograd.grad(Function.apply(x).sum(), x)
+    torch.autograd.grad(Function.apply(x), x, torch.eye(3), is_grads_batched=True)
+    assert seen == [False, True, True, False, True]
+
+
 def test_a_storage_that_lies_elsewhere_counts_as_held(functions):
     owned = [torch.zeros(2) for _ in range(4)]
     watched = watch(owned)

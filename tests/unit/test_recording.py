@@ -312,6 +312,9 @@ class NoGraph:
     def replay(self):
         pass
 
+    def share(self, tensors):
+        pass
+
     def reset(self):
         pass
 

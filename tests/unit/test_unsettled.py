@@ -14,7 +14,7 @@ X = torch.ones(2)
 
 def messages(caplog, level=logging.WARNING):
     found = [r.getMessage() for r in caplog.records if r.levelno == level]
-    return [message for message in found if "never recorded" in message]
+    return [text for text in found if "never recorded" in text or "copied from now" in text]
 
 
 def test_an_integer_that_never_repeats_is_said_once(caplog):
@@ -34,15 +34,95 @@ forward captured_0: 64 calls in a row were never recorded, since each came with 
     assert counts(run) == (200, 0, 0, 0)
 
 
-def test_parameters_that_are_always_new_are_said_once(caplog):
+def test_parameters_that_are_always_new_are_copied_and_said_once(caplog):
     run = runner(lambda x, w: [x + w], COPIED, STATIC)
     weights = [torch.full((2,), float(i)) for i in range(300)]
-    for weight in weights:
-        call(run, X, weight)
+    for i, weight in enumerate(weights):
+        assert call(run, X, weight) == [[i + 1.0] * 2]
     (message,) = messages(caplog)
-    assert message.startswith(
-        "forward captured_0: 256 calls in a row were never recorded, since each came with other tensors for x1 (read at"
+    assert_expected_inline(
+        message,
+        """\
+forward captured_0: 256 calls came with other tensors for x1 (read at model.py:1 in forward: code), or with these elsewhere: they are copied from now on. Write new values into parameters and buffers (copy_) instead of replacing them; if so many modules share the code, raise max_static_sets.""",
     )
+    assert counts(run) == (257, 2, 43, 0), "once more as X never moves"
+
+
+def small_and_large(**kwargs):
+    """A runner whose parameters are a large one and a small one, and the large one."""
+    run = runner(lambda x, w, b: [x * w[:2] + b], COPIED, STATIC, STATIC, **kwargs)
+    return run, torch.arange(100.0)
+
+
+def test_a_buffer_that_is_always_new_is_copied_and_the_rest_read_in_place(caplog):
+    run, large = small_and_large()
+    kept = [torch.full((2,), float(i)) for i in range(100)]
+    for i, small in enumerate(kept):
+        assert call(run, X, large, small) == [[i, i + 1.0]]
+    (message,) = messages(caplog)
+    assert "64 calls came with other tensors for x2 (read at" in message
+    assert message.endswith("instead of replacing them.")
+    assert counts(run) == (65, 2, 35, 0), "once more as X never moves"
+    assert run._layout.parameters == (1,)
+    other = large + 1
+    for _ in range(3):
+        assert call(run, X, other, X) == [[2, 3]]
+    assert run.stats.recordings == 3
+
+
+def test_a_written_buffer_that_is_always_new_is_written_back():
+    def add(x, w, b):
+        b.add_(x)
+        return [w[:2] * b]
+
+    run = runner(add, COPIED, STATIC, STATIC, mutated={2})
+    large, kept = torch.ones(100), [torch.full((2,), float(i)) for i in range(100)]
+    for i, small in enumerate(kept):
+        assert call(run, X, large, small) == [[i + 1.0] * 2]
+        assert small.tolist() == [i + 1.0] * 2
+    assert run.stats.replays > 30
+
+
+def test_written_memory_that_is_shared_is_not_copied(caplog):
+    run = runner(lambda x, w, b: [b.add_(x) * w[:2]], COPIED, STATIC, STATIC, mutated={2})
+    kept = [torch.full((100,), float(i)) for i in range(300)]
+    parts = [both[2:4] for both in kept]
+    for i, (both, part) in enumerate(zip(kept, parts, strict=True)):
+        assert call(run, X, both, part) == [[i * (i + 1.0)] * 2]
+    (message,) = messages(caplog)
+    assert "256 calls in a row were never recorded" in message
+    assert run.stats.replays == 0
+
+
+def test_a_few_buffers_that_take_turns_are_not_copied(caplog):
+    run, large = small_and_large()
+    few = [torch.full((2,), float(i)) for i in range(10)]
+    for _ in range(30):
+        for small in few:
+            call(run, X, large, small)
+    assert messages(caplog) == []
+    assert counts(run) == (10, 20, 290, 0), "once more as X never moves"
+
+
+def test_new_buffers_now_and_then_are_not_copied(caplog):
+    run, large = small_and_large()
+    kept = [torch.full((2,), float(i)) for i in range(150)]
+    for small in kept:
+        for _ in range(3):  # warm up, record, replay
+            call(run, X, large, small)
+    assert messages(caplog) == []
+    assert run._layout.parameters == (1, 2)
+
+
+def test_a_buffer_that_is_moved_by_its_data_is_copied(caplog):
+    run, large = small_and_large()
+    small, kept = torch.zeros(2), []
+    for i in range(100):
+        kept.append(small.data)
+        small.data = torch.full((2,), float(i))
+        assert call(run, X, large, small) == [[i, i + 1.0]]
+    assert "64 calls came with other tensors for x2" in messages(caplog)[0]
+    assert run._layout.parameters == (1,)
 
 
 def test_layers_that_share_code_are_not_said_anything_of(caplog):

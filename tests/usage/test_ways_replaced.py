@@ -1,0 +1,66 @@
+"""Ways to replace parameters and buffers in every single call."""
+
+import torch
+from torch import nn
+
+from tests.usage import programs
+from tests.usage.programs import MLP
+
+
+class Recurrent(nn.Module):
+    """Keeps its state in a buffer that is another tensor after every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("state", torch.zeros(2, 8))
+
+    def forward(self, x):
+        self.state = torch.tanh(self.linear(x) + self.state.detach())
+        return self.state * 2
+
+
+def test_a_buffer_is_replaced_in_the_forward(way, caplog):
+    def program(session):
+        module, call = session.compiled(Recurrent)
+        module.requires_grad_(False)
+        values = []
+        for batch in session.batches(2, 8, count=300):
+            values += [call(batch).clone(), module.state.clone()]
+        return values
+
+    counters = way.compare(program)
+    assert counters["warmups"] <= 80
+    assert counters["recordings"] <= 20
+    assert counters["replays"] >= 200
+    assert caplog.text.count("copied from now on") <= 1
+
+
+def test_a_buffer_is_replaced_in_the_forward_of_a_training_step(way):
+    def program(session):
+        module, call = session.compiled(Recurrent)
+        values = []
+        for batch in session.batches(2, 8, count=200):
+            loss = call(batch).square().mean()
+            loss.backward()
+            values += [loss.detach(), module.state.detach().clone(), *programs.gradients(module)]
+            module.state = module.state.detach()
+            module.zero_grad()
+        return values
+
+    counters = way.compare(program)
+    assert counters["warmups"] + counters["recordings"] + counters["plain_calls"] <= 300
+    assert counters["replays"] >= 100
+
+
+def test_every_call_has_parameters_of_its_own(way):
+    def program(session):
+        module, kept, values = session.module(MLP), [], []
+        call = session.compile(lambda p, x: torch.func.functional_call(module, p, x))
+        for batch in session.batches(4, 8, count=290):
+            parameters = {name: p.detach() * 1.01 for name, p in module.named_parameters()}
+            kept.append(parameters)
+            values.append(call(parameters, batch).clone())
+        return values
+
+    assert way.compare(program)["replays"] > 0
