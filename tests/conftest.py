@@ -4,6 +4,7 @@ import gc
 import importlib
 import logging
 import os
+import warnings
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ def pytest_sessionstart(session):
     config = session.config
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # the workers do it
-    for name in ("torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor.compile_fx"):
-        importlib.import_module(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own of itself
+        for name in ("torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor.compile_fx"):
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
