@@ -22,7 +22,11 @@ def pytest_sessionstart(session):
         return  # the workers do it
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own of itself
-        for name in ("torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor.compile_fx"):
+        for name in (
+            "torch._dynamo",
+            "torch._functorch.aot_autograd",
+            "torch._inductor.compile_fx",
+        ):
             importlib.import_module(name)
     gc.collect()
     gc.freeze()

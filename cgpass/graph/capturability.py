@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from cgpass import _torch
 from cgpass.graph import op_tables, stand_ins, values
 from cgpass.graph.ancestry import names_behind, operator_names
+from cgpass.graph.conditional_syncs import why_it_syncs
 from cgpass.graph.quantised import quantised_nodes
 
 LIFTED = "cgpass_lifted"
@@ -183,15 +184,8 @@ def _by_name(query: _Query) -> _Found:
         return "host_state", "it changes what the host knows, which a replay does not do again"
     if name in op_tables.SYNCS or str(op) in op_tables.SYNCS:
         return "host_sync", "its implementation waits for the device or copies to the host"
-    if name == "histc" and _histc_reads_range(query.node):
-        return "host_sync", "without a range it reads the smallest and largest value on the host"
-    if name == "_grouped_mm" and any(t.dtype != torch.bfloat16 for t in query.outputs):
-        return "host_sync", "it reads the group offsets on the host unless the type is bfloat16"
-    return None
-
-
-def _histc_reads_range(node: fx.Node) -> bool:
-    return values.argument(node, "min") == values.argument(node, "max")
+    detail = why_it_syncs(name, query.node)
+    return None if detail is None else ("host_sync", detail)
 
 
 def _bool_index(query: _Query) -> _Found:

@@ -177,6 +177,49 @@ def test_arguments_decide(fn, specs, code):
     assert code in [reason.code for reason in reasons(fn, *specs)]
 
 
+SYNCS = {
+    "searchsorted": (
+        lambda x, i: torch.searchsorted(x, x, sorter=i),
+        lambda x, i: torch.searchsorted(x, x),
+        [(4,), ints(4)],
+    ),
+    "cholesky_ex": (
+        lambda x: torch.linalg.cholesky_ex(x, check_errors=True),
+        torch.linalg.cholesky_ex,
+        [(4, 4)],
+    ),
+    "mode": (lambda x: x.mode(0), lambda x: x.mode(1), [(4000, 4)]),
+    "isin": (
+        lambda x, i: aten.isin.Tensor_Tensor(i, x.flatten().long()),
+        lambda x, i: aten.isin.Tensor_Tensor(i, x[0, :2].long()),
+        [(4000, 4), ints(9)],
+    ),
+    "masked_fill": (
+        lambda x: x.masked_fill(x > 0, x[0, 0]),
+        lambda x: x.masked_fill(x > 0, 2.0),
+        [(4, 4)],
+    ),
+    "index_fill": (
+        lambda x, i: x.index_fill(0, i, x[0, 0]),
+        lambda x, i: x.index_fill(0, i, 2.0),
+        [(4, 4), ints(2)],
+    ),
+    "linspace": (
+        lambda x: aten.linspace.Tensor_Tensor(x[0], x[1], 5, device="cuda"),
+        lambda x: x + torch.linspace(0, 1, 4, device="cuda"),
+        [(4,)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SYNCS)
+def test_arguments_decide_whether_an_operator_waits(name):
+    waits, runs_on, specs = SYNCS[name]
+    (reason,) = {str(r): r for r in reasons(waits, *specs) if name in r.op}.values()
+    assert reason.code == "host_sync"
+    assert reasons(runs_on, *specs) == []
+
+
 def test_unsafe_ops_may_name_an_overload():
     assert reasons(torch.sin, (3,), unsafe_ops=frozenset({"aten::sin.out"})) == []
     (reason,) = reasons(torch.sin, (3,), unsafe_ops=frozenset({"aten::sin.default"}))
