@@ -8,12 +8,13 @@
 #   memory  peak memory and compile time, one process per arm; extra arguments go to bench.py
 #   dist    the tests that need several devices; with one device says so
 #
-# Each part takes less than nine minutes. PYTHON names the interpreter (python3).
+# Each part takes less than nine minutes. PYTHON names the interpreter (python3), WORKERS the number of processes (8),
+# LIMIT the seconds after which tests are interrupted (520); what failed by then is reported.
 set -u -o pipefail
 
-usage() { sed -n '2,11s/^# \{0,1\}//p' "$0"; }
+usage() { sed -n '2,12s/^# \{0,1\}//p' "$0"; }
 
-part="" out="gpu-check" workers="${WORKERS:-8}"
+part="" out="gpu-check" workers="${WORKERS:-8}" limit="${LIMIT:-520}"
 while [ $# -gt 0 ]; do
   case "$1" in
     --part) part="${2:-}"; shift 2 || { usage; exit 2; } ;;
@@ -65,7 +66,7 @@ run_pytest() {
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
     export TORCHINDUCTOR_COMPILE_THREADS="${TORCHINDUCTOR_COMPILE_THREADS:-2}"
   fi
-  timeout --signal=INT --kill-after=15 "$limit" "$python" -m pytest -q -m "$marks" \
+  timeout --signal=INT --kill-after=15 "$limit" "$python" -m pytest -v -m "$marks" \
     $(have pytest_timeout && echo --timeout=240) -o junit_family=xunit1 --junitxml="$out/$name.xml" -p no:cacheprovider -p no:benchmark --tb=short \
     ${parallel[@]+"${parallel[@]}"} ${ignored[@]+"${ignored[@]}"} "$@" 2>&1 | tee "$out/$name.log"
 }
@@ -86,7 +87,7 @@ case "$part" in
     leave_out_what_needs timm
     paths=()
     for folder in tests/gpu tests/usage tests/graphed; do [ -d "$folder" ] && paths+=("$folder"); done
-    run_pytest tests 520 "gpu and not multigpu" "${paths[@]}" "$@"
+    run_pytest tests "$limit" "gpu and not multigpu" "${paths[@]}" "$@"
     summarise tests $?
     ;;
   dist)
@@ -98,7 +99,7 @@ case "$part" in
       summarise dist 5
     else
       workers=1
-      run_pytest dist 520 multigpu tests "$@"
+      run_pytest dist "$limit" multigpu tests "$@"
       summarise dist $?
     fi
     ;;
