@@ -86,6 +86,10 @@ class SimulatedPool:
         return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
 
 
+_Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], bool, Any]
+"""Function, arguments, whether gradients were enabled, results."""
+
+
 class _Tape(TorchDispatchMode):
     """Runs aten ops and notes each with the memory it read and wrote."""
 
@@ -98,7 +102,7 @@ class _Tape(TorchDispatchMode):
         generators: Sequence[torch.Generator],
     ) -> None:
         super().__init__()
-        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
+        self.calls: list[_Call] = []
         self._pool = pool
         self._inputs = {_address(tensor) for tensor in inputs}
         self._reused = pool.addresses()
@@ -127,7 +131,8 @@ class _Tape(TorchDispatchMode):
             lambda value: self._place(value, placed) if _is_new(value, known) else value,
             call_watched(func, args, kwargs, HostReads(refuse(_REFUSAL))),
         )
-        self.calls.append((func, *where, pytree.tree_map(self._where, out)))
+        grad = torch.is_grad_enabled()
+        self.calls.append((func, *where, grad, pytree.tree_map(self._where, out)))
         return out
 
     def _where(self, value: Any) -> Any:
@@ -188,7 +193,8 @@ class SimulatedGraph:
     def replay(self) -> None:
         """Run every call on the memory of the recording."""
         with torch.no_grad():
-            for func, args, kwargs, recorded in self._calls:
+            for func, args, kwargs, grad, recorded in self._calls:
+                torch.set_grad_enabled(grad)  # some operators make less where no backward is to come
                 again = func(*args, **kwargs)
                 for old, new in zip(_tensors(recorded), _tensors(again), strict=True):
                     if _address(old) != _address(new):  # whole: elements may share memory

@@ -266,3 +266,16 @@ def test_a_graph_that_is_held_keeps_its_accumulators_and_their_hooks(setting, cl
     plain(x).sum().backward()
     assert hooked == [1, 1]
     same_grads(module, plain)
+
+
+def test_a_recurrent_module(setting):
+    """Its operators make more where a backward is to come."""
+    module, plain = twins(setting, torch.nn.LSTM(8, 8))
+    graphed = setting.graphed(module, (setting.randn(3, 2, 8),))
+    for _ in range(2):
+        x = setting.randn(3, 2, 8)
+        for each in (graphed, plain):
+            outputs, (hidden, _) = each(x)
+            (outputs.square().sum() + hidden.sum()).backward()
+        same(graphed(x)[0], plain(x)[0])
+        same_grads(module, plain)
