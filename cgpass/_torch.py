@@ -1,7 +1,8 @@
 """The only file that touches private torch modules.
 
-Each symbol is imported on first use, so that importing cgpass loads neither Dynamo nor Inductor. What differs between
-torch 2.11 and 2.15 is told apart here, by looking for the feature first and at the version second.
+Each symbol is imported on first use (but for a base class, which torch loads anyway), so that importing cgpass loads
+neither Dynamo nor Inductor. What differs between torch 2.11 and 2.15 is told apart here, by looking for the feature
+first and at the version second.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from collections.abc import (
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # for all others
 
 # ---- storages and addresses
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from cgpass import _torch
 from cgpass.errors import CaptureError, CGPassError
 from cgpass.runtime.syncs import is_capture_error
 
@@ -18,7 +18,7 @@ _OWN = str(Path(__file__).parents[1])
 
 @contextlib.contextmanager
 def blamed(
-    name: str, direction: str, again: Callable[[TorchDispatchMode], object]
+    name: str, direction: str, again: Callable[[_torch.TorchDispatchMode], object]
 ) -> Iterator[None]:
     """Have what a capture raises name the callable, the operator and the line.
 
@@ -65,7 +65,7 @@ def _is_foreign_generator(error: BaseException) -> bool:
     return any(words in str(error) for words in _FOREIGN_GENERATOR)
 
 
-def _operator(again: Callable[[TorchDispatchMode], object]) -> str | None:
+def _operator(again: Callable[[_torch.TorchDispatchMode], object]) -> str | None:
     """The last operator that ran before a capture fails."""
     watch = LastOp()
     with contextlib.suppress(Exception):
@@ -86,7 +86,7 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n", 1)[0].rstrip(".")
 
 
-class LastOp(TorchDispatchMode):
+class LastOp(_torch.TorchDispatchMode):
     """Notes the operator that runs."""
 
     def __init__(self) -> None:

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from cgpass import _torch
 from cgpass.errors import CheckpointError
 
 NOT_WARMED_UP: Final = (
@@ -18,7 +18,7 @@ CAPTURE_ENDED: Final = (
 )
 
 
-class ForbidRandom(TorchDispatchMode):
+class ForbidRandom(_torch.TorchDispatchMode):
     """Raises at the first operator that draws random numbers; operators without tags are not looked at."""
 
     def __init__(self, why: str) -> None:

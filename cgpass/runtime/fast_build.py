@@ -16,7 +16,8 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from cgpass import _torch
 
 SOURCE = Path(__file__).with_name("_fast.cpp")
 _LIBRARIES = ("c10", "torch_cpu", "torch_python")
@@ -57,7 +58,7 @@ def _layout_is_known() -> bool:
     """
     if platform.python_implementation() != "CPython":
         return False
-    with _disable_current_modes():  # a graph may be being traced
+    with _torch.without_modes():  # a graph may be being traced
         tensor = torch.empty(0)
     address = id(tensor) + object.__basicsize__
     return ctypes.c_void_p.from_address(address).value == tensor._cdata

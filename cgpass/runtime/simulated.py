@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgpass import _torch
 from cgpass.runtime.capturing import capture_runs
@@ -90,7 +89,7 @@ _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], bool, Any]
 """Function, arguments, whether gradients were enabled, results."""
 
 
-class _Tape(TorchDispatchMode):
+class _Tape(_torch.TorchDispatchMode):
     """Runs aten ops and notes each with the memory it read and wrote."""
 
     supports_higher_order_operators = True
@@ -194,7 +193,9 @@ class SimulatedGraph:
         """Run every call on the memory of the recording."""
         with torch.no_grad():
             for func, args, kwargs, grad, recorded in self._calls:
-                torch.set_grad_enabled(grad)  # some operators make less where no backward is to come
+                torch.set_grad_enabled(
+                    grad
+                )  # some operators make less where no backward is to come
                 again = func(*args, **kwargs)
                 for old, new in zip(_tensors(recorded), _tensors(again), strict=True):
                     if _address(old) != _address(new):  # whole: elements may share memory

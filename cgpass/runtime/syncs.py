@@ -17,7 +17,6 @@ from typing import Any, Self
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgpass import _torch
 
@@ -70,7 +69,7 @@ class HostMethods(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class HostReads(TorchDispatchMode):
+class HostReads(_torch.TorchDispatchMode):
     """Notices where a tensor's data is read on the host, inside custom operators too."""
 
     supports_higher_order_operators = True
@@ -107,7 +106,7 @@ def call_watched(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    mode: TorchDispatchMode,
+    mode: _torch.TorchDispatchMode,
 ) -> Any:
     """Call `func` so that `mode` sees what the implementation of a custom operator on CPU calls."""
     implementation = _torch.cpu_implementation(func)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgpass import _torch
 from cgpass.errors import CaptureError
@@ -136,7 +135,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-class SaidToBeWritten(TorchDispatchMode):
+class SaidToBeWritten(_torch.TorchDispatchMode):
     """Notes which inputs the operators called inside say that they write."""
 
     supports_higher_order_operators = True
