@@ -12,7 +12,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from tests.usage.programs import SEED, Session, assert_replays, deterministic, differences
+from tests.usage.programs import assert_replays
 
 RNG = ("exact", "paired")
 
@@ -98,31 +98,11 @@ class AcrossPartitions(nn.Module):
         return x + noise
 
 
-class PlainSession(Session):
-    """Compiles nothing."""
-
-    def compiled(self, make, **options):
-        module = make().to(self.device)
-        return module, module
-
-
-def plain(setting, program):
-    """Results of a program in eager PyTorch, with the RNG state afterwards."""
-    torch.manual_seed(SEED)
-    with deterministic():
-        values = program(PlainSession(setting.device, {}))
-    on_cuda = setting.device.type == "cuda"
-    return [*values, torch.cuda.get_rng_state() if on_cuda else torch.get_rng_state()]
-
-
 def compare(setting, program, **options):
-    """With graphs, without them, and in eager PyTorch where the operators are the same."""
-    counters = setting.compare(program, **options)
+    """With graphs and in eager PyTorch where the operators and numbers are the same, else without graphs."""
     exact = options.get("rng", "exact") == "exact"
-    if exact and options.get("compiler", setting.compiler) == "eager":
-        found = differences(setting.run(program, **options), plain(setting, program))
-        assert not found, f"{len(found)} values differ from eager PyTorch: {found[:5]}"
-    return counters
+    aten = options.get("compiler", setting.compiler) == "eager"
+    return setting.compare(program, only_eager=exact and aten, **options)
 
 
 def trained(make, *, shape=(4, 16), count=8, orders=None):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.usage.programs import Setting, assert_replays
-from tests.usage.test_ways_recompute import RNG, Masks, Noise, compare, plain, trained
+from tests.usage.test_ways_recompute import RNG, Masks, Noise, compare, trained
 
 
 class Deep(nn.Module):
@@ -45,7 +45,7 @@ def test_inductor_keeps_torchs_own_handling_on_the_cpu():
         counters = setting.compare(trained(Masks), on_skip="silent")
         values = setting.run(trained(Masks), on_skip="silent")
     assert counters["replays"] > 0
-    for ours, eager in zip(values, plain(setting, trained(Masks)), strict=True):
+    for ours, eager in zip(values, setting.run_eagerly(trained(Masks)), strict=True):
         torch.testing.assert_close(ours, eager)
 
 
