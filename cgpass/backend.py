@@ -340,7 +340,7 @@ class Compilation:
         blockers = [reason for reason in reasons if not reason.is_chosen]
         if reasons and not blockers:
             why = f"it has fewer operators than min_partition_ops={self.options.min_partition_ops}"
-            if all(reason.code == "no_work" for reason in reasons):
+            if all(reason.code in ("no_work", "effect_token") for reason in reasons):
                 why = "it launches no work on the device"
             self._add_plain(gm, direction, why)
             log.info("the %s graph runs without CUDA graphs: %s", direction, why)
