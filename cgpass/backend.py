@@ -18,7 +18,7 @@ from cgpass.graph.capturability import Reason
 from cgpass.graph.origins import Origins
 from cgpass.graph.partition_tag import get_tag
 from cgpass.graph.target import devices, find_target
-from cgpass.graph.values import begins_at, graph_outputs
+from cgpass.graph.values import begins_at, graph_outputs, has_nested_ints
 from cgpass.inputs import InputKind
 from cgpass.options import Options
 from cgpass.passes import dynamo_passes, graph_passes, rng_passes
@@ -276,8 +276,9 @@ class Compilation:
             target=target,
             place=self._place,
         )
-        if len(tags) == 1:
+        if len(tags) == 1 and not has_nested_ints(gm):
             return build.whole(gm, example_inputs)
+        # A partition gets the sizes alone that it reads, of which nested integers are none.
         return build.partitioned(gm, context)
 
     def _placeholder_kinds(self, gm: fx.GraphModule, direction: Direction) -> dict[str, InputKind]:

@@ -122,6 +122,12 @@ def is_host_scalar(node: fx.Node) -> bool:
     return all(is_scalar(arg) for arg in node.all_input_nodes)
 
 
+def has_nested_ints(gm: fx.GraphModule) -> bool:
+    """Whether a graph gets sizes that stand for the offsets of a jagged tensor: new offsets, another size."""
+    found = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
+    return any(isinstance(v, torch.SymInt) and v.node.is_nested_int() for v in found)
+
+
 def _storages(values: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:
     for value in values:
         if value.layout == torch.strided:
