@@ -19,7 +19,8 @@ class CallStats:
     """Event counts of one captured partition. Plain integers: the hot path adds to them."""
 
     calls: int = 0
-    """Calls of a captured partition."""
+    """Calls of a captured partition. One that raises, by an error in it or since `on_skip="raise"` refuses it, counts
+    as nothing else."""
     warmups: int = 0
     """Calls that ran plainly to warm up."""
     recordings: int = 0
