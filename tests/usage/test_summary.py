@@ -134,3 +134,31 @@ def test_a_partition_whose_calls_are_refused_is_not_shown_as_captured():
     call(X)
     assert refusal(call) == message
     torch.compiler.reset()
+
+
+@torch.library.custom_op("summaries::my_getitem", mutates_args=())
+def my_getitem(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+my_getitem.register_fake(torch.empty_like)
+
+
+def test_operators_count_whatever_they_are_called():
+    (head,), _ = summary_of(lambda x: my_getitem(my_getitem(x).sin().split(2)[0]).cos())
+    assert head.endswith("1 captured (5 ops), 0 eager (0 ops)")
+
+
+def test_defaults_are_those_of_the_moment_in_which_a_function_is_compiled():
+    torch.compiler.reset()
+    with cgpass.set_defaults(driver="simulated", compiler="eager", min_partition_ops=1):
+        inside = torch.compile(lambda x: x.sin() + 1, backend="cgpass")
+        outside = torch.compile(lambda x: x.cos() + 1, backend="cgpass")
+        with programs.counted() as counters:
+            inside(X)
+        assert counters["partitions_captured"] == 1
+    with programs.counted() as counters, cgpass.set_defaults(driver="none", compiler="eager"):
+        outside(X)
+        inside(X)
+    assert (counters["partitions_captured"], counters["calls"]) == (0, 1)
+    torch.compiler.reset()
