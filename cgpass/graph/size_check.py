@@ -7,7 +7,6 @@ import sympy
 import torch
 from torch import fx
 
-
 _VERDICTS_KEPT: Final = 1024
 """Combinations of sizes whose verdict is remembered; then it starts over."""
 

@@ -152,7 +152,9 @@ class Fallback:
 
     def _message(self, why: str, advice: str) -> str:
         refuses = self._on_skip == "raise"
-        then = 'on_skip="raise" refuses its calls' if refuses else "runs without a graph from now on"
+        then = (
+            'on_skip="raise" refuses its calls' if refuses else "runs without a graph from now on"
+        )
         text = f"{self._name} can't be captured and {then}: {why}"
         return f"{text.rstrip('.')}. {advice}"
 

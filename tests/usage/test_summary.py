@@ -120,8 +120,10 @@ def test_a_partition_whose_calls_are_refused_is_not_shown_as_captured():
         call(X)
         for _ in range(3):
             message = refusal(call)
-    assert "can't be captured as a whole, and on_skip=\"raise\" refuses its calls" in message
-    assert 'with "warn" it would run as 1 captured and 1 eager partitions: summaries.waits' in message
+    assert 'can\'t be captured as a whole, and on_skip="raise" refuses its calls' in message
+    assert (
+        'with "warn" it would run as 1 captured and 1 eager partitions: summaries.waits' in message
+    )
     assert (counters["calls"], counters["warmups"], counters["skips"]) == (4, 1, 1)
     assert counters["partitions_captured"] == 0
     (graph,) = telemetry.graphs(before["graphs"])
