@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -288,4 +289,5 @@ def _lines(reasons: Iterable[Reason]) -> tuple[str, ...]:
 
 def num_ops(gm: fx.GraphModule) -> int:
     """Operators that a graph calls."""
-    return sum(n.op == "call_function" and "getitem" not in str(n.target) for n in gm.graph.nodes)
+    called = (node.target for node in gm.graph.nodes if node.op == "call_function")
+    return sum(target is not operator.getitem for target in called)

@@ -18,7 +18,7 @@ from cgpass.graph.capturability import Reason
 from cgpass.graph.origins import Origins
 from cgpass.graph.partition_tag import get_tag
 from cgpass.graph.target import devices, find_target
-from cgpass.graph.values import begins_at, graph_outputs
+from cgpass.graph.values import begins_at, graph_outputs, has_nested_ints
 from cgpass.inputs import InputKind
 from cgpass.options import Options
 from cgpass.passes import dynamo_passes, graph_passes, rng_passes
@@ -276,8 +276,9 @@ class Compilation:
             target=target,
             place=self._place,
         )
-        if len(tags) == 1:
+        if len(tags) == 1 and not has_nested_ints(gm):
             return build.whole(gm, example_inputs)
+        # A partition gets the sizes alone that it reads, of which nested integers are none.
         return build.partitioned(gm, context)
 
     def _placeholder_kinds(self, gm: fx.GraphModule, direction: Direction) -> dict[str, InputKind]:
@@ -340,7 +341,7 @@ class Compilation:
         blockers = [reason for reason in reasons if not reason.is_chosen]
         if reasons and not blockers:
             why = f"it has fewer operators than min_partition_ops={self.options.min_partition_ops}"
-            if all(reason.code == "no_work" for reason in reasons):
+            if all(reason.code in ("no_work", "effect_token") for reason in reasons):
                 why = "it launches no work on the device"
             self._add_plain(gm, direction, why)
             log.info("the %s graph runs without CUDA graphs: %s", direction, why)

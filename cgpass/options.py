@@ -141,7 +141,9 @@ def set_defaults(**options: Any) -> _SetDefaults:
     """Change the defaults of every function compiled from now on in this process.
 
     Used as a statement the change stays; as `with cgpass.set_defaults(...):` the values from before
-    come back at the end of the block. `options=` of `torch.compile` goes before these defaults,
+    come back at the end of the block. A function is compiled by its first call and by calls that compile it
+    anew (of another shape, say), not where `torch.compile` stands: the defaults of that moment count, so make
+    these calls within the block, or give `options=`, which stay with the function. `options=` of `torch.compile` goes before these defaults,
     and these go before the environment variables `CGPASS_<OPTION>`.
 
     Args:
@@ -181,7 +183,7 @@ def _from_environment() -> dict[str, Any]:
             fast_mode()
         elif name in _SPECS:
             found[name] = _from_text(variable, name, os.environ[variable])
-        elif nearest := _nearest(name):
+        elif nearest := _nearest(name, cutoff=0.8):  # RUN is somebody's own, no misspelt RNG
             raise OptionError(
                 f"cgpass: environment variable {variable} is not an option; "
                 f"did you mean {_ENV_PREFIX}{nearest.upper()}?"
@@ -222,8 +224,8 @@ def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
     return options
 
 
-def _nearest(name: str) -> str | None:
-    matches = difflib.get_close_matches(str(name).lower(), _SPECS, n=1, cutoff=0.6)
+def _nearest(name: str, cutoff: float = 0.6) -> str | None:
+    matches = difflib.get_close_matches(str(name).lower(), _SPECS, n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
 

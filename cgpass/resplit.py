@@ -126,7 +126,7 @@ class Resplitter:
     def __call__(self, args: list[Any], error: Exception | None) -> Outcome:
         """See `Resplit`."""
         if isinstance(error, torch.OutOfMemoryError | StagingError):
-            self._place.runs_plainly(first_line(error))
+            self._is_not_captured(first_line(error))
             return Outcome()
         gm = copy_of(self._gm)
         try:
@@ -139,7 +139,7 @@ class Resplitter:
             if finding.clean and not is_capture_error(error):
                 raise error  # it comes from neither the partition nor the capture
             if is_capture_error(error):
-                self._place.runs_plainly(first_line(error))
+                self._is_not_captured(first_line(error))
             return Outcome()
         for node, found in finding.culprits.items():
             node.meta[PROVEN] = found
@@ -148,6 +148,10 @@ class Resplitter:
     def forget(self) -> None:
         """See `Resplit`."""
         self._place.is_tried_again()
+
+    def _is_not_captured(self, why: str) -> None:
+        refused = self._options.on_skip == "raise"
+        self._place.runs_plainly(f'on_skip="raise" refuses its calls: {why}' if refused else why)
 
     def _split(self, gm: fx.GraphModule, error: Exception | None) -> Outcome:
         unsafe = frozenset(self._options.unsafe_ops)
@@ -160,12 +164,13 @@ class Resplitter:
         )
         tags = {tag for tag in map(get_tag, gm.graph.nodes) if tag is not None}
         captured = sum(tag.captured for tag in tags)
-        message = (
-            f"{self._context.direction} {self._place.name} can't be captured as a whole; from now on it runs as "
-            f"{captured} captured and {len(tags) - captured} eager partitions: {why}"
-        )
+        what = f"{self._context.direction} {self._place.name} can't be captured as a whole"
+        becomes = f"{captured} captured and {len(tags) - captured} eager partitions"
         if self._options.on_skip == "raise":
-            raise CaptureError(message) from error
+            self._is_not_captured(why)
+            raise CaptureError(
+                f'{what}, and on_skip="raise" refuses its calls; with "warn" it would run as {becomes}: {why}'
+            ) from error
         if not captured:
             self._place.runs_plainly(why)
             return Outcome(why=why)
@@ -176,7 +181,7 @@ class Resplitter:
             self._place.runs_plainly(why)
             return Outcome(why=why)
         level = logging.WARNING if self._options.on_skip == "warn" else logging.INFO
-        log.log(level, "%s", message)
+        log.log(level, "%s; from now on it runs as %s: %s", what, becomes, why)
         return Outcome(replacement, covers=covers)
 
 

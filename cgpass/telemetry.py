@@ -19,7 +19,8 @@ class CallStats:
     """Event counts of one captured partition. Plain integers: the hot path adds to them."""
 
     calls: int = 0
-    """Calls of a captured partition."""
+    """Calls of a captured partition. One that raises, by an error in it or since `on_skip="raise"` refuses it, counts
+    as nothing else."""
     warmups: int = 0
     """Calls that ran plainly to warm up."""
     recordings: int = 0
@@ -49,7 +50,9 @@ class CompileStats:
     graphs: int = 0
     """Graphs compiled: forward, backward and inference graphs count one each."""
     partitions_captured: int = 0
+    """Partitions of these graphs that are captured as things stand now."""
     partitions_eager: int = 0
+    """Partitions of these graphs that run without a CUDA graph as things stand now."""
     skips: int = 0
     """Whole graphs and partitions that run without a CUDA graph although one was asked for, since something in them
     can't be captured. Partitions that cgpass itself leaves out, too small ones, are none."""
@@ -188,7 +191,11 @@ def replace_partition(graph: int, name: str, parts: Sequence[PartitionSummary]) 
 
 
 def counters() -> dict[str, int]:
-    """Totals of this process since it began; take differences to count a stretch of calls."""
+    """Totals of this process since it began; take differences to count a stretch of calls.
+
+    `partitions_captured`, `partitions_eager` and `skips` say what all graphs compiled so far are now: they also fall,
+    as when a partition is split after a failed capture, or tried again after `cgpass.reset()`.
+    """
     with _registry.lock:
         totals = dataclasses.asdict(_registry.compiled)
         totals.update(zip(_COUNTS, _registry.sums(), strict=True))

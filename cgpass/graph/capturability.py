@@ -26,8 +26,8 @@ LIFTED = "cgpass_lifted"
 PROVEN = "cgpass_proven"
 """In `node.meta`: code and detail of what running the node showed."""
 
-CHOSEN = frozenset({"too_small", "no_work", "lifted"})
-"""Codes of what could be captured and is not worth it."""
+CHOSEN = frozenset({"too_small", "no_work", "lifted", "effect_token"})
+"""Codes of what nobody wants captured: it is not worth it, or nothing of it runs on the device."""
 
 
 @dataclass(frozen=True)
@@ -236,6 +236,15 @@ def _on(tensor: torch.Tensor, device: torch.device) -> bool:
     return None in (device.index, tensor.device.index) or tensor.device.index == device.index
 
 
+def _effects(query: _Query) -> _Found:
+    op = query.node.target
+    if isinstance(op, torch._ops.OpOverload) and op._schema.name in op_tables.EFFECT_TOKENS:
+        return "effect_token", "it keeps the order of side effects and computes nothing"
+    if values.hop_name(query.node) == "with_effects":
+        return "side_effect", "it has side effects, which a replay does not have again"
+    return None
+
+
 def _devices(query: _Query) -> _Found:
     reads = [t for t in query.inputs if not _on(t, query.device)]
     makes = [t for t in query.outputs if not _on(t, query.device)]
@@ -319,6 +328,7 @@ _RULES: tuple[Callable[[_Query], _Found], ...] = (
     _tagged,
     _by_name,
     _bool_index,
+    _effects,
     _higher_order,
     _devices,
     _layouts,

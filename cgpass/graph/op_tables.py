@@ -150,6 +150,9 @@ CAPTURABLE_HOPS = frozenset(
     }
 )
 
+EFFECT_TOKENS = frozenset({"prims::_make_token", "prims::_sink_tokens"})
+"""Operators on the tokens that `with_effects` orders side effects by, which Inductor can't pass between graphs."""
+
 INDUCTOR_RANDOM = frozenset(
     {
         "prims::inductor_seed",
@@ -176,6 +179,8 @@ FIXES = {
     "dynamic_shape": "use a form with a fixed size (nonzero_static, torch.where, output_size=)",
     "host_state": "move it out of the compiled function",
     "host_sync": "use a form that does not check on the host (cholesky_ex, explicit range, bfloat16, numbers)",
+    "side_effect": "leave it: only this runs outside of the graphs",
+    "effect_token": "leave it: nothing is lost",
     "bool_index": "use torch.where, masked_fill or integer indices instead of a boolean mask",
     "control_flow": "use torch.where to choose between both results on the device",
     "higher_order_op": "leave it: only this runs outside of the graphs",

@@ -1,11 +1,14 @@
 """Whether a call's sizes are such as was assumed of them when its graph was compiled."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import sympy
 import torch
 from torch import fx
+
+_VERDICTS_KEPT: Final = 1024
+"""Combinations of sizes whose verdict is remembered; then it starts over."""
 
 
 class SizeCheck:
@@ -43,6 +46,8 @@ class SizeCheck:
         if verdict is None:
             known = dict(zip(self._places, map(sympy.Integer, sizes), strict=True))
             verdict = all(c.xreplace(known) == sympy.true for c in self._assumed)
+            if len(self._verdicts) >= _VERDICTS_KEPT:
+                self._verdicts.clear()
             self._verdicts[sizes] = verdict
         return verdict
 

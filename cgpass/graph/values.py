@@ -34,9 +34,13 @@ RANDOM_HOPS = frozenset(
     }
 )
 """Higher-order operators that draw from, or save, a generator's state."""
-_OPERATOR_WRAPPERS = frozenset(
-    {"graphsafe_run_with_rng_state", "auto_functionalized", "auto_functionalized_v2"}
-)
+_OPERATOR_WRAPPERS = {
+    "graphsafe_run_with_rng_state": 0,
+    "auto_functionalized": 0,
+    "auto_functionalized_v2": 0,
+    "with_effects": 1,
+}
+"""Higher-order operators that run one operator, with its place among their arguments; behind it come its own."""
 _EFFECT_HOPS = frozenset({"with_effects", "print", "call_torchbind", "aoti_call_delegate"})
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)')
 _TORCH_ROOT = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -57,10 +61,10 @@ def hop_name(node: fx.Node) -> str | None:
 
 def called(node: fx.Node) -> tuple[object, tuple[object, ...], Mapping[str, object]]:
     """What a node calls, with which arguments: inside a wrapper that runs one operator, that one."""
-    name = hop_name(node)
-    if name in _OPERATOR_WRAPPERS and node.args:
+    at = _OPERATOR_WRAPPERS.get(hop_name(node) or "")
+    if at is not None and len(node.args) > at:
         kwargs = {k: v for k, v in node.kwargs.items() if k != "rng_state"}
-        return node.args[0], node.args[1:], kwargs
+        return node.args[at], node.args[at + 1 :], kwargs
     return node.target, node.args, node.kwargs
 
 
@@ -116,6 +120,12 @@ def is_host_scalar(node: fx.Node) -> bool:
         if torch.Tag.data_dependent_output in node.target.tags:
             return False
     return all(is_scalar(arg) for arg in node.all_input_nodes)
+
+
+def has_nested_ints(gm: fx.GraphModule) -> bool:
+    """Whether a graph gets sizes that stand for the offsets of a jagged tensor: new offsets, another size."""
+    found = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
+    return any(isinstance(v, torch.SymInt) and v.node.is_nested_int() for v in found)
 
 
 def _storages(values: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:

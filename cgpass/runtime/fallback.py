@@ -138,7 +138,8 @@ class Fallback:
 
     def forget(self) -> None:
         """Forget what failed, for captures to be tried again; a split that was found stays."""
-        if self.failure is not None and self._resplit is not None:
+        failed = self.failure is not None or self._refusal is not None
+        if failed and self._resplit is not None:
             self._resplit.forget()
         self.failure = self._refusal = None
         self._failed_once = False
@@ -150,7 +151,11 @@ class Fallback:
             )  # without the frames that hold the call's inputs
 
     def _message(self, why: str, advice: str) -> str:
-        text = f"{self._name} can't be captured and runs without a graph from now on: {why}"
+        refuses = self._on_skip == "raise"
+        then = (
+            'on_skip="raise" refuses its calls' if refuses else "runs without a graph from now on"
+        )
+        text = f"{self._name} can't be captured and {then}: {why}"
         return f"{text.rstrip('.')}. {advice}"
 
     def _advice(self, error: Exception | None = None) -> str:

@@ -79,6 +79,8 @@ PROVOKED = {
     "dynamic_shape": lambda: reasons(torch.nonzero, (3,)),
     "host_state": lambda: [why(by_hand(aten.resize_.default, "x", [2]))],
     "host_sync": lambda: reasons(lambda x: torch.histc(x, 4), (3,)),
+    "side_effect": lambda: [why(with_effects(plain._opoverload))],
+    "effect_token": lambda: [why(by_hand(torch.ops.prims._make_token.default, value=token()))],
     "bool_index": lambda: reasons(lambda x: x[x > 0], (3,)),
     "control_flow": lambda: [why(by_hand(hops.cond, "x"))],
     "higher_order_op": lambda: [
@@ -103,6 +105,14 @@ PROVOKED = {
         why(by_hand(aten._fused_moving_avg_obs_fq_helper_functional.default, "x"))
     ],
 }
+
+
+def token() -> torch.Tensor:
+    return torch.empty(0)
+
+
+def with_effects(op) -> fx.Node:
+    return by_hand(hops.with_effects, token(), op, "x", value=(token(), token()))
 
 
 def proven(code) -> fx.Node:
@@ -134,6 +144,21 @@ def test_a_node_is_refused_with_its_reason(code):
     assert reason.fix == op_tables.FIXES[code]
     assert f"[{code}]" in str(reason)
     assert "\n" not in str(reason)
+
+
+def test_an_operator_with_effects_is_named_and_judged_as_itself():
+    assert why(with_effects(plain._opoverload)).op == "with_effects(cgpass_tests.plain.default)"
+    check = with_effects(aten._linalg_check_errors.default)
+    assert why(check).code == "host_sync"
+    named = frozenset({"aten::_linalg_check_errors"})
+    assert why_not_capturable(check, CUDA, unsafe_ops=named).code == "unsafe_ops"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_tokens_of_effects_are_left_out_on_every_device_and_nobody_is_told(device):
+    for op, args in (("_make_token", ()), ("_sink_tokens", ([token()],))):
+        node = by_hand(getattr(torch.ops.prims, op).default, *args, value=token())
+        assert why_not_capturable(node, torch.device(device)).is_chosen
 
 
 CAPTURABLE = {

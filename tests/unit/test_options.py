@@ -181,4 +181,5 @@ def test_set_defaults_goes_before_the_environment(monkeypatch):
 
 def test_variables_of_the_scripts_are_left_alone(monkeypatch):
     monkeypatch.setenv("CGPASS_VENV", "somewhere")
+    monkeypatch.setenv("CGPASS_RUN", "17")
     assert current_defaults() == Options()

@@ -6,6 +6,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cgpass import _torch
+from cgpass.graph import size_check
 from cgpass.graph.size_check import SizeCheck
 
 
@@ -87,3 +88,12 @@ def test_graphs_without_symbols_assume_nothing():
     with _torch.sizes_assumed([torch.ones(3), 4]) as assumed:
         pass
     assert assumed == []
+
+
+def test_verdicts_do_not_grow_for_ever(gm, monkeypatch):
+    monkeypatch.setattr(size_check, "_VERDICTS_KEPT", 4)
+    check = checked(gm, lambda rows, x: bool(rows < 7))
+    x = torch.ones(6, 8)
+    for _ in range(2):
+        assert [check([rows, x]) for rows in range(2, 12)] == [True] * 5 + [False] * 5
+    assert len(check._verdicts) <= 4

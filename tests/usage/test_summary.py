@@ -7,6 +7,7 @@ import torch
 
 import cgpass
 from cgpass import telemetry
+from cgpass.errors import CaptureError
 from tests.usage import programs
 
 X = torch.ones(4)
@@ -17,7 +18,13 @@ def host(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
+@torch.library.custom_op("summaries::waits", mutates_args=())
+def waits(x: torch.Tensor) -> torch.Tensor:
+    return x * x.sum().item()
+
+
 host.register_fake(torch.empty_like)
+waits.register_fake(torch.empty_like)
 
 
 def summary_of(fn, **options):
@@ -93,4 +100,67 @@ def test_none_is_the_same_numbers_with_every_other_option_left_alone():
         )(X)
     with cgpass.set_defaults(on_skip="raise", driver="none", compiler="eager"):
         assert torch.equal(torch.compile(long_unsafe, backend="cgpass")(X), long_unsafe(X))
+    torch.compiler.reset()
+
+
+def refusal(call):
+    with pytest.raises(CaptureError) as error:
+        call(X)
+    return str(error.value)
+
+
+def test_a_partition_whose_calls_are_refused_is_not_shown_as_captured():
+    torch.compiler.reset()
+    before = telemetry.counters()
+    options = {"driver": "simulated", "compiler": "eager", "on_skip": "raise"}
+    call = torch.compile(
+        lambda x: waits(x.sin().cos().exp().tan()) + 1, backend="cgpass", options=options
+    )
+    with programs.counted() as counters:
+        call(X)
+        for _ in range(3):
+            message = refusal(call)
+    assert 'can\'t be captured as a whole, and on_skip="raise" refuses its calls' in message
+    assert (
+        'with "warn" it would run as 1 captured and 1 eager partitions: summaries.waits' in message
+    )
+    assert (counters["calls"], counters["warmups"], counters["skips"]) == (4, 1, 1)
+    assert counters["partitions_captured"] == 0
+    (graph,) = telemetry.graphs(before["graphs"])
+    head, reason = str(graph).splitlines()
+    assert head.endswith("0 captured (0 ops), 1 eager (6 ops)")
+    assert reason.startswith('  captured_0: on_skip="raise" refuses its calls: summaries.waits')
+    cgpass.reset()
+    (graph,) = telemetry.graphs(before["graphs"])
+    assert str(graph).endswith("1 captured (6 ops), 0 eager (0 ops)")
+    call(X)
+    assert refusal(call) == message
+    torch.compiler.reset()
+
+
+@torch.library.custom_op("summaries::my_getitem", mutates_args=())
+def my_getitem(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+my_getitem.register_fake(torch.empty_like)
+
+
+def test_operators_count_whatever_they_are_called():
+    (head,), _ = summary_of(lambda x: my_getitem(my_getitem(x).sin().split(2)[0]).cos())
+    assert head.endswith("1 captured (5 ops), 0 eager (0 ops)")
+
+
+def test_defaults_are_those_of_the_moment_in_which_a_function_is_compiled():
+    torch.compiler.reset()
+    with cgpass.set_defaults(driver="simulated", compiler="eager", min_partition_ops=1):
+        inside = torch.compile(lambda x: x.sin() + 1, backend="cgpass")
+        outside = torch.compile(lambda x: x.cos() + 1, backend="cgpass")
+        with programs.counted() as counters:
+            inside(X)
+        assert counters["partitions_captured"] == 1
+    with programs.counted() as counters, cgpass.set_defaults(driver="none", compiler="eager"):
+        outside(X)
+        inside(X)
+    assert (counters["partitions_captured"], counters["calls"]) == (0, 1)
     torch.compiler.reset()
