@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_SLOTS = 16
-"""Pools of one owner: how many calls' results may be held while the function still replays."""
 MAX_STARTS = 8
 """Times that all recordings are dropped to be made anew."""
 PATIENCE = 8
@@ -85,9 +83,15 @@ class _Slot:
 class Owner:
     """Driver (with its pools and stream), order of recordings, live outputs of a compiled function."""
 
-    def __init__(self, driver: GraphDriver) -> None:
-        """Args: driver: records and replays; its pools are this owner's."""
+    def __init__(self, driver: GraphDriver, *, max_pending_calls: int = 16) -> None:
+        """Start with one pool.
+
+        Args:
+            driver: Records and replays; its pools are this owner's.
+            max_pending_calls: Its pools: how many calls' results may be held while the function still replays.
+        """
         self.driver = driver
+        self._max_slots = max_pending_calls
         self.lock = threading.RLock()
         self.closed = False
         self._slots = [_Slot()]
@@ -169,7 +173,7 @@ class Owner:
             shared = number == first and num_recordings < 2
             if (shared and self._rescue_lost(slot)) or slot.live.youngest() < 0:
                 return number
-        if len(self._slots) >= MAX_SLOTS:
+        if len(self._slots) >= self._max_slots + first:
             return None
         self._slots.append(_Slot())
         return len(self._slots) - 1
@@ -182,9 +186,10 @@ class Owner:
         log.warning(
             "%s: results of %d earlier calls are still held (outputs with their graph, or forwards whose backward did "
             "not come yet), so calls run without a graph until some are dropped. Call it under torch.no_grad() if no "
-            "backward is meant, or detach what is kept.",
+            'backward is meant, detach what is kept, or raise the limit: options={"max_pending_calls": %d}.',
             name,
-            MAX_SLOTS,
+            self._max_slots,
+            2 * self._max_slots,
         )
 
     def new_slot(self) -> int:

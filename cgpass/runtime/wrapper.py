@@ -138,7 +138,8 @@ class CUDAGraphWrapper:
     def _new_runner(self, args: Sequence[Any], device: torch.device) -> PartitionRunner:
         self._infos = infer_infos(args, self._static, device)
         settings = RunnerSettings.of(self._options, opaque=False, check_layout=True)
-        owner = Owner(_driver(self._options.driver, device))
+        driver = _driver(self._options.driver, device)
+        owner = Owner(driver, max_pending_calls=self._options.max_pending_calls)
         return PartitionRunner(self._run_flat, self._infos, owner, settings, name=self._name)
 
     def _run_flat(self, args: list[Any]) -> list[Any]:
