@@ -3,9 +3,9 @@
 Note [Calls from several threads]
     A call may move what another thread holds out of the way of its replay, and does so while it has the interpreter.
     That other thread may just then be inside of an operator, between asking for an output's address and launching the
-    kernel that reads it. So as soon as a second thread calls, what users get is copied from then on, and nobody holds
-    memory that moves; recordings made so far go, and leave what is held to its holders. Backwards do not count: autograd
-    makes them on threads of its own, and gradients are for whoever called.
+    kernel that reads it. So as soon as a second thread calls, what users get is copied from then on, gradients too, and
+    nobody holds memory that moves; recordings made so far go, whatever waits for a backward, and leave what is held to
+    its holders. Backwards do not count as calls: autograd makes them on threads of its own, and whoever called waits.
 """
 
 import contextlib
@@ -46,9 +46,6 @@ class Member(Protocol):
 
     def forget_failures(self) -> None:
         """Capture again what failed, or what reached a limit."""
-
-    def hand_out_copies(self) -> None:
-        """Copy out what users get, if they own it."""
 
     def forget_recordings(self) -> None:
         """Drop recordings, but not what is known of calls."""
@@ -130,9 +127,7 @@ class Owner:
         """Have users own what they get. See Note [Calls from several threads]."""
         log.info("calls come from several threads: what they return is copied from now on")
         self.several_threads = True
-        self.start_over()
-        for member in self._members:
-            member.hand_out_copies()
+        self._drop_all()
 
     # ---- replays
 
@@ -254,14 +249,18 @@ class Owner:
                 held = recording.memory.held()
                 if held and not recording.memory.can_rescue(held):
                     return False
-        self.wants_start = False
         self._starts += 1
+        self._drop_all()
+        return True
+
+    def _drop_all(self) -> None:
+        """Drop every recording; who holds outputs keeps them, and a backward that reads some runs without its own."""
+        self.wants_start = False
         with self._dropping_all():
             for member in self._members:
                 member.forget_recordings()
         self._slots = [_Slot()]
         self.driver.give_back()
-        return True
 
     @contextlib.contextmanager
     def _dropping_all(self) -> Iterator[None]:

@@ -95,3 +95,55 @@ def test_training_steps_take_turns_between_threads(way):
 
     counters = way.compare(program)
     assert counters["replays"] > 0
+
+
+def test_from_the_second_thread_on_gradients_are_copies(way):
+    session = way.session()
+    module, call = session.compiled(MLP)
+    batches = session.batches(4, 8, count=12)
+    parameters = list(module.parameters())
+    held = {}
+
+    def work(first):
+        for i in range(first, len(batches), 2):
+            held[i] = torch.autograd.grad(call(batches[i]).square().mean(), parameters)
+
+    work(0)
+    in_threads(lambda: work(1))
+    work(0)
+    kept, before = dict(held), {i: [g.data_ptr() for g in grads] for i, grads in held.items()}
+    with counted() as counters:
+        in_threads(lambda: work(1))
+        work(0)
+    assert counters["rescues"] == 0, "nobody's gradients move"
+    assert counters["replays"] == 24
+    for i, grads in kept.items():
+        assert [g.data_ptr() for g in grads] == before[i]
+        plain = torch.autograd.grad(module(batches[i]).square().mean(), parameters)
+        torch.testing.assert_close(grads, plain)
+
+
+def test_a_second_thread_comes_while_a_backward_is_pending(way):
+    """What the first one holds stays where it lies, though saved tensors could not be moved."""
+    session = way.session()
+    module, call = session.compiled(MLP)
+    batches = session.batches(4, 8, count=8)
+    for batch in batches[:3]:
+        call(batch).square().mean().backward()
+    module.zero_grad()
+    pending = call(batches[3])
+    with torch.no_grad():
+        outs = [call(batch) for batch in batches[4:]]
+    before = [out.data_ptr() for out in outs]
+    with counted() as counters:
+        for batch in batches:
+            in_threads(lambda batch=batch: call(batch).square().mean())
+    assert counters["rescues"] == 0
+    assert [out.data_ptr() for out in outs] == before
+    pending.square().mean().backward()
+    grads = [p.grad.clone() for p in module.parameters()]
+    module.zero_grad()
+    module(batches[3]).square().mean().backward()
+    torch.testing.assert_close(grads, [p.grad for p in module.parameters()])
+    for out, batch in zip(outs, batches[4:], strict=True):
+        torch.testing.assert_close(out, module(batch))
