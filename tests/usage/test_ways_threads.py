@@ -109,14 +109,14 @@ def test_from_the_second_thread_on_gradients_are_copies(way):
             held[i] = torch.autograd.grad(call(batches[i]).square().mean(), parameters)
 
     work(0)
-    in_threads(lambda: work(1))
     work(0)
-    kept, before = dict(held), {i: [g.data_ptr() for g in grads] for i, grads in held.items()}
     with counted() as counters:
         in_threads(lambda: work(1))
+        before = {i: [g.data_ptr() for g in held[i]] for i in range(1, len(batches), 2)}
+        kept = {i: held[i] for i in before}
         work(0)
+        in_threads(lambda: work(1))
     assert counters["rescues"] == 0, "nobody's gradients move"
-    assert counters["replays"] == 24
     for i, grads in kept.items():
         assert [g.data_ptr() for g in grads] == before[i]
         plain = torch.autograd.grad(module(batches[i]).square().mean(), parameters)
@@ -124,26 +124,22 @@ def test_from_the_second_thread_on_gradients_are_copies(way):
 
 
 def test_a_second_thread_comes_while_a_backward_is_pending(way):
-    """What the first one holds stays where it lies, though saved tensors could not be moved."""
+    """What the first one holds keeps its values, and no replay moves it, though saved tensors could not be moved."""
     session = way.session()
-    module, call = session.compiled(MLP)
-    batches = session.batches(4, 8, count=8)
+    w = session.randn(64).requires_grad_()
+    call = session.compile(lambda x: ((x * w).sin(), (x + w) * 1.0))
+    batches = session.batches(64, count=8)
     for batch in batches[:3]:
-        call(batch).square().mean().backward()
-    module.zero_grad()
-    pending = call(batches[3])
-    with torch.no_grad():
-        outs = [call(batch) for batch in batches[4:]]
-    before = [out.data_ptr() for out in outs]
+        call(batch)[0].sum().backward()
+    several = [call(batch) for batch in batches[:3]]
+    del several
+    w.grad = None
+    pending = [call(batches[3])[0] for _ in range(2)]
+    out = call(batches[4])[1].detach()  # its graph is gone
     with counted() as counters:
-        for batch in batches:
-            in_threads(lambda batch=batch: call(batch).square().mean())
+        in_threads(lambda: [call(batch) for batch in batches[:3]])
     assert counters["rescues"] == 0
-    assert [out.data_ptr() for out in outs] == before
-    pending.square().mean().backward()
-    grads = [p.grad.clone() for p in module.parameters()]
-    module.zero_grad()
-    module(batches[3]).square().mean().backward()
-    torch.testing.assert_close(grads, [p.grad for p in module.parameters()])
-    for out, batch in zip(outs, batches[4:], strict=True):
-        torch.testing.assert_close(out, module(batch))
+    assert torch.equal(out, batches[4] + w)
+    for result in pending:
+        result.sum().backward()
+    torch.testing.assert_close(w.grad, 2 * (batches[3] * w.detach()).cos() * batches[3])
