@@ -305,7 +305,8 @@ class Compilation:
     def _owner_on(self, device: torch.device) -> Owner:
         """The owner of this function's recordings."""
         if self._owner is None:
-            self._owner = Owner(self._driver(device))
+            limit = self.options.max_pending_calls
+            self._owner = Owner(self._driver(device), max_pending_calls=limit)
         return self._owner
 
     def _driver(self, device: torch.device) -> GraphDriver:

@@ -61,6 +61,10 @@ class Options:
     max_rerecords: int = _count(128, at_least=0)
     """Recordings made because a known input moved before a partition stops making more."""
 
+    max_pending_calls: int = _count(16, at_least=1)
+    """Calls of one function whose results must stay where they lie (forwards whose backward is to come) before more of
+    them run without a graph. Each gets memory of its own."""
+
     num_warmup_calls: int = _count(1, at_least=1)
     """Calls that run plainly before a recording is made."""
 

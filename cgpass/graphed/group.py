@@ -160,11 +160,8 @@ class Group:
     def forget_failures(self) -> None:
         """Nothing to do: what a callable has used up goes with its recordings."""
 
-    def hand_out_copies(self) -> None:
-        """Nothing to do: nobody asks this owner for copies."""
-
     def forget_recordings(self) -> None:
-        """As `close`: nobody asks this owner to start over."""
+        """As `close`: nobody asks this owner to start over, or tells it of calls."""
         self.close()
 
     def plan_around(self, victim: Recording, blocks: Sequence[int], by: Recording) -> None:

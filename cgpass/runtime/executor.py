@@ -121,7 +121,6 @@ class _CopyRest:
         runners = [step.run for step in plan.steps if isinstance(step.run, PartitionRunner)]
         self._stats = runners[0].stats if runners else None
         self._owned = any(runner.owns_outputs for runner in runners)
-        self._is_backward = any(runner.is_backward for runner in runners)
         self._several_steps = len(plan.steps) > 1
 
     def run(
@@ -141,7 +140,7 @@ class _CopyRest:
             Copies of these, of what shares memory with them, and of what else is to be copied.
         """
         owner = self._owner
-        owned = self._owned or (owner.several_threads and not self._is_backward)
+        owned = self._owned or owner.several_threads
         if owner.in_transform or not (owned or (self._several_steps and copies)):
             return copies
         suspects = self._suspects(results, copies, recordings)

@@ -3,9 +3,9 @@
 Note [Calls from several threads]
     A call may move what another thread holds out of the way of its replay, and does so while it has the interpreter.
     That other thread may just then be inside of an operator, between asking for an output's address and launching the
-    kernel that reads it. So as soon as a second thread calls, what users get is copied from then on, and nobody holds
-    memory that moves; recordings made so far go, and leave what is held to its holders. Backwards do not count: autograd
-    makes them on threads of its own, and gradients are for whoever called.
+    kernel that reads it. So as soon as a second thread calls, what users get is copied from then on, gradients too, and
+    nobody holds memory that moves; recordings made so far go, whatever waits for a backward, and leave what is held to
+    its holders. Backwards do not count as calls: autograd makes them on threads of its own, and whoever called waits.
 """
 
 import contextlib
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_SLOTS = 16
-"""Pools of one owner: how many calls' results may be held while the function still replays."""
 MAX_STARTS = 8
 """Times that all recordings are dropped to be made anew."""
 PATIENCE = 8
@@ -48,9 +46,6 @@ class Member(Protocol):
 
     def forget_failures(self) -> None:
         """Capture again what failed, or what reached a limit."""
-
-    def hand_out_copies(self) -> None:
-        """Copy out what users get, if they own it."""
 
     def forget_recordings(self) -> None:
         """Drop recordings, but not what is known of calls."""
@@ -85,9 +80,15 @@ class _Slot:
 class Owner:
     """Driver (with its pools and stream), order of recordings, live outputs of a compiled function."""
 
-    def __init__(self, driver: GraphDriver) -> None:
-        """Args: driver: records and replays; its pools are this owner's."""
+    def __init__(self, driver: GraphDriver, *, max_pending_calls: int = 16) -> None:
+        """Start with one pool.
+
+        Args:
+            driver: Records and replays; its pools are this owner's.
+            max_pending_calls: Its pools: how many calls' results may be held while the function still replays.
+        """
         self.driver = driver
+        self._max_slots = max_pending_calls
         self.lock = threading.RLock()
         self.closed = False
         self._slots = [_Slot()]
@@ -126,9 +127,7 @@ class Owner:
         """Have users own what they get. See Note [Calls from several threads]."""
         log.info("calls come from several threads: what they return is copied from now on")
         self.several_threads = True
-        self.start_over()
-        for member in self._members:
-            member.hand_out_copies()
+        self._drop_all()
 
     # ---- replays
 
@@ -169,7 +168,7 @@ class Owner:
             shared = number == first and num_recordings < 2
             if (shared and self._rescue_lost(slot)) or slot.live.youngest() < 0:
                 return number
-        if len(self._slots) >= MAX_SLOTS:
+        if len(self._slots) >= self._max_slots + first:
             return None
         self._slots.append(_Slot())
         return len(self._slots) - 1
@@ -182,9 +181,10 @@ class Owner:
         log.warning(
             "%s: results of %d earlier calls are still held (outputs with their graph, or forwards whose backward did "
             "not come yet), so calls run without a graph until some are dropped. Call it under torch.no_grad() if no "
-            "backward is meant, or detach what is kept.",
+            'backward is meant, detach what is kept, or raise the limit: options={"max_pending_calls": %d}.',
             name,
-            MAX_SLOTS,
+            self._max_slots,
+            2 * self._max_slots,
         )
 
     def new_slot(self) -> int:
@@ -249,14 +249,18 @@ class Owner:
                 held = recording.memory.held()
                 if held and not recording.memory.can_rescue(held):
                     return False
-        self.wants_start = False
         self._starts += 1
+        self._drop_all()
+        return True
+
+    def _drop_all(self) -> None:
+        """Drop every recording; who holds outputs keeps them, and a backward that reads some runs without its own."""
+        self.wants_start = False
         with self._dropping_all():
             for member in self._members:
                 member.forget_recordings()
         self._slots = [_Slot()]
         self.driver.give_back()
-        return True
 
     @contextlib.contextmanager
     def _dropping_all(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,14 @@ from cgpass.runtime.owner import Owner
 from cgpass.runtime.placeholders import Placeholder
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.signature import Layout, layout_of, place_of
-from cgpass.runtime.writes import SaidToBeWritten, Writes, counting, places, refuse_new_layouts
+from cgpass.runtime.writes import (
+    SaidToBeWritten,
+    Writes,
+    counting,
+    has_place,
+    places,
+    refuse_new_layouts,
+)
 from cgpass.telemetry import CallStats
 
 
@@ -92,10 +99,8 @@ class Recorder:
         watched = staged if self._finds_writes else ()
         writes, before, said = Writes(watched), places(watched), SaidToBeWritten(watched)
         try:
-            with said if self._finds_writes else contextlib.nullcontext():
-                graph, outputs = owner.driver.record(
-                    self._fn, passed, opaque=self._opaque, slot=slot
-                )
+            fn = self._watched_by(said) if self._finds_writes else self._fn
+            graph, outputs = owner.driver.record(fn, passed, opaque=self._opaque, slot=slot)
         finally:
             passed.clear()
             consumes = gifts.take_back()
@@ -110,6 +115,7 @@ class Recorder:
             visible=visible,
             read=read,
             consumes=consumes,
+            outside=self._outside(said, outputs, slot) if self._finds_writes else None,
             released=released,
             stationary=tuple(stationary),
             birth=owner.next_birth(),
@@ -120,6 +126,33 @@ class Recorder:
         del outputs
         recording.seal()
         return recording
+
+    def _watched_by(self, said: SaidToBeWritten) -> BoxedCallable:
+        def fn(args: list[Any]) -> Sequence[Any]:
+            with (
+                said
+            ):  # inside of the driver's own watching: what it sees lies where the graph has it
+                return self._fn(args)
+
+        return fn
+
+    def _outside(
+        self, said: SaidToBeWritten, outputs: Sequence[Any], slot: int
+    ) -> dict[int, torch.UntypedStorage]:
+        """What the callable read or returned that is neither an input nor made by it, by address."""
+        owner = self._owner
+        found = dict(said.outside)
+        found.update(
+            (value.untyped_storage().data_ptr(), value.untyped_storage())
+            for value in outputs
+            if said.is_unknown(value) or (has_place(value) and value.device != owner.driver.device)
+        )
+        if found:  # of these, the driver knows what was made beside operators
+            made = owner.driver.live_blocks(slot)
+            for address in found.keys() & made:
+                if owner.block_at(slot, address) is None:
+                    del found[address]
+        return found
 
     def _placeholder(self, index: int, value: torch.Tensor, info: InputInfo) -> Placeholder:
         """One placeholder per input and layout, for all recordings: each copies in before it replays."""

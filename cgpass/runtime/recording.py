@@ -35,6 +35,7 @@ class Recording:
         visible: frozenset[int] | None = None,
         read: frozenset[int] = frozenset(),
         consumes: Mapping[int, int] | None = None,
+        outside: Mapping[int, torch.UntypedStorage] | None = None,
         released: Mapping[int, tuple[int, ...]] | None = None,
         stationary: Sequence[int] = (),
         birth: int = 0,
@@ -53,6 +54,7 @@ class Recording:
             visible: Outputs that the user gets; None for all.
             read: Outputs that other partitions or the backward read.
             consumes: Inputs whose memory it writes, with the number of users of a storage that nobody else holds.
+            outside: What it reads or returns that is neither an input nor made by it, by address: kept alive here.
             released: See `liveness.Made`.
             stationary: Inputs that are read where they lay; see Note [Inputs that never move].
             birth: Position in the owner's order of recordings.
@@ -80,6 +82,7 @@ class Recording:
         self._graph = graph
         consumes = consumes or {}
         self._consumed, self._users = tuple(consumes), tuple(consumes.values())
+        self._outside = dict(outside or {})
         self._placeholders = dict(placeholders)  # kept alive as long as a recording reads them
         self._copies = copies_in(placeholders)
         self._write_back = [(i, placeholders[i]) for i in mutated if i in placeholders]
@@ -124,7 +127,7 @@ class Recording:
         *,
         lean: bool,
     ) -> None:
-        """Sort outputs: views of inputs, and tensors of the recording's own, each once."""
+        """Sort outputs: views of inputs, what lies elsewhere, and tensors of the recording's own, each once."""
         own: list[torch.Tensor] = []
         numbers: dict[int, int] = {}
         for n, output in enumerate(outputs):
@@ -134,6 +137,8 @@ class Recording:
             if alias is not None:
                 self._outputs[n] = alias
                 continue
+            if output.untyped_storage().data_ptr() in self._outside:
+                continue  # handed out as that very tensor: no replay writes where it lies
             if id(output) not in numbers:
                 numbers[id(output)] = len(own)
                 own.append(output)

@@ -86,8 +86,7 @@ class PartitionRunner:
     @property
     def owns_outputs(self) -> bool:
         """Whether users own what they get. See Note [Calls from several threads]."""
-        shared = self.owner.several_threads and not self.is_backward
-        return shared or self._settings.outputs == "owned"
+        return self.owner.several_threads or self._settings.outputs == "owned"
 
     @property
     def is_backward(self) -> bool:
@@ -340,12 +339,6 @@ class PartitionRunner:
         self.copied |= positions
         for recording in self.table.all():
             recording.set_private(self.copied - self.read)
-
-    def hand_out_copies(self) -> None:
-        """See `Member`."""
-        if self.owns_outputs:
-            for recording in self.table.all():
-                self._copy_from_now_on(recording.visible)
 
     def plan_around(self, victim: Recording, blocks: Sequence[int], by: Recording) -> None:
         """Have outputs that were rescued call after call lie elsewhere.

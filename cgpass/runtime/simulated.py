@@ -245,8 +245,7 @@ class SimulatedDriver:
         self._pools[slot] = pool
         inputs = _tensors(args)
         tape = _Tape(pool, inputs, generators)
-        pools = list(self._pools.values())
-        memory = [*pools, *(t for t in inputs if not any(_address(t) in p for p in pools))]
+        memory = list(self._pools.values())  # as CUDA graphs: inputs live as long as who owns them
         del inputs
         outer = is_recording()
         _this_thread.recording = True

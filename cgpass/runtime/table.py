@@ -304,8 +304,11 @@ class RecordingTable:
             )
 
     def _known(self, moved: Sequence[int], args: Sequence[Any]) -> list[int]:
-        """Those of the moved inputs that are the very tensors of the last recording."""
-        return [i for i in moved if self._seen.get(i) == id(args[i])]
+        """The moved inputs if all parameters are the very tensors of the last call, none if this is another set.
+
+        Of a set that is gone, some objects' `id`s come back in the next one: that alone is no move.
+        """
+        return list(moved) if self._seen == self.identities(args) else []
 
     def _count_rerecord(self, moved: Sequence[int], args: Sequence[Any]) -> bool:
         """Allow a recording for moved inputs; a set of other tensors seen for the first time is none."""

@@ -34,7 +34,10 @@ class CUDAGraphWrapper:
     `fn` is called with positional arguments, under `torch.no_grad()`, and may return any nested structure of plain
     tensors and other values. A replay makes its outputs anew, so tensors that it makes itself may be no subclass (nor
     `torch.nn.Parameter`) and may not require grad: such a call raises. Its Python code does not run on a replay: what
-    it reads from closures and from attributes of objects is frozen. Writes to inputs are noticed by what operators
+    it reads from closures and from attributes of objects is frozen. Tensors among that are read where they lay in the
+    recorded call, and kept alive by the recording as far as operators were given them; one that is returned is that very
+    tensor in every call. Keep alive yourself what only other kernels read: those of an inner `torch.compile`, Triton
+    kernels that are launched directly, what a tensor subclass wraps. Writes to inputs are noticed by what operators
     say that they write; what is written beside operators (by a Triton kernel that is launched directly, through numpy) is
     noticed if the first call changes some bits. Inputs are copied without the rest of their storage, so `as_strided` must
     not be used on inputs that are part of a larger tensor, unless they are static.
@@ -138,7 +141,8 @@ class CUDAGraphWrapper:
     def _new_runner(self, args: Sequence[Any], device: torch.device) -> PartitionRunner:
         self._infos = infer_infos(args, self._static, device)
         settings = RunnerSettings.of(self._options, opaque=False, check_layout=True)
-        owner = Owner(_driver(self._options.driver, device))
+        driver = _driver(self._options.driver, device)
+        owner = Owner(driver, max_pending_calls=self._options.max_pending_calls)
         return PartitionRunner(self._run_flat, self._infos, owner, settings, name=self._name)
 
     def _run_flat(self, args: list[Any]) -> list[Any]:

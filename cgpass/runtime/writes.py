@@ -136,7 +136,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 class SaidToBeWritten(_torch.TorchDispatchMode):
-    """Notes which inputs the operators called inside say that they write."""
+    """Notes which inputs the operators called inside say that they write, and what they use that is no input."""
 
     supports_higher_order_operators = True
 
@@ -145,7 +145,19 @@ class SaidToBeWritten(_torch.TorchDispatchMode):
         super().__init__()
         self.found: set[int] = set()
         """Positions of the inputs that were written."""
+        self.outside: dict[int, torch.UntypedStorage] = {}
+        """Storages that operators were given and that none of them made, nor an input has: closures', by address. Also
+        what was made beside operators. **Lifetime:** held, since the graph reads them even if the callable drops them."""
         self._places = [(i, *extent(value)) for i, value in enumerate(inputs) if has_place(value)]
+        self._inside = {value.untyped_storage().data_ptr() for value in filter(has_place, inputs)}
+
+    def is_unknown(self, value: Any) -> bool:
+        """Whether no operator had anything to do with a tensor, nor is it an input."""
+        return has_place(value) and self._address_if_unknown(value) is not None
+
+    def _address_if_unknown(self, tensor: torch.Tensor) -> int | None:
+        address = int(tensor.untyped_storage().data_ptr())
+        return None if address in self._inside or address in self.outside else address
 
     @property
     def watches(self) -> bool:
@@ -167,7 +179,20 @@ class SaidToBeWritten(_torch.TorchDispatchMode):
                 self.found.update(
                     i for i, first, last in self._places if begin < last and first < end
                 )
-        return func(*args, **kwargs)
+        given = [tensor for tensor in _tensors((args, kwargs)) if has_place(tensor)]
+        if (
+            getattr(func, "__name__", "") != "lift_fresh.default"
+        ):  # of a tensor made just before, beside operators
+            for tensor in given:
+                if (address := self._address_if_unknown(tensor)) is not None:
+                    self.outside[address] = tensor.untyped_storage()
+        out = func(*args, **kwargs)
+        self._inside.update(
+            address
+            for tensor in filter(has_place, _tensors(out))
+            if (address := self._address_if_unknown(tensor)) is not None
+        )
+        return out
 
 
 def has_place(value: Any) -> bool:

@@ -14,16 +14,16 @@ PARSED = [
         {"spam": 1},
         (
             "cgpass: unknown option 'spam'; known: compiler, driver, static_input_check, "
-            "max_recordings, max_static_sets, outputs, max_rerecords, num_warmup_calls, "
-            "min_partition_ops, unsafe_ops, on_skip, rng, inductor."
+            "max_recordings, max_static_sets, outputs, max_rerecords, "
+            "max_pending_calls, num_warmup_calls, min_partition_ops, unsafe_ops, on_skip, rng, inductor."
         ),
     ),
     (
         {3: 1},
         (
             "cgpass: unknown option 3; known: compiler, driver, static_input_check, "
-            "max_recordings, max_static_sets, outputs, max_rerecords, num_warmup_calls, "
-            "min_partition_ops, unsafe_ops, on_skip, rng, inductor."
+            "max_recordings, max_static_sets, outputs, max_rerecords, "
+            "max_pending_calls, num_warmup_calls, min_partition_ops, unsafe_ops, on_skip, rng, inductor."
         ),
     ),
     (

@@ -1,5 +1,8 @@
 """Recordings of models that are gone give way before others are made: a table with recordings that hold nothing."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -7,7 +10,7 @@ from cgpass.runtime.owner import Limits
 from cgpass.runtime.signature import Layout
 from cgpass.runtime.table import RecordingTable
 from cgpass.telemetry import CallStats
-from tests.unit.runners import COPIED, STATIC, SYMINT, infos
+from tests.unit.runners import COPIED, STATIC, SYMINT, call, infos, runner
 
 X = torch.ones(2)
 
@@ -128,3 +131,39 @@ def test_a_parameter_that_gets_new_memory_all_the_time_reaches_the_limit(sizes):
         for recording in session.table.all():
             recording.is_orphaned = True
     assert made == session.stats.rerecordings == 5
+
+
+def test_recordings_of_models_that_were_dropped_go_with_the_simulated_driver_too():
+    run = runner(lambda x, w: [x + w], COPIED, STATIC, settings={"other_sets": True})
+    gone, kept = [], []
+    for number in range(20):
+        weight = torch.full((2,), float(number))
+        kept.append(torch.empty(1024))  # so that addresses differ
+        gone.append(weakref.ref(weight))
+        for _ in range(3):
+            assert call(run, X, weight) == [[number + 1.0] * 2]
+        del weight
+    gc.collect()
+    assert not [ref for ref in gone if ref() is not None]
+    assert all(recording.is_orphaned for recording in run.table.all())
+    assert len(run.table.all()) <= 5
+
+
+def other_models(count, width):
+    """Sets of parameters, one after the other, of which all but one have `id`s that came before."""
+    lasting = [torch.zeros(2) for _ in range(width - 1)]
+    for number in range(count):
+        yield [*lasting, torch.full((2,), float(number))]
+
+
+def test_some_ids_that_come_back_make_no_move_of_other_parameters():
+    """Python gives the addresses of what was freed to new objects."""
+    run = runner(lambda x, v, w: [x + v + w], COPIED, STATIC, STATIC, settings={"other_sets": True})
+    kept = []
+    for v, w in other_models(6, 2):
+        kept.append((v.data, w))
+        v.data = torch.zeros(2)
+        for _ in range(3):
+            assert call(run, X, v, w) == [(X + v + w).tolist()]
+    assert run.stats.rerecordings == 0
+    assert (run.stats.warmups, run.stats.plain_calls) == (6, 0)

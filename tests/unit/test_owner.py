@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cgpass.runtime import fast
-from cgpass.runtime.owner import MAX_SLOTS, Owner
+from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runners import COPIED, POOLED, call, counts, runner
 
@@ -55,16 +55,24 @@ def test_slots_may_be_passed_over():
     assert owner.slot_for(0, 1) == 1
     assert owner.slot_for(3, 1) == 1
     assert owner.slot_for(0, 0) == 0
+    assert Owner(SimulatedDriver(), max_pending_calls=1).slot_for(0, 1) == 1, "it counts from there"
 
 
-def test_there_is_an_end_to_slots(caplog):
-    run = partition(visible=(), read=(0,))
-    held = [run.run([X * value])[0] for value in range(2 * MAX_SLOTS)]
-    assert [t.tolist() for (t,) in held] == [[2.0 * v] * 2 for v in range(2 * MAX_SLOTS)]
-    assert {r.slot for r in run.table.all()} == set(range(MAX_SLOTS))
-    assert run.stats.plain_calls == 2 * MAX_SLOTS - 1 - run.stats.recordings > 0
+@pytest.mark.parametrize("limit", [1, 5, 16])
+def test_there_is_an_end_to_slots(limit, caplog):
+    owner = Owner(SimulatedDriver(), max_pending_calls=limit)
+    run, count = partition(owner=owner, visible=(), read=(0,)), 2 * limit + 4
+    held = [run.run([X * value])[0] for value in range(count)]
+    assert [t.tolist() for (t,) in held] == [[2.0 * v] * 2 for v in range(count)]
+    assert {r.slot for r in run.table.all()} == set(range(limit))
+    assert run.stats.plain_calls == count - 1 - run.stats.recordings > 0
     (message,) = [r.getMessage() for r in caplog.records if "still held" in r.getMessage()]
-    assert message.startswith(f"forward captured_0: results of {MAX_SLOTS} earlier calls")
+    assert message == (
+        f"forward captured_0: results of {limit} earlier calls are still held (outputs with their graph, or forwards "
+        "whose backward did not come yet), so calls run without a graph until some are dropped. Call it under "
+        "torch.no_grad() if no backward is meant, detach what is kept, or raise the limit: "
+        f'options={{"max_pending_calls": {2 * limit}}}.'
+    )
 
 
 def test_what_nobody_holds_belongs_to_the_pool_again(can_swap):

@@ -81,3 +81,23 @@ def test_what_is_compiled_inside_stays_compiled():
     assert found(compiled, X.clone(), X.clone()) == {0}
     assert len(calls) == 2
     torch.compiler.reset()
+
+
+def used(fn, *inputs):
+    with SaidToBeWritten(inputs) as said:
+        out = fn(*inputs)
+    return said, out
+
+
+def test_what_operators_use_that_is_neither_an_input_nor_made_is_held():
+    weight, table = torch.ones(4), torch.ones(2, 4)
+    said, _ = used(lambda a: torch.cat([(a * 2 + weight)[None], table[1:]]) + torch.tensor(1.0), X)
+    assert said.outside.keys() == {t.untyped_storage().data_ptr() for t in (weight, table)}
+    assert used(lambda a: a[1:].add_(1) * a[:3], X.clone())[0].outside == {}
+
+
+def test_what_no_operator_saw_is_unknown():
+    weight = torch.ones(4)
+    said, (made, seen, given) = used(lambda a: (a + 1, weight, a), X)
+    assert [said.is_unknown(t) for t in (made, seen, given)] == [False, True, False]
+    assert not said.is_unknown(3)

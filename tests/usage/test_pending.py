@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 
+import cgpass
 from tests.usage.programs import MLP
 
 
@@ -51,6 +52,19 @@ def test_results_of_many_calls_held_run_plainly_and_say_so(setting, caplog):
     assert counters["plain_calls"] > 10, counters
     messages = [r.getMessage() for r in caplog.records if "still held" in r.getMessage()]
     assert len(messages) == 1, messages
+
+
+def test_results_of_as_many_calls_may_be_held_as_the_option_says(setting, caplog):
+    def program(session):
+        _, call = session.compiled(MLP)
+        for _ in range(2):
+            held = [call(session.randn(4, 8)) for _ in range(30)]
+        return [h.detach().clone() for h in held]
+
+    with cgpass.set_defaults(max_pending_calls=64), caplog.at_level(logging.WARNING, "cgpass"):
+        counters = setting.compare(program)
+    assert counters["plain_calls"] == 0, counters
+    assert not [r.getMessage() for r in caplog.records if "still held" in r.getMessage()]
 
 
 def test_fresh_parameters_every_call_are_not_recorded_each_time(setting):

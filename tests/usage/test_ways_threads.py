@@ -95,3 +95,51 @@ def test_training_steps_take_turns_between_threads(way):
 
     counters = way.compare(program)
     assert counters["replays"] > 0
+
+
+def test_from_the_second_thread_on_gradients_are_copies(way):
+    session = way.session()
+    module, call = session.compiled(MLP)
+    batches = session.batches(4, 8, count=12)
+    parameters = list(module.parameters())
+    held = {}
+
+    def work(first):
+        for i in range(first, len(batches), 2):
+            held[i] = torch.autograd.grad(call(batches[i]).square().mean(), parameters)
+
+    work(0)
+    work(0)
+    with counted() as counters:
+        in_threads(lambda: work(1))
+        before = {i: [g.data_ptr() for g in held[i]] for i in range(1, len(batches), 2)}
+        kept = {i: held[i] for i in before}
+        work(0)
+        in_threads(lambda: work(1))
+    assert counters["rescues"] == 0, "nobody's gradients move"
+    for i, grads in kept.items():
+        assert [g.data_ptr() for g in grads] == before[i]
+        plain = torch.autograd.grad(module(batches[i]).square().mean(), parameters)
+        torch.testing.assert_close(grads, plain)
+
+
+def test_a_second_thread_comes_while_a_backward_is_pending(way):
+    """What the first one holds keeps its values, and no replay moves it, though saved tensors could not be moved."""
+    session = way.session()
+    w = session.randn(64).requires_grad_()
+    call = session.compile(lambda x: ((x * w).sin(), (x + w) * 1.0))
+    batches = session.batches(64, count=8)
+    for batch in batches[:3]:
+        call(batch)[0].sum().backward()
+    several = [call(batch) for batch in batches[:3]]
+    del several
+    w.grad = None
+    pending = [call(batches[3])[0] for _ in range(2)]
+    out = call(batches[4])[1].detach()  # its graph is gone
+    with counted() as counters:
+        in_threads(lambda: [call(batch) for batch in batches[:3]])
+    assert counters["rescues"] == 0
+    assert torch.equal(out, batches[4] + w)
+    for result in pending:
+        result.sum().backward()
+    torch.testing.assert_close(w.grad, 2 * (batches[3] * w.detach()).cos() * batches[3])

@@ -339,3 +339,61 @@ def test_autocast_belongs_to_the_signature(setting):
         return values
 
     assert setting.compare(program)["replays"] > 0
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_tensor_of_the_closure_that_is_returned_outlives_its_replacement(setting, reads):
+    session = setting.session()
+    state = {"table": session.tensor([3.0] * 1024)}
+
+    def fn(x):
+        table = state["table"]
+        return x + (table[:4] if reads else 1), table
+
+    call = session.wrap(fn)
+    for _ in range(3):
+        _, table = call(session.tensor([1.0] * 4))
+        assert table is state["table"]
+    address = table.data_ptr()
+    del table
+    for _ in range(3):
+        call(session.tensor([[0.0] * 4]))
+    state["table"] = session.tensor([5.0] * 1024)
+    others = [session.tensor([-9.0] * 1024) for _ in range(4)]
+    out, table = call(session.tensor([1.0] * 4))
+    assert table.tolist() == [3.0] * 1024, "frozen"
+    assert out.tolist() == [4.0 if reads else 2.0] * 4
+    assert address not in [t.data_ptr() for t in others]
+    assert call.stats.replays > 2
+
+
+def test_a_tensor_of_the_closure_that_is_read_lives_as_long_as_the_recording(setting):
+    session = setting.session()
+    state = {"weight": session.tensor([3.0] * 1024)}
+
+    def fn(x):
+        return x * state["weight"]
+
+    call = session.wrap(fn)
+    for _ in range(3):
+        call(session.tensor([1.0] * 1024))
+    address = state["weight"].data_ptr()
+    state["weight"] = None
+    others = [session.tensor([-9.0] * 1024) for _ in range(16)]
+    assert address not in [t.data_ptr() for t in others]
+    assert call(session.tensor([2.0] * 1024)).tolist() == [6.0] * 1024
+    (recording,) = call._runner.table.all()
+    assert list(recording._outside) == [address]
+
+
+def test_what_an_inner_compiled_function_returns_is_the_recordings_own(setting):
+    session = setting.session()
+    inner = torch.compile(lambda x: (x * 2).sin(), backend="aot_eager")
+    call = session.wrap(lambda x: (inner(x), inner(x) + 1))
+    held = [call(session.tensor([float(i)] * 4)) for i in range(5)]
+    for i, (first, second) in enumerate(held):
+        expected = torch.full((4,), 2.0 * i).sin()
+        torch.testing.assert_close(first.cpu(), expected)
+        torch.testing.assert_close(second.cpu(), expected + 1)
+    (recording,) = call._runner.table.all()
+    assert recording._outside == {}
