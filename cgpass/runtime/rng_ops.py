@@ -29,14 +29,19 @@ def read_rng_state(generator: torch.Generator | None) -> torch.Tensor:
     schema="(Tensor state, Generator? generator) -> ()",
 )
 def set_rng_state(state: torch.Tensor, generator: torch.Generator | None) -> None:
-    """Set a generator, the default one if None, to a state that `read_rng_state` gave.
+    """Set a generator, the default one if None, to a state that `read_rng_state` gave."""
+    put_state(generator or torch.default_generator, state)
+
+
+def put_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    """Set a generator to a state that lies in a recording's memory.
 
     Memory that nobody has written is passed over: a backward may be recorded before its forward was ever run again,
     and what it computes then means nothing.
     """
     content = ctypes.string_at(state.data_ptr(), state.numel())
     if content.count(content[:1]) != len(content):
-        (generator or torch.default_generator).set_state(state)
+        generator.set_state(state)
 
 
 @read_rng_state.register_fake
@@ -50,7 +55,8 @@ def _(state: torch.Tensor, generator: torch.Generator | None) -> None:
     """Changes no metadata."""
 
 
-SAC_IGNORED_OPS.update((read_rng_state._opoverload, set_rng_state._opoverload))
+OPERATORS: Final = (read_rng_state._opoverload, set_rng_state._opoverload)
+SAC_IGNORED_OPS.update(OPERATORS)
 
 
 def get_state(generator: torch.Generator) -> torch.Tensor:
