@@ -10,6 +10,7 @@ import torch
 
 from cgpass import _torch
 from cgpass.errors import CaptureError, CGPassError
+from cgpass.runtime import rng_ops
 from cgpass.runtime.syncs import is_capture_error
 
 _LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch,))
@@ -87,7 +88,7 @@ def _first_line(error: BaseException) -> str:
 
 
 class LastOp(_torch.TorchDispatchMode):
-    """Notes the operator that runs."""
+    """Notes the operator that runs; what puts the generators back after a failure is none."""
 
     def __init__(self) -> None:
         """Nothing ran yet."""
@@ -98,5 +99,6 @@ class LastOp(_torch.TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run it."""
-        self.name = str(func)
+        if func not in rng_ops.OPERATORS:
+            self.name = str(func)
         return func(*args, **(kwargs or {}))

@@ -3,7 +3,7 @@
 import torch
 
 from cgpass import _torch
-from cgpass.recompute import rng_ops
+from cgpass.runtime import rng_ops
 
 default_generator = _torch.default_generator
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 
 from cgpass import _torch
-from cgpass.errors import CaptureError, InputError
+from cgpass.errors import CaptureError, CheckpointError, InputError
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -222,7 +222,7 @@ def caller_of(
         positions_at: Where the positions are among its outputs or inputs.
         exact: Whether forwards draw from the user's generator.
     """
-    _torch.install_rng_kernel(run_with_state)
+    _torch.install_rng_kernel(run_with_state, _refuse_selective_checkpoint)
     if direction == "backward":
         return Backward(fn, devices, positions_at)
     make = ExactForward if exact else PairedForward
@@ -309,6 +309,14 @@ def _unpack(packed: torch.Tensor, states: Sequence[torch.Generator]) -> None:
 
 def _cuda_devices(devices: Sequence[torch.device]) -> tuple[torch.device, ...]:
     return tuple(dict.fromkeys(device for device in devices if device.type == "cuda"))
+
+
+def _refuse_selective_checkpoint() -> None:
+    raise CheckpointError(
+        "a compiled function that recomputes random operators (activation checkpointing with dropout) was called inside "
+        "a selective checkpoint that is not compiled: which of its random operators that one saves, nobody can tell. "
+        "Have torch.compile compile the selective checkpoint too, or use one without context_fn."
+    )
 
 
 def _refuse_foreign_capture(devices: Sequence[torch.device]) -> None:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from cgpass import _torch
 from cgpass.runtime.capturing import capture_runs
 from cgpass.runtime.driver import BoxedCallable, CapturedGraph, no_gc
+from cgpass.runtime.recorded_states import RecordedStates, inside_operator, recorded
 from cgpass.runtime.syncs import HostMethods, HostReads, call_watched, reads_on_host, refuse
 from cgpass.runtime.writes import written_by
 
@@ -111,6 +112,8 @@ class _Tape(_torch.TorchDispatchMode):
         """Sizes of the blocks that are this recording's first of all."""
         # a dispatched call gets another Python object of the same generator
         self._registered = {_implementation(generator) for generator in generators}
+        self._placed: set[int] = set()
+        self.states = RecordedStates(self, refuse(_REFUSAL))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -128,11 +131,19 @@ class _Tape(_torch.TorchDispatchMode):
         placed: dict[int, torch.UntypedStorage] = {}
         out = pytree.tree_map(
             lambda value: self._place(value, placed) if _is_new(value, known) else value,
-            call_watched(func, args, kwargs, HostReads(refuse(_REFUSAL))),
+            self._call(func, args, kwargs),
         )
         grad = torch.is_grad_enabled()
         self.calls.append((func, *where, grad, pytree.tree_map(self._where, out)))
         return out
+
+    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with inside_operator():
+            return call_watched(func, args, kwargs, HostReads(refuse(_REFUSAL)))
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """See `Recorder.made`."""
+        return _address(tensor) in self._placed
 
     def _where(self, value: Any) -> Any:
         """A tensor that stands for `value`'s memory and holds nothing; constants are held."""
@@ -152,6 +163,7 @@ class _Tape(_torch.TorchDispatchMode):
     def _move(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
         storage = self._pool.allocate(source.nbytes())
         address, num_bytes = storage.data_ptr(), storage.nbytes()
+        self._placed.add(address)
         if address not in self._fresh:
             if address in self._reused:
                 self._keep_contents(address, num_bytes)
@@ -176,6 +188,7 @@ class _Tape(_torch.TorchDispatchMode):
     def _refuse(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if reads_on_host(func, args):
             raise RuntimeError(f"{_REFUSAL}: {func}")
+        self.states.refuse_draw(func)
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Generator) and _implementation(leaf) not in self._registered:
                 raise RuntimeError(f"a generator used by {func} is not registered with the graph")
@@ -265,8 +278,10 @@ class SimulatedDriver:
             args.clear()
             with HostReads(refuse(_REFUSAL)):
                 return list(tape.note(lambda *inputs: tuple(fn(list(inputs))), inputs, {}))
-        with HostMethods(refuse(_REFUSAL)), tape:
-            return list(fn(args))
+        with HostMethods(refuse(_REFUSAL)), recorded(tape.states), tape:
+            outputs = list(fn(args))
+        tape.states.end()
+        return outputs
 
     def warm_up(self, fn: BoxedCallable, args: list[Any]) -> Sequence[Any]:
         """See `GraphDriver.warm_up`; where the memory lies makes no difference here."""

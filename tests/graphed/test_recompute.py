@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torchs
 
 import cgpass
+from cgpass.errors import CaptureError
 from tests.graphed.steps import Layer, clear_grads, rng_state, same, same_grads, step, twins
 
 WAYS = {
@@ -152,3 +153,36 @@ def test_a_checkpoint_around_graphed_layers_is_not_theirs(setting):
         out = cgpass.checkpoint(lambda x, fn=fn: fn(x).sin(), x)
         out.square().sum().backward()
     same_grads(layer, plain)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_torchs_checkpoint_of_random_operators_is_refused(reentrant):
+    def forward(x):
+        return torchs(lambda x: F.dropout(x, 0.5) * 3, x, use_reentrant=reentrant)
+
+    options = cgpass.GraphedOptions(driver="simulated")
+    found = (
+        r"backward of .*forward can't be captured, in aten.bernoulli.*, at .* Recompute by cgpass"
+    )
+    with pytest.raises(CaptureError, match=found):
+        cgpass.make_graphed_callables(
+            forward, (torch.ones(4, requires_grad=True),), options=options
+        )
+
+
+def test_torchs_checkpoint_without_random_operators_keeps_its_states():
+    def forward(x):
+        return F.dropout(torchs(lambda x: x.sin().exp(), x, use_reentrant=False), 0.5)
+
+    options = cgpass.GraphedOptions(driver="simulated")
+    sample = torch.ones(4, requires_grad=True)
+    graphed = cgpass.make_graphed_callables(forward, (sample,), options=options)
+    found = []
+    for fn in (graphed, forward):
+        torch.manual_seed(0)
+        x = torch.linspace(0, 1, 4).requires_grad_()
+        y = fn(x)
+        y.sum().backward()
+        found.append((y.detach(), x.grad, torch.rand(2)))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)

@@ -1,5 +1,7 @@
 """Recomputed random operators under settings: torch's, cgpass', hooks; and captures that fail beside them."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -8,8 +10,10 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from cgpass.errors import CheckpointError
 from tests.usage.programs import Setting, assert_replays
 from tests.usage.test_ways_recompute import RNG, Masks, Noise, compare, trained
 
@@ -130,3 +134,38 @@ def test_a_partition_is_split_around_what_fails(way, rng, orders):
     program = trained(Fails, count=9, orders=orders)
     counters = compare(way, program, rng=rng, on_skip="silent", min_partition_ops=1)
     assert counters["replays"] > 0
+
+
+class Watching(TorchDispatchMode):
+    """Knows no higher-order operators."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **kwargs or {})
+
+
+def test_a_backward_in_a_dispatch_mode(way):
+    def program(session):
+        module, train = session.compiled(Masks)
+        found = []
+        for x in session.batches(4, 16):
+            y = train(x.requires_grad_())
+            with Watching():
+                y.square().sum().backward()
+            found += [y.detach().clone(), x.grad]
+            found += [p.grad.clone() for p in module.parameters()]
+            module.zero_grad()
+        return found
+
+    assert_replays(compare(way, program))
+
+
+def test_a_selective_checkpoint_around_what_is_compiled(way):
+    save = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+    def program(session):
+        _, train = session.compiled(Masks)
+        x = session.randn(4, 16).requires_grad_()
+        return checkpoint(train, x, use_reentrant=False, context_fn=save)
+
+    with pytest.raises(CheckpointError, match="inside a selective checkpoint that is not compiled"):
+        way.run(program, compiler="eager")
