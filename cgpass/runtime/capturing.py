@@ -1,4 +1,4 @@
-"""Nothing is destroyed while a capture runs.
+"""What a capture runs in: nothing is collected or destroyed meanwhile.
 
 Note [Destruction during a capture]
     Destroying a graph frees device memory and gives back its pool, which a capture that runs at the same time does
@@ -8,7 +8,9 @@ Note [Destruction during a capture]
 """
 
 import contextlib
+import gc
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 
 _lock = threading.RLock()  # a collection inside may come back here
@@ -49,3 +51,23 @@ def _run_waiting() -> None:
                 return
             destroy = _waiting.pop(0)
         destroy()
+
+
+@contextlib.contextmanager
+def no_gc() -> Iterator[None]:
+    """No garbage collection inside: a collected tensor's or graph's destructor may touch the device."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def may_be_empty() -> Iterator[None]:
+    """Have torch say nothing of a captured graph without work."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+        yield

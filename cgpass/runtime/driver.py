@@ -5,9 +5,7 @@ static input and no liveness: those are the wrapper's.
 """
 
 import contextlib
-import gc
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -15,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from cgpass import _torch
-from cgpass.runtime.capturing import capture_runs, when_no_capture_runs
+from cgpass.runtime.capturing import capture_runs, may_be_empty, no_gc, when_no_capture_runs
 from cgpass.runtime.streams import CallStreams
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
@@ -88,26 +86,6 @@ class GraphDriver(Protocol):
     def enter_call(self) -> None:
         """Order this call after the previous one if it came on another stream."""
         ...
-
-
-@contextlib.contextmanager
-def no_gc() -> Iterator[None]:
-    """No garbage collection inside: a collected tensor's or graph's destructor may touch the device."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _may_be_empty() -> Iterator[None]:
-    """Have torch say nothing of a captured graph without work."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The CUDA Graph is empty")
-        yield
 
 
 class _Pool:
@@ -362,7 +340,7 @@ class CUDADriver:
         try:
             graph.capture_begin(capture_error_mode="thread_local")
             self._token.zero_()
-            with _may_be_empty():
+            with may_be_empty():
                 graph.capture_end()
         except RuntimeError:
             for generator, state in zip(generators, states, strict=True):
@@ -378,7 +356,7 @@ class CUDADriver:
             self._end_failed(graph, pool)
             raise
         try:
-            with _may_be_empty():
+            with may_be_empty():
                 graph.capture_end()
         except BaseException:
             _torch.abandon_failed_capture(self._index, pool.handle)
@@ -386,7 +364,7 @@ class CUDADriver:
         return outputs
 
     def _end_failed(self, graph: torch.cuda.CUDAGraph, pool: _Pool) -> None:
-        with _may_be_empty():
+        with may_be_empty():
             try:
                 graph.capture_end()
             except RuntimeError:

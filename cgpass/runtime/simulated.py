@@ -16,8 +16,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass import _torch
-from cgpass.runtime.capturing import capture_runs
-from cgpass.runtime.driver import BoxedCallable, CapturedGraph, no_gc
+from cgpass.runtime.capturing import capture_runs, no_gc
+from cgpass.runtime.driver import BoxedCallable, CapturedGraph
 from cgpass.runtime.recorded_states import RecordedStates, inside_operator, recorded
 from cgpass.runtime.syncs import HostMethods, HostReads, call_watched, reads_on_host, refuse
 from cgpass.runtime.writes import written_by

@@ -7,7 +7,8 @@ import torch
 
 from cgpass import _torch
 from cgpass.runtime import driver as driver_module
-from cgpass.runtime.driver import CUDADriver, no_gc
+from cgpass.runtime.capturing import no_gc
+from cgpass.runtime.driver import CUDADriver
 
 DEVICE = torch.device("cuda", 0)
 

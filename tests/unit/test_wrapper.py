@@ -256,6 +256,7 @@ def quantised(x):
     return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 def test_quantised_tensors_are_refused():
     with pytest.raises(
         InputError, match=r"input 0 is quantised \(torch.qint8\): a recording takes"
