@@ -20,7 +20,7 @@ OPS = {
     "in place": lambda x, w: (x * 1).mul_(0.5).sin_(),
     "cat": lambda x, w: torch.cat([x, F.dropout(x, 0.5)])[:4],
 }
-NUM_PROGRAMS = int(os.environ.get("CHECKPOINT_RANDOM_PROGRAMS", "40"))
+NUM_PROGRAMS = int(os.environ.get("CHECKPOINT_RANDOM_PROGRAMS", "24"))
 
 
 def tree(rng, depth):

@@ -111,7 +111,8 @@ def test_forward_and_backward_recorded_apart():
         return list(torch.autograd.grad(held[0], [x], args.pop(), retain_graph=True))
 
     first, (y,) = driver.record(forward, [x], opaque=False)
-    second, (grad,) = driver.record(backward, [torch.ones(16, 16)], opaque=False)
+    tangent = torch.ones(16, 16)
+    second, (grad,) = driver.record(backward, [tangent], opaque=False)
     torch.manual_seed(0)
     for _ in range(3):
         first.replay()

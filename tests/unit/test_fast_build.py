@@ -1,6 +1,7 @@
 """The C++ functions are built in the background and kept; where that fails the Python versions go on."""
 
 import logging
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -104,7 +105,12 @@ def test_an_unwritable_cache_is_replaced_by_a_temporary_one(monkeypatch, tmp_pat
 
 
 def test_two_processes_at_once_leave_one_file(compiled, tmp_path, monkeypatch):
-    del compiled  # there is a compiler
+    del compiled  # there is a compiler, and what it made
+    code = (
+        "import shutil, sys, time; time.sleep(2); "
+        f"shutil.copy({str(fast_build.cached_path())!r}, sys.argv[sys.argv.index('-o') + 1])"
+    )
+    monkeypatch.setenv("CXX", shlex.join([sys.executable, "-c", code]))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CGPASS_FAST", "wait")
     monkeypatch.setenv("PYTHONPATH", str(Path(fast.__file__).parents[2]))
