@@ -57,7 +57,7 @@ class Fallback:
         self._covers: Callable[[Sequence[Any]], bool] | None = None
         self._failed_once = False
         self._refusal: CaptureError | None = None
-        self._said_uncovered = False
+        self._said_uncovered = self._said_transform = False
 
     def raise_refusal(self) -> None:
         """Raise what a capture failed with before: a call does not try again what can't succeed.
@@ -113,6 +113,18 @@ class Fallback:
         outputs = self._fn(args)
         self._stats.plain_calls += 1
         return outputs
+
+    def run_in_transform(self, args: list[Any]) -> Sequence[Any]:
+        """Run a call inside a transform, whose tensors need have no memory; said once."""
+        if not self._said_transform:
+            self._said_transform = True
+            log.log(
+                self._level,
+                "%s runs without a graph inside of transforms (torch.func, vmap, batched gradients): call it outside of "
+                "them to have it replayed.",
+                self._name,
+            )
+        return self.run(args)
 
     def run_again(self, args: list[Any], error: Exception) -> Sequence[Any]:
         """Make a call whose capture failed without it, and try none like it again unless the error was the user's.

@@ -129,9 +129,8 @@ class Recorder:
 
     def _watched_by(self, said: SaidToBeWritten) -> BoxedCallable:
         def fn(args: list[Any]) -> Sequence[Any]:
-            with (
-                said
-            ):  # inside of the driver's own watching: what it sees lies where the graph has it
+            # Inside of the driver's own watching: what it sees lies where the graph has it.
+            with said:
                 return self._fn(args)
 
         return fn

@@ -137,7 +137,7 @@ class PartitionRunner:
 
     def _run(self, args: list[Any]) -> tuple[Sequence[Any], Recording | None]:
         if self.owner.in_transform:
-            return self._fallback.run(args), None
+            return self._fallback.run_in_transform(args), None
         if self.owner.wants_start:
             self.owner.start_over_if_idle()
         layout = self._layout

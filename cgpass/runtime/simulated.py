@@ -206,9 +206,8 @@ class SimulatedGraph:
         """Run every call on the memory of the recording."""
         with torch.no_grad():
             for func, args, kwargs, grad, recorded in self._calls:
-                torch.set_grad_enabled(
-                    grad
-                )  # some operators make less where no backward is to come
+                # Some operators make less where no backward is to come.
+                torch.set_grad_enabled(grad)
                 again = func(*args, **kwargs)
                 for old, new in zip(_tensors(recorded), _tensors(again), strict=True):
                     if _address(old) != _address(new):  # whole: elements may share memory

@@ -108,9 +108,7 @@ class CUDAGraphWrapper:
         if runner is None:
             runner = self._runner = self._new_runner(args, device)
         self._check(args, runner.owner.driver.device)
-        if fast.in_transform():
-            return self._run_plainly(runner, args)
-        if shares_memory(args, runner.written):
+        if not fast.in_transform() and shares_memory(args, runner.written):
             return self._run_shared(runner, args)
         with runner.owner.lock, torch.no_grad():
             runner.owner.enter_call()
@@ -130,9 +128,6 @@ class CUDAGraphWrapper:
                 "Pass tensors that share none.",
                 self._name,
             )
-        return self._run_plainly(runner, args)
-
-    def _run_plainly(self, runner: PartitionRunner, args: Sequence[Any]) -> Any:
         runner.stats.calls += 1
         runner.stats.plain_calls += 1
         with torch.no_grad():

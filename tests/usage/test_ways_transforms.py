@@ -31,6 +31,8 @@ def test_gradients_are_batched(way, order, outputs, caplog):
         pytest.skip("Inductor's kernels take no batched tensors, graphs or not")
     assert way.compare(program, outputs=outputs, min_partition_ops=1)["replays"] > 0
     assert "can't be captured" not in caplog.text
+    told = [r for r in caplog.messages if "runs without a graph inside of transforms" in r]
+    assert len(told) == 1
 
 
 def test_jacobians_of_a_module(way):
@@ -51,7 +53,7 @@ def test_jacobians_of_a_module(way):
     assert way.compare(program)["replays"] > 0
 
 
-def test_a_wrapper_inside_a_transform(setting):
+def test_a_wrapper_inside_a_transform(setting, caplog):
     call = setting.session().wrap(lambda x: x.sin() + 1)
     x = setting.session().randn(3, 4)
     with counted() as counters:
@@ -61,3 +63,4 @@ def test_a_wrapper_inside_a_transform(setting):
     assert (counters["replays"], counters["plain_calls"]) == (2, 3)
     with pytest.raises(InputError, match="requires grad"):
         torch.func.grad(lambda x: call(x).sum())(x)
+    assert caplog.text.count("runs without a graph inside of transforms") == 1
