@@ -119,6 +119,21 @@ def clear_cublas_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
+def make_library_handles(device: torch.device) -> None:
+    """Make the handles of cuBLAS and cuDNN that the current thread will use.
+
+    Each thread has its own, made when it first needs one: inside a capture that fails
+    (`CUBLAS_STATUS_NOT_INITIALIZED`, torch 2.11).
+
+    Source: aten/src/ATen/cuda/detail/DeviceThreadHandles.h, 2.11.
+    """
+    torch.cuda.current_blas_handle()
+    if torch.backends.cudnn.is_available():
+        with without_modes():
+            one = torch.ones(1, 1, 1, 1, device=device)
+            torch.nn.functional.conv2d(one, one)
+
+
 def abandon_failed_capture(device: int, pool: tuple[int, int]) -> None:
     """Take the allocator out of capture routing after `capture_end` raised.
 

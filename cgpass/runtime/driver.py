@@ -71,6 +71,10 @@ class GraphDriver(Protocol):
         """Have pools belong to their graphs alone."""
         ...
 
+    def prepare_thread(self) -> None:
+        """Before this thread records what it never warmed up: make what libraries keep for each thread."""
+        ...
+
     def live_blocks(self, slot: int) -> dict[int, int]:
         """Memory of a pool that is in use now: bytes by address. Captures that are over count with what outlived them."""
         ...
@@ -308,6 +312,11 @@ class CUDADriver:
         """See `GraphDriver.end_warm_ups`."""
         for pool in self._pools.values():
             pool.end_of_warm_ups()
+
+    def prepare_thread(self) -> None:
+        """See `GraphDriver.prepare_thread`. No handle can be made while the thread captures."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            _torch.make_library_handles(self.device)
 
     def live_blocks(self, slot: int) -> dict[int, int]:
         """See `GraphDriver.live_blocks`. From the allocator's own records; on the host, no synchronisation."""

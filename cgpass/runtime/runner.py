@@ -299,6 +299,8 @@ class PartitionRunner:
 
     def _record(self, args: list[Any], slot: int, watch: Watch) -> Recording | None:
         """A recording, None if this call is none for it."""
+        if not self._warm_ups.ran_here:
+            self.owner.driver.prepare_thread()
         self._largest = max(self._largest, self._layout.bytes_that_move(args))
         stationary = watch.stationary(args, {*self._layout.mutated, *self.written})
         if stationary:

@@ -289,6 +289,9 @@ class SimulatedDriver:
     def end_warm_ups(self) -> None:
         """See `GraphDriver.end_warm_ups`: they took no memory of a pool."""
 
+    def prepare_thread(self) -> None:
+        """See `GraphDriver.prepare_thread`. Nothing is kept for each thread."""
+
     def live_blocks(self, slot: int) -> dict[int, int]:
         """See `GraphDriver.live_blocks`."""
         pool = self._pools.get(slot)

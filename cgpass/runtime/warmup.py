@@ -1,5 +1,6 @@
 """`WarmUp`: a partition's plain calls before it is recorded, and what they tell of it."""
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,10 +22,16 @@ class WarmUp:
         """
         self._fn = fn
         self._owner = owner
+        self._here = threading.local()
         self.found_syncs = False
         """Whether the last call that was checked seemed to wait for the device."""
         self.found_written: frozenset[int] = frozenset()
         """Inputs whose bits the last call changed, among those compared."""
+
+    @property
+    def ran_here(self) -> bool:
+        """Whether this thread ran a call."""
+        return getattr(self._here, "ran", False)
 
     def run(
         self, args: list[Any], *, check_syncs: bool, compared: Sequence[int] = ()
@@ -52,6 +59,7 @@ class WarmUp:
         return self._run(args)
 
     def _run(self, args: list[Any]) -> Sequence[Any]:
+        self._here.ran = True
         if self._owner.has_recordings():
             return self._fn(args)
         return self._owner.driver.warm_up(self._fn, args)

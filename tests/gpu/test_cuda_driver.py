@@ -1,6 +1,7 @@
 """What only a real device shows of the driver: failed and foreign captures, streams, registered generators."""
 
 import logging
+import threading
 
 import pytest
 import torch
@@ -46,6 +47,35 @@ def assert_process_is_healthy(owner):
     values = [runner.run([x])[0][0].clone() for _ in range(3)]
     assert runner.stats.replays == 2
     assert not torch.equal(values[1], values[2])
+
+
+LIBRARIES = {
+    "cublas": lambda x: x @ x,
+    "cublaslt": lambda x: torch.nn.functional.linear(x.half(), x.half(), x[0].half()),
+    "cudnn": lambda x: torch.nn.functional.conv2d(x[None, None], x[None, None, :3, :3]),
+    "cufft": lambda x: torch.fft.rfft(x).abs(),
+    "cusolver": lambda x: torch.linalg.cholesky_ex(x @ x.T + torch.eye(8, device=x.device))[0],
+    "attention": lambda x: torch.nn.functional.scaled_dot_product_attention(*[x[None, None]] * 3),
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_thread_records_what_another_one_warmed_up(owner, library):
+    runner = runner_of(owner, boxed(LIBRARIES[library]), InputKind.COPIED)
+    xs = [torch.randn(8, 8, device="cuda") for _ in range(4)]
+    runner.run([xs[0]])
+    found = []
+
+    def work(x):
+        found.append(runner.run([x])[0][0].clone())
+
+    for x in xs[1:]:
+        thread = threading.Thread(target=work, args=(x,))
+        thread.start()
+        thread.join()
+    assert runner.stats.replays == 3
+    for x, y in zip(xs[1:], found, strict=True):
+        torch.testing.assert_close(y, LIBRARIES[library](x))
 
 
 def test_a_failed_capture_leaves_the_process_healthy(owner, caplog):

@@ -1,6 +1,8 @@
 """Warm-up, record, replay, and what happens when a capture fails or inputs are not where they were."""
 
+import concurrent.futures
 import logging
+import threading
 
 import pytest
 import torch
@@ -309,3 +311,26 @@ def test_outputs_held_over_a_release_keep_their_value():
     for _ in range(4):
         call(run, X)
     assert held.tolist() == [10, 10]
+
+
+def test_a_thread_that_records_what_it_never_ran_is_prepared_first():
+    prepared = []
+
+    class Driver(SimulatedDriver):
+        def prepare_thread(self):
+            prepared.append(threading.get_ident())
+
+    run = runner(lambda x: (x + 1,), COPIED, owner=Owner(Driver()))
+    assert call(run, X) == call(run, X) == [[2.0, 2.0]]
+    assert prepared == []
+    run.close()
+    here = threading.get_ident()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        other = pool.submit(threading.get_ident).result()
+        pool.submit(call, run, X).result()
+        run.forget_recordings()
+        call(run, X)
+        run.forget_recordings()
+        pool.submit(call, run, X).result()
+    assert here not in prepared
+    assert set(prepared) <= {other}
