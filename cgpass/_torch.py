@@ -6,7 +6,10 @@ first and at the version second.
 """
 
 import contextlib
+import ctypes
 import functools
+import operator
+import sys
 from collections.abc import (
     Callable,
     Iterator,
@@ -161,6 +164,34 @@ def end_allocating_to_pool(device: int, pool: tuple[int, int]) -> None:
 def release_pool(device: int, pool: tuple[int, int]) -> None:
     """Take back one user of a pool."""
     torch._C._cuda_releasePool(device, pool)
+
+
+def pool_segments(pool: tuple[int, int]) -> list[dict[str, Any]]:
+    """What the allocator has of a pool, from its own records: `torch.cuda.memory_snapshot`'s segments.
+
+    torch 2.11 drops one reference too many to either number of the handle: past 256 pools that frees objects that are
+    in use. So it gets numbers of our own, and what it dropped is put right.
+    """
+    numbers = [_Number(number) for number in pool]
+    with references_kept(numbers):
+        return torch.cuda.memory_snapshot((numbers[0], numbers[1]), include_traces=False)
+
+
+class _Number(int):
+    """No object that anybody else uses."""
+
+
+@contextlib.contextmanager
+def references_kept(objects: Sequence[object]) -> Iterator[None]:
+    """Give objects back the references that are dropped inside by who doesn't own them."""
+    before = [sys.getrefcount(each) for each in objects]
+    try:
+        yield
+    finally:
+        after = [sys.getrefcount(each) for each in objects]
+        for each, dropped in zip(objects, map(operator.sub, before, after), strict=True):
+            for _ in range(dropped):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 def current_raw_stream(device: int) -> int:

@@ -323,7 +323,7 @@ class CUDADriver:
         pool = self._pools.get(slot)
         if pool is None or not pool.is_used:
             return {}
-        segments = torch.cuda.memory_snapshot(pool.handle, include_traces=False)
+        segments = _torch.pool_segments(pool.handle)
         return {
             block["address"]: block["size"]
             for segment in segments

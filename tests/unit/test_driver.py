@@ -1,6 +1,8 @@
 """What of the CUDA driver can be shown without CUDA: which calls it makes, in which order."""
 
+import ctypes
 import gc
+import sys
 
 import pytest
 import torch
@@ -382,6 +384,31 @@ def test_a_pool_that_is_given_serves_warm_ups_and_captures(pools):
     found = ["begin (7, 7)", "end (7, 7)", "begin (7, 7) thread_local", "release (7, 7)"]
     assert of_pools(log) == found
     assert graph is not None
+
+
+def test_references_that_a_snapshot_of_a_pool_drops_are_put_right(monkeypatch):
+    """torch 2.11 drops one of each number of the pool's handle."""
+    pool = (70000, 70001)
+
+    def snapshot(handle, *, include_traces):
+        assert not include_traces
+        assert handle == pool
+        assert {*map(id, handle)}.isdisjoint(map(id, pool))
+        return list(map(drop_a_reference, handle))
+
+    def drop_a_reference(number):
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(number))
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    assert _torch.pool_segments(pool) == [None, None]
+
+    objects = [object(), object()]
+    kept = 2 * objects
+    with _torch.references_kept(objects):
+        drop_a_reference(objects[1])
+    first, second = map(sys.getrefcount, objects)
+    assert first == second
+    del kept
 
 
 @pytest.mark.gpu
