@@ -8,7 +8,6 @@ first and at the version second.
 import contextlib
 import ctypes
 import functools
-import operator
 import sys
 from collections.abc import (
     Callable,
@@ -169,29 +168,32 @@ def release_pool(device: int, pool: tuple[int, int]) -> None:
 def pool_segments(pool: tuple[int, int]) -> list[dict[str, Any]]:
     """What the allocator has of a pool, from its own records: `torch.cuda.memory_snapshot`'s segments.
 
-    torch 2.11 drops one reference too many to either number of the handle: past 256 pools that frees objects that are
-    in use. So it gets numbers of our own, and what it dropped is put right.
+    torch 2.11 drops a reference too many to what it is asked with: past 256 pools that frees numbers that are in use,
+    and before Python 3.12 `False` in the end. There, it is given one more of each.
     """
     numbers = [_Number(number) for number in pool]
-    with references_kept(numbers):
-        return torch.cuda.memory_snapshot((numbers[0], numbers[1]), include_traces=False)
+    given = [*numbers, False] if _drops_references() else []
+    for each in given:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+    return torch.cuda.memory_snapshot((numbers[0], numbers[1]), include_traces=False)
 
 
 class _Number(int):
     """No object that anybody else uses."""
 
 
-@contextlib.contextmanager
-def references_kept(objects: Sequence[object]) -> Iterator[None]:
-    """Give objects back the references that are dropped inside by who doesn't own them."""
-    before = [sys.getrefcount(each) for each in objects]
-    try:
-        yield
-    finally:
-        after = [sys.getrefcount(each) for each in objects]
-        for each, dropped in zip(objects, map(operator.sub, before, after), strict=True):
-            for _ in range(dropped):
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+@functools.cache
+def _drops_references() -> bool:
+    """Whether asking for a pool's memory drops a reference too many to the pool's numbers."""
+    number = _Number(0)
+    held = [number, number]  # more than can be dropped
+    before = sys.getrefcount(number)
+    torch.cuda.memory_snapshot((number, _Number(2**40)), include_traces=False)  # of no pool
+    dropped = before - sys.getrefcount(number)
+    for _ in range(dropped):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
+    del held
+    return dropped > 0
 
 
 def current_raw_stream(device: int) -> int:

@@ -386,29 +386,29 @@ def test_a_pool_that_is_given_serves_warm_ups_and_captures(pools):
     assert graph is not None
 
 
-def test_references_that_a_snapshot_of_a_pool_drops_are_put_right(monkeypatch):
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_snapshot_that_drops_references_is_given_more(monkeypatch, drops):
     """torch 2.11 drops one of each number of the pool's handle."""
-    pool = (70000, 70001)
+    held, pool = [], (70000, 70001)
 
     def snapshot(handle, *, include_traces):
         assert not include_traces
-        assert handle == pool
-        assert {*map(id, handle)}.isdisjoint(map(id, pool))
-        return list(map(drop_a_reference, handle))
-
-    def drop_a_reference(number):
-        ctypes.pythonapi.Py_DecRef(ctypes.py_object(number))
+        for number in handle if drops else ():
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(number))
+        if handle == pool:
+            held.extend(handle)
+        return [handle == pool]
 
     monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
-    assert _torch.pool_segments(pool) == [None, None]
-
-    objects = [object(), object()]
-    kept = 2 * objects
-    with _torch.references_kept(objects):
-        drop_a_reference(objects[1])
-    first, second = map(sys.getrefcount, objects)
-    assert first == second
-    del kept
+    _torch._drops_references.cache_clear()
+    try:
+        assert _torch.pool_segments(pool) == [True]
+        assert _torch._drops_references() is drops
+    finally:
+        _torch._drops_references.cache_clear()
+    assert not {*map(id, pool)} & {*map(id, held)}
+    others = [object(), object()]
+    assert list(map(sys.getrefcount, held)) == list(map(sys.getrefcount, others))
 
 
 @pytest.mark.gpu
