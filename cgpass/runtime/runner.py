@@ -387,6 +387,10 @@ class PartitionRunner:
         if isinstance(error, torch.OutOfMemoryError):
             self.close()
             give_memory_back(error, self.owner.driver.device)
+        elif self._warm_ups.first_here():
+            outputs = self._warm_ups.run(args, check_syncs=False)
+            self.stats.warmups += 1
+            return outputs
         if self._fallback.split(args, error):
             self.close()
             return self._fallback.run(args)

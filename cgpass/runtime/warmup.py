@@ -23,6 +23,8 @@ class WarmUp:
         self._fn = fn
         self._owner = owner
         self._here = threading.local()
+        self._extra = 3
+        """How many threads may yet run a call after a capture of theirs failed."""
         self.found_syncs = False
         """Whether the last call that was checked seemed to wait for the device."""
         self.found_written: frozenset[int] = frozenset()
@@ -32,6 +34,13 @@ class WarmUp:
     def ran_here(self) -> bool:
         """Whether this thread ran a call."""
         return getattr(self._here, "ran", False)
+
+    def first_here(self) -> bool:
+        """Whether what failed may succeed once this thread ran a call: libraries keep handles for each thread."""
+        if self.ran_here or not self._extra:
+            return False
+        self._extra -= 1
+        return True
 
     def run(
         self, args: list[Any], *, check_syncs: bool, compared: Sequence[int] = ()

@@ -10,7 +10,7 @@ import torch
 from cgpass.errors import CaptureError
 from cgpass.runtime import fast, stationary
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.simulated import SimulatedDriver
+from cgpass.runtime.simulated import SimulatedDriver, is_recording
 from tests.unit.runners import COPIED, OPAQUE, POOLED, STATIC, SYMINT, call, counts, runner
 
 X = torch.ones(2)
@@ -334,3 +334,43 @@ def test_a_thread_that_records_what_it_never_ran_is_prepared_first():
         pool.submit(call, run, X).result()
     assert here not in prepared
     assert set(prepared) <= {other}
+
+
+def in_another_thread(function, *args):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result()
+
+
+def test_what_fails_in_a_thread_that_never_ran_it_is_tried_again(caplog):
+    made = threading.local()
+
+    def fn(x):
+        if is_recording() and not hasattr(made, "handle"):
+            raise RuntimeError("no handle can be made here")
+        made.handle = True
+        return (x + 1,)
+
+    run = runner(fn, COPIED)
+    call(run, X)
+
+    def twice():
+        return call(run, X), call(run, X)
+
+    assert in_another_thread(twice) == ([[2.0, 2.0]], [[2.0, 2.0]])
+    assert counts(run) == (2, 1, 1, 0)
+    assert warnings(caplog) == []
+
+
+def test_what_fails_in_thread_after_thread_is_not_tried_forever(caplog):
+    def fn(x):
+        if is_recording():
+            raise RuntimeError("never")
+        return (x + 1,)
+
+    run = runner(fn, COPIED)
+    call(run, X)
+    for _ in range(6):
+        assert in_another_thread(call, run, X) == [[2.0, 2.0]]
+    assert run.failure is not None or counts(run)[3] > 0
+    assert counts(run)[0] == 4
+    assert run.stats.recordings == 0
