@@ -14,15 +14,16 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cgpass import _torch
 from cgpass.runtime import fast
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.liveness import LiveOutputs
 from cgpass.runtime.recording import Recording
+from cgpass.runtime.writes import has_place
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,8 @@ MAX_STARTS = 8
 """Times that all recordings are dropped to be made anew."""
 PATIENCE = 8
 """Calls that wait for nothing to be held."""
+_ADDRESSES_KEPT = 4096
+"""Places of warm-ups' outputs that are remembered."""
 RESCUES_IN_A_ROW = 3
 """Rescues of a recording's outputs, call after call, after which they are laid elsewhere."""
 
@@ -107,6 +110,7 @@ class Owner:
         """Whether every recording is being dropped."""
         self._members: list[Member] = []
         self._pool_addresses: Counter[int] = Counter()
+        self._warm_addresses: set[int] = set()
         _owners.add(self)
 
     def enter_call(self, *, is_backward: bool = False) -> None:
@@ -292,6 +296,17 @@ class Owner:
     def is_pool_storage(self, tensor: "torch.Tensor") -> bool:
         """Whether `tensor` lies in the output of a recording."""
         return self._pool_addresses[tensor.untyped_storage().data_ptr()] > 0
+
+    def note_warm_up(self, outputs: Iterable[Any]) -> None:
+        """Note where a warm-up's outputs lie."""
+        if len(self._warm_addresses) > _ADDRESSES_KEPT:
+            self._warm_addresses.clear()
+        tensors = (value for value in outputs if has_place(value))
+        self._warm_addresses.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+
+    def is_of_warm_up(self, tensor: "torch.Tensor") -> bool:
+        """Whether `tensor` lies where a warm-up's output lay."""
+        return tensor.untyped_storage().data_ptr() in self._warm_addresses
 
     # ---- end
 

@@ -188,11 +188,11 @@ class PartitionRunner:
         if self._fallback.replacement is not None:
             return self._fallback.run(args), None
         warm = self.table.is_warm(shape_key, static_key, args)
-        strays = warm and self._has_strays(args)
+        strays = self._find_strays(args) if warm else []
         if strays:  # which may have changed what is copied
             static_key = self._layout.static_key(args)
-        if strays and not self.table.has_recordings(shape_key):
-            warm, strays = False, False  # what made the inputs was itself warming up
+        if strays and self._was_warming_up(shape_key, strays, args):
+            warm, strays = False, []  # what made the inputs
         usable = self._is_usable() and not strays
         if warm and usable:
             usable = self._moves_are_over(shape_key, static_key, args)
@@ -245,12 +245,19 @@ class PartitionRunner:
         fails = self._fallback.failure is not None
         return not (fails or self.owner.closed or self.owner.driver.is_capturing())
 
-    def _has_strays(self, args: Sequence[Any]) -> bool:
-        """Whether a pooled input is not where a recording put it; if that goes on, it becomes a copied one."""
+    def _find_strays(self, args: Sequence[Any]) -> list[int]:
+        """Pooled inputs that are not where a recording put them; if that goes on, they become copied ones."""
         strays = self._strays.find(args, self._layout.pooled, self.stats.calls)
         if strays and self._strays.persist():
             self._copy_instead(strays)
-        return bool(strays)
+        return strays
+
+    def _was_warming_up(
+        self, shape_key: ShapeKey, strays: Sequence[int], args: Sequence[Any]
+    ) -> bool:
+        """Whether what made the inputs was."""
+        new = not self.table.has_recordings(shape_key)
+        return new or all(self.owner.is_of_warm_up(args[i]) for i in strays)
 
     def _copy_instead(self, positions: Sequence[int]) -> None:
         """Copy inputs that were read where they lay, from now on."""

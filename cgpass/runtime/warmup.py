@@ -1,5 +1,6 @@
 """`WarmUp`: a partition's plain calls before it is recorded, and what they tell of it."""
 
+import functools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -69,6 +70,12 @@ class WarmUp:
 
     def _run(self, args: list[Any]) -> Sequence[Any]:
         self._here.ran = True
-        if self._owner.has_recordings():
-            return self._fn(args)
-        return self._owner.driver.warm_up(self._fn, args)
+        owner = self._owner
+        run = (
+            self._fn
+            if owner.has_recordings()
+            else functools.partial(owner.driver.warm_up, self._fn)
+        )
+        outputs = run(args)
+        owner.note_warm_up(outputs)
+        return outputs

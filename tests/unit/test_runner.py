@@ -374,3 +374,21 @@ def test_what_fails_in_thread_after_thread_is_not_tried_forever(caplog):
     assert run.failure is not None or counts(run)[3] > 0
     assert counts(run)[0] == 4
     assert run.stats.recordings == 0
+
+
+def test_what_reads_a_warm_ups_outputs_warms_up_too():
+    owner = Owner(SimulatedDriver())
+    forward = runner(lambda x, w: (x * w,), COPIED, STATIC, owner=owner)
+    backward = runner(lambda y: (y + 1,), POOLED, owner=owner)
+
+    def step(w):
+        outputs, _ = forward.run([X, w])
+        return call(backward, *outputs)
+
+    first, second = torch.ones(2), torch.full((2,), 2.0)
+    for w in (first, first, first, second, second):
+        assert step(w) == [(w + 1).tolist()]
+    assert counts(forward)[0] == counts(backward)[0] == 2
+    assert counts(backward)[2:] == (3, 0)
+    assert call(backward, torch.zeros(2)) == [[1, 1]]
+    assert counts(backward)[3] == 1
