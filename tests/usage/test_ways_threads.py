@@ -3,10 +3,14 @@
 import queue
 import threading
 
+import pytest
 import torch
 
 from cgpass.runtime import owner as owners
 from tests.usage.programs import MLP, counted
+
+# what torch says in any thread that begins with a matrix product
+pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 
 
 def in_threads(*functions):
