@@ -228,11 +228,15 @@ class Owner:
         """Whether anything is recorded in the first slot."""
         return bool(self._slots[0].recordings)
 
-    def ask_to_start_over(self) -> None:
-        """Have every recording made anew as soon as nothing is held."""
+    def ask_to_start_over(self, *, patience: int = PATIENCE) -> None:
+        """Have every recording made anew as soon as nothing is held.
+
+        Args:
+            patience: Calls that wait for that; after them, what is held is moved, once it can be.
+        """
         if not self.wants_start and self._starts < MAX_STARTS:
             self.wants_start = True
-            self._refusals = 0
+            self._refusals = PATIENCE - patience
 
     def start_over_if_idle(self) -> bool:
         """Do what was asked for, unless outputs are held; where some always are, do it all the same after a while."""

@@ -352,8 +352,8 @@ class PartitionRunner:
     def plan_around(self, victim: Recording, blocks: Sequence[int], by: Recording) -> None:
         """Have outputs that were rescued call after call lie elsewhere.
 
-        Gradients that are kept while forwards run get a pool of their own, if most of them are; what is still held
-        when its own partition runs again is copied out.
+        Gradients that are kept while forwards run get a pool of their own, if most of them are, and what stays in the
+        old one is laid out anew without them; what is still held when its own partition runs again is copied out.
         """
         own = self.table.all()
         if victim not in own:
@@ -363,6 +363,7 @@ class PartitionRunner:
             self._first_slot = 1
             self.table.remove(victim)
             self._close([victim])
+            self.owner.ask_to_start_over(patience=0)
         else:
             self._copy_from_now_on(victim.positions_on(blocks))
 

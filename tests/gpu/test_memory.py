@@ -202,6 +202,8 @@ def test_the_pool_is_as_large_as_that_of_a_graph_made_by_hand(zero_grad, record_
     with torch.cuda.graph(graph):
         plain(x).square().mean().backward()
     theirs = pooled_bytes() - middle
+    if zero_grad == "between":  # then the last step's gradients outlive the forward
+        theirs += sum(p.nbytes for p in module.parameters())
     record_property("pool_over_by_hand", round(ours / theirs, 3))
     assert ours <= 1.05 * theirs, (ours, theirs)
 
