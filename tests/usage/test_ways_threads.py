@@ -59,7 +59,8 @@ def test_calls_of_one_thread_are_not_copied_though_backwards_run_on_another(way)
 
     copied_bytes(torch.Tensor.backward)
     here = copied_bytes(torch.Tensor.backward)
-    assert copied_bytes(lambda loss: in_threads(loss.backward)) == here > 0
+    there = copied_bytes(lambda loss: in_threads(loss.backward))
+    assert 0 < there <= here  # less where the gradient of the sum never moves
 
 
 def test_one_thread_calls_and_another_reads(way):
