@@ -53,6 +53,8 @@ class CheckpointedGraph(torch.cuda.CUDAGraph):
         make(keep_graph)
         self._states = CheckpointStates(rng_tracker=rng_tracker)
         self._capture = contextlib.ExitStack()
+        self._begun: torch.cuda.Event | None = None
+        """What replays wait for: torch writes where random numbers begin on the stream of the capture, too."""
 
     def warm_up(self) -> contextlib.AbstractContextManager[Any]:
         """A block that runs, plainly, the code that will be captured, its backward included."""
@@ -68,8 +70,12 @@ class CheckpointedGraph(torch.cuda.CUDAGraph):
         """See `torch.cuda.CUDAGraph.capture_end`; `torch.cuda.graph` calls it."""
         self._capture.close()
         super().capture_end()
+        self._begun = torch.cuda.current_stream().record_event()
 
     def replay(self) -> None:
         """Replay, recomputations with the numbers that this replay's forward draws. No synchronisation."""
+        if self._begun is not None:
+            torch.cuda.current_stream().wait_event(self._begun)
+            self._begun = None if self._begun.query() else self._begun
         self._states.rewind(self._states.position())
         super().replay()

@@ -62,7 +62,7 @@ class CheckpointStates:
         states.register(forward_graph); states.register(backward_graph)     # before capture_begin
         with states:                # around the captured forward
             out = fn(*args)
-        ...                         # then the captured backward
+        ...                         # then the captured backward; replays wait for the stream of the captures
         position = states.position(); forward_graph.replay()
         states.rewind(position); backward_graph.replay()
 
