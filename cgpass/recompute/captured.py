@@ -53,7 +53,7 @@ class CheckpointedGraph(torch.cuda.CUDAGraph):
         make(keep_graph)
         self._states = CheckpointStates(rng_tracker=rng_tracker)
         self._capture = contextlib.ExitStack()
-        self._begun: torch.cuda.Event | None = None
+        self._begun: torch.Event | None = None
         """What replays wait for: torch writes where random numbers begin on the stream of the capture, too."""
 
     def warm_up(self) -> contextlib.AbstractContextManager[Any]:

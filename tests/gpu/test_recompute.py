@@ -189,7 +189,7 @@ def test_forward_and_backward_in_graphs_of_their_own():
         forward.replay()
         done.append((position, y.detach() != 0))
     for i in (1, 0, 2, 0):
-        position, mask = done[i]
+        position, _ = done[i]
         kept.rewind(position)
         x.grad.zero_()
         backward.replay()
