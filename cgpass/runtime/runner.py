@@ -18,10 +18,9 @@ from cgpass.runtime.recording import Recording
 from cgpass.runtime.rng_states import forward_states, note_positions
 from cgpass.runtime.seeds import put_on_the_device
 from cgpass.runtime.settings import RunnerSettings
-from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe
+from cgpass.runtime.signature import ShapeKey, StaticKey, describe
 from cgpass.runtime.stationary import Watch
 from cgpass.runtime.strays import Strays, copied_instead
-from cgpass.runtime.table import RecordingTable
 from cgpass.runtime.warmup import WarmUp
 from cgpass.runtime.writes import shares_memory
 from cgpass.telemetry import CallStats, new_call_stats
@@ -94,21 +93,8 @@ class PartitionRunner:
         return self._settings.is_backward
 
     def _set_infos(self, infos: Sequence[InputInfo]) -> None:
-        settings = self._settings
-        self._layout = Layout(
-            infos,
-            check_static=settings.static_input_check != "off",
-            check_layout=settings.check_layout,
-        )
-        self.table = RecordingTable(
-            self.name,
-            self._layout,
-            settings.limits,
-            self.stats,
-            on_moved=settings.static_input_check,
-            other_sets=settings.other_sets,
-            on_skip=settings.on_skip,
-        )
+        self._layout = self._settings.layout(infos)
+        self.table = self._settings.table(self.name, self._layout, self.stats)
         self._last: tuple[ShapeKey, StaticKey, list[Recording]] | None = None
 
     # ---- a call
@@ -191,8 +177,9 @@ class PartitionRunner:
         strays = self._find_strays(args) if warm else []
         if strays:  # which may have changed what is copied
             static_key = self._layout.static_key(args)
-        if strays and self._was_warming_up(shape_key, strays, args):
-            warm, strays = False, []  # what made the inputs
+        new = not self.table.has_recordings(shape_key)
+        if strays and (new or self._strays.are_of_warm_up(args, strays)):
+            warm, strays = False, []  # what made the inputs was itself warming up
         usable = self._is_usable() and not strays
         if warm and usable:
             usable = self._moves_are_over(shape_key, static_key, args)
@@ -251,13 +238,6 @@ class PartitionRunner:
         if strays and self._strays.persist():
             self._copy_instead(strays)
         return strays
-
-    def _was_warming_up(
-        self, shape_key: ShapeKey, strays: Sequence[int], args: Sequence[Any]
-    ) -> bool:
-        """Whether what made the inputs was."""
-        new = not self.table.has_recordings(shape_key)
-        return new or all(self.owner.is_of_warm_up(args[i]) for i in strays)
 
     def _copy_instead(self, positions: Sequence[int]) -> None:
         """Copy inputs that were read where they lay, from now on."""

@@ -1,9 +1,14 @@
 """What a runner may do, from the user's options."""
 
 import dataclasses
+from collections.abc import Sequence
 
+from cgpass.inputs import InputInfo
 from cgpass.options import Options
 from cgpass.runtime.owner import Limits
+from cgpass.runtime.signature import Layout
+from cgpass.runtime.table import RecordingTable
+from cgpass.telemetry import CallStats
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,4 +52,30 @@ class RunnerSettings:
             is_backward=is_backward,
             other_sets=not check_layout,
             check_layout=check_layout,
+        )
+
+    def layout(self, infos: Sequence[InputInfo]) -> Layout:
+        """What is checked of inputs."""
+        return Layout(
+            infos,
+            check_static=self.static_input_check != "off",
+            check_layout=self.check_layout,
+        )
+
+    def table(self, name: str, layout: Layout, stats: CallStats) -> RecordingTable:
+        """An empty table of recordings.
+
+        Args:
+            name: Of the partition, for messages.
+            layout: Of its inputs.
+            stats: Where it counts.
+        """
+        return RecordingTable(
+            name,
+            layout,
+            self.limits,
+            stats,
+            on_moved=self.static_input_check,
+            other_sets=self.other_sets,
+            on_skip=self.on_skip,
         )

@@ -38,6 +38,10 @@ class Strays:
         """Whether they were found in so many calls in a row that they are better copied."""
         return self._in_a_row >= _CALLS_UNTIL_COPIED
 
+    def are_of_warm_up(self, args: Sequence[Any], strays: Sequence[int]) -> bool:
+        """Whether a warm-up made them, as far as their places tell."""
+        return all(self._owner.is_of_warm_up(args[i]) for i in strays)
+
 
 def copied_instead(infos: Sequence[InputInfo], strays: Collection[int]) -> list[InputInfo]:
     """Inputs with the strays among them copied."""
