@@ -1,8 +1,9 @@
-"""The functions of `fast.py` in both versions."""
+"""The functions of `fast.py` in both versions, and a CUDA driver without CUDA."""
 
 import pytest
 
 from cgpass.runtime import fast, fast_build
+from tests.unit.fake_cuda import fake_driver
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +21,8 @@ def compiled():
 @pytest.fixture(params=["python", "compiled"])
 def functions(request):
     return fast.PYTHON if request.param == "python" else request.getfixturevalue("compiled")
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    return fake_driver(monkeypatch)

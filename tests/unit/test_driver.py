@@ -1,18 +1,13 @@
 """What of the CUDA driver can be shown without CUDA: which calls it makes, in which order."""
 
-import ctypes
 import gc
-import sys
 
 import pytest
 import torch
 
-from cgpass import _torch
 from cgpass.runtime import driver as driver_module
 from cgpass.runtime.capturing import no_gc
-from cgpass.runtime.driver import CUDADriver
-
-DEVICE = torch.device("cuda", 0)
+from tests.unit.fake_cuda import DEVICE, FakeGenerator
 
 
 def test_no_gc_switches_back_on_after_an_error():
@@ -37,127 +32,6 @@ def test_no_gc_leaves_it_off_where_it_was_off():
         assert not gc.isenabled()
     finally:
         gc.enable()
-
-
-class Log(list):
-    """Calls in their order; fakes note themselves here."""
-
-
-class FakeStream:
-    def __init__(self, log, name):
-        self.log, self.name = log, name
-
-    def wait_stream(self, other):
-        self.log.append(f"{self.name} waits for {other.name}")
-
-    def wait_event(self, event):
-        self.log.append(f"{self.name} waits for {event}")
-
-    def record_event(self):
-        return f"event of {self.name}"
-
-    def query(self):
-        return self.name in self.log.idle
-
-    def __enter__(self):
-        self.log.append(f"enter {self.name}")
-
-    def __exit__(self, *exc):
-        self.log.append(f"leave {self.name}")
-
-
-class FakeGraph:
-    log = None
-    end_raises = False
-    draws = None
-    """A generator's state and how far a replay moves it."""
-
-    def register_generator_state(self, generator):
-        self.log.append(f"register {generator}")
-
-    def replay(self):
-        self.log.append("replay")
-        if self.draws is not None:
-            state, steps = self.draws
-            state[1] += steps
-
-    def reset(self):
-        self.log.append("reset")
-
-    def capture_begin(self, *, pool="own pool", capture_error_mode):
-        self.log.append(f"begin {pool} {capture_error_mode}")
-
-    def capture_end(self):
-        self.log.append("end")
-        if self.end_raises:
-            raise RuntimeError("capture_end")
-
-
-class FakeGenerator(torch.Generator):
-    def __init__(self, log, name):
-        super().__init__()
-        self.log, self.name = log, name
-        self.state = [0, 0]
-        """Seed and offset; handles share it."""
-
-    def __new__(cls, *args):
-        return super().__new__(cls)
-
-    def __repr__(self):
-        return self.name
-
-    def clone_state(self):
-        return f"state of {self.name}"
-
-    def graphsafe_get_state(self):
-        handle = FakeGenerator(self.log, f"handle of {self.name}")
-        handle.state = self.state
-        return handle
-
-    def graphsafe_set_state(self, state):
-        self.log.append(f"restore {state}")
-
-    def initial_seed(self):
-        return self.state[0]
-
-    def get_offset(self):
-        return self.state[1]
-
-    def manual_seed(self, seed):
-        self.state[:] = [seed, 0]
-
-    def set_offset(self, offset):
-        self.state[1] = offset
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    """A driver whose device notes what is asked of it."""
-    log = Log()
-    log.streams = [11]
-    log.idle = []
-    log.capturing = False
-    graph = type("Graph", (FakeGraph,), {"log": log})
-    log.graph = graph
-    cuda = torch.cuda
-    monkeypatch.setattr(cuda, "graph_pool_handle", lambda: (0, 1))
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
-    monkeypatch.setattr(cuda, "Stream", lambda device: FakeStream(log, "side"))
-    monkeypatch.setattr(
-        cuda, "current_stream", lambda device: FakeStream(log, f"stream {log.streams[-1]}")
-    )
-    monkeypatch.setattr(cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(cuda, "device", lambda device: no_gc())
-    monkeypatch.setattr(cuda, "CUDAGraph", graph)
-    monkeypatch.setattr(cuda, "default_generators", [FakeGenerator(log, "default")])
-    monkeypatch.setattr(_torch, "clear_cublas_workspaces", lambda: log.append("clear workspaces"))
-    monkeypatch.setattr(
-        _torch, "abandon_failed_capture", lambda index, pool: log.append(f"abandon {index} {pool}")
-    )
-    monkeypatch.setattr(_torch, "current_raw_stream", lambda index: log.streams[-1])
-    monkeypatch.setattr(_torch, "is_capturing", lambda: log.capturing)
-    return CUDADriver(DEVICE), log
 
 
 def test_a_capture(cuda):
@@ -337,78 +211,6 @@ def test_a_graph_that_draws_nothing_asks_no_generator(cuda, monkeypatch):
     log.clear()
     graph.replay()
     assert log == ["replay"]
-
-
-@pytest.fixture
-def pools(cuda, monkeypatch):
-    """The same, with the pools' handles in the log."""
-    driver, log = cuda
-    numbers = iter(range(1, 99))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(numbers)))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("empty cache"))
-    for name in ("begin_allocating_to_pool", "end_allocating_to_pool", "release_pool"):
-        note = f"{name.split('_', maxsplit=1)[0]} {{}}"
-        monkeypatch.setattr(
-            _torch, name, lambda device, pool, note=note: log.append(note.format(pool))
-        )
-    return driver, log
-
-
-def of_pools(log):
-    words = ("empty", "begin", "end (", "release")
-    found = [line for line in log if line.startswith(words)]
-    log.clear()
-    return found
-
-
-def test_warm_ups_have_a_pool_of_their_own_which_is_returned(pools):
-    driver, log = pools
-    for _ in range(2):
-        driver.warm_up(lambda args: [], [])
-    assert of_pools(log) == 2 * ["begin (0, 1)", "end (0, 1)"]
-    first, _ = driver.record(lambda args: [], [], opaque=False)
-    released = 2 * ["release (0, 1)"]
-    assert of_pools(log) == [*released, "empty cache", "begin (0, 2) thread_local"]
-    second, _ = driver.record(lambda args: [], [], opaque=False)
-    assert of_pools(log) == ["empty cache", "begin (0, 2) thread_local"]
-    third, _ = driver.record(lambda args: [], [], opaque=False)
-    assert of_pools(log) == ["begin (0, 2) thread_local"]
-    assert first is not second is not third
-
-
-def test_a_pool_that_is_given_serves_warm_ups_and_captures(pools):
-    _, log = pools
-    driver = CUDADriver(DEVICE, pool=(7, 7))
-    driver.warm_up(lambda args: [], [])
-    graph, _ = driver.record(lambda args: [], [], opaque=False)
-    found = ["begin (7, 7)", "end (7, 7)", "begin (7, 7) thread_local", "release (7, 7)"]
-    assert of_pools(log) == found
-    assert graph is not None
-
-
-@pytest.mark.parametrize("drops", [True, False])
-def test_a_snapshot_that_drops_references_is_given_more(monkeypatch, drops):
-    """torch 2.11 drops one of each number of the pool's handle."""
-    held, pool = [], (70000, 70001)
-
-    def snapshot(handle, *, include_traces):
-        assert not include_traces
-        for number in handle if drops else ():
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(number))
-        if handle == pool:
-            held.extend(handle)
-        return [handle == pool]
-
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
-    _torch._drops_references.cache_clear()
-    try:
-        assert _torch.pool_segments(pool) == [True]
-        assert _torch._drops_references() is drops
-    finally:
-        _torch._drops_references.cache_clear()
-    assert not {*map(id, pool)} & {*map(id, held)}
-    others = [object(), object()]
-    assert list(map(sys.getrefcount, held)) == list(map(sys.getrefcount, others))
 
 
 @pytest.mark.gpu

@@ -1,71 +1,30 @@
 """Who holds an output, how what is held moves, and who owns the memory under it."""
 
 import gc
-import weakref
 
 import pytest
 import torch
 
 from cgpass import _torch
 from cgpass.runtime import fast
-from cgpass.runtime.output_memory import OutputMemory
-
-SHOWN, BOTH, INTERNAL = (True, False), (True, True), (False, True)
+from tests.unit.memories import (
+    BOTH,
+    INTERNAL,
+    SHOWN,
+    found_by_backward,
+    gradient_of,
+    hand_out,
+    ramps,
+    replay,
+    saved,
+    seal,
+)
 
 
 @pytest.fixture(autouse=True)
 def can_swap():
     if not fast.can_swap():
         pytest.skip("storages can't be swapped here")
-
-
-def seal(make, *uses, lean=True):
-    """The memory of the outputs that `make` returns; nobody else holds them."""
-    outputs = make()
-    count = len(outputs)
-    memory = OutputMemory(outputs, uses or [SHOWN] * count, lean=lean)
-    del outputs
-    memory.seal()
-    return memory
-
-
-def ramps(count):
-    """Outputs of four elements each, on blocks of their own."""
-    return lambda: [torch.arange(4.0) + 10 * n for n in range(count)]
-
-
-def hand_out(memory):
-    return fast.aliases(tuple(memory.tensors))
-
-
-def replay(memory, value=-1):
-    """Overwrite the blocks where they lie, as the graph does."""
-    for address, tensor in zip(memory.addresses(), memory.tensors, strict=True):
-        raw = _torch.storage_at(address, tensor.untyped_storage().nbytes(), tensor.device)
-        torch.empty(0).set_(raw).fill_(value)
-
-
-def saved(tensor):
-    """A backward that reads the tensor; nothing else holds it."""
-    x = torch.ones(4, requires_grad=True)
-    return (x * tensor).sum()
-
-
-def gradient_of(tensor):
-    parameter = torch.nn.Parameter(torch.zeros(4))
-    parameter.grad = tensor
-    return parameter
-
-
-def found_by_backward(loss):
-    (x,) = [f for f, _ in loss.grad_fn.next_functions[0][0].next_functions if f is not None]
-    loss.backward()
-    return x.variable.grad
-
-
-def users(tensor):
-    """References to a storage, without the one that counting takes."""
-    return fast.count_users((tensor.untyped_storage(),))[0] - 1
 
 
 HOLDERS = {
@@ -272,124 +231,6 @@ def test_an_output_that_the_backward_reads_stays_while_the_backward_is_to_come()
     del internal
     assert memory.can_rescue([0])
     assert len([both, shown]) == 2
-
-
-# ---- who owns it
-
-
-class Watched:
-    """Memory, and whether the driver's outputs under it are still alive."""
-
-    def __init__(self, count=1):
-        outputs = ramps(count)()
-        self._owners = [_torch.WeakStorage(t.untyped_storage()) for t in outputs]
-        self.memory = OutputMemory(outputs, [SHOWN] * count, lean=True)
-        del outputs
-        self.memory.seal()
-
-    def alive(self):
-        return [weak.get() is not None for weak in self._owners]
-
-
-def test_blocks_are_kept_until_they_are_released():
-    watched = Watched(2)
-    memory = watched.memory
-    assert memory.released() == ()
-    held = hand_out(memory)[0]
-    memory.release_unheld()
-    assert memory.released() == (1,)
-    assert watched.alive() == [True, False]
-    del held
-    assert memory.released() == (1,), "nobody asked yet"
-    memory.release_unheld()
-    assert memory.released() == (0, 1)
-    assert watched.alive() == [False, False]
-
-
-def test_a_released_block_may_still_be_held_later():
-    buffer = torch.arange(4.0)  # stands for the pool
-    memory = seal(lambda: [buffer[:]])
-    memory.release_unheld()
-    (tensor,) = hand_out(memory)
-    assert memory.held(memory.released()) == [0]
-    memory.rescue([0])
-    buffer.fill_(5)
-    assert tensor.tolist() == [0, 1, 2, 3]
-
-
-def test_a_block_is_given_and_taken_back():
-    watched = Watched()
-    memory = watched.memory
-    (address,) = memory.addresses()
-    assert memory.num_users(address + 8) is None
-    number, references = memory.num_users(address)
-    assert (number, references) == (0, users(memory.tensors[0]))
-    storage = memory.give(0)
-    assert storage.data_ptr() == address
-    assert memory.num_users(address) is None
-    assert memory.released() == (0,)
-    memory.take_back(0, storage)
-    del storage
-    assert memory.num_users(address) == (number, references)
-    assert watched.alive() == [True]
-    memory.give(0)
-    assert watched.alive() == [False]
-
-
-def test_own_references_are_counted_again_after_a_rescue():
-    memory = seal(ramps(1))
-    (address,) = memory.addresses()
-    held = hand_out(memory)
-    memory.rescue([0])
-    _, references = memory.num_users(address)
-    assert references == users(memory.tensors[0])
-    assert len(held) == 1
-
-
-def test_letting_go_leaves_kept_blocks_to_their_holders_without_a_copy():
-    watched = Watched(2)
-    held = hand_out(watched.memory)[0]
-    address = held.data_ptr()
-    assert watched.memory.let_go() == 0
-    assert held.data_ptr() == address
-    del watched.memory
-    gc.collect()
-    assert watched.alive()[1] is False
-    others = [torch.full((4,), -1.0) for _ in range(64)]
-    assert address not in {t.data_ptr() for t in others}
-    assert held.tolist() == [0, 1, 2, 3]
-
-
-def test_letting_go_copies_what_was_released_and_is_held():
-    buffer = torch.arange(8.0)  # stands for the pool
-    memory = seal(lambda: [buffer[:], torch.arange(4.0)])
-    kept = hand_out(memory)[1]
-    memory.release_unheld()
-    held = hand_out(memory)[0]
-    assert memory.released() == (0,)
-    assert memory.let_go() == 32
-    del memory
-    buffer.fill_(-1)
-    assert held.tolist() == [*range(8)]
-    assert kept.tolist() == [0, 1, 2, 3]
-    assert held.data_ptr() != buffer.data_ptr()
-
-
-def test_nothing_is_left_when_nobody_holds_anything():
-    watched = Watched(3)
-    assert watched.memory.let_go() == 0
-    assert watched.alive() == [False] * 3
-
-
-def test_rescued_memory_goes_with_its_last_holder():
-    memory = seal(ramps(1))
-    (held,) = hand_out(memory)
-    memory.rescue([0])
-    weak = _torch.WeakStorage(held.untyped_storage())
-    gone = weakref.ref(held)
-    del held
-    assert gone() is None
-    assert weak.get() is None
 
 
 # ---- without swapping

@@ -329,3 +329,52 @@ def tokens(vocab, *shape):
         ]
 
     return make
+
+
+def sgd_step(module, call, batch, lr=0.1):
+    """One step of training; gives the output, the gradients and the parameters after it."""
+    out = call(batch)
+    out.square().mean().backward()
+    values = [out.detach(), *gradients(module)]
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter -= lr * parameter.grad
+    module.zero_grad(set_to_none=True)
+    return values + state(module)
+
+
+def changed_in_training(change, make=MLP, make_batch=None, count=12):
+    """A program that trains, and before every third step does something to the module."""
+
+    def program(session):
+        module, call = session.compiled(make)
+        batches = make_batch(session, count) if make_batch else session.batches(4, 8, count=count)
+        values = []
+        for number, batch in enumerate(batches):
+            if number % 3 == 2:
+                change(session, module)
+            values += sgd_step(module, call, batch)
+        return values
+
+    return program
+
+
+def long_enough(x):
+    return (x.sin() + 1).cos().exp()
+
+
+def called_with(fn, *makers, count=8, **kwargs):
+    """A program that calls a function with inputs made anew for each call; gives inputs and outputs."""
+
+    def program(session):
+        call = session.compile(fn, **kwargs)
+        values = []
+        for number in range(count):
+            inputs = makers[number % len(makers)](session)
+            outputs = call(*inputs)
+            values += inputs
+            values += outputs if isinstance(outputs, (tuple, list)) else [outputs]
+        return values
+
+    return program

@@ -8,36 +8,7 @@ from torch import nn
 
 from cgpass.errors import StaticInputMovedError
 from tests.usage import programs
-from tests.usage.programs import MLP, ConvNet, Tied, assert_replays
-
-
-def step(module, call, batch, lr=0.1):
-    """One step of training; gives the output, the gradients and the parameters after it."""
-    out = call(batch)
-    out.square().mean().backward()
-    values = [out.detach(), *programs.gradients(module)]
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter -= lr * parameter.grad
-    module.zero_grad(set_to_none=True)
-    return values + programs.state(module)
-
-
-def trained(change, make=MLP, make_batch=None, count=12):
-    """A program that trains, and before every third step does something to the module."""
-
-    def program(session):
-        module, call = session.compiled(make)
-        batches = make_batch(session, count) if make_batch else session.batches(4, 8, count=count)
-        values = []
-        for number, batch in enumerate(batches):
-            if number % 3 == 2:
-                change(session, module)
-            values += step(module, call, batch)
-        return values
-
-    return program
+from tests.usage.programs import MLP, ConvNet, Tied, assert_replays, changed_in_training, sgd_step
 
 
 def poison(tensor):
@@ -53,7 +24,7 @@ def replace_data_and_poison(session, module):
 
 
 def test_data_is_replaced_and_the_old_memory_overwritten(way):
-    way.compare(trained(replace_data_and_poison))
+    way.compare(changed_in_training(replace_data_and_poison))
 
 
 def test_parameters_are_freed_and_reallocated_in_each_others_places(way):
@@ -68,7 +39,7 @@ def test_parameters_are_freed_and_reallocated_in_each_others_places(way):
         for value in kept:
             poison(value)
 
-    way.compare(trained(change))
+    way.compare(changed_in_training(change))
 
 
 def test_storages_are_resized_to_nothing_and_back(way):
@@ -83,7 +54,7 @@ def test_storages_are_resized_to_nothing_and_back(way):
                 p.copy_(value)
             del taken
 
-    way.compare(trained(change))
+    way.compare(changed_in_training(change))
 
 
 def test_a_state_is_loaded_in_place_and_by_assignment(way):
@@ -96,7 +67,7 @@ def test_a_state_is_loaded_in_place_and_by_assignment(way):
                 module.load_state_dict(saved)
             if number in (6, 9):
                 module.load_state_dict(copy.deepcopy(saved), assign=True)
-            values += step(module, call, batch)
+            values += sgd_step(module, call, batch)
         return values
 
     way.compare(program)
@@ -130,7 +101,7 @@ def test_parameters_replaced_by_assignment(way):
             if isinstance(layer, nn.Linear):
                 layer.weight = nn.Parameter(layer.weight.detach() * 0.5)
 
-    way.compare(trained(change))
+    way.compare(changed_in_training(change))
 
 
 def test_parameters_written_in_place_by_the_user(slow_way):
@@ -143,7 +114,7 @@ def test_parameters_written_in_place_by_the_user(slow_way):
         second.bias.data.zero_()
         nn.init.orthogonal_(first.weight)
 
-    assert_replays(slow_way.compare(trained(change)))
+    assert_replays(slow_way.compare(changed_in_training(change)))
 
 
 def test_parameters_swapped_with_their_averages_for_evaluation(way):
@@ -157,7 +128,7 @@ def test_parameters_swapped_with_their_averages_for_evaluation(way):
                 p.data, averages[i] = averages[i], p.data
 
         for batch in session.batches(4, 8, count=8):
-            values += step(module, call, batch)
+            values += sgd_step(module, call, batch)
             with torch.no_grad():
                 for average, p in zip(averages, module.parameters(), strict=True):
                     average.lerp_(p, 0.1)
@@ -179,7 +150,7 @@ def test_two_sets_of_data_take_turns_every_call(way):
         for number, batch in enumerate(session.batches(4, 8, count=16)):
             for p, data in zip(module.parameters(), sets[number % 2], strict=True):
                 p.data = data
-            values += step(module, call, batch)
+            values += sgd_step(module, call, batch)
         return values
 
     assert_replays(way.compare(program))
@@ -189,13 +160,13 @@ def test_copies_of_a_module_and_of_its_compiled_form(way):
     def program(session):
         module, call = session.compiled(MLP)
         batches = session.batches(4, 8, count=4)
-        values = step(module, call, batches[0]) + step(module, call, batches[1])
+        values = sgd_step(module, call, batches[0]) + sgd_step(module, call, batches[1])
         other = copy.deepcopy(call)  # as it is now, with weights of its own
         separate = copy.deepcopy(module)
         fresh = session.compile(separate)
         for batch in batches:
             for its_module, its_call in ((module, call), (other, other), (separate, fresh)):
-                values += step(its_module, its_call, batch)
+                values += sgd_step(its_module, its_call, batch)
         return values
 
     counters = way.compare(program)
@@ -209,7 +180,7 @@ def test_weights_untied_and_tied_again(way):
         else:
             module.head.weight = module.embedding.weight
 
-    way.compare(trained(change, Tied, programs.tokens(16, 2, 5)))
+    way.compare(changed_in_training(change, Tied, programs.tokens(16, 2, 5)))
 
 
 def test_buffers_replaced(way):
@@ -220,30 +191,7 @@ def test_buffers_replaced(way):
                 poison(old)
                 layer.register_buffer("running_var", layer.running_var.clone() + 1)
 
-    way.compare(trained(change, ConvNet, programs.rows(2, 3, 8, 8)))
-
-
-def test_modules_moved_to_another_dtype_and_back(way):
-    def program(session):
-        module, call = session.compiled(MLP)
-        values = []
-        for number, batch in enumerate(session.batches(4, 8, count=12)):
-            dtype = torch.float64 if number // 3 % 2 else torch.float32
-            module.to(dtype)
-            values += step(module, call, batch.to(dtype))
-        return values
-
-    counters = way.compare(program)
-    assert counters["replays"] > 0, counters
-
-
-def test_modules_moved_with_new_parameters(way, monkeypatch):
-    def change(session, module):
-        module.to(torch.float64)
-        module.to(torch.float32)
-
-    monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
-    way.compare(trained(change))
+    way.compare(changed_in_training(change, ConvNet, programs.rows(2, 3, 8, 8)))
 
 
 def test_parameters_frozen_and_thawed(way):
@@ -251,7 +199,7 @@ def test_parameters_frozen_and_thawed(way):
         first = module.layers[0]
         first.requires_grad_(not first.weight.requires_grad)
 
-    way.compare(trained(change))
+    way.compare(changed_in_training(change))
 
 
 def test_a_static_input_that_moves_is_an_error_where_that_is_asked_for(way):
@@ -287,7 +235,7 @@ def test_an_adapter_merged_into_its_weight_and_taken_out(way):
         module, call = session.compiled(Adapted)
         values = []
         for batch in session.batches(4, 8, count=8):
-            values += step(module, call, batch)
+            values += sgd_step(module, call, batch)
             change = (module.up.weight @ module.down.weight).detach()
             module.base.weight.data = module.base.weight.data + change
             module.merged = True
@@ -307,7 +255,7 @@ def test_normed_and_pruned_weights(way):
         nn.utils.parametrizations.spectral_norm(module.layers[2])
         return module
 
-    assert_replays(way.compare(trained(lambda session, module: None, make)))
+    assert_replays(way.compare(changed_in_training(lambda session, module: None, make)))
 
 
 def test_tensors_in_a_closure_and_in_a_list_change(way):
@@ -387,24 +335,7 @@ def test_a_vocabulary_that_grows(way):
                 old = module.embedding.weight.detach()
                 module.embedding.weight = nn.Parameter(torch.cat([old, old[:4] * 0.5]))
                 module.head.weight = module.embedding.weight
-            values += step(module, call, ids)
+            values += sgd_step(module, call, ids)
         return values
 
     way.compare(program)
-
-
-def test_swapped_tensors(way):
-    def change(session, module):
-        for p in module.parameters():
-            torch.utils.swap_tensors(p, nn.Parameter(p.detach() * 0.5))
-
-    way.compare(trained(change))
-
-
-def test_modules_moved_with_swapping(way, monkeypatch):
-    def change(session, module):
-        module.to(torch.float64)
-        module.to(torch.float32)
-
-    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
-    way.compare(trained(change))
