@@ -8,6 +8,7 @@ from cgpass.options import Options, set_defaults
 
 if TYPE_CHECKING:
     from cgpass.backend import cgpass, reset
+    from cgpass.expectations import expect
     from cgpass.graphed.api import make_graphed_callables
     from cgpass.graphed.options import GraphedOptions
     from cgpass.recompute.api import checkpoint
@@ -26,6 +27,7 @@ __all__ = [
     "checkpoint",
     "counters",
     "errors",
+    "expect",
     "make_graphed_callables",
     "reset",
     "set_defaults",
@@ -40,6 +42,7 @@ _HOMES: Final = {
     "cgpass": "cgpass.backend",
     "checkpoint": "cgpass.recompute.api",
     "counters": "cgpass.telemetry",
+    "expect": "cgpass.expectations",
     "make_graphed_callables": "cgpass.graphed.api",
     "reset": "cgpass.backend",
     "summary": "cgpass.telemetry",

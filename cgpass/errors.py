@@ -49,6 +49,10 @@ class PostconditionError(CGPassError, RuntimeError):
     """A pass left a graph that breaks what the pass ensures."""
 
 
+class ExpectationError(CGPassError, AssertionError):
+    """Inside `cgpass.expect` something happened more or less often than was said."""
+
+
 class CheckpointArgumentError(CGPassError, ValueError):
     """`cgpass.checkpoint` was called with what it can't take."""
 

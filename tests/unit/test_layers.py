@@ -16,6 +16,7 @@ LAYERS = {
     "inputs": 1,
     "options": 1,
     "telemetry": 1,
+    "expectations": 2,
     "graph": 2,
     "passes": 3,
     "runtime": 3,

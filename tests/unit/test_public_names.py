@@ -37,6 +37,7 @@ def test_public_names():
         "checkpoint",
         "counters",
         "errors",
+        "expect",
         "make_graphed_callables",
         "reset",
         "set_defaults",
