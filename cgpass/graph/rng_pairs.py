@@ -9,7 +9,9 @@ Note [Pairs of random operators]
 Note [Random operators that are saved]
     A pair is one operator in the outermost graph. What draws otherwise, a higher-order operator or anything in the body
     of a `nested_compile_region`, which every call of the region shares, can't be given a state of its own. Its results
-    are saved for the backward, whatever a checkpoint says: right always, captured, and paid for in memory.
+    are saved for the backward, whatever a checkpoint says: right always, captured, and paid for in memory. So are those
+    of operators on the CPU where Inductor compiles and others run on CUDA: it makes no CPU kernel of what runs with a
+    generator's state.
 """
 
 import operator
@@ -28,20 +30,34 @@ POSITIONS = "cgpass_rng_positions"
 """Key of `node.meta`: the node stands for the positions of the pairs' generators, which are on these devices."""
 
 
-def save_random_ops(joint: fx.GraphModule, *, nested: bool) -> int:
+def save_random_ops(joint: fx.GraphModule, *, nested: bool, except_on: str | None = None) -> int:
     """Mark what draws and can have no pair, so that the split saves it. See Note [Random operators that are saved].
 
     Args:
         joint: A joint graph before its split.
         nested: Whether it is the body of a region, where nothing has a pair.
+        except_on: A type of device whose operators' pairs no compiler takes, if there is one.
 
     Returns:
         The number of marked operators.
     """
     found = [n for n in joint.graph.nodes if _draws(n) if nested or _needs_saving(n)]
+    if except_on is not None:
+        found += [n for n in recomputed_random_ops(joint) if runs_on(n, except_on)]
     for node in found:
         _save(node)
     return len(found)
+
+
+def recomputed_random_ops(joint: fx.GraphModule) -> list[fx.Node]:
+    """What a checkpoint has the backward of a joint graph draw again, as things are marked."""
+    recomputed = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return [n for n in joint.graph.nodes if _draws(n) and n.meta.get("recompute") in recomputed]
+
+
+def runs_on(node: fx.Node, device_type: str) -> bool:
+    """Whether a node's result lies on a type of device."""
+    return any(value.device.type == device_type for value in values.tensors(node)[:1])
 
 
 def _save(node: fx.Node) -> None:
@@ -101,9 +117,13 @@ def _can_pair(node: fx.Node) -> bool:
 
 
 def _needs_saving(node: fx.Node) -> bool:
-    """Whether a higher-order operator draws, and not from a state that it is given or gives."""
+    """Whether a higher-order operator draws, and not from a state that it is given or gives.
+
+    DTensor's is given places, no state: it moves the default generator of its device.
+    """
     name = values.hop_name(node)
-    return name is not None and name not in values.RANDOM_HOPS and values.is_random(node)
+    has_state = name in values.RANDOM_HOPS and name != "run_dtensor_rng_op"
+    return name is not None and not has_state and values.is_random(node)
 
 
 def _save_positions(

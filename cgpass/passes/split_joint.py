@@ -6,8 +6,14 @@ from typing import Any, Literal
 from torch import fx
 
 from cgpass import _torch
-from cgpass.graph.rng_pairs import pair_random_ops, require_drawn_once, save_random_ops
-from cgpass.graph.values import is_random, tensors
+from cgpass.graph.rng_pairs import (
+    pair_random_ops,
+    recomputed_random_ops,
+    require_drawn_once,
+    runs_on,
+    save_random_ops,
+)
+from cgpass.graph.values import is_random
 
 
 def split_joint(
@@ -23,7 +29,8 @@ def split_joint(
 
     What a checkpoint policy marked (`node.meta["recompute"]`) is recomputed or saved as it says;
     cheap operators are recomputed where that saves memory, whatever makes the kernels. Random operators in both graphs
-    are marked; see Note [Pairs of random operators] and Note [Random operators that are saved].
+    are marked; see Note [Pairs of random operators] and Note [Random operators that are saved]. Where all that is
+    recomputed is on the CPU and Inductor compiles, torch's own handling of them stays.
 
     Args:
         joint: The joint graph; what is left of it afterwards is not to be used.
@@ -39,14 +46,15 @@ def split_joint(
         CheckpointError: Random numbers that a checkpoint's recomputation could not draw again.
     """
     nested = _torch.is_nested_joint(joint_inputs)
-    save_random_ops(joint, nested=nested)
+    recomputed = recomputed_random_ops(joint)
+    on_cpu = [node for node in recomputed if compiler == "inductor" and runs_on(node, "cpu")]
+    mixed = len(on_cpu) < len(recomputed)
+    save_random_ops(joint, nested=nested, except_on="cpu" if on_cpu and mixed else None)
     indices = None
     if static_lifetime_input_indices is not None:
         indices = list(static_lifetime_input_indices)
-    # Inductor makes no CPU kernel of what runs with a generator's state.
     random = [node for node in joint.graph.nodes if is_random(node)]
-    on_cpu = any(tensors(node)[0].device.type == "cpu" for node in random if tensors(node))
-    torchs = (compiler == "inductor" and on_cpu) or _torch.uses_compiled_autograd()
+    torchs = (bool(on_cpu) and not mixed) or _torch.uses_compiled_autograd()
     fw, bw = _torch.min_cut_partition(
         joint,
         joint_inputs,
