@@ -9,7 +9,7 @@ import torch
 from cgpass.recompute.forbid import CAPTURE_ENDED, NOT_WARMED_UP, ForbidRandom
 from cgpass.recompute.generators import default_generator, get_state, is_capturing, set_state
 from cgpass.recompute.states import Run, current_run, within
-from cgpass.recompute.tracker import RNGStatesTracker
+from cgpass.recompute.tracker import RNGStatesTracker, forking
 
 
 class Numbers(Protocol):
@@ -29,9 +29,12 @@ def remember(devices: tuple[torch.device, ...], tracker: RNGStatesTracker | None
 
     Args:
         devices: Beside the CPU.
-        tracker: Whose states count too.
+        tracker: Whose states count too; None in a warm-up or a capture: the one in whose `fork` this is, or the graph's.
     """
     run = current_run()
+    if run is not None and tracker is None:
+        forked = forking()
+        tracker = forked if forked is not None and forked.device == run.device else run.tracker
     if not is_capturing():
         return PlainNumbers(devices, tracker, run)
     return UnknownNumbers() if run is None else CapturedNumbers(tracker, run)

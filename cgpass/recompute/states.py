@@ -85,7 +85,8 @@ class CheckpointStates:
         if found.type == "cuda" and found.index is None:
             found = torch.device("cuda", torch.cuda.current_device())
         self.device = found
-        self._tracker = rng_tracker
+        self.tracker = rng_tracker
+        """Whose states are registered with the graph."""
         self._spares: dict[Source, list[torch.Generator]] = {}
         self._open: list[contextlib.AbstractContextManager[None]] = []
         self.warmed: Run | None = None
@@ -105,7 +106,7 @@ class CheckpointStates:
     @property
     def generators(self) -> tuple[torch.Generator, ...]:
         """What has to be registered with a graph before its capture begins; complete after a whole warm-up."""
-        named = () if self._tracker is None else self._tracker.generators.values()
+        named = () if self.tracker is None else self.tracker.generators.values()
         return (*named, *(spare for spares in self._spares.values() for spare in spares))
 
     def register(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -136,9 +137,9 @@ class CheckpointStates:
             spare.set_offset(offset + start)
 
     def _sources(self) -> dict[Source, torch.Generator]:
-        if self._tracker is None:
+        if self.tracker is None:
             return {None: default_generator(self.device)}
-        return {None: self._tracker.default_state(), **self._tracker.generators}
+        return {None: self.tracker.default_state(), **self.tracker.generators}
 
     def spare(self, source: Source, index: int, *, make: bool) -> torch.Generator:
         """A state that a run hasn't taken yet."""
@@ -154,7 +155,7 @@ class CheckpointStates:
 
     def check(self, tracker: RNGStatesTracker | None) -> None:
         """Raise unless a checkpoint's tracker is the one whose states get registered."""
-        if tracker is not None and tracker is not self._tracker:
+        if tracker is not None and tracker is not self.tracker:
             raise CheckpointError(
                 "cgpass.checkpoint: this checkpoint's rng_tracker is not the one whose states are registered with the "
                 "graph. Pass it as CheckpointedGraph(rng_tracker=...) too."
@@ -176,6 +177,11 @@ class Run:
     def device(self) -> torch.device:
         """The device of the graph."""
         return self._states.device
+
+    @property
+    def tracker(self) -> RNGStatesTracker | None:
+        """Whose states are registered with the graph."""
+        return self._states.tracker
 
     def begin_plain(self, tracker: RNGStatesTracker | None) -> dict[Source, int]:
         """Note a checkpoint of a warm-up: how far each state it may draw from has advanced in this run."""

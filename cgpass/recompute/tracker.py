@@ -1,6 +1,7 @@
 """Named random number states beside the default one, for tensor-parallel dropout."""
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
@@ -29,6 +30,7 @@ class _Standing:
 
 
 _standing: Final = _Standing()
+_forks: Final = threading.local()
 
 
 class RNGStatesTracker:
@@ -125,7 +127,7 @@ class RNGStatesTracker:
                 f"add({name!r}, seed) it first."
             )
         current, outside = self._current, self._outside
-        with _drawing_from(self._device, named) as before:
+        with _drawing_from(self._device, named) as before, _forked_by(self):
             self._current = name
             self._outside = before if outside is None else outside
             try:
@@ -195,7 +197,7 @@ class RNGStatesTracker:
         now = {name: get_state(generator) for name, generator in self._generators.items()}
         outer = self._current
         named = None if current is None else self._known(current)
-        with _standing_for(self._device, named):
+        with _standing_for(self._device, named), _forked_by(None if current is None else self):
             try:
                 for name, state in states.items():
                     set_state(self._known(name), state)
@@ -214,7 +216,8 @@ class RNGStatesTracker:
         now, outer = self._generators, self._current
         self._generators, self._current = dict(generators), current
         try:
-            yield
+            with _forked_by(None if current is None else self):
+                yield
         finally:
             self._generators, self._current = now, outer
 
@@ -272,6 +275,20 @@ def _standing_for(device: torch.device, named: torch.Generator | None) -> Iterat
         yield
     finally:
         _standing.generator = outer
+
+
+def forking() -> RNGStatesTracker | None:
+    """The tracker in whose `fork` this thread is, the innermost one."""
+    return getattr(_forks, "tracker", None)
+
+
+@contextlib.contextmanager
+def _forked_by(tracker: RNGStatesTracker | None) -> Iterator[None]:
+    outer, _forks.tracker = forking(), tracker
+    try:
+        yield
+    finally:
+        _forks.tracker = outer
 
 
 def _holder(generator: torch.Generator) -> torch.Generator:

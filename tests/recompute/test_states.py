@@ -228,6 +228,35 @@ def test_a_trackers_states(device):
     assert rng_tracker.current is None
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_fork_around_a_checkpoint_is_seen(device, named):
+    """Whether or not the checkpoint itself is told of the tracker."""
+    rng_tracker = cgpass.RNGStatesTracker(FAKE)
+    rng_tracker.add("b", 2)
+    fn = drawing(device, 4, 8)
+
+    def program():
+        x = tensor(2, requires_grad=True)
+        device.draw(12)
+        with rng_tracker.fork("b"):
+            device.draw(4)
+            y = cgpass.checkpoint(fn, x, **({"rng_tracker": rng_tracker} if named else {}))
+        device.draw(4)
+        y.sum().backward()
+
+    with pytest.raises(CheckpointError, match="CheckpointedGraph"):
+        captured(device, program)
+    kept, warm = captured(device, program, rng_tracker)
+    for generator, seed in ((device.default, 30), (rng_tracker.generators["b"], 31)):
+        generator.manual_seed(seed).set_offset(40)
+    begin = {100: (30, 0), 2: (31, 0)}
+    assert {seed for seed, _ in warm} == {100, 2}
+    kept.rewind(kept.position())
+    starts = {seed: min(offset for s, offset in warm if s == seed) for seed in begin}
+    expected = [(begin[seed][0], 40 + offset - starts[seed]) for seed, offset in warm]
+    assert device.replay() == expected
+
+
 def test_forward_and_backward_in_graphs_of_their_own(device):
     fn = drawing(device, 4, 8)
     kept = CheckpointStates(FAKE)
