@@ -369,7 +369,11 @@ def compile_with_aten(
     inference: Callable[..., Any],
     partition_fn: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Run AOTAutograd without Inductor and without decompositions."""
+    """Run AOTAutograd without Inductor and without decompositions.
+
+    Tokens that order effects are made in the graph, as for Inductor: as inputs of the graph they would shift what
+    AOTAutograd says of inputs and outputs by their positions.
+    """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import config as functorch_config
 
@@ -380,7 +384,7 @@ def compile_with_aten(
         partition_fn=partition_fn,
         keep_inference_input_mutations=True,
     )
-    with functorch_config.patch(enable_autograd_cache=False):
+    with functorch_config.patch(enable_autograd_cache=False, unlift_effect_tokens=True):
         return backend(gm, list(example_inputs))
 
 

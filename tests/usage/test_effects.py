@@ -55,3 +55,35 @@ def test_effects_happen_at_every_call_between_graphs(slow_way, program, caplog):
         assert "with_effects(effects_tests.note.default) at" in str(graph)
         assert "with_effects(effects_tests.note.default) at" in caplog.text
     assert "token" not in caplog.text
+
+
+class Whitened(torch.nn.Module):
+    """Checks for errors of a solver between parameters, with the batch first or last among what it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(8, 6)
+        self.last = torch.nn.Parameter(torch.randn(6, 16))
+
+    def forward(self, x):
+        z = self.first(x)
+        factor = torch.linalg.cholesky(z.T @ z / len(z) + torch.eye(6, device=x.device))
+        z = ((z @ factor) @ self.last).sin()
+        return z.square().mean(), z
+
+
+@pytest.mark.parametrize("check", ["rerecord", "off"])
+def test_effects_in_a_forward_with_parameters(slow_way, check):
+    def program(session):
+        module, call = session.compiled(Whitened)
+        values = []
+        for x in session.batches(9, 8, count=8):
+            loss, z = call(x)
+            loss.backward()
+            values += [loss.detach(), z.detach(), *[p.grad.clone() for p in module.parameters()]]
+            module.zero_grad()
+        return values
+
+    counters = slow_way.compare(program, static_input_check=check)
+    assert counters["warmups"] == counters["partitions_captured"]
+    assert counters["replays"] == counters["calls"] - counters["warmups"] > 0
