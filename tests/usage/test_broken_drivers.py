@@ -1,5 +1,7 @@
 """The simulated driver shows what goes wrong: each broken runtime fails a usage program that the real one passes."""
 
+from array import array
+
 import pytest
 import torch
 
@@ -103,6 +105,17 @@ def always_safe(patch):
 def no_address_check(patch):
     """Whatever was recorded first is replayed, wherever parameters are now."""
     patch.setattr(Layout, "static_key", lambda self, args: tuple(0 for _ in self.static))
+
+
+def stale_saved_tensor(patch):
+    """A backward reads its saved tensors where they lay when it was recorded, not where this forward left them."""
+
+    def key(self, args):
+        pooled = set(self.pooled)
+        addresses = (0 if i in pooled else args[i].data_ptr() for i in self.static)
+        return array("q", addresses).tobytes()
+
+    patch.setattr(Layout, "static_key", key)
 
 
 def frozen_rng(patch):
@@ -238,6 +251,8 @@ BROKEN = [
     (copies_nothing_out, kept_results),
     (no_address_check, assigned_states),
     (no_address_check, replaced_data),
+    (stale_saved_tensor, interleaved),
+    (stale_saved_tensor, pending_forwards((2, 0, 1))),
     (frozen_rng, dropout_training),
     (shared_placeholder, two_inputs),
     (no_write_back, mutated_input),
