@@ -64,6 +64,11 @@ def storage_at(address: int, num_bytes: int, device: torch.device) -> torch.Unty
     return storage  # an UntypedStorage, whatever the stub says
 
 
+def is_zero_tensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for zeros and has no memory; forward-mode AD makes such."""
+    return torch._is_zerotensor(tensor)
+
+
 class WeakStorage:
     """Knows whether a storage has died.
 

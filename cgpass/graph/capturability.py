@@ -289,6 +289,8 @@ def _layouts(query: _Query) -> _Found:
             return "layout", f"it uses a quantised tensor ({_dtype(tensor)})"
         if tensor.is_nested:
             return "layout", "it uses a nested tensor"
+    if any(map(_torch.is_zero_tensor, query.outputs)):
+        return "layout", "it makes a tensor of zeros that has no memory"
     return None
 
 

@@ -303,3 +303,10 @@ def test_message_names_operator_line_detail_and_fix():
         "the device [host_read]; keep the value on the device (torch.where, tensor arithmetic) "
         "instead of item()"
     )
+
+
+def test_zeros_without_memory():
+    zeros = aten._efficientzerotensor.default
+    (found,) = reasons(lambda x: x.sin() + zeros([3], device=x.device), (3,))
+    assert found.code == "layout"
+    assert "zeros that has no memory" in str(found)
