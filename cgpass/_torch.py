@@ -330,6 +330,47 @@ def register_backend(name: str, backend: Callable[..., Any]) -> None:
         registry.register_backend(backend, name=name)
 
 
+@contextlib.contextmanager
+def double_backwards_raise(error: Callable[[], Exception]) -> Iterator[None]:
+    """Have what AOTAutograd compiles inside raise an error of ours where its gradients are differentiated again.
+
+    AOTAutograd makes an autograd function for each graph, whose gradients under `create_graph=True` end in a node that
+    raises; ours does before it.
+
+    Source: torch/_functorch/_aot_autograd/runtime_wrappers.py, `CompiledFunction`, 2.11 to 2.15.
+    """
+    from torch.autograd.function import FunctionMeta
+
+    init: Any = FunctionMeta.__init__
+
+    def noting(cls: Any, name: str, bases: Any, attrs: Any) -> None:
+        init(cls, name, bases, attrs)
+        if name == "CompiledFunction" and cls.__module__.startswith("torch._functorch."):
+            cls.backward = staticmethod(_once_differentiable(cls.backward, error))
+
+    with _replaced(FunctionMeta, "__init__", noting):
+        yield
+
+
+def _once_differentiable(
+    backward: Callable[..., Any], error: Callable[[], Exception]
+) -> Callable[..., Any]:
+    def refuse(grads: Any) -> None:
+        del grads
+        raise error()
+
+    def once(ctx: Any, *grads: Any) -> Any:
+        found = backward(ctx, *grads)
+        if torch.is_grad_enabled():  # create_graph=True
+            nodes = {value.grad_fn for value in found if isinstance(value, torch.Tensor)}
+            for node in nodes:
+                if node is not None:
+                    node.register_prehook(refuse)
+        return found
+
+    return once
+
+
 def compile_with_inductor(
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],

@@ -12,7 +12,7 @@ from torch import fx
 from cgpass import _torch, telemetry
 from cgpass.assembly import OFF, GraphBuilder, num_ops
 from cgpass.compile import Boxed, Compiler
-from cgpass.errors import CaptureError, DriverUnavailableError, OptionError
+from cgpass.errors import CaptureError, DoubleBackwardError, DriverUnavailableError, OptionError
 from cgpass.graph.ancestry import names_behind
 from cgpass.graph.capturability import Reason
 from cgpass.graph.origins import Origins
@@ -142,6 +142,10 @@ class Compilation:
         # Its device is found after AOTAutograd only; no pass of this stage asks for it.
         context = PassContext(device=torch.device("meta"), stage="dynamo", direction="joint")
         gm = run_passes(dynamo_passes(), gm, context).gm
+        with _torch.double_backwards_raise(DoubleBackwardError):
+            return self._compile(gm, example_inputs)
+
+    def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if self.options.compiler == "inductor":
             return _torch.compile_with_inductor(
                 gm,
