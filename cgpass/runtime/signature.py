@@ -1,7 +1,7 @@
 """What must match for a recording to be replayed, and differences as text."""
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -126,6 +126,31 @@ def describe(infos: Iterable[InputInfo], limit: int = 5) -> str:
     parts = [i.name if i.line is None else f"{i.name} (read at {i.line})" for i in infos[:limit]]
     if len(infos) > limit:
         parts.append(f"and {len(infos) - limit} more")
+    return ", ".join(parts)
+
+
+def describe_moved(
+    infos: Sequence[InputInfo],
+    args: Sequence[Any],
+    moves: Mapping[int, int],
+    limit: int = 5,
+) -> str:
+    """Names of tensors that moved, with their sizes, how often they moved and the user's lines that read them.
+
+    Args:
+        infos: Of all inputs.
+        args: A call's inputs.
+        moves: How often each moved, by position.
+        limit: How many to name.
+    """
+    parts = []
+    for i in sorted(moves)[:limit]:
+        info, dtype = infos[i], str(args[i].dtype).removeprefix("torch.")
+        times = "once" if moves[i] == 1 else f"{moves[i]} times"
+        line = "" if info.line is None else f", read at {info.line}"
+        parts.append(f"{info.name} ({dtype}{list(args[i].size())}, moved {times}{line})")
+    if len(moves) > limit:
+        parts.append(f"and {len(moves) - limit} more")
     return ", ".join(parts)
 
 

@@ -10,6 +10,7 @@ Note [Parameters that are gone]
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from cgpass.errors import StaticInputMovedError
 from cgpass.runtime.owner import Limits
 from cgpass.runtime.recording import Recording
-from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe
+from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe_moved
 from cgpass.runtime.stationary import Watch
 from cgpass.runtime.unsettled import Unsettled
 from cgpass.telemetry import CallStats
@@ -102,7 +103,10 @@ class RecordingTable:
         """Where the tensors of each set lay, by their `id`s."""
         self._warm_sets: set[tuple[ShapeKey, int]] = set()
         self._num_rerecords = 0
-        self._warned = False
+        self._moves: Counter[int] = Counter()
+        """How often each parameter moved."""
+        self._warned: set[str] = set()
+        """Options whose limits were reached."""
 
     def find(self, shape_key: ShapeKey, static_key: StaticKey) -> list[Recording]:
         """Recordings of a signature, oldest first."""
@@ -156,7 +160,8 @@ class RecordingTable:
         """Note a call that is no replay; returns parameters that are better copied from now on."""
         if self._is_warm_set(shape_key, static_key):
             return []
-        return self._unsettled.note(shape_key, static_key, args)
+        same = self._seen == self.identities(args)
+        return self._unsettled.note(shape_key, static_key, args, same_objects=same)
 
     def _forget_a_shape(self) -> None:
         """Forget the oldest shape that was never recorded; there are fewer recorded ones than the limit."""
@@ -231,7 +236,8 @@ class RecordingTable:
         self._warm_sets.clear()
         self._newest = None
         self._num_rerecords = 0
-        self._warned = False
+        self._moves.clear()
+        self._warned.clear()
         return recordings
 
     # ---- limits
@@ -257,7 +263,8 @@ class RecordingTable:
         if len(shape.recordings()) >= limit:
             idle = self._drop_idle_set(shape, limit)
             if not idle:
-                self._warn("max_static_sets", limit, moved)
+                self._moves.update(moved)
+                self._warn("max_static_sets", limit, moved, args)
                 return False, dropped
             dropped += idle
         if self._is_warm_set(shape_key, static_key):
@@ -274,7 +281,7 @@ class RecordingTable:
             if self._is_idle(recordings, limit):
                 del self._shapes[key]
                 return True, recordings
-        self._warn("max_recordings", limit, [])
+        self._warn("max_recordings", limit, [], ())
         return False, []
 
     def _moved(self, shape: _Shape | None, static_key: StaticKey) -> list[int]:
@@ -297,7 +304,8 @@ class RecordingTable:
             before = self._places.get(tuple(self.identities(args).values()))
             moved = self._parameters_moved(before, static_key)
         if moved:
-            names = describe(self._layout.infos[i] for i in moved)
+            self._moves.update(moved)
+            names = self._describe(moved, args)
             raise StaticInputMovedError(
                 f"{self._name}: static inputs moved since they were recorded: {names}. Keep parameters and buffers "
                 'where they are, or use static_input_check="rerecord".'
@@ -315,13 +323,14 @@ class RecordingTable:
         known = self._known(moved, args)
         if not known:
             return True
+        self._moves.update(known)
         if self._num_rerecords >= self._limits.max_rerecords:
-            self._warn("max_rerecords", self._limits.max_rerecords, known)
+            self._warn("max_rerecords", self._limits.max_rerecords, known, args)
             return False
         self._num_rerecords += 1
         self._stats.rerecordings += 1
-        names = describe(self._layout.infos[i] for i in known)
-        log.info("%s records again (%d): %s moved", self._name, self._num_rerecords, names)
+        names = self._describe(known, args)
+        log.info("%s records again (%d): %s", self._name, self._num_rerecords, names)
         return True
 
     def _drop_orphans(self) -> list[Recording]:
@@ -350,12 +359,15 @@ class RecordingTable:
         last_used = max((r.last_used for r in recordings), default=0)
         return self._stats.calls - last_used > _IDLE_FACTOR * limit
 
-    def _warn(self, option: str, limit: int, moved: Sequence[int]) -> None:
-        if self._warned:
+    def _describe(self, moved: Sequence[int], args: Sequence[Any]) -> str:
+        return describe_moved(self._layout.infos, args, {i: self._moves[i] for i in moved})
+
+    def _warn(self, option: str, limit: int, moved: Sequence[int], args: Sequence[Any]) -> None:
+        if option in self._warned:
             return
-        self._warned = True
-        names = describe(self._layout.infos[i] for i in moved)
-        cause = f" Moved, after {self._stats.calls} calls: {names}." if moved else ""
+        self._warned.add(option)
+        names = self._describe(moved, args)
+        cause = f" In {self._stats.calls} calls: {names}." if moved else ""
         log.warning(
             "%s has as many recordings as %s=%d allows: calls with other shapes or addresses run without a graph, "
             "known ones keep replaying.%s Raise the option, or keep shapes and addresses fixed.",

@@ -6,6 +6,8 @@ Note [Inputs that always move]
     they bring all of their parameters. So inputs that are most of what is read in place have as many calls as there may
     be sets of them; fewer bytes have as many as shapes have.
 
+    The very same tensors that lie elsewhere in every call (`p.data = new`) are no other module's, and have fewer calls.
+
     Addresses that come back (the allocator takes turns between a few) have recordings of their own, and each call that
     one of these is replayed for makes up for one that was not.
 """
@@ -17,7 +19,7 @@ from typing import Any, Final
 
 from cgpass.runtime.owner import Limits
 from cgpass.runtime.placeholders import num_bytes
-from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe
+from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe, describe_moved
 from cgpass.runtime.writes import shares_memory
 from cgpass.telemetry import CallStats
 
@@ -47,11 +49,26 @@ class Unsettled:
         self._reuses = 0
         self._shapes = 0
         self._sets = 0
+        self._others = False
+        """Whether some of these calls came with other tensors, not with the same ones elsewhere."""
         self._moves: Counter[int] = Counter()
         """Of each parameter, among the calls that count in `_sets`."""
 
-    def note(self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]) -> list[int]:
-        """Note one call whose parameters were not seen before; says what changed all the time if it is one too many.
+    def note(
+        self,
+        shape_key: ShapeKey,
+        static_key: StaticKey,
+        args: Sequence[Any],
+        *,
+        same_objects: bool = False,
+    ) -> list[int]:
+        """Note one call whose parameters were not seen there before; says what changed all the time if it is one too many.
+
+        Args:
+            shape_key: The call's.
+            static_key: The call's.
+            args: Its inputs.
+            same_objects: Whether its parameters are the very tensors of the last call, and lie elsewhere.
 
         Returns:
             Parameters that are better copied. See Note [Inputs that always move].
@@ -66,6 +83,8 @@ class Unsettled:
         self._sets = 0 if shape_changed else self._sets + bool(moved)
         if not self._sets:
             self._moves.clear()
+            self._others = False
+        self._others |= bool(moved) and not same_objects
         self._moves.update(moved)
         limits = self._limits
         if self._shapes >= max(WARM_UPS, limits.max_recordings):
@@ -87,7 +106,7 @@ class Unsettled:
         moving = [i for i, count in self._moves.items() if 2 * count > self._sets]
         moved_bytes = sum(num_bytes(args[i]) for i in moving)
         in_place = sum(num_bytes(args[i]) for i in self._layout.parameters)
-        many = max(WARM_UPS, self._limits.max_static_sets)
+        many = max(WARM_UPS, self._limits.max_static_sets) if self._others else WARM_UPS
         if 2 * moved_bytes > in_place and self._sets < many:
             return []
         infos = self._layout.infos
@@ -103,8 +122,9 @@ class Unsettled:
             "new values into parameters and buffers (copy_) instead of replacing them%s.",
             self._name,
             self._sets,
-            describe(infos[i] for i in sorted(moving)),
-            "; if so many modules share the code, raise max_static_sets" * (self._sets >= many),
+            describe_moved(infos, args, {i: self._moves[i] for i in moving}),
+            "; if so many modules share the code, raise max_static_sets"
+            * (self._others and self._sets >= many),
         )
         return sorted(moving)
 

@@ -1,5 +1,6 @@
 """Ways to replace parameters and buffers in every single call."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -51,6 +52,32 @@ def test_a_buffer_is_replaced_in_the_forward_of_a_training_step(way):
     counters = way.compare(program)
     assert counters["warmups"] + counters["recordings"] + counters["plain_calls"] <= 300
     assert counters["replays"] >= 100
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_data_of_every_parameter_is_new_in_every_call(way, training):
+    """As where weights are brought to the device for each call."""
+
+    def program(session):
+        module, call = session.compiled(MLP)
+        values, kept = [], []
+        for batch in session.batches(4, 8, count=120):
+            for parameter in module.parameters():
+                kept.append(parameter.data)
+                parameter.data = parameter.data.clone()
+            with torch.set_grad_enabled(training):
+                out = call(batch).square().mean()
+            values.append(out.detach())
+            if training:
+                out.backward()
+                values += programs.gradients(module)
+                module.zero_grad()
+        return values
+
+    counters = way.compare(program)
+    assert counters["plain_calls"] == 0
+    assert counters["recordings"] <= 70 * (1 + training)
+    assert counters["replays"] >= counters["calls"] - 4
 
 
 def test_every_call_has_parameters_of_its_own(way):
