@@ -74,6 +74,7 @@ class Capture:
             given.clear()
             with d.grad_mode(), no_autocast_cache(), self._states, self._watched():
                 self._result = d.run(*args, **kwargs)
+            d.hidden.check(d.name, self._result)
             self._outputs = list(tensors_of(self._result))
             self._read = outputs_read_by_graph(self._outputs)
             return [out.detach() for out in self._outputs]

@@ -7,20 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from cgpass.errors import GraphedArgumentError
 from cgpass.graphed.arguments import Places
 from cgpass.graphed.autograd_graph import GraphFacts, take_gradients
 from cgpass.graphed.binding import Binding
 from cgpass.graphed.group import Group
+from cgpass.graphed.hidden import HiddenTensors
 from cgpass.graphed.hooks import HookSet
 from cgpass.graphed.options import GraphedOptions
 from cgpass.graphed.statics import Statics, firsts
 from cgpass.graphed.values import (
     OutputStructure,
     no_autocast_cache,
-    refuse_hidden_tensors,
     tensors_of,
 )
 from cgpass.recompute.gradients import grads_put_aside
@@ -65,6 +64,7 @@ class Pass:
     stats: CallStats
     with_grad: bool
     """Whether a backward is recorded where outputs require grad."""
+    hidden: HiddenTensors = field(default_factory=HiddenTensors)
     structure: OutputStructure | None = None
     reentrant: bool = False
     used_inputs: set[int] = field(default_factory=set)
@@ -105,7 +105,7 @@ class Pass:
             iterations: How often.
             pool: Whether to take memory from the pool, in which nothing was recorded yet.
         """
-        number = 0
+        number, self.hidden = 0, HiddenTensors()
         while number < iterations:
             number += 1
             inputs = [sample.detach().clone() for sample in self.binding.samples]
@@ -169,8 +169,7 @@ class Pass:
         versions = [[tensor._version for tensor in tensors] for tensors in read]
         with no_autocast_cache():
             (result,) = group.driver.warm_up(run, []) if pool else run([])
-        for leaf in pytree.tree_leaves(result):
-            refuse_hidden_tensors(f"what {self.name} returns", leaf)
+        self.hidden.check(self.name, result)
         self._refuse_assigned(read[1])
         self._forget_unwritten()
         for tensors, before, written in zip(

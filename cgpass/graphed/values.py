@@ -1,7 +1,6 @@
 """Where a graph reads its arguments, and how a result is made of its outputs."""
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from cgpass.errors import GraphedArgumentError
 from cgpass.runtime.placeholders import Placeholder, overlaps_itself
 
 
@@ -111,25 +109,6 @@ def own_memory(like: torch.Tensor) -> InputMemory:
     placeholder = Placeholder(like)
     placeholder.copy_from(like)
     return InputMemory(placeholder.tensor, placeholder)
-
-
-def refuse_hidden_tensors(what: str, leaf: Any) -> None:
-    """Have no result hold tensors that a replay would not put into it.
-
-    Raises:
-        GraphedArgumentError: It does.
-    """
-    if isinstance(leaf, torch.Tensor | torch.nn.Module | type) or callable(leaf):
-        return
-    attributes = list(getattr(leaf, "__dict__", {}).values())
-    if dataclasses.is_dataclass(leaf):
-        attributes += [getattr(leaf, each.name, None) for each in dataclasses.fields(leaf)]
-    if any(isinstance(inner, torch.Tensor) for inner in pytree.tree_leaves(attributes)):
-        kind = type(leaf).__name__
-        raise GraphedArgumentError(
-            f"make_graphed_callables: {what} is a {kind}, which has tensors in it but is no pytree node, so that no "
-            f"call could put its own there. Register it, as in torch.utils._pytree.register_dataclass({kind}), or use a dict."
-        )
 
 
 def tensors_of(result: Any) -> Iterator[torch.Tensor]:

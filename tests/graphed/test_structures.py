@@ -69,12 +69,51 @@ def test_results_that_hide_tensors_are_refused(setting, kind, nested):
     x = setting.randn(3)
     with pytest.raises(
         cgpass.errors.GraphedArgumentError,
-        match=f"returns is a {kind.__name__}, which has tensors in it but is no pytree node",
+        match=rf"returns has a tensor at result\.values.*, in a {kind.__name__}, which is no pytree node",
     ):
         setting.graphed(lambda x: wrapped(x * 2), (x,))
     other = kind(3)
     graphed = setting.graphed(lambda x, other: (x * 2, other), (x, other))
     assert graphed(x, other)[1] is other
+
+
+@pytest.mark.parametrize("num_warmup_iters", [1, 3])
+def test_tensors_deep_in_results_are_refused_with_their_place(setting, num_warmup_iters):
+    module = setting.module(net())
+
+    def cached(x):
+        y = module(x)
+        return {"out": y, "cache": Plain([Slotted({"keys": Plain(y.detach())})])}
+
+    with pytest.raises(
+        cgpass.errors.GraphedArgumentError,
+        match=r"at result\['cache'\]\.values\[0\]\.values\['keys'\]\.values, in a Plain, .*use_cache=False",
+    ):
+        setting.graphed(cached, (setting.randn(4, 8),), num_warmup_iters=num_warmup_iters)
+
+
+@pytest.mark.parametrize("num_warmup_iters", [1, 3])
+def test_results_that_hold_the_same_tensors_in_every_run(setting, num_warmup_iters):
+    """As a cache that the first run makes and every run writes in place."""
+    cache = Plain([])
+
+    def step(x):
+        if not cache.values:
+            cache.values.append(Slotted(torch.zeros(3, device=x.device)))
+        cache.values[0].values.copy_(x)
+        return x * 2, cache
+
+    graphed = setting.graphed(step, (setting.randn(3),), num_warmup_iters=num_warmup_iters)
+    for _ in range(3):
+        x = setting.randn(3)
+        doubled, found = graphed(x)
+        same(doubled, x * 2)
+        assert found is cache
+        same(found.values[0].values, x)
+    graphed.reset()
+    cache.values.clear()
+    x = setting.randn(3)
+    same(graphed(x)[1].values[0].values, x)
 
 
 def test_modules_as_arguments(setting):

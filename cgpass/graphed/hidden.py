@@ -1,0 +1,108 @@
+"""Tensors where no replay would put its own: deep in results."""
+
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from cgpass.errors import GraphedArgumentError
+
+_MAX_DEPTH = 8
+_OPAQUE = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    torch.Tensor,
+    torch.nn.Module,
+    torch.Generator,
+)
+"""What is not looked into."""
+
+
+class HiddenTensors:
+    """Tensors in objects that a callable returns and that are no pytree nodes.
+
+    They are right only if every run returns the same tensors, as a cache does that is written in place.
+    """
+
+    def __init__(self) -> None:
+        """No run yet."""
+        self._before: list[weakref.ref[torch.Tensor]] | None = None
+
+    def check(self, name: str, result: Any) -> None:
+        """Look at the result of a run; what the run before returned is compared, and not held.
+
+        Args:
+            name: Of the callable.
+            result: What it returned.
+
+        Raises:
+            GraphedArgumentError: It made tensors that a replay would not put into its result.
+        """
+        leaves = [x for x in pytree.tree_leaves(result) if not isinstance(x, _OPAQUE)]
+        found = [
+            (leaf, path, inner)
+            for leaf in leaves
+            for path, inner in _walk(leaf)
+            if isinstance(inner, torch.Tensor)
+        ]
+        before, self._before = self._before, [weakref.ref(inner) for _, _, inner in found]
+        if before is None:
+            return
+        known = {id(tensor) for ref in before if (tensor := ref()) is not None}
+        for leaf, path, inner in found:
+            if id(inner) not in known:
+                raise _refusal(name, result, leaf, path)
+
+
+def _refusal(name: str, result: Any, leaf: Any, path: str) -> GraphedArgumentError:
+    kind = type(leaf).__name__
+    start = next((p for p, inner in _walk(result) if inner is leaf), "")
+    return GraphedArgumentError(
+        f"make_graphed_callables: what {name} returns has a tensor at result{start}{path}, in a {kind}, which is no "
+        "pytree node, so that no replay would put its own there. Return the tensors themselves, register the class, as "
+        f"in torch.utils._pytree.register_dataclass({kind}), or leave it out, as with use_cache=False in transformers."
+    )
+
+
+def _walk(root: Any) -> Iterator[tuple[str, Any]]:
+    """Everything that an object holds, near things first, and how to get there: `.layers[0].keys`."""
+    open_ = deque([("", root, 0)])
+    seen: dict[int, Any] = {}
+    while open_:
+        path, value, depth = open_.popleft()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        yield path, value
+        if depth < _MAX_DEPTH and not isinstance(value, _OPAQUE):
+            open_.extend((path + step, part, depth + 1) for step, part in _parts(value))
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, list | tuple | deque):
+        yield from ((f"[{i}]", item) for i, item in enumerate(value))
+    elif isinstance(value, AbstractSet):
+        yield from (("{...}", item) for item in value)
+    for kind in type(value).__mro__:
+        slots = getattr(kind, "__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name):
+                yield f".{name}", getattr(value, name)
+    yield from ((f".{key}", item) for key, item in getattr(value, "__dict__", {}).items())
