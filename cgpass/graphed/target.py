@@ -9,6 +9,14 @@ import torch
 from cgpass.errors import GraphedArgumentError
 from cgpass.graphed.statics import Statics, modules_behind
 
+_WRAPPERS = {
+    "DistributedDataParallel": "torch.nn.",
+    "DataParallel": "torch.nn.",
+    "FullyShardedDataParallel": "torch.distributed.",
+    "FSDPModule": "torch.distributed.",
+}
+"""Names of classes that reduce or gather by hooks of their own, and where these come from."""
+
 
 class Target:
     """A module or function to be recorded."""
@@ -21,7 +29,7 @@ class Target:
             index: Its position among several; None for a single one.
 
         Raises:
-            GraphedArgumentError: It has hooks, is wrapped, or its buffers require grad.
+            GraphedArgumentError: It has hooks, or its buffers require grad.
         """
         if not callable(fn):
             raise GraphedArgumentError(
@@ -45,10 +53,14 @@ class Target:
             device: Where that lies.
             others: Modules that it is called with.
             weak: Whether the module will hold what is returned, and must not be held by it.
+
+        Raises:
+            GraphedArgumentError: It is or reaches a wrapper such as DistributedDataParallel.
         """
         is_module = self.module is not None
         weak = weak and is_module
         modules = [*self.modules, *others]
+        _refuse_wrappers(self.name, modules)
         return Statics(modules, device, self.name, weak=weak, required=is_module and not others)
 
     @property
@@ -105,12 +117,23 @@ def _name_of(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__qualname__", type(fn).__name__).replace("<locals>.", "")
 
 
+def _refuse_wrappers(name: str, modules: Sequence[torch.nn.Module]) -> None:
+    """Have nothing reached whose backward does more than its graph says."""
+    named = {id(inner): (path, inner) for top in modules for path, inner in top.named_modules()}
+    for path, module in named.values():
+        kinds = {base.__name__: base.__module__ for base in type(module).__mro__}
+        found = [kind for kind, home in _WRAPPERS.items() if kinds.get(kind, "").startswith(home)]
+        if found:
+            where = f" at {path!r}" if path else ""
+            kind = type(module).__name__
+            raise GraphedArgumentError(
+                f"make_graphed_callables: {name} is or reaches a module that is already wrapped, a {kind}{where}, whose "
+                f"hooks ({found[0]}) would not run on a replay, so that gradients would not be reduced. Record the module "
+                "inside, naming it by itself, then wrap."
+            )
+
+
 def _check_module(name: str, module: torch.nn.Module) -> None:
-    if isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
-        raise GraphedArgumentError(
-            f"make_graphed_callables: {name} is already wrapped, and its hooks would not run on a replay. Record the "
-            "module inside, then wrap."
-        )
     for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
         if getattr(module, kind):
             raise GraphedArgumentError(

@@ -142,12 +142,6 @@ def test_hooks_registered_afterwards_run(setting):
     assert not module._forward_hooks
 
 
-def test_wrapped_modules_are_refused(setting):
-    wrapped = torch.nn.DataParallel(net()).to(setting.device)
-    with pytest.raises(cgpass.errors.GraphedArgumentError, match="DataParallel is already wrapped"):
-        setting.graphed(wrapped, (setting.randn(4, 8),))
-
-
 def test_buffers_that_require_grad_are_refused(setting):
     module = setting.module(net())
     module.register_buffer("scale", torch.ones(1, device=setting.device, requires_grad=True))
