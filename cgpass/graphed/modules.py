@@ -1,5 +1,7 @@
 """What `make_graphed_callables` returns for modules: modules whose `forward` is graphed."""
 
+import functools
+import types
 import weakref
 from collections import OrderedDict
 from typing import Any
@@ -7,7 +9,7 @@ from typing import Any
 import torch
 
 from cgpass.graphed.callables import GraphedFunction
-from cgpass.graphed.target import unpatched
+from cgpass.graphed.target import rebound, unpatched
 
 _HOOK_DICTS = (
     "_forward_pre_hooks",
@@ -88,6 +90,13 @@ class _Forward:
         return alone.__deepcopy__(memo)
 
 
+def _rebind(module: torch.nn.Module, original: torch.nn.Module) -> None:
+    """Have methods that were set on a module itself be those of its shallow copy there."""
+    for name, value in vars(module).items():
+        if isinstance(value, types.MethodType | functools.partial):
+            vars(module)[name] = rebound(value, original, module)
+
+
 def with_forward(module: torch.nn.Module, graphed: GraphedFunction, *, patch: bool) -> Any:
     """A module whose `forward` is graphed.
 
@@ -108,6 +117,8 @@ def with_forward(module: torch.nn.Module, graphed: GraphedFunction, *, patch: bo
     earlier = module.__dict__.get("forward")
     if isinstance(earlier, _Forward):
         earlier.undo(module.__dict__)
+    if original is not None:
+        _rebind(module, original)
     is_compiled = module.__dict__.get("_compiled_call_impl") is not None
     if not patch and is_compiled:  # what it runs is recorded
         del module.__dict__["_compiled_call_impl"]

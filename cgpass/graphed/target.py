@@ -1,5 +1,8 @@
 """`Target`: one callable that is recorded."""
 
+import functools
+import operator
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -102,8 +105,10 @@ def unpatched(
     """
     forward = module.forward
     forward = getattr(forward, "ungraphed", forward)
-    if ref is None or getattr(forward, "__self__", None) is not module:
+    if ref is None:
         return forward
+    if getattr(forward, "__self__", None) is not module:
+        return forward if otherwise is None else _in_mode_of(ref, forward, otherwise)
     function = getattr(forward, "__func__")  # noqa: B009  in no stub
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -111,6 +116,42 @@ def unpatched(
         return function(otherwise if now is None else now, *args, **kwargs)
 
     return run
+
+
+def _in_mode_of(
+    ref: "weakref.ref[torch.nn.Module]", forward: Callable[..., Any], original: torch.nn.Module
+) -> Callable[..., Any]:
+    """A `forward` that may read what module it was made for, while that is in the mode of its copy."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        copy, mode = ref(), original.training
+        if copy is None or copy.training is mode:
+            return forward(*args, **kwargs)
+        original.training = copy.training
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            original.training = mode
+
+    return run
+
+
+def rebound(value: Any, original: torch.nn.Module, copy: torch.nn.Module) -> Any:
+    """What a method of a module, or a `partial` with that module in it, is for a copy of the module."""
+    if value is original:
+        return copy
+    if isinstance(value, types.MethodType) and value.__self__ is original:
+        return types.MethodType(value.__func__, copy)
+    if not isinstance(value, functools.partial):
+        return value
+    parts = (value.func, *value.args, *value.keywords.values())
+    func, *others = [rebound(part, original, copy) for part in parts]
+    if all(map(operator.is_, parts, (func, *others))):
+        return value
+    positional, named = others[: len(value.args)], others[len(value.args) :]
+    new = functools.partial(func, *positional, **dict(zip(value.keywords, named, strict=True)))
+    vars(new).update(vars(value))
+    return new
 
 
 def _name_of(fn: Callable[..., Any]) -> str:

@@ -17,7 +17,7 @@ class Setting:
     device: torch.device
 
     def options(self, **options):
-        return cgpass.GraphedOptions(driver=self.driver, **options)
+        return cgpass.GraphedOptions(**{"driver": self.driver, **options})
 
     def graphed(self, callables, sample_args, sample_kwargs=None, **options):
         return cgpass.make_graphed_callables(
