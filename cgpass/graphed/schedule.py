@@ -107,12 +107,17 @@ def _walk(order: Sequence[int]) -> tuple[int, int]:
             raise _wrong(order, position, missing)
         else:
             backwards[chunk] += 1
+    fewest = min(forwards)
+    most = max(range(num_chunks), key=forwards.__getitem__)
+    if forwards[most] != fewest:
+        positions = [p for p, entry in enumerate(order) if entry == most + 1]
+        least = forwards.index(fewest) + 1
+        what = (
+            f"forward {fewest + 1} of chunk {most + 1}, while chunk {least} has {fewest} in all. Every chunk runs every "
+            "microbatch, and chunks are numbered without gaps"
+        )
+        raise _wrong(order, positions[fewest], what)
     for chunk in range(num_chunks):
-        if forwards[chunk] != forwards[0]:
-            raise ScheduleError(
-                f"make_graphed_callables: order has {forwards[0]} forwards of chunk 1 and {forwards[chunk]} of chunk "
-                f"{chunk + 1}. Every chunk runs every microbatch."
-            )
         if backwards[chunk] != forwards[chunk]:
             last = max(p for p, entry in enumerate(order) if entry == chunk + 1)
             raise _wrong(order, last, f"a forward of chunk {chunk + 1} whose backward never comes")

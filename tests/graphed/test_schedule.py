@@ -38,8 +38,15 @@ def test_an_interleaved_order():
         ((1, 1.5, -1), r"order\[1\] is 1.5: chunks are numbered"),
         ((1, -2, 2, -1), r"order\[1\] is -2: a backward of chunk 2 before the forward"),
         ((1, -1, -1, 1), r"order\[2\] is -1: a backward of chunk 1 before the forward"),
-        ((1, 1, -1, -1, 2, -2), "has 2 forwards of chunk 1 and 1 of chunk 2"),
-        ((1, 3, -3, -1), "1 forwards of chunk 1 and 0 of chunk 2"),
+        (
+            (1, 1, -1, -1, 2, -2),
+            r"order\[1\] is 1: forward 2 of chunk 1, while chunk 2 has 1 in all\. Every",
+        ),
+        ((1, 3, -3, -1), r"order\[0\] is 1: forward 1 of chunk 1, while chunk 2 has 0 in all"),
+        (
+            (2, -2),
+            r"order\[0\] is 2: forward 1 of chunk 2, while chunk 1 has 0 in all.*without gaps",
+        ),
         ((1, 1, -1), r"order\[1\] is 1: a forward of chunk 1 whose backward never comes"),
     ],
 )
