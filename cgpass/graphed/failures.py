@@ -14,6 +14,7 @@ from cgpass.runtime import rng_ops
 from cgpass.runtime.syncs import is_capture_error
 
 _LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch,))
+_MODULES = str(Path(torch.nn.__file__ or "").parent / "modules")
 _OWN = str(Path(__file__).parents[1])
 
 
@@ -76,10 +77,15 @@ def _operator(again: Callable[[_torch.TorchDispatchMode], object]) -> str | None
 
 
 def user_line(error: BaseException) -> str | None:
-    """Where the user's code was when an error was raised: the innermost frame outside of torch and cgpass."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((*_LIBRARIES, _OWN, "<")):
-            return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {(frame.line or '').rstrip(':')}"
+    """Where the user's code was when an error was raised: the innermost frame outside of torch and cgpass.
+
+    Where there is none, as in a Sequential of torch's modules, that of the innermost module.
+    """
+    frames = traceback.extract_tb(error.__traceback__)[::-1]
+    users = [f for f in frames if not f.filename.startswith((*_LIBRARIES, _OWN, "<"))]
+    modules = [f for f in frames if f.filename.startswith(_MODULES)]
+    for frame in (*users, *modules):
+        return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {(frame.line or '').rstrip(':')}"
     return None
 
 

@@ -246,3 +246,25 @@ def test_a_generator_of_the_callables_own_is_named(setting):
     ):
         setting.graphed(fn, (x,))
     same(setting.graphed(torch.sin, (x,))(x), x.sin())
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_failure_in_torchs_own_modules_has_a_line(setting, wrapped):
+    class Calls(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.BatchNorm1d(8, momentum=None)
+
+        def forward(self, x):
+            return self.inner(x)
+
+    module = Calls() if wrapped else torch.nn.Sequential(torch.nn.BatchNorm1d(8, momentum=None))
+    line = (
+        r"test_failures\.py:\d+ in forward: return self\.inner"
+        if wrapped
+        else r"batchnorm\.py:\d+ in forward: "
+    )
+    with pytest.raises(
+        cgpass.errors.CaptureError, match=rf"_local_scalar_dense\.default, at {line}"
+    ):
+        setting.graphed(setting.module(module), (setting.randn(4, 8),))
