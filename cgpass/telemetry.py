@@ -116,6 +116,8 @@ class _Registry:
     compiled: CompileStats = field(default_factory=CompileStats)
     calls: list[weakref.ref[_TrackedStats]] = field(default_factory=list)
     """Kept alive by whoever counts."""
+    named: list[tuple[weakref.ref[_TrackedStats], str]] = field(default_factory=list)
+    """Counts of what belongs to no compiled graph."""
     ended: collections.deque[list[int]] = field(default_factory=collections.deque)
     """Of what was collected since it was last added up, in the order of `_COUNTS`."""
     past: list[int] = field(default_factory=lambda: [0] * len(_COUNTS))
@@ -147,11 +149,18 @@ _registry = _Registry()
 compile_stats = _registry.compiled
 
 
-def new_call_stats() -> CallStats:
-    """Counts for one more captured partition; they stay in the totals after the partition is gone."""
+def new_call_stats(name: str | None = None) -> CallStats:
+    """Counts for one more captured partition; they stay in the totals after the partition is gone.
+
+    Args:
+        name: Of what the summary is to list by itself, since it belongs to no compiled graph.
+    """
     stats = _TrackedStats()
     with _registry.lock:
         _registry.sums()
+        if name is not None:
+            _registry.named = [(ref, each) for ref, each in _registry.named if ref() is not None]
+            _registry.named.append((weakref.ref(stats), name))
         _registry.calls.append(weakref.ref(stats))
     return stats
 
@@ -203,11 +212,25 @@ def counters() -> dict[str, int]:
 
 
 def summary() -> str:
-    """Every graph compiled in this process: partitions captured and eager, and why. Very old ones are only counted."""
+    """Every graph compiled in this process: partitions captured and eager, and why. Very old ones are only counted.
+
+    Then what `make_graphed_callables` returned, as long as it lives, and how it was called.
+    """
     listed = graphs()
     older = compile_stats.graphs - len(listed)
     lines = [f"{older} older graphs"] if older else []
-    return "\n".join([*lines, *map(str, listed)]) or "no graph was compiled"
+    return "\n".join([*lines, *map(str, listed), *_by_hand()]) or "no graph was compiled"
+
+
+def _by_hand() -> list[str]:
+    with _registry.lock:
+        named = list(_registry.named)
+    return [
+        f"{name}, graphed by hand: {stats.recordings} recordings, {stats.calls} calls, {stats.plain_calls} of them "
+        "without a graph"
+        for ref, name in named
+        if (stats := ref()) is not None
+    ]
 
 
 def graphs(since: int = 0) -> tuple[GraphSummary, ...]:

@@ -97,7 +97,7 @@ def make_graphed_callables(
             hooks=capture_hooks[i],
             warmup_hooks=warmup_hooks[i],
             options=given,
-            stats=new_call_stats(),
+            stats=new_call_stats(targets[i].name),
             with_grad=torch.is_grad_enabled(),
             backward_dw=targets[i].backward_dw,
         )

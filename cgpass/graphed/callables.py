@@ -143,6 +143,12 @@ class GraphedFunction:
             log.warning("%s runs without a graph: %s.", self._pass.name, why)
         return self._plain(*args, **kwargs)
 
+    def count_plain_call(self) -> None:
+        """Count a call that somebody else runs without a graph."""
+        if not torch.compiler.is_compiling():
+            self._pass.stats.calls += 1
+            self._pass.stats.plain_calls += 1
+
     # ---- recording again
 
     def _follow_members(self) -> Statics:
@@ -200,7 +206,7 @@ class GraphedFunction:
         self._warned.clear()
 
     def reset(self) -> None:
-        """Free the graphs and their memory. The next call records again, hooks included."""
+        """Free the graphs and their memory. The next call records again, capture-time hooks included."""
         if self._group is not None:
             with self._group.owner.lock:
                 self._free()

@@ -50,6 +50,7 @@ class _Forward:
         if original is not None and original.training is not self._original_mode:
             module.training = self._original_mode = original.training
         if module.training is not self._mode:
+            self._graphed.count_plain_call()
             return self.ungraphed(*args, **kwargs)
         return self._graphed(*args, **kwargs)
 
