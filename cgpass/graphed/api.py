@@ -94,6 +94,7 @@ def make_graphed_callables(
             binding=Binding(targets[i].name, args[number], kwargs[number], device),
             statics=statics[i],
             find_statics=find_statics[i],
+            attributes=targets[i].attributes,
             hooks=capture_hooks[i],
             warmup_hooks=warmup_hooks[i],
             options=given,

@@ -79,7 +79,7 @@ class Capture:
             self._read = outputs_read_by_graph(self._outputs)
             return [out.detach() for out in self._outputs]
 
-        with self._blamed("forward"):
+        with self._blamed("forward"), self._attributes_watched():
             self.forward = group.new_recording(
                 run,
                 [*[m.tensor for m in self.memory], *statics],
@@ -179,6 +179,13 @@ class Capture:
         if self._watch is not None:
             return contextlib.nullcontext()
         return blamed(self.description.name, what, self._again)
+
+    def _attributes_watched(self) -> contextlib.AbstractContextManager[Any]:
+        return (
+            self.description.attributes.watched()
+            if self._watch is None
+            else contextlib.nullcontext()
+        )
 
     def _watched(self) -> contextlib.AbstractContextManager[Any]:
         return self._watch or contextlib.nullcontext()

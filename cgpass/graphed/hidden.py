@@ -1,9 +1,11 @@
-"""Tensors where no replay would put its own: deep in results."""
+"""Tensors where no replay would put its own: deep in results, and in attributes of modules."""
 
+import contextlib
+import logging
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass.errors import GraphedArgumentError
+
+log = logging.getLogger(__name__)
 
 _MAX_DEPTH = 8
 _OPAQUE = (
@@ -31,6 +35,8 @@ _OPAQUE = (
     torch.Generator,
 )
 """What is not looked into."""
+_MACHINERY = ("_parameters", "_buffers", "_modules")
+"""Attributes of modules that are looked at elsewhere."""
 
 
 class HiddenTensors:
@@ -106,3 +112,38 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             if hasattr(value, name):
                 yield f".{name}", getattr(value, name)
     yield from ((f".{key}", item) for key, item in getattr(value, "__dict__", {}).items())
+
+
+class AttributeTensors:
+    """Tensors that modules have as plain attributes, or in lists and dicts there."""
+
+    def __init__(self, name: str, modules: Sequence[torch.nn.Module]) -> None:
+        """Args: name: of the callable. modules: whose attributes, and their submodules'."""
+        self._name = name
+        self._modules = modules
+        self._warned: set[str] = set()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """A block that records; what it sets and leaves there is warned about, each attribute once."""
+        before = {id(t): weakref.ref(t) for _, tensors in self._attributes() for t in tensors}
+        yield
+        for where, tensors in self._attributes():
+            refs = [before.get(id(tensor)) for tensor in tensors]
+            same = [ref is not None and ref() is t for ref, t in zip(refs, tensors, strict=True)]
+            if not all(same) and where not in self._warned:
+                self._warned.add(where)
+                log.warning(
+                    "%s puts a tensor into %s when it runs, which no replay does. What is there after a call may have "
+                    "the value of another one, and has no backward of its own: don't read it there, return it.",
+                    self._name,
+                    where,
+                )
+
+    def _attributes(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        inner = {id(m): (path, top, m) for top in self._modules for path, m in top.named_modules()}
+        for path, top, module in inner.values():
+            for key, value in vars(module).items():
+                if isinstance(value, torch.Tensor | list | tuple | dict) and key not in _MACHINERY:
+                    tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+                    yield f"{f'{path}.{key}'.lstrip('.')} of {type(top).__name__}", tensors

@@ -16,7 +16,7 @@ Note [When hooks run]
 
     Warm-up hooks, `pre_warmup` and `post_warmup`: given once for all, they are called without arguments, once each,
     before the first and after the last warm-up. Given per callable, they are called with the module before and after
-    the warm-up iterations of each forward that the schedule has of it.
+    the warm-up iterations of each forward that the schedule has of it. They don't run where something is recorded again.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -13,7 +13,7 @@ from cgpass.graphed.arguments import Places
 from cgpass.graphed.autograd_graph import GraphFacts, take_gradients
 from cgpass.graphed.binding import Binding
 from cgpass.graphed.group import Group
-from cgpass.graphed.hidden import HiddenTensors
+from cgpass.graphed.hidden import AttributeTensors, HiddenTensors
 from cgpass.graphed.hooks import HookSet
 from cgpass.graphed.options import GraphedOptions
 from cgpass.graphed.statics import Statics, firsts
@@ -58,6 +58,8 @@ class Pass:
     statics: Statics
     find_statics: Callable[[], Statics]
     """Finds them anew, when modules have other members than they had."""
+    attributes: AttributeTensors
+    """What its modules have besides."""
     hooks: HookSet
     warmup_hooks: HookSet
     options: GraphedOptions

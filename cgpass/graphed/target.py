@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cgpass.errors import GraphedArgumentError
+from cgpass.graphed.hidden import AttributeTensors
 from cgpass.graphed.statics import Statics, modules_behind
 
 _WRAPPERS = {
@@ -44,6 +45,7 @@ class Target:
         self.fn = getattr(fn, "ungraphed", fn) if self.module is None else fn
         self.modules = modules_behind(fn)
         """The module, or those that a function reads by name."""
+        self.attributes = AttributeTensors(self.name, self.modules)
         if self.module is not None:
             _check_module(self.name, self.module)
 
