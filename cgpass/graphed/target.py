@@ -12,14 +12,7 @@ import torch
 from cgpass.errors import GraphedArgumentError
 from cgpass.graphed.hidden import AttributeTensors
 from cgpass.graphed.statics import Statics, modules_behind
-
-_WRAPPERS = {
-    "DistributedDataParallel": "torch.nn.",
-    "DataParallel": "torch.nn.",
-    "FullyShardedDataParallel": "torch.distributed.",
-    "FSDPModule": "torch.distributed.",
-}
-"""Names of classes that reduce or gather by hooks of their own, and where these come from."""
+from cgpass.graphed.wrappers import refuse_wrappers
 
 
 class Target:
@@ -65,7 +58,7 @@ class Target:
         is_module = self.module is not None
         weak = weak and is_module
         modules = [*self.modules, *others]
-        _refuse_wrappers(self.name, modules)
+        refuse_wrappers(self.name, self.fn, modules)
         return Statics(modules, device, self.name, weak=weak, required=is_module and not others)
 
     @property
@@ -158,22 +151,6 @@ def rebound(value: Any, original: torch.nn.Module, copy: torch.nn.Module) -> Any
 
 def _name_of(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__qualname__", type(fn).__name__).replace("<locals>.", "")
-
-
-def _refuse_wrappers(name: str, modules: Sequence[torch.nn.Module]) -> None:
-    """Have nothing reached whose backward does more than its graph says."""
-    named = {id(inner): (path, inner) for top in modules for path, inner in top.named_modules()}
-    for path, module in named.values():
-        kinds = {base.__name__: base.__module__ for base in type(module).__mro__}
-        found = [kind for kind, home in _WRAPPERS.items() if kinds.get(kind, "").startswith(home)]
-        if found:
-            where = f" at {path!r}" if path else ""
-            kind = type(module).__name__
-            raise GraphedArgumentError(
-                f"make_graphed_callables: {name} is or reaches a module that is already wrapped, a {kind}{where}, whose "
-                f"hooks ({found[0]}) would not run on a replay, so that gradients would not be reduced. Record the module "
-                "inside, naming it by itself, then wrap."
-            )
 
 
 def _check_module(name: str, module: torch.nn.Module) -> None:

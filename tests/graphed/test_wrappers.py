@@ -18,21 +18,61 @@ def process_group(tmp_path):
     torch.distributed.destroy_process_group()
 
 
-def reaching(wrapper):
-    class Trainer:
-        def __init__(self):
-            self.model = wrapper
+class Trainer:
+    """Has a wrapper, and the module inside."""
 
-        def run(self, x):
-            return self.model(x)
+    def __init__(self, wrapper):
+        self.model = wrapper
+        self.layers = {"all": [wrapper]}
+        self.inner = getattr(wrapper, "module", wrapper)
+
+    def __call__(self, x):
+        return self.run_in_list(x)
+
+    def run(self, x):
+        return self.model(x)
+
+    def run_in_list(self, x):
+        return self.layers["all"][0](x)
+
+    def run_inner(self, x):
+        return self.inner(x)
+
+
+class Aside(torch.nn.Module):
+    """Has a wrapper that is no submodule."""
+
+    def __init__(self, wrapper):
+        super().__init__()
+        self.aside = [wrapper]
+
+    def forward(self, x):
+        return self.aside[0](x)
+
+
+def reaching(wrapper):
+    trainer = Trainer(wrapper)
+
+    def calls(x):
+        return wrapper(x).square().mean()
+
+    def calls_another(x):
+        return calls(x)
 
     return {
         "itself": (wrapper, ""),
-        "closure": (lambda x: wrapper(x).square().mean(), ""),
+        "closure": (calls, ""),
+        "closure of a closure": (calls_another, ""),
+        "default": (lambda x, model=wrapper: model(x), ""),
+        "decorated": (torch.no_grad()(calls), ""),
         "method": (wrapper.forward, ""),
         "submodule": (torch.nn.Sequential(torch.nn.Tanh(), wrapper), " at '1'"),
+        "no submodule": (torch.nn.Sequential(Aside(wrapper)), ""),
         "partial": (functools.partial(torch.nn.Module.__call__, wrapper), ""),
-        "method of an object": (Trainer().run, ""),
+        "method of an object": (trainer.run, ""),
+        "attribute of an object": (lambda x: trainer.model(x), ""),
+        "list in an object": (trainer.run_in_list, ""),
+        "object": (trainer, ""),
     }
 
 
@@ -84,3 +124,10 @@ def test_fully_sharded_modules_are_refused(setting):
             match=rf"wrapped, a Sharded at '1', whose hooks \({base.__name__}\)",
         ):
             setting.graphed(fn, (setting.randn(4, 8),))
+
+
+def test_what_is_not_named_is_not_reached(setting):
+    trainer = Trainer(torch.nn.DataParallel(net()).to(setting.device))
+    x = setting.randn(4, 8)
+    for fn in (trainer.run_inner, lambda x: trainer.inner(x)):
+        same(setting.graphed(fn, (x,))(x), trainer.inner(x))
