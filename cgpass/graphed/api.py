@@ -46,7 +46,8 @@ def make_graphed_callables(
             each chunk, microbatch and layer). Nested structures and values that are no tensors are taken; the latter
             must be the same in every call. `requires_grad` must be as in the calls.
             **Lifetime:** the tensors become the memory that the graphs read: a call with these very tensors copies
-            nothing, a call with others overwrites them. Of samples that share memory only the first is so used.
+            nothing, a call with others overwrites them. Of samples that share memory only the first is so used, also
+            where others were given to another `make_graphed_callables` whose graphs still are.
         sample_kwargs: Keyword arguments in the same way.
         options: Everything else; see `GraphedOptions`.
 

@@ -16,7 +16,7 @@ from cgpass.graphed.arguments import Arguments
 from cgpass.graphed.group import Group
 from cgpass.graphed.pending import Aside
 from cgpass.graphed.statics import Statics
-from cgpass.graphed.values import InputMemory, OutputStructure
+from cgpass.graphed.values import InputMemory, OutputStructure, give_up_samples
 from cgpass.graphed.versions import ReadByBackward, Versions
 from cgpass.recompute.inputs import anchor
 from cgpass.recompute.states import CheckpointStates
@@ -198,6 +198,7 @@ class RecordedPass:
             return
         self.closed = True
         self.held.clear()
+        give_up_samples(self.arguments.memory)
         for call in [call for call in self.due_weight_grads if call.recorded is self]:
             self.due_weight_grads.remove(call)
         for recording in (self.forward, self.backward, self.weight_grads):

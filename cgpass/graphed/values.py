@@ -1,7 +1,9 @@
 """Where a graph reads its arguments, and how a result is made of its outputs."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import dataclasses
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,16 @@ from cgpass.runtime.placeholders import Placeholder, overlaps_itself
 class InputMemory:
     """Where a graph reads one argument: a sample's own memory, or a placeholder."""
 
-    __slots__ = ("address", "is_own", "num_bytes", "spans", "stride", "target", "tensor")
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "is_own",
+        "num_bytes",
+        "spans",
+        "stride",
+        "target",
+        "tensor",
+    )
 
     def __init__(self, tensor: torch.Tensor, placeholder: Placeholder | None = None) -> None:
         """Args: tensor: on the memory. placeholder: that it belongs to; None for a sample."""
@@ -96,11 +107,27 @@ class OutputStructure:
         return pytree.tree_unflatten(leaves, self.spec)
 
 
+_samples: "weakref.WeakValueDictionary[int, InputMemory]" = weakref.WeakValueDictionary()
+"""What lies in samples' own memory, by the address of their storage: of all groups, as long as graphs read it."""
+
+
 def sample_memory(sample: torch.Tensor) -> InputMemory | None:
-    """The memory of a sample as that of an argument, unless a graph can't take it as it is."""
+    """The memory of a sample as that of an argument, unless a graph can't take it as it is or another has it."""
     if overlaps_itself(sample) or sample.is_conj() or sample.is_neg() or sample.is_inference():
         return None
-    return InputMemory(sample.detach())
+    address = sample.untyped_storage().data_ptr()
+    if address in _samples:
+        return None
+    memory = _samples[address] = InputMemory(sample.detach())
+    return memory
+
+
+def give_up_samples(memory: Iterable[InputMemory]) -> None:
+    """Have the memory of samples be free for other graphs, though somebody holds these still."""
+    for each in memory:
+        address = each.tensor.untyped_storage().data_ptr()
+        if _samples.get(address) is each:
+            del _samples[address]
 
 
 def own_memory(like: torch.Tensor) -> InputMemory:
