@@ -242,34 +242,58 @@ def after_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
-def saved_by(
-    node: Any, original_of: Callable[[torch.Tensor], torch.Tensor]
-) -> Iterator[torch.Tensor]:
-    """What a node of an autograd graph saved, unless hooks have packed it: what autograd checks the versions of.
+def saved_on(node: Any) -> Iterator[Any]:
+    """What a node of an autograd graph saved: a `torch._C._autograd.SavedTensor` each."""
+    for name in _raw_saved(type(node)):
+        value = getattr(node, name)
+        yield from value if isinstance(value, tuple) else (value,)
 
-    Each is packed by hooks of ours afterwards, so autograd checks no more. The node's backward works as before.
+
+def saved_tensors(
+    saved: Any, original_of: Callable[[torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    """The tensor that was saved, unless hooks have packed it: what autograd checks the version of.
+
+    It is packed by hooks of ours afterwards, so autograd checks no more. The node's backward works as before.
 
     Args:
-        node: Of a graph whose backward didn't run.
+        saved: Of `saved_on`, of a graph whose backward didn't run.
         original_of: Gives the leaf that a saved tensor is an alias of, or the same tensor if it is no leaf's: leaves
             are saved as they are, and read as they will be.
 
     Source: torch/csrc/autograd/saved_variable.cpp, `SavedVariable::register_hooks`, 2.11 to 2.15: raises for what is
     packed, None or freed.
     """
-    for name in _raw_saved(type(node)):
-        value = getattr(node, name)
-        for saved in value if isinstance(value, tuple) else (value,):
-            found: list[torch.Tensor] = []
+    found: list[torch.Tensor] = []
 
-            def pack(value: torch.Tensor, found: list[torch.Tensor] = found) -> torch.Tensor:
-                found.append(value.detach())
-                return original_of(found[0])
+    def pack(value: torch.Tensor) -> torch.Tensor:
+        found.append(value.detach())
+        return original_of(found[0])
 
-            with contextlib.suppress(RuntimeError, AttributeError):
-                saved.register_hooks(pack, lambda packed: packed)
-            yield from found
-            found.clear()
+    with contextlib.suppress(RuntimeError, AttributeError):
+        saved.register_hooks(pack, lambda packed: packed)
+    return list(found)
+
+
+def unpack_hook(saved: Any) -> Any:
+    """What will give a saved tensor back, if hooks have packed it."""
+    return getattr(saved, "unpack_hook", None)
+
+
+def kept_by_checkpoint(hook: Any) -> list[Any]:
+    """What torch's checkpoint without reentrancy keeps of its arguments, as of `saved_on`, where a hook is one of its.
+
+    Source: torch/utils/checkpoint.py `_checkpoint_hook`, `_CheckpointFrame`: `input_saver` in 2.11, `saved_args` since
+    2.13.
+    """
+    if getattr(hook, "__module__", None) != "torch.utils.checkpoint":
+        return []
+    cells = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
+    frame = next((cell.cell_contents for name, cell in cells if name == "frame"), None)
+    saver = getattr(frame, "input_saver", None)
+    if saver is not None:
+        return list(saved_on(saver.grad_fn))
+    return [arg for arg in getattr(frame, "saved_args", ()) if hasattr(arg, "register_hooks")]
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import torch
 
 from cgpass import _torch
 from cgpass.recompute.gradients import gradients
+from cgpass.recompute.nonreentrant import Checkpoint
 from cgpass.runtime.writes import has_place
 
 _REENTRANT = ("CheckpointFunctionBackward", "_ReentrantBackward")
@@ -22,7 +23,7 @@ class GraphFacts:
 
         Args:
             outputs: Where it begins.
-            known: Leaves that it may have saved; see `_torch.saved_by`.
+            known: Leaves that it may have saved; see `_torch.saved_tensors`.
         """
         originals = {_place(leaf): leaf for leaf in known if has_place(leaf)}
         self.leaves: list[torch.Tensor] = []
@@ -30,7 +31,8 @@ class GraphFacts:
         self.is_reentrant = False
         """Whether a checkpoint with `use_reentrant=True` lies in it."""
         self.saved: list[torch.Tensor] = []
-        """What it saved, and autograd checks the versions of."""
+        """What it saved, or checkpoints in it keep to recompute from, and autograd checks the versions of."""
+        self._originals = originals
         seen: set[Any] = set()
         open_: list[Any] = [out.grad_fn for out in outputs]
         self.leaves += [out for out in outputs if out.grad_fn is None]
@@ -42,9 +44,27 @@ class GraphFacts:
             variable = getattr(node, "variable", None)
             if variable is not None:
                 self.leaves.append(variable)
-            self.saved += _torch.saved_by(node, lambda t: originals.get(_place(t), t))
+            self._note_saved(_torch.saved_on(node), seen)
             self.is_reentrant |= node.name() in _REENTRANT
             open_.extend(following for following, _ in node.next_functions)
+
+    def _note_saved(self, saved: Iterable[Any], seen: set[Any]) -> None:
+        open_ = list(saved)
+        while open_:
+            each = open_.pop()
+            hook = _torch.unpack_hook(each)
+            self.saved += _torch.saved_tensors(each, lambda t: self._originals.get(_place(t), t))
+            if hook is not None and id(hook) not in seen:
+                seen.add(id(hook))
+                open_ += _kept_to_recompute(hook)
+
+
+def _kept_to_recompute(hook: Any) -> list[Any]:
+    """What a checkpoint without reentrancy keeps of its arguments, if a hook is one of its."""
+    checkpoint = getattr(hook, "__self__", None)
+    if isinstance(checkpoint, Checkpoint):
+        return list(_torch.saved_on(checkpoint.keeper))
+    return _torch.kept_by_checkpoint(hook)
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...] | None:

@@ -64,9 +64,14 @@ class KeptTensors:
             # the output and not its grad_fn: that, a Python object, doesn't keep the node of the graph alive
             self._output: Any = _Keep.apply(anchor(), *tensors)
 
+    @property
+    def node(self) -> Any:
+        """What they are saved on."""
+        return self._output.grad_fn
+
     def get(self) -> tuple[torch.Tensor, ...]:
         """The tensors, with the graph they came with."""
-        return self._output.grad_fn.saved_tensors
+        return self.node.saved_tensors
 
 
 def devices_of(tensors: list[torch.Tensor]) -> tuple[torch.device, ...]:

@@ -98,6 +98,11 @@ class Checkpoint:
         """What the function is called in messages."""
         return getattr(self._fn, "__qualname__", None) or type(self._fn).__qualname__
 
+    @property
+    def keeper(self) -> Any:
+        """The node that the tensors among its arguments are saved on."""
+        return self._tensors.node
+
     def hooks(self) -> contextlib.AbstractContextManager[None]:
         """Around the forward."""
         return _torch.checkpoint_hooks(self._drop, self._restore)

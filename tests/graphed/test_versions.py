@@ -1,11 +1,15 @@
 """Changes in place between a forward and its backward: refused where the backward reads what was changed."""
 
+import functools
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint as torchs
 
 import cgpass
 from tests.graphed.steps import net, same, same_grads, twins
 
+torchs = functools.partial(torchs, use_reentrant=False, preserve_rng_state=False)
 changed = pytest.raises(RuntimeError, match="modified by an inplace operation")
 
 
@@ -117,4 +121,40 @@ def test_batch_norms_statistics_may_move_on(setting):
         torch.manual_seed(1)
         outputs = [fn(setting.randn(4, 8)) for _ in range(3)]
         sum(y.square().sum() for y in outputs).backward()
+    same_grads(module, plain)
+
+
+def twice(checkpoint, fn, x):
+    """A checkpoint in a checkpoint, which alone is given the tensor."""
+    return checkpoint(lambda y: checkpoint(fn, y), x)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("checkpoint", [cgpass.checkpoint, torchs], ids=["ours", "torchs"])
+def test_a_sample_that_a_checkpoint_recomputes_from(setting, checkpoint, nested):
+    run = functools.partial(twice, checkpoint) if nested else checkpoint
+    module, plain = twins(setting, net())
+    x = setting.randn(4, 8)
+    graphed = setting.graphed(lambda x: run(module, x), (x,))
+    for fn in (graphed, lambda x: run(plain, x)):
+        y = fn(x)
+        x.copy_(setting.randn(4, 8))
+        with changed:
+            y.sum().backward()
+    for fn in (graphed, lambda x: run(plain, x)):
+        fn(x).square().sum().backward()
+    same_grads(module, plain)
+
+
+@pytest.mark.parametrize("checkpoint", [cgpass.checkpoint, torchs], ids=["ours", "torchs"])
+def test_parameters_that_only_the_recomputation_reads_may_change(setting, checkpoint):
+    module, plain = twins(setting, net())
+    x = setting.randn(4, 8)
+    graphed = setting.graphed(lambda x: checkpoint(module, x), (setting.randn(4, 8),))
+    for m, fn in ((module, graphed), (plain, lambda x: checkpoint(plain, x))):
+        y = fn(x)
+        with torch.no_grad():
+            for p in m.parameters():
+                p.add_(1)
+        y.square().sum().backward()
     same_grads(module, plain)
