@@ -1,8 +1,7 @@
 """`Statics`: the tensors that a callable reads besides its arguments, and what its modules were like."""
 
-import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -214,51 +213,3 @@ def firsts(tensors: Sequence[torch.Tensor]) -> list[int]:
     for i, tensor in enumerate(tensors):
         positions.setdefault(id(tensor), i)
     return list(positions.values())
-
-
-def modules_behind(fn: Callable[..., Any]) -> list[torch.nn.Module]:
-    """Modules that a callable is, is a method of, or reads by name: from its closure, its module, or a `partial`."""
-    found: list[torch.nn.Module] = []
-    seen: set[int] = set()
-    _collect(fn, found, seen)
-    return found
-
-
-def _collect(value: Any, found: list[torch.nn.Module], seen: set[int]) -> None:
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, torch.nn.Module):
-        found.append(value)
-        return
-    for part in _parts(value):
-        if isinstance(part, torch.nn.Module) or callable(part) or isinstance(part, list | tuple):
-            _collect(part, found, seen)
-
-
-def _parts(value: Any) -> list[Any]:
-    """What a function reads by name, or what a sequence, a method or a `partial` is made of."""
-    if isinstance(value, list | tuple):
-        return [part for part in value if isinstance(part, torch.nn.Module)]
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    parts = [getattr(value, name, None) for name in ("__self__", "__func__", "__wrapped__")]
-    code = getattr(value, "__code__", None)
-    if code is None:
-        return parts
-    if not hasattr(value, "__func__"):
-        cells = [cell for cell in getattr(value, "__closure__", None) or () if _is_filled(cell)]
-        parts += [cell.cell_contents for cell in cells]
-    names = getattr(value, "__globals__", {})
-    read = [names.get(name) for name in code.co_names]
-    for holder in parts:  # self.model of an object that is no module
-        attributes = {} if callable(holder) else getattr(holder, "__dict__", {})
-        read += [attributes.get(name) for name in code.co_names]
-    return [*parts, *[part for part in read if isinstance(part, torch.nn.Module)]]
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False

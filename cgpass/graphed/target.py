@@ -11,7 +11,8 @@ import torch
 
 from cgpass.errors import GraphedArgumentError
 from cgpass.graphed.hidden import AttributeTensors
-from cgpass.graphed.statics import Statics, modules_behind
+from cgpass.graphed.reach import modules_behind
+from cgpass.graphed.statics import Statics
 from cgpass.graphed.wrappers import refuse_wrappers
 
 

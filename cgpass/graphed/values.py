@@ -1,7 +1,6 @@
 """Where a graph reads its arguments, and how a result is made of its outputs."""
 
 import contextlib
-import dataclasses
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,0 +1,164 @@
+"""Modules that a function reads by name, itself or through what it names."""
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+_LIBRARIES = {"torch", "cgpass", "numpy", *sys.stdlib_module_names} - {"__main__"}
+"""Code of these is not looked into: it runs modules that it is given, and no others."""
+_OPAQUE = (str, bytes, int, float, complex, type, torch.Tensor, types.CodeType)
+
+Names = frozenset[str]
+"""Of globals and attributes that some function reads."""
+
+
+def modules_behind(fn: Callable[..., Any]) -> list[torch.nn.Module]:
+    """Modules that a callable is, is a method of, or reads by name.
+
+    Names are looked up in closures, defaults, globals and attributes (of `self`, of objects and of Python modules that
+    are named themselves), in functions, methods, properties and callable objects that are named, too, and in what
+    lists, tuples, sets and dictionaries hold. No code of theirs is run for it.
+    """
+    reach = _Reach()
+    reach.follow(fn)
+    return reach.found
+
+
+class _Reach:
+    """One search."""
+
+    def __init__(self) -> None:
+        self.found: list[torch.nn.Module] = []
+        self._open: list[tuple[Any, Names]] = []
+        self._seen: set[tuple[Any, ...]] = set()
+        self._alive: list[Any] = []
+        """What was seen: no identity is another's meanwhile."""
+
+    def follow(self, fn: Any) -> None:
+        """Look at a callable, and at all that it leads to."""
+        self._open.append((fn, frozenset()))
+        while self._open:
+            value, names = self._open.pop()
+            if not self._is_new(value, names):
+                continue
+            if isinstance(value, torch.nn.Module) and not any(m is value for m in self.found):
+                self.found.append(value)
+            self._open += reversed(list(_parts(value, names)))
+
+    def _is_new(self, value: Any, names: Names) -> bool:
+        if value is None or isinstance(value, _OPAQUE):
+            return False
+        key: tuple[Any, ...] = (id(value), names)
+        if isinstance(value, types.MethodType):
+            key = (id(value.__func__), id(value.__self__))
+        elif isinstance(value, types.FunctionType):
+            key = (id(value),)
+        if key in self._seen:
+            return False
+        self._seen.add(key)
+        self._alive.append(value)
+        return True
+
+
+def _parts(value: Any, names: Names) -> Iterator[tuple[Any, Names]]:
+    """What to look at next, and names that are read from it."""
+    if isinstance(value, dict):
+        parts: Iterable[Any] = dict.values(value)
+    elif isinstance(value, list | tuple | set | frozenset):
+        parts = value
+    elif isinstance(value, functools.partial):
+        parts = (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.MethodType):
+        yield from _read_by(value.__func__, value.__self__)
+        return
+    elif isinstance(value, types.FunctionType):
+        yield from _read_by(value, None)
+        return
+    elif isinstance(value, torch.nn.Module):
+        parts = _attributes(value, names)
+    else:
+        parts = (*_attributes(value, names), *_called(value))
+    yield from ((part, names) for part in parts)
+
+
+def _read_by(function: Any, owner: Any) -> Iterator[tuple[Any, Names]]:
+    """What a function reads by name, or as `self`."""
+    names: Names = frozenset()
+    if isinstance(function, types.FunctionType):
+        known = function.__globals__
+        if not _is_library(known.get("__name__")):
+            names = frozenset(_names(function.__code__))
+        yield owner, names
+        for cell in function.__closure__ or ():
+            yield _content(cell), names
+        yield function.__defaults__, names
+        yield function.__kwdefaults__, names
+        yield from ((known[name], names) for name in sorted(names) if name in known)
+        yield function.__dict__.get("__wrapped__"), names
+    else:
+        yield owner, names
+        yield function, names
+
+
+def _is_library(name: Any) -> bool:
+    return isinstance(name, str) and name.partition(".")[0] in _LIBRARIES
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Names of globals and attributes in a function and in those that are written in it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _attributes(value: Any, names: Names) -> Iterator[Any]:
+    """Those of an object that have one of some names."""
+    if isinstance(value, types.ModuleType) and _is_library(value.__name__):
+        return
+    own = _own(value)
+    for name in sorted(names):
+        yield own[name] if name in own else _of_class(value, name)
+
+
+def _called(value: Any) -> Iterator[Any]:
+    """What runs when an object is called."""
+    if isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
+        yield value.__self__
+    yield _own(value).get("__wrapped__")
+    call = _of_class(value, "__call__")
+    if isinstance(call, types.MethodType):
+        yield call
+    if any("ungraphed" in vars(kind) for kind in type(value).__mro__):
+        yield value.ungraphed
+
+
+def _own(value: Any) -> dict[str, Any]:
+    found = getattr(value, "__dict__", None)
+    return found if isinstance(found, dict) else {}
+
+
+def _of_class(value: Any, name: str) -> Any:
+    """What is found on an object's class, as it is on the object."""
+    kinds = (vars(kind) for kind in type(value).__mro__)
+    found = next((kind[name] for kind in kinds if name in kind), None)
+    if isinstance(found, types.MemberDescriptorType):  # of __slots__
+        return getattr(value, name, None)
+    if isinstance(found, property):
+        found = found.fget
+    elif isinstance(found, functools.cached_property):
+        found = found.func
+    elif isinstance(found, staticmethod | classmethod):
+        return found.__func__
+    return types.MethodType(found, value) if isinstance(found, types.FunctionType) else found
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
