@@ -16,14 +16,18 @@ Names = frozenset[str]
 """Of globals and attributes that some function reads."""
 
 
-def modules_behind(fn: Callable[..., Any]) -> list[torch.nn.Module]:
+def modules_behind(fn: Callable[..., Any], *, into_forwards: bool = False) -> list[torch.nn.Module]:
     """Modules that a callable is, is a method of, or reads by name.
+
+    Args:
+        fn: The callable.
+        into_forwards: Whether to look for what the `forward` of such modules reads, besides their submodules.
 
     Names are looked up in closures, defaults, globals and attributes (of `self`, of objects and of Python modules that
     are named themselves), in functions, methods, properties and callable objects that are named, too, and in what
     lists, tuples, sets and dictionaries hold. No code of theirs is run for it.
     """
-    reach = _Reach()
+    reach = _Reach(into_forwards=into_forwards)
     reach.follow(fn)
     return reach.found
 
@@ -31,7 +35,8 @@ def modules_behind(fn: Callable[..., Any]) -> list[torch.nn.Module]:
 class _Reach:
     """One search."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, into_forwards: bool) -> None:
+        self._into_forwards = into_forwards
         self.found: list[torch.nn.Module] = []
         self._open: list[tuple[Any, Names]] = []
         self._seen: set[tuple[Any, ...]] = set()
@@ -47,6 +52,9 @@ class _Reach:
                 continue
             if isinstance(value, torch.nn.Module) and not any(m is value for m in self.found):
                 self.found.append(value)
+                if self._into_forwards:
+                    forwards = (types.MethodType(type(m).forward, m) for m in value.modules())
+                    self._open += [(forward, frozenset()) for forward in forwards]
             self._open += reversed(list(_parts(value, names)))
 
     def _is_new(self, value: Any, names: Names) -> bool:
@@ -81,7 +89,8 @@ def _parts(value: Any, names: Names) -> Iterator[tuple[Any, Names]]:
     elif isinstance(value, torch.nn.Module):
         parts = _attributes(value, names)
     else:
-        parts = (*_attributes(value, names), *_called(value))
+        read = [part for part in _attributes(value, names) if part is not None]
+        parts = read or _called(value)  # who reads from an object does not call it
     yield from ((part, names) for part in parts)
 
 
@@ -92,7 +101,10 @@ def _read_by(function: Any, owner: Any) -> Iterator[tuple[Any, Names]]:
         known = function.__globals__
         if not _is_library(known.get("__name__")):
             names = frozenset(_names(function.__code__))
-        yield owner, names
+        if isinstance(owner, torch.nn.Module | type | None):
+            yield owner, names
+        else:  # which is not called for that
+            yield from ((part, names) for part in _attributes(owner, names))
         for cell in function.__closure__ or ():
             yield _content(cell), names
         yield function.__defaults__, names

@@ -59,7 +59,7 @@ class Target:
         is_module = self.module is not None
         weak = weak and is_module
         modules = [*self.modules, *others]
-        refuse_wrappers(self.name, self.fn, modules)
+        refuse_wrappers(self.name, [*modules, *modules_behind(self.fn, into_forwards=True)])
         return Statics(modules, device, self.name, weak=weak, required=is_module and not others)
 
     @property
