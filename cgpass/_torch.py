@@ -741,6 +741,14 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return call
 
 
+def recomputes_unmarked() -> bool:
+    """Whether settings have the split recompute what nothing marks, or save nothing whatever is marked."""
+    from torch._functorch import config
+
+    saves_all = config.activation_memory_budget >= 1.0 and config.ban_recompute_not_in_allowlist
+    return config.aggressive_recomputation or not saves_all
+
+
 def uses_compiled_autograd() -> bool:
     """Whether compiled autograd is on here and now."""
     from torch._dynamo import compiled_autograd, config

@@ -30,7 +30,8 @@ def split_joint(
     What a checkpoint policy marked (`node.meta["recompute"]`) is recomputed or saved as it says;
     cheap operators are recomputed where that saves memory, whatever makes the kernels. Random operators in both graphs
     are marked; see Note [Pairs of random operators] and Note [Random operators that are saved]. Where all that is
-    recomputed is on the CPU and Inductor compiles, torch's own handling of them stays.
+    recomputed is on the CPU and Inductor compiles, or some of it and a memory budget decides what is, torch's own
+    handling of them stays.
 
     Args:
         joint: The joint graph; what is left of it afterwards is not to be used.
@@ -46,14 +47,15 @@ def split_joint(
         CheckpointError: Random numbers that a checkpoint's recomputation could not draw again.
     """
     nested = _torch.is_nested_joint(joint_inputs)
-    recomputed = recomputed_random_ops(joint)
+    random = [node for node in joint.graph.nodes if is_random(node)]
+    marks_tell = not _torch.recomputes_unmarked()
+    recomputed = recomputed_random_ops(joint) if marks_tell else random
     on_cpu = [node for node in recomputed if compiler == "inductor" and runs_on(node, "cpu")]
-    mixed = len(on_cpu) < len(recomputed)
+    mixed = marks_tell and len(on_cpu) < len(recomputed)
     save_random_ops(joint, nested=nested, except_on="cpu" if on_cpu and mixed else None)
     indices = None
     if static_lifetime_input_indices is not None:
         indices = list(static_lifetime_input_indices)
-    random = [node for node in joint.graph.nodes if is_random(node)]
     torchs = (bool(on_cpu) and not mixed) or _torch.uses_compiled_autograd()
     fw, bw = _torch.min_cut_partition(
         joint,

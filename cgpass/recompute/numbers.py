@@ -32,9 +32,11 @@ def remember(devices: tuple[torch.device, ...], tracker: RNGStatesTracker | None
         tracker: Whose states count too; None in a warm-up or a capture: the one in whose `fork` this is, or the graph's.
     """
     run = current_run()
-    if run is not None and tracker is None:
+    if run is not None:
         forked = forking()
-        tracker = forked if forked is not None and forked.device == run.device else run.tracker
+        if forked is not None and forked.device == run.device:
+            run.check(forked)
+        tracker = tracker or run.tracker
     if not is_capturing():
         return PlainNumbers(devices, tracker, run)
     return UnknownNumbers() if run is None else CapturedNumbers(tracker, run)

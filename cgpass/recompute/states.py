@@ -183,9 +183,13 @@ class Run:
         """Whose states are registered with the graph."""
         return self._states.tracker
 
+    def check(self, tracker: RNGStatesTracker | None) -> None:
+        """Raise unless a tracker's states are registered with the graph."""
+        self._states.check(tracker)
+
     def begin_plain(self, tracker: RNGStatesTracker | None) -> dict[Source, int]:
         """Note a checkpoint of a warm-up: how far each state it may draw from has advanced in this run."""
-        self._states.check(tracker)
+        self.check(tracker)
         self._states.warmed = self
         default = default_generator(self.device).get_offset()
         named: Mapping[str, Any] = {} if tracker is None else tracker.generators
@@ -203,7 +207,7 @@ class Run:
 
     def begin_captured(self, tracker: RNGStatesTracker | None) -> dict[Source, int]:
         """Note a checkpoint in a capture; returns what the warm-up noted at the same one."""
-        self._states.check(tracker)
+        self.check(tracker)
         self._states.recorded = self
         warmed = self._states.warmed
         known = [] if warmed is None else warmed._starts

@@ -241,10 +241,11 @@ class PartitionRunner:
 
     def _copy_instead(self, positions: Sequence[int]) -> None:
         """Copy inputs that were read where they lay, from now on."""
-        infos = self._layout.infos
+        before, infos = self.table, self._layout.infos
         log.info("%s copies %s from now on", self.name, describe(infos[i] for i in positions))
-        self.close()
+        self.forget_recordings()
         self._set_infos(copied_instead(infos, positions))
+        self.table.go_on_from(before)
 
     def _moves_are_over(
         self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]
@@ -383,8 +384,6 @@ class PartitionRunner:
             self.close()
             return self._fallback.run(args)
         return self._fallback.run_again(args, error)
-
-    # ---- end
 
     def _close(self, recordings: Iterable[Recording]) -> None:
         self._last = None

@@ -140,15 +140,15 @@ def describe_moved(
     Args:
         infos: Of all inputs.
         args: A call's inputs.
-        moves: How often each moved, by position.
+        moves: How often each moved, by position; 0 where another tensor may have come in its place.
         limit: How many to name.
     """
     parts = []
     for i in sorted(moves)[:limit]:
         info, dtype = infos[i], str(args[i].dtype).removeprefix("torch.")
-        times = "once" if moves[i] == 1 else f"{moves[i]} times"
+        times = {0: "", 1: ", moved once"}.get(moves[i], f", moved {moves[i]} times")
         line = "" if info.line is None else f", read at {info.line}"
-        parts.append(f"{info.name} ({dtype}{list(args[i].size())}, moved {times}{line})")
+        parts.append(f"{info.name} ({dtype}{list(args[i].size())}{times}{line})")
     if len(moves) > limit:
         parts.append(f"and {len(moves) - limit} more")
     return ", ".join(parts)

@@ -242,6 +242,12 @@ class RecordingTable:
 
     # ---- limits
 
+    def go_on_from(self, other: "RecordingTable") -> None:
+        """Take over how often parameters moved, of a table whose layout of inputs was another."""
+        self._num_rerecords = other._num_rerecords
+        self._moves = other._moves
+        self._warned = other._warned
+
     def make_room(
         self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]
     ) -> tuple[bool, list[Recording]]:
@@ -263,7 +269,7 @@ class RecordingTable:
         if len(shape.recordings()) >= limit:
             idle = self._drop_idle_set(shape, limit)
             if not idle:
-                self._moves.update(moved)
+                self._moves.update(self._known(moved, args))
                 self._warn("max_static_sets", limit, moved, args)
                 return False, dropped
             dropped += idle
@@ -336,17 +342,21 @@ class RecordingTable:
     def _drop_orphans(self) -> list[Recording]:
         """See Note [Parameters that are gone]."""
         found = [
-            (max(recording.last_used for recording in recordings), shape, key)
-            for shape in self._shapes.values()
+            (max(recording.last_used for recording in recordings), shape_key, key)
+            for shape_key, shape in self._shapes.items()
             for key, recordings in shape.sets.items()
             if all(recording.is_orphaned for recording in recordings)
         ]
         found.sort(key=lambda orphan: orphan[0])
         dropped: list[Recording] = []
-        for _, shape, key in found[: max(0, len(found) - _ORPHANS_KEPT)]:
+        for _, shape_key, key in found[: max(0, len(found) - _ORPHANS_KEPT)]:
+            shape, parameters = self._shapes[shape_key], self._layout.parameters_of(key)
             dropped += shape.sets.pop(key)
-            shape.watches.pop(self._layout.parameters_of(key), None)
+            shape.watches.pop(parameters, None)
             shape.lost = True
+            self._warm_sets.discard(
+                (shape_key, hash(parameters))
+            )  # recorded there again, it counts
         return dropped
 
     def _drop_idle_set(self, shape: _Shape, limit: int) -> list[Recording]:

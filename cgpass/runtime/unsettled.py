@@ -121,7 +121,7 @@ class Unsettled:
             "%s: %d calls came with other tensors for %s, or with these elsewhere: they are copied from now on. Write "
             "new values into parameters and buffers (copy_) instead of replacing them%s.",
             self._name,
-            self._sets,
+            max(self._moves[i] for i in moving),
             describe_moved(infos, args, {i: self._moves[i] for i in moving}),
             "; if so many modules share the code, raise max_static_sets"
             * (self._others and self._sets >= many),

@@ -133,6 +133,20 @@ def test_a_parameter_that_gets_new_memory_all_the_time_reaches_the_limit(sizes):
     assert made == session.stats.rerecordings == 5
 
 
+def test_memory_that_comes_back_after_its_recording_went_counts():
+    session, parameter = Session(max_rerecords=50), torch.zeros(2)
+    places = [torch.zeros(2) for _ in range(8)]
+    session.record("one", parameter)
+    made = 0
+    for number in range(40):
+        parameter.data = places[number % len(places)].data
+        recording, _ = session.record("one", parameter, warms_up=False)
+        made += recording is not None
+        for other in session.table.all():
+            other.is_orphaned = True
+    assert session.stats.rerecordings == made > 20
+
+
 def test_recordings_of_models_that_were_dropped_go_with_the_simulated_driver_too():
     run = runner(lambda x, w: [x + w], COPIED, STATIC, settings={"other_sets": True})
     gone, kept = [], []

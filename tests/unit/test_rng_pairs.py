@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import cgpass
 from cgpass.graph.rng_pairs import PAIR
 from cgpass.passes.split_joint import split_joint
 from tests.graphs import CUDA, calls, joint_graph
@@ -78,3 +79,23 @@ def test_what_dtensor_draws_is_saved(compiler):
     forward, backward = split_joint(joint.gm, joint.inputs, compiler=compiler, **joint.kwargs)
     assert len(calls(forward, op)) == 1
     assert calls(backward, op) == []
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"activation_memory_budget": 0.1}, {"aggressive_recomputation": True}],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_what_no_mark_tells_of_is_left_to_torch_on_the_cpu(setting):
+    """Inductor makes no CPU kernel of pairs."""
+    options = {"compiler": "inductor", "driver": "simulated"}
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(
+        *[m for _ in range(4) for m in (torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Dropout())]
+    )
+    torch.compiler.reset()
+    call = torch.compile(module, backend=cgpass.cgpass, options=options)
+    with torch._functorch.config.patch(**setting):
+        for _ in range(3):
+            call(torch.randn(4, 8)).sum().backward()
+    assert all(p.grad.isfinite().all() for p in module.parameters())

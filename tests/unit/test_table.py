@@ -179,7 +179,7 @@ def test_the_warning_about_sets_names_what_differs(caplog):
         call(run, X, weight)
     (message,) = messages(caplog)
     assert "max_static_sets=1" in message
-    assert "x1 (float32[2], moved once, read at model.py:1 in forward: code)" in message
+    assert "x1 (float32[2], read at model.py:1 in forward: code)" in message
 
 
 def test_the_warning_about_shapes_comes_once(caplog):
