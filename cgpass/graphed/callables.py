@@ -29,8 +29,8 @@ class GraphedFunction:
     """Runs one callable from its recordings, or plainly where that would be wrong.
 
     It runs plainly inside a capture of the user's own, in transforms of `torch.func` and forward-mode AD, in dispatch
-    modes and `torch.export`, under other autocast settings than it was recorded with, where a module is in another mode
-    (training or eval), for arguments that share memory in ways that no graph can follow, once closed, and at unknown
+    modes and `torch.export`, under other autocast settings than it was recorded with, in another fork of its
+    `rng_tracker`, where a module is in another mode (training or eval), for arguments that share memory in ways that no graph can follow, once closed, and at unknown
     addresses of parameters past `max_rerecords`.
     """
 
@@ -46,6 +46,8 @@ class GraphedFunction:
         self._warned: set[str] = set()
         self._device_type = "cpu" if group is None else group.device.type
         self._autocast = _autocast(self._device_type)
+        self._tracker = description.options.rng_tracker
+        self._fork = None if self._tracker is None else self._tracker.current
         self.__name__ = description.name
         if group is not None:
             group.members.append(self._free)
@@ -94,6 +96,11 @@ class GraphedFunction:
         tensors = self._pass.binding.bind(args, kwargs)
         if _autocast(self._device_type) != self._autocast:
             return self._run_plainly("it was recorded under other autocast settings", args, kwargs)
+        if self._tracker is not None and self._tracker.current != self._fork:
+            why = (
+                f"it was recorded in fork {self._fork!r} of its rng_tracker (None: outside of any)"
+            )
+            return self._run_plainly(why, args, kwargs)
         if torch.is_grad_enabled() and not self._pass.with_grad:
             return self._run_plainly("it was recorded under torch.no_grad()", args, kwargs)
         statics = self._pass.statics

@@ -1,5 +1,6 @@
 """Recomputation inside graphed callables, and layers graphed by hand trained as eager trains them."""
 
+import contextlib
 import copy
 import functools
 
@@ -186,3 +187,31 @@ def test_torchs_checkpoint_without_random_operators_keeps_its_states():
         found.append((y.detach(), x.grad, torch.rand(2)))
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_call_inside_of_the_fork_that_it_has_inside(setting, caplog):
+    trackers = []
+    for _ in range(2):
+        tracker = cgpass.RNGStatesTracker(setting.device)
+        tracker.add("a", 3)
+        trackers.append(tracker)
+
+    def build(tracker):
+        def fn(x):
+            with tracker.fork("a"):
+                return torch.nn.functional.dropout(x.sin(), 0.5)
+
+        return fn
+
+    x = setting.randn(4, 8, grad=True)
+    graphed = setting.graphed(build(trackers[0]), (x,), rng_tracker=trackers[0])
+    plain = build(trackers[1])
+    for inside in (False, True, False):
+        found = []
+        for fn, tracker in zip((graphed, plain), trackers, strict=True):
+            torch.manual_seed(5)
+            with tracker.fork("a") if inside else contextlib.nullcontext():
+                found.append((fn(x), torch.rand(3, device=setting.device)))
+        for a, b in zip(*found, strict=True):
+            assert torch.equal(a, b)
+    assert caplog.text.count("it was recorded in fork None of its rng_tracker") == 1
