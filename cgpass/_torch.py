@@ -8,6 +8,7 @@ first and at the version second.
 import contextlib
 import ctypes
 import functools
+import inspect
 import sys
 from collections.abc import (
     Callable,
@@ -576,13 +577,32 @@ def report_output_strides(strides: Sequence[tuple[Any, ...] | None]) -> None:
         context.output_strides.extend(strides)
 
 
-def static_input_indices() -> tuple[int, ...]:
-    """Positions of the forward graph's inputs that AOTAutograd knows to keep their address."""
+def static_input_indices(gm: torch.fx.GraphModule, *, inference: bool) -> tuple[int, ...]:
+    """Positions of a forward or inference graph's inputs that AOTAutograd knows to keep their address."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata
-    return () if metadata is None else tuple(metadata.static_input_indices or ())
+    if metadata is None:
+        return ()
+    shift = 0
+    if inference and _counts_tokens_as_inputs():
+        made = (str(node.target) for node in gm.graph.nodes)
+        shift = sum(name == "prims._make_token.default" for name in made)
+    return tuple(i - shift for i in metadata.static_input_indices or ())
+
+
+@functools.cache
+def _counts_tokens_as_inputs() -> bool:
+    """Whether tokens that order effects still count as an inference graph's first inputs once they are none.
+
+    Source: torch/_functorch/_aot_autograd/graph_capture_wrappers.py `handle_effect_tokens_fn`, which counts them from
+    2.13 on, and graph_capture.py, which takes that back in 2.15.
+    """
+    from torch._functorch._aot_autograd import graph_capture, graph_capture_wrappers
+
+    counts = "idx + num_tokens" in inspect.getsource(graph_capture_wrappers)
+    return counts and "idx - num_tokens" not in inspect.getsource(graph_capture)
 
 
 def donate_no_buffers() -> None:

@@ -290,7 +290,8 @@ class Compilation:
         placeholders = gm.graph.find_nodes(op="placeholder")
         if direction == "backward":
             return {n.name: self._saved[n.name] for n in placeholders if n.name in self._saved}
-        return {placeholders[i].name: InputKind.STATIC for i in _torch.static_input_indices()}
+        static = _torch.static_input_indices(gm, inference=direction == "inference")
+        return {placeholders[i].name: InputKind.STATIC for i in static}
 
     def _visible_outputs(self, gm: fx.GraphModule, direction: Direction) -> frozenset[int]:
         """Positions of a graph's outputs that the user gets: all but the saved tensors."""

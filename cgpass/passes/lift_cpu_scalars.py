@@ -109,7 +109,9 @@ class _Lift:
             node
             for target in (aten._to_copy.default, prims.device_put.default)
             for node in self._gm.graph.find_nodes(op="call_function", target=target)
-            if _is_cpu_tensor(node.all_input_nodes[0]) and self._is_on_device(node)
+            if node.all_input_nodes  # not of a number
+            and _is_cpu_tensor(node.all_input_nodes[0])
+            and self._is_on_device(node)
         ]
 
     def scalar(self, source: fx.Node, readers: list[fx.Node]) -> bool:

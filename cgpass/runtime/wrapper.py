@@ -99,7 +99,7 @@ class CUDAGraphWrapper:
         """
         if torch.is_grad_enabled():
             self._refuse_gradients(args)
-        device = _device_of(args)
+        device = _device_of(args) or _device_of(pytree.tree_leaves(args))
         driver = self._options.driver
         if driver == "none" or device is None or (driver == "auto" and device.type != "cuda"):
             with torch.no_grad():

@@ -215,3 +215,13 @@ def test_constants_move_as_real_tensors_while_tracing():
         moved = move_constant(constant, torch.device("cpu"))
     assert type(moved) is torch.Tensor
     assert moved.tolist() == [1.0, 1.0]
+
+
+def test_a_number_that_is_made_a_tensor_is_no_copy_of_one():
+    gm = inference_graph(lambda x: x * 2.0, (3,))
+    (mul,) = calls(gm, aten.mul.Tensor)
+    with gm.graph.inserting_before(mul):
+        made = gm.graph.call_function(aten._to_copy.default, (2,), {"dtype": torch.float32})
+    made.meta["val"] = mul.args[0].meta["val"]
+    LiftCpuScalars().run(gm, PassContext(CUDA, "graph", "inference"))
+    assert calls(gm, aten._to_copy.default) == [made]

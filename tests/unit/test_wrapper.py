@@ -335,3 +335,10 @@ def test_no_outputs_and_empty_tensors():
     nothing = wrap(lambda x: None)
     for _ in range(3):
         assert nothing(X) is None
+
+
+@pytest.mark.parametrize("batch", [{"x": X}, [X], (X, X)], ids=["dict", "list", "tuple"])
+def test_tensors_in_containers_alone_are_refused(batch):
+    wrapper = cgpass.CUDAGraphWrapper(lambda batch: batch, options={"driver": "simulated"})
+    with pytest.raises(InputError, match="a graph would freeze its value"):
+        wrapper(batch)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from cgpass.errors import CheckpointError
+from cgpass.errors import CheckpointError, DoubleBackwardError
 from tests.usage.programs import Setting, assert_replays
 from tests.usage.test_ways_recompute import RNG, Masks, Noise, compare, trained
 
@@ -95,7 +95,7 @@ def test_differentiating_twice_is_refused_as_ever(way):
     _, call = way.session().compiled(Masks)
     x = torch.randn(4, 16, device=way.device, requires_grad=True)
     (grad,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+    with pytest.raises(DoubleBackwardError, match="does not support double backward"):
         grad.sum().backward()
 
 
