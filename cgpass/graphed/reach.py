@@ -1,5 +1,6 @@
 """Modules that a function reads by name, itself or through what it names."""
 
+import dis
 import functools
 import sys
 import types
@@ -10,7 +11,9 @@ import torch
 
 _LIBRARIES = {"torch", "cgpass", "numpy", *sys.stdlib_module_names} - {"__main__"}
 """Code of these is not looked into: it runs modules that it is given, and no others."""
-_OPAQUE = (str, bytes, int, float, complex, type, torch.Tensor, types.CodeType)
+_OPAQUE = (str, bytes, int, float, complex, torch.Tensor, types.CodeType)
+_READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
+"""Instructions that name an attribute."""
 
 Names = frozenset[str]
 """Of globals and attributes that some function reads."""
@@ -80,6 +83,8 @@ def _parts(value: Any, names: Names) -> Iterator[tuple[Any, Names]]:
         parts = value
     elif isinstance(value, functools.partial):
         parts = (value.func, *value.args, *value.keywords.values())
+        if isinstance(value.func, types.FunctionType):
+            names |= _read_on_the_way(value.func)
     elif isinstance(value, types.MethodType):
         yield from _read_by(value.__func__, value.__self__)
         return
@@ -88,6 +93,8 @@ def _parts(value: Any, names: Names) -> Iterator[tuple[Any, Names]]:
         return
     elif isinstance(value, torch.nn.Module):
         parts = _attributes(value, names)
+    elif isinstance(value, type):
+        parts = () if _is_library(value.__module__) else _defined(value, None, names)
     else:
         read = [part for part in _attributes(value, names) if part is not None]
         parts = read or _called(value)  # who reads from an object does not call it
@@ -99,8 +106,7 @@ def _read_by(function: Any, owner: Any) -> Iterator[tuple[Any, Names]]:
     names: Names = frozenset()
     if isinstance(function, types.FunctionType):
         known = function.__globals__
-        if not _is_library(known.get("__name__")):
-            names = frozenset(_names(function.__code__))
+        named, names = _names(function), _read_on_the_way(function)
         if isinstance(owner, torch.nn.Module | type | None):
             yield owner, names
         else:  # which is not called for that
@@ -109,7 +115,7 @@ def _read_by(function: Any, owner: Any) -> Iterator[tuple[Any, Names]]:
             yield _content(cell), names
         yield function.__defaults__, names
         yield function.__kwdefaults__, names
-        yield from ((known[name], names) for name in sorted(names) if name in known)
+        yield from ((known[name], names) for name in sorted(named[0]) if name in known)
         yield function.__dict__.get("__wrapped__"), names
     else:
         yield owner, names
@@ -120,12 +126,40 @@ def _is_library(name: Any) -> bool:
     return isinstance(name, str) and name.partition(".")[0] in _LIBRARIES
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    """Names of globals and attributes in a function and in those that are written in it."""
-    yield from code.co_names
+def _names(function: types.FunctionType) -> tuple[Names, Names]:
+    """Names of globals, and of attributes, that a function reads; none of a library's."""
+    named: set[str] = set()
+    read: set[str] = set()
+    if not _is_library(function.__globals__.get("__name__")):
+        _add_names(function.__code__, named, read)
+    return frozenset(named), frozenset(read)
+
+
+def _read_on_the_way(function: types.FunctionType) -> Names:
+    """Names of attributes that a function reads, or that helpers do to which it may hand its objects."""
+    open_, seen, found = [function], {id(function)}, set[str]()
+    while open_:
+        each = open_.pop()
+        named, read = _names(each)
+        found |= read
+        cells = map(_content, each.__closure__ or ())
+        helpers = (*(each.__globals__.get(name) for name in named), *cells)
+        new = [h for h in helpers if isinstance(h, types.FunctionType) and id(h) not in seen]
+        seen.update(map(id, new))
+        open_ += new
+    return frozenset(found)
+
+
+def _add_names(code: types.CodeType, named: set[str], read: set[str]) -> None:
+    """Names of globals, and of attributes, in a function and in those that are written in it."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            named.add(str(instruction.argval))
+        elif instruction.opname in _READS:
+            read.add(str(instruction.argval))
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            _add_names(constant, named, read)
 
 
 def _attributes(value: Any, names: Names) -> Iterator[Any]:
@@ -133,8 +167,17 @@ def _attributes(value: Any, names: Names) -> Iterator[Any]:
     if isinstance(value, types.ModuleType) and _is_library(value.__name__):
         return
     own = _own(value)
-    for name in sorted(names):
-        yield own[name] if name in own else _of_class(value, name)
+    yield from (own[name] for name in sorted(names) if name in own)
+    yield from _defined(type(value), value, names - own.keys())
+
+
+def _defined(kind: type, owner: Any, names: Names) -> Iterator[Any]:
+    """What a class and those that it derives from, which `super` finds, define under some names."""
+    for base in kind.__mro__:
+        yield from (
+            _bound(vars(base)[name], name, kind, owner)
+            for name in sorted(names & vars(base).keys())
+        )
 
 
 def _called(value: Any) -> Iterator[Any]:
@@ -156,17 +199,24 @@ def _own(value: Any) -> dict[str, Any]:
 
 def _of_class(value: Any, name: str) -> Any:
     """What is found on an object's class, as it is on the object."""
-    kinds = (vars(kind) for kind in type(value).__mro__)
-    found = next((kind[name] for kind in kinds if name in kind), None)
+    return next(_defined(type(value), value, frozenset({name})), None)
+
+
+def _bound(found: Any, name: str, kind: type, owner: Any) -> Any:
+    """What is found on a class, as it is on an object of it, or on the class if that is None."""
     if isinstance(found, types.MemberDescriptorType):  # of __slots__
-        return getattr(value, name, None)
+        return getattr(owner, name, None)
     if isinstance(found, property):
         found = found.fget
     elif isinstance(found, functools.cached_property):
         found = found.func
-    elif isinstance(found, staticmethod | classmethod):
+    elif isinstance(found, classmethod):
+        return types.MethodType(found.__func__, kind)
+    elif isinstance(found, staticmethod):
         return found.__func__
-    return types.MethodType(found, value) if isinstance(found, types.FunctionType) else found
+    if owner is None or not isinstance(found, types.FunctionType):
+        return found
+    return types.MethodType(found, owner)
 
 
 def _content(cell: types.CellType) -> Any:

@@ -49,6 +49,9 @@ class Trainer:
     def by_method(self, x):
         return self.inner(x)
 
+    def by_handing_on(self, x):
+        return handed(self, x)
+
     def by_dict(self, x):
         return self.nets["a"]["b"][0](x)
 
@@ -67,6 +70,43 @@ class Trainer:
     def by_mock(self, x):
         self.mock.log("x")
         return self._model(x)
+
+
+class Derived(Trainer):
+    """Its methods call those that they stand for."""
+
+    def inner(self, x):
+        return super().inner(x)
+
+    def by_base(self, x):
+        return Trainer.inner(self, x)
+
+
+class Namespace:
+    model = None
+
+    @classmethod
+    def by_class(cls, x):
+        return cls.model(x)
+
+
+def by_namespace(x):
+    return Namespace.model(x)
+
+
+class Unlike(torch.nn.Module):
+    """Has an attribute of the name of a global, which is another thing."""
+
+    def __init__(self):
+        super().__init__()
+        self.MODEL = torch.nn.Tanh()
+
+    def forward(self, x):
+        return self.MODEL(x)
+
+
+def handed(trainer, x):
+    return trainer.inner(x)
 
 
 def helper(x):
@@ -107,9 +147,23 @@ class Method(torch.nn.Module):
 def forms_of(model):
     global MODEL
     MODEL, trainer, nets = model, Trainer(model), {"model": model}
-    ways = ("method", "dict", "property", "object", "slots", "nested_function", "mock")
+    Namespace.model = model
+    ways = (
+        "method",
+        "handing_on",
+        "dict",
+        "property",
+        "object",
+        "slots",
+        "nested_function",
+        "mock",
+    )
     return {
         **{way: getattr(trainer, f"by_{way}") for way in ways},
+        "super": Derived(model).inner,
+        "base class": Derived(model).by_base,
+        "class": by_namespace,
+        "class method": Namespace.by_class,
         "callable object": Calls(model),
         "helper": by_helper,
         "python module": by_module,
@@ -118,6 +172,7 @@ def forms_of(model):
         "default": lambda x, model=model: model(x),
         "decorated": torch.no_grad()(torch.enable_grad()(by_helper)),
         "partial": functools.partial(trainer.by_method),
+        "partial of a helper": functools.partial(handed, trainer),
         "method of a module": Method(model).by_method,
     }
 
@@ -174,3 +229,10 @@ def test_a_search_ends():
     loop = [ping]
     loop.append(loop)
     assert modules_behind(ping) == []
+
+
+def test_an_attribute_is_no_global_of_its_name():
+    forms_of(net())
+    unlike = Unlike()
+    assert modules_behind(unlike.forward, into_forwards=True) == [unlike, unlike.MODEL]
+    assert MODEL not in modules_behind(lambda x: unlike.MODEL(x))
