@@ -24,6 +24,7 @@ _FILLED: dict[Any, Callable[[fx.Node], Any]] = {
     aten.full.default: lambda node: node.args[1],
     aten.full_like.default: lambda node: node.args[1],
     aten.scalar_tensor.default: lambda node: node.args[0],
+    aten._to_copy.default: lambda node: node.args[0],
     aten.zeros.default: lambda _: 0,
     aten.zeros_like.default: lambda _: 0,
     aten.ones.default: lambda _: 1,
@@ -249,6 +250,8 @@ def _is_cpu_tensor(node: fx.Node) -> bool:
 
 def _is_filled(node: fx.Node) -> bool:
     """Whether a node makes a tensor of one number, of a size that is known."""
+    if node.target is aten._to_copy.default and node.all_input_nodes:
+        return False  # a copy of a tensor
     return node.target in _FILLED and all(type(size) is int for size in node.meta["val"].shape)
 
 

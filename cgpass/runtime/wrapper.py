@@ -74,7 +74,7 @@ class CUDAGraphWrapper:
         self._name = name or getattr(fn, "__qualname__", type(fn).__name__)
         self._runner: PartitionRunner | None = None
         self._infos: tuple[InputInfo, ...] = ()
-        self._warned_shared = False
+        self._warned_shared = self._warned_of_none = False
 
     @property
     def stats(self) -> CallStats | None:
@@ -102,6 +102,9 @@ class CUDAGraphWrapper:
         device = _device_of(args) or _device_of(pytree.tree_leaves(args))
         driver = self._options.driver
         if driver == "none" or device is None or (driver == "auto" and device.type != "cuda"):
+            wanted = driver in ("cuda", "simulated") or torch.cuda.is_available()
+            if device is None and args and driver != "none" and wanted:
+                self._warn_of_no_tensors()
             with torch.no_grad():
                 return self._fn(*args)
         runner = self._runner
@@ -119,6 +122,16 @@ class CUDAGraphWrapper:
                 runner.stats.copied_bytes += recording.copy_out(own, own, results)
         spec = results.pop()
         return pytree.tree_unflatten(results, spec)
+
+    def _warn_of_no_tensors(self) -> None:
+        if not self._warned_of_none:
+            self._warned_of_none = True
+            level = logging.WARNING if self._options.on_skip == "warn" else logging.INFO
+            log.log(
+                level,
+                "%s: no input is a tensor, so calls run without a graph. Pass tensors by themselves, not in objects.",
+                self._name,
+            )
 
     def _run_shared(self, runner: PartitionRunner, args: Sequence[Any]) -> Any:
         if not self._warned_shared:

@@ -217,11 +217,18 @@ def test_constants_move_as_real_tensors_while_tracing():
     assert moved.tolist() == [1.0, 1.0]
 
 
-def test_a_number_that_is_made_a_tensor_is_no_copy_of_one():
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_a_number_that_is_made_a_tensor_is_no_copy_of_one(device):
     gm = inference_graph(lambda x: x * 2.0, (3,))
     (mul,) = calls(gm, aten.mul.Tensor)
     with gm.graph.inserting_before(mul):
         made = gm.graph.call_function(aten._to_copy.default, (2,), {"dtype": torch.float32})
-    made.meta["val"] = mul.args[0].meta["val"]
+    with fake_cuda():
+        made.meta["val"] = torch.empty((), device=device)
+    mul.args = (mul.args[0], made)
     LiftCpuScalars().run(gm, PassContext(CUDA, "graph", "inference"))
-    assert calls(gm, aten._to_copy.default) == [made]
+    gm.graph.eliminate_dead_code()
+    on_device = [made] if device == CUDA else []
+    assert calls(gm, aten._to_copy.default) == on_device
+    assert len(calls(gm, aten.full.default)) == (not on_device)
+    assert all(why_not_capturable(node, CUDA) is None for node in gm.graph.nodes)

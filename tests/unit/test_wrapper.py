@@ -342,3 +342,16 @@ def test_tensors_in_containers_alone_are_refused(batch):
     wrapper = cgpass.CUDAGraphWrapper(lambda batch: batch, options={"driver": "simulated"})
     with pytest.raises(InputError, match="a graph would freeze its value"):
         wrapper(batch)
+
+
+def test_calls_without_tensors_say_that_they_run_plainly(caplog):
+    @dataclasses.dataclass
+    class Batch:
+        x: torch.Tensor
+
+    call = wrap(lambda batch: batch.x * 2)
+    for _ in range(3):
+        assert call(Batch(X)).tolist() == [2.0] * 3
+    assert caplog.text.count("no input is a tensor, so calls run without a graph") == 1
+    assert wrap(lambda: X)().tolist() == [1.0] * 3
+    assert caplog.text.count("no input is a tensor") == 1
