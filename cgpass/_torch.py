@@ -761,12 +761,18 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return call
 
 
-def recomputes_unmarked() -> bool:
-    """Whether settings have the split recompute what nothing marks, or save nothing whatever is marked."""
+def recomputes_unmarked(joint: torch.fx.GraphModule) -> bool:
+    """Whether the split may recompute random operators that nothing marks, for a setting's or a region's memory budget.
+
+    Source: torch/_functorch/partitioners.py, `_get_memory_budget_annotation` and its readers, 2.11 to 2.15.
+    """
     from torch._functorch import config
 
     saves_all = config.activation_memory_budget >= 1.0 and config.ban_recompute_not_in_allowlist
-    return config.aggressive_recomputation or not saves_all
+    if config.aggressive_recomputation or not saves_all:
+        return True
+    metas = [node.meta for node in joint.graph.nodes]
+    return any("memory_budget" in str({**meta.get("custom", {}), **meta}.keys()) for meta in metas)
 
 
 def uses_compiled_autograd() -> bool:

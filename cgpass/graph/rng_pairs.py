@@ -15,6 +15,7 @@ Note [Random operators that are saved]
 """
 
 import operator
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -30,20 +31,19 @@ POSITIONS = "cgpass_rng_positions"
 """Key of `node.meta`: the node stands for the positions of the pairs' generators, which are on these devices."""
 
 
-def save_random_ops(joint: fx.GraphModule, *, nested: bool, except_on: str | None = None) -> int:
+def save_random_ops(joint: fx.GraphModule, *, nested: bool, also: Iterable[fx.Node] = ()) -> int:
     """Mark what draws and can have no pair, so that the split saves it. See Note [Random operators that are saved].
 
     Args:
         joint: A joint graph before its split.
         nested: Whether it is the body of a region, where nothing has a pair.
-        except_on: A type of device whose operators' pairs no compiler takes, if there is one.
+        also: What else is to be saved.
 
     Returns:
         The number of marked operators.
     """
     found = [n for n in joint.graph.nodes if _draws(n) if nested or _needs_saving(n)]
-    if except_on is not None:
-        found += [n for n in recomputed_random_ops(joint) if runs_on(n, except_on)]
+    found += also
     for node in found:
         _save(node)
     return len(found)
@@ -68,16 +68,29 @@ def _save(node: fx.Node) -> None:
             _save(user)
 
 
-def require_drawn_once(fw: fx.GraphModule, bw: fx.GraphModule) -> None:
-    """Raise if something that can have no pair draws in both graphs after all."""
-    again = {node.name for node in bw.graph.nodes if _needs_saving(node)}
+def require_drawn_once(
+    fw: fx.GraphModule, bw: fx.GraphModule, saved: Iterable[fx.Node] = ()
+) -> None:
+    """Raise if something that can have no pair draws in both graphs after all.
+
+    Args:
+        fw: The forward graph.
+        bw: The backward graph.
+        saved: What else the split was to save, of the joint graph.
+
+    Raises:
+        CheckpointError: It does.
+    """
+    names = {node.name for node in saved}
+    drawn = bw.graph.nodes
+    again = {n.name for n in drawn if _needs_saving(n) or (_draws(n) and n.name in names)}
     for node in fw.graph.nodes:
-        if node.name in again and _needs_saving(node):
+        if node.name in again and (_needs_saving(node) or node.name in names):
             line = values.user_line(node)
             raise CheckpointError(
-                f"the checkpoint around {values.called(node)[0]}{f' ({line})' if line else ''} would draw other random "
-                f"numbers in the backward: its results can be neither saved nor drawn again. Move it out of the "
-                f"checkpoint, or leave the checkpoint out."
+                f"the checkpoint or memory budget around {values.called(node)[0]}{f' ({line})' if line else ''} would "
+                f"draw other random numbers in the backward: its results can be neither saved nor drawn again. Move it "
+                f"out of the checkpoint, or leave the checkpoint or the budget out."
             )
 
 

@@ -30,8 +30,7 @@ def split_joint(
     What a checkpoint policy marked (`node.meta["recompute"]`) is recomputed or saved as it says;
     cheap operators are recomputed where that saves memory, whatever makes the kernels. Random operators in both graphs
     are marked; see Note [Pairs of random operators] and Note [Random operators that are saved]. Where all that is
-    recomputed is on the CPU and Inductor compiles, or some of it and a memory budget decides what is, torch's own
-    handling of them stays.
+    recomputed is on the CPU and Inductor compiles, torch's own handling of them stays.
 
     Args:
         joint: The joint graph; what is left of it afterwards is not to be used.
@@ -48,15 +47,24 @@ def split_joint(
     """
     nested = _torch.is_nested_joint(joint_inputs)
     random = [node for node in joint.graph.nodes if is_random(node)]
-    marks_tell = not _torch.recomputes_unmarked()
-    recomputed = recomputed_random_ops(joint) if marks_tell else random
+    recomputed = recomputed_random_ops(joint)
     on_cpu = [node for node in recomputed if compiler == "inductor" and runs_on(node, "cpu")]
-    mixed = marks_tell and len(on_cpu) < len(recomputed)
-    save_random_ops(joint, nested=nested, except_on="cpu" if on_cpu and mixed else None)
+    traced_again = _torch.uses_compiled_autograd()
+    saved: list[fx.Node] = []
+    torchs = traced_again
+    if _torch.recomputes_unmarked(joint):  # of which torch's own handling knows nothing
+        unmarked = [node for node in random if node not in recomputed]
+        saved = unmarked if traced_again else [*unmarked, *on_cpu]
+        if not traced_again:
+            saved = [n for n in saved if compiler == "inductor" and runs_on(n, "cpu")]
+    elif len(on_cpu) < len(recomputed):
+        saved = on_cpu
+    else:
+        torchs |= bool(on_cpu)
+    save_random_ops(joint, nested=nested, also=saved)
     indices = None
     if static_lifetime_input_indices is not None:
         indices = list(static_lifetime_input_indices)
-    torchs = (bool(on_cpu) and not mixed) or _torch.uses_compiled_autograd()
     fw, bw = _torch.min_cut_partition(
         joint,
         joint_inputs,
@@ -66,7 +74,7 @@ def split_joint(
         keep_random=nested or not torchs,
         random=random,
     )
-    require_drawn_once(fw, bw)
+    require_drawn_once(fw, bw, saved)
     if not nested and not torchs:
         pair_random_ops(fw, bw, num_fwd_outputs)
     return fw, bw

@@ -83,19 +83,20 @@ def test_what_dtensor_draws_is_saved(compiler):
 
 @pytest.mark.parametrize(
     "setting",
-    [{"activation_memory_budget": 0.1}, {"aggressive_recomputation": True}],
+    [{"activation_memory_budget": 0.2}, {"aggressive_recomputation": True}],
     ids=lambda setting: next(iter(setting)),
 )
-def test_what_no_mark_tells_of_is_left_to_torch_on_the_cpu(setting):
-    """Inductor makes no CPU kernel of pairs."""
-    options = {"compiler": "inductor", "driver": "simulated"}
-    torch.manual_seed(0)
-    module = torch.nn.Sequential(
-        *[m for _ in range(4) for m in (torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Dropout())]
-    )
+@pytest.mark.parametrize("compiler", ["inductor", "eager"])
+def test_masks_under_a_memory_budget_are_the_forwards(setting, compiler):
+    """Nothing marks what is drawn again, and Inductor makes no CPU kernel of pairs."""
+    options = {"compiler": compiler, "driver": "simulated"}
     torch.compiler.reset()
-    call = torch.compile(module, backend=cgpass.cgpass, options=options)
+    call = torch.compile(
+        lambda x: F.dropout(torch.exp(x), 0.3), backend=cgpass.cgpass, options=options
+    )
     with torch._functorch.config.patch(**setting):
         for _ in range(3):
-            call(torch.randn(4, 8)).sum().backward()
-    assert all(p.grad.isfinite().all() for p in module.parameters())
+            x = torch.randn(64, 64, requires_grad=True)
+            out = call(x)
+            out.sum().backward()
+            assert torch.equal(out != 0, x.grad != 0)
