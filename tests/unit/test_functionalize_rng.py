@@ -308,7 +308,8 @@ def test_a_pair_in_a_nested_graph_is_refused():
 def test_what_both_graphs_would_draw_on_their_own_is_refused():
     graphs = [body_of(fake_cuda_graph(noisy, (4,)), name) for name in ("fw", "bw")]
     with pytest.raises(
-        CheckpointError, match="the checkpoint or memory budget around invoke_subgraph would draw ot"
+        CheckpointError,
+        match="the checkpoint or memory budget around invoke_subgraph would draw ot",
     ):
         require_drawn_once(*graphs)
 

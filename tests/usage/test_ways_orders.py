@@ -240,7 +240,7 @@ def regional(session):
         block.compile(backend=session.backend, options=session.options)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     values = []
-    for number, batch in enumerate(session.batches(2, 6, 16, count=8)):
+    for number, batch in enumerate(session.batches(2, 6, 16, count=6)):
         loss = module(batch).square().mean()
         loss.backward()
         optimizer.step()

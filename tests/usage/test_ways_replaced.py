@@ -61,7 +61,7 @@ def test_data_of_every_parameter_is_new_in_every_call(way, training):
     def program(session):
         module, call = session.compiled(MLP)
         values, kept = [], []
-        for batch in session.batches(4, 8, count=120):
+        for batch in session.batches(4, 8, count=80):
             for parameter in module.parameters():
                 kept.append(parameter.data)
                 parameter.data = parameter.data.clone()
