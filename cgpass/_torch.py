@@ -772,7 +772,8 @@ def recomputes_unmarked(joint: torch.fx.GraphModule) -> bool:
     if config.aggressive_recomputation or not saves_all:
         return True
     metas = [node.meta for node in joint.graph.nodes]
-    return any("memory_budget" in str({**meta.get("custom", {}), **meta}.keys()) for meta in metas)
+    keys = (key for meta in metas for key in (*meta, *(meta.get("custom") or ())))
+    return any("memory_budget" in str(key) for key in keys)
 
 
 def uses_compiled_autograd() -> bool:

@@ -30,8 +30,8 @@ class GraphedFunction:
 
     It runs plainly inside a capture of the user's own, in transforms of `torch.func` and forward-mode AD, in dispatch
     modes and `torch.export`, under other autocast settings than it was recorded with, in another fork of its
-    `rng_tracker`, where a module is in another mode (training or eval), for arguments that share memory in ways that no graph can follow, once closed, and at unknown
-    addresses of parameters past `max_rerecords`.
+    `rng_tracker`, where a module is in another mode (training or eval), for arguments that share memory in ways that
+    no graph can follow, once closed, and at unknown addresses of parameters past `max_rerecords`.
     """
 
     def __init__(self, description: Pass, group: Group | None) -> None:

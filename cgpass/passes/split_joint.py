@@ -53,10 +53,10 @@ def split_joint(
     saved: list[fx.Node] = []
     torchs = traced_again
     if _torch.recomputes_unmarked(joint):  # of which torch's own handling knows nothing
-        unmarked = [node for node in random if node not in recomputed]
-        saved = unmarked if traced_again else [*unmarked, *on_cpu]
-        if not traced_again:
-            saved = [n for n in saved if compiler == "inductor" and runs_on(n, "cpu")]
+        if traced_again:
+            saved = [node for node in random if node not in recomputed]
+        elif compiler == "inductor":
+            saved = [node for node in random if runs_on(node, "cpu")]
     elif len(on_cpu) < len(recomputed):
         saved = on_cpu
     else:

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import cgpass
+from cgpass import _torch
 from cgpass.graph.rng_pairs import PAIR
 from cgpass.passes.split_joint import split_joint
 from tests.graphs import CUDA, calls, joint_graph
@@ -100,3 +101,11 @@ def test_masks_under_a_memory_budget_are_the_forwards(setting, compiler):
             out = call(x)
             out.sum().backward()
             assert torch.equal(out != 0, x.grad != 0)
+
+
+@pytest.mark.parametrize("meta", [{"memory_budget": 0.3}, {"custom": {"_region_activation_memory_budget": 0.3}}])
+def test_a_regions_budget_is_seen(meta):
+    gm = joint_graph(lambda x: x.sin(), (4,)).gm
+    assert not _torch.recomputes_unmarked(gm)
+    gm.graph.output_node().meta.update(meta)
+    assert _torch.recomputes_unmarked(gm)
