@@ -103,7 +103,9 @@ def test_masks_under_a_memory_budget_are_the_forwards(setting, compiler):
             assert torch.equal(out != 0, x.grad != 0)
 
 
-@pytest.mark.parametrize("meta", [{"memory_budget": 0.3}, {"custom": {"_region_activation_memory_budget": 0.3}}])
+@pytest.mark.parametrize(
+    "meta", [{"memory_budget": 0.3}, {"custom": {"_region_activation_memory_budget": 0.3}}]
+)
 def test_a_regions_budget_is_seen(meta):
     gm = joint_graph(lambda x: x.sin(), (4,)).gm
     assert not _torch.recomputes_unmarked(gm)
