@@ -90,7 +90,7 @@ def require_drawn_once(
             raise CheckpointError(
                 f"the checkpoint or memory budget around {values.called(node)[0]}{f' ({line})' if line else ''} would "
                 f"draw other random numbers in the backward: its results can be neither saved nor drawn again. Move it "
-                f"out of the checkpoint, or leave the checkpoint or the budget out."
+                f"out of the checkpoint, or leave the checkpoint or the budget out (of budgets, 0 alone saves nothing)."
             )
 
 

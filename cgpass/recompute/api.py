@@ -64,6 +64,7 @@ def checkpoint(
     """
     require_usable(fn, determinism_check, context_fn, use_reentrant, rng_tracker)
     if torch.compiler.is_compiling() and rng_tracker is None:
+        require_wanted(fn, kwargs)
         fn, kwargs = bound(fn, kwargs)
         if context_fn is not noop_context_fn:
             kwargs["context_fn"] = context_fn

@@ -52,9 +52,12 @@ class Swallows(torch.nn.Module):
 
 @pytest.mark.parametrize("fn", [torch.nn.Linear(3, 3), Swallows(), lambda x, **kwargs: x.sin()])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_settings_of_torchs_checkpoint_are_refused(fn, reentrant):
+def test_settings_of_torchs_checkpoint_are_refused(made, fn, reentrant):
+    def call(x):
+        return cgpass.checkpoint(fn, x, preserve_rng_state=False, use_reentrant=reentrant)
+
     with pytest.raises(CheckpointArgumentError) as error:
-        cgpass.checkpoint(fn, tensor(3), preserve_rng_state=False, use_reentrant=reentrant)
+        made(call)(tensor(3))
     assert str(error.value) == (
         "cgpass.checkpoint: preserve_rng_state is a setting of torch.utils.checkpoint that cgpass.checkpoint doesn't "
         "have (random numbers are always preserved, recomputations always end early), and fn has no argument of that "
