@@ -107,7 +107,7 @@ def test_an_unwritable_cache_is_replaced_by_a_temporary_one(monkeypatch, tmp_pat
 def test_two_processes_at_once_leave_one_file(compiled, tmp_path, monkeypatch):
     del compiled  # there is a compiler, and what it made
     code = (
-        "import shutil, sys, time; time.sleep(2); "
+        "import shutil, sys, time; time.sleep(1); "
         f"shutil.copy({str(fast_build.cached_path())!r}, sys.argv[sys.argv.index('-o') + 1])"
     )
     monkeypatch.setenv("CXX", shlex.join([sys.executable, "-c", code]))

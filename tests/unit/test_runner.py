@@ -377,10 +377,10 @@ def test_what_reads_a_warm_ups_outputs_warms_up_too():
         outputs, _ = forward.run([X, w])
         return call(backward, *outputs)
 
-    first, second = torch.ones(2), torch.full((2,), 2.0)
+    other, first, second = torch.zeros(2), torch.ones(2), torch.full((2,), 2.0)
     for w in (first, first, first, second, second):
         assert step(w) == [(w + 1).tolist()]
     assert counts(forward)[0] == counts(backward)[0] == 2
     assert counts(backward)[2:] == (3, 0)
-    assert call(backward, torch.zeros(2)) == [[1, 1]]
+    assert call(backward, other) == [[1, 1]]  # not where a warm-up's output was
     assert counts(backward)[3] == 1
