@@ -44,7 +44,8 @@ def make_graphed_callables(
         callables: A module, a function, or a tuple of them.
         sample_args: Arguments of one call, as a tuple; for a tuple of callables one such tuple each (with an order:
             each chunk, microbatch and layer). Nested structures and values that are no tensors are taken; the latter
-            must be the same in every call. `requires_grad` must be as in the calls.
+            must be the same in every call. `requires_grad` must be as in the calls, and so must be which arguments are
+            one tensor.
             **Lifetime:** the tensors become the memory that the graphs read: a call with these very tensors copies
             nothing, a call with others overwrites them. Of samples that share memory only the first is so used, also
             where others were given to another `make_graphed_callables` whose graphs still are.

@@ -12,7 +12,14 @@ from cgpass.runtime.signature import check_tensor
 
 
 class Binding:
-    """The structure of one sample's arguments: which are tensors, what the others must be."""
+    """The structure of one sample's arguments: which are tensors, what the others must be.
+
+    Note [Arguments that are one tensor]
+        Python code may ask whether two arguments are one object (`query is key`), and what it answered is in the graph.
+        So a tensor that a sample has in several places is one tensor for the recording: one piece of memory, one leaf
+        whose gradient is the sum. A call in which other arguments are one tensor runs without a graph, also where
+        copies would do: whether anybody asks can't be seen.
+    """
 
     def __init__(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
@@ -41,36 +48,33 @@ class Binding:
         self._as_recorded = [(i, snapshot(v)) for i, v in self._constants]
         self._is_simple = self._is_flat and not self._constants and not kwargs
         """Whether the arguments are nothing but tensors."""
-        self.samples: list[torch.Tensor] = [leaves[i] for i in self._places]
-        """The sample's tensors."""
-        for i, sample in zip(self._places, self.samples, strict=True):
-            check_tensor(f"{name}: {self._names[i]}", sample, device)
+        tensors: list[torch.Tensor] = [leaves[i] for i in self._places]
+        for i, tensor in zip(self._places, tensors, strict=True):
+            check_tensor(f"{name}: {self._names[i]}", tensor, device)
+        self._expected = [(t.shape, t.dtype, t.requires_grad) for t in tensors]
+        self._firsts = _firsts(tensors)
+        self._distinct = sorted(set(self._firsts))
+        self._repeats = [(i, first) for i, first in enumerate(self._firsts) if i != first]
+        self.samples = [tensors[i] for i in self._distinct]
+        """The sample's tensors, each once."""
         self.requires_grad = [sample.requires_grad for sample in self.samples]
-        self._expected = [(s.shape, s.dtype, s.requires_grad) for s in self.samples]
 
     def name_of(self, number: int) -> str:
-        """What the user calls one of the tensors."""
-        return self._names[self._places[number]]
+        """What the user calls one of the tensors, in the first of its places."""
+        return self._names[self._places[self._distinct[number]]]
 
     @property
     def names(self) -> list[str]:
         """What the user calls the tensors."""
         return [self.name_of(number) for number in range(len(self.samples))]
 
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The tensors of a call, in the sample's order.
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+        """The tensors of a call, in the order of `samples`; None where other ones are one tensor than in the sample.
 
         Raises:
             InputError: The call does not fit the sample; says where.
         """
-        if self._is_simple and len(args) == self._num_args and not kwargs:
-            tensors = list(args)
-        else:
-            leaves = self._leaves(args, kwargs)
-            for i, kept in self._as_recorded:
-                if not kept.is_of(leaves[i]):
-                    raise self._other_constant(i, leaves[i], kept)
-            tensors = [leaves[i] for i in self._places]
+        tensors = self._tensors(args, kwargs)
         grad, device = torch.is_grad_enabled(), self._device
         try:
             for tensor, (shape, dtype, requires_grad) in zip(tensors, self._expected, strict=True):
@@ -83,7 +87,39 @@ class Binding:
                     raise self._misfit(tensors)
         except AttributeError:
             raise self._misfit(tensors) from None
-        return tensors
+        for i, first in self._repeats:
+            if tensors[i] is not tensors[first]:
+                return None
+        if len(tensors) > 1 and len(set(map(id, tensors))) != len(self._distinct):
+            return None
+        return [tensors[i] for i in self._distinct] if self._repeats else tensors
+
+    def why_unbound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Where `bind` returns None: which arguments are one tensor, or are none."""
+        names = [self._names[i] for i in self._places]
+        firsts = _firsts(self._tensors(args, kwargs))
+        pairs = zip(names, firsts, self._firsts, strict=True)
+        name, now, before = next(each for each in pairs if each[1] != each[2])
+        if before > now:
+            return (
+                f"{name} is the same tensor as {names[now]}, and was another one in the sample. Code that asks whether "
+                "they are one would go another way: pass a view of it, as x.view_as(x), or record a callable with such "
+                "a sample too"
+            )
+        return (
+            f"{name} is another tensor than {names[before]}, and was the same in the sample. Record a callable with two "
+            "tensors in the sample for such calls"
+        )
+
+    def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """What is in the places of the sample's tensors."""
+        if self._is_simple and len(args) == self._num_args and not kwargs:
+            return list(args)
+        leaves = self._leaves(args, kwargs)
+        for i, kept in self._as_recorded:
+            if not kept.is_of(leaves[i]):
+                raise self._other_constant(i, leaves[i], kept)
+        return [leaves[i] for i in self._places]
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         if len(args) != self._num_args or len(kwargs) != len(self._keys):
@@ -103,12 +139,13 @@ class Binding:
         return leaves
 
     def call(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments with other tensors in the places of the sample's."""
+        """Arguments with other tensors in the places of `samples`."""
         leaves: list[Any] = [None] * len(self._names)
         for i, value in self._constants:
             leaves[i] = value
-        for i, tensor in zip(self._places, tensors, strict=True):
-            leaves[i] = tensor
+        given = dict(zip(self._distinct, tensors, strict=True))
+        for i, first in zip(self._places, self._firsts, strict=True):
+            leaves[i] = given[first]
         return pytree.tree_unflatten(leaves, self._spec)
 
     # ---- messages
@@ -130,7 +167,7 @@ class Binding:
         for number, (tensor, (shape, dtype, requires_grad)) in enumerate(
             zip(tensors, self._expected, strict=True)
         ):
-            what = f"{self._name}: {self.name_of(number)}"
+            what = f"{self._name}: {self._names[self._places[number]]}"
             if not isinstance(tensor, torch.Tensor):
                 return InputError(
                     f"{what} was a tensor in the sample, now it is a {type(tensor).__name__}."
@@ -148,6 +185,12 @@ class Binding:
                     "sample that requires grad, or detach it."
                 )
         raise AssertionError("some tensor does not fit")
+
+
+def _firsts(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """For each one the first position of the same object."""
+    known: dict[int, int] = {}
+    return [known.setdefault(id(tensor), i) for i, tensor in enumerate(tensors)]
 
 
 def _flattened(

@@ -30,8 +30,9 @@ class GraphedFunction:
 
     It runs plainly inside a capture of the user's own, in transforms of `torch.func` and forward-mode AD, in dispatch
     modes and `torch.export`, under other autocast settings than it was recorded with, in another fork of its
-    `rng_tracker`, where a module is in another mode (training or eval), for arguments that share memory in ways that
-    no graph can follow, once closed, and at unknown addresses of parameters past `max_rerecords`.
+    `rng_tracker`, where a module is in another mode (training or eval), where other arguments are one tensor than in
+    the sample, for arguments that share memory in ways that no graph can follow, once closed, and at unknown addresses
+    of parameters past `max_rerecords`.
     """
 
     def __init__(self, description: Pass, group: Group | None) -> None:
@@ -87,13 +88,11 @@ class GraphedFunction:
         stats.calls += 1
         if group is None or group.driver.is_capturing() or group.owner.closed:
             return self._run_plainly(None, args, kwargs)
-        if _torch.in_functorch() or _torch.in_forward_ad():
-            why = "a transform of torch.func or forward-mode AD, which a replay would leave out, is on"
-            return self._run_plainly(why, args, kwargs)
-        if _torch.operators_are_watched():
-            why = "a dispatch mode (a tracer, a counter of operators, fake tensors), which sees no replay, is on"
-            return self._run_plainly(why, args, kwargs)
+        if _torch.in_functorch() or _torch.in_forward_ad() or _torch.operators_are_watched():
+            return self._run_plainly(_why_unseen(), args, kwargs)
         tensors = self._pass.binding.bind(args, kwargs)
+        if tensors is None:
+            return self._run_plainly(self._pass.binding.why_unbound(args, kwargs), args, kwargs)
         if _autocast(self._device_type) != self._autocast:
             return self._run_plainly("it was recorded under other autocast settings", args, kwargs)
         if self._tracker is not None and self._tracker.current != self._fork:
@@ -274,6 +273,13 @@ def record_alone(d: Pass, group: Group) -> RecordedPass:
 @_torch.outside_dynamo
 def _outside_dynamo(fn: GraphedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return fn._call(args, kwargs)
+
+
+def _why_unseen() -> str:
+    """What is on that would not see a replay."""
+    if _torch.in_functorch() or _torch.in_forward_ad():
+        return "a transform of torch.func or forward-mode AD, which a replay would leave out, is on"
+    return "a dispatch mode (a tracer, a counter of operators, fake tensors), which sees no replay, is on"
 
 
 def _autocast(device_type: str) -> torch.dtype | None:

@@ -1,0 +1,125 @@
+"""Arguments that are one tensor, and code that asks whether they are."""
+
+import copy
+import logging
+
+import pytest
+import torch
+
+from cgpass.errors import InputError
+from tests.graphed.steps import same, same_grads
+
+
+class Attends(torch.nn.Module):
+    """Another projection where it attends to what it is given twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = torch.nn.Linear(4, 4)
+        self.cross = torch.nn.Linear(4, 4)
+
+    def forward(self, x, context):
+        return (self.own if x is context else self.cross)(context) * x
+
+
+def pairs(setting):
+    """Arguments that are one tensor, and that are two."""
+    x, y, z = (setting.randn(2, 4, grad=True) for _ in range(3))
+    return {"one": (x, x), "two": (y, z)}
+
+
+@pytest.mark.parametrize("sample", ["one", "two"])
+@pytest.mark.parametrize("form", [lambda *args: args, lambda a, b: ({"a": a, "b": [b]},)])
+def test_code_that_asks_whether_arguments_are_one(setting, sample, form, caplog):
+    module = setting.module(Attends())
+    twin = copy.deepcopy(module)
+
+    def unpacking(fn):
+        return lambda *given: fn(*given) if len(given) == 2 else fn(given[0]["a"], *given[0]["b"])
+
+    options = {"allow_unused_input": True}
+    graphed = setting.graphed(unpacking(module), form(*pairs(setting)[sample]), **options)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            for kind, args in pairs(setting).items():
+                before = graphed.stats.plain_calls
+                expected = twin(*args)
+                expected.sum().backward()
+                wanted = [arg.grad.clone() for arg in args]
+                for arg in args:
+                    arg.grad = None
+                found = graphed(*form(*args))
+                found.sum().backward()
+                same(found, expected)
+                for arg, grad in zip(args, wanted, strict=True):
+                    same(arg.grad, grad)
+                same_grads(module, twin)
+                is_plain = (kind == "one") is (sample == "two")
+                assert graphed.stats.plain_calls - before == is_plain
+    (message,) = [each.getMessage() for each in caplog.records]
+    if sample == "one":
+        assert "is another tensor than argument 0" in message
+        assert message.endswith("Record a callable with two tensors in the sample for such calls.")
+    else:
+        assert "is the same tensor as argument 0" in message
+        assert "pass a view of it, as x.view_as(x)" in message
+
+
+def test_a_view_of_an_argument_is_another_tensor(setting):
+    module = setting.module(Attends())
+    graphed = setting.graphed(
+        module, (setting.randn(2, 4), setting.randn(2, 4)), allow_unused_input=True
+    )
+    x = setting.randn(2, 4)
+    same(graphed(x, x.view_as(x)), module.cross(x) * x)
+    assert graphed.graphed.stats.plain_calls == 0
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["sample", "other"])
+def test_attention_to_itself(setting, own):
+    module = setting.module(torch.nn.MultiheadAttention(8, 2, batch_first=True))
+    twin = copy.deepcopy(module)
+    sample = setting.randn(2, 5, 8, grad=True)
+    graphed = setting.graphed(module, (sample, sample, sample))
+    for _ in range(2):
+        x = sample if own else setting.randn(2, 5, 8, grad=True)
+        y = x.detach().clone().requires_grad_()
+        out, weights = graphed(x, x, x)
+        expected, wanted = twin(y, y, y)
+        same(out, expected)
+        same(weights, wanted)
+        out.sum().backward()
+        expected.sum().backward()
+        same(x.grad, y.grad)
+        x.grad = None
+        same_grads(module, twin)
+    stats = graphed.graphed.stats
+    before = stats.copied_bytes
+    with torch.no_grad():
+        graphed(x, x, x)
+    assert stats.copied_bytes - before == (0 if own else x.nbytes)
+    assert stats.plain_calls == 0
+
+
+def test_an_argument_given_twice_that_is_written(setting):
+    def fn(a, b):
+        a.add_(1)
+        return a * b
+
+    def ones():
+        return torch.ones(3, device=setting.device)
+
+    sample = ones()
+    graphed = setting.graphed(fn, (sample, sample))
+    same(sample, ones())
+    found, expected = ones(), ones()
+    same(graphed(found, found), fn(expected, expected))
+    same(found, expected)
+    assert graphed.stats.plain_calls == 0
+
+
+def test_misfits_are_named_by_their_own_place(setting):
+    sample = setting.randn(2, 4)
+    graphed = setting.graphed(torch.add, (sample, sample))
+    with pytest.raises(InputError, match=r"argument 1 was \[2, 4\]"):
+        graphed(sample, setting.randn(3, 4))
