@@ -7,12 +7,14 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from cgpass.errors import GraphedArgumentError
+from cgpass.graphed.containers import CONTAINERS, LIMIT, contents, is_plain
 
 log = logging.getLogger(__name__)
 
@@ -86,26 +88,29 @@ def _refusal(name: str, result: Any, leaf: Any, path: str) -> GraphedArgumentErr
 
 
 def _walk(root: Any) -> Iterator[tuple[str, Any]]:
-    """Everything that an object holds, near things first, and how to get there: `.layers[0].keys`."""
+    """What an object holds, near things first, and how to get there: `.layers[0].keys`."""
     open_ = deque([("", root, 0)])
     seen: dict[int, Any] = {}
-    while open_:
+    left = LIMIT
+    while open_ and left:
         path, value, depth = open_.popleft()
         if id(value) in seen:
             continue
         seen[id(value)] = value
         yield path, value
+        left -= not isinstance(value, torch.Tensor)
         if depth < _MAX_DEPTH and not isinstance(value, _OPAQUE):
-            open_.extend((path + step, part, depth + 1) for step, part in _parts(value))
+            parts = islice(_parts(value), LIMIT)
+            open_.extend((path + step, part, depth + 1) for step, part in parts)
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", item) for key, item in value.items())
+        yield from ((f"[{key!r}]", v) for key, v in value.items() if not is_plain(type(v)))
     elif isinstance(value, list | tuple | deque):
-        yield from ((f"[{i}]", item) for i, item in enumerate(value))
+        yield from ((f"[{i}]", v) for i, v in enumerate(value) if not is_plain(type(v)))
     elif isinstance(value, AbstractSet):
-        yield from (("{...}", item) for item in value)
+        yield from (("{...}", v) for v in value if not is_plain(type(v)))
     for kind in type(value).__mro__:
         slots = getattr(kind, "__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
@@ -115,7 +120,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 class AttributeTensors:
-    """Tensors that modules have as plain attributes, or in lists and dicts there."""
+    """Tensors that modules have as plain attributes, or in lists, dicts and such there, if these are not too large."""
 
     def __init__(self, name: str, modules: Sequence[torch.nn.Module]) -> None:
         """Args: name: of the callable. modules: whose attributes, and their submodules'."""
@@ -142,8 +147,19 @@ class AttributeTensors:
 
     def _attributes(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
         inner = {id(m): (path, top, m) for top in self._modules for path, m in top.named_modules()}
+        seen: set[int] = set()
         for path, top, module in inner.values():
             for key, value in vars(module).items():
-                if isinstance(value, torch.Tensor | list | tuple | dict) and key not in _MACHINERY:
-                    tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+                if key not in _MACHINERY and id(value) not in seen:
+                    tensors = _tensors_in(value, seen)
                     yield f"{f'{path}.{key}'.lstrip('.')} of {type(top).__name__}", tensors
+
+
+def _tensors_in(value: Any, seen: set[int]) -> list[torch.Tensor]:
+    """The tensors in an attribute; none if there is too much to look at."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if not isinstance(value, CONTAINERS):
+        return []
+    found, is_all = contents(value, seen)
+    return [t for t in pytree.tree_leaves(found) if isinstance(t, torch.Tensor)] if is_all else []

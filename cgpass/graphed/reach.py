@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from cgpass.graphed.containers import CONTAINERS, contents
+
 _LIBRARIES = {"torch", "cgpass", "numpy", *sys.stdlib_module_names} - {"__main__"}
 """Code of these is not looked into: it runs modules that it is given, and no others."""
 _OPAQUE = (str, bytes, int, float, complex, torch.Tensor, types.CodeType)
@@ -28,7 +30,9 @@ def modules_behind(fn: Callable[..., Any], *, into_forwards: bool = False) -> li
 
     Names are looked up in closures, defaults, globals and attributes (of `self`, of objects and of Python modules that
     are named themselves), in functions, methods, properties and callable objects that are named, too, and in what
-    lists, tuples, sets and dictionaries hold. No code of theirs is run for it.
+    lists, tuples, sets and dictionaries hold. No code of theirs is run for it. Of what each of
+    these holds, at any depth, numbers and strings are skipped, and but for modules and tensors only so many things are
+    looked at (`containers.LIMIT`).
     """
     reach = _Reach(into_forwards=into_forwards)
     reach.follow(fn)
@@ -41,8 +45,11 @@ class _Reach:
     def __init__(self, *, into_forwards: bool) -> None:
         self._into_forwards = into_forwards
         self.found: list[torch.nn.Module] = []
+        self._found: set[int] = set()
         self._open: list[tuple[Any, Names]] = []
         self._seen: set[tuple[Any, ...]] = set()
+        self._contents: dict[int, list[Any]] = {}
+        """Of containers that were seen."""
         self._alive: list[Any] = []
         """What was seen: no identity is another's meanwhile."""
 
@@ -53,12 +60,22 @@ class _Reach:
             value, names = self._open.pop()
             if not self._is_new(value, names):
                 continue
-            if isinstance(value, torch.nn.Module) and not any(m is value for m in self.found):
+            if isinstance(value, torch.nn.Module) and id(value) not in self._found:
+                self._found.add(id(value))
                 self.found.append(value)
                 if self._into_forwards:
                     forwards = (types.MethodType(type(m).forward, m) for m in value.modules())
                     self._open += [(forward, frozenset()) for forward in forwards]
-            self._open += reversed(list(_parts(value, names)))
+            if isinstance(value, CONTAINERS):
+                self._open += [(part, names) for part in reversed(self._contents_of(value))]
+            else:
+                self._open += reversed(list(_parts(value, names)))
+
+    def _contents_of(self, container: Any) -> list[Any]:
+        found = self._contents.get(id(container))
+        if found is None:
+            found = self._contents[id(container)] = contents(container)[0]
+        return found
 
     def _is_new(self, value: Any, names: Names) -> bool:
         if value is None or isinstance(value, _OPAQUE):
@@ -77,12 +94,8 @@ class _Reach:
 
 def _parts(value: Any, names: Names) -> Iterator[tuple[Any, Names]]:
     """What to look at next, and names that are read from it."""
-    if isinstance(value, dict):
-        parts: Iterable[Any] = dict.values(value)
-    elif isinstance(value, list | tuple | set | frozenset):
-        parts = value
-    elif isinstance(value, functools.partial):
-        parts = (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, functools.partial):
+        parts: Iterable[Any] = (value.func, *value.args, *value.keywords.values())
         if isinstance(value.func, types.FunctionType):
             names |= _read_on_the_way(value.func)
     elif isinstance(value, types.MethodType):
