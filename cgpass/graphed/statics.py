@@ -54,10 +54,11 @@ class Statics:
         """Parameters that the first call makes."""
         self._holders: list[Any] = []
         self._sizes: list[int] = []
-        named = {id(m): (path, m) for top in modules for path, m in top.named_modules()}
+        named = _named(modules)
         tops = {id(top) for top in modules}
         for path, inner in named.values():
             self._watch(inner, path, mode=not (weak and id(inner) in tops))
+        self._outermost = [] if weak else _modes_of([m for path, m in named.values() if not path])
         for kind in ("_parameters", "_buffers"):
             for path, inner in named.values():
                 holder = getattr(inner, kind)
@@ -89,7 +90,7 @@ class Statics:
     def _watch(self, module: torch.nn.Module, path: str, *, mode: bool) -> None:
         if mode and "training" in module.__dict__:
             for entries in (self._modes, self._all):
-                entries.add(module.__dict__, "training", path)
+                entries.add(module.__dict__, "training", path or type(module).__name__)
         for holder in (module._modules, module._parameters, module._buffers):
             self._holders.append(holder)
             self._sizes.append(len(holder))
@@ -119,9 +120,16 @@ class Statics:
         return self._modes.unchanged()
 
     def other_modes(self) -> str | None:
-        """Submodules that are in another mode than they were; None where a whole module is."""
-        names = self._modes.changed()
-        return None if "" in names else ", ".join(names)
+        """Modules that are in another mode than they were; None where that is what `eval()` or `train()` does to all.
+
+        Those without parameters, such as a loss, may well be forgotten then; others that were in eval mode stay there.
+        """
+        before = {mode for _, mode in self._outermost}
+        now = [holder["training"] for holder, _ in self._outermost]
+        changed = any(holder["training"] is not mode for holder, mode in self._outermost)
+        if changed and len(set(now)) == 1 and (len(before) == 1 or not now[0]):
+            return None
+        return _listed(self._modes.changed())
 
     def has_its_members(self) -> bool:
         """Whether the modules have the submodules that they had, and parameters and buffers of the same names."""
@@ -176,12 +184,10 @@ class Statics:
                 f"{self._callable}: {', '.join(gone)} became None after it was recorded."
             ) from None
 
-    def moved(self, old: bytes, new: bytes, limit: int = 5) -> str:
-        """Names of those that differ between two keys, at most `limit` of them."""
+    def moved(self, old: bytes, new: bytes) -> str:
+        """Names of those that differ between two keys."""
         pairs = zip(self.names, fast.read_layouts(old), fast.read_layouts(new), strict=False)
-        names = [name for name, before, after in pairs if before != after]
-        more = f" and {len(names) - limit} more" if len(names) > limit else ""
-        return ", ".join(names[:limit]) + more
+        return _listed([name for name, before, after in pairs if before != after])
 
 
 class _Members:
@@ -205,6 +211,28 @@ class _Members:
     def changed(self) -> list[str]:
         entries = zip(self._dicts, self._keys, self._values, self._names, strict=True)
         return [name for holder, key, value, name in entries if holder.get(key) is not value]
+
+
+def _named(modules: Sequence[torch.nn.Module]) -> dict[int, tuple[str, torch.nn.Module]]:
+    """All modules in some, each once, with their paths: empty ones for those that are in no other one."""
+    found: dict[int, tuple[str, torch.nn.Module]] = {}
+    for top in modules:
+        for path, inner in top.named_modules():
+            if not found.get(id(inner), ("", inner))[0]:
+                found[id(inner)] = (path, inner)
+    return found
+
+
+def _modes_of(modules: Sequence[torch.nn.Module]) -> list[tuple[dict[str, Any], bool]]:
+    """Where modules keep their modes, and these: of those with parameters or buffers, if there are such."""
+    with_state = [m for m in modules if [*m.parameters(), *m.buffers()]]
+    found = [vars(m) for m in with_state or modules]
+    return [(holder, holder["training"]) for holder in found if "training" in holder]
+
+
+def _listed(names: Sequence[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def firsts(tensors: Sequence[torch.Tensor]) -> list[int]:

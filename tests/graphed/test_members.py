@@ -278,3 +278,58 @@ def test_a_submodule_in_another_mode(setting, caplog):
     module.eval()
     graphed(x)
     assert not caplog.text
+
+
+def switched(setting, fn, caplog, *change):
+    """What is said of a call after some modules changed their modes, and how many ran plainly."""
+    graphed = setting.graphed(fn, (setting.randn(4, 8),), allow_unused_input=True)
+    for each, mode in change:
+        each.train(mode)
+    caplog.clear()
+    x = setting.randn(4, 8)
+    torch.manual_seed(3)
+    found = graphed(x)
+    torch.manual_seed(3)
+    same(found, fn(x))
+    return caplog.text, graphed.stats.plain_calls
+
+
+def test_a_module_that_is_named_beside_another_one(setting, caplog):
+    module, other = setting.module(net(dropout=0.5)), setting.module(torch.nn.Linear(8, 8))
+
+    def fn(x, use=False):
+        return other(x) if use else module(x)
+
+    text, plain = switched(setting, fn, caplog, (other, False))
+    assert plain == 1
+    assert "runs without a graph: Linear changed between training and eval mode" in text
+    other.train()
+    text, plain = switched(setting, fn, caplog, (other, False), (module, False))
+    assert (text, plain) == ("", 1)
+
+
+def test_a_submodule_that_is_named_itself(setting, caplog):
+    model = setting.module(torch.nn.ModuleDict({"a": net(dropout=0.5), "b": net()}))
+
+    def fn(x, use=False):
+        return model.b(x) if use else model.a(x)
+
+    text, plain = switched(setting, lambda x: fn(x), caplog, (model["b"], False))
+    assert plain == 1
+    assert "b, b.0, b.1, b.2, b.3 changed between" in text
+    model.train()
+    assert switched(setting, lambda x: fn(x), caplog, (model, False)) == ("", 1)
+
+
+def test_losses_and_teachers_keep_their_modes_in_silence(setting, caplog):
+    module, loss = setting.module(net(dropout=0.5)), torch.nn.MSELoss()
+    teacher = setting.module(net()).eval().requires_grad_(False)
+
+    def fn(x):
+        return loss(module(x), teacher(x))
+
+    assert switched(setting, fn, caplog, (module, False)) == ("", 1)
+    module.train()
+    text, plain = switched(setting, fn, caplog, (teacher, True))
+    assert plain == 1
+    assert "Sequential, 0, 1, 2, 3 changed between" in text
