@@ -77,7 +77,6 @@ def make_graphed_callables(
     once, warmup_hooks = hooks_of.warmup_hooks(given.warmup_hooks, len(fns))
     targets = [Target(fn, i if several else None) for i, fn in enumerate(fns)]
     device = _device(args, kwargs, targets)
-    group = _group(given, device)
     by_module = given.order is None  # what is returned looks at its module's mode itself
     given_modules = [
         _modules_in((args[number], kwargs[number]))
@@ -106,6 +105,7 @@ def make_graphed_callables(
         )
         for number, i in enumerate(schedule.callables)
     ]
+    group = _group(given, device)  # after all that may refuse
     functions = [GraphedFunction(each, group) for each in passes]
     if group is not None:
         _record(group, schedule, passes, functions, once)

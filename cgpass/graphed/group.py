@@ -154,6 +154,8 @@ class Group:
         """Free every recording."""
         for free in self.members:
             free()
+        if self.owner.closed:
+            self.members.clear()
         self._pending.clear()
         self._copied.clear()
 

@@ -336,6 +336,7 @@ class Owner:
         """Free every recording. Calls made afterwards run without a graph."""
         self.closed = True
         self.release()
+        self._members.clear()  # which hold it in turn: what nobody else holds is gone at once
 
     def __del__(self) -> None:
         """Outputs that outlive the compiled function lie in its pools: they are moved before those go."""

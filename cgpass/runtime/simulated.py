@@ -267,6 +267,7 @@ class SimulatedDriver:
         finally:
             _this_thread.recording = outer
             tape.undo()
+            del tape.states  # which hold the tape in turn
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
         return SimulatedGraph(tape, memory), outputs
