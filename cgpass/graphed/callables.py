@@ -109,7 +109,7 @@ class GraphedFunction:
             return self._run_plainly(why, args, kwargs)
         recorded, parameters = self._find_now(statics)
         if recorded is None:
-            return self._run_plainly("parameters moved more often than max_rerecords", args, kwargs)
+            return self._run_plainly(self._why_unrecorded(), args, kwargs)
         why_not = None if recorded.arguments.are_simple else recorded.arguments.why_not(tensors)
         if why_not is not None:
             return self._run_plainly(why_not, args, kwargs)
@@ -181,7 +181,7 @@ class GraphedFunction:
                     f"{d.name}: parameters or buffers moved since it was recorded: {moved}. Keep them where they are, "
                     'or use static_input_check="rerecord".'
                 )
-            if self._num_rerecords >= d.options.max_rerecords:
+            if self._num_rerecords >= d.options.max_rerecords or _computed(now[0]) is not None:
                 return None
             self._num_rerecords += 1
             d.stats.rerecordings += 1
@@ -193,6 +193,15 @@ class GraphedFunction:
         if recorded.forward_key != now[1]:  # hooks may move parameters
             return None
         return recorded
+
+    def _why_unrecorded(self) -> str:
+        """Why there is no recording for parameters where they are, and none is made."""
+        name = _computed(self._pass.statics)
+        if name is not None:
+            return f"parameters are computed in each call ({name} has a grad_fn), so that they lie elsewhere each time"
+        if self._num_rerecords >= self._pass.options.max_rerecords:
+            return "parameters moved more often than max_rerecords"
+        return "capture-time hooks moved parameters"
 
     def _make_room(self) -> None:
         idle = [(k, r) for k, r in self._recorded.items() if not r.is_pending()]
@@ -273,6 +282,12 @@ def record_alone(d: Pass, group: Group) -> RecordedPass:
 @_torch.outside_dynamo
 def _outside_dynamo(fn: GraphedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return fn._call(args, kwargs)
+
+
+def _computed(statics: Statics) -> str | None:
+    """The name of a parameter that is no leaf, as those may be that `torch.func.functional_call` is given."""
+    pairs = zip(statics.names, statics.now(), strict=True)
+    return next((name for name, tensor in pairs if tensor.grad_fn is not None), None)
 
 
 def _why_unseen() -> str:

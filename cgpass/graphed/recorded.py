@@ -15,7 +15,7 @@ from cgpass.errors import GraphedBackwardError, StaticInputMovedError
 from cgpass.graphed.arguments import Arguments
 from cgpass.graphed.group import Group
 from cgpass.graphed.pending import Aside
-from cgpass.graphed.statics import Statics
+from cgpass.graphed.statics import MemberGoneError, Statics
 from cgpass.graphed.values import InputMemory, OutputStructure, give_up_samples
 from cgpass.graphed.versions import ReadByBackward, Versions
 from cgpass.recompute.inputs import anchor
@@ -110,21 +110,28 @@ class RecordedPass:
 
     # ---- backward
 
-    def check_statics(self) -> list[torch.Tensor]:
-        """Parameters and buffers as they are.
+    def check_statics(self, call: "Call") -> list[torch.Tensor]:
+        """Parameters and buffers as they are, or as they were in the forward if the modules have others now.
 
         Raises:
             StaticInputMovedError: They don't lie where the backward reads them.
         """
-        statics = self.statics.now()
-        if self.checks_statics:
+        if not self.checks_statics:
+            return self.statics.now()
+        try:
+            statics = self.statics.now()
             key = self.statics.key_of(statics)
-            if key != self.backward_key:
-                raise StaticInputMovedError(
-                    f"{self.name}: parameters or buffers lie elsewhere in the backward than when it was recorded: "
-                    f"{self.statics.moved(self.backward_key, key)}. Have them where the forward of this call had them, "
-                    "until its backward is done."
-                )
+        except MemberGoneError:
+            statics, key = call.statics, b""
+        if key != self.backward_key:
+            before = call.statics  # as after a `torch.func.functional_call`
+            if self.statics.key_of(before) == self.backward_key:
+                return before
+            raise StaticInputMovedError(
+                f"{self.name}: parameters or buffers lie elsewhere in the backward than when it was recorded: "
+                f"{self.statics.moved(self.backward_key, key or self.statics.key_of(before))}. Have them where the "
+                "forward of this call had them, until its backward is done."
+            )
         return statics
 
     def put_aside(self, call: "Call") -> Aside:
@@ -175,7 +182,7 @@ class RecordedPass:
         group, recording = self.group, self.weight_grads
         assert recording is not None
         with group.owner.lock, torch.no_grad():
-            statics = self.check_statics()
+            statics = self.check_statics(call)
             group.driver.enter_call()
             self.due_weight_grads.remove(call)
             call.bring_back()
@@ -213,25 +220,28 @@ class Call:
         "__weakref__",
         "_aside",
         "_done",
-        "_inputs",
         "_position",
+        "_tensors",
         "_versions",
         "first",
         "last",
         "recorded",
+        "statics",
     )
 
     def __init__(
         self, recorded: RecordedPass, tensors: list[torch.Tensor], statics: list[torch.Tensor]
     ) -> None:
-        """Args: recorded: what is called. tensors, statics: what it reads; not held longer than the forward."""
+        """Args: recorded: what is called. tensors, statics: what it reads; the first are held during the forward only."""
         backward = recorded.backward
         assert backward is not None
         self.recorded = recorded
         self.first = recorded.forward.birth
         last = recorded.weight_grads or backward
         self.last = math.inf if recorded.retains else last.birth
-        self._inputs: tuple[Any, Any] | None = (tensors, statics)
+        self._tensors: list[torch.Tensor] | None = tensors
+        self.statics = statics
+        """Held as autograd would: the modules may have others when the backward comes."""
         self._position: Any = None
         self._aside: Aside | None = None
         self._versions: Versions | None = None
@@ -240,9 +250,9 @@ class Call:
     def forward(self, ctx: Any) -> tuple[torch.Tensor, ...]:
         """Run it."""
         recorded = self.recorded
-        assert self._inputs is not None
-        tensors, statics = self._inputs
-        self._inputs = None
+        assert self._tensors is not None
+        tensors, statics = self._tensors, self.statics
+        self._tensors = None
         with recorded.group.owner.lock:
             if recorded.recomputes:
                 self._position = recorded.states.position()
@@ -280,7 +290,7 @@ class Call:
                     f"{recorded.name}: a second backward through one forward; what it needs died in the first. Record "
                     "with GraphedOptions(retain_graph_in_backward=True)."
                 )
-            statics = recorded.check_statics()
+            statics = recorded.check_statics(self)
             if self._versions is not None:
                 self._versions.check()
             recorded.group.driver.enter_call()

@@ -1,0 +1,127 @@
+"""Calls with parameters that are not the module's own, which has its own again when the backward comes."""
+
+import pytest
+import torch
+from torch.func import functional_call
+
+import cgpass
+from tests.graphed.steps import net, same, same_grads, twins
+
+
+def leaves(module, seed):
+    torch.manual_seed(seed)
+    return {
+        name: torch.randn_like(p).requires_grad_(p.requires_grad)
+        for name, p in module.named_parameters()
+    }
+
+
+def compare(setting, graphed, plain, given, wanted):
+    x = setting.randn(4, 8)
+    found, expected = functional_call(graphed, given, (x,)), functional_call(plain, wanted, (x,))
+    same(found, expected)
+    return found, expected
+
+
+@pytest.mark.parametrize("max_rerecords", [0, 2, 128])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_other_leaves(setting, max_rerecords, frozen):
+    module, plain = twins(setting, net())
+    if frozen:
+        for each in (module, plain):
+            each[0].weight.requires_grad_(False)
+    graphed = setting.graphed(module, (setting.randn(4, 8),), max_rerecords=max_rerecords)
+    kept = []
+    for number in range(4):
+        given, wanted = leaves(module, number), leaves(module, number)
+        kept.append((given, wanted))
+        for out in compare(setting, graphed, plain, given, wanted):
+            out.square().sum().backward()
+        for a, b in zip(given.values(), wanted.values(), strict=True):
+            assert (a.grad is None) == (b.grad is None)
+            if a.grad is not None:
+                same(a.grad, b.grad)
+        x = setting.randn(4, 8)
+        for each in (graphed, plain):
+            each(x).sum().backward()
+        same_grads(module, plain)
+    stats = graphed.graphed.stats
+    assert stats.rerecordings == min(max_rerecords, 4)
+    assert stats.plain_calls == 4 - stats.rerecordings
+
+
+def test_backwards_in_any_order(setting):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    given = [(leaves(module, i), leaves(module, i)) for i in range(2)]
+    outs = [compare(setting, graphed, plain, *pair) for pair in given]
+    x = setting.randn(4, 8)
+    outs.insert(1, (graphed(x), plain(x)))
+    for found, expected in outs:
+        found.sum().backward()
+        expected.sum().backward()
+    same_grads(module, plain)
+    for a, b in given:
+        for name in a:
+            same(a[name].grad, b[name].grad)
+
+
+def test_only_some_of_them(setting):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    for number in range(2):
+        given, wanted = ({"0.weight": leaves(module, number)["0.weight"]} for _ in range(2))
+        for out in compare(setting, graphed, plain, given, wanted):
+            out.sum().backward()
+        same(given["0.weight"].grad, wanted["0.weight"].grad)
+    same_grads(module, plain)
+    assert graphed.graphed.stats.plain_calls == 0
+
+
+def test_computed_parameters(setting, caplog):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    scales = [torch.full((), 2.0, device=setting.device, requires_grad=True) for _ in range(2)]
+    for _ in range(3):
+        given, wanted = (
+            {name: p * scale for name, p in each.named_parameters()}
+            for each, scale in zip((module, plain), scales, strict=True)
+        )
+        for out in compare(setting, graphed, plain, given, wanted):
+            out.sum().backward()
+    same(scales[0].grad, scales[1].grad)
+    same_grads(module, plain)
+    stats = graphed.graphed.stats
+    assert (stats.plain_calls, stats.rerecordings) == (3, 0)
+    assert caplog.text.count("parameters are computed in each call (0.weight has a grad_fn)") == 1
+
+
+def test_a_parameter_that_is_replaced_before_the_backward(setting):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8),))
+    x, old = setting.randn(4, 8), (module[0].weight, plain[0].weight)
+    outs = graphed(x), plain(x)
+    for each in (module, plain):
+        each[0].weight = torch.nn.Parameter(torch.ones_like(each[0].weight))
+    for out in outs:
+        out.sum().backward()
+    same(old[0].grad, old[1].grad)
+    same_grads(module, plain)
+    assert module[0].weight.grad is None
+
+
+def test_a_parameter_that_moved_before_the_backward_is_an_error(setting):
+    module = setting.module(net())
+    out = setting.graphed(module, (setting.randn(4, 8),))(setting.randn(4, 8))
+    module[0].weight.data = module[0].weight.data.clone()
+    with pytest.raises(cgpass.errors.StaticInputMovedError, match=r"in the backward .*0\.weight\."):
+        out.sum().backward()
+
+
+def test_other_leaves_can_be_errors(setting):
+    module = setting.module(net())
+    graphed = setting.graphed(module, (setting.randn(4, 8),), static_input_check="error")
+    with pytest.raises(
+        cgpass.errors.StaticInputMovedError, match='use static_input_check="rerecord"'
+    ):
+        functional_call(graphed, leaves(module, 0), (setting.randn(4, 8),))
