@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from cgpass.errors import GraphedArgumentError
 from cgpass.graphed.containers import CONTAINERS, LIMIT, contents, is_plain
+from cgpass.graphed.prehooks import written_by_hooks
 
 log = logging.getLogger(__name__)
 
@@ -130,12 +131,22 @@ class AttributeTensors:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """A block that records; what it sets and leaves there is warned about, each attribute once."""
-        before = {id(t): weakref.ref(t) for _, tensors in self._attributes() for t in tensors}
+        """A block that records; what it sets and leaves there is warned about, each attribute once.
+
+        What hooks of a module compute for it before each run is silent: nobody else is meant to read that.
+        """
+        before = {id(t): weakref.ref(t) for *_, tensors in self._attributes() for t in tensors}
         yield
-        for where, tensors in self._attributes():
-            refs = [before.get(id(tensor)) for tensor in tensors]
-            same = [ref is not None and ref() is t for ref, t in zip(refs, tensors, strict=True)]
+        now = list(self._attributes())
+        computed = {
+            id(tensor)
+            for module, key, _, tensors in now
+            if module._forward_pre_hooks and key in written_by_hooks(module)
+            for tensor in tensors
+        }
+        for _, _, where, tensors in now:
+            refs = [(t, before.get(id(t))) for t in tensors if id(t) not in computed]
+            same = [ref is not None and ref() is tensor for tensor, ref in refs]
             if not all(same) and where not in self._warned:
                 self._warned.add(where)
                 log.warning(
@@ -145,14 +156,15 @@ class AttributeTensors:
                     where,
                 )
 
-    def _attributes(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    def _attributes(self) -> Iterator[tuple[torch.nn.Module, str, str, list[torch.Tensor]]]:
+        """Module, attribute, what the user calls it, and the tensors in it."""
         inner = {id(m): (path, top, m) for top in self._modules for path, m in top.named_modules()}
         seen: set[int] = set()
         for path, top, module in inner.values():
             for key, value in vars(module).items():
                 if key not in _MACHINERY and id(value) not in seen:
-                    tensors = _tensors_in(value, seen)
-                    yield f"{f'{path}.{key}'.lstrip('.')} of {type(top).__name__}", tensors
+                    where = f"{f'{path}.{key}'.lstrip('.')} of {type(top).__name__}"
+                    yield module, key, where, _tensors_in(value, seen)
 
 
 def _tensors_in(value: Any, seen: set[int]) -> list[torch.Tensor]:

@@ -4,8 +4,9 @@ import logging
 
 import pytest
 import torch
+from torch.nn.utils import prune
 
-from tests.graphed.steps import net
+from tests.graphed.steps import check, net, same_grads
 
 
 class Stashes(torch.nn.Module):
@@ -66,3 +67,92 @@ def test_what_only_the_first_call_sets_or_is_gone_afterwards_is_no_trouble(setti
     with caplog.at_level(logging.WARNING):
         setting.graphed(module, (setting.randn(4, 8),), num_warmup_iters=1)
     assert warnings(caplog) == []
+
+
+def by_attribute(module):
+    def hook(each, args):
+        each.scale = each.raw_scale.exp()
+
+    module.register_forward_pre_hook(hook)
+
+
+def by_name(module, name="scale"):
+    def hook(each, args):
+        setattr(each, name, each.raw_scale.exp())
+
+    module.register_forward_pre_hook(hook)
+
+
+class Sets:
+    def __init__(self, name):
+        self.name = name
+
+    def method(self, module, args):
+        setattr(module, self.name, module.raw_scale.exp())
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, way=None):
+        super().__init__()
+        self.raw_scale = torch.nn.Parameter(torch.zeros(8))
+        self.aux = None
+        if way is not None:
+            way(self)
+
+    def forward(self, x):
+        return self.inner(x * self.scale)
+
+    def inner(self, x):
+        return x
+
+
+class Leaves(Scaled):
+    """Leaves a tensor besides."""
+
+    def inner(self, x):
+        self.aux = x.sum()
+        return x
+
+
+UTILS = torch.nn.utils
+HOOKED = {
+    "spectral_norm": lambda: UTILS.spectral_norm(torch.nn.Linear(8, 8)),
+    "weight_norm": lambda: UTILS.weight_norm(torch.nn.Linear(8, 8)),
+    "prune": lambda: prune.random_unstructured(torch.nn.Linear(8, 8), "weight", 0.5),
+    "lstm": lambda: First(UTILS.weight_norm(torch.nn.LSTM(8, 8), "weight_hh_l0")),
+    "attribute": lambda: Scaled(by_attribute),
+    "name": lambda: Scaled(by_name),
+    "method": lambda: Scaled(lambda m: m.register_forward_pre_hook(Sets("scale").method)),
+}
+
+
+class First(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)[0]
+
+
+@pytest.mark.parametrize("kind", HOOKED)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_what_hooks_of_a_module_compute_before_it_runs_is_no_trouble(setting, kind, caplog):
+    module = setting.module(torch.nn.Sequential(HOOKED[kind]()))
+    state = {name: t.clone() for name, t in module.state_dict().items()}
+    plain = setting.module(torch.nn.Sequential(HOOKED[kind]()))
+    plain.load_state_dict(state)
+    with caplog.at_level(logging.WARNING):
+        graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    assert warnings(caplog) == []
+    check(setting, graphed, plain, setting.randn(4, 8, grad=True))
+    same_grads(module, plain)
+    assert graphed.graphed.stats.plain_calls == 0
+
+
+def test_what_a_module_with_hooks_leaves_besides_is_warned_about(setting, caplog):
+    module = setting.module(torch.nn.Sequential(Leaves(by_attribute)))
+    with caplog.at_level(logging.WARNING):
+        setting.graphed(module, (setting.randn(4, 8),))
+    (message,) = warnings(caplog)
+    assert "a tensor into 0.aux of Sequential" in message
