@@ -35,7 +35,7 @@ def remember(devices: tuple[torch.device, ...], tracker: RNGStatesTracker | None
     if run is not None:
         forked = forking()
         if forked is not None and forked.device == run.device:
-            run.check(forked)
+            run.check(forked, forked=True)
         tracker = tracker or run.tracker
     if not is_capturing():
         return PlainNumbers(devices, tracker, run)

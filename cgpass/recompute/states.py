@@ -153,13 +153,30 @@ class CheckpointStates:
             )
         return spares[index]
 
-    def check(self, tracker: RNGStatesTracker | None) -> None:
-        """Raise unless a checkpoint's tracker is the one whose states get registered."""
-        if tracker is not None and tracker is not self.tracker:
-            raise CheckpointError(
-                "cgpass.checkpoint: this checkpoint's rng_tracker is not the one whose states are registered with the "
-                "graph. Pass it as CheckpointedGraph(rng_tracker=...) too."
-            )
+    def check(self, tracker: RNGStatesTracker | None, *, forked: bool = False) -> None:
+        """Raise unless a checkpoint's tracker is the one whose states get registered.
+
+        Args:
+            tracker: The checkpoint's own; None if it has none.
+            forked: Whether it is, instead, the one in whose `fork` the checkpoint is.
+        """
+        if tracker is None or tracker is self.tracker:
+            return
+        which = "this checkpoint's rng_tracker"
+        if forked:
+            which = f"the tracker in whose fork({tracker.current!r}) this checkpoint is"
+        has = "none" if self.tracker is None else f"another one, of {_states_of(self.tracker)}"
+        raise CheckpointError(
+            f"cgpass.checkpoint: {which} ({_states_of(tracker)}) is not the one whose states are registered with the "
+            f"graph, which has {has}. Pass that tracker as CheckpointedGraph(rng_tracker=...) or "
+            f"GraphedOptions(rng_tracker=...){', or leave its fork before the checkpoint' * forked}; a graph takes one."
+        )
+
+
+def _states_of(tracker: RNGStatesTracker) -> str:
+    """What tells a tracker from others."""
+    names = ", ".join(map(repr, tracker.generators))
+    return f"states {names}" if names else "no states"
 
 
 class Run:
@@ -183,9 +200,9 @@ class Run:
         """Whose states are registered with the graph."""
         return self._states.tracker
 
-    def check(self, tracker: RNGStatesTracker | None) -> None:
-        """Raise unless a tracker's states are registered with the graph."""
-        self._states.check(tracker)
+    def check(self, tracker: RNGStatesTracker | None, *, forked: bool = False) -> None:
+        """Raise unless a tracker's states are registered with the graph. See `CheckpointStates.check`."""
+        self._states.check(tracker, forked=forked)
 
     def begin_plain(self, tracker: RNGStatesTracker | None) -> dict[Source, int]:
         """Note a checkpoint of a warm-up: how far each state it may draw from has advanced in this run."""

@@ -339,8 +339,31 @@ def test_a_capture_that_was_not_warmed_up_like_this(device):
         with pytest.raises(CheckpointError, match="checkpoint 1 of this capture was not seen"):
             cgpass.checkpoint(fn, x)
         other = cgpass.RNGStatesTracker(FAKE)
-        with pytest.raises(CheckpointError, match="rng_tracker is not the one whose states"):
+        with pytest.raises(CheckpointError, match=r"rng_tracker \(no states\) is not the one"):
             cgpass.checkpoint(fn, x, rng_tracker=other)
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_a_tracker_that_is_not_registered_is_named(device, registered):
+    x = tensor(2, requires_grad=True)
+    mine, other = cgpass.RNGStatesTracker(FAKE), cgpass.RNGStatesTracker(FAKE)
+    mine.add("mine", 1)
+    other.add("a", 1)
+    other.add("b", 2)
+    has = "another one, of states 'mine'" if registered else "none"
+    fix = r"Pass that tracker as CheckpointedGraph\(rng_tracker=...\) or GraphedOptions\(rng_tracker=...\)"
+    with CheckpointStates(FAKE, mine if registered else None):
+        what = r"this checkpoint's rng_tracker \(states 'a', 'b'\) is not the one"
+        with pytest.raises(CheckpointError, match=f"{what} .* which has {has}. {fix};"):
+            cgpass.checkpoint(torch.sin, x, rng_tracker=other)
+        what = r"the tracker in whose fork\('b'\) this checkpoint is \(states 'a', 'b'\) is not the one"
+        with (
+            other.fork("b"),
+            pytest.raises(
+                CheckpointError, match=f"{what} .* which has {has}. {fix}, or leave its fork before"
+            ),
+        ):
+            cgpass.checkpoint(torch.sin, x, rng_tracker=mine if registered else None)
 
 
 def test_a_state_added_during_the_warm_up(device):
