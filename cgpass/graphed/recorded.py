@@ -241,7 +241,7 @@ class Call:
         self.last = math.inf if recorded.retains else last.birth
         self._tensors: list[torch.Tensor] | None = tensors
         self.statics = statics
-        """Held as autograd would: the modules may have others when the backward comes."""
+        """Held until the backward is done, as autograd would: the modules may have others by then."""
         self._position: Any = None
         self._aside: Aside | None = None
         self._versions: Versions | None = None
@@ -321,6 +321,8 @@ class Call:
         """Note that nothing more of this call is to come, unless its backward may run again."""
         if not self.recorded.retains:
             self._versions = None
+            if self._done:
+                self.statics = []
             self.recorded.pending.remove(self)
 
     def is_due_to(self, recorded: RecordedPass) -> bool:

@@ -1,5 +1,8 @@
 """Calls with parameters that are not the module's own, which has its own again when the backward comes."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.func import functional_call
@@ -108,6 +111,21 @@ def test_a_parameter_that_is_replaced_before_the_backward(setting):
     same(old[0].grad, old[1].grad)
     same_grads(module, plain)
     assert module[0].weight.grad is None
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_parameters_are_held_until_the_backward_is_done(setting, backward):
+    module = setting.module(net())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    given = {name: p.detach() for name, p in leaves(module, 0).items()}
+    ref = weakref.ref(given["0.weight"])
+    out = functional_call(graphed, given, (setting.randn(4, 8, grad=True),))
+    del given
+    assert ref() is not None
+    if backward:
+        out.sum().backward()
+        gc.collect()
+        assert ref() is None
 
 
 def test_a_parameter_that_moved_before_the_backward_is_an_error(setting):
