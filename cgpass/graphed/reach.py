@@ -30,7 +30,7 @@ def modules_behind(fn: Callable[..., Any], *, into_forwards: bool = False) -> li
 
     Names are looked up in closures, defaults, globals and attributes (of `self`, of objects and of Python modules that
     are named themselves), in functions, methods, properties and callable objects that are named, too, and in what
-    lists, tuples, sets and dictionaries hold. No code of theirs is run for it. Of what each of
+    lists, tuples, deques, sets and dictionaries hold. No code of theirs is run for it. Of what each of
     these holds, at any depth, numbers and strings are skipped, and but for modules and tensors only so many things are
     looked at (`containers.LIMIT`).
     """
