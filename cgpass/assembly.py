@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import operator
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,7 +13,6 @@ from torch import fx
 
 from cgpass import _torch, telemetry
 from cgpass.compile import Boxed, Compiler, output_strides
-from cgpass.graph.capturability import Reason
 from cgpass.graph.inputs import input_infos
 from cgpass.graph.origins import Origins
 from cgpass.graph.partition_tag import get_reason, get_tag
@@ -24,11 +24,13 @@ from cgpass.options import Options
 from cgpass.passes import eager_passes, outline_passes
 from cgpass.passes.base import Pass, PassContext, run_passes
 from cgpass.plan import build_plan, whole_plan
+from cgpass.reason import Reason
 from cgpass.resplit import GiveUp, Place, Resplitter, StrideNotes, copy_of
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.executor import Executor
 from cgpass.runtime.failures import Resplit
 from cgpass.runtime.owner import Owner
+from cgpass.runtime.plain import PlainGraph
 from cgpass.runtime.runner import PartitionRunner
 from cgpass.runtime.settings import RunnerSettings
 
@@ -53,6 +55,8 @@ class GraphBuilder:
     target: Target
     place: str | None = None
     """Where the user's function begins."""
+    function: int | None = None
+    """The function's number in what telemetry knows."""
 
     def whole(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         """A graph that is one captured partition."""
@@ -62,7 +66,7 @@ class GraphBuilder:
         original = self._kept(gm)
         fn = self.compiler.whole(gm, example_inputs)
         if not self.target.records:
-            return fn
+            return run_plainly(graph, fn)
         notes = None
         inner = frozenset(range(num_outputs)) - self.visible
         if self.compiler.opaque and self.direction == "forward" and inner:
@@ -72,7 +76,7 @@ class GraphBuilder:
         resplit = self._resplitter(original, place, infos, self.visible, notes)
         run = self._runner("captured_0", fn, infos, resplit)
         plan = whole_plan(len(infos), num_outputs, run, "captured_0", self.visible)
-        return _boxed(Executor(plan, run.owner))
+        return _tracked(Executor(plan, run.owner), graph)
 
     def partitioned(self, gm: fx.GraphModule, context: PassContext) -> Boxed:
         """A graph of several partitions."""
@@ -107,7 +111,7 @@ class GraphBuilder:
             runs[name] = self._compile_part(name, parts[name], visible, graph, of)
         plan = build_plan(outlined, runs, self.visible)
         owner = self.owner(self.target.device) if self.target.records else None
-        return _boxed(Executor(plan, owner))
+        return _tracked(Executor(plan, owner), graph, "" if of is None else f"{of}.")
 
     def _compile_part(
         self, name: str, gm: fx.GraphModule, visible: frozenset[int], graph: int, of: str | None
@@ -213,7 +217,9 @@ class GraphBuilder:
     ) -> int:
         if self.target.records:
             partitions = _summaries(parts, reasons)
-            summary = telemetry.GraphSummary(self.direction, partitions, place=self.place)
+            summary = telemetry.GraphSummary(
+                self.direction, partitions, place=self.place, function=self.function
+            )
         else:
             summary = telemetry.GraphSummary(
                 self.direction,
@@ -221,6 +227,7 @@ class GraphBuilder:
                 skip=OFF,
                 num_ops=sum(map(num_ops, parts.values())),
                 place=self.place,
+                function=self.function,
             )
         return telemetry.add_graph(summary)
 
@@ -253,9 +260,38 @@ def _summaries(
             num_ops(gm),
             _lines(reasons.get(name, ())),
             skipped=not all(reason.is_chosen for reason in reasons.get(name, ())),
+            why=tuple(reasons.get(name, ())),
         )
         for name, gm in parts.items()
     )
+
+
+def run_plainly(graph: int, fn: Boxed) -> Boxed:
+    """What runs a graph of which nothing is captured.
+
+    Args:
+        graph: Its number in what telemetry knows.
+        fn: The compiled graph.
+    """
+    plain = PlainGraph(fn)
+    telemetry.add_run(graph, telemetry.GraphRun("", plain.tally, {}, weakref.ref(plain)))
+
+    def call(args: list[Any]) -> Any:
+        return plain(args)
+
+    return _torch.mark_boxed(call)
+
+
+def _tracked(executor: Executor, graph: int, prefix: str = "") -> Boxed:
+    """A callable that telemetry knows of."""
+    parts = {
+        prefix + step.name: telemetry.PartitionRun(step.run.stats, step.run.history.notes)
+        for step in executor.plan.steps
+        if isinstance(step.run, PartitionRunner)
+    }
+    run = telemetry.GraphRun(prefix, executor.tally, parts, weakref.ref(executor))
+    telemetry.add_run(graph, run)
+    return _boxed(executor)
 
 
 def _boxed(executor: Executor) -> Boxed:

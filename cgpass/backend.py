@@ -1,6 +1,5 @@
 """The torch.compile backend: joins AOTAutograd, passes, compilers and the runtime."""
 
-import difflib
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -10,21 +9,22 @@ import torch
 from torch import fx
 
 from cgpass import _torch, telemetry
-from cgpass.assembly import OFF, GraphBuilder, num_ops
+from cgpass.assembly import OFF, GraphBuilder, num_ops, run_plainly
 from cgpass.compile import Boxed, Compiler
 from cgpass.errors import CaptureError, DoubleBackwardError, DriverUnavailableError, OptionError
 from cgpass.graph.ancestry import names_behind
-from cgpass.graph.capturability import Reason
 from cgpass.graph.origins import Origins
 from cgpass.graph.partition_tag import get_tag
 from cgpass.graph.target import devices, find_target
 from cgpass.graph.values import begins_at, graph_outputs, has_nested_ints
 from cgpass.inputs import InputKind
+from cgpass.option_names import check_names, overloads
 from cgpass.options import Options
 from cgpass.passes import dynamo_passes, graph_passes, rng_passes
 from cgpass.passes.base import PassContext, run_passes
 from cgpass.passes.functionalize_rng import RngPairs
 from cgpass.passes.split_joint import split_joint
+from cgpass.reason import Reason
 from cgpass.runtime.driver import CUDADriver, GraphDriver
 from cgpass.runtime.owner import Owner, release_all
 from cgpass.runtime.rng_states import caller_of
@@ -71,38 +71,8 @@ def cgpass(
         raise DriverUnavailableError(
             'driver="cuda", but torch finds no CUDA device; use driver="auto", or driver="simulated" on CPU'
         )
-    _check_names(parsed)
+    check_names(parsed)
     return Compilation(parsed).compile(gm, example_inputs)
-
-
-def _overloads(name: str) -> list[object]:
-    """The operators registered as `ns::op` or `ns::op.overload`."""
-    namespace, _, op = name.partition("::")
-    packet, _, overload = op.partition(".")
-    found = getattr(getattr(torch.ops, namespace), packet, None)
-    if found is None:
-        return []
-    if isinstance(found, torch._ops.HigherOrderOperator):
-        return [found]
-    return [getattr(found, one) for one in found.overloads() if overload in ("", one)]
-
-
-def _check_names(options: Options) -> None:
-    """Refuse Inductor settings that are none; warn of operators that nobody registered."""
-    if options.inductor:
-        known = _torch.inductor_option_names()
-        for name in options.inductor:
-            if name == "triton.cudagraphs":
-                raise OptionError(
-                    "inductor={'triton.cudagraphs': ...}: cgpass makes the CUDA graphs; leave Inductor's own out"
-                )
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise OptionError(f"inductor={{{name!r}: ...}} is no setting of Inductor{hint}")
-    for name in options.unsafe_ops:
-        if not _overloads(name):
-            log.warning("unsafe_ops names %s, but no such operator is registered", name)
 
 
 def reset() -> None:
@@ -131,6 +101,7 @@ class Compilation:
         self._saved: dict[str, InputKind] = {}
         self._warned_of: set[str] = set()
         self._place: str | None = None
+        self._function = telemetry.new_function()
 
     # ---- wiring
 
@@ -279,6 +250,7 @@ class Compilation:
             origins=origins,
             target=target,
             place=self._place,
+            function=self._function,
         )
         if len(tags) == 1 and not has_nested_ints(gm):
             return build.whole(gm, example_inputs)
@@ -326,14 +298,15 @@ class Compilation:
         direction: Direction,
         compiler: Compiler,
         why: str,
+        reasons: Sequence[Reason] = (),
     ) -> Boxed:
         """Compile a graph without partitions, as `torch.compile` would, and say why."""
         asked = self.options.driver != "auto" or any(d.type == "cuda" for d in devices(gm))
-        self._add_plain(gm, direction, why)
+        graph = self._add_plain(gm, direction, why, reasons)
         if asked and self.options.driver != "none":
             telemetry.compile_stats.skips += 1
             self._on_skip(f"the {direction} graph runs without CUDA graphs: {why}")
-        return compiler.whole(gm, example_inputs)
+        return run_plainly(graph, compiler.whole(gm, example_inputs))
 
     def _run_uncaptured(
         self,
@@ -349,19 +322,22 @@ class Compilation:
             why = f"it has fewer operators than min_partition_ops={self.options.min_partition_ops}"
             if all(reason.code in ("no_work", "effect_token") for reason in reasons):
                 why = "it launches no work on the device"
-            self._add_plain(gm, direction, why)
+            graph = self._add_plain(gm, direction, why, reasons)
             log.info("the %s graph runs without CUDA graphs: %s", direction, why)
-            return compiler.whole(gm, example_inputs)
+            return run_plainly(graph, compiler.whole(gm, example_inputs))
         why = "; ".join(dict.fromkeys(map(str, blockers))) or "it has no operators"
-        return self._run_plainly(gm, example_inputs, direction, compiler, why)
+        return self._run_plainly(gm, example_inputs, direction, compiler, why, blockers)
 
-    def _add_plain(self, gm: fx.GraphModule, direction: Direction, why: str) -> None:
+    def _add_plain(
+        self, gm: fx.GraphModule, direction: Direction, skip: str, reasons: Sequence[Reason]
+    ) -> int:
         if self.options.driver == "none":
-            why = OFF
+            skip, reasons = OFF, ()
+        found, ops = tuple(reasons), num_ops(gm)
         summary = telemetry.GraphSummary(
-            direction, (), skip=why, num_ops=num_ops(gm), place=self._place
+            direction, (), skip, ops, self._place, found, self._function
         )
-        telemetry.add_graph(summary)
+        return telemetry.add_graph(summary)
 
     def _report_reasons(self, reasons: Sequence[Reason], direction: Direction) -> None:
         """One message per graph for everything in it that can't be captured."""
@@ -377,7 +353,7 @@ class Compilation:
         gone = {
             name
             for name in self.options.unsafe_ops
-            if name not in self._warned_of and _torch.are_replaced(_overloads(name))
+            if name not in self._warned_of and _torch.are_replaced(overloads(name))
         }
         if gone:
             for node in gm.graph.nodes:

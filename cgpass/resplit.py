@@ -1,7 +1,7 @@
 """Capturing the rest of a partition whose capture failed: what `PartitionRunner` asks for then."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +13,20 @@ from cgpass.compile import Boxed
 from cgpass.culprits import Finding, find_culprits, first_line
 from cgpass.errors import CaptureError, StagingError
 from cgpass.graph import values
-from cgpass.graph.capturability import PROVEN, Reason
+from cgpass.graph.capturability import PROVEN
 from cgpass.graph.partition_tag import get_tag
 from cgpass.graph.size_check import SizeCheck
 from cgpass.options import Options
 from cgpass.passes.base import PassContext, run_passes
 from cgpass.passes.partition import Partition
+from cgpass.reason import Reason
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.failures import Outcome
 from cgpass.runtime.syncs import is_capture_error
 
 log = logging.getLogger(__name__)
+
+_NAME_IT = "name the operator that is to blame in unsafe_ops to have the rest captured"
 
 _VETTED = frozenset({"aten", "prims", "inductor_prims", "rngprims"})
 """Namespaces whose operators were all looked at: the rules of `why_not_capturable` know which of them wait."""
@@ -55,9 +58,17 @@ class Place:
     """The partition's name among all of the graph, `captured_0` or `captured_0.captured_2`."""
     num_ops: int
 
-    def runs_plainly(self, why: str) -> None:
-        """Note that the partition is not captured after all."""
-        part = telemetry.PartitionSummary(self.name, False, self.num_ops, (why,), skipped=True)
+    def runs_plainly(self, why: str, reasons: Sequence[Reason] = ()) -> None:
+        """Note that the partition is not captured after all.
+
+        Args:
+            why: In a line.
+            reasons: One for each operator to blame; none if that is not known.
+        """
+        found = tuple(reasons) or (Reason("capture", "", why, _NAME_IT),)
+        part = telemetry.PartitionSummary(
+            self.name, False, self.num_ops, (why,), skipped=True, why=found
+        )
         telemetry.replace_partition(self.graph, self.name, (part,))
 
     def is_tried_again(self) -> None:
@@ -149,9 +160,10 @@ class Resplitter:
         """See `Resplit`."""
         self._place.is_tried_again()
 
-    def _is_not_captured(self, why: str) -> None:
+    def _is_not_captured(self, why: str, reasons: Sequence[Reason] = ()) -> None:
         refused = self._options.on_skip == "raise"
-        self._place.runs_plainly(f'on_skip="raise" refuses its calls: {why}' if refused else why)
+        why = f'on_skip="raise" refuses its calls: {why}' if refused else why
+        self._place.runs_plainly(why, reasons)
 
     def _split(self, gm: fx.GraphModule, error: Exception | None) -> Outcome:
         unsafe = frozenset(self._options.unsafe_ops)
@@ -159,26 +171,25 @@ class Resplitter:
         result = run_passes((cut,), gm, self._context)
         gm = result.gm
         reasons = [note for note in result.notes if isinstance(note, Reason)]
-        why = "; ".join(
-            dict.fromkeys(str(r) for r in reasons if r.code in ("syncs", "failed_capture"))
-        )
+        proven = [r for r in reasons if r.code in ("syncs", "failed_capture")]
+        why = "; ".join(dict.fromkeys(map(str, proven)))
         tags = {tag for tag in map(get_tag, gm.graph.nodes) if tag is not None}
         captured = sum(tag.captured for tag in tags)
         what = f"{self._context.direction} {self._place.name} can't be captured as a whole"
         becomes = f"{captured} captured and {len(tags) - captured} eager partitions"
         if self._options.on_skip == "raise":
-            self._is_not_captured(why)
+            self._is_not_captured(why, proven)
             raise CaptureError(
                 f'{what}, and on_skip="raise" refuses its calls; with "warn" it would run as {becomes}: {why}'
             ) from error
         if not captured:
-            self._place.runs_plainly(why)
+            self._place.runs_plainly(why, proven)
             return Outcome(why=why)
         try:
             replacement, covers = self._rebuild(gm)
         except Exception:
             log.info("compiling the parts of %s failed", self._place.name, exc_info=True)
-            self._place.runs_plainly(why)
+            self._place.runs_plainly(why, proven)
             return Outcome(why=why)
         level = logging.WARNING if self._options.on_skip == "warn" else logging.INFO
         log.log(level, "%s; from now on it runs as %s: %s", what, becomes, why)

@@ -6,12 +6,16 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
+
+from cgpass.reason import Reason
 
 GRAPHS_KEPT: Final = 1024
 """Graphs that the summary lists; older ones are counted."""
+RECORDINGS_KEPT: Final = 64
+"""Recordings of a partition of which it is known why they were made."""
 
 
 @dataclass(slots=True)
@@ -69,6 +73,8 @@ class PartitionSummary:
     """Why it is not captured, one line a node."""
     skipped: bool = False
     """Whether something in it can't be captured."""
+    why: tuple[Reason, ...] = ()
+    """Why it is not captured, one for each operator to blame."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,10 @@ class GraphSummary:
     """Operators of a graph that runs plainly."""
     place: str | None = None
     """Where the function that it belongs to begins, `model.py:41 in forward`."""
+    why: tuple[Reason, ...] = ()
+    """Why the whole graph runs plainly, one for each operator to blame."""
+    function: int | None = None
+    """The compiled function that it belongs to, as `new_function` numbers them."""
 
     def __str__(self) -> str:
         head = self.direction if self.place is None else f"{self.direction} of {self.place}"
@@ -96,6 +106,51 @@ class GraphSummary:
             f"{len(eager)} eager ({sum(p.num_ops for p in eager)} ops)"
         )
         return "\n".join([head, *(f"  {p.name}: {reason}" for p in eager for reason in p.reasons)])
+
+
+@dataclass(slots=True)
+class Tally:
+    """Calls of one graph. A plain integer: the hot path adds to it."""
+
+    calls: int = 0
+
+
+@dataclass(frozen=True)
+class RecordingNote:
+    """Why and how one recording was made."""
+
+    cause: str
+    """What was new: "first", "shape", "moved", "other tensors", "memory", "held", "input", "anew"."""
+    detail: str
+    """The same as a sentence, with names, addresses and lines."""
+    copied_bytes: int
+    """Bytes that each replay copies."""
+    pool: int
+    """Which of the function's pools it lies in."""
+    record_ms: float
+    """Host time of capturing and instantiating it."""
+
+
+@dataclass(slots=True)
+class PartitionRun:
+    """What is known of a captured partition's calls."""
+
+    stats: CallStats
+    notes: Sequence[RecordingNote]
+    """Of its newest recordings, oldest first, at most `RECORDINGS_KEPT`."""
+
+
+@dataclass(frozen=True)
+class GraphRun:
+    """What runs a compiled graph, or a partition of it that was split; kept after that is gone."""
+
+    prefix: str
+    """What the names of its partitions begin with: empty, or the name of the partition that was split and a dot."""
+    tally: Tally
+    parts: Mapping[str, PartitionRun]
+    """Its captured partitions, by their names in the graph."""
+    live: weakref.ref[Any]
+    """What runs it. The compiled function keeps that alive."""
 
 
 _COUNTS: Final = tuple(spec.name for spec in dataclasses.fields(CallStats))
@@ -124,6 +179,9 @@ class _Registry:
     """Sums over what is gone."""
     graphs: dict[int, GraphSummary] = field(default_factory=dict)
     """The newest, by number."""
+    runs: dict[int, list[GraphRun]] = field(default_factory=dict)
+    """What runs these."""
+    functions: int = 0
 
     def sums(self) -> list[int]:
         """Sums over all that ever counted. The lock is held."""
@@ -175,9 +233,29 @@ def add_graph(summary: GraphSummary) -> int:
         number = _registry.compiled.graphs
         _registry.graphs[number] = summary
         _registry.graphs.pop(number - GRAPHS_KEPT, None)
+        _registry.runs.pop(number - GRAPHS_KEPT, None)
         _registry.compiled.graphs += 1
         _registry.count(summary.partitions, 1)
         return number
+
+
+def new_function() -> int:
+    """A number for one more function that is compiled; its graphs carry it."""
+    with _registry.lock:
+        _registry.functions += 1
+        return _registry.functions - 1
+
+
+def add_run(graph: int, run: GraphRun) -> None:
+    """Note what runs a graph, or a part of it.
+
+    Args:
+        graph: Its number; nothing is noted of one too old to be listed.
+        run: What runs it.
+    """
+    with _registry.lock:
+        if graph in _registry.graphs:
+            _registry.runs.setdefault(graph, []).append(run)
 
 
 def replace_partition(graph: int, name: str, parts: Sequence[PartitionSummary]) -> None:
@@ -241,3 +319,12 @@ def graphs(since: int = 0) -> tuple[GraphSummary, ...]:
     """
     with _registry.lock:
         return tuple(graph for number, graph in _registry.graphs.items() if number >= since)
+
+
+def graph_runs() -> dict[int, tuple[GraphSummary, tuple[GraphRun, ...]]]:
+    """The newest graphs by number, oldest first, each with what runs it and its split partitions."""
+    with _registry.lock:
+        return {
+            number: (graph, tuple(_registry.runs.get(number, ())))
+            for number, graph in _registry.graphs.items()
+        }

@@ -18,6 +18,7 @@ from cgpass.graph import op_tables, stand_ins, values
 from cgpass.graph.ancestry import names_behind, operator_names
 from cgpass.graph.conditional_syncs import why_it_syncs
 from cgpass.graph.quantised import quantised_nodes
+from cgpass.reason import Reason
 
 LIFTED = "cgpass_lifted"
 """In `node.meta`: the copy to the device that our own lifting of a CPU scalar put there."""
@@ -25,35 +26,6 @@ LIFTED = "cgpass_lifted"
 
 PROVEN = "cgpass_proven"
 """In `node.meta`: code and detail of what running the node showed."""
-
-CHOSEN = frozenset({"too_small", "no_work", "lifted", "effect_token"})
-"""Codes of what nobody wants captured: it is not worth it, or nothing of it runs on the device."""
-
-
-@dataclass(frozen=True)
-class Reason:
-    """Why a node runs outside of any CUDA graph."""
-
-    code: str
-    """Stable name of the rule, a key of `op_tables.FIXES` or one of `CHOSEN`."""
-    op: str
-    """What the node calls."""
-    detail: str
-    """What about it can't be captured."""
-    fix: str
-    """What the user can do about it."""
-    line: str | None
-    """The user's line, `model.py:41 in forward: code`."""
-
-    @property
-    def is_chosen(self) -> bool:
-        """Whether it runs outside of graphs because cgpass chose so, not because it can't be captured."""
-        return self.code in CHOSEN
-
-    def __str__(self) -> str:
-        """One line for messages and reports."""
-        place = f" at {self.line}" if self.line else ""
-        return f"{self.op}{place}: {self.detail} [{self.code}]; {self.fix}"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from cgpass.graph.capturability import Reason
+from cgpass.reason import Reason
 
 KEY = "cgpass"
 """Where `node.meta` holds the tag."""

@@ -11,10 +11,11 @@ from torch import fx
 
 from cgpass.errors import PostconditionError
 from cgpass.graph import values
-from cgpass.graph.capturability import Reason, why_not_capturable
+from cgpass.graph.capturability import why_not_capturable
 from cgpass.graph.partition_tag import PartitionTag, get_tag, set_reason, set_tag
 from cgpass.passes.base import Pass, PassContext, PassResult
 from cgpass.passes.ordering import OrderingProblem, find_order
+from cgpass.reason import Reason
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,15 @@ A driver knows how to record a callable, to replay what it recorded and where me
 static input and no liveness: those are the wrapper's.
 """
 
-import contextlib
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from cgpass import _torch
 from cgpass.runtime.capturing import capture_runs, may_be_empty, no_gc, when_no_capture_runs
+from cgpass.runtime.pools import Pool
 from cgpass.runtime.streams import CallStreams
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
@@ -79,6 +78,10 @@ class GraphDriver(Protocol):
         """Memory of a pool that is in use now: bytes by address. Captures that are over count with what outlived them."""
         ...
 
+    def pool_bytes(self) -> int | None:
+        """Memory that its pools take from the device; None if no device is asked for any."""
+        ...
+
     def give_back(self) -> None:
         """Return memory that nobody uses: after the last graph of a pool, the pool's."""
         ...
@@ -90,63 +93,6 @@ class GraphDriver(Protocol):
     def enter_call(self) -> None:
         """Order this call after the previous one if it came on another stream."""
         ...
-
-
-class _Pool:
-    """A memory pool and the graphs that keep it in use; whoever replays them keeps them alive.
-
-    Note [Warm-ups have a pool of their own]
-        What a warm-up takes and gives back stays the pool's for good, cut up as the warm-up needed it: a capture in the
-        same pool finds most of it of the wrong sizes and takes as much again (ViT-S, training: 458 MiB against 350).
-        In the ordinary pool a warm-up would leave as much behind, and what outlives it would lie in between. So
-        warm-ups have a pool, and the first capture gets a new one. What is free of the old one goes back to the device
-        then, and once more when the second capture begins: by then gradients of a warm-up are gone, too.
-    """
-
-    def __init__(self, device: int, handle: Any = None) -> None:
-        self.is_given = handle is not None
-        """Whether it is the user's own, which other graphs may use too."""
-        self.handle: Any = handle or torch.cuda.graph_pool_handle()
-        self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        self._device = device
-        self._users = 0
-        """Warm-ups that keep it in use until a graph does."""
-        self._failed = False
-
-    @property
-    def is_used(self) -> bool:
-        """Whether the allocators take captures into it: not once its last user is gone, or one of them failed."""
-        return not self._failed and (bool(self.graphs) or self._users > 0)
-
-    @property
-    def is_for_warm_ups(self) -> bool:
-        """Whether no graph lies in it, but memory of warm-ups does."""
-        return not self.graphs and self._users > 0 and not self.is_given
-
-    @contextlib.contextmanager
-    def allocating(self) -> Iterator[None]:
-        """Have this thread's allocations come from this pool."""
-        _torch.begin_allocating_to_pool(self._device, self.handle)
-        self._users += 1
-        try:
-            yield
-        finally:
-            _torch.end_allocating_to_pool(self._device, self.handle)
-
-    def end_of_warm_ups(self) -> None:
-        """Leave the pool to its graphs."""
-        while self._users:
-            self._users -= 1
-            _torch.release_pool(self._device, self.handle)
-
-    def leave(self) -> None:
-        """Use it no more: a failed capture leaves it open in the allocator of host memory, or closes it for good."""
-        self._failed = True
-        self.end_of_warm_ups()
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self.end_of_warm_ups()
 
 
 class _CUDAGraph:
@@ -162,7 +108,7 @@ class _CUDAGraph:
     def __init__(
         self,
         graph: torch.cuda.CUDAGraph,
-        pool: _Pool,
+        pool: Pool,
         generator: torch.Generator,
         streams: CallStreams,
     ) -> None:
@@ -205,7 +151,7 @@ class _CUDAGraph:
         self._end()
 
 
-def _destroy(graph: torch.cuda.CUDAGraph, pool: _Pool) -> None:
+def _destroy(graph: torch.cuda.CUDAGraph, pool: Pool) -> None:
     """Free a graph that nobody replays any longer. See Note [Destruction during a capture]."""
     pool.graphs.discard(graph)
     when_no_capture_runs(graph.reset)
@@ -233,7 +179,7 @@ class CUDADriver:
         """
         self._device = device
         self._index = device.index
-        self._pools: dict[int, _Pool] = {}
+        self._pools: dict[int, Pool] = {}
         self._given_pool = pool
         self._returns_due = 0
         """Captures before which memory of warm-ups is to be returned. See Note [Warm-ups have a pool of their own]."""
@@ -275,14 +221,14 @@ class CUDADriver:
         pool.end_of_warm_ups()
         return recorded, outputs
 
-    def _pool(self, slot: int) -> _Pool:
+    def _pool(self, slot: int) -> Pool:
         pool = self._pools.get(slot)
         if pool is None or not pool.is_used:
             given = self._given_pool if slot == 0 and pool is None else None
-            pool = self._pools[slot] = _Pool(self._index, given)
+            pool = self._pools[slot] = Pool(self._index, given)
         return pool
 
-    def _pool_to_record_in(self, slot: int) -> _Pool:
+    def _pool_to_record_in(self, slot: int) -> Pool:
         """See Note [Warm-ups have a pool of their own]."""
         pool = self._pools.get(slot)
         if pool is not None and pool.is_for_warm_ups:
@@ -331,6 +277,11 @@ class CUDADriver:
             if block["state"] == "active_allocated"
         }
 
+    def pool_bytes(self) -> int | None:
+        """See `GraphDriver.pool_bytes`. From the allocator's own records."""
+        used = [pool for pool in self._pools.values() if pool.is_used]
+        return sum(s["total_size"] for pool in used for s in _torch.pool_segments(pool.handle))
+
     def give_back(self) -> None:
         """See `GraphDriver.give_back`."""
         self.end_warm_ups()
@@ -356,7 +307,7 @@ class CUDADriver:
                 generator.graphsafe_set_state(state)
 
     def _capture(
-        self, graph: torch.cuda.CUDAGraph, pool: _Pool, fn: BoxedCallable, args: list[Any]
+        self, graph: torch.cuda.CUDAGraph, pool: Pool, fn: BoxedCallable, args: list[Any]
     ) -> list[Any]:
         graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
         try:
@@ -372,7 +323,7 @@ class CUDADriver:
             raise
         return outputs
 
-    def _end_failed(self, graph: torch.cuda.CUDAGraph, pool: _Pool) -> None:
+    def _end_failed(self, graph: torch.cuda.CUDAGraph, pool: Pool) -> None:
         with may_be_empty():
             try:
                 graph.capture_end()

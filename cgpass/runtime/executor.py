@@ -1,9 +1,10 @@
 """Runs the partitions of a graph in order: a flat list of steps over precomputed slots."""
 
+import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -12,6 +13,15 @@ from cgpass.runtime.outputs import CopyOut
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.runner import PartitionRunner
+from cgpass.telemetry import Tally
+
+
+class Observer(Protocol):
+    """Told of each step of a call."""
+
+    def step(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        """Entered before a step of this name runs, left after it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -141,7 +151,7 @@ class _CopyRest:
         """
         owner = self._owner
         owned = self._owned or owner.several_threads
-        if owner.in_transform or not (owned or (self._several_steps and copies)):
+        if owner.bypassed or not (owned or (self._several_steps and copies)):
             return copies
         suspects = self._suspects(results, copies, recordings)
         if not suspects:
@@ -191,6 +201,16 @@ def _taker(positions: tuple[int, ...]) -> Callable[[list[Any]], list[Any]]:
     return lambda values: list(take(values))
 
 
+def _within(run: Callable[[list[Any]], Any], name: str, observer: Observer) -> Callable[..., Any]:
+    """`run`, with an observer told of it."""
+
+    def observed(values: list[Any]) -> Any:
+        with observer.step(name):
+            return run(values)
+
+    return observed
+
+
 def _plainly(
     fn: Callable[[list[Any]], Sequence[Any]],
 ) -> Callable[[list[Any]], tuple[Sequence[Any], None]]:
@@ -204,7 +224,8 @@ class Executor:
     def __init__(self, plan: Plan, owner: Owner | None) -> None:
         """Args: plan: what to run. owner: of its runners; None if nothing is recorded."""
         self.plan = plan
-        self._owner = owner
+        self.owner = owner
+        self.tally = Tally()
         self._template: list[Any] = [None] * (plan.num_slots - plan.num_inputs)
         for slot, value in plan.constants:
             self._template[slot - plan.num_inputs] = value
@@ -234,11 +255,29 @@ class Executor:
             The graph's outputs. **Lifetime:** they may lie in the pool, where no replay overwrites them while they are
             held.
         """
-        if self._owner is None:
+        if self.owner is None:
+            self.tally.calls += 1
             return self._run(args)
-        with self._owner.lock:
-            self._owner.enter_call(is_backward=self._is_backward)
+        with self.owner.lock:
+            self.tally.calls += 1
+            self.owner.enter_call(is_backward=self._is_backward)
             return self._run(args)
+
+    @contextlib.contextmanager
+    def observed(self, observer: Observer) -> Iterator[None]:
+        """Have an observer told of every step inside; calls outside cost nothing for it."""
+        steps = self._steps
+        names = [step.name for step in self.plan.steps]
+        self._steps = [
+            (_within(run, name, observer), take, drops, nothing, places, copy_out)
+            for name, (run, take, drops, nothing, places, copy_out) in zip(
+                names, steps, strict=True
+            )
+        ]
+        try:
+            yield
+        finally:
+            self._steps = steps
 
     def _run(self, args: list[Any]) -> list[Any]:
         slots = args + self._template

@@ -114,9 +114,9 @@ class Fallback:
         self._stats.plain_calls += 1
         return outputs
 
-    def run_in_transform(self, args: list[Any]) -> Sequence[Any]:
-        """Run a call inside a transform, whose tensors need have no memory; said once."""
-        if not self._said_transform:
+    def run_bypassed(self, args: list[Any], *, asked: bool) -> Sequence[Any]:
+        """Run a call that is to run plainly, or one inside a transform, whose tensors need have no memory; said once."""
+        if not asked and not self._said_transform:
             self._said_transform = True
             log.log(
                 self._level,

@@ -101,8 +101,10 @@ class Owner:
         self._thread: int | None = None
         self.several_threads = False
         """Whether calls other than backwards came from several threads."""
-        self.in_transform = False
-        """Whether this call is made inside a transform, whose tensors need have no memory: it runs plainly."""
+        self.plain = False
+        """Whether all calls are to run plainly, to be compared with those that replay."""
+        self.bypassed = False
+        """Whether this call runs plainly: it is to, or is made inside a transform, whose tensors need have no memory."""
         self.wants_start = False
         """Whether `start_over_if_idle` is to be called before the next replay."""
         self._refusals = 0
@@ -119,7 +121,7 @@ class Owner:
         Args:
             is_backward: Whether it is a backward, which autograd makes on a thread of its own.
         """
-        self.in_transform = fast.in_transform()
+        self.bypassed = self.plain or fast.in_transform()
         self.driver.enter_call()
         thread = threading.get_ident()
         if thread != self._thread and not is_backward:

@@ -12,6 +12,7 @@ from cgpass.runtime.actions import Action, decide
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.failures import Resplit, give_memory_back
 from cgpass.runtime.fallback import Fallback
+from cgpass.runtime.history import History
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recorder import Recorder
 from cgpass.runtime.recording import Recording
@@ -65,6 +66,7 @@ class PartitionRunner:
         """Bytes of the inputs that move, of the largest shape recorded."""
         self._fn = fn
         self._settings = settings
+        self.is_backward = settings.is_backward
         self.written: frozenset[int] = frozenset()
         """Inputs that plain calls and recordings turned out to write, where nobody told."""
         self._recorder = Recorder(
@@ -73,6 +75,7 @@ class PartitionRunner:
         self._strays = Strays(owner)
         self._fallback = Fallback(name, fn, self.stats, on_skip=settings.on_skip, resplit=resplit)
         self._warm_ups = WarmUp(fn, owner)
+        self.history = History(name)
         self._set_infos(infos)
         owner.add(self)
         fast.start()
@@ -87,14 +90,9 @@ class PartitionRunner:
         """Whether users own what they get. See Note [Calls from several threads]."""
         return self.owner.several_threads or self._settings.outputs == "owned"
 
-    @property
-    def is_backward(self) -> bool:
-        """Whether it is part of a backward graph."""
-        return self._settings.is_backward
-
     def _set_infos(self, infos: Sequence[InputInfo]) -> None:
-        self._layout = self._settings.layout(infos)
-        self.table = self._settings.table(self.name, self._layout, self.stats)
+        self.layout = self._settings.layout(infos)
+        self.table = self._settings.table(self.name, self.layout, self.stats)
         self._last: tuple[ShapeKey, StaticKey, list[Recording]] | None = None
 
     # ---- a call
@@ -111,22 +109,22 @@ class PartitionRunner:
             since no recording is replayed over held memory; placeholders and temporaries do not.
         """
         self.stats.calls += 1
-        if self._layout.seeds:
-            put_on_the_device(args, self._layout.seeds, self.owner.driver.device)
-        states = forward_states(args, self._layout.objects) if self._layout.objects else ()
+        if self.layout.seeds:
+            put_on_the_device(args, self.layout.seeds, self.owner.driver.device)
+        states = forward_states(args, self.layout.objects) if self.layout.objects else ()
         if not states:
             return self._run(args)
-        key, start = self._layout.shape_key(args), states[0].start()
+        key, start = self.layout.shape_key(args), states[0].start()
         outputs, recording = self._run(args)
         note_positions(states, start, self.table.draws(key), replayed=recording is not None)
         return outputs, recording
 
     def _run(self, args: list[Any]) -> tuple[Sequence[Any], Recording | None]:
-        if self.owner.in_transform:
-            return self._fallback.run_in_transform(args), None
+        if self.owner.bypassed:
+            return self._fallback.run_bypassed(args, asked=self.owner.plain), None
         if self.owner.wants_start:
             self.owner.start_over_if_idle()
-        layout = self._layout
+        layout = self.layout
         shape_key, static_key = layout.shape_key(args), layout.static_key(args)
         last = self._last
         if last is not None and last[0] == shape_key and last[1] == static_key:
@@ -154,7 +152,7 @@ class PartitionRunner:
             if recording.may_replay(args) and owner.rescue(recording):
                 # which may have replaced this very recording, or moved what it reads
                 kept = recording in self.table.all() and recording.may_replay(args)
-                return recording if kept and self._layout.static_key(args) == static_key else None
+                return recording if kept and self.layout.static_key(args) == static_key else None
         return None
 
     def _replay(self, recording: Recording, args: list[Any]) -> list[Any]:
@@ -176,7 +174,7 @@ class PartitionRunner:
         warm = self.table.is_warm(shape_key, static_key, args)
         strays = self._find_strays(args) if warm else []
         if strays:  # which may have changed what is copied
-            static_key = self._layout.static_key(args)
+            static_key = self.layout.static_key(args)
         new = not self.table.has_recordings(shape_key)
         if strays and (new or self._strays.are_of_warm_up(args, strays)):
             warm, strays = False, []  # what made the inputs was itself warming up
@@ -187,7 +185,7 @@ class PartitionRunner:
         if warm and room:
             self._make_space(shape_key, args)
         slot = self._slot(shape_key, static_key) if warm and room else 0
-        if warm and room and self._layout.static_key(args) != static_key:
+        if warm and room and self.layout.static_key(args) != static_key:
             slot = None  # room was made by moving what this call reads
         action = decide(usable=usable, warm=warm, safe=False, room=room and slot is not None)
         note = self.table.note_unknown
@@ -208,7 +206,8 @@ class PartitionRunner:
     def _record_call(
         self, args: list[Any], shape_key: ShapeKey, static_key: StaticKey, slot: int
     ) -> tuple[Sequence[Any], Recording | None]:
-        watch = self.table.watch(shape_key, static_key, args)
+        watch, keys = self.table.watch(shape_key, static_key, args), (shape_key, static_key)
+        cause = self.history.cause(self.layout, keys, args, self.table.find(*keys))
         recording = self._try_to_record(args, slot, watch)
         if not isinstance(recording, Recording):
             error, recording = recording, None
@@ -216,14 +215,15 @@ class PartitionRunner:
                 return self._not_recorded(args, error), None
             finally:
                 del error  # its traceback holds this frame, and with it this call's inputs
-        recordings = self.table.add(shape_key, static_key, args, recording)
-        self._last = (shape_key, static_key, recordings)
+        self.history.add(cause, self.layout, keys, args, recording)
+        recordings = self.table.add(*keys, args, recording)
+        self._last = (*keys, recordings)
         return self._replay(recording, args), recording
 
     def _warm_up(self, args: list[Any], shape_key: ShapeKey) -> Sequence[Any]:
         is_last = self.table.num_warmups(shape_key) + 1 >= self._settings.limits.num_warmup_calls
         check = is_last and not self.stats.recordings and self._fallback.checks_warm_ups
-        compared = self._layout.copied if self._settings.check_layout else ()
+        compared = self.layout.copied if self._settings.check_layout else ()
         outputs = self._warm_ups.run(args, check_syncs=check, compared=compared)
         self.written |= self._warm_ups.found_written
         return outputs
@@ -234,16 +234,18 @@ class PartitionRunner:
 
     def _find_strays(self, args: Sequence[Any]) -> list[int]:
         """Pooled inputs that are not where a recording put them; if that goes on, they become copied ones."""
-        strays = self._strays.find(args, self._layout.pooled, self.stats.calls)
+        strays = self._strays.find(args, self.layout.pooled, self.stats.calls)
         if strays and self._strays.persist():
             self._copy_instead(strays)
         return strays
 
     def _copy_instead(self, positions: Sequence[int]) -> None:
         """Copy inputs that were read where they lay, from now on."""
-        before, infos = self.table, self._layout.infos
-        log.info("%s copies %s from now on", self.name, describe(infos[i] for i in positions))
+        before, infos = self.table, self.layout.infos
+        what = f"copies {describe(infos[i] for i in positions)} from now on"
+        log.info("%s %s", self.name, what)
         self.forget_recordings()
+        self.history.forget(f"it {what}")
         self._set_infos(copied_instead(infos, positions))
         self.table.go_on_from(before)
 
@@ -255,7 +257,7 @@ class PartitionRunner:
         moved = sorted({i for recording in recordings for i in recording.moved(args)})
         if not moved:
             return True
-        names = describe(self._layout.infos[i] for i in moved)
+        names = describe(self.layout.infos[i] for i in moved)
         log.info("%s: %s moved, and is copied from now on", self.name, names)
         self.table.watch(shape_key, static_key, args).stationary(args)  # leaves them out
         self.owner.ask_to_start_over()
@@ -269,7 +271,7 @@ class PartitionRunner:
     def _make_space(self, shape_key: ShapeKey, args: Sequence[Any]) -> None:
         """Before a shape larger than all recorded ones is, drop those: they find room in its memory, not it in theirs."""
         if self._largest and not self.table.has_recordings(shape_key):
-            if self._layout.bytes_that_move(args) > self._largest:
+            if self.layout.bytes_that_move(args) > self._largest:
                 self.owner.start_over()
 
     def forget_recordings(self) -> None:
@@ -289,15 +291,13 @@ class PartitionRunner:
         """A recording, None if this call is none for it."""
         if not self._warm_ups.ran_here:
             self.owner.driver.prepare_thread()
-        self._largest = max(self._largest, self._layout.bytes_that_move(args))
-        stationary = watch.stationary(args, {*self._layout.mutated, *self.written})
+        self._largest = max(self._largest, self.layout.bytes_that_move(args))
+        stationary = watch.stationary(args, {*self.layout.mutated, *self.written})
         if stationary:
             self.stats.promotions += 1
-            names = describe(self._layout.infos[i] for i in stationary)
-            log.info("%s: %s never moved, and is read where it lies", self.name, names)
         recording = self._recorder.record(
             args,
-            self._layout,
+            self.layout,
             slot,
             uses=(self.visible, self.read),
             stationary=stationary,
@@ -313,7 +313,6 @@ class PartitionRunner:
         recording.set_private(self.copied - self.read)
         self.owner.add_recording(recording)
         self.stats.recordings += 1
-        log.info("%s: recording %d made", self.name, self.stats.recordings)
         return recording
 
     def _is_of_use(self, recording: Recording, args: list[Any]) -> bool:
@@ -393,6 +392,7 @@ class PartitionRunner:
     def close(self) -> None:
         """Drop every recording; the next calls warm up again unless the owner is closed."""
         self._close(self.table.clear())
+        self.history.forget("recordings were freed: cgpass.reset(), or a failed capture")
 
     def forget_failures(self) -> None:
         """See `Member`."""

@@ -298,6 +298,9 @@ class SimulatedDriver:
         pool = self._pools.get(slot)
         return {} if pool is None else pool.live_blocks()
 
+    def pool_bytes(self) -> None:
+        """See `GraphDriver.pool_bytes`: blocks are the process's own memory."""
+
     def give_back(self) -> None:
         """See `GraphDriver.give_back`: done when the last graph went."""
 

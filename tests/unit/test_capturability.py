@@ -5,8 +5,9 @@ import torch
 from torch import fx
 
 from cgpass.graph import op_tables
-from cgpass.graph.capturability import LIFTED, PROVEN, Reason, why_not_capturable
+from cgpass.graph.capturability import LIFTED, PROVEN, why_not_capturable
 from cgpass.passes.opaque_op import hidden_op
+from cgpass.reason import Reason
 from tests.graphs import CUDA, Spec, calls, cpu, dynamic, fake_cuda_graph, ints, node_named
 
 aten = torch.ops.aten

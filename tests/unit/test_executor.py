@@ -111,7 +111,7 @@ def test_visible_outputs_lie_in_the_pool_until_a_replay_would_overwrite_them():
         a, b = executor([X * value])
         assert (a.tolist(), b.tolist()) == ([2.0 * value] * 2, [3.0 * value] * 2)
         if value:
-            assert all(executor._owner.is_pool_storage(t) for t in (a, b))
+            assert all(executor.owner.is_pool_storage(t) for t in (a, b))
         del a, b
     assert counts(first) == (1, 1, 5, 0)
     assert first.stats.copied_bytes == 5 * 8, "the inputs alone"
@@ -129,7 +129,7 @@ def test_visible_outputs_that_are_held_call_after_call_are_copied_out_of_the_poo
     assert (first.stats.rescues, first.stats.rescued_bytes) == (3, 3 * 16)
     assert first.copied == {0, 1}
     assert first.stats.copied_bytes == 7 * 8 + 4 * 16, "from the fourth replay on"
-    assert not any(executor._owner.is_pool_storage(t) for pair in kept for t in pair)
+    assert not any(executor.owner.is_pool_storage(t) for pair in kept for t in pair)
 
 
 @pytest.mark.usefixtures("can_swap")
@@ -155,7 +155,7 @@ def test_outputs_are_copied_from_the_first_replay_on(monkeypatch, how):
     assert counts(first) == (1, 1, 4, 0)
     assert first.stats.copied_bytes == 4 * (8 + 16)
     assert first.stats.rescues == 0
-    assert not any(executor._owner.is_pool_storage(t) for t in kept[-1])
+    assert not any(executor.owner.is_pool_storage(t) for t in kept[-1])
 
 
 def test_other_outputs_stay_in_the_pool_and_are_not_overwritten():
@@ -164,7 +164,7 @@ def test_other_outputs_stay_in_the_pool_and_are_not_overwritten():
     assert [b.tolist() for _, b in kept] == [[3.0 * v] * 2 for v in range(4)]
     assert first.stats.recordings == 3
     assert first.stats.rescues == 0
-    assert executor._owner.is_pool_storage(kept[-1][1])
+    assert executor.owner.is_pool_storage(kept[-1][1])
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_an_output_that_another_step_reads_is_read_from_the_pool_though_it_is_co
     for value in range(5):
         a, b = executor([X * value])
         assert (a.tolist(), b.tolist()) == ([2.0 * value] * 2, [3.0 * value] * 2)
-        assert not value or not executor._owner.is_pool_storage(a)
+        assert not value or not executor.owner.is_pool_storage(a)
     second = executor.plan.steps[1].run
     assert counts(second) == (1, 1, 4, 0)
     assert second.stats.copied_bytes == 0

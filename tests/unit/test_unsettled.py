@@ -62,7 +62,7 @@ def test_a_buffer_that_is_always_new_is_copied_and_the_rest_read_in_place(caplog
     assert "64 calls came with other tensors for x2 (float32[2], moved 64 times, read at" in message
     assert message.endswith("instead of replacing them.")
     assert counts(run) == (65, 2, 35, 0), "once more as X never moves"
-    assert run._layout.parameters == (1,)
+    assert run.layout.parameters == (1,)
     other = large + 1
     for _ in range(3):
         assert call(run, X, other, X) == [[2, 3]]
@@ -110,7 +110,7 @@ def test_new_buffers_now_and_then_are_not_copied(caplog):
         for _ in range(3):  # warm up, record, replay
             call(run, X, large, small)
     assert messages(caplog) == []
-    assert run._layout.parameters == (1, 2)
+    assert run.layout.parameters == (1, 2)
 
 
 def test_a_buffer_that_is_moved_by_its_data_is_copied(caplog):
@@ -121,7 +121,7 @@ def test_a_buffer_that_is_moved_by_its_data_is_copied(caplog):
         small.data = torch.full((2,), float(i))
         assert call(run, X, large, small) == [[i, i + 1.0]]
     assert "64 calls came with other tensors for x2" in messages(caplog)[0]
-    assert run._layout.parameters == (1,)
+    assert run.layout.parameters == (1,)
 
 
 def test_all_parameters_that_are_moved_by_their_data_are_copied(caplog):
@@ -134,7 +134,7 @@ def test_all_parameters_that_are_moved_by_their_data_are_copied(caplog):
     (message,) = messages(caplog)
     assert "64 calls came with other tensors for x1 (float32[2], moved 64 times" in message
     assert "max_static_sets" not in message
-    assert run._layout.parameters == ()
+    assert run.layout.parameters == ()
     assert counts(run)[2:] == (98, 0)
 
 

@@ -1,0 +1,34 @@
+"""Why something runs outside of CUDA graphs: what messages, summaries and reports say of it."""
+
+from dataclasses import dataclass
+from typing import Final
+
+CHOSEN: Final = frozenset({"too_small", "no_work", "lifted", "effect_token"})
+"""Codes of what nobody wants captured: it is not worth it, or nothing of it runs on the device."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a node runs outside of any CUDA graph."""
+
+    code: str
+    """Stable name of the rule, a key of `graph.op_tables.FIXES` or one of `CHOSEN`; "capture" where a capture failed
+    and nothing tells which operator is to blame, "graph" where a whole graph runs plainly."""
+    op: str
+    """What the node calls; empty if no single operator is to blame."""
+    detail: str
+    """What about it can't be captured."""
+    fix: str
+    """What the user can do about it."""
+    line: str | None = None
+    """The user's line, `model.py:41 in forward: code`."""
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether it runs outside of graphs because cgpass chose so, not because it can't be captured."""
+        return self.code in CHOSEN
+
+    def __str__(self) -> str:
+        """One line for messages and reports."""
+        place = f" at {self.line}" if self.line else ""
+        return f"{self.op}{place}: {self.detail} [{self.code}]; {self.fix}"
