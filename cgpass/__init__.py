@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from cgpass.recompute.api import checkpoint
     from cgpass.recompute.captured import CheckpointedGraph
     from cgpass.recompute.tracker import RNGStatesTracker
+    from cgpass.report.api import explain
+    from cgpass.report.model import Report
     from cgpass.runtime.wrapper import CUDAGraphWrapper
     from cgpass.telemetry import counters, summary
 
@@ -23,11 +25,13 @@ __all__ = [
     "GraphedOptions",
     "Options",
     "RNGStatesTracker",
+    "Report",
     "cgpass",
     "checkpoint",
     "counters",
     "errors",
     "expect",
+    "explain",
     "make_graphed_callables",
     "reset",
     "set_defaults",
@@ -39,10 +43,12 @@ _HOMES: Final = {
     "CheckpointedGraph": "cgpass.recompute.captured",
     "GraphedOptions": "cgpass.graphed.options",
     "RNGStatesTracker": "cgpass.recompute.tracker",
+    "Report": "cgpass.report.model",
     "cgpass": "cgpass.backend",
     "checkpoint": "cgpass.recompute.api",
     "counters": "cgpass.telemetry",
     "expect": "cgpass.expectations",
+    "explain": "cgpass.report.api",
     "make_graphed_callables": "cgpass.graphed.api",
     "reset": "cgpass.backend",
     "summary": "cgpass.telemetry",

@@ -355,6 +355,18 @@ def register_backend(name: str, backend: Callable[..., Any]) -> None:
         registry.register_backend(backend, name=name)
 
 
+def is_compiled(fn: Any) -> bool:
+    """Whether `torch.compile` returned a callable, or was called on a module in place.
+
+    Source: torch/_dynamo/eval_frame.py `OptimizedModule`, `_TorchDynamoContext.__call__`, 2.11 to 2.15.
+    """
+    if isinstance(fn, torch.nn.Module):
+        from torch._dynamo.eval_frame import OptimizedModule
+
+        return isinstance(fn, OptimizedModule) or fn._compiled_call_impl is not None
+    return hasattr(fn, "_torchdynamo_orig_callable")
+
+
 @contextlib.contextmanager
 def double_backwards_raise(error: Callable[[], Exception]) -> Iterator[None]:
     """Have what AOTAutograd compiles inside raise an error of ours where its gradients are differentiated again.

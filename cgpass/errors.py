@@ -53,6 +53,10 @@ class ExpectationError(CGPassError, AssertionError):
     """Inside `cgpass.expect` something happened more or less often than was said."""
 
 
+class ReportError(CGPassError, ValueError):
+    """What was given is no report, one of another version, or can't be written as asked."""
+
+
 class DoubleBackwardError(CGPassError, RuntimeError):
     """Gradients of a compiled function were differentiated again, which `torch.compile` does not support."""
 

@@ -153,6 +153,15 @@ class Recording:
             share=self._graph.share,
         )
 
+    @property
+    def copied_inputs(self) -> dict[int, int]:
+        """Bytes that each replay copies, by position of the input; those that it writes are copied back, too."""
+        back = {i for i, _ in self._write_back}
+        return {
+            i: num_bytes(placeholder.target) * (1 + (i in back))
+            for i, placeholder in self._placeholders.items()
+        }
+
     def seal(self) -> None:
         """Note that nobody but this recording holds its outputs; to be called once, last of all."""
         self.memory.seal()

@@ -12,6 +12,7 @@ import cgpass
 ROOT = Path(cgpass.__file__).parent
 LAYERS = {
     "errors": 0,
+    "version": 0,
     "_torch": 0,
     "inputs": 1,
     "reason": 1,
@@ -30,9 +31,9 @@ LAYERS = {
     "backend": 5,
     "recompute": 5,
     "graphed": 6,
-    "explain": 7,
     "report": 7,
     "testing": 7,
+    "__main__": 8,
 }
 BESIDE = {frozenset({"passes", "runtime"}), frozenset({"errors", "_torch"})}
 MODULES = sorted(ROOT.rglob("*.py"))

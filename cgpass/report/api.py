@@ -1,0 +1,103 @@
+"""`explain`: runs a function and reports what was captured of it, what was not, and why."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from cgpass import telemetry
+from cgpass.backend import cgpass
+from cgpass.options import current_defaults
+from cgpass.report.calls import Calls
+from cgpass.report.collect import Measured, called, collect, with_times
+from cgpass.report.measure import RUNS, live_runs, plainly, profiled, timed
+from cgpass.report.model import Report
+from cgpass.report.state import State, reaches_compiled
+from cgpass.runtime.owner import Owner
+
+_CALLS: Final = 8
+"""Calls, besides warm-ups, until nothing new is to be recorded."""
+_CHANGES: Final = ("graphs", "warmups", "recordings")
+
+
+def explain(
+    fn: Callable[..., Any] | torch.nn.Module, /, *args: Any, training: bool = True, **kwargs: Any
+) -> Report:
+    """Run a function, and say what of it CUDA graphs hold, what not, for which reason and at which line.
+
+        print(cgpass.explain(model, batch))
+        cgpass.explain(model, batch).save("report.html")
+
+    What is not compiled yet is compiled with `backend="cgpass"`; options are given by `cgpass.set_defaults`, as a
+    statement or around the call. What `torch.compile` returned, and modules some of whose submodules are compiled, run
+    as they are. Up to 8 calls (and warm-ups) run until nothing new is recorded, then 6 with CUDA graphs and 6 without
+    them, and on CUDA one under `torch.profiler`; `cgpass.counters()` counts all of them.
+
+    Tensors among the arguments are handed on as copies that lie elsewhere in every call, as a training loop's do;
+    parameters, tensors marked static and those that a module holds are not.
+
+    Afterwards all is put back as it was, also when the function raises: parameters, buffers and tensors that modules
+    and closures hold (bits, memory and objects), gradients, other attributes of modules, random number states. It is
+    kept in host memory meanwhile. What else the function changes (optimizers, files, counts of its own) stays changed.
+
+    Args:
+        fn: A module or function, compiled or not.
+        args: Of one call.
+        training: Whether to run a backward, too: of the result's loss if it has one, else of all that it returns that
+            requires grad, with gradients of ones. If not, calls run under `torch.no_grad()`. Modules keep their mode.
+        kwargs: Of one call, by name.
+
+    Returns:
+        A report; `print` shows it.
+
+    Raises:
+        Exception: Whatever the function raises, as it is.
+    """
+    before = telemetry.counters()["graphs"]
+    given = reaches_compiled(fn)
+    state = State(fn)
+    run = fn if given else torch.compile(fn, backend=cgpass)
+    try:
+        calls = Calls(run, args, kwargs, state, training=training)
+        return _observe(calls, state.devices | calls.devices)
+    finally:
+        state.put_back()
+        if not given:
+            for owner in _owners(since=before):
+                owner.release()
+
+
+def _observe(calls: Calls, devices: set[torch.device]) -> Report:
+    measured = Measured(settled=_settle(calls), runs=RUNS)
+    devices |= {owner.driver.device for owner in _owners()}
+    measured.captured = timed(calls, devices)
+    if any(device.type == "cuda" for device in devices):
+        measured.launches = profiled(calls, devices)
+    numbers = called(measured.captured)
+    functions = collect(numbers)
+    with plainly(_owners(among=numbers)):
+        measured.plain = timed(calls, devices)
+    return with_times(functions, measured)
+
+
+def _settle(calls: Calls) -> bool:
+    """Call until two calls in a row recorded and compiled nothing; returns whether they did in the end."""
+    quiet = 0
+    for _ in range(_CALLS + current_defaults().num_warmup_calls):
+        before = telemetry.counters()
+        calls()
+        after = telemetry.counters()
+        quiet = quiet + 1 if all(before[name] == after[name] for name in _CHANGES) else 0
+        if quiet == 2:
+            return True
+    return False
+
+
+def _owners(*, since: int = 0, among: frozenset[int] | None = None) -> list[Owner]:
+    """Owners of what lives of the graphs from some number on, or of some graphs."""
+    found = {
+        id(live.owner): live.owner
+        for number, _, live in live_runs()
+        if number >= since and (among is None or number in among) and live.owner is not None
+    }
+    return list(found.values())

@@ -1,0 +1,166 @@
+"""What calls do while they are watched: times of partitions, and the kernels that they launch."""
+
+import contextlib
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from cgpass import telemetry
+from cgpass.report import kernels
+from cgpass.runtime.owner import Owner
+
+Key = tuple[int, str]
+"""Number of a graph, and the name of one of its partitions; of a graph that runs plainly, an empty name."""
+
+RUNS: Final = 5
+"""Calls whose median counts."""
+
+
+@dataclass
+class Times:
+    """Of a number of calls."""
+
+    ms: float | None = None
+    """Median over the calls, each from its start until the device is done."""
+    parts: dict[Key, float] = field(default_factory=dict)
+    """Median over the calls of what each partition took in one."""
+    steps: dict[Key, float] = field(default_factory=dict)
+    """How often one call runs each partition."""
+
+
+def live_runs() -> Iterator[tuple[int, telemetry.GraphRun, Any]]:
+    """Numbers of graphs, what is known of each, and what runs it as long as that is there."""
+    for number, (_, runs) in telemetry.graph_runs().items():
+        for run in runs:
+            live = run.live()
+            if live is not None:
+                yield number, run, live
+
+
+class _Step:
+    """Notes when a step begins and ends. Its clock is the device's, where that has one."""
+
+    __slots__ = ("_device", "_key", "_sink", "_start")
+
+    def __init__(self, sink: list[tuple[Key, Any, Any]], key: Key, device: torch.device) -> None:
+        self._sink = sink
+        self._key = key
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._start = _now(self._device)
+
+    def __exit__(self, *raised: object) -> None:
+        self._sink.append((self._key, self._start, _now(self._device)))
+
+
+def _now(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _elapsed_ms(start: Any, end: Any) -> float:
+    return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
+
+
+class _Watch:
+    """An observer of one executor."""
+
+    def __init__(self, make: Callable[[Key], Any], number: int, prefix: str) -> None:
+        self._make = make
+        self._number = number
+        self._prefix = prefix
+
+    def step(self, name: str) -> Any:
+        return self._make((self._number, self._prefix + name))
+
+
+@contextlib.contextmanager
+def watched(make: Callable[[Key], Any]) -> Iterator[None]:
+    """Have every step of every graph run inside of a context that `make` gives for it."""
+    with contextlib.ExitStack() as stack:
+        for number, run, live in list(live_runs()):
+            stack.enter_context(live.observed(_Watch(make, number, run.prefix)))
+        yield
+
+
+def synchronise(devices: Iterable[torch.device]) -> None:
+    """Wait until the devices are done."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def timed(call: Callable[[], None], devices: Iterable[torch.device], runs: int = RUNS) -> Times:
+    """Time calls and their steps.
+
+    A step's time is between two events on the stream that it runs on, so it contains waits for the host that launches.
+
+    Args:
+        call: Makes one.
+        devices: That it uses.
+        runs: How many calls count; one more goes before them.
+    """
+    devices = tuple(devices)
+    device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
+    noted: list[tuple[Key, Any, Any]] = []
+    totals: list[float] = []
+    sums: dict[Key, list[float]] = defaultdict(list)
+    counts: dict[Key, int] = defaultdict(int)
+    with watched(lambda key: _Step(noted, key, device)):
+        for number in range(runs + 1):
+            noted.clear()
+            synchronise(devices)
+            start = time.perf_counter()
+            call()
+            synchronise(devices)
+            if number == 0:
+                continue
+            totals.append((time.perf_counter() - start) * 1e3)
+            once: dict[Key, float] = defaultdict(float)
+            for key, begin, end in noted:
+                once[key] += _elapsed_ms(begin, end)
+                counts[key] += 1
+            for key, ms in once.items():
+                sums[key].append(ms)
+    return Times(
+        statistics.median(totals),
+        {key: statistics.median(values) for key, values in sums.items()},
+        {key: count / runs for key, count in counts.items()},
+    )
+
+
+@contextlib.contextmanager
+def plainly(owners: Iterable[Owner]) -> Iterator[None]:
+    """Have compiled functions run their partitions without CUDA graphs inside."""
+    changed = [owner for owner in owners if not owner.plain]
+    for owner in changed:
+        owner.plain = True
+    try:
+        yield
+    finally:
+        for owner in changed:
+            owner.plain = False
+
+
+def profiled(call: Callable[[], None], devices: Iterable[torch.device]) -> kernels.Launches:
+    """Which kernels one call launches, in CUDA graphs and else; waits for the devices."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    devices = tuple(devices)
+
+    def ranged(key: Key) -> Any:
+        return torch.profiler.record_function(kernels.range_name(*key))
+
+    synchronise(devices)
+    with watched(ranged), torch.profiler.profile(activities=activities) as profile:
+        call()
+        synchronise(devices)
+    return kernels.launches(kernels.events_of(profile))

@@ -1,0 +1,223 @@
+"""Reports as plain data: what `explain` returns, and how it is kept in files."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from cgpass.errors import ReportError
+from cgpass.report import page, table
+from cgpass.report.decode import decoded
+
+SCHEMA: Final = 1
+"""Version of the dictionaries that `Report.to_dict` gives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasonReport:
+    """Why something runs without a CUDA graph."""
+
+    code: str
+    """Stable name of the rule."""
+    op: str
+    """The operator to blame; empty if it is not known."""
+    detail: str
+    fix: str
+    """What to do about it."""
+    line: str | None = None
+    """The user's line, `model.py:41 in forward: code`."""
+    count: int = 1
+    """Operators that this is said of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopiedInput:
+    """An input that each replay copies."""
+
+    name: str
+    num_bytes: int
+    """Per replay, back again included where the partition writes it."""
+    line: str | None = None
+    """The user's line that first reads it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordingReport:
+    """One recording, and why it was made."""
+
+    cause: str
+    """A word: "first", "shape", "moved", "other tensors", "memory", "held" or "anew"."""
+    detail: str
+    copied_bytes: int
+    pool: int
+    """Which of the function's pools it lies in; results that are held need more than one."""
+    record_ms: float
+    """Host time of capturing and instantiating it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionReport:
+    """One partition of a graph."""
+
+    name: str
+    captured: bool
+    num_ops: int
+    """Operators of its graph, before any are fused."""
+    kernels: int | None = None
+    """Kernels that one call of what was explained launches for it; None where no profiler tells."""
+    kernels_in_graphs: int | None = None
+    """Those among them that a CUDA graph launched."""
+    reasons: tuple[ReasonReport, ...] = ()
+    """Why it is not captured."""
+    copied_inputs: tuple[CopiedInput, ...] = ()
+    """Of its newest recording, largest first."""
+    read_in_place: tuple[str, ...] = ()
+    """Inputs that are read where they lie, since they never moved."""
+    static_inputs: int = 0
+    """Parameters, buffers and marked inputs, read where they lie."""
+    recordings: tuple[RecordingReport, ...] = ()
+    """The newest, oldest first."""
+    live_recordings: int = 0
+    """Recordings that it has now."""
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Since it was compiled: calls, recordings, replays, plain calls, rescues and so on, as `cgpass.counters()`."""
+    output_bytes: int | None = None
+    """Memory of its recordings' outputs."""
+    ms: float | None = None
+    """Time in one call of what was explained; see `Report.ms`."""
+    plain_ms: float | None = None
+    """The same without CUDA graphs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphReport:
+    """A forward, backward or inference graph."""
+
+    number: int
+    direction: str
+    calls: int
+    """Since it was compiled."""
+    calls_per_run: float | None = None
+    """How often one call of what was explained runs it."""
+    num_ops: int
+    skip: str | None = None
+    """Why the whole of it runs without CUDA graphs, if it does."""
+    reasons: tuple[ReasonReport, ...] = ()
+    """The same, by operator."""
+    partitions: tuple[PartitionReport, ...] = ()
+    ms: float | None = None
+    plain_ms: float | None = None
+    kernels: int | None = None
+    """Of a graph that runs plainly; else its partitions have them."""
+
+    @property
+    def captured_ops(self) -> int:
+        """Operators in captured partitions."""
+        return sum(part.num_ops for part in self.partitions if part.captured)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionReport:
+    """What one call of the backend compiled: a forward and a backward graph, or an inference graph."""
+
+    number: int
+    place: str | None
+    """Where it begins, `model.py:41 in forward`."""
+    graphs: tuple[GraphReport, ...]
+    driver: str | None = None
+    """What records it: "cuda", "simulated", or None if nothing does."""
+    pool_bytes: int | None = None
+    """Memory that its pools take from the device; None where no device is asked for any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What `explain` found. `print` shows it as text; `save` writes it as JSON or as a page."""
+
+    cgpass: str
+    torch: str
+    device: str
+    functions: tuple[FunctionReport, ...]
+    settled: bool = True
+    """Whether calls recorded nothing new in the end."""
+    runs: int = 0
+    """Calls that were measured with CUDA graphs, and as many without."""
+    ms: float | None = None
+    """Median time of one call with its backward, from start until the device is done."""
+    plain_ms: float | None = None
+    """The same with all partitions run without CUDA graphs."""
+    gpu_share: float | None = None
+    """Share of the call's GPU time that is spent inside CUDA graphs."""
+
+    @property
+    def graphs(self) -> tuple[GraphReport, ...]:
+        """Those of all functions."""
+        return tuple(graph for function in self.functions for graph in function.graphs)
+
+    @property
+    def counted(self) -> str:
+        """What `work` counts: "kernels" where a profiler told of them, else "operators"."""
+        parts = [part.kernels for graph in self.graphs for part in graph.partitions]
+        found = parts + [graph.kernels for graph in self.graphs]
+        return "kernels" if any(number is not None for number in found) else "operators"
+
+    @property
+    def work(self) -> tuple[int, int]:
+        """How much of one call's work inside compiled functions CUDA graphs launch, and how much there is."""
+        if self.counted == "kernels":
+            parts = [part for graph in self.graphs for part in graph.partitions]
+            captured = sum(part.kernels_in_graphs or 0 for part in parts)
+            plain = sum(graph.kernels or 0 for graph in self.graphs)
+            return captured, plain + sum(part.kernels or 0 for part in parts)
+        weights = [(1 if g.calls_per_run is None else g.calls_per_run, g) for g in self.graphs]
+        captured = round(sum(weight * graph.captured_ops for weight, graph in weights))
+        return captured, round(sum(weight * graph.num_ops for weight, graph in weights))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> "Report":
+        """The report that `to_dict` was called on.
+
+        Raises:
+            ReportError: It is no report, or one of a version that this version of cgpass doesn't know.
+        """
+        if not isinstance(data, dict) or "schema" not in data:
+            raise ReportError(
+                "this is no report of cgpass: a dictionary with the key 'schema' was expected; save one with "
+                "cgpass.explain(...).save('report.json')"
+            )
+        if data["schema"] != SCHEMA:
+            raise ReportError(
+                f"the report has schema {data['schema']!r}, this version of cgpass reads schema {SCHEMA}: read it with "
+                f"the version that wrote it ({data.get('cgpass', 'unknown')}), or make it again"
+            )
+        return decoded(cls, {k: v for k, v in data.items() if k != "schema"}, "report")
+
+    def to_json(self) -> str:
+        """JSON text of `to_dict`."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def save(self, path: str | Path) -> None:
+        """Write the report to a file.
+
+        Args:
+            path: Ends in .json for what `from_dict` reads, in .html for a page to look at, in .txt for the text.
+
+        Raises:
+            ReportError: Another ending.
+        """
+        path = Path(path)
+        if path.suffix not in _WRITERS:
+            endings = ", ".join(_WRITERS)
+            raise ReportError(f"a report is saved as {endings}, got {str(path)!r}")
+        path.write_text(_WRITERS[path.suffix](self), encoding="utf-8")
+
+    def __str__(self) -> str:
+        return table.text(self)
+
+
+_WRITERS: Final = {".json": Report.to_json, ".html": page.html, ".txt": str}

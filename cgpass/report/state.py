@@ -1,0 +1,229 @@
+"""What a function changes when it is called, kept to be put back: modules, tensors, gradients, random numbers."""
+
+import inspect
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from cgpass import _torch
+from cgpass.graphed.reach import modules_behind
+from cgpass.runtime.placeholders import bytes_of
+
+_SIMPLE: Final = (bool, int, float, complex, str, bytes, type(None), torch.Tensor)
+"""Attributes of these types that a call adds to a module are taken away again."""
+_MISSING: Final = object()
+
+
+def modules_of(fn: Any) -> list[torch.nn.Module]:
+    """Modules that a callable is or reaches by name, with all that they contain."""
+    found: dict[int, torch.nn.Module] = {}
+    for module in modules_behind(fn, into_forwards=True):
+        found.update((id(each), each) for each in module.modules())
+    return list(found.values())
+
+
+def tensors_of(values: Any) -> Iterator[torch.Tensor]:
+    """Tensors in nested containers; of subclasses that wrap tensors, those, too."""
+    for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+            if hasattr(leaf, "__tensor_flatten__"):
+                names, _ = leaf.__tensor_flatten__()
+                yield from tensors_of([getattr(leaf, name) for name in names])
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether there is memory to keep the contents of."""
+    wraps = hasattr(tensor, "__tensor_flatten__")
+    return not wraps and tensor.layout is torch.strided and tensor.device.type != "meta"
+
+
+class _Storage:
+    """Contents of a storage, kept in host memory."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage
+        self._num_bytes = storage.nbytes()
+        self._contents = bytes_of(storage).to("cpu", copy=True)
+
+    def put_back(self) -> None:
+        storage = self._storage
+        if storage.nbytes() != self._num_bytes:
+            storage.resize_(self._num_bytes)
+        now = bytes_of(storage)
+        if now.device.type != "cpu" or not torch.equal(now, self._contents):
+            now.copy_(self._contents)
+
+
+class _Tensor:
+    """Where a tensor lies, and how."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._alias = tensor.detach()
+        self._requires_grad = tensor.requires_grad
+
+    def put_back(self) -> None:
+        tensor, alias = self.tensor, self._alias
+        if not _lie_alike(tensor, alias):
+            tensor.data = alias
+        if tensor.is_leaf and tensor.requires_grad != self._requires_grad:
+            tensor.requires_grad_(self._requires_grad)
+
+
+def _lie_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not has_storage(a):
+        return True
+    same_place = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    same_part = a.storage_offset() == b.storage_offset() and a.stride() == b.stride()
+    return bool(same_place and same_part and a.size() == b.size())
+
+
+class _Attributes:
+    """Entries of a module's dictionaries: attributes, parameters, buffers, submodules."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        own = vars(module)
+        inner = (own.get(name) for name in ("_parameters", "_buffers", "_modules"))
+        self._dicts = [own, *(each for each in inner if isinstance(each, dict))]
+        self._before = [dict(each) for each in self._dicts]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for before in self._before:
+            yield from tensors_of(list(before.values()))
+
+    def put_back(self) -> None:
+        for now, before in zip(self._dicts, self._before, strict=True):
+            for name in [name for name in now if name not in before]:
+                if isinstance(now[name], _SIMPLE):
+                    del now[name]
+            for name, value in before.items():
+                if now.get(name, _MISSING) is not value:
+                    now[name] = value
+
+
+class State:
+    """Everything that is put back."""
+
+    def __init__(self, fn: Any) -> None:
+        """Keep what a function reaches.
+
+        Args:
+            fn: What is called.
+        """
+        self._attributes = [_Attributes(module) for module in modules_of(fn)]
+        self._tensors: dict[int, _Tensor] = {}
+        self._storages: dict[int, _Storage] = {}
+        self._grads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._random = _Random()
+        for attributes in self._attributes:
+            self.keep(attributes.tensors())
+        self.keep(_closure(fn))
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Keep more tensors."""
+        for tensor in tensors:
+            if id(tensor) in self._tensors:
+                continue
+            self._tensors[id(tensor)] = _Tensor(tensor)
+            self._random.keep(tensor.device)
+            if has_storage(tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._storages:
+                    self._storages[storage._cdata] = _Storage(storage)
+            if tensor.is_leaf and tensor.requires_grad:
+                self.put_gradients_aside([tensor])
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor, or another one on its memory, is kept."""
+        return id(tensor) in self._tensors or (
+            has_storage(tensor) and tensor.untyped_storage()._cdata in self._storages
+        )
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Of all that is kept."""
+        return {place.tensor.device for place in self._tensors.values()}
+
+    def put_gradients_aside(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Keep the gradients of tensors that were not known yet; they have none then."""
+        for leaf in leaves:
+            if id(leaf) not in self._grads:
+                self._grads[id(leaf)] = (leaf, leaf.grad)
+                leaf.grad = None
+
+    def drop_gradients(self) -> None:
+        """As `zero_grad` does."""
+        for leaf, _ in self._grads.values():
+            leaf.grad = None
+
+    def put_back(self) -> None:
+        """Have everything as it was: the same objects, on the same memory, with the same bits."""
+        with torch.no_grad():
+            for attributes in self._attributes:
+                attributes.put_back()
+            for place in self._tensors.values():
+                place.put_back()
+            for storage in self._storages.values():
+                storage.put_back()
+            for leaf, grad in self._grads.values():
+                leaf.grad = grad
+        self._random.put_back()
+
+
+class _Random:
+    """States of the default generators, and of Python's."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._cpu = torch.get_rng_state()
+        self._cuda: dict[torch.device, torch.Tensor] = {}
+
+    def keep(self, device: torch.device) -> None:
+        if device.type == "cuda" and device not in self._cuda:
+            self._cuda[device] = torch.cuda.get_rng_state(device)
+
+    def put_back(self) -> None:
+        random.setstate(self._python)
+        torch.set_rng_state(self._cpu)
+        for device, state in self._cuda.items():
+            torch.cuda.set_rng_state(state, device)
+
+
+def _closure(fn: Any) -> Iterator[torch.Tensor]:
+    """Tensors that a function reads by name from around it."""
+    for values in _read_by_name(fn):
+        yield from tensors_of(list(values.values()))
+
+
+def _read_by_name(fn: Any) -> list[Mapping[str, Any]]:
+    """What a function reads from closures and from globals, by name."""
+    fn = inspect.unwrap(fn)
+    fn = getattr(fn, "__func__", fn)
+    return [*inspect.getclosurevars(fn)[:2]] if inspect.isfunction(fn) else []
+
+
+def reaches_compiled(fn: Any) -> bool:
+    """Whether a callable, or something that it reaches by name, was given to `torch.compile`."""
+    named = [value for values in _read_by_name(fn) for value in values.values()]
+    return any(map(_torch.is_compiled, [fn, *named, *modules_of(fn)]))
+
+
+def leaves_behind(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors that a backward of these accumulates gradients in."""
+    seen: set[Any] = set()
+    found: list[torch.Tensor] = []
+    open_: list[Any] = [tensor.grad_fn for tensor in outputs]
+    while open_:
+        node = open_.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor):
+            found.append(variable)
+        open_ += [parent for parent, _ in node.next_functions]
+    return found

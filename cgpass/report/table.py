@@ -1,0 +1,218 @@
+"""Reports as text of at most 100 columns."""
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+from cgpass.report.words import NONE, listed, many, milliseconds, share, size, speedup
+
+if TYPE_CHECKING:
+    from cgpass.report.model import (
+        FunctionReport,
+        GraphReport,
+        PartitionReport,
+        ReasonReport,
+        Report,
+    )
+
+WIDTH: Final = 100
+_NAME: Final = 24
+"""Width of the names of partitions; longer ones have a line of their own."""
+_COLUMNS: Final = (
+    ("runs", 6),
+    ("ops", 6),
+    ("kernels", 7),
+    ("replays", 8),
+    ("copied", 10),
+    ("recorded", 8),
+    ("ms", 8),
+    ("plain ms", 8),
+)
+
+
+def text(report: "Report") -> str:
+    """The report as text.
+
+    Args:
+        report: The report.
+    """
+    lines = [*_head(report)]
+    for function in report.functions:
+        lines += ["", *_function(function)]
+    if not report.functions:
+        lines += ["", *_wrapped("cgpass compiled nothing of it, or nothing that ran.", 0)]
+    return "\n".join(lines)
+
+
+def _wrapped(words: str, indent: int, hanging: int = 2) -> list[str]:
+    """Text in lines, all but the first of them indented further; at most half of a line is indentation."""
+    return textwrap.wrap(
+        " ".join(words.split()),
+        WIDTH,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + hanging),
+        break_on_hyphens=False,
+    )
+
+
+def _head(report: "Report") -> Iterator[str]:
+    versions = f"cgpass {report.cgpass}, torch {report.torch}, {report.device}"
+    yield from _wrapped(versions, 0)
+    if report.ms is not None:
+        faster = speedup(report.ms, report.plain_ms)
+        than = f", {milliseconds(report.plain_ms)} ms without ({faster})" if faster else ""
+        yield from _wrapped(f"one call: {milliseconds(report.ms)} ms with CUDA graphs{than}", 0)
+    done, work = report.work
+    if work:
+        line = f"in graphs: {share(done, work)} of {work} {report.counted}"
+        if report.gpu_share is not None:
+            line += f", {share(report.gpu_share, 1)} of the call's GPU time"
+        yield from _wrapped(line, 0)
+    if not report.settled:
+        yield from _wrapped(
+            "it did not settle: calls went on recording or compiling; see the causes below", 0
+        )
+
+
+def _function(function: "FunctionReport") -> Iterator[str]:
+    place = function.place or "a function without a line of its own"
+    yield from _wrapped(f"function {function.number}: {place}", 0)
+    if function.pool_bytes is not None:
+        yield from _wrapped(f"its graphs' memory pools: {size(function.pool_bytes)}", 2)
+    for graph in function.graphs:
+        yield from _graph(graph)
+
+
+def _graph(graph: "GraphReport") -> Iterator[str]:
+    head = f"{graph.direction}: "
+    if graph.skip is not None:
+        head += f"runs without CUDA graphs, {many(graph.num_ops, 'operator')}"
+    else:
+        captured = sum(part.captured for part in graph.partitions)
+        head += (
+            f"{captured} of {many(len(graph.partitions), 'partition')} captured, "
+            f"{share(graph.captured_ops, graph.num_ops)} of {many(graph.num_ops, 'operator')}"
+        )
+    head += f", {many(graph.calls, 'call')}"
+    if graph.calls_per_run is not None and graph.calls_per_run != 1:
+        head += f", {graph.calls_per_run:g} in each call of what was explained"
+    if graph.ms is not None:
+        head += f", {milliseconds(graph.ms)} ms"
+        head += "" if graph.plain_ms is None else f" (plain {milliseconds(graph.plain_ms)})"
+    yield from _wrapped(head, 2)
+    if graph.skip is not None:
+        yield from _skip(graph)
+    else:
+        yield from _rows(graph.partitions)
+        for part in graph.partitions:
+            yield from _details(part)
+
+
+def _skip(graph: "GraphReport") -> Iterator[str]:
+    if graph.reasons:
+        yield from _reasons(graph.reasons, 4)
+    else:
+        yield from _wrapped(f"why: {graph.skip}", 4)
+
+
+def _rows(parts: Sequence["PartitionReport"]) -> Iterator[str]:
+    yield _row("partition", [title for title, _ in _COLUMNS])
+    for part in parts:
+        name = " ".join(part.name.split())
+        if len(name) > _NAME:
+            yield from _wrapped(name, 4)
+            name = ""
+        yield _row(name, _cells(part))
+
+
+def _row(name: str, cells: Iterable[str]) -> str:
+    """One line; a number too wide for its column takes the room of those before it, as far as there is."""
+    line = f"    {name:{_NAME}}"
+    edge = len(line)
+    for cell, (_, width) in zip(cells, _COLUMNS, strict=True):
+        edge += width + 1
+        line += cell.rjust(max(len(cell) + 1, edge - len(line)))
+    return line[:WIDTH].rstrip()
+
+
+def _cells(part: "PartitionReport") -> list[str]:
+    if not part.captured:
+        kernels = NONE if part.kernels is None else str(part.kernels)
+        return [
+            "plain",
+            str(part.num_ops),
+            kernels,
+            *[NONE] * 3,
+            milliseconds(part.ms),
+            milliseconds(part.plain_ms),
+        ]
+    return [
+        "graph",
+        str(part.num_ops),
+        NONE if part.kernels is None else str(part.kernels),
+        str(part.counts.get("replays", 0)),
+        size(sum(each.num_bytes for each in part.copied_inputs)),
+        str(part.counts.get("recordings", len(part.recordings))),
+        milliseconds(part.ms),
+        milliseconds(part.plain_ms),
+    ]
+
+
+def _details(part: "PartitionReport") -> Iterator[str]:
+    lines: list[str] = []
+    if part.reasons:
+        lines += _reasons(part.reasons, 6)
+    if part.copied_inputs:
+        copied = [f"{each.name} ({size(each.num_bytes)})" for each in part.copied_inputs]
+        lines += _wrapped(f"copies in every replay: {listed(copied)}", 6)
+    if part.read_in_place:
+        lines += _wrapped(f"reads where they never moved: {listed(part.read_in_place)}", 6)
+    lines += _memory(part)
+    lines += _recordings(part)
+    if lines:
+        yield from _wrapped(f"{part.name}:", 4)
+        yield from lines
+
+
+def _memory(part: "PartitionReport") -> Iterator[str]:
+    """Where its inputs and outputs lie, and what happened to them."""
+    if not part.captured:
+        return
+    facts = []
+    if part.static_inputs:
+        count = many(part.static_inputs, "static input")
+        facts.append(f"reads {count} in place (parameters, buffers, marked ones)")
+    if part.output_bytes:
+        facts.append(f"outputs {size(part.output_bytes)}")
+    rescues, moved = part.counts.get("rescues", 0), part.counts.get("rescued_bytes", 0)
+    if rescues:
+        facts.append(f"held outputs moved {many(rescues, 'time')} ({size(moved)})")
+    plain = part.counts.get("plain_calls", 0)
+    if plain:
+        facts.append(f"{many(plain, 'call')} without a graph")
+    if facts:
+        yield from _wrapped("; ".join(facts), 6)
+
+
+def _recordings(part: "PartitionReport") -> Iterator[str]:
+    made = part.counts.get("recordings", len(part.recordings))
+    left = made - len(part.recordings)
+    if left > 0:
+        yield from _wrapped(f"{many(left, 'older recording')}", 6)
+    for number, each in enumerate(part.recordings, left + 1):
+        pool = f", pool {each.pool}" if each.pool else ""
+        yield from _wrapped(
+            f"recording {number} ({milliseconds(each.record_ms)} ms{pool}): {each.cause}: {each.detail}",
+            6,
+        )
+
+
+def _reasons(reasons: Sequence["ReasonReport"], indent: int) -> list[str]:
+    lines: list[str] = []
+    for reason in reasons:
+        place = f" at {reason.line}" if reason.line else ""
+        times = f" ({reason.count} times)" if reason.count > 1 else ""
+        lines += _wrapped(f"{reason.op or 'capture failed'}{place}{times}", indent)
+        lines += _wrapped(f"{reason.detail} [{reason.code}]", indent + 2)
+        lines += _wrapped(f"fix: {reason.fix}", indent + 2)
+    return lines
