@@ -57,6 +57,8 @@ class GraphBuilder:
     """Where the user's function begins."""
     function: int | None = None
     """The function's number in what telemetry knows."""
+    graph_break: Reason | None = None
+    """Why Dynamo ended it where it did, if the user's goes on."""
 
     def whole(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         """A graph that is one captured partition."""
@@ -218,7 +220,11 @@ class GraphBuilder:
         if self.target.records:
             partitions = _summaries(parts, reasons)
             summary = telemetry.GraphSummary(
-                self.direction, partitions, place=self.place, function=self.function
+                self.direction,
+                partitions,
+                place=self.place,
+                function=self.function,
+                graph_break=self.graph_break,
             )
         else:
             summary = telemetry.GraphSummary(
@@ -228,6 +234,7 @@ class GraphBuilder:
                 num_ops=sum(map(num_ops, parts.values())),
                 place=self.place,
                 function=self.function,
+                graph_break=self.graph_break,
             )
         return telemetry.add_graph(summary)
 

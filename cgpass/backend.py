@@ -13,6 +13,7 @@ from cgpass.assembly import OFF, GraphBuilder, num_ops, run_plainly
 from cgpass.compile import Boxed, Compiler
 from cgpass.errors import CaptureError, DoubleBackwardError, DriverUnavailableError, OptionError
 from cgpass.graph.ancestry import names_behind
+from cgpass.graph.breaks import graph_break_of
 from cgpass.graph.origins import Origins
 from cgpass.graph.partition_tag import get_tag
 from cgpass.graph.target import devices, find_target
@@ -102,6 +103,7 @@ class Compilation:
         self._warned_of: set[str] = set()
         self._place: str | None = None
         self._function = telemetry.new_function()
+        self._graph_break: Reason | None = None
 
     # ---- wiring
 
@@ -110,6 +112,7 @@ class Compilation:
         for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
             self._names[position] = _torch.dynamo_source_name(node) or node.name
         self._place = begins_at(gm)
+        self._graph_break = graph_break_of(gm)
         # Its device is found after AOTAutograd only; no pass of this stage asks for it.
         context = PassContext(device=torch.device("meta"), stage="dynamo", direction="joint")
         gm = run_passes(dynamo_passes(), gm, context).gm
@@ -251,6 +254,7 @@ class Compilation:
             target=target,
             place=self._place,
             function=self._function,
+            graph_break=self._graph_break,
         )
         if len(tags) == 1 and not has_nested_ints(gm):
             return build.whole(gm, example_inputs)
@@ -335,7 +339,7 @@ class Compilation:
             skip, reasons = OFF, ()
         found, ops = tuple(reasons), num_ops(gm)
         summary = telemetry.GraphSummary(
-            direction, (), skip, ops, self._place, found, self._function
+            direction, (), skip, ops, self._place, found, self._function, self._graph_break
         )
         return telemetry.add_graph(summary)
 

@@ -94,6 +94,8 @@ class GraphSummary:
     """Why the whole graph runs plainly, one for each operator to blame."""
     function: int | None = None
     """The compiled function that it belongs to, as `new_function` numbers them."""
+    graph_break: Reason | None = None
+    """Why Dynamo ended the function there, if it goes on in another one."""
 
     def __str__(self) -> str:
         head = self.direction if self.place is None else f"{self.direction} of {self.place}"

@@ -74,6 +74,7 @@ def _function(
         number=first.function if first.function is not None else -1,
         place=first.place,
         graphs=tuple(graph for graph, *_ in members),
+        graph_break=next(iter(_reasons([first.graph_break])), None) if first.graph_break else None,
         driver=driver,
         pool_bytes=None if owner is None else owner.driver.pool_bytes(),
     )

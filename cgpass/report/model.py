@@ -125,6 +125,8 @@ class FunctionReport:
     place: str | None
     """Where it begins, `model.py:41 in forward`."""
     graphs: tuple[GraphReport, ...]
+    graph_break: ReasonReport | None = None
+    """Why it ends where it does, if `torch.compile` made several of the user's function."""
     driver: str | None = None
     """What records it: "cuda", "simulated", or None if nothing does."""
     pool_bytes: int | None = None

@@ -81,6 +81,11 @@ def _function(function: "FunctionReport") -> Iterator[str]:
         yield from _wrapped(f"its graphs' memory pools: {size(function.pool_bytes)}", 2)
     for graph in function.graphs:
         yield from _graph(graph)
+    if function.graph_break is not None:
+        reason = function.graph_break
+        place = f" at {reason.line}" if reason.line else ""
+        yield from _wrapped(f"ends at a graph break{place}: {reason.detail}", 2)
+        yield from _wrapped(f"fix: {reason.fix}", 4)
 
 
 def _graph(graph: "GraphReport") -> Iterator[str]:
