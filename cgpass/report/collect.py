@@ -154,6 +154,7 @@ def _reasons(reasons: Iterable[Reason]) -> tuple[ReasonReport, ...]:
         key = (reason.code, reason.detail) if reason.is_chosen else reason
         counts[key] = counts.get(key, 0) + 1
         first.setdefault(key, reason)
+    found = sorted(first.items(), key=lambda item: item[1].is_chosen)  # what matters comes first
     return tuple(
         ReasonReport(
             code=reason.code,
@@ -163,7 +164,7 @@ def _reasons(reasons: Iterable[Reason]) -> tuple[ReasonReport, ...]:
             line=reason.line,
             count=counts[key],
         )
-        for key, reason in first.items()
+        for key, reason in found
     )
 
 
@@ -189,6 +190,11 @@ def with_times(functions: Sequence[FunctionReport], measured: Measured) -> Repor
         plain_ms=measured.plain.ms,
         gpu_share=None if measured.launches is None else measured.launches.gpu_share,
     )
+
+
+def snapshot() -> Report:
+    """A report of all that this process compiled and telemetry still lists, without times."""
+    return with_times(collect(), Measured())
 
 
 def device_name(functions: Iterable[FunctionReport]) -> str:

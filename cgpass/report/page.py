@@ -92,8 +92,10 @@ def _tile(number: str, what: str) -> str:
 
 
 def _function(function: "FunctionReport") -> str:
-    place = function.place or "a function without a line of its own"
-    lines = [f"<section><h2>{_code(place)}</h2>"]
+    place = (
+        "A function without a line of its own" if function.place is None else _code(function.place)
+    )
+    lines = [f"<section><h2>{place}</h2>"]
     facts = [f"function {function.number}", f"driver {function.driver or 'none'}"]
     if function.pool_bytes is not None:
         facts.append(f"memory pools {size(function.pool_bytes)}")

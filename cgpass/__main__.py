@@ -1,0 +1,81 @@
+"""`python -m cgpass report` and `python -m cgpass check`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cgpass.errors import ReportError
+from cgpass.report.check import least_share, run_script, verdict, work_done
+from cgpass.report.collect import snapshot
+from cgpass.report.model import Report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the status to exit with.
+
+    Args:
+        arguments: Those of the command line by default.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        return _report(options) if options.command == "report" else _check(options)
+    except ReportError as error:
+        sys.stderr.write(f"cgpass: {error}\n")
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m cgpass", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    report = commands.add_parser("report", help="make a page of a report that was saved as JSON")
+    report.add_argument("saved", help="what cgpass.explain(...).save('report.json') wrote")
+    report.add_argument("-o", "--output", help="ends in .html, .json or .txt; '-' prints the text")
+    check = commands.add_parser(
+        "check",
+        help="run a script, and fail if too little of it was captured or something fell back",
+        description="Run a script as its own process would. It fails (status 1) if less than a share of the operators "
+        "that functions compiled by cgpass ran after their warm-ups was captured, or if something that was to be "
+        "captured ran without a graph. Operators are counted as traced, each as often as it ran; kernels are not. A "
+        "script that fails itself keeps its status.",
+    )
+    check.add_argument("--min-captured", default="95%", help="a share, as 95%% or 0.95")
+    check.add_argument("--save", help="write a report of all that was compiled to a file")
+    check.add_argument("script")
+    check.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    return parser
+
+
+def _report(options: argparse.Namespace) -> int:
+    saved = Path(options.saved)
+    try:
+        data = json.loads(saved.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ReportError(f"{saved} can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ReportError(f"{saved} is no JSON: {error}") from error
+    report = Report.from_dict(data)
+    if options.output == "-":
+        sys.stdout.write(f"{report}\n")
+        return 0
+    output = Path(options.output or saved.with_suffix(".html"))
+    report.save(output)
+    sys.stdout.write(f"{output}\n")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    least = least_share(options.min_captured)
+    status = run_script(options.script, options.arguments)
+    if status:
+        return status
+    if options.save:
+        snapshot().save(options.save)
+    passes, text = verdict(work_done(), least)
+    sys.stdout.write(f"{text}\n")
+    return 0 if passes else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""`python -m cgpass check`: runs a script, and says whether enough of its work was captured."""
+
+import contextlib
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from cgpass import telemetry
+from cgpass.errors import ReportError
+from cgpass.report.words import many, share
+
+_FAILED = frozenset({"capture", "syncs", "failed_capture"})
+"""Codes of what turned out not to be capturable only when it was captured."""
+
+
+@dataclass
+class Work:
+    """Operators that compiled functions ran, each counted as often as it ran, but for warm-ups."""
+
+    total: int = 0
+    captured: int = 0
+    graphs: int = 0
+    plain: list[str] = field(default_factory=list)
+    """What ran without graphs by design, and why."""
+    fell_back: list[str] = field(default_factory=list)
+    """What was to be captured, and ran without a graph all the same."""
+
+
+def work_done() -> Work:
+    """Count what this process did in functions compiled by cgpass."""
+    work = Work()
+    for summary, runs in telemetry.graph_runs().values():
+        work.graphs += 1
+        where = (
+            summary.direction
+            if summary.place is None
+            else f"{summary.direction} of {summary.place}"
+        )
+        parts = {name: part for run in runs for name, part in run.parts.items()}
+        warmups = max((part.stats.warmups for part in parts.values()), default=0)
+        calls = {run.prefix: run.tally.calls for run in runs}
+        if summary.skip is not None:
+            work.total += calls.get("", 0) * summary.num_ops
+            work.plain.append(f"{where} ({many(summary.num_ops, 'operator')}): {summary.skip}")
+        for each in summary.partitions:
+            if each.captured and each.name in parts:
+                _add_captured(work, each, parts[each.name].stats, where)
+            else:
+                prefix = each.name.rpartition(".")[0]
+                made = calls.get(f"{prefix}." if prefix else "", 0)
+                work.total += max(0, made - warmups) * each.num_ops
+                _add_eager(work, each, where)
+    return work
+
+
+def _add_captured(
+    work: Work, part: telemetry.PartitionSummary, stats: telemetry.CallStats, where: str
+) -> None:
+    work.total += (stats.calls - stats.warmups) * part.num_ops
+    work.captured += stats.replays * part.num_ops
+    if stats.plain_calls:
+        work.fell_back.append(
+            f"{where}, {part.name}: {stats.plain_calls} of {many(stats.calls, 'call')} ran without a graph"
+        )
+
+
+def _add_eager(work: Work, part: telemetry.PartitionSummary, where: str) -> None:
+    for reason in dict.fromkeys(part.why):
+        failed = reason.code in _FAILED
+        (work.fell_back if failed else work.plain).append(f"{where}, {part.name}: {reason}")
+
+
+def verdict(work: Work, least: float) -> tuple[bool, str]:
+    """Whether work was captured as it should, and that as text.
+
+    Args:
+        work: What was done.
+        least: Share of the operators that has to be captured, 0 to 1.
+    """
+    if not work.graphs:
+        return False, "cgpass check: nothing was compiled by cgpass"
+    if not work.total:
+        return False, "cgpass check: nothing ran more often than to warm up"
+    enough = work.captured >= least * work.total
+    passes = enough and not work.fell_back
+    head = (
+        f"cgpass check: {'passed' if passes else 'FAILED'}: {share(work.captured, work.total)} of the {work.total} "
+        f"operators that compiled functions ran after their warm-ups were captured, {share(least, 1)} are wanted"
+    )
+    lines = [head]
+    if work.fell_back:
+        lines += ["fell back:", *(f"  {line}" for line in work.fell_back)]
+    if not enough and work.plain:
+        lines += ["runs without graphs:", *(f"  {line}" for line in work.plain)]
+    return passes, "\n".join(lines)
+
+
+def least_share(text: str) -> float:
+    """A share written as `95%`, `95` or `0.95`.
+
+    Raises:
+        ReportError: It is none.
+    """
+    try:
+        number = float(text.strip().removesuffix("%"))
+    except ValueError:
+        number = -1.0
+    if text.strip().endswith("%") or number > 1:
+        number /= 100
+    if not 0 <= number <= 1:
+        raise ReportError(f"--min-captured is a share as 95% or 0.95, got {text!r}")
+    return number
+
+
+def run_script(script: str, args: Sequence[str]) -> int:
+    """Run a script as `python script args` does; returns the status that it exits with.
+
+    Raises:
+        Exception: Whatever it raises.
+    """
+    with _arguments(script, args):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as exit_:
+            if exit_.code is None:
+                return 0
+            if isinstance(exit_.code, int):
+                return exit_.code
+            sys.stderr.write(f"{exit_.code}\n")
+            return 1
+    return 0
+
+
+@contextlib.contextmanager
+def _arguments(script: str, args: Sequence[str]) -> Iterator[None]:
+    argv, path = sys.argv, sys.path
+    sys.argv = [script, *args]
+    sys.path = [os.path.dirname(os.path.abspath(script)), *path]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path = argv, path
