@@ -1,0 +1,209 @@
+"""Every reason code is provoked; reports name the operator, the user's line and what to do."""
+
+import pytest
+import torch
+from torch._library.effects import EffectType
+
+import cgpass
+from cgpass.graph import op_tables
+from cgpass.reason import CHOSEN
+from cgpass.report.collect import _reasons
+from cgpass.report.model import FunctionReport, GraphReport, PartitionReport, Report
+from cgpass.runtime.simulated import is_recording
+from tests.unit.test_capturability import PROVOKED
+
+X = torch.linspace(0.1, 0.9, 16).view(4, 4)
+
+
+@torch.library.custom_op("reports::unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def unsafe(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@torch.library.custom_op("reports::waits", mutates_args=())
+def waits(x: torch.Tensor) -> torch.Tensor:
+    return x * x.sum().item()
+
+
+@torch.library.custom_op("reports::fails", mutates_args=())
+def fails(x: torch.Tensor) -> torch.Tensor:
+    if is_recording():
+        raise RuntimeError("operation not permitted when stream is capturing")
+    return x * 2
+
+
+@torch.library.custom_op("reports::notes", mutates_args=())
+def notes(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@torch.library.custom_op("reports::opaque", mutates_args=())
+def opaque(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def _reading_backward(ctx, grad):
+    (x,) = ctx.saved_tensors
+    return grad * x.sum().item()
+
+
+for each in (unsafe, waits, fails, notes, opaque):
+    each.register_fake(torch.empty_like)
+opaque.register_autograd(
+    _reading_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+if hasattr(notes, "register_effect"):
+    notes.register_effect(EffectType.ORDERED)
+else:
+    torch.library._register_effectful_op("reports::notes", EffectType.ORDERED)
+
+
+def observer(x):
+    one, zero = torch.ones(1), torch.zeros(1)
+    on = torch.ones(1, dtype=torch.int64)
+    fused = torch.ops.aten._fused_moving_avg_obs_fq_helper_functional
+    return fused(x, on, on, zero, one, one, zero.int(), 0.1, 0, 255, -1)[0]
+
+
+# Code of the reason: what provokes it amid work that is captured, and the operator to blame.
+COMPILED = {
+    "unsafe_ops": (lambda x: x.sigmoid(), "aten.sigmoid.default"),
+    "syncs": (lambda x: waits(x), "reports.waits.default"),
+    "failed_capture": (lambda x: fails(x), "reports.fails.default"),
+    "opaque_autograd": (lambda x: opaque(x), "reports.opaque.default"),
+    "cudagraph_unsafe": (lambda x: unsafe(x), "reports.unsafe.default"),
+    "host_read": (
+        lambda x: x * torch.ones(int((x.sum() * 0 + 4).item())).sum(),
+        "aten._local_scalar_dense.default",
+    ),
+    "dynamic_shape": (lambda x: x + x.nonzero().sum(), "aten.nonzero.default"),
+    "host_state": (
+        lambda x: (torch._check(x.sum().item() > -9), x)[1],
+        "aten._assert_scalar.default",
+    ),
+    "host_sync": (lambda x: x + torch.histc(x, 4), "aten.histc.default"),
+    "side_effect": (lambda x: notes(x), "with_effects(reports.notes.default)"),
+    "bool_index": (
+        lambda x: torch.ops.aten.index_put(x, [x > 0.5], x.sum()),
+        "aten.index_put.default",
+    ),
+    "control_flow": (
+        lambda x: torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (x,)),
+        "cond",
+    ),
+    "layout": (
+        lambda x: torch.dequantize(torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)),
+        "aten.quantize_per_tensor.default",
+    ),
+    "unbacked_size": (lambda x: x + x.nonzero().sin().sum(), "aten.sin.default"),
+    "host_scalar": (
+        lambda x: torch.nn.functional.leaky_relu(x, x.sum().item()),
+        "aten.leaky_relu.default",
+    ),
+    "torch_unsafe": (observer, "aten._fused_moving_avg_obs_fq_helper_functional.default"),
+    "too_small": (lambda x: unsafe(unsafe(x).cos()), "aten.cos.default"),
+    "no_work": (lambda x: unsafe(unsafe(x).view(-1)).view(4, 4), "aten.view.default"),
+}
+MADE_BY_HAND = {
+    code: make
+    for code, make in PROVOKED.items()
+    if code in ("python_call", "effect_token", "higher_order_op", "nested_graph", "host_only")
+}
+ON_CUDA = {
+    code: make
+    for code, make in PROVOKED.items()
+    if code in ("other_device", "cpu_tensor", "device_to_host", "host_to_device", "lifted")
+    or code == "cpu_scalar"
+}
+
+
+def test_every_code_is_here():
+    assert {*COMPILED, *MADE_BY_HAND, *ON_CUDA} == {*op_tables.FIXES, *CHOSEN}
+
+
+def joined(report):
+    """Its text without line breaks: names and lines may be wrapped."""
+    return "".join(str(report).split())
+
+
+def said(report, found):
+    """Checks that a report's text names all of a reason."""
+    for text in (found.op, found.detail, f"[{found.code}]", f"fix: {found.fix}", found.line or ""):
+        assert "".join(text.split()) in joined(report), text
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("code", COMPILED)
+def test_reasons_of_compiled_functions(code):
+    provoke, op = COMPILED[code]
+
+    def fn(x):
+        return provoke((x * 2).sin().cos().exp()).sin().cos().tanh().exp()
+
+    options = {"unsafe_ops": ("aten::sigmoid",)} if code == "unsafe_ops" else {}
+    reads = code != "opaque_autograd"  # with it, the formula could be traced
+    with (
+        cgpass.set_defaults(driver="simulated", compiler="eager", on_skip="silent", **options),
+        torch._dynamo.config.patch(
+            capture_scalar_outputs=reads, capture_dynamic_output_shape_ops=True
+        ),
+    ):
+        report = cgpass.explain(fn, X.clone().requires_grad_(code == "opaque_autograd"))
+    parts = [part for graph in report.graphs for part in graph.partitions]
+    assert any(part.captured for part in parts), str(report)
+    found = [r for part in parts if not part.captured for r in part.reasons if r.code == code]
+    (reason, *_) = [r for r in found if r.op == op]
+
+    file, _, place = reason.line.partition(":")
+    begins = provoke.__code__.co_firstlineno
+    assert file == "test_reasons.py"
+    assert begins <= int(place.split()[0]) <= begins + 4
+    assert code in CHOSEN or reason.fix == op_tables.FIXES[code]
+    assert reason.fix
+
+    said(report, reason)
+
+
+@pytest.mark.parametrize("code", [*MADE_BY_HAND, *ON_CUDA])
+def test_reasons_of_graphs_that_no_function_here_is_compiled_to(code):
+    (reason,) = _reasons(PROVOKED[code]())
+    assert (reason.code, reason.fix) == (code, op_tables.FIXES[code])
+    part = PartitionReport(name="eager_1", captured=False, num_ops=1, reasons=(reason,))
+    graph = GraphReport(number=0, direction="forward", calls=1, num_ops=1, partitions=(part,))
+    function = FunctionReport(number=0, place=None, graphs=(graph,))
+    said(Report(cgpass="1", torch="2", device="cuda", functions=(function,)), reason)
+
+
+@pytest.mark.gpu
+def test_reasons_between_devices():
+    def fn(x, y, scalar):
+        x = (x * 2).sin().cos().exp() * scalar
+        x = x + y.sin().cuda()
+        x = x.cpu().cuda() + x
+        return x.sin().cos().tanh().exp()
+
+    with cgpass.set_defaults(compiler="eager", on_skip="silent"):
+        report = cgpass.explain(fn, X.cuda(), X, torch.tensor(2.0))
+    parts = [part for graph in report.graphs for part in graph.partitions]
+    reasons = {reason.code: reason for part in parts for reason in part.reasons}
+    assert {"cpu_tensor", "host_to_device", "device_to_host", "lifted"} <= reasons.keys()
+    for reason in reasons.values():
+        assert reason.line is None or "test_reasons.py:" in reason.line
+        said(report, reason)
+
+
+def test_a_graph_break_names_its_line_and_what_to_do():
+    def fn(x):
+        y = (x * 2).sin().cos().exp()
+        torch._dynamo.graph_break()
+        return y.sin().cos().exp().tanh()
+
+    with cgpass.set_defaults(driver="simulated", compiler="eager"):
+        report = cgpass.explain(fn, X)
+    first, second = report.functions
+    line = fn.__code__.co_firstlineno + 2
+    assert first.graph_break.line == f"test_reasons.py:{line} in fn: torch._dynamo.graph_break()"
+    assert second.graph_break is None
+    text = " ".join(str(report).split())
+    assert f"ends at a graph break at test_reasons.py:{line} in fn: torch._dynamo" in text
+    assert "fix: " + " ".join(first.graph_break.fix.split()) in text
