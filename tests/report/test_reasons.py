@@ -153,14 +153,12 @@ def test_reasons_of_compiled_functions(code):
     assert any(part.captured for part in parts), str(report)
     found = [r for part in parts if not part.captured for r in part.reasons if r.code == code]
     (reason, *_) = [r for r in found if r.op == op]
-
     file, _, place = reason.line.partition(":")
     begins = provoke.__code__.co_firstlineno
     assert file == "test_reasons.py"
     assert begins <= int(place.split()[0]) <= begins + 4
     assert code in CHOSEN or reason.fix == op_tables.FIXES[code]
     assert reason.fix
-
     said(report, reason)
 
 

@@ -1,0 +1,367 @@
+"""What `cgpass.explain` reports, and that it leaves no trace."""
+
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import cgpass
+from cgpass import telemetry
+from cgpass.report import api
+from tests.usage.programs import counted
+
+X = torch.linspace(-1, 1, 32).view(4, 8)
+
+
+@pytest.fixture(autouse=True)
+def simulated():
+    with cgpass.set_defaults(driver="simulated", compiler="eager", on_skip="silent"):
+        yield
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.drop = nn.Dropout(0.5)
+        self.second = nn.Linear(16, 2)
+
+    def forward(self, x):
+        return self.second(self.drop(self.norm(self.first(x)).relu()))
+
+
+@torch.library.custom_op("explained::host", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def host(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@torch.library.custom_op("explained::waits", mutates_args=())
+def waits(x: torch.Tensor) -> torch.Tensor:
+    return x * x.sum().item()
+
+
+host.register_fake(torch.empty_like)
+waits.register_fake(torch.empty_like)
+
+
+def split(x):
+    return host((x * 2).sin().cos().exp()).sin().cos().tanh().exp()
+
+
+def test_a_training_step():
+    report = cgpass.explain(Model(), X)
+    (function,) = report.functions
+    assert "test_explain.py:" in function.place
+    assert function.driver == "simulated"
+    forward, backward = function.graphs
+    assert (forward.direction, backward.direction) == ("forward", "backward")
+    assert (forward.calls_per_run, backward.calls_per_run) == (1, 1)
+    assert report.settled
+    assert report.runs == 5
+    (part,) = forward.partitions
+    assert [(each.name, each.num_bytes) for each in part.copied_inputs] == [("L['x']", 128)]
+    assert "test_explain.py:" in part.copied_inputs[0].line
+    assert part.static_inputs == 9
+    assert [each.cause for each in part.recordings] == ["first"]
+    assert part.live_recordings == 1
+    assert part.output_bytes > 0
+    assert part.counts["replays"] == part.counts["calls"] - 1 == forward.calls - 1
+    for timed in (report, forward, backward, part, *backward.partitions):
+        assert timed.ms > 0
+        assert timed.plain_ms > 0
+    assert forward.ms + backward.ms < report.ms
+    assert report.counted == "operators"
+    assert report.work == (forward.num_ops + backward.num_ops,) * 2
+    assert report.gpu_share is None
+
+
+def test_inference_has_no_backward():
+    seen = []
+
+    def fn(x):
+        seen.append(torch.is_grad_enabled())
+        return model(x)
+
+    model = torch.compile(Model().eval(), backend="cgpass")
+    (function,) = cgpass.explain(fn, X, training=False).functions
+    assert [graph.direction for graph in function.graphs] == ["inference"]
+    assert set(seen) == {False}
+    assert not model.training
+
+
+def test_partitions_are_timed_each():
+    (function,) = cgpass.explain(split, X).functions
+    (graph,) = function.graphs
+    assert [part.name for part in graph.partitions] == ["captured_0", "eager_1", "captured_2"]
+    assert all(part.ms > 0 and part.plain_ms > 0 for part in graph.partitions)
+    assert graph.ms == pytest.approx(sum(part.ms for part in graph.partitions))
+    assert graph.partitions[1].counts == {}
+
+
+def test_parts_of_a_partition_that_was_split_are_timed_and_counted():
+    def fn(x):
+        return waits((x * 2).sin().cos().exp()).sin().cos().tanh().exp()
+
+    (graph,) = cgpass.explain(fn, X).functions[0].graphs
+    names = [part.name for part in graph.partitions]
+    assert names == ["captured_0.captured_0", "captured_0.eager_1", "captured_0.captured_2"]
+    assert all(part.ms > 0 for part in graph.partitions)
+    assert graph.partitions[0].counts["replays"] > 0
+    assert graph.partitions[1].reasons[0].code == "syncs"
+    assert graph.calls_per_run == 1
+
+
+def test_a_graph_that_runs_plainly_is_counted_and_timed():
+    with cgpass.set_defaults(driver="none"):
+        (function,) = cgpass.explain(split, X).functions
+    (graph,) = function.graphs
+    assert graph.skip == 'driver="none" turns them off'
+    assert graph.ms > 0
+    assert graph.calls_per_run == 1
+    assert function.driver is None
+    report = cgpass.explain(lambda x: host(x.sin()), X)
+    (graph,) = report.graphs
+    assert graph.reasons[0].code == "cudagraph_unsafe"
+    assert report.work == (0, 2)
+
+
+def test_layers_that_share_a_graph_count_as_often_as_they_run():
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    run = torch.compile(
+        lambda layer, x: layer(x), backend="cgpass", options={"min_partition_ops": 1}
+    )
+
+    def fn(x):
+        for layer in layers:
+            x = run(layer, x)
+        return x
+
+    report = cgpass.explain(fn, X.clone().requires_grad_())
+    assert [graph.calls_per_run for graph in report.graphs] == [2, 2]
+    causes = [each.cause for each in report.graphs[0].partitions[0].recordings]
+    assert causes == ["first", "other tensors"]
+
+
+def snapshot(module):
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    state |= {f"{name}.grad": p.grad for name, p in module.named_parameters()}
+    found = {name: value for name, value in state.items() if value is not None}
+    ids = {name: (id(value), value.data_ptr()) for name, value in found.items()}
+    return ids, {name: value.clone() for name, value in found.items()}, torch.get_rng_state()
+
+
+def same(before, after):
+    assert before[0] == after[0]
+    assert before[1].keys() == after[1].keys()
+    assert all(torch.equal(before[1][name], after[1][name]) for name in before[1])
+    assert torch.equal(before[2], after[2])
+
+
+def test_everything_is_put_back():
+    model = Model()
+    model(X).sum().backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    x = X.clone().requires_grad_()
+    x.grad = torch.ones_like(x)
+    before = snapshot(model)
+    gradient, version = x.grad, x._version
+    cgpass.explain(model, x)
+    same(before, snapshot(model))
+    assert all(parameter.grad is grads[name] for name, parameter in model.named_parameters())
+    assert x.grad is gradient
+    assert x._version == version
+    assert torch.equal(x, X)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.seen = torch.zeros(8)
+        self.register_buffer("total", torch.zeros(8))
+        self.weight = nn.Parameter(torch.ones(8))
+
+    @torch.compiler.disable
+    def note(self, x):
+        self.calls += 1
+        self.seen = x.detach().sum(0)
+        self.last = self.calls
+        self.total = self.total + 1
+        self.weight.data = self.weight.data.clone()
+
+    def forward(self, x):
+        self.note(x)
+        return (x * self.weight).sin().cos().exp().tanh()
+
+
+def test_what_a_module_assigns_is_put_back():
+    model = Counting()
+    seen, total, weight = model.seen, model.total, model.weight
+    address = weight.data_ptr()
+    cgpass.explain(model, X)
+    assert model.calls == 0
+    assert not hasattr(model, "last")
+    assert model.seen is seen
+    assert model.total is total
+    assert model.weight is weight
+    assert weight.data_ptr() == address
+    assert total.tolist() == [0.0] * 8
+
+
+def test_arguments_that_are_written_keep_their_values():
+    def fn(x, cache):
+        cache.add_(x)
+        return cache.sin().cos().exp().tanh()
+
+    x, cache = X.clone(), torch.zeros_like(X)
+    report = cgpass.explain(fn, x, cache=cache)
+    assert not cache.any()
+    assert cache._version == 0
+    names = {each.name for each in report.graphs[0].partitions[0].copied_inputs}
+    assert names == {"L['x']", "L['cache']"}
+
+
+def test_what_is_marked_static_is_handed_on_as_it_is_and_put_back():
+    cache = torch.zeros_like(X)
+    torch._dynamo.mark_static_address(cache)
+
+    def fn(x, cache):
+        cache.add_(x)
+        return cache.sin().cos().exp().tanh()
+
+    report = cgpass.explain(fn, X, cache)
+    assert not cache.any()
+    (part,) = report.graphs[0].partitions
+    assert part.static_inputs == 1
+    assert [each.name for each in part.copied_inputs] == ["L['x']"]
+
+
+def test_tensors_that_share_memory_go_on_sharing_it():
+    seen = []
+
+    def fn(x, y):
+        seen.append(x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr())
+        return x.sin() + y.cos()
+
+    whole = torch.arange(8.0)
+    cgpass.explain(torch.compiler.disable(fn), whole[:4], whole[4:])
+    assert set(seen) == {True}
+
+
+def test_errors_are_the_functions_own_and_everything_is_put_back():
+    model = Model()
+    before, calls = snapshot(model), []
+
+    def fn(x):
+        calls.append(1)
+        if len(calls) == 4:
+            raise LookupError("the user's")
+        return model(x)
+
+    with pytest.raises(LookupError, match=r"^the user's$"):
+        cgpass.explain(torch.compiler.disable(fn), X)
+    same(before, snapshot(model))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_leaves_that_only_the_graph_knows_get_no_gradient():
+    hidden = nn.Parameter(torch.ones(8))
+    holder = {"weight": [hidden]}
+
+    def fn(x):
+        return (x * holder["weight"][0]).sin().cos().exp()
+
+    cgpass.explain(fn, X)
+    assert hidden.grad is None
+
+
+def test_the_loss_of_an_output_is_what_the_backward_begins_with():
+    found = []
+    model = Model()
+    model.first.weight.register_hook(lambda grad: found.append(grad.clone()))
+
+    def fn(x):
+        out = model(x)
+        return {"loss": out.sum() * 0, "logits": out}
+
+    cgpass.explain(torch.compiler.disable(fn), X)
+    assert found
+    assert not any(grad.any() for grad in found)
+
+
+def test_compiled_functions_run_as_they_are_and_stay_recorded():
+    compiled = torch.compile(split, backend="cgpass", options={"unsafe_ops": ("aten::tanh",)})
+    compiled(X)
+    with counted() as counters:
+        report = cgpass.explain(compiled, X)
+    assert counters["graphs"] == 0
+    names = [part.name for part in report.graphs[0].partitions]
+    assert names == ["captured_0", "eager_1"]
+    with counted() as counters:
+        compiled(X)
+    assert (counters["replays"], counters["recordings"]) == (1, 0)
+
+
+def test_what_explain_compiled_itself_keeps_no_recordings():
+    model = Model()
+    cgpass.explain(model, X)
+    assert not [
+        live for _, _, live in api.live_runs() if live.owner and live.owner.has_recordings()
+    ]
+
+
+def test_nothing_is_kept_alive():
+    model = Model()
+    alive = weakref.ref(model.first.weight)
+    report = cgpass.explain(model, X)
+    torch.compiler.reset()
+    del model
+    gc.collect()
+    assert alive() is None
+    assert report.graphs
+    assert not list(api.live_runs())
+
+
+def test_another_backend_leaves_nothing_to_report():
+    report = cgpass.explain(torch.compile(split, backend="eager"), X)
+    assert report.functions == ()
+    assert report.work == (0, 0)
+    assert "cgpass compiled nothing of it" in str(report)
+
+
+def test_a_function_that_never_settles_says_so():
+    numbers = iter(range(1000))
+
+    def fn(x):
+        return inner(x, next(numbers))
+
+    inner = torch.compile(lambda x, n: (x + n).sin().cos().exp(), backend="cgpass", dynamic=True)
+    report = cgpass.explain(fn, X)
+    assert not report.settled
+    assert "it did not settle" in str(report)
+    causes = [each.cause for each in report.graphs[-1].partitions[0].recordings]
+    assert causes in ([], ["first"])
+
+
+def test_calls_that_are_compared_warn_of_nothing(caplog):
+    with caplog.at_level(logging.WARNING, "cgpass"):
+        cgpass.explain(Model(), X)
+    assert not caplog.records
+
+
+def test_telemetry_keeps_reasons_and_numbers_functions():
+    before = telemetry.counters()["graphs"]
+    cgpass.explain(split, X)
+    graphs = telemetry.graph_runs()
+    summary, runs = graphs[before]
+    (reason,) = summary.partitions[1].why
+    assert (reason.code, reason.op) == ("cudagraph_unsafe", "explained.host.default")
+    assert str(reason) == summary.partitions[1].reasons[0]
+    (run,) = runs
+    assert list(run.parts) == ["captured_0", "captured_2"]
+    cgpass.explain(lambda x: split(x) + 1, X)
+    assert telemetry.graph_runs()[before + 1][0].function == summary.function + 1
