@@ -1,0 +1,80 @@
+"""Reports as text."""
+
+import pytest
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cgpass.report import words
+from tests.report.samples import sample
+
+
+def test_text():
+    assert_expected_inline(
+        str(sample()),
+        """\
+cgpass 0.1.0, torch 2.11.0+cu130, NVIDIA H200
+one call: 1.500 ms with CUDA graphs, 4.500 ms without (3.00x)
+in graphs: 66.7% of 18 kernels, 90% of the call's GPU time
+
+function 0: model.py:38 in forward
+  its graphs' memory pools: 96.0 MiB
+  forward: 1 of 2 partitions captured, 93% of 43 operators, 30 calls, 12 in each call of what was
+    explained, 1.000 ms (plain 3.750)
+    partition                  runs    ops kernels  replays     copied recorded       ms plain ms
+    captured_0                graph     40      12       26    3.0 MiB        5    0.750    3.500
+    eager_1                   plain      3       4        -          -        -    0.250    0.250
+    captured_0:
+      copies in every replay: L['x'] (3.0 MiB), L['mask'] (100 B)
+      reads where they never moved: L['table']
+      reads 24 static inputs in place (parameters, buffers, marked ones); outputs 5.0 MiB; held
+        outputs moved 2 times (0 B); 3 calls without a graph
+      3 older recordings
+      recording 4 (8.500 ms): first: the first call after the warm-up
+      recording 5 (7.250 ms, pool 1): moved: L['self'].weight (float32[8, 8]) moved from 0x7f00 to
+        0x7f80
+    eager_1:
+      aten._local_scalar_dense.default at model.py:41 in forward: scale = x.max().item()
+        the host reads a tensor's data and waits for the device [host_read]
+        fix: keep the value on the device (torch.where, tensor arithmetic) instead of item()
+      aten.cos.default (2 times)
+        its partition would hold 1 operators, min_partition_ops is 4 [too_small]
+        fix: set min_partition_ops to 1 or less to capture it
+  backward: runs without CUDA graphs, 2 operators, 30 calls
+    why: it uses several devices: cuda:0, cuda:1
+  ends at a graph break: print
+    fix: leave it out""",
+    )
+
+
+NASTY = ["x" * 300, "two\nlines\tand tabs", "word " * 80, "<b>&amp;\"'", "", "  ", "a-b" * 99]
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_no_line_is_wider_than_100_columns(text):
+    lines = str(sample(text)).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert not any(line != line.rstrip() for line in lines)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(max_size=200), st.integers(0, 10**15), st.floats(0, 1e12))
+def test_no_line_is_wider_whatever_the_numbers(text, number, ms):
+    report = sample(text, ms=ms, plain_ms=ms * 3)
+    part = report.functions[0].graphs[0].partitions[0]
+    for name in part.counts:
+        part.counts[name] = number
+    assert max(map(len, str(report).splitlines())) <= 100
+
+
+def test_sizes():
+    sizes = [0, 1023, 1024, 1536, 1024**2 - 1, 3 << 30, 5 << 40, 5 << 60]
+    found = [words.size(number) for number in sizes]
+    assert found[:4] == ["0 B", "1023 B", "1.0 KiB", "1.5 KiB"]
+    assert found[4:] == ["1.0 MiB", "3.0 GiB", "5.0 TiB", "5242880.0 TiB"]
+
+
+def test_shares_never_round_to_what_is_not_so():
+    pairs = [(0, 0), (0, 5), (1, 10**6), (1, 3), (10**6 - 1, 10**6), (5, 5)]
+    found = [words.share(*pair) for pair in pairs]
+    assert found == ["-", "0%", "0.1%", "33.3%", "99.9%", "100%"]
