@@ -1,0 +1,193 @@
+"""`python -m cgpass`: reports from files, and scripts of which enough has to be captured."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import cgpass
+from cgpass import __main__ as command
+from cgpass import telemetry
+from cgpass.errors import ReportError
+from cgpass.report import check
+from tests.report.samples import sample
+
+ROOT = Path(cgpass.__file__).parents[1]
+
+SCRIPT = """
+import sys
+import torch
+
+if __name__ == "__main__":
+    import beside
+
+    calls = int(sys.argv[1])
+    call = torch.compile(beside.fn, backend="cgpass", options={"on_skip": "silent"})
+    for _ in range(calls):
+        call(torch.ones(4))
+    print("ran", calls)
+    sys.exit()
+"""
+BESIDE = """
+def fn(x):
+    return x.sin().cos().exp().tanh()
+"""
+
+
+def run(tmp_path, *arguments, **environment):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text(BESIDE)
+    env = os.environ | {"CGPASS_DRIVER": "simulated", "CGPASS_COMPILER": "eager"} | environment
+    return subprocess.run(
+        [sys.executable, "-m", "cgpass", *arguments],
+        env=env | {"PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_script_that_is_captured_passes(tmp_path):
+    done = run(tmp_path, "check", "--save", "all.json", "script.py", "5")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        "ran 5\ncgpass check: passed: 100% of the 16 operators that compiled functions ran after their "
+        "warm-ups were captured, 95% are wanted\n"
+    )
+    shown = run(tmp_path, "report", "all.json", "-o", "-")
+    assert "beside.py:3 in fn" in shown.stdout
+
+
+def test_a_script_that_is_not_fails_with_the_list(tmp_path):
+    done = run(tmp_path, "check", "--min-captured", "0.5", "script.py", "5", CGPASS_DRIVER="auto")
+    assert done.returncode == 1
+    assert "FAILED: 0% of the 20 operators" in done.stdout
+    assert "50% are wanted" in done.stdout
+    assert "inference of beside.py:3 in fn (4 operators): it uses no CUDA device" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("last_line", "status", "said"),
+    [
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit('it says')", 1, "it says"),
+        ("raise LookupError('its own')", 1, "LookupError: its own"),
+    ],
+)
+def test_a_script_that_fails_keeps_its_status(tmp_path, last_line, status, said):
+    (tmp_path / "fails.py").write_text(f"import sys\n{last_line}")
+    done = run(tmp_path, "check", "fails.py")
+    assert done.returncode == status
+    assert said in done.stderr
+    assert "cgpass check" not in done.stdout
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    monkeypatch.setattr(telemetry, "_registry", telemetry._Registry())
+    monkeypatch.setattr(telemetry, "compile_stats", telemetry._registry.compiled)
+
+
+@torch.library.custom_op("checked::host", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def host(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@torch.library.custom_op("checked::waits", mutates_args=())
+def waits(x: torch.Tensor) -> torch.Tensor:
+    return x * x.sum().item()
+
+
+host.register_fake(torch.empty_like)
+waits.register_fake(torch.empty_like)
+
+
+def did(fn, *inputs):
+    options = {"driver": "simulated", "compiler": "eager", "on_skip": "silent"}
+    call = torch.compile(fn, backend="cgpass", options=options)
+    for x in inputs:
+        call(x)
+    return check.work_done()
+
+
+X = torch.ones(4)
+
+
+def test_eager_partitions_count_as_often_as_they_ran_after_warm_ups(registry):
+    work = did(lambda x: host(x.sin().cos().exp().tanh()).sin().cos().exp().tanh(), *[X] * 5)
+    assert (work.captured, work.total, work.fell_back) == (32, 36, [])
+    (line,) = work.plain
+    assert "eager_1: checked.host.default at test_check.py:" in line
+    passes, text = check.verdict(work, 0.95)
+    assert not passes
+    assert "FAILED: 88.9% of the 36 operators" in text
+    assert f"runs without graphs:\n  {line}" in text
+    passes, text = check.verdict(work, 0.85)
+    assert passes
+    assert "runs without graphs" not in text
+
+
+def test_what_turned_out_not_to_be_capturable_fell_back(registry):
+    work = did(lambda x: waits(x.sin().cos().exp().tanh()).sin().cos().exp().tanh(), *[X] * 6)
+    (line,) = work.fell_back
+    assert "checked.waits.default" in line
+    assert "name it in unsafe_ops" in line
+    passes, text = check.verdict(work, 0.1)
+    assert not passes
+    assert f"fell back:\n  {line}" in text
+
+
+def test_calls_without_a_graph_fell_back(registry):
+    options = {"driver": "simulated", "compiler": "eager", "max_recordings": 1}
+    call = torch.compile(
+        lambda x, n: (x * n).sin().cos().exp(), backend="cgpass", options=options, dynamic=True
+    )
+    for n in (2, 2, 3, 3, 3):
+        call(X, n)
+    work = check.work_done()
+    assert "of 5 calls ran without a graph" in work.fell_back[-1]
+
+
+def test_nothing_to_check():
+    assert check.verdict(check.Work(), 0.5) == (
+        False,
+        "cgpass check: nothing was compiled by cgpass",
+    )
+    passes, text = check.verdict(check.Work(graphs=1), 0.5)
+    assert not passes
+    assert text == "cgpass check: nothing ran more often than to warm up"
+
+
+@pytest.mark.parametrize(
+    ("text", "share"), [("95%", 0.95), ("95", 0.95), ("0.95", 0.95), ("1", 1.0), (" 0% ", 0.0)]
+)
+def test_shares(text, share):
+    assert check.least_share(text) == share
+
+
+@pytest.mark.parametrize("text", ["x", "120%", "-1", ""])
+def test_what_is_no_share(text):
+    with pytest.raises(ReportError, match=r"--min-captured is a share as 95% or 0\.95"):
+        check.least_share(text)
+
+
+def test_a_page_is_made_beside_the_report(tmp_path, capsys):
+    sample().save(tmp_path / "r.json")
+    assert command.main(["report", str(tmp_path / "r.json")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'r.html'}\n"
+    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+    assert command.main(["report", str(tmp_path / "r.json"), "-o", "-"]) == 0
+    assert capsys.readouterr().out == f"{sample()}\n"
+
+
+def test_files_that_are_no_reports(tmp_path, capsys):
+    path = tmp_path / "r.json"
+    for text, message in [(None, "can't be read"), ("{", "is no JSON"), ("[]", "is no report")]:
+        if text is not None:
+            path.write_text(text)
+        assert command.main(["report", str(path)]) == 2
+        assert message in capsys.readouterr().err

@@ -1,0 +1,116 @@
+"""Every recording says why it was made."""
+
+import logging
+
+import torch
+
+from cgpass import telemetry
+from cgpass.runtime.owner import Owner
+from cgpass.runtime.simulated import SimulatedDriver
+from tests.unit.runners import COPIED, POOLED, STATIC, SYMINT, call, runner
+
+
+def causes(run):
+    return [note.cause for note in run.history.notes]
+
+
+def test_the_first_recording_and_one_for_another_shape():
+    run = runner(lambda x, n: [x * n], COPIED, SYMINT)
+    for n in (2, 2, 3, 3):
+        call(run, torch.ones(2), n)
+    assert causes(run) == ["first", "shape"]
+    first, shape = run.history.notes
+    assert first.detail == "the first call after the warm-up"
+    assert shape.detail == (
+        "the first call with this value or layout of x1 (read at model.py:1 in forward: code)"
+    )
+    assert (first.copied_bytes, first.pool) == (8, 0)
+    assert first.record_ms > 0
+
+
+def test_a_parameter_that_moved_is_named_with_its_addresses_and_line():
+    run = runner(lambda x, w: [x * w], COPIED, STATIC)
+    x, w = torch.ones(2), torch.ones(2)
+    before = w.data_ptr()
+    call(run, x, w)
+    call(run, x, w)
+    kept = w.data
+    w.data = torch.ones(2)
+    call(run, x, w)
+    assert causes(run) == ["first", "moved"]
+    assert run.history.notes[-1].detail == (
+        "x1 (float32[2], read at model.py:1 in forward: code) moved from "
+        f"{before:#x} to {w.data_ptr():#x}"
+    )
+    del kept
+
+
+def test_other_tensors_in_the_parameters_places_have_not_moved():
+    run = runner(lambda x, w: [x * w], COPIED, STATIC, settings={"other_sets": True})
+    one, two = torch.ones(2), torch.ones(2)
+    for w in (one, two, one, two):
+        call(run, torch.ones(2), w)
+    assert causes(run) == ["first", "other tensors"]
+
+
+def test_values_of_other_partitions_that_lie_elsewhere():
+    owner = Owner(SimulatedDriver())
+    first = runner(lambda x, n: [x * n], COPIED, SYMINT, owner=owner)
+    second = runner(lambda h: [h + 1], POOLED, owner=owner)
+
+    def both(n):
+        outputs, _ = first.run([torch.ones(2), n])
+        return call(second, *outputs)
+
+    for n in (2, 2, 3, 3, 3):
+        both(n)
+    assert causes(second) == ["first", "memory"]
+    assert "values of other partitions lie elsewhere: x0" in second.history.notes[-1].detail
+
+
+def test_results_that_are_held_with_their_backward_to_come():
+    run = runner(lambda x: [x * 2, x + 1], COPIED)
+    run.visible, run.read = frozenset({0}), frozenset({1})
+    call(run, torch.ones(2))
+    call(run, torch.ones(2))
+    held = [run.run([torch.ones(2)])[0], run.run([torch.ones(2)])[0]]
+    assert causes(run) == ["first", "held"]
+    assert len(held) == 2
+
+
+def test_inputs_that_never_move_and_memory_that_was_freed():
+    run = runner(lambda x: [x * 2], COPIED)
+    x = torch.ones(2)
+    for _ in range(40):
+        call(run, x)
+    assert causes(run) == ["first", "anew"]
+    last = run.history.notes[-1]
+    assert last.copied_bytes == 0
+    assert last.detail.endswith(
+        "; x0 (read at model.py:0 in forward: code) never moved, and is read where it lies"
+    )
+    run.owner.release()
+    for _ in range(2):
+        call(run, torch.ones(2))
+    assert causes(run)[2:] == ["anew"]
+    assert "cgpass.reset()" in run.history.notes[-1].detail
+
+
+def test_the_newest_causes_are_kept_and_logged(caplog):
+    run = runner(lambda x, n: [x * n], COPIED, SYMINT, max_recordings=1000)
+    with caplog.at_level(logging.INFO, "cgpass"):
+        for n in range(telemetry.RECORDINGS_KEPT + 6):
+            call(run, torch.ones(2), n)
+            call(run, torch.ones(2), n)
+    assert len(run.history.notes) == telemetry.RECORDINGS_KEPT
+    assert causes(run) == ["shape"] * telemetry.RECORDINGS_KEPT
+    assert "forward captured_0: recording 1 made: the first call after the warm-up" in caplog.text
+
+
+def test_what_is_known_of_sets_of_parameters_is_bounded():
+    run = runner(lambda w: [w * 2], STATIC, settings={"other_sets": True}, max_static_sets=1000)
+    kept = [torch.ones(2) for _ in range(300)]
+    for w in kept * 2:
+        call(run, w)
+    assert run.stats.recordings == 300
+    assert sum(len(sets) for sets in run.history._shapes.values()) <= 256

@@ -1,0 +1,104 @@
+"""Calls may be watched, or run without graphs on request; those outside pay nothing for it."""
+
+import contextlib
+
+import pytest
+import torch
+
+from cgpass import telemetry
+from cgpass.runtime.executor import Executor, Plan, Step
+from cgpass.runtime.owner import Owner
+from cgpass.runtime.plain import PlainGraph
+from cgpass.runtime.simulated import SimulatedDriver
+from tests.unit.runners import COPIED, counts, runner
+
+
+class Noting:
+    def __init__(self):
+        self.steps = []
+
+    @contextlib.contextmanager
+    def step(self, name):
+        self.steps.append(f"begin {name}")
+        try:
+            yield
+        finally:
+            self.steps.append(f"end {name}")
+
+
+@pytest.fixture
+def executor():
+    run = runner(lambda x: [x * 2], COPIED, owner=Owner(SimulatedDriver()))
+    steps = (
+        Step("captured_0", run, (0,), (1,), (0,)),
+        Step("eager_1", lambda args: [args.pop() + 1], (1,), (2,), (1,)),
+    )
+    return Executor(Plan(1, 3, steps, (2,), visible=frozenset({0})), run.owner)
+
+
+def run_of(executor):
+    return executor.plan.steps[0].run
+
+
+def test_steps_are_told_in_order_and_only_inside(executor):
+    noting, steps = Noting(), executor._steps
+    executor([torch.ones(2)])
+    with executor.observed(noting):
+        assert executor([torch.ones(2)])[0].tolist() == [3, 3]
+    assert executor._steps is steps
+    executor([torch.ones(2)])
+    begun = ["begin captured_0", "end captured_0", "begin eager_1", "end eager_1"]
+    assert noting.steps == begun
+    assert executor.tally.calls == 3
+
+
+def test_an_error_ends_the_watch(executor):
+    noting, steps = Noting(), executor._steps
+    with pytest.raises(TypeError), executor.observed(noting):
+        executor(["no tensor"])
+    assert noting.steps == ["begin captured_0", "end captured_0", "begin eager_1", "end eager_1"]
+    assert executor._steps is steps
+
+
+def test_watches_may_be_nested(executor):
+    outer, inner = Noting(), Noting()
+    with executor.observed(outer), executor.observed(inner):
+        executor([torch.ones(2)])
+    assert len(outer.steps) == len(inner.steps) == 4
+
+
+def test_calls_run_plainly_on_request_and_recordings_stay(executor):
+    for _ in range(3):
+        executor([torch.ones(2)])
+    executor.owner.plain = True
+    held = [executor([torch.full((2,), float(n))])[0] for n in range(3)]
+    assert [value.tolist() for value in held] == [[1, 1], [3, 3], [5, 5]]
+    assert counts(run_of(executor)) == (1, 1, 2, 3)
+    executor.owner.plain = False
+    executor([torch.ones(2)])
+    assert counts(run_of(executor)) == (1, 1, 3, 3)
+
+
+def test_a_graph_that_runs_plainly_is_watched_as_one_step():
+    graph, noting = PlainGraph(lambda args: [args.pop() + 1]), Noting()
+    with graph.observed(noting):
+        assert graph([1]) == [2]
+    assert graph([2]) == [3]
+    assert noting.steps == ["begin ", "end "]
+    assert graph.tally.calls == 2
+
+
+def test_telemetry_forgets_what_ran_graphs_that_it_lists_no_more(monkeypatch):
+    monkeypatch.setattr(telemetry, "_registry", telemetry._Registry())
+    monkeypatch.setattr(telemetry, "compile_stats", telemetry._registry.compiled)
+    monkeypatch.setattr(telemetry, "GRAPHS_KEPT", 2)
+    for _ in range(4):
+        number = telemetry.add_graph(telemetry.GraphSummary("forward", ()))
+        graph = PlainGraph(list)
+        run = telemetry.GraphRun("", graph.tally, {}, telemetry.weakref.ref(graph))
+        telemetry.add_run(number, run)
+    assert [*telemetry.graph_runs()] == [*telemetry._registry.runs] == [2, 3]
+    telemetry.add_run(0, run)
+    assert 0 not in telemetry._registry.runs
+    del graph
+    assert run.live() is None
