@@ -358,13 +358,16 @@ def register_backend(name: str, backend: Callable[..., Any]) -> None:
 def is_compiled(fn: Any) -> bool:
     """Whether `torch.compile` returned a callable, or was called on a module in place.
 
+    What `torch.compiler.disable` returns carries its original, too, and a mark.
+
     Source: torch/_dynamo/eval_frame.py `OptimizedModule`, `_TorchDynamoContext.__call__`, 2.11 to 2.15.
     """
     if isinstance(fn, torch.nn.Module):
         from torch._dynamo.eval_frame import OptimizedModule
 
         return isinstance(fn, OptimizedModule) or fn._compiled_call_impl is not None
-    return hasattr(fn, "_torchdynamo_orig_callable")
+    is_disabled = getattr(fn, "_torchdynamo_disable", False)
+    return hasattr(fn, "_torchdynamo_orig_callable") and not is_disabled
 
 
 @contextlib.contextmanager

@@ -71,24 +71,32 @@ def _elapsed_ms(start: Any, end: Any) -> float:
     return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
 
 
+_MakeStep = Callable[[Key, torch.device | None], Any]
+"""Gives a context for a step of a graph, on a device if it is known."""
+
+
 class _Watch:
     """An observer of one executor."""
 
-    def __init__(self, make: Callable[[Key], Any], number: int, prefix: str) -> None:
+    def __init__(
+        self, make: _MakeStep, number: int, prefix: str, device: torch.device | None
+    ) -> None:
         self._make = make
         self._number = number
         self._prefix = prefix
+        self._device = device
 
     def step(self, name: str) -> Any:
-        return self._make((self._number, self._prefix + name))
+        return self._make((self._number, self._prefix + name), self._device)
 
 
 @contextlib.contextmanager
-def watched(make: Callable[[Key], Any]) -> Iterator[None]:
+def watched(make: _MakeStep) -> Iterator[None]:
     """Have every step of every graph run inside of a context that `make` gives for it."""
     with contextlib.ExitStack() as stack:
         for number, run, live in list(live_runs()):
-            stack.enter_context(live.observed(_Watch(make, number, run.prefix)))
+            device = None if live.owner is None else live.owner.driver.device
+            stack.enter_context(live.observed(_Watch(make, number, run.prefix, device)))
         yield
 
 
@@ -110,12 +118,12 @@ def timed(call: Callable[[], None], devices: Iterable[torch.device], runs: int =
         runs: How many calls count; one more goes before them.
     """
     devices = tuple(devices)
-    device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
+    usual = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
     noted: list[tuple[Key, Any, Any]] = []
     totals: list[float] = []
     sums: dict[Key, list[float]] = defaultdict(list)
     counts: dict[Key, int] = defaultdict(int)
-    with watched(lambda key: _Step(noted, key, device)):
+    with watched(lambda key, device: _Step(noted, key, device or usual)):
         for number in range(runs + 1):
             noted.clear()
             synchronise(devices)
@@ -156,7 +164,8 @@ def profiled(call: Callable[[], None], devices: Iterable[torch.device]) -> kerne
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     devices = tuple(devices)
 
-    def ranged(key: Key) -> Any:
+    def ranged(key: Key, device: torch.device | None) -> Any:
+        del device
         return torch.profiler.record_function(kernels.range_name(*key))
 
     synchronise(devices)

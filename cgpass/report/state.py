@@ -2,6 +2,7 @@
 
 import inspect
 import random
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -203,13 +204,26 @@ def _read_by_name(fn: Any) -> list[Mapping[str, Any]]:
     """What a function reads from closures and from globals, by name."""
     fn = inspect.unwrap(fn)
     fn = getattr(fn, "__func__", fn)
-    return [*inspect.getclosurevars(fn)[:2]] if inspect.isfunction(fn) else []
+    if not inspect.isfunction(fn):
+        return []
+    known, code = fn.__globals__, fn.__code__
+    cells = dict(zip(code.co_freevars, fn.__closure__ or (), strict=True))
+    around = {name: cell.cell_contents for name, cell in cells.items() if _is_filled(cell)}
+    return [around, {name: known[name] for name in code.co_names if name in known}]
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
 
 
 def reaches_compiled(fn: Any) -> bool:
     """Whether a callable, or something that it reaches by name, was given to `torch.compile`."""
     named = [value for values in _read_by_name(fn) for value in values.values()]
-    return any(map(_torch.is_compiled, [fn, *named, *modules_of(fn)]))
+    functions = [value for value in named if isinstance(value, types.FunctionType)]
+    return any(map(_torch.is_compiled, [fn, *functions, *modules_of(fn)]))
 
 
 def leaves_behind(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:

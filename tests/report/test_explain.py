@@ -365,3 +365,26 @@ def test_telemetry_keeps_reasons_and_numbers_functions():
     assert list(run.parts) == ["captured_0", "captured_2"]
     cgpass.explain(lambda x: split(x) + 1, X)
     assert telemetry.graph_runs()[before + 1][0].function == summary.function + 1
+
+
+@torch.compiler.disable
+def beside(x):
+    return x + 1
+
+
+def test_functions_that_are_kept_from_being_compiled_are_no_compiled_ones():
+    def fn(x):
+        return beside((x * 2).sin().cos().exp())
+
+    (graph,) = cgpass.explain(fn, X).graphs
+    assert graph.partitions[0].captured
+
+
+def test_names_without_a_value_are_no_hindrance():
+    def fn(x):
+        return (x * 2).sin().cos().exp() if x.shape else later(x)
+
+    report = cgpass.explain(fn, X)
+    assert report.graphs
+    if not report:
+        later = fn
