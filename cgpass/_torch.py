@@ -366,8 +366,12 @@ def is_compiled(fn: Any) -> bool:
         from torch._dynamo.eval_frame import OptimizedModule
 
         return isinstance(fn, OptimizedModule) or fn._compiled_call_impl is not None
-    is_disabled = getattr(fn, "_torchdynamo_disable", False)
-    return hasattr(fn, "_torchdynamo_orig_callable") and not is_disabled
+    return hasattr(fn, "_torchdynamo_orig_callable") and not is_disabled(fn)
+
+
+def is_disabled(fn: Any) -> bool:
+    """Whether `torch.compiler.disable` returned a function."""
+    return bool(getattr(fn, "_torchdynamo_disable", False))
 
 
 @contextlib.contextmanager

@@ -220,9 +220,11 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 def reaches_compiled(fn: Any) -> bool:
-    """Whether a callable, or something that it reaches by name, was given to `torch.compile`."""
+    """Whether a callable, or something that it reaches by name, was given to `torch.compile`, or is not to be."""
     named = [value for values in _read_by_name(fn) for value in values.values()]
     functions = [value for value in named if isinstance(value, types.FunctionType)]
+    if _torch.is_disabled(fn):  # torch.compile would find what it wraps
+        return True
     return any(map(_torch.is_compiled, [fn, *functions, *modules_of(fn)]))
 
 
