@@ -133,13 +133,31 @@ class RecordingNote:
     """Host time of capturing and instantiating it."""
 
 
-@dataclass(slots=True)
 class PartitionRun:
-    """What is known of a captured partition's calls."""
+    """What is known of a captured partition's calls; its counts stay when it is gone."""
 
-    stats: CallStats
-    notes: Sequence[RecordingNote]
-    """Of its newest recordings, oldest first, at most `RECORDINGS_KEPT`."""
+    def __init__(self, stats: CallStats, notes: Sequence[RecordingNote]) -> None:
+        """Keep what a report needs.
+
+        Args:
+            stats: From `new_call_stats`; the partition keeps them alive.
+            notes: Of its newest recordings, oldest first, at most `RECORDINGS_KEPT`.
+        """
+        self.notes = notes
+        self._live = weakref.ref(stats)
+        self._past = CallStats()
+        if isinstance(stats, _TrackedStats):
+            stats.run = self
+
+    @property
+    def stats(self) -> CallStats:
+        """Its counts, the last ones if it is gone."""
+        live = self._live()
+        return self._past if live is None else live
+
+    def end(self, counts: Sequence[int]) -> None:
+        """Keep what was counted in the end, in the order of `_COUNTS`."""
+        self._past = CallStats(*counts)
 
 
 @dataclass(frozen=True)
@@ -161,10 +179,16 @@ _COUNTS: Final = tuple(spec.name for spec in dataclasses.fields(CallStats))
 class _TrackedStats(CallStats):
     """Counts that stay in the totals after whoever counted is gone."""
 
+    run: PartitionRun | None = None
+    """What reports know of the partition that counts, if it belongs to a compiled graph."""
+
     def __del__(self) -> None:
         """Takes no lock: the garbage collector may come while this thread holds it."""
         if not sys.is_finalizing():
-            _registry.ended.append([getattr(self, name) for name in _COUNTS])
+            counts = [getattr(self, name) for name in _COUNTS]
+            _registry.ended.append(counts)
+            if self.run is not None:
+                self.run.end(counts)
 
 
 @dataclass

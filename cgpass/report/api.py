@@ -10,7 +10,7 @@ from cgpass.backend import cgpass
 from cgpass.options import current_defaults
 from cgpass.report.calls import Calls
 from cgpass.report.collect import Measured, called, collect, with_times
-from cgpass.report.measure import RUNS, live_runs, plainly, profiled, timed
+from cgpass.report.measure import RUNS, live_runs, main_device, plainly, profiled, timed
 from cgpass.report.model import Report
 from cgpass.report.state import State, reaches_compiled
 from cgpass.runtime.owner import Owner
@@ -69,13 +69,18 @@ def explain(
 
 def _observe(calls: Calls, devices: set[torch.device]) -> Report:
     measured = Measured(settled=_settle(calls), runs=RUNS)
-    devices |= {owner.driver.device for owner in _owners()}
     measured.captured = timed(calls, devices)
-    if any(device.type == "cuda" for device in devices):
-        measured.launches = profiled(calls, devices)
     numbers = called(measured.captured)
+    owners = _owners(among=numbers)
+    found = {owner.driver.device for owner in owners} - devices
+    if found:  # it was given nothing there
+        devices |= found
+        measured.captured = timed(calls, devices)
+    measured.device = main_device(devices)
+    if measured.device.type == "cuda":
+        measured.launches = profiled(calls, devices)
     functions = collect(numbers)
-    with plainly(_owners(among=numbers)):
+    with plainly(owners):
         measured.plain = timed(calls, devices)
     return with_times(functions, measured)
 

@@ -37,6 +37,8 @@ class Measured:
     """Of one call on CUDA."""
     settled: bool = True
     runs: int = 0
+    device: torch.device | None = None
+    """Where it ran; that of the process by default."""
 
 
 def called(times: Times) -> frozenset[int]:
@@ -182,7 +184,7 @@ def with_times(functions: Sequence[FunctionReport], measured: Measured) -> Repor
     return Report(
         cgpass=VERSION,
         torch=torch.__version__,
-        device=device_name(found),
+        device=_device_name(found, measured.device),
         functions=found,
         settled=measured.settled,
         runs=measured.runs,
@@ -197,14 +199,12 @@ def snapshot() -> Report:
     return with_times(collect(), Measured())
 
 
-def device_name(functions: Iterable[FunctionReport]) -> str:
-    """What the graphs run on."""
-    drivers = {function.driver for function in functions} - {None}
-    if "simulated" in drivers:
+def _device_name(functions: Iterable[FunctionReport], device: torch.device | None) -> str:
+    if "simulated" in {function.driver for function in functions}:
         return "cpu (simulated graphs: right in what they do, no measure of speed)"
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return "cpu"
+    if device is None and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    return torch.cuda.get_device_name(device) if device and device.type == "cuda" else "cpu"
 
 
 def _graph_with_times(graph: GraphReport, measured: Measured) -> GraphReport:

@@ -100,6 +100,11 @@ def watched(make: _MakeStep) -> Iterator[None]:
         yield
 
 
+def main_device(devices: Iterable[torch.device]) -> torch.device:
+    """The first GPU, or the CPU."""
+    return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
+
+
 def synchronise(devices: Iterable[torch.device]) -> None:
     """Wait until the devices are done."""
     for device in devices:
@@ -118,7 +123,7 @@ def timed(call: Callable[[], None], devices: Iterable[torch.device], runs: int =
         runs: How many calls count; one more goes before them.
     """
     devices = tuple(devices)
-    usual = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
+    usual = main_device(devices)
     noted: list[tuple[Key, Any, Any]] = []
     totals: list[float] = []
     sums: dict[Key, list[float]] = defaultdict(list)

@@ -71,19 +71,23 @@ def test_a_script_that_is_not_fails_with_the_list(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("last_line", "status", "said"),
-    [
-        ("sys.exit(3)", 3, ""),
-        ("sys.exit('it says')", 1, "it says"),
-        ("raise LookupError('its own')", 1, "LookupError: its own"),
-    ],
+    ("last_line", "status", "said"), [("sys.exit(3)", 3, ""), ("sys.exit('it says')", 1, "it says")]
 )
-def test_a_script_that_fails_keeps_its_status(tmp_path, last_line, status, said):
-    (tmp_path / "fails.py").write_text(f"import sys\n{last_line}")
-    done = run(tmp_path, "check", "fails.py")
-    assert done.returncode == status
-    assert said in done.stderr
-    assert "cgpass check" not in done.stdout
+def test_a_script_that_fails_keeps_its_status(tmp_path, capsys, last_line, status, said):
+    script = tmp_path / "fails.py"
+    script.write_text(f"import sys\nprint(sys.argv, sys.path[0])\n{last_line}")
+    argv, path = sys.argv, sys.path
+    assert command.main(["check", str(script), "--min-captured", "x"]) == status
+    assert (sys.argv, sys.path) == (argv, path)
+    shown = capsys.readouterr()
+    assert shown.out == f"{[str(script), '--min-captured', 'x']} {tmp_path}\n"
+    assert said in shown.err
+
+
+def test_a_script_that_raises_does_so(tmp_path):
+    (tmp_path / "raises.py").write_text("raise LookupError('its own')")
+    with pytest.raises(LookupError, match="its own"):
+        command.main(["check", str(tmp_path / "raises.py")])
 
 
 @pytest.fixture

@@ -37,6 +37,18 @@ def test_counts_stay_in_the_totals_and_their_owners_do_not(registry):
     assert telemetry.counters()["calls"] == 2006
 
 
+def test_counts_of_a_partition_that_is_gone_are_known_and_cost_nothing(registry):
+    stats = telemetry.new_call_stats()
+    run = telemetry.PartitionRun(stats, ())
+    stats.calls, stats.replays = 5, 4
+    assert run.stats is stats
+    del stats
+    gc.collect()
+    assert (run.stats.calls, run.stats.replays) == (5, 4)
+    assert telemetry.counters()["calls"] == 5
+    assert registry.calls == []
+
+
 def test_counts_that_nobody_registered_are_not_added(registry):
     telemetry.CallStats(calls=3)
     gc.collect()
