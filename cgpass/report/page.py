@@ -217,7 +217,7 @@ def _inputs(part: "PartitionReport") -> str:
         )
     if part.read_in_place:
         names = ", ".join(map(_code, part.read_in_place))
-        found += _paragraph(f"Read where they never moved: {names}")
+        found += _paragraph(f"Read where they lie, since they never moved: {names}")
     return found
 
 
@@ -242,7 +242,7 @@ def _recordings(part: "PartitionReport") -> str:
         for each in part.recordings
     )
     return (
-        '<div class="scroll"><table><tr><th>recorded since</th><th>ms</th><th>copies</th>'
+        '<div class="scroll"><table><tr><th>recorded for</th><th>ms</th><th>copies</th>'
         f'<th>pool</th><th class="words">what was new</th></tr>{rows}</table></div>'
     )
 
@@ -251,8 +251,9 @@ def _reason(reason: "ReasonReport") -> str:
     what = _code(reason.op) if reason.op else ""
     place = f" at {_code(reason.line)}" if reason.line else ""
     times = f" ({reason.count} times)" if reason.count > 1 else ""
+    head = f"{what}{place}{times}".strip()
     return (
-        f'<div class="reason">{what}{place}{times}<br>{_e(reason.detail)} '
+        f'<div class="reason">{head}{"<br>" * bool(head)}{_e(reason.detail)} '
         f'<span class="soft">[{_e(reason.code)}]</span><br>'
         f'<span class="fix">{_e(reason.fix)}</span></div>'
     )

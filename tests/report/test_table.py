@@ -26,7 +26,7 @@ function 0: model.py:38 in forward
     eager_1                   plain      3       4        -          -        -    0.250    0.250
     captured_0:
       copies in every replay: L['x'] (3.0 MiB), L['mask'] (100 B)
-      reads where they never moved: L['table']
+      reads where they lie, since they never moved: L['table']
       reads 24 static inputs in place (parameters, buffers, marked ones); outputs 5.0 MiB; held
         outputs moved 2 times (0 B); 3 calls without a graph
       3 older recordings
