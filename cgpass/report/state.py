@@ -84,19 +84,28 @@ def _lie_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class _Attributes:
-    """Entries of a module's dictionaries: attributes, parameters, buffers, submodules."""
+    """Entries of a module's dictionaries: parameters, buffers, submodules, and attributes of users' own classes.
+
+    Torch's own classes keep in attributes what belongs to objects elsewhere: a reducer, a compiled callable.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         own = vars(module)
         inner = (own.get(name) for name in ("_parameters", "_buffers", "_modules"))
-        self._dicts = [own, *(each for each in inner if isinstance(each, dict))]
+        self._dicts = [each for each in inner if isinstance(each, dict)]
+        if not type(module).__module__.startswith("torch."):
+            self._dicts.insert(0, own)
         self._before = [dict(each) for each in self._dicts]
+        self._module = module
+        self._training = module.training
 
     def tensors(self) -> Iterator[torch.Tensor]:
         for before in self._before:
             yield from tensors_of(list(before.values()))
 
     def put_back(self) -> None:
+        if self._module.training != self._training:
+            self._module.training = self._training
         for now, before in zip(self._dicts, self._before, strict=True):
             for name in [name for name in now if name not in before]:
                 if isinstance(now[name], _SIMPLE):
