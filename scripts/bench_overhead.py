@@ -32,6 +32,9 @@ class StubGraph:
     def replay(self) -> None:
         pass
 
+    def share(self, tensors: Any) -> None:
+        pass
+
     def reset(self) -> None:
         pass
 
@@ -44,6 +47,18 @@ class StubDriver:
     def record(self, fn: Any, args: list[Any], **settings: Any) -> tuple[StubGraph, list[Any]]:
         del settings
         return StubGraph(), list(fn(args))
+
+    def warm_up(self, fn: Any, args: list[Any]) -> Any:
+        return fn(args)
+
+    def prepare_thread(self) -> None:
+        pass
+
+    def end_warm_ups(self) -> None:
+        pass
+
+    def give_back(self) -> None:
+        pass
 
     def is_capturing(self) -> bool:
         return False
