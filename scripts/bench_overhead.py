@@ -29,6 +29,8 @@ from cgpass.runtime.runner import PartitionRunner, RunnerSettings
 class StubGraph:
     """A graph of nothing."""
 
+    instantiate_ms = None
+
     def replay(self) -> None:
         pass
 

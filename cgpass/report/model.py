@@ -54,6 +54,10 @@ class RecordingReport:
     """Which of the function's pools it lies in; results that are held need more than one."""
     record_ms: float
     """Host time of capturing and instantiating it."""
+    instantiate_ms: float | None = None
+    """Host time of ending the capture, in which the graph is instantiated; None where nothing is."""
+    warm_up_ms: float | None = None
+    """Host time of the last warm-up call before it, None if there was none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -237,12 +237,13 @@ def _recordings(part: "PartitionReport") -> str:
     if not part.recordings:
         return ""
     rows = "".join(
-        f"<tr><td>{_e(each.cause)}</td><td>{_e(milliseconds(each.record_ms))}</td>"
+        f"<tr><td>{_e(each.cause)}</td><td>{_e(milliseconds(each.warm_up_ms))}</td>"
+        f"<td>{_e(milliseconds(each.record_ms))}</td><td>{_e(milliseconds(each.instantiate_ms))}</td>"
         f'<td>{_e(size(each.copied_bytes))}</td><td>{_e(each.pool)}</td><td class="words">{_e(each.detail)}</td></tr>'
         for each in part.recordings
     )
     return (
-        '<div class="scroll"><table><tr><th>recorded for</th><th>ms</th><th>copies</th>'
+        '<div class="scroll"><table><tr><th>recorded for</th><th>warm-up ms</th><th>record ms</th><th>instantiate ms</th><th>copies</th>'
         f'<th>pool</th><th class="words">what was new</th></tr>{rows}</table></div>'
     )
 

@@ -207,11 +207,15 @@ def _recordings(part: "PartitionReport") -> Iterator[str]:
     if left > 0:
         yield from _wrapped(f"{many(left, 'older recording')}", 6)
     for number, each in enumerate(part.recordings, left + 1):
-        pool = f", pool {each.pool}" if each.pool else ""
-        yield from _wrapped(
-            f"recording {number} ({milliseconds(each.record_ms)} ms{pool}): {each.cause}: {each.detail}",
-            6,
-        )
+        facts = [f"{milliseconds(each.record_ms)} ms"]
+        if each.instantiate_ms is not None:
+            facts.append(f"instantiate {milliseconds(each.instantiate_ms)}")
+        if each.warm_up_ms is not None:
+            facts.append(f"warm-up {milliseconds(each.warm_up_ms)}")
+        if each.pool:
+            facts.append(f"pool {each.pool}")
+        words = f"recording {number} ({', '.join(facts)}): {each.cause}: {each.detail}"
+        yield from _wrapped(words, 6)
 
 
 def _reasons(reasons: Sequence["ReasonReport"], indent: int) -> list[str]:

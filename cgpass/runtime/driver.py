@@ -4,6 +4,7 @@ A driver knows how to record a callable, to replay what it recorded and where me
 static input and no liveness: those are the wrapper's.
 """
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -25,6 +26,11 @@ class CapturedGraph(Protocol):
     @property
     def replay(self) -> Callable[[], None]:
         """Runs the recorded work again on the current stream, reading and writing the same memory."""
+        ...
+
+    @property
+    def instantiate_ms(self) -> float | None:
+        """Host time of making the recorded graph one that can be launched, None if there is no such step."""
         ...
 
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -111,8 +117,10 @@ class _CUDAGraph:
         pool: Pool,
         generator: torch.Generator,
         streams: CallStreams,
+        instantiate_ms: float,
     ) -> None:
         self._replay = graph.replay
+        self.instantiate_ms = instantiate_ms
         self._streams = streams
         self.share = streams.share
         self._generator = generator
@@ -186,6 +194,8 @@ class CUDADriver:
         self._stream = stream or torch.cuda.Stream(device)
         self._streams = CallStreams(self._device)
         self._token = torch.zeros(1, device=device)
+        self._instantiate_ms = 0.0
+        """Of the last capture."""
 
     def record(
         self, fn: BoxedCallable, args: list[Any], *, opaque: bool, slot: int = 0
@@ -217,7 +227,7 @@ class CUDADriver:
             finally:
                 _torch.clear_cublas_workspaces()
         current.wait_stream(self._stream)
-        recorded = _CUDAGraph(graph, pool, generators[0], self._streams)
+        recorded = _CUDAGraph(graph, pool, generators[0], self._streams, self._instantiate_ms)
         pool.end_of_warm_ups()
         return recorded, outputs
 
@@ -315,12 +325,14 @@ class CUDADriver:
         except BaseException:
             self._end_failed(graph, pool)
             raise
+        start = time.perf_counter()
         try:
             with may_be_empty():
                 graph.capture_end()
         except BaseException:
             _torch.abandon_failed_capture(self._index, pool.handle)
             raise
+        self._instantiate_ms = (time.perf_counter() - start) * 1e3
         return outputs
 
     def _end_failed(self, graph: torch.cuda.CUDAGraph, pool: Pool) -> None:

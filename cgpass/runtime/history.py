@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe
+from cgpass.runtime.warmup import WarmUp
 from cgpass.telemetry import RECORDINGS_KEPT, RecordingNote
 
 log = logging.getLogger(__name__)
@@ -33,9 +34,10 @@ class Cause:
 class History:
     """Compares what is recorded with what was recorded before, and keeps the newest causes."""
 
-    def __init__(self, name: str) -> None:
-        """Args: name: of the partition, for messages."""
+    def __init__(self, name: str, warm_ups: WarmUp) -> None:
+        """Args: name: of the partition, for messages. warm_ups: its."""
         self._name = name
+        self._warm_ups = warm_ups
         self._count = 0
         self.notes: deque[RecordingNote] = deque(maxlen=RECORDINGS_KEPT)
         self._shapes: dict[ShapeKey, dict[int, StaticKey]] = {}
@@ -88,8 +90,17 @@ class History:
         self._count += 1
         log.info("%s: recording %d made: %s", self._name, self._count, detail)
         self.notes.append(
-            RecordingNote(cause.code, detail, recording.copied_bytes, recording.slot, record_ms)
+            RecordingNote(
+                cause.code,
+                detail,
+                recording.copied_bytes,
+                recording.slot,
+                record_ms,
+                recording.instantiate_ms,
+                self._warm_ups.last_ms,
+            )
         )
+        self._warm_ups.last_ms = None
         if self._num_sets >= _SETS_KEPT:
             self._shapes.clear()
             self._num_sets = 0

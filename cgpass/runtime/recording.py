@@ -79,6 +79,8 @@ class Recording:
         self.rescues_in_a_row = 0
         self._rescued = False
         self.replay: Callable[[], None] = graph.replay
+        self.instantiate_ms = graph.instantiate_ms
+        """Host time of instantiating the graph; None if nothing was instantiated."""
         self._graph = graph
         consumes = consumes or {}
         self._consumed, self._users = tuple(consumes), tuple(consumes.values())

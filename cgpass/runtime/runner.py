@@ -75,7 +75,7 @@ class PartitionRunner:
         self._strays = Strays(owner)
         self._fallback = Fallback(name, fn, self.stats, on_skip=settings.on_skip, resplit=resplit)
         self._warm_ups = WarmUp(fn, owner)
-        self.history = History(name)
+        self.history = History(name, self._warm_ups)
         self._set_infos(infos)
         owner.add(self)
         fast.start()

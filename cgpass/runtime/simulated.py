@@ -197,6 +197,9 @@ class _Tape(_torch.TorchDispatchMode):
 class SimulatedGraph:
     """A tape that can be run again."""
 
+    instantiate_ms = None
+    """There is nothing to instantiate."""
+
     def __init__(self, tape: _Tape, memory: Sequence[object]) -> None:
         """Args: tape: what was recorded. memory: keeps alive what it touches by address."""
         self._calls = tape.calls

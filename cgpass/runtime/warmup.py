@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ class WarmUp:
         """How many threads may yet run a call after a capture of theirs failed."""
         self.found_syncs = False
         """Whether the last call that was checked seemed to wait for the device."""
+        self.last_ms: float | None = None
+        """Host time of the last call."""
         self.found_written: frozenset[int] = frozenset()
         """Inputs whose bits the last call changed, among those compared."""
 
@@ -70,12 +73,13 @@ class WarmUp:
 
     def _run(self, args: list[Any]) -> Sequence[Any]:
         self._here.ran = True
-        owner = self._owner
+        owner, start = self._owner, time.perf_counter()
         run = (
             self._fn
             if owner.has_recordings()
             else functools.partial(owner.driver.warm_up, self._fn)
         )
         outputs = run(args)
+        self.last_ms = (time.perf_counter() - start) * 1e3
         owner.note_warm_up(outputs)
         return outputs

@@ -49,6 +49,8 @@ def sample(text="", **changes):
                 copied_bytes=100,
                 pool=0,
                 record_ms=8.5,
+                instantiate_ms=1.5,
+                warm_up_ms=20.0,
             ),
             RecordingReport(
                 cause="moved", detail=moved, copied_bytes=3 << 20, pool=1, record_ms=7.25

@@ -30,7 +30,8 @@ function 0: model.py:38 in forward
       reads 24 static inputs in place (parameters, buffers, marked ones); outputs 5.0 MiB; held
         outputs moved 2 times (0 B); 3 calls without a graph
       3 older recordings
-      recording 4 (8.500 ms): first: the first call after the warm-up
+      recording 4 (8.500 ms, instantiate 1.500, warm-up 20.0): first: the first call after the
+        warm-up
       recording 5 (7.250 ms, pool 1): moved: L['self'].weight (float32[8, 8]) moved from 0x7f00 to
         0x7f80
     eager_1:

@@ -309,6 +309,8 @@ def test_outputs_outlive_a_closed_recording():
 class NoGraph:
     """A graph that keeps no inputs, as CUDA's don't."""
 
+    instantiate_ms = 1.5
+
     def replay(self):
         pass
 
