@@ -213,24 +213,34 @@ PyObject* in_transform(PyObject* const*) {
 }
 
 struct Watched {  // storages, where they lay and how many users they had
-  const Items cdatas, addresses, users;
-  explicit Watched(PyObject* const* args) : cdatas(args[1]), addresses(args[2]), users(args[3]) {
-    if (cdatas.size != users.size || cdatas.size != addresses.size) {
+  struct Entry {
+    int64_t storage, address, users;
+    c10::StorageImpl* impl() const { return reinterpret_cast<c10::StorageImpl*>(storage); }
+  };
+  const Entry* entries;
+  Py_ssize_t size;
+  explicit Watched(PyObject* const* args) {
+    const Items storages(args[0]);
+    if (!PyBytes_Check(args[1])) fail(PyExc_TypeError, "expected bytes");
+    entries = reinterpret_cast<const Entry*>(PyBytes_AS_STRING(args[1]));
+    size = PyBytes_GET_SIZE(args[1]) / sizeof(Entry);
+    if (size != storages.size || PyBytes_GET_SIZE(args[1]) % sizeof(Entry) != 0) {
       fail(PyExc_ValueError, "as many counts as storages expected");
     }
   }
+  // Since the last call others have used the cache: what is read next is on its way while this is compared.
   bool is_held(Py_ssize_t k) const {
-    auto* storage = static_cast<c10::StorageImpl*>(PyLong_AsVoidPtr(cdatas.items[k]));
-    const void* address = PyLong_AsVoidPtr(addresses.items[k]);
-    const auto count = PyLong_AsUnsignedLong(users.items[k]);
-    if (PyErr_Occurred()) throw PythonErrorSet();
-    return users_of(storage) != count || storage->data() != address;
+    if (k + 16 < size) __builtin_prefetch(entries[k + 16].impl());
+    if (k + 8 < size) __builtin_prefetch(entries[k + 8].impl()->pyobj_slot()->load_pyobj());
+    const Entry& entry = entries[k];
+    return users_of(entry.impl()) != static_cast<size_t>(entry.users) ||
+           entry.impl()->data() != reinterpret_cast<const void*>(entry.address);
   }
 };
 
 PyObject* any_held(PyObject* const* args) {
   const Watched watched(args);
-  for (Py_ssize_t k = 0; k < watched.cdatas.size; ++k) {
+  for (Py_ssize_t k = 0; k < watched.size; ++k) {
     if (watched.is_held(k)) Py_RETURN_TRUE;
   }
   Py_RETURN_FALSE;
@@ -239,7 +249,7 @@ PyObject* any_held(PyObject* const* args) {
 PyObject* held(PyObject* const* args) {
   const Watched watched(args);
   Owned found(PyList_New(0));
-  for (Py_ssize_t k = 0; k < watched.cdatas.size; ++k) {
+  for (Py_ssize_t k = 0; k < watched.size; ++k) {
     if (!watched.is_held(k)) continue;
     const Owned number(PyLong_FromSsize_t(k));
     if (PyList_Append(found.object, number.object) < 0) throw PythonErrorSet();
@@ -488,8 +498,8 @@ PyMethodDef methods[] = {
     METHOD(unchanged, 5),
     METHOD(versions, 2),
     METHOD(in_transform, 0),
-    METHOD(any_held, 4),
-    METHOD(held, 4),
+    METHOD(any_held, 2),
+    METHOD(held, 2),
     METHOD(stand_in, 3),
     METHOD(aliases, 1),
     METHOD(views, 2),

@@ -1,7 +1,6 @@
 """Runs the partitions of a graph in order: a flat list of steps over precomputed slots."""
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -193,14 +192,6 @@ class _CopyRest:
         ]
 
 
-def _taker(positions: tuple[int, ...]) -> Callable[[list[Any]], list[Any]]:
-    """A function that makes a list of the values at `positions`, in C where there are several."""
-    if len(positions) < 2:
-        return lambda values: [values[i] for i in positions]
-    take = operator.itemgetter(*positions)
-    return lambda values: list(take(values))
-
-
 def _within(run: Callable[[list[Any]], Any], name: str, observer: Observer) -> Callable[..., Any]:
     """`run`, with an observer told of it."""
 
@@ -232,7 +223,7 @@ class Executor:
         self._steps = [
             (
                 step.run.run if isinstance(step.run, PartitionRunner) else _plainly(step.run),
-                _taker(step.inputs),
+                fast.taker(step.inputs),
                 step.drops,
                 (None,) * len(step.drops),
                 step.outputs,
@@ -240,7 +231,7 @@ class Executor:
             )
             for number, step in enumerate(plan.steps)
         ]
-        self._take_outputs = _taker(plan.outputs)
+        self._take_outputs = fast.taker(plan.outputs)
         runners = [step.run for step in plan.steps if isinstance(step.run, PartitionRunner)]
         self._is_backward = any(runner.is_backward for runner in runners)
         self._copy_rest = None if owner is None else _CopyRest(plan, owner)

@@ -117,39 +117,43 @@ def count_users(storages: tuple[torch.UntypedStorage, ...]) -> tuple[int, ...]:
     return tuple(a + b - _OF_A_COUNT for a, b in zip(counts, references, strict=True))
 
 
-def any_held(
-    storages: tuple[torch.UntypedStorage, ...],
-    cdatas: tuple[int, ...],
-    addresses: tuple[int, ...],
-    users: tuple[int, ...],
-) -> bool:
-    """Whether some storage has more references than `users`, or lies elsewhere than it did.
+def watched(storages: Sequence[torch.UntypedStorage], users: Sequence[int]) -> bytes:
+    """What `any_held` compares, as one value: StorageImpl, address and number of users of each storage.
+
+    Args:
+        storages: As they lie now.
+        users: As `count_users` counted them while nobody else held them.
+    """
+    numbers = array("q")
+    for storage, count in zip(storages, users, strict=True):
+        numbers.extend((storage._cdata, storage.data_ptr(), count))
+    return numbers.tobytes()
+
+
+def any_held(storages: tuple[torch.UntypedStorage, ...], key: bytes) -> bool:
+    """Whether some storage has more users than it had, or lies elsewhere.
 
     Args:
         storages: Nobody but this tuple held them in Python when their users were counted.
-        cdatas: Of each, its StorageImpl.
-        addresses: Of each, where it lay.
-        users: Of each, as `count_users` counted them.
+        key: `watched` of them.
     """
-    if not len(storages) == len(cdatas) == len(addresses) == len(users):
+    numbers = array("q", key)
+    cdatas, addresses, users = numbers[::3], numbers[1::3], numbers[2::3]
+    if len(storages) != len(users):
         raise ValueError("as many counts as storages expected")
     count = sum(map(_torch.storage_use_count, cdatas)) + sum(map(sys.getrefcount, storages))
     if count != sum(users) + _OF_A_COUNT * len(users):
         return True
-    return tuple(map(torch.UntypedStorage.data_ptr, storages)) != addresses
+    return array("q", map(torch.UntypedStorage.data_ptr, storages)) != addresses
 
 
-def held(
-    storages: tuple[torch.UntypedStorage, ...],
-    cdatas: tuple[int, ...],
-    addresses: tuple[int, ...],
-    users: tuple[int, ...],
-) -> list[int]:
+def held(storages: tuple[torch.UntypedStorage, ...], key: bytes) -> list[int]:
     """Which storages `any_held` asks for."""
-    if not any_held(storages, cdatas, addresses, users):
+    if not any_held(storages, key):
         return []
+    numbers = array("q", key)
     places = map(torch.UntypedStorage.data_ptr, storages)
-    before = zip(users, addresses, strict=True)
+    before = zip(numbers[2::3], numbers[1::3], strict=True)
     now = zip(count_users(storages), places, strict=True)
     return [k for k, (a, b) in enumerate(zip(before, now, strict=True)) if a != b]
 
@@ -255,6 +259,14 @@ def put(into: list[Any], positions: Sequence[int], values: Sequence[Any]) -> Non
         raise ValueError("as many values as positions expected")
     for i, value in zip(positions, values, strict=True):
         into[i] = value
+
+
+def taker(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], list[Any]]:
+    """A function that makes a list of the values at `positions`, in C where there are several."""
+    if len(positions) < 2:
+        return lambda values: [values[i] for i in positions]
+    take = operator.itemgetter(*positions)
+    return lambda values: list(take(values))
 
 
 PYTHON: Mapping[str, Callable[..., Any]] = {

@@ -85,7 +85,8 @@ class OutputMemory:
             self.tensors.append(_torch.on_storage(block.base.untyped_storage(), output))
         self._storages: tuple[torch.UntypedStorage, ...] = ()
         """Of the stand-ins: whoever gets one of these objects counts as holding it."""
-        self._cdatas: tuple[int, ...] = ()
+        self._watched = b""
+        """See `fast.watched`."""
         self._addresses = tuple(block.address for block in self._blocks)
         self._users: tuple[int, ...] = ()
 
@@ -105,11 +106,11 @@ class OutputMemory:
 
     def any_held(self) -> bool:
         """Whether anybody holds an output: Python, views, autograd's saved tensors, `.grad` fields, closures."""
-        return fast.any_held(self._storages, self._cdatas, self._addresses, self._users)
+        return fast.any_held(self._storages, self._watched)
 
     def held(self, among: Iterable[int] | None = None) -> list[int]:
         """Numbers of the blocks that somebody holds."""
-        found = fast.held(self._storages, self._cdatas, self._addresses, self._users)
+        found = fast.held(self._storages, self._watched)
         return found if among is None else [k for k in among if k in found]
 
     def _in_place(self, blocks: Iterable[int]) -> list[int]:
@@ -192,7 +193,7 @@ class OutputMemory:
             self._users[k] if k in known and k not in blocks else users[k]
             for k in range(len(self._blocks))
         )
-        self._cdatas = tuple(storage._cdata for storage in self._storages)
+        self._watched = fast.watched(self._storages, self._users)
 
     # ---- who owns it
 

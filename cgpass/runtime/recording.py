@@ -117,7 +117,11 @@ class Recording:
         views = [(n, a) for n, a in aliases if a.is_plain_view_of(staged[a.index])]
         self._views_at = tuple(n for n, _ in views)
         self._views = tuple(a.as_view() for _, a in views)
-        self._other_aliases = [(n, a) for n, a in aliases if n not in self._views_at]
+        same = [(n, a) for n, a in aliases if a.identity]
+        self._same_at = tuple(n for n, _ in same)
+        self._same_of = fast.taker(tuple(a.index for _, a in same))
+        others = {n for n, _ in aliases} - {*self._views_at, *self._same_at}
+        self._other_aliases = [(n, a) for n, a in aliases if n in others]
         self._retyped = [a for _, a in aliases if a.dtype != staged[a.index].dtype]
 
     def _take_over(
@@ -263,6 +267,7 @@ class Recording:
         for n, twin in self._twins:
             outputs[n] = outputs[twin]
         fast.put(outputs, self._views_at, fast.views(args, self._views))
+        fast.put(outputs, self._same_at, self._same_of(args))
         for n, alias in self._other_aliases:
             outputs[n] = alias.of(args[alias.index])
         if self._rescued:
