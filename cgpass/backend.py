@@ -30,6 +30,7 @@ from cgpass.runtime.driver import CUDADriver, GraphDriver
 from cgpass.runtime.owner import Owner, release_all
 from cgpass.runtime.rng_states import caller_of
 from cgpass.runtime.simulated import SimulatedDriver
+from cgpass.training import TrainingCall
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +105,7 @@ class Compilation:
         self._place: str | None = None
         self._function = telemetry.new_function()
         self._graph_break: Reason | None = None
+        self._training = TrainingCall()
 
     # ---- wiring
 
@@ -117,7 +119,8 @@ class Compilation:
         context = PassContext(device=torch.device("meta"), stage="dynamo", direction="joint")
         gm = run_passes(dynamo_passes(), gm, context).gm
         with _torch.double_backwards_raise(DoubleBackwardError):
-            return self._compile(gm, example_inputs)
+            compiled = self._compile(gm, example_inputs)
+        return self._training.around(compiled)
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if self.options.compiler == "inductor":
@@ -186,11 +189,16 @@ class Compilation:
         """
         if direction == "forward":
             _torch.donate_no_buffers()
+        outputs = graph_outputs(gm)
         context = PassContext(device=torch.device("cpu"), stage="rng", direction=direction)
         result = run_passes(rng_passes(), gm, context)
-        for pairs in result.notes:
-            return self._with_pairs(result.gm, example_inputs, direction, compiler, pairs)
-        return self._compile_graph(gm, example_inputs, direction, compiler)
+        if result.notes:
+            (pairs,) = result.notes
+            fn = self._with_pairs(result.gm, example_inputs, direction, compiler, pairs)
+        else:
+            fn = self._compile_graph(gm, example_inputs, direction, compiler)
+        self._training.note(direction, fn, outputs)
+        return fn
 
     def _with_pairs(
         self,

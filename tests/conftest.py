@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cgpass import options
-from cgpass.runtime import fast
+from cgpass.runtime import fast, node
 
 SCRIPTS_OWN = {"CGPASS_VENV", "CGPASS_FAST"}
 
@@ -53,6 +53,7 @@ def pytest_collection_modifyitems(items):
 def compiled_helpers():
     """Torch before 2.13 swaps storages with the compiled functions only: without them nothing is rescued."""
     fast.wait()
+    node.wait()
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Compiles `_fast.cpp` once per torch and Python, and keeps the result on disk for every later process."""
+"""Compiles C++ files of this folder once per torch and Python, and keeps the results on disk for every later process."""
 
 import atexit
 import contextlib
@@ -19,7 +19,8 @@ import torch
 
 from cgpass import _torch
 
-SOURCE = Path(__file__).with_name("_fast.cpp")
+FUNCTIONS = Path(__file__).with_name("_fast.cpp")
+NODE = Path(__file__).with_name("_node.cpp")
 _LIBRARIES = ("c10", "torch_cpu", "torch_python")
 
 
@@ -27,8 +28,8 @@ class BuildError(Exception):
     """Why there is no compiled module."""
 
 
-def cached_path() -> Path:
-    """Where the compiled module for this torch and this Python lies, or will.
+def cached_path(source: Path = FUNCTIONS) -> Path:
+    """Where a source's compiled module for this torch and this Python lies, or will.
 
     Raises:
         BuildError: This platform is not known to work, or there is no place to keep files.
@@ -38,7 +39,7 @@ def cached_path() -> Path:
     if not _layout_is_known():
         raise BuildError(f"torch {torch.__version__} lays tensors out in a way not known")
     parts = (
-        SOURCE.read_text(),
+        source.read_text(),
         torch.__version__,
         str(torch.version.git_version),
         str(torch.compiled_with_cxx11_abi()),
@@ -46,7 +47,7 @@ def cached_path() -> Path:
     )
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     try:
-        return _cache_folder() / f"fast-{key}.so"
+        return _cache_folder() / f"{source.stem.strip('_')}-{key}.so"
     except (OSError, RuntimeError) as error:
         raise BuildError(f"no folder to keep it in: {error}") from error
 
@@ -76,7 +77,7 @@ def _cache_folder() -> Path:
     return temporary
 
 
-def _command(compiler: str, target: Path) -> list[str]:
+def _command(compiler: str, source: Path, target: Path) -> list[str]:
     root = Path(torch.__file__).parent
     return [
         *shlex.split(compiler),
@@ -84,12 +85,12 @@ def _command(compiler: str, target: Path) -> list[str]:
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-I{root / 'include'}",
         f"-I{sysconfig.get_paths()['include']}",
-        *(str(SOURCE), "-o", str(target), f"-L{root / 'lib'}"),
+        *(str(source), "-o", str(target), f"-L{root / 'lib'}"),
         *(f"-l{library}" for library in _LIBRARIES),
     ]
 
 
-def build(target: Path) -> None:
+def build(target: Path, source: Path = FUNCTIONS) -> None:
     """Compile to `target`. Several processes may do so at once: each compiles its own file and renames it last.
 
     Raises:
@@ -105,7 +106,7 @@ def build(target: Path) -> None:
         raise BuildError(str(error)) from error
     temporary = Path(name)
     try:
-        _compile(_command(compiler, temporary), temporary)
+        _compile(_command(compiler, source, temporary), temporary)
         temporary.replace(target)
     except OSError as error:
         raise BuildError(str(error)) from error
@@ -137,13 +138,13 @@ def _compile(command: list[str], target: Path) -> None:
             raise BuildError(f"{command[0]} failed with status {failed}: {said}")
 
 
-def load(path: Path) -> ModuleType:
-    """Import a compiled module.
+def load(path: Path, source: Path = FUNCTIONS) -> ModuleType:
+    """Import the compiled module of a source.
 
     Raises:
         BuildError: It can't be loaded into this process.
     """
-    spec = importlib.util.spec_from_file_location("cgpass.runtime._fast", path)
+    spec = importlib.util.spec_from_file_location(f"cgpass.runtime.{source.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     try:

@@ -28,6 +28,7 @@ LAYERS = {
     "culprits": 4,
     "resplit": 4,
     "assembly": 4,
+    "training": 4,
     "backend": 5,
     "recompute": 5,
     "graphed": 6,

@@ -32,9 +32,10 @@ def backward_after_the_next_forward(session):
 
 
 @pytest.mark.parametrize(
-    ("program", "most"), [(held_by_the_loop, 3), (backward_after_the_next_forward, 6)]
+    ("program", "most"), [(held_by_the_loop, 3), (backward_after_the_next_forward, 7)]
 )
 def test_two_calls_that_take_turns_keep_taking_turns(setting, program, most):
+    """The first forwards have AOTAutograd's node, since the backward is compiled later: one recording more."""
     counters = setting.compare(program)
     assert counters["plain_calls"] == 0, counters
     assert counters["recordings"] <= most, counters

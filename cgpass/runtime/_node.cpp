@@ -1,0 +1,302 @@
+// The node of autograd's graph that stands for a compiled function: what AOTAutograd's Python `autograd.Function` does,
+// without Python per parameter and per saved tensor. Used by node.py, which says what is handed over.
+
+#define AT_PER_OPERATOR_HEADERS  // half the time to compile
+#include <Python.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable.h>
+#if __has_include(<torch/csrc/autograd/node_creation_hook.h>)
+#define HAS_CREATION_HOOKS
+#endif
+
+#include <algorithm>
+#include <exception>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+// Source: torch/csrc/autograd/python_variable.h and torch/csrc/Exceptions.h, 2.11 to 2.15, which take 20 s to compile.
+struct PyTensor {
+  PyObject_HEAD
+  at::Tensor cdata;
+};
+extern PyObject* THPVariableClass;
+extern PyObject* ParameterClass;
+PyObject* THPVariable_Wrap(at::TensorBase&& var);
+
+namespace torch {
+void translate_exception_to_python(const std::exception_ptr&);
+}
+struct __attribute__((visibility("default"))) python_error : public std::exception {
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+  std::string message = "python_error";
+
+  python_error() { PyErr_Fetch(&type, &value, &traceback); }  // with the GIL, and an error set
+  python_error(const python_error& other)
+      : type(other.type), value(other.value), traceback(other.traceback), message(other.message) {
+    const PyGILState_STATE state = PyGILState_Ensure();
+    Py_XINCREF(type);
+    Py_XINCREF(value);
+    Py_XINCREF(traceback);
+    PyGILState_Release(state);
+  }
+  ~python_error() override {
+    const PyGILState_STATE state = PyGILState_Ensure();
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
+    PyGILState_Release(state);
+  }
+  const char* what() const noexcept override { return message.c_str(); }
+};
+namespace torch::autograd {
+// Source: torch/csrc/autograd/graph_task.h, 2.11 to 2.15.
+TORCH_API bool get_current_graph_task_keep_graph();
+}  // namespace torch::autograd
+
+namespace {
+
+using torch::autograd::Edge;
+using torch::autograd::edge_list;
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+using NodePointer = decltype(Edge::function);  // shared_ptr in torch 2.11, intrusive_ptr in 2.13
+
+struct PythonErrorSet {};
+
+[[noreturn]] void fail(PyObject* type, const char* message) {
+  PyErr_SetString(type, message);
+  throw PythonErrorSet();
+}
+
+struct Owned {  // a new reference, dropped unless it is released
+  PyObject* object;
+  explicit Owned(PyObject* o) : object(o) {
+    if (o == nullptr) throw PythonErrorSet();
+  }
+  ~Owned() { Py_XDECREF(object); }
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+  PyObject* release() { return std::exchange(object, nullptr); }
+};
+
+struct WithGIL {
+  PyGILState_STATE state = PyGILState_Ensure();
+  ~WithGIL() { PyGILState_Release(state); }
+};
+
+const at::Tensor& tensor_of(PyObject* object) {
+  PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  if (type != THPVariableClass && type != ParameterClass) {
+    const int is_tensor = PyObject_IsInstance(object, THPVariableClass);
+    if (is_tensor < 0) throw PythonErrorSet();
+    if (is_tensor == 0) fail(PyExc_TypeError, "expected a tensor");
+  }
+  return reinterpret_cast<PyTensor*>(object)->cdata;
+}
+
+struct Items {  // of a list or a tuple
+  PyObject** items;
+  Py_ssize_t size;
+  explicit Items(PyObject* sequence) {
+    if (!PyList_Check(sequence) && !PyTuple_Check(sequence)) {
+      fail(PyExc_TypeError, "expected a list or a tuple");
+    }
+    items = PySequence_Fast_ITEMS(sequence);
+    size = PySequence_Fast_GET_SIZE(sequence);
+  }
+  PyObject* at(Py_ssize_t i) const {
+    if (i < 0 || i >= size) fail(PyExc_IndexError, "position out of range");
+    return items[i];
+  }
+  Py_ssize_t position(Py_ssize_t i) const {
+    const Py_ssize_t number = PyLong_AsSsize_t(at(i));
+    if (number == -1 && PyErr_Occurred()) throw PythonErrorSet();
+    return number;
+  }
+};
+
+PyObject* list_of(std::vector<at::Tensor>&& tensors) {
+  Owned list(PyList_New(tensors.size()));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    PyObject* item = tensors[i].defined() ? THPVariable_Wrap(std::move(tensors[i])) : Py_NewRef(Py_None);
+    if (item == nullptr) throw PythonErrorSet();
+    PyList_SET_ITEM(list.object, i, item);
+  }
+  return list.release();
+}
+
+struct CompiledFunctionBackward : public Node {
+  PyObject* run;     // run(rest, saved, grads) -> a list with a gradient or None per input of the forward
+  PyObject* rest;    // what else the backward reads
+  std::vector<Py_ssize_t> wanted;     // positions of the gradients that the edges get
+  std::vector<SavedVariable> saved;   // checked for writes
+  std::vector<at::Tensor> unchecked;  // saved, too
+  bool is_released = false;
+
+  CompiledFunctionBackward(edge_list&& edges, PyObject* run_, PyObject* rest_)
+      : Node(std::move(edges)), run(Py_NewRef(run_)), rest(Py_NewRef(rest_)) {}
+
+  ~CompiledFunctionBackward() override {
+    if (!Py_IsInitialized()) return;
+    WithGIL gil;
+    Py_DECREF(run);
+    Py_DECREF(rest);
+  }
+
+  std::string name() const override { return "CompiledFunctionBackward"; }
+
+  void release_variables() override {
+    is_released = true;
+    std::vector<SavedVariable>().swap(saved);
+    std::vector<at::Tensor>().swap(unchecked);
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    TORCH_CHECK(
+        false,
+        "compiled autograd was turned on for a backward whose forward ran without it: set "
+        "torch._dynamo.config.compiled_autograd before the function is compiled");
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    WithGIL gil;
+    try {
+      return call(std::move(grads));
+    } catch (const PythonErrorSet&) {
+      throw python_error();
+    }
+  }
+
+ private:
+  variable_list call(variable_list&& grads) {
+    TORCH_CHECK(!is_released || num_saved == 0, torch::autograd::ERR_BACKWARD_TWICE);
+    variable_list values;
+    values.reserve(num_saved);
+    const NodePointer self = getptr();
+    for (const SavedVariable& variable : saved) values.push_back(variable.unpack(self));
+    values.insert(values.end(), unchecked.begin(), unchecked.end());
+    if (!torch::autograd::get_current_graph_task_keep_graph()) release_variables();
+    for (size_t i = 0; i < grads.size(); ++i) {
+      if (!grads[i].defined()) grads[i] = input_metadata(i).zeros_like();
+    }
+    Owned saved_list(list_of(std::move(values)));
+    Owned grad_list(list_of(std::move(grads)));
+    PyObject* args[] = {rest, saved_list.object, grad_list.object};
+    Owned result(PyObject_Vectorcall(run, args, 3, nullptr));  // which empties the lists
+    const Items found(result.object);
+    variable_list out;
+    out.reserve(wanted.size());
+    for (const Py_ssize_t position : wanted) {
+      PyObject* item = found.at(position);
+      out.push_back(item == Py_None ? at::Tensor() : tensor_of(item));
+    }
+    return out;
+  }
+
+ public:
+  size_t num_saved = 0;
+};
+
+template <class Pointer>
+Pointer owner_of(Node* node) {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {
+    return Pointer(node, [](auto* dead) { deleteNode(dead); });
+  } else {
+    return Pointer::unsafe_steal_from_new(node);
+  }
+}
+
+edge_list edges_of(const Items& inputs, const Items& positions) {
+  edge_list edges;
+  edges.reserve(positions.size);
+  for (Py_ssize_t k = 0; k < positions.size; ++k) {
+    edges.push_back(torch::autograd::impl::gradient_edge(
+        tensor_of(inputs.at(positions.position(k)))));
+  }
+  return edges;
+}
+
+// attach(run, rest, inputs, wanted, outputs, differentiable, checked, unchecked) -> None
+PyObject* attach(PyObject* const* args) {
+  const Items inputs(args[2]), wanted(args[3]), differentiable(args[5]);
+  const Items checked(args[6]), unchecked(args[7]);
+  if (!PyList_Check(args[4])) fail(PyExc_TypeError, "outputs: expected a list");
+  const Items outputs(args[4]);
+  auto& node = *new CompiledFunctionBackward(edges_of(inputs, wanted), args[0], args[1]);
+  const NodePointer pointer = owner_of<NodePointer>(&node);
+  for (Py_ssize_t k = 0; k < wanted.size; ++k) node.wanted.push_back(wanted.position(k));
+  node.num_saved = checked.size + unchecked.size;
+
+  std::vector<at::Tensor> results;
+  results.reserve(differentiable.size);
+  for (Py_ssize_t k = 0; k < differentiable.size; ++k) {
+    const Py_ssize_t position = differentiable.position(k);
+    at::Tensor result = tensor_of(outputs.at(position));
+    if (result.is_view() || result.requires_grad()) {  // as made by operators that ran plainly
+      result = result.tensor_data();
+      PyObject* made = THPVariable_Wrap(at::Tensor(result));
+      if (made == nullptr) throw PythonErrorSet();
+      if (PyList_SetItem(args[4], position, made) < 0) throw PythonErrorSet();
+    }
+    results.push_back(std::move(result));
+  }
+  // A saved tensor that is an output, too, would keep its own node alive.
+  const auto to_save = [&](PyObject* item) -> at::Tensor {
+    const at::Tensor& tensor = tensor_of(item);
+    const bool is_result = std::any_of(results.begin(), results.end(), [&](const at::Tensor& r) {
+      return r.unsafeGetTensorImpl() == tensor.unsafeGetTensorImpl();
+    });
+    return is_result ? tensor.tensor_data() : tensor;
+  };
+  {
+    const at::AutoGradMode no_grad(false);
+    node.saved.reserve(checked.size);
+    for (Py_ssize_t k = 0; k < checked.size; ++k) {
+      node.saved.emplace_back(to_save(checked.at(k)), /*is_output=*/false);
+    }
+    node.unchecked.reserve(unchecked.size);
+    for (Py_ssize_t k = 0; k < unchecked.size; ++k) {
+      node.unchecked.push_back(to_save(unchecked.at(k)));
+    }
+  }
+  for (const at::Tensor& result : results) {
+    const uint32_t number = node.add_input_metadata(result);
+    torch::autograd::impl::set_gradient_edge(result, Edge(pointer, number));
+  }
+#ifdef HAS_CREATION_HOOKS
+  torch::autograd::fire_node_creation_hooks(pointer);
+#endif
+  return Py_NewRef(Py_None);
+}
+
+template <PyObject* (*function)(PyObject* const*), Py_ssize_t num_args>
+PyObject* checked(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  if (n != num_args) {
+    PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", num_args, n);
+    return nullptr;
+  }
+  try {
+    return function(args);
+  } catch (const PythonErrorSet&) {
+    return nullptr;
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
+  }
+}
+
+PyMethodDef methods[] = {
+    {"attach", reinterpret_cast<PyCFunction>(checked<attach, 8>), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_node", nullptr, -1, methods};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__node() { return PyModule_Create(&module); }

@@ -1,0 +1,91 @@
+"""The node of autograd's graph that a compiled function's outputs have, once `_node.cpp` is compiled.
+
+Note [A node of our own]
+    AOTAutograd makes one `autograd.Function` per compiled function, and `Function.apply` gets every parameter as an
+    argument: with 400 parameters it takes about half a millisecond on the host, before the GPU has anything to do, and
+    as much again to save tensors and to read them. The compiled node gets a list, makes an edge per input that requires
+    grad and saves what is to be saved. It is a node like those of torch's own operators: hooks on tensors, on
+    parameters and on their accumulation, hooks on saved tensors, `retain_graph`, `autograd.grad` of some inputs and the
+    check that nothing saved was written all work as for those.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from cgpass.options import fast_mode
+from cgpass.runtime import fast_build
+
+log = logging.getLogger(__name__)
+
+Attach = Callable[[Any, Any, Any, Any, Any, Any, Any, Any], None]
+"""`attach(run, rest, inputs, wanted, outputs, differentiable, checked, unchecked)` puts a node between tensors.
+
+    run: `run(rest, saved, grads)` returns a list with a gradient, or None, for each of `inputs`; it gets two lists that
+        it may empty: what was saved, and a gradient for each differentiable output.
+    rest: What else the backward reads, for `run`.
+    inputs: A list or tuple.
+    wanted: Positions of the inputs that get gradients.
+    outputs: A list. An output that is a view or requires grad already is replaced in it.
+    differentiable: Positions of the outputs that get the node.
+    checked: Tensors to be saved; that they were written in the meantime is an error, as for torch's own operators.
+    unchecked: Tensors to be saved without that.
+"""
+
+
+class _Loader:
+    """Has the compiled module loaded once per process."""
+
+    def __init__(self) -> None:
+        self.attach: Attach | None = None
+        self._started = False
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Load the compiled module if it was built before, else build it in the background."""
+        with self._lock:
+            if self._started:
+                return
+            self._started = True
+            if fast_mode() == "off":
+                return
+            self._thread = threading.Thread(target=self._load, name="cgpass-node", daemon=True)
+            self._thread.start()
+
+    def _load(self) -> None:
+        try:
+            path = fast_build.cached_path(fast_build.NODE)
+            if not path.exists():
+                fast_build.build(path, fast_build.NODE)
+            self.attach = fast_build.load(path, fast_build.NODE).attach
+        except fast_build.BuildError as error:
+            log.info("cgpass goes through AOTAutograd's autograd function: %s", error)
+
+    def wait(self) -> None:
+        """Wait for the build, if there is one."""
+        if self._thread is not None:
+            self._thread.join()
+
+
+_loader = _Loader()
+
+
+def start() -> None:
+    """Have the node built in the background, if it isn't yet."""
+    _loader.start()
+    if fast_mode() == "wait":
+        _loader.wait()
+
+
+def wait() -> bool:
+    """Wait until the node is compiled or has failed to be; returns whether it is."""
+    start()
+    _loader.wait()
+    return _loader.attach is not None
+
+
+def attach() -> Attach | None:
+    """The compiled function, None as long as there is none."""
+    return _loader.attach

@@ -1,0 +1,146 @@
+"""`TrainingCall`: calls a compiled training function without AOTAutograd's wrappers, where those only loop.
+
+Note [What AOTAutograd's autograd function does]
+    It runs the forward graph, saves what the backward reads, and has autograd call the backward graph; all of it in
+    Python and once per parameter. Where nothing else is to be done (see `_torch.training_layout`), a compiled node does
+    that: see Note [A node of our own]. Until it is built, until the backward is compiled (AOTAutograd does that late
+    where sizes are symbols), and wherever autograd does not run as by default, calls go AOTAutograd's way. Both ways
+    save the same tensors in the same order, so that a checkpoint around a call may take the other one when it recomputes.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from cgpass import _torch
+from cgpass.compile import Boxed
+from cgpass.errors import DoubleBackwardError
+from cgpass.runtime import node
+
+_TWICE_WITHOUT_DETERMINISM = (
+    "This compiled backward function is being run with torch.use_deterministic_algorithms(True), but it was previously "
+    "generated during the forward function while torch.use_deterministic_algorithms(False) was set."
+)
+
+
+class TrainingCall:
+    """A forward and a backward graph, called in turns by autograd."""
+
+    def __init__(self) -> None:
+        """Nothing is compiled yet."""
+        self._forward: Boxed | None = None
+        self._backward: Boxed | None = None
+        self._layout: _torch.TrainingLayout | None = None
+        self._num_forwards = 0
+        self._wanted: tuple[int, ...] = ()
+        self._autocasts = False
+
+    def note(self, direction: str, fn: Boxed, outputs: Sequence[Any]) -> None:
+        """Note a graph as it was compiled; to be called while AOTAutograd compiles it.
+
+        Args:
+            direction: "forward", "backward" or "inference".
+            fn: Called as AOTAutograd calls it.
+            outputs: The graph's: nodes, or None for inputs that get no gradient.
+        """
+        if direction == "forward":
+            self._num_forwards += 1
+            self._forward = fn
+            self._autocasts = torch._C._is_any_autocast_enabled()
+            self._layout = _torch.training_layout()
+        elif direction == "backward" and self._layout is not None:
+            self._backward = fn
+            given = {n for n, output in enumerate(outputs) if isinstance(output, fx.Node)}
+            self._wanted = tuple(n for n in self._layout.requiring_grad if n in given)
+
+    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """What to call instead of what AOTAutograd made."""
+        if self._num_forwards != 1 or self._layout is None:
+            return compiled
+        node.start()
+        layout = self._layout
+
+        def call(*args: Any) -> Any:
+            attach = node.attach()
+            if (
+                attach is None
+                or self._backward is None
+                or len(args) != layout.num_inputs
+                or not _torch.autograd_is_plain()
+            ):
+                return compiled(*args)
+            return self._call(attach, layout, args)
+
+        return call
+
+    def _call(
+        self, attach: node.Attach, layout: _torch.TrainingLayout, args: tuple[Any, ...]
+    ) -> list[Any]:
+        if layout.written:
+            torch.autograd.graph.increment_version([args[i] for i in layout.written])
+        assert self._forward is not None
+        outputs = self._run(self._forward, list(args))
+        returned = list(outputs[: layout.num_returned])
+        attach(
+            _run_backward,
+            (self, outputs[layout.rest]),
+            args,
+            self._wanted,
+            returned,
+            layout.differentiable,
+            outputs[layout.checked],
+            outputs[layout.unchecked],
+        )
+        for n, dimensions in layout.dynamic:
+            _torch.mark_dynamic(returned[n], dimensions)
+        return returned
+
+    def _run(self, fn: Boxed, args: list[Any]) -> list[Any]:
+        """Call a graph as AOTAutograd does: autograd sees nothing of it, autocast was traced into it."""
+        autocast = torch._C._DisableAutocast() if self._autocasts else contextlib.nullcontext()
+        with torch.no_grad(), autocast:
+            return fn(args)
+
+    def run_backward(self, rest: list[Any], saved: list[Any], grads: list[Any]) -> Sequence[Any]:
+        """Gradients of the inputs, for what a forward saved; the lists are emptied. See `node.Attach`."""
+        layout = self._layout
+        assert layout is not None
+        assert self._backward is not None
+        if layout.deterministic is False and torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError(_TWICE_WITHOUT_DETERMINISM)
+        tangents = [fit(grad) for fit, grad in zip(layout.tangents, grads, strict=True)]
+        args = [*rest, *saved, *tangents]
+        saved.clear()
+        grads.clear()
+        del tangents
+        if torch.is_grad_enabled() and any(
+            isinstance(value, torch.Tensor) and value.requires_grad for value in args
+        ):
+            return _OnceDifferentiable.apply(self._run, self._backward, *args)
+        return self._run(self._backward, args)
+
+
+@_torch.outside_dynamo
+def _run_backward(
+    rest: tuple[TrainingCall, list[Any]], saved: list[Any], grads: list[Any]
+) -> Sequence[Any]:
+    """See `node.Attach`. A backward may be called in what Dynamo runs, and would be traced."""
+    call, numbers = rest
+    return call.run_backward(numbers, saved, grads)
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """Gradients that are part of autograd's graph, and raise where they are differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, fn: Boxed, *args: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        del ctx
+        return tuple(run(fn, list(args)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        del ctx, grads
+        raise DoubleBackwardError

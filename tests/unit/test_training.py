@@ -1,0 +1,296 @@
+"""Autograd treats a compiled function alike, whether its node is the compiled one or AOTAutograd's function."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+import cgpass
+from cgpass.errors import DoubleBackwardError
+from cgpass.runtime import node
+
+OPTIONS = {"driver": "simulated", "compiler": "eager", "min_partition_ops": 1}
+
+
+@pytest.fixture(params=["node", "function"])
+def made(request, monkeypatch):
+    """What compiles; the function's node is made one way or the other."""
+    if request.param == "function":
+        monkeypatch.setattr(node._loader, "attach", None)
+    elif not node.wait():
+        pytest.skip("no C++ compiler")
+
+    def make(fn, *args, calls=3, **settings):
+        compiled = torch.compile(fn, backend=cgpass.cgpass, options=OPTIONS, **settings)
+        for _ in range(calls):  # the backward is compiled, and both are recorded
+            results = compiled(*args)
+            first = results[0] if isinstance(results, tuple) else results
+            torch.autograd.grad(first.sum(), [a for a in args if a.requires_grad])
+        return compiled
+
+    make.is_node = request.param == "node"
+    yield make
+    torch.compiler.reset()
+
+
+def randn(*size):
+    return torch.randn(*size, requires_grad=True)
+
+
+def test_it_is_the_node_that_is_tested(made):
+    fn = made(lambda x: x.sin().cos(), randn(4))
+    found = type(fn(randn(4)).grad_fn)
+    assert (found.__name__ == "CppFunction") == made.is_node
+    assert fn(randn(4)).grad_fn.name() == "CompiledFunctionBackward"
+
+
+def test_hooks_run_on_inputs_outputs_and_accumulation(made):
+    weight, x = randn(4, 4), randn(4, 4)
+    fn = made(lambda x, w: (x @ w).sin(), x, weight)
+    seen = []
+    weight.register_hook(lambda g: seen.append(("weight", g.shape)) or g * 2)
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(("after", p.grad.shape)))
+    inner = x * 1
+    inner.register_hook(lambda g: seen.append(("inner", g.shape)))
+    out = fn(inner, weight)
+    out.register_hook(lambda g: seen.append(("out", g.shape)) or g * 3)
+    out.grad_fn.register_prehook(lambda grads: seen.append(("prehook", len(grads))))
+    out.sum().backward()
+    shape = torch.Size((4, 4))
+    assert seen[:2] == [("out", shape), ("prehook", 1)]
+    assert sorted(seen[2:]) == [("after", shape), ("inner", shape), ("weight", shape)]
+    ((x * 1) @ weight.detach()).sin().backward(torch.full((4, 4), 3.0))
+    expected = torch.autograd.grad((x @ weight).sin().sum() * 3, weight)[0]
+    torch.testing.assert_close(weight.grad, expected)
+
+
+def test_saved_tensors_that_were_written_are_an_error(made):
+    x, y = randn(4), torch.ones(4)
+    fn = made(lambda x, y: x * y, x, y)
+    out = fn(x, y)
+    y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_graph_is_gone_after_its_backward_unless_it_is_retained(made):
+    x = randn(4)
+    fn = made(torch.sin, x)
+    out = fn(x)
+    kept = [torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for _ in range(2)]
+    kept += torch.autograd.grad(out.sum(), x)
+    assert all(torch.equal(grad, x.cos()) for grad in kept)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out.sum(), x)
+
+
+def test_hooks_on_saved_tensors(made):
+    x = randn(4)
+    fn = made(lambda x: x.sin() * x.exp(), x)
+    packed, unpacked = [], []
+
+    def pack(tensor):
+        packed.append(tensor.clone())
+        return tensor.detach().clone()
+
+    def unpack(tensor):
+        unpacked.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        out = fn(x)
+    out.sum().backward()
+    assert len(packed) == len(unpacked) > 0
+    assert all(map(torch.equal, packed, unpacked))
+    torch.testing.assert_close(x.grad, x.exp() * (x.sin() + x.cos()))
+
+
+def test_outputs_without_a_gradient_count_as_zeros(made):
+    x = randn(4)
+    fn = made(lambda x: (x.sin(), x.exp(), x.detach() + 1), x)
+    first, second, third = fn(x)
+    assert not third.requires_grad
+    assert torch.equal(torch.autograd.grad(second.sum(), x, retain_graph=True)[0], x.exp())
+    both = torch.autograd.grad(first.sum() + second.sum(), x)[0]
+    torch.testing.assert_close(both, x.exp() + x.cos())
+
+
+def test_inputs_without_a_gradient_get_none(made):
+    x, unused, constant = randn(4), randn(4), torch.ones(4)
+
+    def part(x, unused, constant):
+        return x.sin() * constant + unused.detach()
+
+    fn = torch.compile(part, backend=cgpass.cgpass, options=OPTIONS)
+    for _ in range(4):
+        x.grad = None
+        fn(x, unused, constant).sum().backward()
+        assert torch.equal(x.grad, x.cos())
+        assert unused.grad is None
+        assert constant.grad is None
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(fn(x, unused, constant).sum(), unused)
+
+
+def test_a_second_derivative_is_refused(made):
+    x = randn(4)
+    fn = made(lambda x: x.sin().exp(), x)
+    (grad,) = torch.autograd.grad(fn(x).sum(), x, create_graph=True)
+    torch.testing.assert_close(grad, x.sin().exp() * x.cos())
+    with pytest.raises(DoubleBackwardError):
+        grad.sum().backward()
+
+
+def test_nothing_is_kept_alive_by_a_cycle(made):
+    """The output of `exp` is also what its backward reads."""
+    x = randn(4)
+    fn = made(torch.exp, x)
+    gc.collect()
+    gc.disable()
+    try:
+        for use in (lambda out: None, lambda out: out.sum().backward()):
+            out = fn(x)
+            use(out)
+            dead = weakref.ref(out)
+            del out
+            assert dead() is None
+        counts = cgpass.counters()
+        fn(x)
+        assert cgpass.counters()["recordings"] == counts["recordings"]
+    finally:
+        gc.enable()
+
+
+@torch.library.custom_op("training::raises", mutates_args=())
+def raises(grad: torch.Tensor, raise_it: torch.Tensor) -> torch.Tensor:
+    if raise_it.any():
+        raise LookupError("the user's own")
+    return grad.clone()
+
+
+raises.register_fake(lambda grad, raise_it: torch.empty_like(grad))
+
+
+@torch.library.custom_op("training::passes", mutates_args=())
+def passes(x: torch.Tensor, raise_it: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+passes.register_fake(lambda x, raise_it: torch.empty_like(x))
+passes.register_autograd(
+    lambda ctx, grad: (raises(grad, *ctx.saved_tensors), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+)
+
+
+def test_errors_of_a_backward_come_through(made):
+    x, no, yes = randn(4), torch.tensor(False), torch.tensor(True)
+    options = {**OPTIONS, "unsafe_ops": ("training::raises",)}
+    fn = torch.compile(
+        lambda x, raise_it: passes(x.sin(), raise_it).cos(), backend=cgpass.cgpass, options=options
+    )
+    for _ in range(3):
+        fn(x, no).sum().backward()
+    out = fn(x, yes)
+    with pytest.raises(LookupError, match="the user's own"):
+        out.sum().backward()
+    x.grad = None
+    fn(x, no).sum().backward()
+    torch.testing.assert_close(x.grad, -x.sin().sin() * x.cos())
+
+
+def test_graphs_are_dropped_in_other_threads(made):
+    x = randn(4)
+    fn = made(torch.sin, x)
+    held = [fn(x)]
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    assert torch.equal(fn(x), x.sin())
+
+
+def test_outputs_may_be_written(made):
+    x = randn(4, 3)
+    fn = made(lambda x: x.cos().view(3, 4), x)
+    for _ in range(2):
+        out = fn(x)
+        out.mul_(2)
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        torch.testing.assert_close(grad, -2 * x.sin())
+
+
+def test_buffers_that_are_written_count_their_versions(made):
+    norm = torch.nn.BatchNorm1d(4)
+    x = randn(8, 4)
+    fn = torch.compile(norm, backend=cgpass.cgpass, options=OPTIONS)
+    for _ in range(4):
+        fn(x).sum().backward()
+    before = norm.running_mean._version
+    fn(x)
+    assert norm.running_mean._version > before
+
+
+def test_sizes_that_are_symbols(made):
+    fn = torch.compile(
+        lambda x: (x.sin() * x.shape[0], x.shape[0] * 2),
+        backend=cgpass.cgpass,
+        options=OPTIONS,
+        dynamic=True,
+    )
+    for size in (4, 5, 4, 5, 6, 4):
+        x = randn(size, 3)
+        out, number = fn(x)
+        assert number == 2 * size
+        out.sum().backward()
+        torch.testing.assert_close(x.grad, x.cos() * size)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected")
+def test_detecting_anomalies(made):
+    x = randn(4)
+    fn = made(torch.log, x)
+    with torch.autograd.detect_anomaly():
+        out = fn(x * 0).sum()
+        with pytest.raises(RuntimeError, match="returned nan"):
+            (out * float("nan")).backward()
+
+
+def test_autocast_is_traced_into_it(made):
+    linear = torch.nn.Linear(4, 4)
+    x = randn(4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        fn = made(linear, x)
+        out = fn(x)
+        expected = linear(x)
+    assert out.dtype == expected.dtype == torch.bfloat16
+    assert torch.equal(out, expected)
+
+
+def test_deterministic_algorithms_asked_for_late(made):
+    x = randn(4)
+    out = made(torch.sin, x)(x)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="use_deterministic_algorithms"):
+            out.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_compiled_autograd_for_a_backward_alone(made):
+    x = randn(4)
+    fn = made(torch.sin, x)
+    out = fn(x)
+
+    def on():
+        return torch._dynamo.compiled_autograd._enable(lambda gm: gm)
+
+    if made.is_node:
+        with on(), pytest.raises(RuntimeError, match="before the function is compiled"):
+            out.sum().backward()
+    with on():
+        fn(x).sum().backward()
+    assert torch.equal(x.grad, x.cos())
