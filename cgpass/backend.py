@@ -105,7 +105,7 @@ class Compilation:
         self._place: str | None = None
         self._function = telemetry.new_function()
         self._graph_break: Reason | None = None
-        self._training = TrainingCall()
+        self._training = TrainingCall(direct=options.parameter_grads == "direct")
 
     # ---- wiring
 
@@ -190,6 +190,7 @@ class Compilation:
         if direction == "forward":
             _torch.donate_no_buffers()
         outputs = graph_outputs(gm)
+        static = _torch.static_input_indices(gm, inference=False)
         context = PassContext(device=torch.device("cpu"), stage="rng", direction=direction)
         result = run_passes(rng_passes(), gm, context)
         if result.notes:
@@ -197,7 +198,10 @@ class Compilation:
             fn = self._with_pairs(result.gm, example_inputs, direction, compiler, pairs)
         else:
             fn = self._compile_graph(gm, example_inputs, direction, compiler)
-        self._training.note(direction, fn, outputs)
+        if direction == "forward":
+            self._training.note_forward(fn, static)
+        elif direction == "backward":
+            self._training.note_backward(fn, outputs)
         return fn
 
     def _with_pairs(

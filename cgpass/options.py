@@ -80,6 +80,10 @@ class Options:
     rng: Literal["exact", "paired"] = _choice("exact", "paired")
     """Random numbers as eager's own, or generator pairs with seeds of their own."""
 
+    parameter_grads: Literal["autograd", "direct"] = _choice("autograd", "direct")
+    """Who adds gradients to the `.grad` of parameters: autograd, a node each, or the compiled function itself, all at
+    once. `direct` is out of reach for `torch.autograd.grad`; parameters with hooks are left to autograd."""
+
     inductor: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Inductor config patches for the partitions."""
 

@@ -29,32 +29,49 @@ _TWICE_WITHOUT_DETERMINISM = (
 class TrainingCall:
     """A forward and a backward graph, called in turns by autograd."""
 
-    def __init__(self) -> None:
-        """Nothing is compiled yet."""
+    def __init__(self, *, direct: bool) -> None:
+        """Nothing is compiled yet.
+
+        Args:
+            direct: Whether the node adds gradients of parameters to `.grad` itself.
+        """
+        self._is_direct = direct
         self._forward: Boxed | None = None
         self._backward: Boxed | None = None
         self._layout: _torch.TrainingLayout | None = None
         self._num_forwards = 0
+        self._parameters: frozenset[int] = frozenset()
         self._wanted: tuple[int, ...] = ()
+        self._direct: tuple[int, ...] = ()
         self._autocasts = False
 
-    def note(self, direction: str, fn: Boxed, outputs: Sequence[Any]) -> None:
-        """Note a graph as it was compiled; to be called while AOTAutograd compiles it.
+    def note_forward(self, fn: Boxed, static: Sequence[int]) -> None:
+        """Note the forward graph; to be called while AOTAutograd compiles it.
 
         Args:
-            direction: "forward", "backward" or "inference".
+            fn: Called as AOTAutograd calls it.
+            static: Positions of inputs that are parameters or buffers.
+        """
+        self._num_forwards += 1
+        self._forward = fn
+        self._autocasts = torch._C._is_any_autocast_enabled()
+        self._layout = _torch.training_layout()
+        self._parameters = frozenset(static if self._is_direct else ())
+
+    def note_backward(self, fn: Boxed, outputs: Sequence[Any]) -> None:
+        """Note the backward graph.
+
+        Args:
             fn: Called as AOTAutograd calls it.
             outputs: The graph's: nodes, or None for inputs that get no gradient.
         """
-        if direction == "forward":
-            self._num_forwards += 1
-            self._forward = fn
-            self._autocasts = torch._C._is_any_autocast_enabled()
-            self._layout = _torch.training_layout()
-        elif direction == "backward" and self._layout is not None:
-            self._backward = fn
-            given = {n for n, output in enumerate(outputs) if isinstance(output, fx.Node)}
-            self._wanted = tuple(n for n in self._layout.requiring_grad if n in given)
+        if self._layout is None:
+            return
+        given = {n for n, output in enumerate(outputs) if isinstance(output, fx.Node)}
+        wanted = [n for n in self._layout.requiring_grad if n in given]
+        self._direct = tuple(n for n in wanted if n in self._parameters)
+        self._wanted = tuple(n for n in wanted if n not in self._parameters)
+        self._backward = fn
 
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """What to call instead of what AOTAutograd made."""
@@ -86,9 +103,10 @@ class TrainingCall:
         returned = list(outputs[: layout.num_returned])
         attach(
             _run_backward,
-            (self, outputs[layout.rest]),
+            (self, list(outputs[layout.rest])),
             args,
             self._wanted,
+            self._direct,
             returned,
             layout.differentiable,
             outputs[layout.checked],
@@ -98,7 +116,7 @@ class TrainingCall:
             _torch.mark_dynamic(returned[n], dimensions)
         return returned
 
-    def _run(self, fn: Boxed, args: list[Any]) -> list[Any]:
+    def _run(self, fn: Boxed, args: list[Any]) -> Sequence[Any]:
         """Call a graph as AOTAutograd does: autograd sees nothing of it, autocast was traced into it."""
         autocast = torch._C._DisableAutocast() if self._autocasts else contextlib.nullcontext()
         with torch.no_grad(), autocast:

@@ -5,6 +5,7 @@
 #include <Python.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 #if __has_include(<torch/csrc/autograd/node_creation_hook.h>)
@@ -131,10 +132,31 @@ PyObject* list_of(std::vector<at::Tensor>&& tensors) {
   return list.release();
 }
 
+// Whether nobody notices when a parameter's gradient is added to its `.grad` without the node that does so.
+bool is_unwatched(const at::Tensor& parameter) {
+  namespace impl = torch::autograd::impl;
+  if (!parameter.is_leaf() || !parameter.requires_grad() ||
+      parameter.unsafeGetTensorImpl()->is_python_dispatch()) {
+    return false;
+  }
+  if (!impl::hooks(parameter).empty() || impl::post_acc_grad_hooks(parameter)) return false;
+  const auto accumulator = impl::try_get_grad_accumulator(parameter);
+  return !accumulator || (accumulator->pre_hooks().empty() && accumulator->post_hooks().empty() &&
+                          accumulator->retains_grad_hooks().empty());
+}
+
+void add_to_grad(const at::Tensor& parameter, const at::Tensor& gradient) {
+  at::Tensor& grad = parameter.mutable_grad();
+  torch::autograd::AccumulateGrad::accumulateGrad(
+      parameter, grad, gradient, /*num_expected_refs=*/1,
+      [&grad](at::Tensor&& sum) { grad = std::move(sum); });
+}
+
 struct CompiledFunctionBackward : public Node {
   PyObject* run;     // run(rest, saved, grads) -> a list with a gradient or None per input of the forward
   PyObject* rest;    // what else the backward reads
   std::vector<Py_ssize_t> wanted;     // positions of the gradients that the edges get
+  std::vector<std::pair<Py_ssize_t, at::Tensor>> direct;  // parameters without an edge, and where their gradients are
   std::vector<SavedVariable> saved;   // checked for writes
   std::vector<at::Tensor> unchecked;  // saved, too
   bool is_released = false;
@@ -176,6 +198,10 @@ struct CompiledFunctionBackward : public Node {
  private:
   variable_list call(variable_list&& grads) {
     TORCH_CHECK(!is_released || num_saved == 0, torch::autograd::ERR_BACKWARD_TWICE);
+    auto parameters = direct;
+    // Where inputs are named (`autograd.grad`, `backward(inputs=...)`) no other gradient is added to anything.
+    const auto* named = torch::autograd::get_current_graph_task_exec_info();
+    if (named != nullptr && !named->empty()) parameters.clear();
     variable_list values;
     values.reserve(num_saved);
     const NodePointer self = getptr();
@@ -188,13 +214,23 @@ struct CompiledFunctionBackward : public Node {
     Owned saved_list(list_of(std::move(values)));
     Owned grad_list(list_of(std::move(grads)));
     PyObject* args[] = {rest, saved_list.object, grad_list.object};
-    Owned result(PyObject_Vectorcall(run, args, 3, nullptr));  // which empties the lists
-    const Items found(result.object);
-    variable_list out;
-    out.reserve(wanted.size());
-    for (const Py_ssize_t position : wanted) {
-      PyObject* item = found.at(position);
-      out.push_back(item == Py_None ? at::Tensor() : tensor_of(item));
+    variable_list out, gradients;
+    {
+      const Owned result(PyObject_Vectorcall(run, args, 3, nullptr));  // which empties the lists
+      const Items found(result.object);
+      const auto gradient = [&](Py_ssize_t position) {
+        PyObject* item = found.at(position);
+        return item == Py_None ? at::Tensor() : tensor_of(item);
+      };
+      out.reserve(wanted.size());
+      for (const Py_ssize_t position : wanted) out.push_back(gradient(position));
+      gradients.reserve(parameters.size());
+      for (const auto& [position, _] : parameters) gradients.push_back(gradient(position));
+    }
+    for (size_t k = 0; k < parameters.size(); ++k) {
+      if (!gradients[k].defined()) continue;
+      const at::Tensor gradient = std::move(gradients[k]);
+      add_to_grad(parameters[k].second, gradient);
     }
     return out;
   }
@@ -212,25 +248,36 @@ Pointer owner_of(Node* node) {
   }
 }
 
-edge_list edges_of(const Items& inputs, const Items& positions) {
-  edge_list edges;
-  edges.reserve(positions.size);
-  for (Py_ssize_t k = 0; k < positions.size; ++k) {
-    edges.push_back(torch::autograd::impl::gradient_edge(
-        tensor_of(inputs.at(positions.position(k)))));
-  }
-  return edges;
-}
-
-// attach(run, rest, inputs, wanted, outputs, differentiable, checked, unchecked) -> None
+// attach(run, rest, inputs, wanted, direct, outputs, differentiable, checked, unchecked) -> None
 PyObject* attach(PyObject* const* args) {
-  const Items inputs(args[2]), wanted(args[3]), differentiable(args[5]);
-  const Items checked(args[6]), unchecked(args[7]);
-  if (!PyList_Check(args[4])) fail(PyExc_TypeError, "outputs: expected a list");
-  const Items outputs(args[4]);
-  auto& node = *new CompiledFunctionBackward(edges_of(inputs, wanted), args[0], args[1]);
+  const Items inputs(args[2]), wanted(args[3]), candidates(args[4]), differentiable(args[6]);
+  const Items checked(args[7]), unchecked(args[8]);
+  if (!PyList_Check(args[5])) fail(PyExc_TypeError, "outputs: expected a list");
+  const Items outputs(args[5]);
+  edge_list edges;
+  std::vector<Py_ssize_t> positions;
+  std::vector<std::pair<Py_ssize_t, at::Tensor>> direct;
+  const auto add_edge = [&](Py_ssize_t position, const at::Tensor& tensor) {
+    edges.push_back(torch::autograd::impl::gradient_edge(tensor));
+    positions.push_back(position);
+  };
+  edges.reserve(wanted.size);
+  for (Py_ssize_t k = 0; k < wanted.size; ++k) {
+    add_edge(wanted.position(k), tensor_of(inputs.at(wanted.position(k))));
+  }
+  for (Py_ssize_t k = 0; k < candidates.size; ++k) {
+    const Py_ssize_t position = candidates.position(k);
+    const at::Tensor& tensor = tensor_of(inputs.at(position));
+    if (is_unwatched(tensor)) {
+      direct.emplace_back(position, tensor);
+    } else {
+      add_edge(position, tensor);
+    }
+  }
+  auto& node = *new CompiledFunctionBackward(std::move(edges), args[0], args[1]);
   const NodePointer pointer = owner_of<NodePointer>(&node);
-  for (Py_ssize_t k = 0; k < wanted.size; ++k) node.wanted.push_back(wanted.position(k));
+  node.wanted = std::move(positions);
+  node.direct = std::move(direct);
   node.num_saved = checked.size + unchecked.size;
 
   std::vector<at::Tensor> results;
@@ -242,7 +289,7 @@ PyObject* attach(PyObject* const* args) {
       result = result.tensor_data();
       PyObject* made = THPVariable_Wrap(at::Tensor(result));
       if (made == nullptr) throw PythonErrorSet();
-      if (PyList_SetItem(args[4], position, made) < 0) throw PythonErrorSet();
+      if (PyList_SetItem(args[5], position, made) < 0) throw PythonErrorSet();
     }
     results.push_back(std::move(result));
   }
@@ -292,7 +339,7 @@ PyObject* checked(PyObject*, PyObject* const* args, Py_ssize_t n) {
 }
 
 PyMethodDef methods[] = {
-    {"attach", reinterpret_cast<PyCFunction>(checked<attach, 8>), METH_FASTCALL, nullptr},
+    {"attach", reinterpret_cast<PyCFunction>(checked<attach, 9>), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_node", nullptr, -1, methods};

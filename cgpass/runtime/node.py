@@ -19,14 +19,16 @@ from cgpass.runtime import fast_build
 
 log = logging.getLogger(__name__)
 
-Attach = Callable[[Any, Any, Any, Any, Any, Any, Any, Any], None]
-"""`attach(run, rest, inputs, wanted, outputs, differentiable, checked, unchecked)` puts a node between tensors.
+Attach = Callable[[Any, Any, Any, Any, Any, Any, Any, Any, Any], None]
+"""`attach(run, rest, inputs, wanted, direct, outputs, differentiable, checked, unchecked)` puts a node between tensors.
 
     run: `run(rest, saved, grads)` returns a list with a gradient, or None, for each of `inputs`; it gets two lists that
         it may empty: what was saved, and a gradient for each differentiable output.
     rest: What else the backward reads, for `run`.
     inputs: A list or tuple.
     wanted: Positions of the inputs that get gradients.
+    direct: Positions of leaves that get gradients, too: the node adds them to `.grad` itself and has no edge to those
+        that nothing is hooked on; where inputs are named (`autograd.grad`, `backward(inputs=...)`) it leaves them alone.
     outputs: A list. An output that is a view or requires grad already is replaced in it.
     differentiable: Positions of the outputs that get the node.
     checked: Tensors to be saved; that they were written in the meantime is an error, as for torch's own operators.
