@@ -1,151 +1,247 @@
-"""Host time of one call around a replay that does nothing: what cgpass itself adds to a step.
+"""Host time of a call of a stack of small layers: what torch.compile, cgpass and autograd add to a step.
 
     python scripts/bench_overhead.py
-    python scripts/bench_overhead.py --sizes 10,100 --json overhead.json
+    python scripts/bench_overhead.py --layers 1,10,100 --json overhead.json --markdown overhead.md
 
-Every recording is made by a stub: its graph's replay returns at once, and tensors have one element. Needs no GPU.
-  runner    one PartitionRunner: n static inputs, one copied input, n outputs that autograd saves
-  forward   the same through an Executor, and one output that the user gets
-  backward  an Executor: n static inputs, n saved tensors, n gradients that the user gets
+A layer has four parameters and width 64: the device has next to nothing to do. Microseconds until a call returns,
+medians; the device is waited for between calls, outside of what is timed. All arms take turns in one process.
+  inference   a call under torch.no_grad()
+  training    gradients set to None, forward to a loss, backward
+For cgpass a second table says where the time goes. Without CUDA the simulated driver runs, whose replays are replaced
+by nothing once it has recorded: what is left is host time too, of another machine.
 """
 
 import argparse
+import contextlib
 import json
+import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
-from cgpass.inputs import InputInfo, InputKind
-from cgpass.plan import whole_plan
-from cgpass.runtime import fast
+import cgpass
+from cgpass.runtime import fast, node, owner
 from cgpass.runtime.executor import Executor
-from cgpass.runtime.owner import Owner
-from cgpass.runtime.runner import PartitionRunner, RunnerSettings
+from cgpass.runtime.recording import Recording
+
+ARMS = ("eager", "default", "reduce-overhead", "cgpass", "cgpass-direct")
+STAGES = ("before", "launch", "after the launch", "rest")
 
 
-class StubGraph:
-    """A graph of nothing."""
+class Layer(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
 
-    instantiate_ms = None
-
-    def replay(self) -> None:
-        pass
-
-    def share(self, tensors: Any) -> None:
-        pass
-
-    def reset(self) -> None:
-        pass
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.norm(x))
 
 
-class StubDriver:
-    """Records by running; its replays leave the outputs as they are."""
+class Stack(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[Layer() for _ in range(layers)])
 
-    device = torch.device("cpu")
-
-    def record(self, fn: Any, args: list[Any], **settings: Any) -> tuple[StubGraph, list[Any]]:
-        del settings
-        return StubGraph(), list(fn(args))
-
-    def warm_up(self, fn: Any, args: list[Any]) -> Any:
-        return fn(args)
-
-    def prepare_thread(self) -> None:
-        pass
-
-    def end_warm_ups(self) -> None:
-        pass
-
-    def give_back(self) -> None:
-        pass
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def enter_call(self) -> None:
-        pass
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
 
 
-def make_runner(kinds: list[InputKind], num_outputs: int) -> PartitionRunner:
-    infos = [InputInfo(f"x{i}", kind) for i, kind in enumerate(kinds)]
+class Arm:
+    """A way to call a stack of its own."""
 
-    def fn(args: list[Any]) -> list[Any]:
-        args.clear()
-        return [torch.zeros(1) for _ in range(num_outputs)]
+    def __init__(self, name: str, layers: int, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.name, self.device = name, device
+        self.module = Stack(layers).to(device)
+        self.parameters = list(self.module.parameters())
+        self.x = torch.randn(4, 64, device=device)
+        self._marks = name == "reduce-overhead"
+        self.call: Callable[..., Any] = self.module
+        if name != "eager":
+            self.call = torch.compile(self.module, **self._settings())
 
-    owner: Any = Owner(StubDriver())
-    return PartitionRunner(fn, infos, owner, RunnerSettings(on_skip="raise"), name="stub")
+    def _settings(self) -> dict[str, Any]:
+        if self.name == "reduce-overhead":
+            return {"mode": "reduce-overhead"}
+        if self.name == "default":
+            return {} if self.device.type == "cuda" else {"backend": "aot_eager"}
+        options: dict[str, Any] = {}
+        if self.device.type == "cpu":
+            options = {"driver": "simulated", "compiler": "eager"}
+        if self.name == "cgpass-direct":
+            options["parameter_grads"] = "direct"
+        return {"backend": cgpass.cgpass, "options": options}
+
+    def inference(self) -> None:
+        if self._marks:
+            torch.compiler.cudagraph_mark_step_begin()
+        with torch.no_grad():
+            self.call(self.x)
+
+    def training(self) -> None:
+        if self._marks:
+            torch.compiler.cudagraph_mark_step_begin()
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.call(self.x).backward()
 
 
-Case = tuple[Callable[[list[Any]], Any], list[Any], PartitionRunner]
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
-def cases(n: int) -> dict[str, Case]:
-    """What is called, its inputs, and the runner behind it, by name."""
-    static, copied, pooled = InputKind.STATIC, InputKind.COPIED, InputKind.POOLED
-    parameters = [torch.zeros(1) for _ in range(n)]
-    x = torch.zeros(1)
-    forward = make_runner([*[static] * n, copied], n + 1)
-    whole = Executor(whole_plan(n + 1, n + 1, forward, "captured_0", frozenset({0})), forward.owner)
-    # In a backward the saved tensors lie where the forward put them: for a stub any place is as good.
-    backward = make_runner([*[static] * n, *[pooled] * n, copied], n)
-    backward.owner.is_pool_storage = lambda tensor: True
-    plan = whole_plan(2 * n + 1, n, backward, "captured_0", frozenset(range(n)))
-    saved = [torch.zeros(1) for _ in range(n)]
-    alone = make_runner([*[static] * n, copied], n)
-    return {
-        "runner": (alone.run, [*parameters, x], alone),
-        "forward": (whole, [*parameters, x], forward),
-        "backward": (Executor(plan, backward.owner), [*parameters, *saved, x], backward),
+def block(step: Callable[[], None], device: torch.device, calls: int) -> list[float]:
+    """Microseconds of each of some calls."""
+    found = []
+    for _ in range(calls):
+        synchronize(device)
+        start = time.perf_counter()
+        step()
+        found.append((time.perf_counter() - start) * 1e6)
+    return found
+
+
+def replay_nothing() -> None:
+    """For the simulated driver, whose replays run every operator: leave host time alone."""
+    for each in list(owner._owners):
+        for slot in each._slots:
+            for recording in slot.recordings:
+                recording.replay = lambda: None
+
+
+def measure(layers: int, mode: str, device: torch.device, names: list[str]) -> dict[str, Any]:
+    """Medians by arm, and stages of cgpass."""
+    arms = {name: Arm(name, layers, device) for name in names}
+    steps = {name: getattr(arm, mode) for name, arm in arms.items()}
+    for step in steps.values():
+        for _ in range(40):  # past what watches inputs that stay in place
+            step()
+    if device.type == "cpu":
+        replay_nothing()
+    times: dict[str, list[float]] = {name: [] for name in names}
+    before = cgpass.counters()
+    for _ in range(10):
+        for name, step in steps.items():
+            times[name] += block(step, device, 20)[5:]
+    after = cgpass.counters()
+    if after["recordings"] != before["recordings"] or after["plain_calls"] != before["plain_calls"]:
+        raise RuntimeError(f"not every call was a replay: {before} {after}")
+    result: dict[str, Any] = {
+        "layers": layers,
+        "mode": mode,
+        "us": {name: round(statistics.median(found), 1) for name, found in times.items()},
     }
+    result["stages"] = {
+        name: stages(steps[name], mode, device) for name in names if name.startswith("cgpass")
+    }
+    return result
 
 
-def microseconds(case: Case, repeats: int) -> float:
-    """Best of several blocks, per call; outputs are dropped before the next call, as a training step does."""
-    call, args, runner = case
-    with torch.no_grad():
-        for _ in range(5):
-            call(args.copy())
-        number = 20
-        best = float("inf")
-        replays = runner.stats.replays
-        for _ in range(repeats):
-            start = time.perf_counter()
-            for _ in range(number):
-                call(args.copy())
-            best = min(best, (time.perf_counter() - start) / number)
-    if runner.stats.replays - replays != repeats * number:
-        raise RuntimeError(f"not every call was a replay: {runner.stats}")
-    return best * 1e6
+@contextlib.contextmanager
+def marked() -> Iterator[list[float]]:
+    """When a graph's executor was entered, when its replay had been launched, and when the executor returned."""
+    marks: list[float] = []
+    call = Executor.__call__
+
+    def timed(self: Executor, args: list[Any]) -> list[Any]:
+        marks.append(time.perf_counter())
+        results = call(self, args)
+        marks.append(time.perf_counter())
+        return results
+
+    def launched(recording: Recording) -> Callable[[], None]:
+        replay = recording.replay
+
+        def launch() -> None:
+            replay()
+            marks.append(time.perf_counter())
+
+        return launch
+
+    recordings = [r for o in list(owner._owners) for slot in o._slots for r in slot.recordings]
+    replays = [recording.replay for recording in recordings]
+    for recording in recordings:
+        recording.replay = launched(recording)
+    Executor.__call__ = timed  # type: ignore[method-assign]
+    try:
+        yield marks
+    finally:
+        Executor.__call__ = call  # type: ignore[method-assign]
+        for recording, replay in zip(recordings, replays, strict=True):
+            recording.replay = replay
 
 
-def measure(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
-    """One row per case and size."""
-    versions: dict[str, Mapping[str, Any]] = {"python": fast.PYTHON}
-    if fast.wait():
-        versions["c++"] = {name: getattr(fast, name) for name in fast.PYTHON}
+def stages(step: Callable[[], None], mode: str, device: torch.device) -> dict[str, Any]:
+    """Where a call's time goes; guards are measured by the profiler, in calls of their own."""
+    graphs = ("forward", "backward") if mode == "training" else ("forward",)
     rows = []
-    for n in sizes:
-        for name, case in cases(n).items():
-            row: dict[str, Any] = {"case": name, "n": n}
-            for version, functions in versions.items():
-                fast.install(functions)
-                row[version] = round(microseconds(case, repeats), 1)
+    with marked() as marks:
+        for _ in range(100):
+            synchronize(device)
+            marks.clear()
+            start = time.perf_counter()
+            step()
+            end = time.perf_counter()
+            ends = [*marks[3::3], end]
+            row = []
+            for n in range(len(graphs)):
+                entered, launched, left = marks[3 * n : 3 * n + 3]
+                row += [entered - start, launched - entered, left - launched, ends[n] - left]
+                start = ends[n]
+            if len(graphs) == 2:  # what lies between the graphs is before the second
+                row[4] += row[3]
+                row[3] = 0.0
             rows.append(row)
-    return rows
+    medians = [round(statistics.median(column) * 1e6, 1) for column in zip(*rows, strict=True)]
+    found: dict[str, Any] = {
+        graph: dict(zip(STAGES, medians[4 * n : 4 * n + 4], strict=True))
+        for n, graph in enumerate(graphs)
+    }
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        for _ in range(20):
+            step()
+    synchronize(device)
+    guards = [e for e in profiled.key_averages() if e.key == "TorchDynamo Cache Lookup"]
+    found["guards"] = round(sum(e.self_cpu_time_total for e in guards) / 20, 1)
+    return found
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| case | n | Python, us | C++, us | ratio |", "|---|---|---|---|---|"]
+def markdown(rows: list[dict[str, Any]], names: list[str]) -> str:
+    lines = [
+        "| | layers | " + " | ".join(names) + " |",
+        "|---|---|" + "---|" * len(names),
+    ]
+    lines += [
+        f"| {row['mode']} | {row['layers']} | "
+        + " | ".join(str(row["us"][name]) for name in names)
+        + " |"
+        for row in rows
+    ]
+    heads = [f"{graph}: {stage}" for graph in ("forward", "backward") for stage in STAGES]
+    lines += [
+        "",
+        "| | layers | arm | guards | " + " | ".join(heads) + " |",
+        "|---|---|---|---|" + "---|" * len(heads),
+    ]
     for row in rows:
-        compiled = row.get("c++")
-        ratio = "-" if compiled is None else f"{row['python'] / compiled:.1f}"
-        lines.append(
-            f"| {row['case']} | {row['n']} | {row['python']} | {compiled or '-'} | {ratio} |"
-        )
+        for name, found in row["stages"].items():
+            cells = [
+                str(found.get(graph, {}).get(stage, "-"))
+                for graph in ("forward", "backward")
+                for stage in STAGES
+            ]
+            lines.append(
+                f"| {row['mode']} | {row['layers']} | {name} | {found['guards']} | "
+                + " | ".join(cells)
+                + " |"
+            )
     return "\n".join(lines)
 
 
@@ -153,16 +249,30 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sizes", default="10,100,300", help="numbers of tensors, with commas")
-    parser.add_argument(
-        "--repeats", type=int, default=30, help="blocks of 20 calls; the best counts"
-    )
+    parser.add_argument("--layers", default="1,10,100", help="numbers of layers, with commas")
+    parser.add_argument("--arms", help="with commas; default: all that run here")
     parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--markdown", type=Path, help="file for the tables")
     options = parser.parse_args(argv)
-    rows = measure([int(n) for n in options.sizes.split(",")], options.repeats)
-    print(table(rows))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    here = [n for n in ARMS if device.type == "cuda" or n != "reduce-overhead"]
+    names = options.arms.split(",") if options.arms else here
+    fast.wait()
+    node.wait()
+    rows = []
+    for layers in map(int, options.layers.split(",")):
+        for mode in ("inference", "training"):
+            torch.compiler.reset()
+            rows.append(measure(layers, mode, device, names))
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    text = markdown(rows, names)
+    print(text)
+    if options.markdown:
+        options.markdown.write_text(text + "\n")
     if options.json:
-        options.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1))
+        gpu = torch.cuda.get_device_name() if device.type == "cuda" else None
+        facts = {"torch": torch.__version__, "gpu": gpu, "rows": rows}
+        options.json.write_text(json.dumps(facts, indent=1))
 
 
 if __name__ == "__main__":
