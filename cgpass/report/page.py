@@ -5,7 +5,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from cgpass.report.style import CSS
-from cgpass.report.words import NONE, many, milliseconds, share, size, speedup
+from cgpass.report.words import (
+    NONE,
+    alike,
+    briefly,
+    listed,
+    many,
+    milliseconds,
+    share,
+    size,
+    speedup,
+)
 
 if TYPE_CHECKING:
     from cgpass.report.model import (
@@ -103,7 +113,7 @@ def _function(function: "FunctionReport") -> str:
     lines += map(_graph, function.graphs)
     if function.graph_break is not None:
         lines.append("<h3>It ends at a graph break</h3>")
-        lines.append(_reason(function.graph_break))
+        lines.append(_reason([function.graph_break]))
     return "\n".join([*lines, "</section>"])
 
 
@@ -116,7 +126,7 @@ def _graph(graph: "GraphReport") -> str:
         calls += f", {graph.calls_per_run:g} in each call of what was explained"
     head = f'<h3>{_e(graph.direction)} <span class="soft">{_e(calls)}</span></h3>'
     if graph.skip is not None:
-        why = "".join(map(_reason, graph.reasons)) or _paragraph(_e(graph.skip), "reason")
+        why = "".join(map(_reason, alike(graph.reasons))) or _paragraph(_e(graph.skip), "reason")
         ops = many(graph.num_ops, "operator")
         return f"{head}{_paragraph(_e(f'All of it runs plainly, {ops}.'))}{why}"
     parts = "".join(map(_details, graph.partitions))
@@ -191,7 +201,7 @@ def _row(part: "PartitionReport") -> str:
 
 
 def _details(part: "PartitionReport") -> str:
-    reasons = "".join(map(_reason, part.reasons))
+    reasons = "".join(map(_reason, alike(part.reasons)))
     if not part.captured:
         return f"{_paragraph(f'{_code(part.name)} runs plainly:')}{reasons}" if reasons else ""
     inner = "".join([_inputs(part), _memory(part), _recordings(part)])
@@ -248,13 +258,16 @@ def _recordings(part: "PartitionReport") -> str:
     )
 
 
-def _reason(reason: "ReasonReport") -> str:
+def _reason(reasons: Sequence["ReasonReport"]) -> str:
+    """One reason, and what else has it."""
+    reason, *others = reasons
     what = _code(reason.op) if reason.op else ""
     place = f" at {_code(reason.line)}" if reason.line else ""
     times = f" ({reason.count} times)" if reason.count > 1 else ""
     head = f"{what}{place}{times}".strip()
+    same = f"<br>The same holds for {_e(listed([*map(briefly, others)], 12))}." if others else ""
     return (
         f'<div class="reason">{head}{"<br>" * bool(head)}{_e(reason.detail)} '
         f'<span class="soft">[{_e(reason.code)}]</span><br>'
-        f'<span class="fix">{_e(reason.fix)}</span></div>'
+        f'<span class="fix">{_e(reason.fix)}</span>{same}</div>'
     )

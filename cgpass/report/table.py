@@ -4,7 +4,17 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from cgpass.report.words import NONE, listed, many, milliseconds, share, size, speedup
+from cgpass.report.words import (
+    NONE,
+    alike,
+    briefly,
+    listed,
+    many,
+    milliseconds,
+    share,
+    size,
+    speedup,
+)
 
 if TYPE_CHECKING:
     from cgpass.report.model import (
@@ -220,10 +230,14 @@ def _recordings(part: "PartitionReport") -> Iterator[str]:
 
 def _reasons(reasons: Sequence["ReasonReport"], indent: int) -> list[str]:
     lines: list[str] = []
-    for reason in reasons:
+    for reason, *others in alike(reasons):
         place = f" at {reason.line}" if reason.line else ""
         times = f" ({reason.count} times)" if reason.count > 1 else ""
         lines += _wrapped(f"{reason.op or 'capture failed'}{place}{times}", indent)
         lines += _wrapped(f"{reason.detail} [{reason.code}]", indent + 2)
         lines += _wrapped(f"fix: {reason.fix}", indent + 2)
+        if others:
+            lines += _wrapped(
+                f"the same holds for {listed([*map(briefly, others)], 12)}", indent + 2
+            )
     return lines

@@ -1,6 +1,10 @@
 """Numbers as reports show them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cgpass.report.model import ReasonReport
 
 NONE = "-"
 """Stands for what is not known or does not apply."""
@@ -51,3 +55,19 @@ def listed(names: Sequence[str], limit: int = 5) -> str:
 def speedup(ms: float | None, plain_ms: float | None) -> str | None:
     """How many times faster, None where nobody knows."""
     return None if not ms or plain_ms is None else f"{plain_ms / ms:.2f}x"
+
+
+def alike(reasons: Iterable["ReasonReport"]) -> list[list["ReasonReport"]]:
+    """Reasons that say the same of several operators, together; in order of the first of each."""
+    groups: dict[tuple[str, ...], list[ReasonReport]] = {}
+    for reason in reasons:
+        groups.setdefault((reason.code, reason.detail, reason.fix), []).append(reason)
+    return list(groups.values())
+
+
+def briefly(reason: "ReasonReport") -> str:
+    """Operator and place of one of several that are alike, `aten.mm.default (model.py:9, 4 times)`."""
+    place = [] if reason.line is None else [reason.line.partition(" in ")[0]]
+    times = [f"{reason.count} times"] if reason.count > 1 else []
+    where = ", ".join(place + times)
+    return f"{reason.op}{f' ({where})' if where else ''}"

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cgpass.report import words
+from cgpass.report.model import ReasonReport
 from tests.report.samples import sample
 
 
@@ -46,6 +47,17 @@ function 0: model.py:38 in forward
   ends at a graph break: print
     fix: leave it out""",
     )
+
+
+def test_reasons_that_say_the_same_are_together():
+    def reason(op, line, count=1, code="unbacked_size"):
+        detail, fix = "the size u0 depends on data", "use a form with a fixed size"
+        return ReasonReport(code=code, op=op, detail=detail, fix=fix, line=line, count=count)
+
+    first, other = reason("aten.cos", "a.py:1 in f: x.cos()"), reason("aten.max", None, code="sync")
+    same = [reason("aten.mm", "a.py:2 in f: x @ y", 3), reason("aten.sin", None)]
+    assert words.alike([first, other, *same]) == [[first, *same], [other]]
+    assert [*map(words.briefly, same)] == ["aten.mm (a.py:2, 3 times)", "aten.sin"]
 
 
 NASTY = ["x" * 300, "two\nlines\tand tabs", "word " * 80, "<b>&amp;\"'", "", "  ", "a-b" * 99]
