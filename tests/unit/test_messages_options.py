@@ -15,7 +15,8 @@ PARSED = [
         (
             "cgpass: unknown option 'spam'; known: compiler, driver, static_input_check, "
             "max_recordings, max_static_sets, outputs, max_rerecords, "
-            "max_pending_calls, num_warmup_calls, min_partition_ops, unsafe_ops, on_skip, rng, inductor."
+            "max_pending_calls, num_warmup_calls, min_partition_ops, unsafe_ops, on_skip, rng, "
+            "parameter_grads, inductor."
         ),
     ),
     (
@@ -23,7 +24,8 @@ PARSED = [
         (
             "cgpass: unknown option 3; known: compiler, driver, static_input_check, "
             "max_recordings, max_static_sets, outputs, max_rerecords, "
-            "max_pending_calls, num_warmup_calls, min_partition_ops, unsafe_ops, on_skip, rng, inductor."
+            "max_pending_calls, num_warmup_calls, min_partition_ops, unsafe_ops, on_skip, rng, "
+            "parameter_grads, inductor."
         ),
     ),
     (

@@ -25,6 +25,7 @@ def test_defaults_are_those_documented():
         "unsafe_ops": (),
         "on_skip": "warn",
         "rng": "exact",
+        "parameter_grads": "autograd",
         "inductor": {},
     }
 
