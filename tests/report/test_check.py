@@ -37,37 +37,42 @@ def fn(x):
 """
 
 
-def run(tmp_path, *arguments, **environment):
+@pytest.fixture
+def script(tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "beside.py").write_text(BESIDE)
-    env = os.environ | {"CGPASS_DRIVER": "simulated", "CGPASS_COMPILER": "eager"} | environment
-    return subprocess.run(
-        [sys.executable, "-m", "cgpass", *arguments],
-        env=env | {"PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
+    monkeypatch.setenv("CGPASS_DRIVER", "simulated")
+    monkeypatch.setenv("CGPASS_COMPILER", "eager")
+    yield tmp_path / "script.py"
+    sys.modules.pop("beside", None)
+    torch.compiler.reset()
+
+
+def test_a_script_that_is_captured_passes(script, capsys):
+    done = subprocess.run(
+        [sys.executable, "-m", "cgpass", "check", "--save", "all.json", "script.py", "5"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=script.parent,
         capture_output=True,
         text=True,
         check=False,
     )
-
-
-def test_a_script_that_is_captured_passes(tmp_path):
-    done = run(tmp_path, "check", "--save", "all.json", "script.py", "5")
     assert done.returncode == 0, done.stderr
     assert done.stdout == (
         "ran 5\ncgpass check: passed: 100% of the 16 operators that compiled functions ran after their "
         "warm-ups were captured, 95% are wanted\n"
     )
-    shown = run(tmp_path, "report", "all.json", "-o", "-")
-    assert "beside.py:3 in fn" in shown.stdout
+    assert command.main(["report", str(script.with_name("all.json")), "-o", "-"]) == 0
+    assert "beside.py:3 in fn" in capsys.readouterr().out
 
 
-def test_a_script_that_is_not_fails_with_the_list(tmp_path):
-    done = run(tmp_path, "check", "--min-captured", "0.5", "script.py", "5", CGPASS_DRIVER="auto")
-    assert done.returncode == 1
-    assert "FAILED: 0% of the 20 operators" in done.stdout
-    assert "50% are wanted" in done.stdout
-    assert "inference of beside.py:3 in fn (4 operators): it uses no CUDA device" in done.stdout
+def test_a_script_that_is_not_fails_with_the_list(script, registry, capsys, monkeypatch):
+    monkeypatch.setenv("CGPASS_DRIVER", "auto")
+    assert command.main(["check", "--min-captured", "0.5", str(script), "5"]) == 1
+    shown = capsys.readouterr().out
+    assert "FAILED: 0% of the 20 operators" in shown
+    assert "50% are wanted" in shown
+    assert "inference of beside.py:3 in fn (4 operators): it uses no CUDA device" in shown
 
 
 @pytest.mark.parametrize(
