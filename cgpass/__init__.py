@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cgpass.report.model import Report
     from cgpass.runtime.wrapper import CUDAGraphWrapper
     from cgpass.telemetry import counters, summary
+    from cgpass.verification import verify
 
 __all__ = [
     "CUDAGraphWrapper",
@@ -36,6 +37,7 @@ __all__ = [
     "reset",
     "set_defaults",
     "summary",
+    "verify",
 ]
 
 _HOMES: Final = {
@@ -52,6 +54,7 @@ _HOMES: Final = {
     "make_graphed_callables": "cgpass.graphed.api",
     "reset": "cgpass.backend",
     "summary": "cgpass.telemetry",
+    "verify": "cgpass.verification",
 }
 
 

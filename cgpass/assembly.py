@@ -23,7 +23,7 @@ from cgpass.inputs import InputInfo, InputKind
 from cgpass.options import Options
 from cgpass.passes import eager_passes, outline_passes
 from cgpass.passes.base import Pass, PassContext, run_passes
-from cgpass.plan import build_plan, whole_plan
+from cgpass.plan import build_plan, outputs_made, whole_plan
 from cgpass.reason import Reason
 from cgpass.resplit import GiveUp, Place, Resplitter, StrideNotes, copy_of
 from cgpass.runtime.driver import GraphDriver
@@ -77,7 +77,8 @@ class GraphBuilder:
         place = Place(graph, "captured_0", num_ops(original))
         resplit = self._resplitter(original, place, infos, self.visible, notes)
         run = self._runner("captured_0", fn, infos, resplit)
-        plan = whole_plan(len(infos), num_outputs, run, "captured_0", self.visible)
+        made = outputs_made(original)
+        plan = whole_plan(len(infos), num_outputs, run, "captured_0", self.visible, made)
         return _tracked(Executor(plan, run.owner), graph)
 
     def partitioned(self, gm: fx.GraphModule, context: PassContext) -> Boxed:

@@ -53,6 +53,10 @@ class ExpectationError(CGPassError, AssertionError):
     """Inside `cgpass.expect` something happened more or less often than was said."""
 
 
+class VerificationError(CGPassError, AssertionError):
+    """A replay gave other bits than the same kernels without a graph."""
+
+
 class ReportError(CGPassError, ValueError):
     """What was given is no report, one of another version, or can't be written as asked."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from cgpass.graph.values import attribute, graph_outputs
+from cgpass.graph.values import attribute, graph_outputs, user_line
 from cgpass.runtime.executor import Plan, Step
 
 Run = Any
@@ -25,13 +25,27 @@ def build_plan(gm: fx.GraphModule, runs: Mapping[str, Run], visible: frozenset[i
 
 
 def whole_plan(
-    num_inputs: int, num_outputs: int, run: Run, name: str, visible: frozenset[int]
+    num_inputs: int,
+    num_outputs: int,
+    run: Run,
+    name: str,
+    visible: frozenset[int],
+    made: tuple[str, ...] = (),
 ) -> Plan:
     """The plan of a graph that is one partition."""
     outputs = tuple(range(num_inputs, num_inputs + num_outputs))
     inputs = tuple(range(num_inputs))
-    step = Step(name, run, inputs, outputs, drops=inputs)
+    step = Step(name, run, inputs, outputs, drops=inputs, made=made)
     return Plan(num_inputs, num_inputs + num_outputs, (step,), outputs, visible=visible)
+
+
+def outputs_made(gm: fx.GraphModule) -> tuple[str, ...]:
+    """What each output of a partition is, for messages: the node's name and the user's line."""
+    made = []
+    for value in graph_outputs(gm):
+        line = user_line(value) if isinstance(value, fx.Node) else None
+        made.append(f"{value} at {line}" if line else str(value))
+    return tuple(made)
 
 
 def _host_step(node: fx.Node) -> Callable[[list[Any]], Sequence[Any]]:
@@ -54,7 +68,7 @@ class _Builder:
         self._slots: dict[fx.Node, int] = {}
         self._num_slots = 0
         self._constants: list[tuple[int, Any]] = []
-        self._steps: list[tuple[str, Run, tuple[int, ...], tuple[int, ...]]] = []
+        self._steps: list[tuple[str, Run, tuple[int, ...], tuple[int, ...], tuple[str, ...]]] = []
 
     def build(self, visible: frozenset[int]) -> Plan:
         placeholders = self._gm.graph.find_nodes(op="placeholder")
@@ -68,7 +82,7 @@ class _Builder:
             elif node.op == "call_function" and node.target is not operator.getitem:
                 self._slots[node] = self._new_slot()
                 inputs = tuple(self._slots[n] for n in node.all_input_nodes)
-                self._steps.append((node.name, _host_step(node), inputs, (self._slots[node],)))
+                self._steps.append((node.name, _host_step(node), inputs, (self._slots[node],), ()))
         outputs = tuple(
             self._slots[value] if isinstance(value, fx.Node) else self._constant(value)
             for value in graph_outputs(self._gm)
@@ -103,14 +117,14 @@ class _Builder:
             self._slots[user] = slots[position]
         inputs = tuple(self._slots[value] for value in node.args if isinstance(value, fx.Node))
         assert len(inputs) == len(node.args)
-        self._steps.append((name, self._runs[name], inputs, slots))
+        self._steps.append((name, self._runs[name], inputs, slots, outputs_made(submodule)))
 
-    def _with_drops(self, outputs: Sequence[int]) -> tuple[Step, ...]:
+    def _with_drops(self, results: Sequence[int]) -> tuple[Step, ...]:
         """Steps in order, each dropping what neither a later step nor the graph's output reads."""
-        needed = set(outputs) | {slot for slot, _ in self._constants}
+        needed = set(results) | {slot for slot, _ in self._constants}
         steps: list[Step] = []
-        for name, run, inputs, made in reversed(self._steps):
+        for name, run, inputs, outputs, made in reversed(self._steps):
             drops = tuple(dict.fromkeys(s for s in inputs if s not in needed))
             needed.update(inputs)
-            steps.append(Step(name, run, inputs, made, drops))
+            steps.append(Step(name, run, inputs, outputs, drops, made))
         return tuple(reversed(steps))

@@ -6,7 +6,7 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -212,6 +212,8 @@ class _Registry:
     runs: dict[int, list[GraphRun]] = field(default_factory=dict)
     """What runs these."""
     functions: int = 0
+    listeners: list[Callable[[int, GraphRun], None]] = field(default_factory=list)
+    """Told of what runs graphs that are compiled from now on."""
 
     def sums(self) -> list[int]:
         """Sums over all that ever counted. The lock is held."""
@@ -286,6 +288,26 @@ def add_run(graph: int, run: GraphRun) -> None:
     with _registry.lock:
         if graph in _registry.graphs:
             _registry.runs.setdefault(graph, []).append(run)
+        listeners = list(_registry.listeners)
+    for listener in listeners:
+        listener(graph, run)
+
+
+def listen(listener: Callable[[int, GraphRun], None]) -> Callable[[], None]:
+    """Have `listener` told of what runs each graph that is compiled from now on, and the graph's number.
+
+    Returns:
+        What ends that.
+    """
+    with _registry.lock:
+        _registry.listeners.append(listener)
+
+    def end() -> None:
+        with _registry.lock:
+            if listener in _registry.listeners:
+                _registry.listeners.remove(listener)
+
+    return end
 
 
 def replace_partition(graph: int, name: str, parts: Sequence[PartitionSummary]) -> None:

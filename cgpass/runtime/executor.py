@@ -1,6 +1,7 @@
 """Runs the partitions of a graph in order: a flat list of steps over precomputed slots."""
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -34,6 +35,8 @@ class Step:
     outputs: tuple[int, ...]
     drops: tuple[int, ...] = ()
     """Slots whose last reader this step is."""
+    made: tuple[str, ...] = ()
+    """What each output is, for messages: the node's name and the user's line."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +195,11 @@ class _CopyRest:
         ]
 
 
-def _within(run: Callable[[list[Any]], Any], name: str, observer: Observer) -> Callable[..., Any]:
+Run = Callable[[list[Any]], tuple[Sequence[Any], Recording | None]]
+"""Runs a step: its outputs, and the recording that made them."""
+
+
+def _within(run: Run, name: str, observer: Observer) -> Run:
     """`run`, with an observer told of it."""
 
     def observed(values: list[Any]) -> Any:
@@ -220,7 +227,7 @@ class Executor:
         self._template: list[Any] = [None] * (plan.num_slots - plan.num_inputs)
         for slot, value in plan.constants:
             self._template[slot - plan.num_inputs] = value
-        self._steps = [
+        self._bare_steps = [
             (
                 step.run.run if isinstance(step.run, PartitionRunner) else _plainly(step.run),
                 fast.taker(step.inputs),
@@ -231,6 +238,8 @@ class Executor:
             )
             for number, step in enumerate(plan.steps)
         ]
+        self._steps: list[tuple[Any, ...]] = list(self._bare_steps)
+        self._wraps: list[Callable[[Step, Run], Run]] = []
         self._take_outputs = fast.taker(plan.outputs)
         runners = [step.run for step in plan.steps if isinstance(step.run, PartitionRunner)]
         self._is_backward = any(runner.is_backward for runner in runners)
@@ -257,18 +266,33 @@ class Executor:
     @contextlib.contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
         """Have an observer told of every step inside; calls outside cost nothing for it."""
-        steps = self._steps
-        names = [step.name for step in self.plan.steps]
-        self._steps = [
-            (_within(run, name, observer), take, drops, nothing, places, copy_out)
-            for name, (run, take, drops, nothing, places, copy_out) in zip(
-                names, steps, strict=True
-            )
-        ]
+        end = self.wrap(lambda step, run: _within(run, step.name, observer))
         try:
             yield
         finally:
-            self._steps = steps
+            end()
+
+    def wrap(self, wrap: Callable[[Step, Run], Run]) -> Callable[[], None]:
+        """Have steps run by what `wrap` makes of what runs them, until the returned function is called."""
+        self._wraps.append(wrap)
+        self._steps = self._with_wraps()
+        mine = weakref.ref(self)
+
+        def end() -> None:
+            executor = mine()
+            if executor is not None and wrap in executor._wraps:
+                executor._wraps.remove(wrap)
+                executor._steps = executor._with_wraps()
+
+        return end
+
+    def _with_wraps(self) -> list[tuple[Any, ...]]:
+        steps = []
+        for step, (run, *rest) in zip(self.plan.steps, self._bare_steps, strict=True):
+            for wrap in self._wraps:
+                run = wrap(step, run)
+            steps.append((run, *rest))
+        return steps
 
     def _run(self, args: list[Any]) -> list[Any]:
         slots = args + self._template

@@ -64,7 +64,7 @@ class PartitionRunner:
         self._first_slot = 0
         self._largest = 0
         """Bytes of the inputs that move, of the largest shape recorded."""
-        self._fn = fn
+        self.fn = fn
         self._settings = settings
         self.is_backward = settings.is_backward
         self.written: frozenset[int] = frozenset()

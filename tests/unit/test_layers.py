@@ -32,6 +32,7 @@ LAYERS = {
     "backend": 5,
     "recompute": 5,
     "graphed": 6,
+    "verification": 6,
     "report": 7,
     "testing": 7,
     "__main__": 8,

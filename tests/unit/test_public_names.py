@@ -44,6 +44,7 @@ def test_public_names():
         "reset",
         "set_defaults",
         "summary",
+        "verify",
     ]
 
 
