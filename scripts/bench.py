@@ -40,7 +40,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--models", default=",".join(models.SPECS), help="names, with commas")
-    add("--arms", default=",".join(arms.NAMES), help="names, with commas; also cgpass-eager")
+    add(
+        "--arms",
+        default=",".join(arms.NAMES),
+        help="names, with commas; also cgpass-eager, cgpass-direct",
+    )
     add("--steps", type=int, default=10, help="synchronised steps per block")
     add("--rounds", type=int, default=6, help="blocks per arm")
     add("--check-steps", type=int, default=5, help="steps whose losses are compared")

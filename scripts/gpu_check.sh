@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # Checks and measures cgpass on a machine with a CUDA device; one JSON per part into a folder.
 #
-#   bash scripts/gpu_check.sh --part tests|bench|memory|dist [--out DIR] [-- extra arguments]
+#   bash scripts/gpu_check.sh --part tests|bench|memory|overhead|dist [--out DIR] [-- extra arguments]
 #
 #   tests   the GPU tests, in parallel over one shared compile cache; extra arguments go to pytest
 #   bench   step times of all models and arms, captured and total kernels; extra go to bench.py
 #   memory  peak memory and compile time, one process per arm; extra arguments go to bench.py
+#   overhead  host time of calls of stacks of small layers; extra arguments go to bench_overhead.py
 #   dist    the tests that need several devices; with one device says so
 #
 # Each part takes less than nine minutes. PYTHON names the interpreter (python3), WORKERS the number of processes (8),
 # LIMIT the seconds after which tests are interrupted (520); what failed by then is reported.
 set -u -o pipefail
 
-usage() { sed -n '2,12s/^# \{0,1\}//p' "$0"; }
+usage() { sed -n '2,13s/^# \{0,1\}//p' "$0"; }
 
 part="" out="gpu-check" workers="${WORKERS:-8}" limit="${LIMIT:-520}"
 while [ $# -gt 0 ]; do
@@ -85,9 +86,7 @@ case "$part" in
     leave_out_what_needs hypothesis
     leave_out_what_needs transformers
     leave_out_what_needs timm
-    paths=()
-    for folder in tests/gpu tests/usage tests/graphed; do [ -d "$folder" ] && paths+=("$folder"); done
-    run_pytest tests "$limit" "gpu and not multigpu" "${paths[@]}" "$@"
+    run_pytest tests "$limit" "gpu and not multigpu" tests "$@"
     summarise tests $?
     ;;
   dist)
@@ -108,6 +107,11 @@ case "$part" in
     [ "$part" = memory ] && flags+=(--memory)
     timeout --signal=INT --kill-after=15 535 "$python" scripts/bench.py "${flags[@]}" "$@" 2>&1 \
       | tee "$out/$part.log"
+    ;;
+  overhead)
+    flags=(--json "$out/overhead.json" --markdown "$out/overhead.md")
+    timeout --signal=INT --kill-after=15 535 "$python" scripts/bench_overhead.py "${flags[@]}" "$@" \
+      2>&1 | tee "$out/overhead.log"
     ;;
   *)
     echo "unknown part: '$part'" >&2

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import cgpass
+from cgpass.runtime import fast, node
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +35,7 @@ def check_name(name: str) -> None:
     Raises:
         ValueError: The arm isn't known.
     """
-    known = (*NAMES, "cgpass-eager", REFERENCE)
+    known = (*NAMES, "cgpass-eager", "cgpass-direct", REFERENCE)
     if name not in known:
         raise ValueError(f"unknown arm {name!r}; known: {', '.join(known)}")
 
@@ -46,6 +47,8 @@ def compile_settings(name: str, device: torch.device) -> dict[str, Any] | None:
         options = {"driver": "auto" if device.type == "cuda" else "simulated"}
         if name == "cgpass-eager":
             options["compiler"] = "eager"
+        if name == "cgpass-direct":
+            options["parameter_grads"] = "direct"
         if name == REFERENCE:
             options["driver"] = "none"
         return {"backend": backend(), "options": options}
@@ -81,7 +84,10 @@ class Arm:
         return torch.optim.AdamW(self.module.parameters(), lr=1e-4, fused=True)
 
     def prepare(self) -> None:
-        """Does what must happen once before the first step."""
+        """Does what must happen once before the first step: waits for what cgpass compiles in the background."""
+        if self.name.startswith("cgpass"):
+            fast.wait()
+            node.wait()
 
     def begin(self) -> None:
         """Starts a step: marks it where the arm wants that, and drops the gradients."""
