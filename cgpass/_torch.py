@@ -411,9 +411,37 @@ def _once_differentiable(
             for node in nodes:
                 if node is not None:
                     node.register_prehook(refuse)
+            found = only_once(found, error)
         return found
 
     return once
+
+
+def only_once(values: Sequence[Any], error: Callable[[], Exception]) -> tuple[Any, ...]:
+    """Values of which the tensors require grad, and raise an error of ours where they are differentiated."""
+    places = [
+        n for n, v in enumerate(values) if isinstance(v, torch.Tensor) and not v.requires_grad
+    ]
+    tensors = [values[n] for n in places]
+    if not tensors:
+        return tuple(values)
+    leaf = torch.empty(0, requires_grad=True)
+    results = list(values)
+    made = _OnlyOnce.apply(error, leaf, *tensors)
+    for n, value in zip(places, made, strict=True):
+        results[n] = value
+    return tuple(results)
+
+
+class _OnlyOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:  # pyrefly: ignore[bad-override]
+        ctx.error, _, *tensors = args
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
+        raise ctx.error()
 
 
 def compile_with_inductor(
@@ -1135,6 +1163,8 @@ def training_layout() -> TrainingLayout | None:
     metadata: Any = None if context is None else context.fw_metadata
     if metadata is None or uses_compiled_autograd() or _has_default_saved_tensors_hooks():
         return None
+    if _knows_external_objects():
+        return None
     try:
         return _layout_of(metadata) if _is_little(metadata) else None
     except AttributeError:  # a torch that keeps its books otherwise
@@ -1145,6 +1175,14 @@ def _has_default_saved_tensors_hooks() -> bool:
     from torch._functorch._aot_autograd.utils import top_saved_tensors_hooks
 
     return top_saved_tensors_hooks() is not None
+
+
+def _knows_external_objects() -> bool:
+    """Whether Dynamo has traced streams or events, which newer versions have the backward find again."""
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    known: Any = getattr(runtime_wrappers, "index_to_external_object_weakref", ())
+    return any(ref() is not None for ref in known)
 
 
 def _is_little(metadata: Any) -> bool:

@@ -8,7 +8,6 @@ Note [What AOTAutograd's autograd function does]
     save the same tensors in the same order, so that a checkpoint around a call may take the other one when it recomputes.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,7 +42,8 @@ class TrainingCall:
         self._parameters: frozenset[int] = frozenset()
         self._wanted: tuple[int, ...] = ()
         self._direct: tuple[int, ...] = ()
-        self._autocasts = False
+        self._detached: tuple[int, ...] = ()
+        """Inputs that require grad and get none: what is saved of them must not hold their history."""
 
     def note_forward(self, fn: Boxed, static: Sequence[int]) -> None:
         """Note the forward graph; to be called while AOTAutograd compiles it.
@@ -54,7 +54,6 @@ class TrainingCall:
         """
         self._num_forwards += 1
         self._forward = fn
-        self._autocasts = torch._C._is_any_autocast_enabled()
         self._layout = _torch.training_layout()
         self._parameters = frozenset(static if self._is_direct else ())
 
@@ -71,6 +70,7 @@ class TrainingCall:
         wanted = [n for n in self._layout.requiring_grad if n in given]
         self._direct = tuple(n for n in wanted if n in self._parameters)
         self._wanted = tuple(n for n in wanted if n not in self._parameters)
+        self._detached = tuple(n for n in self._layout.requiring_grad if n not in given)
         self._backward = fn
 
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,7 +99,10 @@ class TrainingCall:
         if layout.written:
             torch.autograd.graph.increment_version([args[i] for i in layout.written])
         assert self._forward is not None
-        outputs = self._run(self._forward, list(args))
+        inputs = list(args)
+        for i in self._detached:
+            inputs[i] = inputs[i].detach()
+        outputs = _run(self._forward, inputs)
         returned = list(outputs[: layout.num_returned])
         attach(
             _run_backward,
@@ -116,12 +119,6 @@ class TrainingCall:
             _torch.mark_dynamic(returned[n], dimensions)
         return returned
 
-    def _run(self, fn: Boxed, args: list[Any]) -> Sequence[Any]:
-        """Call a graph as AOTAutograd does: autograd sees nothing of it, autocast was traced into it."""
-        autocast = torch._C._DisableAutocast() if self._autocasts else contextlib.nullcontext()
-        with torch.no_grad(), autocast:
-            return fn(args)
-
     def run_backward(self, rest: list[Any], saved: list[Any], grads: list[Any]) -> Sequence[Any]:
         """Gradients of the inputs, for what a forward saved; the lists are emptied. See `node.Attach`."""
         layout = self._layout
@@ -134,11 +131,14 @@ class TrainingCall:
         saved.clear()
         grads.clear()
         del tangents
-        if torch.is_grad_enabled() and any(
-            isinstance(value, torch.Tensor) and value.requires_grad for value in args
-        ):
-            return _OnceDifferentiable.apply(self._run, self._backward, *args)
-        return self._run(self._backward, args)
+        found = _run(self._backward, args)
+        return _torch.only_once(found, DoubleBackwardError) if torch.is_grad_enabled() else found
+
+
+def _run(fn: Boxed, args: list[Any]) -> Sequence[Any]:
+    """Call a graph as AOTAutograd does: autograd sees nothing of it, autocast was traced into it."""
+    with torch.no_grad(), torch._C._DisableAutocast():
+        return fn(args)
 
 
 @_torch.outside_dynamo
@@ -148,17 +148,3 @@ def _run_backward(
     """See `node.Attach`. A backward may be called in what Dynamo runs, and would be traced."""
     call, numbers = rest
     return call.run_backward(numbers, saved, grads)
-
-
-class _OnceDifferentiable(torch.autograd.Function):
-    """Gradients that are part of autograd's graph, and raise where they are differentiated again."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Any, fn: Boxed, *args: Any) -> tuple[Any, ...]:  # type: ignore[override]
-        del ctx
-        return tuple(run(fn, list(args)))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        del ctx, grads
-        raise DoubleBackwardError

@@ -228,7 +228,8 @@ struct CompiledFunctionBackward : public Node {
       for (const auto& [position, _] : parameters) gradients.push_back(gradient(position));
     }
     for (size_t k = 0; k < parameters.size(); ++k) {
-      if (!gradients[k].defined()) continue;
+      // One may have been frozen since the forward.
+      if (!gradients[k].defined() || !parameters[k].second.requires_grad()) continue;
       const at::Tensor gradient = std::move(gradients[k]);
       add_to_grad(parameters[k].second, gradient);
     }

@@ -14,6 +14,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from cgpass import _torch
 from cgpass.options import fast_mode
 from cgpass.runtime import fast_build
 
@@ -61,7 +64,9 @@ class _Loader:
             path = fast_build.cached_path(fast_build.NODE)
             if not path.exists():
                 fast_build.build(path, fast_build.NODE)
-            self.attach = fast_build.load(path, fast_build.NODE).attach
+            attach = fast_build.load(path, fast_build.NODE).attach
+            _register(attach)
+            self.attach = attach
         except fast_build.BuildError as error:
             log.info("cgpass goes through AOTAutograd's autograd function: %s", error)
 
@@ -69,6 +74,14 @@ class _Loader:
         """Wait for the build, if there is one."""
         if self._thread is not None:
             self._thread.join()
+
+
+def _register(attach: Attach) -> None:
+    """Have torch know the node for one of its own: `isinstance(out.grad_fn, torch.autograd.graph.Node)`."""
+    with _torch.without_modes(), torch.inference_mode(False), torch.enable_grad():
+        out = [torch.empty(0)]
+        attach(None, None, [torch.empty(0, requires_grad=True)], (0,), (), out, (0,), [], [])
+    torch.autograd.graph.Node.register(type(out[0].grad_fn))
 
 
 _loader = _Loader()

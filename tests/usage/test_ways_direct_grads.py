@@ -103,6 +103,18 @@ def test_parameters_are_out_of_reach_for_autograd_grad(way):
         torch.autograd.grad(call(session.randn(4, 8)).sum(), list(module.parameters()))
 
 
+def test_parameters_that_are_frozen_before_the_backward(way):
+    session, plain, module, call = made(way)
+    x = session.randn(4, 8)
+    for fn, each in ((plain, plain), (call, module)):
+        loss = fn(x).square().sum()
+        frozen, *others = each.parameters()
+        frozen.requires_grad_(False)
+        loss.backward()
+        assert frozen.grad is None
+        assert all(p.grad is not None for p in others)
+
+
 def test_two_backwards_add_up_twice(way):
     session, plain, module, call = made(way)
     x = session.randn(4, 8)
