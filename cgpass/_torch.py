@@ -244,6 +244,14 @@ def after_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Have the version counters of tensors, which their views share, say something else.
+
+    Source: torch/autograd/grad_mode.py `_unsafe_preserve_version_counter`, 2.11 to 2.15.
+    """
+    torch._C._autograd._unsafe_set_version_counter(tensors, versions)
+
+
 def saved_on(node: Any) -> Iterator[Any]:
     """What a node of an autograd graph saved: a `torch._C._autograd.SavedTensor` each."""
     for name in _raw_saved(type(node)):

@@ -15,6 +15,7 @@ from cgpass.graphed.binding import Binding
 from cgpass.graphed.group import Group
 from cgpass.graphed.hidden import AttributeTensors, HiddenTensors
 from cgpass.graphed.hooks import HookSet
+from cgpass.graphed.kept import KeptState
 from cgpass.graphed.options import GraphedOptions
 from cgpass.graphed.statics import Statics, firsts
 from cgpass.graphed.values import (
@@ -27,22 +28,6 @@ from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.writes import SaidToBeWritten
 from cgpass.telemetry import CallStats
-
-
-@dataclass(eq=False)
-class _Kept:
-    """A tensor and what it was."""
-
-    tensor: torch.Tensor
-    before: torch.Tensor | None
-    """None if it is not written."""
-    is_parameter: bool
-
-    def is_written(self) -> bool:
-        """Whether it is another now, as long as it has memory."""
-        assert self.before is not None
-        is_there = self.tensor.shape == self.before.shape and self.tensor.untyped_storage().nbytes()
-        return bool(is_there) and not torch.equal(self.tensor, self.before)
 
 
 @dataclass(eq=False)
@@ -79,8 +64,8 @@ class Pass:
     saved_statics: set[int] = field(default_factory=set)
     saved_outputs: set[int] = field(default_factory=set)
     """Results without a gradient that it saved."""
-    kept: dict[int, "_Kept"] = field(default_factory=dict)
-    """Parameters and buffers as they were before the first warm-up, by identity."""
+    kept: KeptState = field(default_factory=KeptState)
+    """Parameters and buffers as they were before the first warm-up."""
     backward_dw: Callable[[], Any] | None = None
     """What makes the gradients that the backward leaves out, of weights, by filling their `.grad`."""
     split_off: set[int] = field(default_factory=set)
@@ -173,7 +158,7 @@ class Pass:
             (result,) = group.driver.warm_up(run, []) if pool else run([])
         self.hidden.check(self.name, result)
         self._refuse_assigned(read[1])
-        self._forget_unwritten()
+        self.kept.forget_unwritten()
         for tensors, before, written in zip(
             read, versions, (self.written_inputs, self.written_statics), strict=True
         ):
@@ -205,25 +190,9 @@ class Pass:
             )
 
     def _keep(self, statics: Sequence[torch.Tensor]) -> None:
-        """Copy what a warm-up or a capture may write: parameters for their first forward only, which tells."""
-        for i in firsts(statics):
-            tensor = statics[i]
-            if id(tensor) not in self.kept and tensor.is_leaf:
-                is_parameter = i < self.statics.num_parameters
-                self.kept[id(tensor)] = _Kept(tensor, tensor.detach().clone(), is_parameter)
-
-    def _forget_unwritten(self) -> None:
-        for kept in self.kept.values():
-            if kept.is_parameter and kept.before is not None and not kept.is_written():
-                kept.before = None
-
-    def put_back(self) -> None:
-        """Undo what warm-ups and captures wrote into parameters and buffers."""
-        with torch.no_grad():
-            for kept in self.kept.values():
-                if kept.before is not None and kept.is_written():
-                    kept.tensor.copy_(kept.before)
-        self.kept.clear()
+        first = firsts(statics)
+        num_parameters = sum(i < self.statics.num_parameters for i in first)
+        self.kept.keep([statics[i] for i in first], num_parameters)
 
     def _warm_backward(
         self,

@@ -29,4 +29,4 @@ def prepared(passes: Pass | list[Pass], group: Group) -> Iterator[None]:
         finally:
             group.accumulators.put_back(forget=forget)
             for each in reversed(passes):
-                each.put_back()
+                each.kept.put_back()
