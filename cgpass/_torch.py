@@ -259,30 +259,17 @@ def saved_on(node: Any) -> Iterator[Any]:
         yield from value if isinstance(value, tuple) else (value,)
 
 
-def saved_tensors(
-    saved: Any, original_of: Callable[[torch.Tensor], torch.Tensor]
-) -> list[torch.Tensor]:
-    """The tensor that was saved, unless hooks have packed it: what autograd checks the version of.
+def saved_tensor(saved: Any) -> torch.Tensor | None:
+    """The tensor that was saved, and that autograd checks the version of; None if hooks packed it or it was freed.
 
-    It is packed by hooks of ours afterwards, so autograd checks no more. The node's backward works as before.
+    The node's backward gets what it would have got.
 
     Args:
-        saved: Of `saved_on`, of a graph whose backward didn't run.
-        original_of: Gives the leaf that a saved tensor is an alias of, or the same tensor if it is no leaf's: leaves
-            are saved as they are, and read as they will be.
+        saved: Of `saved_on`.
 
-    Source: torch/csrc/autograd/saved_variable.cpp, `SavedVariable::register_hooks`, 2.11 to 2.15: raises for what is
-    packed, None or freed.
+    Source: torch/csrc/autograd/init.cpp, `SavedTensor.data`, 2.11 to 2.15: the very tensor, or what hooks made of it.
     """
-    found: list[torch.Tensor] = []
-
-    def pack(value: torch.Tensor) -> torch.Tensor:
-        found.append(value.detach())
-        return original_of(found[0])
-
-    with contextlib.suppress(RuntimeError, AttributeError):
-        saved.register_hooks(pack, lambda packed: packed)
-    return list(found)
+    return saved.data if unpack_hook(saved) is None else None
 
 
 def unpack_hook(saved: Any) -> Any:

@@ -9,7 +9,6 @@ import torch
 from cgpass import _torch
 from cgpass.recompute.gradients import gradients
 from cgpass.recompute.nonreentrant import Checkpoint
-from cgpass.runtime.writes import has_place
 
 _REENTRANT = ("CheckpointFunctionBackward", "_ReentrantBackward")
 """Nodes whose backward needs a pass that accumulates everywhere: torch's and our own."""
@@ -18,21 +17,18 @@ _REENTRANT = ("CheckpointFunctionBackward", "_ReentrantBackward")
 class GraphFacts:
     """Facts about the graph behind some outputs."""
 
-    def __init__(self, outputs: Sequence[torch.Tensor], known: Iterable[torch.Tensor] = ()) -> None:
-        """Walk it; computes nothing.
+    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Walk it; computes and changes nothing.
 
         Args:
             outputs: Where it begins.
-            known: Leaves that it may have saved; see `_torch.saved_tensors`.
         """
-        originals = {_place(leaf): leaf for leaf in known if has_place(leaf)}
         self.leaves: list[torch.Tensor] = []
         """What would get a `.grad`."""
         self.is_reentrant = False
         """Whether a checkpoint with `use_reentrant=True` lies in it."""
         self.saved: list[torch.Tensor] = []
         """What it saved, or checkpoints in it keep to recompute from, and autograd checks the versions of."""
-        self._originals = originals
         seen: set[Any] = set()
         open_: list[Any] = [out.grad_fn for out in outputs]
         self.leaves += [out for out in outputs if out.grad_fn is None]
@@ -53,7 +49,9 @@ class GraphFacts:
         while open_:
             each = open_.pop()
             hook = _torch.unpack_hook(each)
-            self.saved += _torch.saved_tensors(each, lambda t: self._originals.get(_place(t), t))
+            tensor = _torch.saved_tensor(each)
+            if tensor is not None:
+                self.saved.append(tensor)
             if hook is not None and id(hook) not in seen:
                 seen.add(id(hook))
                 open_ += _kept_to_recompute(hook)
@@ -65,10 +63,6 @@ def _kept_to_recompute(hook: Any) -> list[Any]:
     if isinstance(checkpoint, Checkpoint):
         return list(_torch.saved_on(checkpoint.keeper))
     return _torch.kept_by_checkpoint(hook)
-
-
-def _place(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    return (tensor.data_ptr(), tensor.size(), tensor.stride()) if has_place(tensor) else None
 
 
 def take_gradients(

@@ -112,7 +112,7 @@ class Capture:
         d.hooks.run("pre_backward", d.hooked)
         statics = d.statics.now()
         self._keys[1] = d.statics.key_of(statics)
-        used = d.used_statics | d.split_off & d.reached
+        used = d.used_statics | d.reached  # hooks of what is reached run without a gradient, too
         self._wanted = (
             [i for i in sorted(d.used_inputs) if self._leaves[i].requires_grad],
             [i for i in sorted(used.intersection(firsts(statics))) if statics[i].requires_grad],

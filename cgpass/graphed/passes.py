@@ -245,7 +245,7 @@ class Pass:
         with_grad = [out for out in outputs if out.requires_grad]
         if not with_grad or not self.with_grad:
             return None
-        facts = GraphFacts(with_grad, (*inputs, *statics))
+        facts = GraphFacts(with_grad)
         saved, read = Places(facts.saved), Places([*inputs, *statics])
         facts.saved.clear()
         self.saved_inputs.update(i for i, t in enumerate(inputs) if saved.meet(t))
