@@ -272,6 +272,25 @@ def saved_tensor(saved: Any) -> torch.Tensor | None:
     return saved.data if unpack_hook(saved) is None else None
 
 
+@contextlib.contextmanager
+def no_outer_saved_tensors_hooks() -> Iterator[None]:
+    """A block in which only those hooks of saved tensors are called that are set in it.
+
+    Source: torch/csrc/autograd/python_saved_variable_hooks.cpp, `PyDefaultSavedVariableHooks`, 2.11 to 2.15: a stack
+    for each thread.
+    """
+    autograd = torch._C._autograd
+    hooks = []
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
 def unpack_hook(saved: Any) -> Any:
     """What will give a saved tensor back, if hooks have packed it."""
     return getattr(saved, "unpack_hook", None)

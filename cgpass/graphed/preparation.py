@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
+from cgpass import _torch
 from cgpass.graphed.group import Group
 from cgpass.graphed.passes import Pass
 from cgpass.runtime.failures import random_state_kept
@@ -14,6 +15,8 @@ from cgpass.runtime.failures import random_state_kept
 def prepared(passes: Pass | list[Pass], group: Group) -> Iterator[None]:
     """A block for warm-ups and captures, after which random number states, parameters and buffers are as before it.
 
+    What the user watches autograd with is off in it: anomaly detection, and hooks of saved tensors around it.
+
     Args:
         passes: What is recorded.
         group: What records.
@@ -21,7 +24,12 @@ def prepared(passes: Pass | list[Pass], group: Group) -> Iterator[None]:
     passes = [passes] if isinstance(passes, Pass) else passes
     tracker = passes[0].options.rng_tracker
     named = [] if tracker is None else list(tracker.generators.values())
-    with torch.inference_mode(False), random_state_kept(group.device, named):
+    with (
+        torch.inference_mode(False),
+        torch.autograd.set_detect_anomaly(False),  # which would read data in a capture
+        _torch.no_outer_saved_tensors_hooks(),  # a checkpoint's, which expects what a replay saves
+        random_state_kept(group.device, named),
+    ):
         forget = True
         try:
             yield

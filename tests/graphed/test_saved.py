@@ -1,9 +1,13 @@
-"""What a backward of the callable's own unpacks while it is recorded: just what it gets in eager."""
+"""What is saved for a backward, and read by it, while a callable is recorded."""
+
+import functools
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint as torchs
 
-from tests.graphed.steps import same
+import cgpass
+from tests.graphed.steps import net, same, same_grads, step, twins
 
 
 class Fused(torch.autograd.Function):
@@ -55,3 +59,82 @@ def test_fused_gradient_accumulation(setting, asks):
             assert plain == now == 3
         else:
             same(now, plain)
+
+
+CHECKPOINTS = {
+    "ours": cgpass.checkpoint,
+    "torch's": functools.partial(torchs, use_reentrant=False),
+    "torch's, to its end": functools.partial(torchs, use_reentrant=False, early_stop=False),
+}
+
+
+def move(*modules):
+    for module in modules:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()
+
+
+@pytest.mark.parametrize("way", CHECKPOINTS)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_recorded_again_in_a_checkpoint(setting, way, dropout):
+    module, plain = twins(setting, net(dropout=dropout))
+    x = setting.randn(4, 8, grad=True)
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    for _ in range(3):
+        move(module, plain)
+        found, expected = [
+            step(functools.partial(CHECKPOINTS[way], fn), x) for fn in (graphed, plain)
+        ]
+        same(found[0], expected[0])
+        same(found[1][0], expected[1][0])
+        same_grads(module, plain)
+    assert graphed.graphed.stats.rerecordings == 3
+
+
+class PacksInside(torch.nn.Module):
+    """Saves half of what it could."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+        self.packed = []
+
+    def forward(self, x):
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, torch.Tensor.float):
+            return self.inner(x)
+
+    def pack(self, tensor):
+        self.packed.append(tensor.shape)
+        return tensor.bfloat16()
+
+
+def test_hooks_around_see_nothing_of_a_recording_and_those_inside_all(setting):
+    module, plain = twins(setting, PacksInside())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    x, seen = setting.randn(4, 8, grad=True), []
+    move(module)
+    before = len(module.packed)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+            found = graphed(x)
+        assert graphed.graphed.stats.rerecordings == 1
+        assert len(module.packed) > before
+        assert seen == []
+        x.exp()
+    assert len(seen) == 1  # they are back
+    for out in (found, plain(x)):
+        out.square().sum().backward()
+    same_grads(module, plain)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
+def test_recorded_while_anomalies_are_looked_for(setting):
+    module, plain = twins(setting, net())
+    x = setting.randn(4, 8, grad=True)
+    with torch.autograd.detect_anomaly():
+        graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+        assert torch.is_anomaly_enabled()
+        same(step(graphed, x)[0], step(plain, x)[0])
+        same_grads(module, plain)
+        with pytest.raises(RuntimeError, match="nan values"):
+            graphed(x).mul(0).sqrt().mul(0).sum().backward()
