@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
 
 from cgpass.errors import GraphedArgumentError
 from cgpass.graphed.containers import CONTAINERS, LIMIT, contents, is_plain
-from cgpass.graphed.prehooks import written_by_hooks
+from cgpass.graphed.prehooks import read_by_forward, written_by_hooks
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +120,10 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     yield from ((f".{key}", item) for key, item in getattr(value, "__dict__", {}).items())
 
 
+_Attribute: TypeAlias = tuple[torch.nn.Module, str, str, list[torch.Tensor]]
+"""Module, name, what the user calls it, and the tensors in it."""
+
+
 class AttributeTensors:
     """Tensors that modules have as plain attributes, or in lists, dicts and such there, if these are not too large."""
 
@@ -133,17 +137,12 @@ class AttributeTensors:
     def watched(self) -> Iterator[None]:
         """A block that records; what it sets and leaves there is warned about, each attribute once.
 
-        What hooks of a module compute for it before each run is silent: nobody else is meant to read that.
+        What hooks of a module compute for its `forward` before each run is silent: nobody else is meant to read that.
         """
         before = {id(t): weakref.ref(t) for *_, tensors in self._attributes() for t in tensors}
         yield
         now = list(self._attributes())
-        computed = {
-            id(tensor)
-            for module, key, _, tensors in now
-            if module._forward_pre_hooks and key in written_by_hooks(module)
-            for tensor in tensors
-        }
+        computed = _computed_by_hooks(now)
         for _, _, where, tensors in now:
             refs = [(t, before.get(id(t))) for t in tensors if id(t) not in computed]
             same = [ref is not None and ref() is tensor for tensor, ref in refs]
@@ -156,8 +155,8 @@ class AttributeTensors:
                     where,
                 )
 
-    def _attributes(self) -> Iterator[tuple[torch.nn.Module, str, str, list[torch.Tensor]]]:
-        """Module, attribute, what the user calls it, and the tensors in it."""
+    def _attributes(self) -> Iterator[_Attribute]:
+        """All that may be of interest."""
         inner = {id(m): (path, top, m) for top in self._modules for path, m in top.named_modules()}
         seen: set[int] = set()
         for path, top, module in inner.values():
@@ -165,6 +164,20 @@ class AttributeTensors:
                 if key not in _MACHINERY and id(value) not in seen:
                     where = f"{f'{path}.{key}'.lstrip('.')} of {type(top).__name__}"
                     yield module, key, where, _tensors_in(value, seen)
+
+
+def _computed_by_hooks(attributes: Sequence[_Attribute]) -> set[int]:
+    """Identities of tensors that modules' hooks set for the modules' own `forward`."""
+    hooked = {id(module): module for module, *_ in attributes if module._forward_pre_hooks}
+    written = {key: written_by_hooks(module) for key, module in hooked.items()}
+    read = {key: read_by_forward(module) for key, module in hooked.items()}
+    return _in_those(attributes, written) & _in_those(attributes, read)
+
+
+def _in_those(attributes: Sequence[_Attribute], names: Mapping[int, set[str]]) -> set[int]:
+    return {
+        id(t) for m, key, _, tensors in attributes if key in names.get(id(m), ()) for t in tensors
+    }
 
 
 def _tensors_in(value: Any, seen: set[int]) -> list[torch.Tensor]:

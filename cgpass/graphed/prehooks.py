@@ -1,4 +1,8 @@
-"""Attributes that hooks of a module compute before each of its runs, as those of `torch.nn.utils.weight_norm` do."""
+"""Attributes that hooks of a module compute before each of its runs, and that its `forward` reads.
+
+Those of `torch.nn.utils.weight_norm` do so: what such a hook makes is part of the graph. What hooks keep for others, as
+inputs for statistics, is not.
+"""
 
 import dis
 import functools
@@ -7,6 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from cgpass.graphed.reach import add_names, defined, is_library
 
 
 def written_by_hooks(module: torch.nn.Module) -> set[str]:
@@ -38,6 +44,39 @@ def _set_by(hook: Any) -> Iterator[str]:
         cells = [_content(cell) for cell in function.__closure__ or ()]
         values = (*code.co_consts, *cells, *(function.__defaults__ or ()), *holder)
         yield from (value for value in values if isinstance(value, str))
+
+
+def read_by_forward(module: torch.nn.Module) -> set[str]:
+    """Names of attributes that a module's `forward` reads, of whatever object, as far as its code says so.
+
+    Methods and properties that it names are looked into, and functions that are no library's.
+
+    Args:
+        module: Whose; nothing of it is run.
+    """
+    found: set[str] = set()
+    open_: list[Any] = [module.forward]
+    seen: set[int] = set()
+    while open_:
+        function = open_.pop()
+        function = getattr(function, "ungraphed", function)
+        if isinstance(function, functools.partial):
+            function = function.func
+        function = getattr(function, "__func__", function)
+        if not isinstance(function, types.FunctionType) or id(function) in seen:
+            continue
+        seen.add(id(function))
+        named: set[str] = set()
+        read: set[str] = set()
+        add_names(function.__code__, named, read)
+        if "getattr" in named:
+            read.update(each for each in function.__code__.co_consts if isinstance(each, str))
+        found |= read
+        open_ += defined(type(module), module, frozenset(read - vars(torch.nn.Module).keys()))
+        cells = map(_content, function.__closure__ or ())
+        helpers = [*(function.__globals__.get(name) for name in named), *cells]
+        open_ += [h for h in helpers if not is_library(getattr(h, "__module__", None))]
+    return found
 
 
 def _own(value: Any) -> list[Any]:

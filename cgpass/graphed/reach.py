@@ -107,7 +107,7 @@ def _parts(value: Any, names: Names) -> Iterator[tuple[Any, Names]]:
     elif isinstance(value, torch.nn.Module):
         parts = _attributes(value, names)
     elif isinstance(value, type):
-        parts = () if _is_library(value.__module__) else _defined(value, None, names)
+        parts = () if is_library(value.__module__) else defined(value, None, names)
     else:
         read = [part for part in _attributes(value, names) if part is not None]
         parts = read or _called(value)  # who reads from an object does not call it
@@ -135,7 +135,8 @@ def _read_by(function: Any, owner: Any) -> Iterator[tuple[Any, Names]]:
         yield function, names
 
 
-def _is_library(name: Any) -> bool:
+def is_library(name: Any) -> bool:
+    """Whether code in a Python module of this name is not looked into."""
     return isinstance(name, str) and name.partition(".")[0] in _LIBRARIES
 
 
@@ -143,8 +144,8 @@ def _names(function: types.FunctionType) -> tuple[Names, Names]:
     """Names of globals, and of attributes, that a function reads; none of a library's."""
     named: set[str] = set()
     read: set[str] = set()
-    if not _is_library(function.__globals__.get("__name__")):
-        _add_names(function.__code__, named, read)
+    if not is_library(function.__globals__.get("__name__")):
+        add_names(function.__code__, named, read)
     return frozenset(named), frozenset(read)
 
 
@@ -163,7 +164,7 @@ def _read_on_the_way(function: types.FunctionType) -> Names:
     return frozenset(found)
 
 
-def _add_names(code: types.CodeType, named: set[str], read: set[str]) -> None:
+def add_names(code: types.CodeType, named: set[str], read: set[str]) -> None:
     """Names of globals, and of attributes, in a function and in those that are written in it."""
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -172,19 +173,19 @@ def _add_names(code: types.CodeType, named: set[str], read: set[str]) -> None:
             read.add(str(instruction.argval))
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            _add_names(constant, named, read)
+            add_names(constant, named, read)
 
 
 def _attributes(value: Any, names: Names) -> Iterator[Any]:
     """Those of an object that have one of some names."""
-    if isinstance(value, types.ModuleType) and _is_library(value.__name__):
+    if isinstance(value, types.ModuleType) and is_library(value.__name__):
         return
     own = _own(value)
     yield from (own[name] for name in sorted(names) if name in own)
-    yield from _defined(type(value), value, names - own.keys())
+    yield from defined(type(value), value, names - own.keys())
 
 
-def _defined(kind: type, owner: Any, names: Names) -> Iterator[Any]:
+def defined(kind: type, owner: Any, names: Names) -> Iterator[Any]:
     """What a class and those that it derives from, which `super` finds, define under some names."""
     for base in kind.__mro__:
         yield from (
@@ -212,7 +213,7 @@ def _own(value: Any) -> dict[str, Any]:
 
 def _of_class(value: Any, name: str) -> Any:
     """What is found on an object's class, as it is on the object."""
-    return next(_defined(type(value), value, frozenset({name})), None)
+    return next(defined(type(value), value, frozenset({name})), None)
 
 
 def _bound(found: Any, name: str, kind: type, owner: Any) -> Any:

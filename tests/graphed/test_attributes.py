@@ -156,3 +156,43 @@ def test_what_a_module_with_hooks_leaves_besides_is_warned_about(setting, caplog
         setting.graphed(module, (setting.randn(4, 8),))
     (message,) = warnings(caplog)
     assert "a tensor into 0.aux of Sequential" in message
+
+
+def keeps_input(module, args):
+    module.input = args[0].detach()
+
+
+class ByName(torch.nn.Linear):
+    """Reads what its hook makes through others."""
+
+    @property
+    def scaled(self):
+        return getattr(self, "factor", 1) * self.weight
+
+    def run(self, x):
+        return torch.nn.functional.linear(x, self.scaled)
+
+    def forward(self, x):
+        return helper(self, x)
+
+
+def helper(module, x):
+    return module.run(x)
+
+
+def makes_factor(module, args):
+    module.factor = module.bias.exp()
+    module.seen = module.factor + 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "hook", "name"),
+    [(torch.nn.Linear, keeps_input, "0.input"), (ByName, makes_factor, "0.seen")],
+)
+def test_what_hooks_keep_for_others_is_warned_about(setting, kind, hook, name, caplog):
+    module = setting.module(torch.nn.Sequential(kind(8, 8)))
+    module[0].register_forward_pre_hook(hook)
+    with caplog.at_level(logging.WARNING):
+        setting.graphed(module, (setting.randn(4, 8),))
+    (message,) = warnings(caplog)
+    assert f"puts a tensor into {name} of Sequential" in message
