@@ -8,6 +8,7 @@ from torch.utils import _pytree as pytree
 
 from cgpass.errors import InputError
 from cgpass.graphed.constants import Snapshot, short, snapshot
+from cgpass.graphed.values import leaf_like
 from cgpass.runtime.signature import check_tensor
 
 
@@ -137,6 +138,13 @@ class Binding:
                 f"{spec}. Call it with what it was recorded with, or record it with a sample of this structure too."
             )
         return leaves
+
+    def leaves(self, data: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Leaves of autograd in the places of `samples`, which Python code can't tell from these, on other memory."""
+        return [
+            leaf_like(sample, each, requires_grad=wanted)
+            for sample, each, wanted in zip(self.samples, data, self.requires_grad, strict=True)
+        ]
 
     def call(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments with other tensors in the places of `samples`."""

@@ -16,7 +16,12 @@ from cgpass.graphed.hooks import HookSet
 from cgpass.graphed.passes import Pass
 from cgpass.graphed.recorded import RecordedPass
 from cgpass.graphed.statics import firsts
-from cgpass.graphed.values import InputMemory, OutputStructure, no_autocast_cache, tensors_of
+from cgpass.graphed.values import (
+    InputMemory,
+    OutputStructure,
+    no_autocast_cache,
+    tensors_of,
+)
 from cgpass.graphed.versions import ReadByBackward
 from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime.placeholders import Placeholder, bytes_of
@@ -43,10 +48,7 @@ class Capture:
         self._group = group
         self._states = states
         self._slot = slot
-        self._leaves = [
-            m.tensor.detach().requires_grad_(wanted)
-            for m, wanted in zip(memory, description.binding.requires_grad, strict=True)
-        ]
+        self._leaves = description.binding.leaves([m.tensor for m in memory])
         self._result: Any = None
         self._outputs: list[torch.Tensor] = []
         self._read: list[int] = []

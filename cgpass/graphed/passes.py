@@ -95,9 +95,8 @@ class Pass:
         number, self.hidden = 0, HiddenTensors()
         while number < iterations:
             number += 1
-            inputs = [sample.detach().clone() for sample in self.binding.samples]
-            for tensor, requires_grad in zip(inputs, self.binding.requires_grad, strict=True):
-                tensor.requires_grad_(requires_grad)
+            copies = [sample.detach().clone() for sample in self.binding.samples]
+            inputs = self.binding.leaves(copies)
             args, kwargs = self.binding.call(inputs)
             self.hooks.run("pre_forward", self.hooked, args, kwargs)
             statics = self.statics.now()
@@ -110,7 +109,7 @@ class Pass:
             facts = self._facts(inputs, statics, result)
             del run
             self.hooks.run("forward", self.hooked, args, kwargs, result)
-            del args, kwargs, statics
+            del args, kwargs, statics, copies
             if facts is not None:
                 self._warm_backward(group, inputs, result, facts, pool=pool)
             del result, facts

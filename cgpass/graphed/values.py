@@ -69,6 +69,21 @@ class InputMemory:
         return self.num_bytes
 
 
+def leaf_like(sample: torch.Tensor, data: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
+    """A leaf of autograd with other memory, and otherwise what Python code sees of a sample.
+
+    Args:
+        sample: Whose class, if that is `torch.nn.Parameter`, and attributes it has.
+        data: On the memory.
+        requires_grad: Whether it gets a gradient.
+    """
+    leaf = data.detach()
+    if type(sample) is torch.nn.Parameter:
+        leaf = torch.nn.Parameter(leaf, requires_grad)
+    vars(leaf).update(vars(sample))
+    return leaf.requires_grad_(requires_grad)
+
+
 @dataclass(frozen=True)
 class OutputStructure:
     """How a callable's result is made of the graph's outputs."""

@@ -162,3 +162,25 @@ def test_shared_buffers_leave_samples_alone(setting):
             same(fn(x), x.sin())
     for x, kept in zip(batches, before, strict=True):
         same(x, kept)
+
+
+def test_class_and_attributes_of_an_argument(setting):
+    def fn(x, weight):
+        y = torch.nn.functional.linear(x, weight) * getattr(weight, "scale", 1.0)
+        return y.sin() if isinstance(weight, torch.nn.Parameter) else y
+
+    weight = torch.nn.Parameter(setting.randn(4, 4))
+    weight.scale = 0.5
+    graphed = setting.graphed(fn, (setting.randn(2, 4), weight))
+    for number in range(3):
+        if number == 2:
+            graphed.reset()
+        x, grads = setting.randn(2, 4), []
+        for each in (graphed, fn):
+            weight.grad = None
+            y = each(x, weight)
+            y.sum().backward()
+            grads += [y.detach(), weight.grad]
+        same(grads[0], grads[2])
+        same(grads[1], grads[3])
+    assert graphed.stats.plain_calls == 0
