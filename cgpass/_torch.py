@@ -249,7 +249,7 @@ def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> No
 
     Source: torch/autograd/grad_mode.py `_unsafe_preserve_version_counter`, 2.11 to 2.15.
     """
-    torch._C._autograd._unsafe_set_version_counter(tensors, versions)
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def saved_on(node: Any) -> Iterator[Any]:

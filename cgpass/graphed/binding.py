@@ -156,6 +156,24 @@ class Binding:
             leaves[i] = given[first]
         return pytree.tree_unflatten(leaves, self._spec)
 
+    def filled(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
+    ) -> list[str]:
+        """Places in arguments where a run left tensors that are none of those that it was called with.
+
+        Args:
+            args: Of `call`, after the run.
+            kwargs: As well.
+            tensors: That `call` was given.
+        """
+        given = set(map(id, tensors))
+        names, leaves, _ = _flattened(args, kwargs)
+        return [
+            name
+            for name, leaf in zip(names, leaves, strict=True)
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in given
+        ]
+
     # ---- messages
 
     def _other_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputError:

@@ -5,7 +5,7 @@ import logging
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import islice
 from typing import Any, TypeAlias
@@ -120,17 +120,32 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     yield from ((f".{key}", item) for key, item in getattr(value, "__dict__", {}).items())
 
 
-_Attribute: TypeAlias = tuple[torch.nn.Module, str, str, list[torch.Tensor]]
-"""Module, name, what the user calls it, and the tensors in it."""
+_Attribute: TypeAlias = tuple[torch.nn.Module | None, str, str, list[torch.Tensor]]
+"""Module and name (if it is a module's), what the user calls it, and the tensors in it."""
 
 
 class AttributeTensors:
-    """Tensors that modules have as plain attributes, or in lists, dicts and such there, if these are not too large."""
+    """Tensors in plain attributes of modules, and in lists, dicts and such there or behind a function, if not too large.
 
-    def __init__(self, name: str, modules: Sequence[torch.nn.Module]) -> None:
-        """Args: name: of the callable. modules: whose attributes, and their submodules'."""
+    And those in arguments, which are looked at by others.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        modules: Sequence[torch.nn.Module],
+        containers: Sequence[tuple[str, Any]] = (),
+    ) -> None:
+        """Describe where they may be.
+
+        Args:
+            name: Of the callable.
+            modules: Whose attributes, and their submodules', are looked at.
+            containers: What else is, with what to call it.
+        """
         self._name = name
         self._modules = modules
+        self._containers = containers
         self._warned: set[str] = set()
 
     @contextlib.contextmanager
@@ -145,15 +160,27 @@ class AttributeTensors:
         computed = _computed_by_hooks(now)
         for _, _, where, tensors in now:
             refs = [(t, before.get(id(t))) for t in tensors if id(t) not in computed]
-            same = [ref is not None and ref() is tensor for tensor, ref in refs]
-            if not all(same) and where not in self._warned:
-                self._warned.add(where)
-                log.warning(
-                    "%s puts a tensor into %s when it runs, which no replay does. What is there after a call may have "
-                    "the value of another one, and has no backward of its own: don't read it there, return it.",
-                    self._name,
+            if not all(ref is not None and ref() is tensor for tensor, ref in refs):
+                self._warn(
                     where,
+                    "What is there after a call may have the value of another one, and has no backward of its own: "
+                    "don't read it there, return it",
                 )
+
+    def note_arguments(self, names: Iterable[str]) -> None:
+        """Warn about arguments' places where a run left tensors, each once.
+
+        Args:
+            names: What the user calls them.
+        """
+        for name in names:
+            self._warn(name, "What a call gives it stays as it is: return the tensor")
+
+    def _warn(self, where: str, advice: str) -> None:
+        if where not in self._warned:
+            self._warned.add(where)
+            text = "%s puts a tensor into %s when it runs, which no replay does. %s."
+            log.warning(text, self._name, where, advice)
 
     def _attributes(self) -> Iterator[_Attribute]:
         """All that may be of interest."""
@@ -164,11 +191,14 @@ class AttributeTensors:
                 if key not in _MACHINERY and id(value) not in seen:
                     where = f"{f'{path}.{key}'.lstrip('.')} of {type(top).__name__}"
                     yield module, key, where, _tensors_in(value, seen)
+        for where, container in self._containers:
+            if id(container) not in seen:
+                yield None, "", where, _tensors_in(container, seen)
 
 
 def _computed_by_hooks(attributes: Sequence[_Attribute]) -> set[int]:
     """Identities of tensors that modules' hooks set for the modules' own `forward`."""
-    hooked = {id(module): module for module, *_ in attributes if module._forward_pre_hooks}
+    hooked = {id(m): m for m, *_ in attributes if m is not None and m._forward_pre_hooks}
     written = {key: written_by_hooks(module) for key, module in hooked.items()}
     read = {key: read_by_forward(module) for key, module in hooked.items()}
     return _in_those(attributes, written) & _in_those(attributes, read)

@@ -44,7 +44,7 @@ class Pass:
     find_statics: Callable[[], Statics]
     """Finds them anew, when modules have other members than they had."""
     attributes: AttributeTensors
-    """What its modules have besides."""
+    """What its modules have besides, and containers that it reads."""
     hooks: HookSet
     warmup_hooks: HookSet
     options: GraphedOptions
@@ -106,6 +106,7 @@ class Pass:
             run = self._warm_forward(states, args, kwargs, said)
             result = self._noting_writes(group, run, (inputs, statics), pool=pool)
             self._note_written_inputs(said.found)
+            self.attributes.note_arguments(self.binding.filled(args, kwargs, inputs))
             facts = self._facts(inputs, statics, result)
             del run
             self.hooks.run("forward", self.hooked, args, kwargs, result)

@@ -4,6 +4,7 @@ import dis
 import functools
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -14,6 +15,15 @@ from cgpass.graphed.containers import CONTAINERS, contents
 _LIBRARIES = {"torch", "cgpass", "numpy", *sys.stdlib_module_names} - {"__main__"}
 """Code of these is not looked into: it runs modules that it is given, and no others."""
 _OPAQUE = (str, bytes, int, float, complex, torch.Tensor, types.CodeType)
+_CODE = (
+    torch.nn.Module,
+    type,
+    types.FunctionType,
+    types.MethodType,
+    types.ModuleType,
+    functools.partial,
+)
+"""What attributes are not looked at of here: those of modules are elsewhere."""
 _READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 """Instructions that name an attribute."""
 
@@ -39,6 +49,45 @@ def modules_behind(fn: Callable[..., Any], *, into_forwards: bool = False) -> li
     return reach.found
 
 
+def all_behind(
+    fn: Callable[..., Any],
+) -> tuple[list[torch.nn.Module], list[tuple[str, Any]]]:
+    """Modules as of `modules_behind`, into forwards, and what can be filled on the way to them.
+
+    Args:
+        fn: The callable.
+
+    Returns:
+        The modules; lists, dictionaries, sets and deques that the callable or a hook of a module behind it reads by
+        name, and attributes of objects that it does, with what to call each.
+    """
+    reach = _Reach(into_forwards=True)
+    reach.follow(fn)
+    modules = list(reach.found)
+    for module in [inner for found in modules for inner in found.modules()]:
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            reach.follow(hook)
+    code = getattr(fn, "__code__", None)
+    cells = zip(getattr(code, "co_freevars", ()), getattr(fn, "__closure__", ()) or (), strict=True)
+    own = {id(_content(cell)): name for name, cell in cells}
+    found = [(value, held) for value in reach.seen if (held := _held(value)) is not None]
+    return modules, [(_description(value, held, own.get(id(value))), held) for value, held in found]
+
+
+def _held(value: Any) -> Any:
+    """A value that can be filled, or its attributes; None if there are none."""
+    if isinstance(value, list | dict | set | deque):
+        return value
+    owner = value.__self__ if isinstance(value, types.MethodType) else value
+    return None if isinstance(owner, _CODE) else _own(owner) or None
+
+
+def _description(value: Any, held: Any, name: str | None) -> str:
+    kind = type(value.__self__ if isinstance(value, types.MethodType) else value).__name__
+    what = f"a {kind} that it reaches" if name is None else f"the {kind} {name!r}"
+    return what if held is value else f"an attribute of {what}"
+
+
 class _Reach:
     """One search."""
 
@@ -47,11 +96,11 @@ class _Reach:
         self.found: list[torch.nn.Module] = []
         self._found: set[int] = set()
         self._open: list[tuple[Any, Names]] = []
-        self._seen: set[tuple[Any, ...]] = set()
+        self._keys: set[tuple[Any, ...]] = set()
         self._contents: dict[int, list[Any]] = {}
         """Of containers that were seen."""
-        self._alive: list[Any] = []
-        """What was seen: no identity is another's meanwhile."""
+        self.seen: list[Any] = []
+        """In this order; as long as it is held, no identity is another's."""
 
     def follow(self, fn: Any) -> None:
         """Look at a callable, and at all that it leads to."""
@@ -85,10 +134,10 @@ class _Reach:
             key = (id(value.__func__), id(value.__self__))
         elif isinstance(value, types.FunctionType):
             key = (id(value),)
-        if key in self._seen:
+        if key in self._keys:
             return False
-        self._seen.add(key)
-        self._alive.append(value)
+        self._keys.add(key)
+        self.seen.append(value)
         return True
 
 

@@ -11,7 +11,7 @@ import torch
 
 from cgpass.errors import GraphedArgumentError
 from cgpass.graphed.hidden import AttributeTensors
-from cgpass.graphed.reach import modules_behind
+from cgpass.graphed.reach import all_behind, modules_behind
 from cgpass.graphed.statics import Statics
 from cgpass.graphed.wrappers import refuse_wrappers
 
@@ -39,7 +39,8 @@ class Target:
         self.fn = getattr(fn, "ungraphed", fn) if self.module is None else fn
         self.modules = modules_behind(fn)
         """The module, or those that a function reads by name."""
-        self.attributes = AttributeTensors(self.name, self.modules)
+        self._into_forwards, containers = all_behind(self.fn)
+        self.attributes = AttributeTensors(self.name, self.modules, containers)
         if self.module is not None:
             _check_module(self.name, self.module)
 
@@ -59,7 +60,9 @@ class Target:
         is_module = self.module is not None
         weak = weak and is_module
         modules = [*self.modules, *others]
-        refuse_wrappers(self.name, [*modules, *modules_behind(self.fn, into_forwards=True)])
+        behind = self._into_forwards or modules_behind(self.fn, into_forwards=True)
+        self._into_forwards = []  # another time they may be others
+        refuse_wrappers(self.name, [*modules, *behind])
         return Statics(modules, device, self.name, weak=weak, required=is_module and not others)
 
     @property

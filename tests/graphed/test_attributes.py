@@ -1,6 +1,7 @@
 """Tensors that a forward sets as attributes, which no replay does."""
 
 import logging
+import types
 
 import pytest
 import torch
@@ -196,3 +197,117 @@ def test_what_hooks_keep_for_others_is_warned_about(setting, kind, hook, name, c
         setting.graphed(module, (setting.randn(4, 8),))
     (message,) = warnings(caplog)
     assert f"puts a tensor into {name} of Sequential" in message
+
+
+class Fills(torch.nn.Module):
+    """Leaves a tensor in an argument."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.inner = net()
+        self.way = way
+
+    def forward(self, x, into):
+        y = self.inner(x)
+        self.way(into, y)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("way", "into", "name"),
+    [
+        (lambda into, y: into.append(y), [], "argument 1[0]"),
+        (lambda into, y: into[0].update(aux=y.mean()), [{}], "argument 1[0]['aux']"),
+        (lambda into, y: into.update(x=y), {"x": torch.ones(1)}, "argument 1['x']"),
+    ],
+)
+def test_tensors_that_a_forward_puts_into_arguments_are_warned_about(
+    setting, way, into, name, caplog
+):
+    into = torch.utils._pytree.tree_map(setting.module, into)
+    module = setting.module(Fills(way))
+    with caplog.at_level(logging.WARNING):
+        setting.graphed(module, (setting.randn(4, 8), into))
+    (message,) = warnings(caplog)
+    assert message.startswith(f"Fills puts a tensor into {name} when it runs, which no replay")
+    assert message.endswith("return the tensor.")
+
+
+def test_arguments_that_are_read_or_rearranged_are_no_trouble(setting, caplog):
+    def fn(x, batch):
+        batch["again"] = batch.pop("y")
+        batch["number"] = 3
+        return x + batch["again"]
+
+    with caplog.at_level(logging.WARNING):
+        graphed = setting.graphed(fn, (setting.randn(3), {"y": setting.randn(3)}))
+    x, y = setting.randn(3), setting.randn(3)
+    assert torch.equal(graphed(x, {"y": y}), x + y)
+    assert warnings(caplog) == []
+
+
+LOSSES = []
+
+
+def into_global(module):
+    def fn(x):
+        y = module(x)
+        LOSSES.append(y.mean())
+        return y
+
+    return fn
+
+
+def into_closure(module):
+    found = {"last": None}
+
+    def fn(x):
+        found["last"] = module(x)
+        return found["last"] + 1
+
+    return fn
+
+
+def into_object(module):
+    state = types.SimpleNamespace(aux=None)
+
+    def fn(x):
+        y = module(x)
+        state.aux = y.mean()
+        return y
+
+    return fn
+
+
+class Runner:
+    def __init__(self, module):
+        self.module = module
+
+    def run(self, x):
+        self.aux = self.module(x)
+        return self.aux.sin()
+
+
+def into_hooks_list(module):
+    inputs = []
+    module[0].register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("way", "where"),
+    [
+        (into_global, "a list that it reaches"),
+        (into_closure, "the dict 'found'"),
+        (into_object, "an attribute of the SimpleNamespace 'state'"),
+        (lambda module: Runner(module).run, "an attribute of a Runner that it reaches"),
+        (into_hooks_list, "a list that it reaches"),
+    ],
+)
+def test_tensors_left_where_a_callable_reaches_are_warned_about(setting, way, where, caplog):
+    fn = way(setting.module(net()))
+    with caplog.at_level(logging.WARNING):
+        setting.graphed(fn, (setting.randn(4, 8),))
+    LOSSES.clear()
+    (message,) = warnings(caplog)
+    assert f" puts a tensor into {where} when it runs" in message
