@@ -170,12 +170,24 @@ class RecordedPass:
             if grad is None:
                 grad = torch.zeros_like(memory.tensor)
             given.append(grad)
-            self.stats.copied_bytes += memory.fill(grad)
+            try:
+                self.stats.copied_bytes += memory.fill(grad)
+            except RuntimeError:
+                self._refuse_batched()
+                raise
         if self.recomputes:
             self.states.rewind(position)
         outputs = recording.run([*given, *statics])
         self.stats.replays += 1
         return group.hand_out(recording, outputs, own=group.own_grads)
+
+    def _refuse_batched(self) -> None:
+        if _torch.in_vmap_or_functorch():
+            raise GraphedBackwardError(
+                f"{self.name}: a backward of batched gradients (is_grads_batched=True, jacobian(vectorize=True), or a "
+                "backward inside of torch.vmap), and the graph has one gradient of each result. Run one backward after "
+                "another, with GraphedOptions(retain_graph_in_backward=True), or call the original there."
+            ) from None
 
     def run_weight_grads(self, call: "Call") -> None:
         """Make the weights' gradients of a backward that lacks them, and add them to their `.grad`."""

@@ -8,6 +8,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from cgpass.errors import GraphedBackwardError
 from tests.graphed.steps import net, same, twins
 
 
@@ -78,3 +79,12 @@ def test_graphs_that_go_inside_of_a_transform(setting):
     same(jvp_of(fn, x, x), x * x.cos())
     same(torch.vmap(fn)(x[None]), x[None].sin())
     same(held, kept)
+
+
+def test_batched_gradients_are_refused(setting):
+    graphed = setting.graphed(torch.sin, (setting.randn(3, grad=True),))
+    x = setting.randn(3, grad=True)
+    y, rows = graphed(x), torch.eye(3, device=setting.device)
+    with pytest.raises(GraphedBackwardError, match=r"sin: a backward of batched gradients"):
+        torch.autograd.grad(y, x, rows, is_grads_batched=True)
+    same(torch.autograd.grad(y, x, rows[0])[0], x.cos() * rows[0])
