@@ -229,6 +229,8 @@ class GraphedFunction:
     def close(self) -> None:
         """Free the graphs and their memory. Calls made afterwards run without a graph."""
         self.reset()
+        if self._group is not None and self._free in self._group.members:
+            self._group.members.remove(self._free)
         self._group = None
 
     @property

@@ -69,11 +69,7 @@ class GraphedOptions:
     """What runs around all warm-ups, once; or one entry per callable, around the warm-ups of that one."""
 
     own_grads: bool = True
-    """Whether gradients keep their values as long as they are held; else the next replay overwrites them.
-
-    With False nothing can be accumulated, since what lies in `.grad` is overwritten as well: for one backward between
-    two calls of `zero_grad(set_to_none=True)`.
-    """
+    """Whether gradients keep their values while held; else the next replay overwrites them, in `.grad`, too: no accumulation."""
 
     static_input_check: Literal["rerecord", "error", "off"] = "rerecord"
     """What a moved parameter or buffer does; `off` only where they provably never move."""
