@@ -227,7 +227,7 @@ class Executor:
         self._template: list[Any] = [None] * (plan.num_slots - plan.num_inputs)
         for slot, value in plan.constants:
             self._template[slot - plan.num_inputs] = value
-        self._bare_steps = [
+        self._bare_steps: list[tuple[Any, ...]] = [
             (
                 step.run.run if isinstance(step.run, PartitionRunner) else _plainly(step.run),
                 fast.taker(step.inputs),
@@ -238,7 +238,7 @@ class Executor:
             )
             for number, step in enumerate(plan.steps)
         ]
-        self._steps: list[tuple[Any, ...]] = list(self._bare_steps)
+        self._steps = self._bare_steps
         self._wraps: list[Callable[[Step, Run], Run]] = []
         self._take_outputs = fast.taker(plan.outputs)
         runners = [step.run for step in plan.steps if isinstance(step.run, PartitionRunner)]
@@ -287,6 +287,8 @@ class Executor:
         return end
 
     def _with_wraps(self) -> list[tuple[Any, ...]]:
+        if not self._wraps:
+            return self._bare_steps
         steps = []
         for step, (run, *rest) in zip(self.plan.steps, self._bare_steps, strict=True):
             for wrap in self._wraps:
