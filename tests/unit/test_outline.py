@@ -300,7 +300,7 @@ def check_partitions(before: list[fx.Node], gm: fx.GraphModule) -> None:
 
 
 # Tracing is slow, so failing programs are not shrunk.
-@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(programs())
 def test_random_graphs_execute_equal(program):
     steps, unsafe, minimum = program

@@ -252,8 +252,8 @@ def regional(session):
     return values + programs.state(module)
 
 
-def test_one_block_compiled_for_many_layers(slow_way):
-    counters = slow_way.compare(regional)
+def test_one_block_compiled_for_many_layers(way):
+    counters = way.compare(regional)
     assert counters["replays"] > counters["plain_calls"], counters
 
 
