@@ -113,8 +113,7 @@ class _Reach:
                 self._found.add(id(value))
                 self.found.append(value)
                 if self._into_forwards:
-                    forwards = (types.MethodType(type(m).forward, m) for m in value.modules())
-                    self._open += [(forward, frozenset()) for forward in forwards]
+                    self._open += [(forward, frozenset()) for forward in _forwards(value)]
             if isinstance(value, CONTAINERS):
                 self._open += [(part, names) for part in reversed(self._contents_of(value))]
             else:
@@ -139,6 +138,14 @@ class _Reach:
         self._keys.add(key)
         self.seen.append(value)
         return True
+
+
+def _forwards(module: torch.nn.Module) -> Iterator[types.MethodType]:
+    """Those of a module and its submodules; TorchScript's have none in Python."""
+    for inner in module.modules():
+        forward = getattr(type(inner), "forward", None)
+        if forward is not None:
+            yield types.MethodType(forward, inner)
 
 
 def _parts(value: Any, names: Names) -> Iterator[tuple[Any, Names]]:
