@@ -36,14 +36,16 @@ def _implementation(generator: torch.Generator) -> int:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """Where its memory is; zeros that autograd makes without any are nowhere, as empty tensors are."""
+    return 0 if _torch.is_zero_tensor(tensor) else tensor.untyped_storage().data_ptr()
 
 
 def _is_new(value: Any, known: Container[int]) -> bool:
     """Whether a call made this tensor, rather than returning one it was given."""
     if not isinstance(value, torch.Tensor) or value.untyped_storage().nbytes() == 0:
         return False
-    return _address(value) not in known
+    address = _address(value)
+    return address != 0 and address not in known
 
 
 class _Block:
@@ -150,6 +152,8 @@ class _Tape(_torch.TorchDispatchMode):
         if not isinstance(value, torch.Tensor):
             return value
         address = _address(value)
+        if address == 0:
+            return value
         lies_still = address in self._pool or address in self._inputs
         return _torch.tensor_at_address(value) if lies_still else value
 

@@ -196,9 +196,13 @@ class SaidToBeWritten(_torch.TorchDispatchMode):
 
 
 def has_place(value: Any) -> bool:
-    """Whether a value is a tensor in plain memory, and has elements."""
-    plain = type(value) in (torch.Tensor, torch.nn.Parameter)
-    return plain and value.layout is torch.strided and value.numel() > 0 and not value.is_meta
+    """Whether a value is a tensor in plain memory, and has elements.
+
+    Zeros that forward-mode AD makes have no memory.
+    """
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or _torch.is_zero_tensor(value):
+        return False
+    return value.layout is torch.strided and value.numel() > 0 and not value.is_meta
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
