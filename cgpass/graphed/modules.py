@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from cgpass.graphed.callables import GraphedFunction
-from cgpass.graphed.target import rebound, unpatched
+from cgpass.graphed.following import rebound
+from cgpass.graphed.target import unpatched
 
 _HOOK_DICTS = (
     "_forward_pre_hooks",

@@ -1,8 +1,5 @@
 """`Target`: one callable that is recorded."""
 
-import functools
-import operator
-import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +7,7 @@ from typing import Any
 import torch
 
 from cgpass.errors import GraphedArgumentError
+from cgpass.graphed.following import Attributes
 from cgpass.graphed.hidden import AttributeTensors
 from cgpass.graphed.reach import all_behind, modules_behind
 from cgpass.graphed.statics import Statics
@@ -100,30 +98,37 @@ def unpatched(
     Args:
         module: Whose.
         ref: If given, what is returned does not hold the module but this.
-        otherwise: Whose `forward` it is once the module is gone.
+        otherwise: What the module is a copy of, whose attributes it gets when they change and whose `forward` it is
+            once the module is gone.
     """
     forward = module.forward
     forward = getattr(forward, "ungraphed", forward)
     if ref is None:
         return forward
+    attributes = None if otherwise is None else Attributes(otherwise)
     if getattr(forward, "__self__", None) is not module:
-        return forward if otherwise is None else _in_mode_of(ref, forward, otherwise)
+        return forward if attributes is None else _in_mode_of(ref, forward, attributes)
     function = getattr(forward, "__func__")  # noqa: B009  in no stub
 
     def run(*args: Any, **kwargs: Any) -> Any:
         now = ref()
+        if attributes is not None and now is not None:
+            attributes.follow(now)
         return function(otherwise if now is None else now, *args, **kwargs)
 
     return run
 
 
 def _in_mode_of(
-    ref: "weakref.ref[torch.nn.Module]", forward: Callable[..., Any], original: torch.nn.Module
+    ref: "weakref.ref[torch.nn.Module]", forward: Callable[..., Any], attributes: Attributes
 ) -> Callable[..., Any]:
     """A `forward` that may read what module it was made for, while that is in the mode of its copy."""
+    original = attributes.original
 
     def run(*args: Any, **kwargs: Any) -> Any:
         copy, mode = ref(), original.training
+        if copy is not None:
+            attributes.follow(copy)
         if copy is None or copy.training is mode:
             return forward(*args, **kwargs)
         original.training = copy.training
@@ -133,24 +138,6 @@ def _in_mode_of(
             original.training = mode
 
     return run
-
-
-def rebound(value: Any, original: torch.nn.Module, copy: torch.nn.Module) -> Any:
-    """What a method of a module, or a `partial` with that module in it, is for a copy of the module."""
-    if value is original:
-        return copy
-    if isinstance(value, types.MethodType) and value.__self__ is original:
-        return types.MethodType(value.__func__, copy)
-    if not isinstance(value, functools.partial):
-        return value
-    parts = (value.func, *value.args, *value.keywords.values())
-    func, *others = [rebound(part, original, copy) for part in parts]
-    if all(map(operator.is_, parts, (func, *others))):
-        return value
-    positional, named = others[: len(value.args)], others[len(value.args) :]
-    new = functools.partial(func, *positional, **dict(zip(value.keywords, named, strict=True)))
-    vars(new).update(vars(value))
-    return new
 
 
 def _name_of(fn: Callable[..., Any]) -> str:

@@ -115,3 +115,50 @@ def test_the_mode_of_the_original_comes_back_after_an_error(setting):
     with pytest.raises(KeyError, match="mine"):
         graphed(setting.randn(4, 8))
     assert block.training
+
+
+class Scaled(torch.nn.Linear):
+    scale = 1.0
+    shift = None
+
+    def scaled(self, x):
+        return x * self.scale
+
+    def forward(self, x):
+        out = self.scaled(super().forward(x))
+        return out if self.shift is None else out + self.shift
+
+
+def by_its_class(block):
+    pass
+
+
+def by_bound_method(block):
+    block.forward = types.MethodType(type(block).forward, block)
+
+
+def by_partial_of_it(block):
+    block.forward = functools.partial(type(block).forward, block)
+
+
+@pytest.mark.parametrize("patch", [False, True])
+@pytest.mark.parametrize("way", [by_its_class, by_bound_method, by_partial_of_it])
+def test_attributes_set_on_the_original_count_where_no_graph_runs(setting, way, patch):
+    block, x = setting.module(Scaled(8, 8)), setting.randn(4, 8)
+    block.shift = 1.0
+    way(block)
+    graphed = setting.graphed(block, (setting.randn(4, 8),), patch_modules=patch)
+    block.eval()
+    expected = F.linear(x, block.weight, block.bias)
+    same(graphed(x), expected + 1)
+    block.scale = 2.0
+    same(graphed(x), expected * 2 + 1)
+    del block.shift
+    same(graphed(x), expected * 2)
+    graphed.scale = 3.0  # stays until the original gets another one
+    same(graphed(x), expected * 3)
+    block.scaled = types.MethodType(lambda self, y: y * self.scale * 2, block)
+    same(graphed(x), expected * 6)
+    block.scale = 4.0
+    same(graphed(x), expected * 8)
+    assert graphed.graphed.stats.replays == 0
