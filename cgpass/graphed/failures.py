@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cgpass import _torch
-from cgpass.errors import CaptureError, CGPassError
+from cgpass.errors import CaptureError, CGPassError, GraphedArgumentError
 from cgpass.runtime import rng_ops
 from cgpass.runtime.syncs import is_capture_error
 
@@ -52,6 +52,31 @@ def blamed(
             f"make_graphed_callables: the {direction} of {name} can't be captured{where}: {_first_line(error)}. "
             "Move what waits for the device (or needs the host) out of the callable or into a capture-time hook, or "
             'use torch.compile(backend="cgpass"), which captures around it.'
+        ) from error
+
+
+_FREED = "backward through the graph a second time"  # torch/csrc/autograd/variable.h, 2.11 to 2.15
+
+
+@contextlib.contextmanager
+def freed_graphs_named(name: str) -> Iterator[None]:
+    """Have an error of a backward whose graph a forward used up name the callable.
+
+    Args:
+        name: Of the callable.
+
+    Raises:
+        GraphedArgumentError: In place of what autograd raises.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _FREED not in str(error):
+            raise
+        raise GraphedArgumentError(
+            f"make_graphed_callables: {name} takes gradients itself (torch.autograd.grad or backward) and so frees what "
+            "the backward of its results needs. Pass create_graph=True or retain_graph=True there if they are to have "
+            "one; else detach them, or record under torch.no_grad() with torch.enable_grad() inside."
         ) from error
 
 

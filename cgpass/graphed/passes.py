@@ -12,6 +12,7 @@ from cgpass.errors import GraphedArgumentError
 from cgpass.graphed.arguments import Places
 from cgpass.graphed.autograd_graph import GraphFacts, take_gradients
 from cgpass.graphed.binding import Binding
+from cgpass.graphed.failures import freed_graphs_named
 from cgpass.graphed.group import Group
 from cgpass.graphed.hidden import AttributeTensors, HiddenTensors
 from cgpass.graphed.hooks import HookSet
@@ -221,7 +222,7 @@ class Pass:
                 )
             )
 
-        with no_autocast_cache():
+        with no_autocast_cache(), freed_graphs_named(self.name):
             grads = group.driver.warm_up(backward, []) if pool else backward([])
         for tensor, grad in zip(wanted, grads, strict=True):
             if grad is not None and grad.layout is not torch.strided:

@@ -268,3 +268,37 @@ def test_a_failure_in_torchs_own_modules_has_a_line(setting, wrapped):
         cgpass.errors.CaptureError, match=rf"_local_scalar_dense\.default, at {line}"
     ):
         setting.graphed(setting.module(module), (setting.randn(4, 8),))
+
+
+class Forces(torch.nn.Module):
+    """An energy, and what pulls at positions."""
+
+    def __init__(self, detach):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 1)
+        self.detach = detach
+
+    def forward(self, positions):
+        with torch.enable_grad():
+            positions = positions.detach().requires_grad_()
+            energy = self.linear(positions).tanh().sum()
+            (gradient,) = torch.autograd.grad(energy, positions, create_graph=self.training)
+        return (energy.detach() if self.detach else energy), -gradient
+
+
+def test_a_forward_that_frees_its_graph_is_named(setting):
+    forces = setting.module(Forces(detach=False)).eval()
+    with pytest.raises(
+        cgpass.errors.GraphedArgumentError,
+        match=r"Forces takes gradients itself .* create_graph=True .* detach .* torch.no_grad\(\)",
+    ):
+        setting.graphed(forces, (setting.randn(5, 3),))
+    x = setting.randn(5, 3)
+    for module in (forces.train(), Forces(detach=True).to(setting.device).eval()):
+        graphed = setting.graphed(module, (setting.randn(5, 3),))
+        for found, expected in zip(graphed(x), module(x), strict=True):
+            same(found, expected)
+    with torch.no_grad():
+        graphed = setting.graphed(forces.eval(), (setting.randn(5, 3),))
+        for found, expected in zip(graphed(x), forces(x), strict=True):
+            same(found, expected)
