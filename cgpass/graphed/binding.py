@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from cgpass.errors import InputError
+from cgpass.errors import GraphedArgumentError, InputError
 from cgpass.graphed.constants import Snapshot, short, snapshot
 from cgpass.graphed.values import leaf_like
 from cgpass.runtime.signature import check_tensor
@@ -47,6 +47,7 @@ class Binding:
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._constants = [(i, v) for i, v in enumerate(leaves) if i not in self._places]
         self._as_recorded = [(i, snapshot(v)) for i, v in self._constants]
+        self._was_run = False
         self._is_simple = self._is_flat and not self._constants and not kwargs
         """Whether the arguments are nothing but tensors."""
         tensors: list[torch.Tensor] = [leaves[i] for i in self._places]
@@ -173,6 +174,27 @@ class Binding:
             for name, leaf in zip(names, leaves, strict=True)
             if isinstance(leaf, torch.Tensor) and id(leaf) not in given
         ]
+
+    def keep_constants(self) -> None:
+        """Have what is no tensor be what it is before a run that recording makes: an earlier one may have set it up."""
+        self._as_recorded = [
+            (i, kept if kept.is_of(kept.value) else snapshot(kept.value))
+            for i, kept in self._as_recorded
+        ]
+
+    def refuse_changed(self) -> None:
+        """Look at what is no tensor after such a run, which must have left it alone; but for the first one.
+
+        Raises:
+            GraphedArgumentError: It did not, as every call would.
+        """
+        was_run, self._was_run = self._was_run, True
+        for i, kept in self._as_recorded if was_run else ():
+            if not kept.is_of(kept.value):
+                raise GraphedArgumentError(
+                    f"make_graphed_callables: {self._name} writes into {self._names[i]}, a {type(kept.value).__name__}, "
+                    "when it runs, which no replay does. Have it return what it puts there."
+                )
 
     # ---- messages
 

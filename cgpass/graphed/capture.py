@@ -71,12 +71,14 @@ class Capture:
         self._keys[0] = d.statics.key_of(statics)
         group.accumulators.take(statics)
         before = group.driver.live_blocks(self._slot)
+        d.binding.keep_constants()
 
         def run(given: list[Any]) -> list[Any]:
             given.clear()
             with d.grad_mode(), no_autocast_cache(), self._states, self._watched():
                 self._result = d.run(*args, **kwargs)
             d.hidden.check(d.name, self._result)
+            d.binding.refuse_changed()
             self._outputs = list(tensors_of(self._result))
             self._read = outputs_read_by_graph(self._outputs)
             return [out.detach() for out in self._outputs]

@@ -2,6 +2,7 @@
 
 import enum
 import math
+import types
 from dataclasses import dataclass
 
 import pytest
@@ -92,3 +93,46 @@ def test_tensors_of_an_object_are_read_where_they_lie(setting):
     scale.parts[0] = setting.randn(3)
     with refused:
         graphed(x, scale)
+
+
+@dataclass
+class Aux:
+    loss: object = None
+    seen: int = 0
+
+
+def set_once(aux, y):
+    if aux.loss is None:
+        aux.loss = y.detach()
+
+
+def count(aux, y):
+    aux.seen += 1
+
+
+@pytest.mark.parametrize("iterations", [1, 3])
+@pytest.mark.parametrize("way", [lambda aux, y: setattr(aux, "loss", y.mean()), count])
+@pytest.mark.parametrize("kind", [Aux, lambda: types.SimpleNamespace(loss=None, seen=0)])
+def test_a_forward_that_writes_into_an_object_is_refused(setting, kind, way, iterations):
+    def fn(x, aux):
+        y = x * 2
+        way(aux, y)
+        return y
+
+    with pytest.raises(
+        cgpass.errors.GraphedArgumentError, match=r"fn writes into argument 1, a \w+, .* return"
+    ):
+        setting.graphed(fn, (setting.randn(3), kind()), num_warmup_iters=iterations)
+
+
+def test_what_a_first_run_sets_up_in_an_object_stays(setting):
+    def fn(x, aux):
+        set_once(aux, x)
+        return x * aux.loss
+
+    aux = Aux()
+    graphed = setting.graphed(fn, (setting.randn(3), aux))
+    x = setting.randn(3)
+    same(graphed(x, aux), x * aux.loss)
+    with refused:
+        graphed(x, Aux())
