@@ -322,3 +322,14 @@ def test_an_argument_that_requires_grad_must_not_be_written(setting):
 
     with pytest.raises(cgpass.errors.GraphedArgumentError, match="writes argument 0 in place"):
         setting.graphed(fn, (setting.randn(3, grad=True),))
+
+
+@pytest.mark.parametrize("way", [torch.from_dlpack, lambda y: y.__dlpack__()])
+def test_results_handed_out_of_torch_as_copies(setting, way):
+    graphed = setting.graphed(torch.sin, (setting.randn(3),))
+    x = setting.randn(3)
+    y = graphed(x)
+    out = way(y.clone())
+    graphed(setting.randn(3))
+    same(torch.from_dlpack(out), x.sin())
+    same(y, x.sin())
