@@ -51,7 +51,7 @@ class KeptState:
 
         Args:
             tensors: Each once; parameters come first.
-            num_parameters: How many of them are parameters, which are copied for their first forward only: it tells.
+            num_parameters: How many of them are parameters, which are copied for their first forward and backward only: these tell.
         """
         for i, tensor in enumerate(tensors):
             if id(tensor) not in self._kept and tensor.is_leaf:
@@ -64,7 +64,7 @@ class KeptState:
                 )
 
     def forget_unwritten(self) -> None:
-        """Give up the copies of parameters that a forward did not write."""
+        """Give up the copies of parameters that a forward and its backward did not write."""
         for kept in self._kept.values():
             if kept.is_parameter and not kept.is_written():
                 kept.before = None

@@ -111,6 +111,8 @@ class Pass:
             self._note_written_inputs(said.found)
             self.attributes.note_arguments(self.binding.filled(args, kwargs, inputs))
             facts = self._facts(inputs, statics, result)
+            if facts is None:
+                self.kept.forget_unwritten()  # before hooks may take the memory away
             del run
             self.hooks.run("forward", self.hooked, args, kwargs, result)
             del args, kwargs, statics, copies
@@ -161,7 +163,6 @@ class Pass:
             (result,) = group.driver.warm_up(run, []) if pool else run([])
         self.hidden.check(self.name, result)
         self._refuse_assigned(read[1])
-        self.kept.forget_unwritten()
         for tensors, before, written in zip(
             read, versions, (self.written_inputs, self.written_statics), strict=True
         ):
@@ -238,6 +239,7 @@ class Pass:
         self.used_statics.update(i for i, t in enumerate(statics) if id(t) in got)
         del grads
         self.split_off.update(i for i, grad in self.run_backward_dw(statics).items())
+        self.kept.forget_unwritten()
         self.hooks.run("backward", self.hooked)
 
     def _facts(

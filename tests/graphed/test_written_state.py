@@ -78,9 +78,12 @@ def test_what_was_written_is_put_back_after_a_failure(setting, fails):
 
 
 class WritesInBackward(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, *, parameter):
         super().__init__()
-        self.register_buffer("count", torch.zeros(1))
+        if parameter:
+            self.count = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+        else:
+            self.register_buffer("count", torch.zeros(1))
 
     def forward(self, x):
         class Doubled(torch.autograd.Function):
@@ -97,9 +100,10 @@ class WritesInBackward(torch.nn.Module):
         return Doubled.apply(x, self.count)
 
 
+@pytest.mark.parametrize("parameter", [False, True])
 @pytest.mark.parametrize("warmups", [1, 3])
-def test_what_a_backward_writes(setting, warmups):
-    module = setting.module(WritesInBackward())
+def test_what_a_backward_writes(setting, warmups, parameter):
+    module = setting.module(WritesInBackward(parameter=parameter))
     x = setting.randn(4, 8, grad=True)
     graphed = setting.graphed(module, (x,), num_warmup_iters=warmups)
     assert module.count.item() == 0
