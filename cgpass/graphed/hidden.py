@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from cgpass.errors import GraphedArgumentError
 from cgpass.graphed.containers import CONTAINERS, LIMIT, contents, is_plain
+from cgpass.graphed.names import Name
 from cgpass.graphed.prehooks import read_by_forward, written_by_hooks
 
 log = logging.getLogger(__name__)
@@ -193,7 +194,8 @@ class AttributeTensors:
                     yield module, key, where, _tensors_in(value, seen)
         for where, container in self._containers:
             if id(container) not in seen:
-                yield None, "", where, _tensors_in(container, seen)
+                value = container.value() if isinstance(container, Name) else container
+                yield None, "", where, _tensors_in(value, seen)
 
 
 def _computed_by_hooks(attributes: Sequence[_Attribute]) -> set[int]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from cgpass.graphed.containers import CONTAINERS, contents
+from cgpass.graphed.names import assigned, content
 
 _LIBRARIES = {"torch", "cgpass", "numpy", *sys.stdlib_module_names} - {"__main__"}
 """Code of these is not looked into: it runs modules that it is given, and no others."""
@@ -59,7 +60,7 @@ def all_behind(
 
     Returns:
         The modules; lists, dictionaries, sets and deques that the callable or a hook of a module behind it reads by
-        name, and attributes of objects that it does, with what to call each.
+        name, attributes of objects that it does, and a `Name` for each that it assigns, with what to call each.
     """
     reach = _Reach(into_forwards=True)
     reach.follow(fn)
@@ -69,9 +70,19 @@ def all_behind(
             reach.follow(hook)
     code = getattr(fn, "__code__", None)
     cells = zip(getattr(code, "co_freevars", ()), getattr(fn, "__closure__", ()) or (), strict=True)
-    own = {id(_content(cell)): name for name, cell in cells}
+    own = {id(content(cell)): name for name, cell in cells}
     found = [(value, held) for value in reach.seen if (held := _held(value)) is not None]
-    return modules, [(_description(value, held, own.get(id(value))), held) for value, held in found]
+    described = [(_description(value, held, own.get(id(value))), held) for value, held in found]
+    users = [each for each in reach.seen if _is_users_code(each)]
+    return modules, [*described, *((name.what, name) for name in assigned(users))]
+
+
+def _is_users_code(value: Any) -> bool:
+    """Whether a value is a function, a method or a class, and of no library."""
+    function = value.__func__ if isinstance(value, types.MethodType) else value
+    if isinstance(function, types.FunctionType):
+        return not is_library(function.__globals__.get("__name__"))
+    return isinstance(function, type) and not is_library(function.__module__)
 
 
 def _held(value: Any) -> Any:
@@ -181,7 +192,7 @@ def _read_by(function: Any, owner: Any) -> Iterator[tuple[Any, Names]]:
         else:  # which is not called for that
             yield from ((part, names) for part in _attributes(owner, names))
         for cell in function.__closure__ or ():
-            yield _content(cell), names
+            yield content(cell), names
         yield function.__defaults__, names
         yield function.__kwdefaults__, names
         yield from ((known[name], names) for name in sorted(named[0]) if name in known)
@@ -212,7 +223,7 @@ def _read_on_the_way(function: types.FunctionType) -> Names:
         each = open_.pop()
         named, read = _names(each)
         found |= read
-        cells = map(_content, each.__closure__ or ())
+        cells = map(content, each.__closure__ or ())
         helpers = (*(each.__globals__.get(name) for name in named), *cells)
         new = [h for h in helpers if isinstance(h, types.FunctionType) and id(h) not in seen]
         seen.update(map(id, new))
@@ -287,10 +298,3 @@ def _bound(found: Any, name: str, kind: type, owner: Any) -> Any:
     if owner is None or not isinstance(found, types.FunctionType):
         return found
     return types.MethodType(found, owner)
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None

@@ -247,6 +247,44 @@ def test_arguments_that_are_read_or_rearranged_are_no_trouble(setting, caplog):
 
 
 LOSSES = []
+LAST = None
+
+
+def into_global_name(module):
+    def fn(x):
+        global LAST
+        LAST = module(x)
+        return LAST + 1
+
+    return fn
+
+
+def into_nonlocal_name(module):
+    last = None
+
+    def fn(x):
+        nonlocal last
+        last = module(x)
+        return last + 1
+
+    return fn
+
+
+class Router:
+    last = None
+
+
+def into_class(module):
+    def fn(x):
+        Router.last = module(x)
+        return Router.last + 1
+
+    return fn
+
+
+def by_helper(module):
+    helper = into_global_name(module)
+    return lambda x: helper(x)
 
 
 def into_global(module):
@@ -302,6 +340,10 @@ def into_hooks_list(module):
         (into_object, "an attribute of the SimpleNamespace 'state'"),
         (lambda module: Runner(module).run, "an attribute of a Runner that it reaches"),
         (into_hooks_list, "a list that it reaches"),
+        (into_global_name, "the global 'LAST'"),
+        (by_helper, "the global 'LAST'"),
+        (into_nonlocal_name, "the nonlocal 'last'"),
+        (into_class, "an attribute of class Router"),
     ],
 )
 def test_tensors_left_where_a_callable_reaches_are_warned_about(setting, way, where, caplog):
@@ -311,3 +353,17 @@ def test_tensors_left_where_a_callable_reaches_are_warned_about(setting, way, wh
     LOSSES.clear()
     (message,) = warnings(caplog)
     assert f" puts a tensor into {where} when it runs" in message
+
+
+def test_names_that_only_a_first_run_assigns_are_no_trouble(setting, caplog):
+    first = None
+
+    def fn(x):
+        nonlocal first
+        if first is None:
+            first = torch.ones_like(x)
+        return x * first
+
+    with caplog.at_level(logging.WARNING):
+        setting.graphed(fn, (setting.randn(3),))
+    assert warnings(caplog) == []
