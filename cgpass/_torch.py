@@ -52,11 +52,14 @@ def tensor_at_address(tensor: torch.Tensor) -> torch.Tensor:
     return on_storage(raw, tensor)
 
 
-def on_storage(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
-    """A tensor laid out as `like` on a storage."""
+def on_storage(
+    storage: torch.UntypedStorage, like: torch.Tensor, *, offset: int | None = None
+) -> torch.Tensor:
+    """A tensor laid out as `like` on a storage, from an offset in elements on; by default that of `like`."""
     out = torch.empty(0, dtype=like.dtype, device=like.device)
+    offset = like.storage_offset() if offset is None else offset
     with torch.no_grad():
-        out.set_(storage, like.storage_offset(), like.size(), like.stride())
+        out.set_(storage, offset, like.size(), like.stride())
     return with_lazy_bits(out, conj=like.is_conj(), neg=like.is_neg())
 
 

@@ -1,7 +1,7 @@
 """Calls of what is explained: with new copies of their inputs, and with their backward."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch.utils import _pytree as pytree
@@ -9,6 +9,9 @@ from torch.utils import _pytree as pytree
 from cgpass import _torch
 from cgpass.report.state import State, has_storage, leaves_behind, tensors_of
 from cgpass.runtime.placeholders import bytes_of
+
+_ALIGNMENT: Final = 64
+"""Bytes; copies lie as far from a multiple of it as what they copy."""
 
 
 class Calls:
@@ -58,10 +61,12 @@ class Calls:
         self._last = inputs  # so that those of the next call lie elsewhere
 
     def _inputs(self) -> list[Any]:
+        """The arguments with copies of data: one for each tensor, sharing memory as the originals do."""
         inputs = list(self._leaves)
-        storages: dict[int, torch.UntypedStorage] = {}
+        data = {id(inputs[i]): inputs[i] for i in self._copied}
+        copies = dict(zip(data, _copies(list(data.values())), strict=True))
         for i in self._copied:
-            inputs[i] = _copy(inputs[i], storages)
+            inputs[i] = copies[id(inputs[i])]
         return inputs
 
     def _backward(self, result: Any) -> None:
@@ -79,14 +84,39 @@ def _is_data(leaf: Any, state: State) -> bool:
     return not hasattr(leaf, "_dynamo_static_input_type")  # what mark_static_address leaves
 
 
-def _copy(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-    """A leaf laid out as a tensor, on a copy of its storage, which other inputs may share."""
-    source = tensor.untyped_storage()
-    if source._cdata not in storages:
-        with torch.no_grad():
-            storages[source._cdata] = bytes_of(source).clone().untyped_storage()
-    copy = _torch.on_storage(storages[source._cdata], tensor.detach())
-    return copy.requires_grad_(tensor.requires_grad)
+def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Leaves laid out as tensors, on copies of what they cover of their storages, with marks for Dynamo."""
+    covered: dict[int, tuple[int, int]] = {}
+    for tensor in tensors:
+        key, (start, end) = tensor.untyped_storage()._cdata, _bytes_covered(tensor)
+        before = covered.get(key, (start, end))
+        covered[key] = min(start, before[0]), max(end, before[1])
+    storages: dict[int, torch.UntypedStorage] = {}
+    copies = []
+    for tensor in tensors:
+        source = tensor.untyped_storage()
+        start, end = covered[source._cdata]
+        if source._cdata not in storages:
+            with torch.no_grad():
+                part = bytes_of(source)[start:end]
+                storages[source._cdata] = part.clone().untyped_storage()
+        offset = tensor.storage_offset() - start // tensor.element_size()
+        copy = _torch.on_storage(storages[source._cdata], tensor.detach(), offset=offset)
+        copy.requires_grad_(tensor.requires_grad)
+        vars(copy).update(vars(tensor))  # mark_dynamic and its like leave attributes
+        copies.append(copy)
+    return copies
+
+
+def _bytes_covered(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where in its storage a tensor begins, at most a little before it for the alignment, and where it ends."""
+    if not tensor.numel():
+        return 0, 0
+    sizes = zip(tensor.size(), tensor.stride(), strict=True)
+    first = tensor.storage_offset()
+    last = first + sum((size - 1) * stride for size, stride in sizes)
+    width = tensor.element_size()
+    return first * width // _ALIGNMENT * _ALIGNMENT, (last + 1) * width
 
 
 def differentiated(result: Any) -> list[torch.Tensor]:

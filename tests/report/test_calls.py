@@ -1,0 +1,71 @@
+"""What the calls that `cgpass.explain` makes hand on."""
+
+import pytest
+import torch
+
+import cgpass
+from tests.usage.programs import counted
+
+X = torch.linspace(-1, 1, 32).view(4, 8)
+
+
+@pytest.fixture(autouse=True)
+def simulated():
+    with cgpass.set_defaults(driver="simulated", compiler="eager", on_skip="silent"):
+        yield
+
+
+def handed_on(*args, look):
+    """What a look at the arguments of each call found."""
+    seen = []
+
+    @torch.compiler.disable
+    def fn(*args):
+        seen.append(look(*args))
+        return args[0] * 2
+
+    cgpass.explain(fn, *args)
+    return seen
+
+
+def test_an_argument_that_is_given_twice_stays_one_tensor():
+    found = handed_on(X, X, X.view(8, 4), look=lambda a, b, c: (a is b, a is c))
+    assert set(found) == {(True, False)}
+
+
+def test_the_same_tensor_is_one_input_of_the_graph():
+    def fn(q, k):
+        return (q @ k.T).sin().cos().exp()
+
+    (part,) = cgpass.explain(fn, X, X).graphs[0].partitions
+    (copied,) = part.copied_inputs
+    assert copied.num_bytes == 128
+
+
+def test_dimensions_that_are_marked_dynamic_stay_so():
+    x = X.clone()
+    torch._dynamo.mark_dynamic(x, 0)
+    compiled = torch.compile(lambda x: x.sin().cos().exp(), backend="cgpass")
+    cgpass.explain(compiled, x)
+    with counted() as counters:
+        compiled(torch.ones(9, 8))
+    assert counters["graphs"] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.complex64])
+def test_no_more_than_what_arguments_cover_is_copied(dtype):
+    whole = torch.arange(100_000, dtype=torch.float32).to(dtype)
+    x, y, z = whole[1003:1011].view(2, 4).t(), whole[1005::20][:50], whole[:0]
+
+    def look(a, b, c):
+        shared = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        alike = torch.equal(a, x) and torch.equal(b, y) and c.numel() == 0
+        return shared, alike, a.stride() == x.stride(), a.untyped_storage().nbytes() < 16_000
+
+    assert set(handed_on(x, y, z, look=look)) == {(True, True, True, True)}
+
+
+def test_copies_are_as_aligned_as_what_they_copy():
+    x = torch.arange(1000.0)[3:40]
+    found = handed_on(x, look=lambda a: (a.data_ptr() - x.data_ptr()) % 64)
+    assert set(found) == {0}
