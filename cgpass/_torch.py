@@ -10,6 +10,7 @@ import ctypes
 import functools
 import inspect
 import sys
+import types
 from collections.abc import (
     Callable,
     Iterator,
@@ -371,6 +372,49 @@ def register_backend(name: str, backend: Callable[..., Any]) -> None:
 
     if name not in registry._COMPILER_FNS:
         registry.register_backend(backend, name=name)
+
+
+@contextlib.contextmanager
+def backend_for_once(backend: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """A backend that does what another one does, but shares nothing that Dynamo compiled with it.
+
+    Afterwards Dynamo knows nothing of what it compiled with it, so that it does not count towards `recompile_limit`
+    either: entries that are invalid do, unless they guard on another object.
+
+    Source: torch/_dynamo/guards.py `CheckFunctionManager.invalidate`, cache_size.py `_has_same_id_matched_objs`, 2.11
+    to 2.15.
+    """
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo.backends import registry
+    from torch._dynamo.convert_frame import register_bytecode_hook
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    once, codes, nothing_like_it = functools.partial(backend), set[types.CodeType](), object()
+
+    def note(code: types.CodeType, new_code: types.CodeType) -> None:
+        del new_code
+        codes.add(code)
+
+    name = f"{backend.__name__}_{id(once)}"
+    registry._COMPILER_FNS[name] = once  # as of `register_backend`
+    hook = register_bytecode_hook(note)
+    try:
+        yield once
+    finally:
+        hook.remove()
+        del registry._COMPILER_FNS[name]
+        for code in codes:
+            for entry in _debug_get_cache_entry_list(code):
+                if _innermost_backend(entry.backend) is once:
+                    deleted = DeletedGuardManagerWrapper("it was compiled to be explained")
+                    deleted.id_matched_objs = {"": lambda: nothing_like_it}
+                    entry.guard_manager.extra_state.invalidate(entry, deleted)
+
+
+def _innermost_backend(backend: Any) -> Any:
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return getattr(backend, "compiler_fn", backend)
 
 
 def is_compiled(fn: Any) -> bool:

@@ -1,11 +1,12 @@
 """`explain`: runs a function and reports what was captured of it, what was not, and why."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
 
-from cgpass import telemetry
+from cgpass import _torch, telemetry
 from cgpass.backend import cgpass
 from cgpass.options import current_defaults
 from cgpass.report.calls import Calls
@@ -28,8 +29,8 @@ def explain(
         print(cgpass.explain(model, batch))
         cgpass.explain(model, batch).save("report.html")
 
-    What is not compiled yet is compiled with `backend="cgpass"`; options are given by `cgpass.set_defaults`, as a
-    statement or around the call. What `torch.compile` returned, and modules some of whose submodules are compiled, run
+    What is not compiled yet is compiled with `backend="cgpass"`, anew in each explain; options are given by
+    `cgpass.set_defaults`, as a statement or around the call. What `torch.compile` returned, and modules some of whose submodules are compiled, run
     as they are. Up to 8 calls (and warm-ups) run until nothing new is recorded, then 6 with CUDA graphs and 6 without
     them, and on CUDA one under `torch.profiler`; `cgpass.counters()` counts all of them.
 
@@ -53,16 +54,22 @@ def explain(
     Raises:
         Exception: Whatever the function raises, as it is.
     """
-    before = telemetry.counters()["graphs"]
-    given = reaches_compiled(fn)
-    state = State(fn)
-    run = fn if given else torch.compile(fn, backend=cgpass)
-    try:
+    with contextlib.ExitStack() as stack:
+        run = fn if reaches_compiled(fn) else stack.enter_context(_compiled(fn))
+        state = State(fn)
+        stack.callback(state.put_back)
         calls = Calls(run, args, kwargs, state, training=training)
         return _observe(calls, state.devices | calls.devices)
-    finally:
-        state.put_back()
-        if not given:
+
+
+@contextlib.contextmanager
+def _compiled(fn: Callable[..., Any] | torch.nn.Module) -> Iterator[Callable[..., Any]]:
+    """What `torch.compile` makes of it with the options of now; afterwards nothing of it is left."""
+    before = telemetry.counters()["graphs"]
+    with _torch.backend_for_once(cgpass) as backend:
+        try:
+            yield torch.compile(fn, backend=backend)
+        finally:
             for owner in _owners(since=before):
                 owner.release()
 
