@@ -9,7 +9,7 @@ from pathlib import Path
 from cgpass.errors import ReportError
 from cgpass.report.check import least_share, run_script, verdict, work_done
 from cgpass.report.collect import snapshot
-from cgpass.report.model import Report
+from cgpass.report.model import Report, check_ending
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
         help="run a script, and fail if too little of it was captured or something fell back",
         description="Run a script as its own process would. It fails (status 1) if less than a share of the operators "
         "that functions compiled by cgpass ran after their warm-ups was captured, or if something that was to be "
-        "captured ran without a graph. Operators are counted as traced, each as often as it ran; kernels are not. A "
+        "captured ran without a graph. Warm-ups that no recording ever follows count, too. Operators are counted as traced, each as often as it ran; kernels are not. A "
         "script that fails itself keeps its status.",
     )
     check.add_argument("--min-captured", default="95%", help="a share, as 95%% or 0.95")
@@ -67,14 +67,23 @@ def _report(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     least = least_share(options.min_captured)
+    save = None if options.save is None else Path(options.save).absolute()  # the script may go elsewhere
+    if save is not None:
+        _check_place(save)
     status = run_script(options.script, options.arguments)
     if status:
         return status
-    if options.save:
-        snapshot().save(options.save)
+    if save is not None:
+        snapshot().save(save)
     passes, text = verdict(work_done(), least)
     sys.stdout.write(f"{text}\n")
     return 0 if passes else 1
+
+
+def _check_place(path: Path) -> None:
+    check_ending(path)
+    if not path.parent.is_dir():
+        raise ReportError(f"the folder {str(path.parent)!r} to save the report in does not exist")
 
 
 if __name__ == "__main__":

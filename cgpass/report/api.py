@@ -30,22 +30,24 @@ def explain(
         cgpass.explain(model, batch).save("report.html")
 
     What is not compiled yet is compiled with `backend="cgpass"`, anew in each explain; options are given by
-    `cgpass.set_defaults`, as a statement or around the call. What `torch.compile` returned, and modules some of whose submodules are compiled, run
-    as they are. Up to 8 calls (and warm-ups) run until nothing new is recorded, then 6 with CUDA graphs and 6 without
-    them, and on CUDA one under `torch.profiler`; `cgpass.counters()` counts all of them.
+    `cgpass.set_defaults`, as a statement or around the call. What `torch.compile` returned, and modules some of whose
+    submodules are compiled, run as they are. Up to 8 calls (and warm-ups) run until nothing new is recorded, then 6
+    with CUDA graphs and 6 without them, and on CUDA one under `torch.profiler`; `cgpass.counters()` counts all but
+    those without.
 
     Tensors among the arguments are handed on as copies that lie elsewhere in every call, as a training loop's do;
     parameters, tensors marked static and those that a module holds are not.
 
     Afterwards all is put back as it was, also when the function raises: parameters, buffers and tensors that modules
     and closures hold (bits, memory and objects), gradients, other attributes of modules, random number states. It is
-    kept in host memory meanwhile. What else the function changes (optimizers, files, counts of its own) stays changed.
+    kept in host memory meanwhile. Parameters of lazy modules are initialised afterwards. What else the function changes (optimizers, files, counts of its own) stays changed.
 
     Args:
         fn: A module or function, compiled or not.
         args: Of one call.
         training: Whether to run a backward, too: of the result's loss if it has one, else of all that it returns that
-            requires grad, with gradients of ones. If not, calls run under `torch.no_grad()`. Modules keep their mode.
+            requires grad, with gradients of ones; a function that ran it itself, as a training step does, is left
+            alone. If not, calls run under `torch.no_grad()`. Modules keep their mode.
         kwargs: Of one call, by name.
 
     Returns:

@@ -9,10 +9,17 @@ from dataclasses import dataclass, field
 
 from cgpass import telemetry
 from cgpass.errors import ReportError
+from cgpass.options import current_defaults
 from cgpass.report.words import many, share
 
 _FAILED = frozenset({"capture", "syncs", "failed_capture"})
 """Codes of what turned out not to be capturable only when it was captured."""
+
+
+_MANY = 0.2
+"""Share of calls from which on warm-ups are worth a word."""
+_FEW = 4
+"""Warm-ups without a recording after them that any partition may have."""
 
 
 @dataclass
@@ -21,6 +28,8 @@ class Work:
 
     total: int = 0
     captured: int = 0
+    warmups: int = 0
+    """Operators that warm-ups ran, besides."""
     graphs: int = 0
     plain: list[str] = field(default_factory=list)
     """What ran without graphs by design, and why."""
@@ -39,7 +48,7 @@ def work_done() -> Work:
             else f"{summary.direction} of {summary.place}"
         )
         parts = {name: part for run in runs for name, part in run.parts.items()}
-        warmups = max((part.stats.warmups for part in parts.values()), default=0)
+        warmups = max((_excused(part.stats) for part in parts.values()), default=0)
         calls = {run.prefix: run.tally.calls for run in runs}
         if summary.skip is not None:
             work.total += calls.get("", 0) * summary.num_ops
@@ -58,12 +67,27 @@ def work_done() -> Work:
 def _add_captured(
     work: Work, part: telemetry.PartitionSummary, stats: telemetry.CallStats, where: str
 ) -> None:
-    work.total += (stats.calls - stats.warmups) * part.num_ops
+    excused = _excused(stats)
+    work.warmups += excused * part.num_ops
+    work.total += (stats.calls - excused) * part.num_ops
+    if excused < stats.warmups:
+        work.plain.append(
+            f"{where}, {part.name}: {stats.warmups} of {many(stats.calls, 'call')} were warm-ups, most with no recording "
+            "after them, since hardly a call was like one before it: pad inputs to a few shapes"
+        )
     work.captured += stats.replays * part.num_ops
     if stats.plain_calls:
         work.fell_back.append(
             f"{where}, {part.name}: {stats.plain_calls} of {many(stats.calls, 'call')} ran without a graph"
         )
+
+
+def _excused(stats: telemetry.CallStats) -> int:
+    """Warm-ups that do not count: all, unless calls go on warming up what is never recorded."""
+    each = max(1, current_defaults().num_warmup_calls)
+    needed = stats.recordings * each
+    idle = stats.warmups - needed
+    return needed if idle > _FEW * each and idle > _MANY * stats.calls else stats.warmups
 
 
 def _add_eager(work: Work, part: telemetry.PartitionSummary, where: str) -> None:
@@ -90,6 +114,8 @@ def verdict(work: Work, least: float) -> tuple[bool, str]:
         f"operators that compiled functions ran after their warm-ups were captured, {share(least, 1)} are wanted"
     )
     lines = [head]
+    if work.warmups > _MANY * (work.warmups + work.total):
+        lines.append(f"{work.warmups} more ran to warm up, which counts as neither")
     if work.fell_back:
         lines += ["fell back:", *(f"  {line}" for line in work.fell_back)]
     if not enough and work.plain:
@@ -118,8 +144,11 @@ def run_script(script: str, args: Sequence[str]) -> int:
     """Run a script as `python script args` does; returns the status that it exits with.
 
     Raises:
+        ReportError: There is no such script.
         Exception: Whatever it raises.
     """
+    if not os.path.exists(script):
+        raise ReportError(f"there is no script {script!r} to check")
     with _arguments(script, args):
         try:
             runpy.run_path(script, run_name="__main__")

@@ -196,7 +196,7 @@ class Report:
                 "this is no report of cgpass: a dictionary with the key 'schema' was expected; save one with "
                 "cgpass.explain(...).save('report.json')"
             )
-        if data["schema"] != SCHEMA:
+        if data["schema"] != SCHEMA or isinstance(data["schema"], bool):
             raise ReportError(
                 f"the report has schema {data['schema']!r}, this version of cgpass reads schema {SCHEMA}: read it with "
                 f"the version that wrote it ({data.get('cgpass', 'unknown')}), or make it again"
@@ -217,13 +217,22 @@ class Report:
             ReportError: Another ending.
         """
         path = Path(path)
-        if path.suffix not in _WRITERS:
-            endings = ", ".join(_WRITERS)
-            raise ReportError(f"a report is saved as {endings}, got {str(path)!r}")
+        check_ending(path)
         path.write_text(_WRITERS[path.suffix](self), encoding="utf-8")
 
     def __str__(self) -> str:
         return table.text(self)
+
+
+def check_ending(path: Path) -> None:
+    """Refuse a file that a report can't be written to.
+
+    Raises:
+        ReportError: It ends in nothing that reports are saved as.
+    """
+    if path.suffix not in _WRITERS:
+        endings = ", ".join(_WRITERS)
+        raise ReportError(f"a report is saved as {endings}, got {str(path)!r}")
 
 
 _WRITERS: Final = {".json": Report.to_json, ".html": page.html, ".txt": str}

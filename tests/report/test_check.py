@@ -200,3 +200,46 @@ def test_files_that_are_no_reports(tmp_path, capsys):
             path.write_text(text)
         assert command.main(["report", str(path)]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_warm_ups_that_go_on_to_the_end_are_no_captured_calls(registry):
+    work = did(lambda x: x.sin().cos().exp().tanh(), *[torch.ones(n) for n in range(2, 40)])
+    assert work.warmups < 20
+    assert work.total > 4 * 20
+    passes, text = check.verdict(work, 0.95)
+    assert not passes
+    assert "were warm-ups, most with no recording after them" in text
+
+
+def test_many_warm_ups_are_said(registry):
+    work = did(lambda x: x.sin().cos().exp().tanh(), X, X, X)
+    passes, text = check.verdict(work, 0.95)
+    assert passes
+    assert text.endswith("\n4 more ran to warm up, which counts as neither")
+
+
+def test_calls_that_explain_compares_fell_back_nowhere(registry):
+    options = {"driver": "simulated", "compiler": "eager"}
+    call = torch.compile(lambda x: x.sin().cos().exp().tanh(), backend="cgpass", options=options)
+    cgpass.explain(call, X)
+    work = check.work_done()
+    assert (work.fell_back, work.captured) == ([], work.total)
+    assert work.total > 0
+
+
+@pytest.mark.parametrize(
+    ("save", "message"),
+    [("r.xyz", "a report is saved as .json"), ("none/r.json", "to save the report in does not")],
+)
+def test_where_to_save_is_looked_at_before_the_script_runs(tmp_path, capsys, save, message):
+    script = tmp_path / "script.py"
+    script.write_text("print('ran')")
+    assert command.main(["check", "--save", str(tmp_path / save), str(script)]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.out == ""
+
+
+def test_a_script_that_is_missing(tmp_path, capsys):
+    assert command.main(["check", str(tmp_path / "no.py")]) == 2
+    assert "there is no script" in capsys.readouterr().err
