@@ -13,6 +13,9 @@ from cgpass.runtime.placeholders import bytes_of
 _ALIGNMENT: Final = 64
 """Bytes; copies lie as far from a multiple of it as what they copy."""
 
+_GRAPH_IS_GONE: Final = "Trying to backward through the graph a second time"
+"""What autograd says of results of a function that ran their backward itself."""
+
 
 class Calls:
     """Calls a function again and again, as a training loop or a server would: with other tensors in every call."""
@@ -73,8 +76,15 @@ class Calls:
         outputs = differentiated(result)
         if not outputs:
             return
-        self._state.put_gradients_aside(leaves_behind(outputs))
-        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        leaves = leaves_behind(outputs)
+        if self._state.have_gradients(leaves):  # the function ran a backward itself
+            return
+        self._state.put_gradients_aside(leaves)
+        try:
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        except RuntimeError as error:
+            if _GRAPH_IS_GONE not in str(error):
+                raise
 
 
 def _is_data(leaf: Any, state: State) -> bool:

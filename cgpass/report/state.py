@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from cgpass import _torch
@@ -93,7 +95,7 @@ class _Attributes:
         own = vars(module)
         inner = (own.get(name) for name in ("_parameters", "_buffers", "_modules"))
         self._dicts = [each for each in inner if isinstance(each, dict)]
-        if not type(module).__module__.startswith("torch."):
+        if not (type(module).__module__.startswith("torch.") or isinstance(module, LazyModuleMixin)):
             self._dicts.insert(0, own)
         self._before = [dict(each) for each in self._dicts]
         self._module = module
@@ -136,7 +138,7 @@ class State:
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep more tensors."""
         for tensor in tensors:
-            if id(tensor) in self._tensors:
+            if id(tensor) in self._tensors or is_lazy(tensor):
                 continue
             self._tensors[id(tensor)] = _Tensor(tensor)
             self._random.keep(tensor.device)
@@ -164,6 +166,10 @@ class State:
             if id(leaf) not in self._grads:
                 self._grads[id(leaf)] = (leaf, leaf.grad)
                 leaf.grad = None
+
+    def have_gradients(self, leaves: Iterable[torch.Tensor]) -> bool:
+        """Whether tensors that are known, and so had none, have gradients now."""
+        return any(leaf.grad is not None for leaf in leaves if id(leaf) in self._grads)
 
     def drop_gradients(self) -> None:
         """As `zero_grad` does."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import cgpass
 from tests.usage.programs import counted
@@ -69,3 +70,52 @@ def test_copies_are_as_aligned_as_what_they_copy():
     x = torch.arange(1000.0)[3:40]
     found = handed_on(x, look=lambda a: (a.data_ptr() - x.data_ptr()) % 64)
     assert set(found) == {0}
+
+
+@pytest.mark.parametrize("keeps_gradients", [True, False])
+def test_a_training_step_that_runs_its_backward_itself(keeps_gradients):
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(model, backend="cgpass")
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = compiled(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        if not keeps_gradients:
+            optimizer.zero_grad()
+        return loss
+
+    weight = model[0].weight.clone()
+    report = cgpass.explain(step, X)
+    assert [(g.direction, g.calls_per_run) for g in report.graphs] == [
+        ("forward", 1),
+        ("backward", 1),
+    ]
+    assert torch.equal(model[0].weight, weight)
+    assert model[0].weight.grad is None
+
+
+def test_errors_of_the_backward_are_raised():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("its own")
+
+    fn = torch.compiler.disable(Fails.apply)
+    with pytest.raises(RuntimeError, match="its own"):
+        cgpass.explain(fn, X.clone().requires_grad_())
+
+
+def test_lazy_modules_are_initialised_afterwards():
+    model = nn.Sequential(nn.LazyLinear(8), nn.GELU(), nn.Linear(8, 8), nn.GELU())
+    report = cgpass.explain(model, X)
+    assert [graph.direction for graph in report.graphs] == ["forward", "backward"]
+    assert type(model[0]) is nn.Linear
+    assert (model[0].in_features, model[0].weight.shape) == (8, (8, 8))
+    assert all(parameter.grad is None for parameter in model.parameters())
