@@ -149,11 +149,11 @@ def _with_inputs(report: PartitionReport, runner: PartitionRunner) -> PartitionR
 
 
 def _reasons(reasons: Iterable[Reason]) -> tuple[ReasonReport, ...]:
-    """Each once, with how often it was found; what was chosen once for each detail, whatever the operator."""
+    """Each once, with how often it was found; what was chosen once for each operator, wherever it is."""
     counts: dict[Any, int] = {}
     first: dict[Any, Reason] = {}
     for reason in reasons:
-        key = (reason.code, reason.detail) if reason.is_chosen else reason
+        key = (reason.code, reason.detail, reason.op) if reason.is_chosen else reason
         counts[key] = counts.get(key, 0) + 1
         first.setdefault(key, reason)
     found = sorted(first.items(), key=lambda item: item[1].is_chosen)  # what matters comes first

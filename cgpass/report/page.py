@@ -9,12 +9,14 @@ from cgpass.report.words import (
     NONE,
     alike,
     briefly,
+    copied_bytes,
     listed,
     many,
     milliseconds,
     share,
     size,
     speedup,
+    unsettled,
 )
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ def _head(report: "Report") -> Iterator[str]:
     yield f"<h1>What CUDA graphs hold of it</h1>{_paragraph(_e(versions))}"
     if not report.settled:
         yield _paragraph(
-            "It did not settle: calls went on recording or compiling. The causes are below.", "warn"
+            _e(f"It did not settle: {unsettled(report)}. The causes are below."), "warn"
         )
     yield f'<div class="tiles">{"".join(_tiles(report))}</div>'
     yield _paragraph(
@@ -75,14 +77,16 @@ def _head(report: "Report") -> Iterator[str]:
 
 
 def _tiles(report: "Report") -> Iterator[str]:
-    if report.ms is not None:
-        yield _tile(f"{milliseconds(report.ms)} ms", "one call with CUDA graphs")
-    faster = speedup(report.ms, report.plain_ms)
-    if faster is not None:
-        yield _tile(f"{milliseconds(report.plain_ms)} ms", f"without ({faster})")
     done, work = report.work
+    if report.ms is not None:
+        what = "one call with CUDA graphs" if done else "one call"
+        yield _tile(f"{milliseconds(report.ms)} ms", what)
+    faster = speedup(report.ms, report.plain_ms)
+    if done and faster is not None:
+        yield _tile(f"{milliseconds(report.plain_ms)} ms", f"without ({faster})")
     if work:
-        yield _tile(share(done, work), f"of {work} {report.counted} in graphs")
+        when = "" if report.settled else " if it settled"
+        yield _tile(share(done, work), f"of {work} {report.counted} in graphs{when}")
     if report.gpu_share is not None:
         yield _tile(share(report.gpu_share, 1), "of the call's GPU time in graphs")
     pools = [f.pool_bytes for f in report.functions if f.pool_bytes is not None]
@@ -189,7 +193,7 @@ def _row(part: "PartitionReport") -> str:
         part.num_ops,
         NONE if part.kernels is None else part.kernels,
         part.counts.get("replays", 0) if part.captured else NONE,
-        size(sum(each.num_bytes for each in part.copied_inputs)) if part.captured else NONE,
+        size(copied_bytes(part)) if part.captured else NONE,
         part.counts.get("recordings", len(part.recordings)) if part.captured else NONE,
         milliseconds(part.ms),
         milliseconds(part.plain_ms),
@@ -237,7 +241,10 @@ def _memory(part: "PartitionReport") -> str:
         facts.append(f"{many(part.static_inputs, 'static input')} read in place")
     if part.output_bytes:
         facts.append(f"outputs {size(part.output_bytes)}")
-    for name, what in (("rescues", "moved held outputs"), ("plain_calls", "ran without a graph")):
+    told = [("rescues", "moved held outputs"), ("plain_calls", "ran without a graph")]
+    if part.counts.get("warmups", 0) > part.counts.get("replays", 0):
+        told.append(("warmups", "warmed up"))
+    for name, what in told:
         if part.counts.get(name):
             facts.append(f"{what} in {many(part.counts[name], 'call')}")
     return _paragraph(_e("; ".join(facts))) if facts else ""

@@ -8,12 +8,14 @@ from cgpass.report.words import (
     NONE,
     alike,
     briefly,
+    copied_bytes,
     listed,
     many,
     milliseconds,
     share,
     size,
     speedup,
+    unsettled,
 )
 
 if TYPE_CHECKING:
@@ -68,20 +70,20 @@ def _wrapped(words: str, indent: int, hanging: int = 2) -> list[str]:
 def _head(report: "Report") -> Iterator[str]:
     versions = f"cgpass {report.cgpass}, torch {report.torch}, {report.device}"
     yield from _wrapped(versions, 0)
-    if report.ms is not None:
+    done, work = report.work
+    if report.ms is not None and not done:
+        yield from _wrapped(f"one call: {milliseconds(report.ms)} ms", 0)
+    elif report.ms is not None:
         faster = speedup(report.ms, report.plain_ms)
         than = f", {milliseconds(report.plain_ms)} ms without ({faster})" if faster else ""
         yield from _wrapped(f"one call: {milliseconds(report.ms)} ms with CUDA graphs{than}", 0)
-    done, work = report.work
     if work:
-        line = f"in graphs: {share(done, work)} of {work} {report.counted}"
+        line = f"in graphs{'' if report.settled else ' if it settled'}: {share(done, work)} of {work} {report.counted}"
         if report.gpu_share is not None:
             line += f", {share(report.gpu_share, 1)} of the call's GPU time"
         yield from _wrapped(line, 0)
     if not report.settled:
-        yield from _wrapped(
-            "it did not settle: calls went on recording or compiling; see the causes below", 0
-        )
+        yield from _wrapped(f"it did not settle: {unsettled(report)}; see the causes below", 0)
 
 
 def _function(function: "FunctionReport") -> Iterator[str]:
@@ -166,7 +168,7 @@ def _cells(part: "PartitionReport") -> list[str]:
         str(part.num_ops),
         NONE if part.kernels is None else str(part.kernels),
         str(part.counts.get("replays", 0)),
-        size(sum(each.num_bytes for each in part.copied_inputs)),
+        size(copied_bytes(part)),
         str(part.counts.get("recordings", len(part.recordings))),
         milliseconds(part.ms),
         milliseconds(part.plain_ms),
@@ -204,6 +206,9 @@ def _memory(part: "PartitionReport") -> Iterator[str]:
     rescues, moved = part.counts.get("rescues", 0), part.counts.get("rescued_bytes", 0)
     if rescues:
         facts.append(f"held outputs moved {many(rescues, 'time')} ({size(moved)})")
+    warmups = part.counts.get("warmups", 0)
+    if warmups > part.counts.get("replays", 0):
+        facts.append(many(warmups, "warm-up call"))
     plain = part.counts.get("plain_calls", 0)
     if plain:
         facts.append(f"{many(plain, 'call')} without a graph")

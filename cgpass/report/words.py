@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cgpass.report.model import ReasonReport
+    from cgpass.report.model import PartitionReport, ReasonReport, Report
 
 NONE = "-"
 """Stands for what is not known or does not apply."""
@@ -71,3 +71,22 @@ def briefly(reason: "ReasonReport") -> str:
     times = [f"{reason.count} times"] if reason.count > 1 else []
     where = ", ".join(place + times)
     return f"{reason.op}{f' ({where})' if where else ''}"
+
+
+def copied_bytes(part: "PartitionReport") -> int | None:
+    """What each replay of a partition copies; None where no recording is left that would tell."""
+    if not part.live_recordings and not part.copied_inputs:
+        return None
+    return sum(each.num_bytes for each in part.copied_inputs)
+
+
+def unsettled(report: "Report") -> str:
+    """What the calls of captured partitions did that went on recording or compiling."""
+    counts = [part.counts for graph in report.graphs for part in graph.partitions if part.captured]
+    calls, replays, warmups = (
+        sum(each.get(name, 0) for each in counts) for name in ("calls", "replays", "warmups")
+    )
+    what = "calls went on recording or compiling"
+    if not calls:
+        return what
+    return f"{what}; of {many(calls, 'call')} of partitions, {replays} replayed and {warmups} warmed up"

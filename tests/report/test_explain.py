@@ -124,6 +124,7 @@ def test_a_graph_that_runs_plainly_is_counted_and_timed():
     assert graph.calls_per_run == 1
     assert function.driver is None
     report = cgpass.explain(lambda x: host(x.sin()), X)
+    assert "without (" not in str(report)
     (graph,) = report.graphs
     assert graph.reasons[0].code == "cudagraph_unsafe"
     assert report.work == (0, 2)
@@ -343,7 +344,9 @@ def test_a_function_that_never_settles_says_so():
     inner = torch.compile(lambda x, n: (x + n).sin().cos().exp(), backend="cgpass", dynamic=True)
     report = cgpass.explain(fn, X)
     assert not report.settled
-    assert "it did not settle" in str(report)
+    assert "it did not settle: calls went on recording or compiling; of " in str(report)
+    assert "in graphs if it settled: 100%" in str(report)
+    assert "warm-up calls" in str(report)
     causes = [each.cause for each in report.graphs[-1].partitions[0].recordings]
     assert causes in ([], ["first"])
 

@@ -6,7 +6,7 @@ from torch._library.effects import EffectType
 
 import cgpass
 from cgpass.graph import op_tables
-from cgpass.reason import CHOSEN
+from cgpass.reason import CHOSEN, Reason
 from cgpass.report.collect import _reasons
 from cgpass.report.model import FunctionReport, GraphReport, PartitionReport, Report
 from cgpass.runtime.simulated import is_recording
@@ -205,3 +205,11 @@ def test_a_graph_break_names_its_line_and_what_to_do():
     text = " ".join(str(report).split())
     assert f"ends at a graph break at test_reasons.py:{line} in fn: torch._dynamo" in text
     assert "fix: " + " ".join(first.graph_break.fix.split()) in text
+
+
+def test_operators_that_are_left_out_alike_are_counted_each():
+    def left_out(op):
+        return Reason("too_small", op, "its partition would hold 2 operators", "set it to 1", None)
+
+    found = _reasons([left_out("aten.t"), left_out("aten.addmm"), left_out("aten.t")])
+    assert [(each.op, each.count) for each in found] == [("aten.t", 2), ("aten.addmm", 1)]

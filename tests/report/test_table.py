@@ -1,12 +1,15 @@
 """Reports as text."""
 
+import dataclasses
+
 import pytest
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cgpass.report import words
-from cgpass.report.model import ReasonReport
+from cgpass.report.model import PartitionReport, ReasonReport, Report
+from cgpass.report.page import html
 from tests.report.samples import sample
 
 
@@ -91,3 +94,18 @@ def test_shares_never_round_to_what_is_not_so():
     pairs = [(0, 0), (0, 5), (1, 10**6), (1, 3), (10**6 - 1, 10**6), (5, 5)]
     found = [words.share(*pair) for pair in pairs]
     assert found == ["-", "0%", "0.1%", "33.3%", "99.9%", "100%"]
+
+
+def test_what_gone_recordings_copied_is_not_known():
+    gone = PartitionReport(name="captured_0", captured=True, num_ops=4, counts={"replays": 9})
+    assert words.copied_bytes(gone) is None
+    assert words.copied_bytes(dataclasses.replace(gone, live_recordings=1)) == 0
+
+
+def test_nothing_in_graphs_is_no_faster():
+    report = Report(
+        cgpass="1", torch="2", device="cpu", functions=(), ms=1.0, plain_ms=2.0, settled=False
+    )
+    assert str(report).splitlines()[1] == "one call: 1.000 ms"
+    assert "2.00x" not in html(report)
+    assert words.unsettled(report) == "calls went on recording or compiling"
