@@ -39,8 +39,10 @@ def explain(
     parameters, tensors marked static and those that a module holds are not.
 
     Afterwards all is put back as it was, also when the function raises: parameters, buffers and tensors that modules
-    and closures hold (bits, memory and objects), gradients, other attributes of modules, random number states. It is
-    kept in host memory meanwhile. Parameters of lazy modules are initialised afterwards. What else the function changes (optimizers, files, counts of its own) stays changed.
+    and closures hold (bits, memory and objects), gradients, other attributes of modules with the lists, dictionaries
+    and sets among them, random number states. It is kept in host memory meanwhile. Parameters of lazy modules are
+    initialised afterwards. What else the function changes (optimizers, files, counts of its own, objects of other
+    classes that a module holds, and tensors in them) stays changed.
 
     Args:
         fn: A module or function, compiled or not.

@@ -1,5 +1,6 @@
 """Calls of what is explained: with new copies of their inputs, and with their backward."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -134,5 +135,11 @@ def differentiated(result: Any) -> list[torch.Tensor]:
     loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         return [loss]
-    leaves = pytree.tree_leaves(result)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    found = []
+    for leaf in pytree.tree_leaves(result):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):  # one that pytree does not know
+            names = [each.name for each in dataclasses.fields(leaf)]
+            found += differentiated([getattr(leaf, name, None) for name in names])
+    return found

@@ -2,7 +2,9 @@
 
 import inspect
 import random
+import sys
 import types
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -15,9 +17,14 @@ from cgpass import _torch
 from cgpass.graphed.reach import modules_behind
 from cgpass.runtime.placeholders import bytes_of
 
-_SIMPLE: Final = (bool, int, float, complex, str, bytes, type(None), torch.Tensor)
+_SIMPLE: Final = (
+    *(bool, int, float, complex, str, bytes, type(None), torch.Tensor),
+    *(list, tuple, dict, set, deque),
+)
 """Attributes of these types that a call adds to a module are taken away again."""
 _MISSING: Final = object()
+_OF_MODULES: Final = frozenset(vars(torch.nn.Module()))
+"""Attributes that every module has; what they hold is torch's."""
 
 
 def modules_of(fn: Any) -> list[torch.nn.Module]:
@@ -85,6 +92,43 @@ def _lie_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(same_place and same_part and a.size() == b.size())
 
 
+class _Containers:
+    """What lists, dictionaries, sets and deques hold, in others of them, too; the objects that they are stay."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._before: dict[int, tuple[Any, list[Any]]] = {}
+        open_ = list(values)
+        while open_:
+            value = open_.pop()
+            if type(value) is tuple:
+                open_ += value
+            elif type(value) in _CONTAINERS and id(value) not in self._before:
+                self._before[id(value)] = value, _items(value)
+                open_ += value.values() if isinstance(value, dict) else value
+
+    def put_back(self) -> None:
+        for value, before in self._before.values():
+            now = _items(value)
+            if len(now) == len(before) and all(map(_is_same, now, before)):
+                continue
+            value.clear()
+            (value.extend if isinstance(value, list | deque) else value.update)(before)
+
+
+_CONTAINERS: Final = (list, dict, set, deque, OrderedDict, defaultdict)
+
+
+def _items(container: Any) -> list[Any]:
+    return list(container.items() if isinstance(container, dict) else container)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether entries are the same objects; those of dictionaries are pairs made anew."""
+    if type(a) is tuple and type(b) is tuple and len(a) == len(b):
+        return all(x is y for x, y in zip(a, b, strict=True))
+    return a is b
+
+
 class _Attributes:
     """Entries of a module's dictionaries: parameters, buffers, submodules, and attributes of users' own classes.
 
@@ -95,15 +139,18 @@ class _Attributes:
         own = vars(module)
         inner = (own.get(name) for name in ("_parameters", "_buffers", "_modules"))
         self._dicts = [each for each in inner if isinstance(each, dict)]
+        own_values = []
         if not (type(module).__module__.startswith("torch.") or isinstance(module, LazyModuleMixin)):
             self._dicts.insert(0, own)
+            own_values = [value for name, value in own.items() if name not in _OF_MODULES]
+        self._containers = _Containers(own_values)
         self._before = [dict(each) for each in self._dicts]
         self._module = module
         self._training = module.training
 
-    def tensors(self) -> Iterator[torch.Tensor]:
+    def values(self) -> Iterator[Any]:
         for before in self._before:
-            yield from tensors_of(list(before.values()))
+            yield from before.values()
 
     def put_back(self) -> None:
         if self._module.training != self._training:
@@ -115,6 +162,7 @@ class _Attributes:
             for name, value in before.items():
                 if now.get(name, _MISSING) is not value:
                     now[name] = value
+        self._containers.put_back()
 
 
 class State:
@@ -131,9 +179,10 @@ class State:
         self._storages: dict[int, _Storage] = {}
         self._grads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._random = _Random()
-        for attributes in self._attributes:
-            self.keep(attributes.tensors())
-        self.keep(_closure(fn))
+        held = [value for attributes in self._attributes for value in attributes.values()]
+        held += [value for values in _read_by_name(fn) for value in values.values()]
+        self.keep(tensors_of(held))
+        self._random.keep_generators(pytree.tree_leaves(held))
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep more tensors."""
@@ -191,10 +240,14 @@ class State:
 
 
 class _Random:
-    """States of the default generators, and of Python's."""
+    """States of the default generators, of generators that are held, of Python's and of numpy's."""
 
     def __init__(self) -> None:
         self._python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self._numpy = None if numpy is None else numpy.random
+        self._of_numpy = None if self._numpy is None else self._numpy.get_state()
+        self._held: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
         self._cpu = torch.get_rng_state()
         self._cuda: dict[torch.device, torch.Tensor] = {}
 
@@ -202,17 +255,20 @@ class _Random:
         if device.type == "cuda" and device not in self._cuda:
             self._cuda[device] = torch.cuda.get_rng_state(device)
 
+    def keep_generators(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, torch.Generator):
+                self._held[id(value)] = value, value.get_state()
+
     def put_back(self) -> None:
         random.setstate(self._python)
+        if self._numpy is not None:
+            self._numpy.set_state(self._of_numpy)
+        for generator, state in self._held.values():
+            generator.set_state(state)
         torch.set_rng_state(self._cpu)
         for device, state in self._cuda.items():
             torch.cuda.set_rng_state(state, device)
-
-
-def _closure(fn: Any) -> Iterator[torch.Tensor]:
-    """Tensors that a function reads by name from around it."""
-    for values in _read_by_name(fn):
-        yield from tensors_of(list(values.values()))
 
 
 def _read_by_name(fn: Any) -> list[Mapping[str, Any]]:

@@ -1,5 +1,7 @@
 """What the calls that `cgpass.explain` makes hand on."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -119,3 +121,16 @@ def test_lazy_modules_are_initialised_afterwards():
     assert type(model[0]) is nn.Linear
     assert (model[0].in_features, model[0].weight.shape) == (8, (8, 8))
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    hidden: list
+
+
+def test_tensors_in_dataclasses_have_a_backward():
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU())
+    compiled = torch.compile(model, backend="cgpass")
+    report = cgpass.explain(lambda x: [Output(None, [compiled(x)])], X)
+    assert [graph.direction for graph in report.graphs] == ["forward", "backward"]
