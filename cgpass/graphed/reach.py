@@ -50,6 +50,13 @@ def modules_behind(fn: Callable[..., Any], *, into_forwards: bool = False) -> li
     return reach.found
 
 
+def values_behind(fn: Callable[..., Any]) -> list[Any]:
+    """Everything that `modules_behind` looks at on its way, into forwards, too."""
+    reach = _Reach(into_forwards=True)
+    reach.follow(fn)
+    return reach.seen
+
+
 def all_behind(
     fn: Callable[..., Any],
 ) -> tuple[list[torch.nn.Module], list[tuple[str, Any]]]:

@@ -14,7 +14,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from cgpass import _torch
-from cgpass.graphed.reach import modules_behind
+from cgpass.backend import cgpass
+from cgpass.graphed.reach import modules_behind, values_behind
 from cgpass.runtime.placeholders import bytes_of
 
 _SIMPLE: Final = (
@@ -291,12 +292,18 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 def reaches_compiled(fn: Any) -> bool:
-    """Whether a callable, or something that it reaches by name, was given to `torch.compile`, or is not to be."""
+    """Whether a callable, or something that it reaches by name, was given to `torch.compile`, or is not to be.
+
+    Further away than what the callable names itself, only what this backend compiles counts: some library's own helper
+    is no reason to leave the callable as it is.
+    """
     named = [value for values in _read_by_name(fn) for value in values.values()]
     functions = [value for value in named if isinstance(value, types.FunctionType)]
     if _torch.is_disabled(fn):  # torch.compile would find what it wraps
         return True
-    return any(map(_torch.is_compiled, [fn, *functions, *modules_of(fn)]))
+    if any(map(_torch.is_compiled, [fn, *functions, *modules_of(fn)])):
+        return True
+    return any(_torch.is_compiled_by(value, cgpass) for value in values_behind(fn))
 
 
 def leaves_behind(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -392,26 +392,3 @@ def test_names_without_a_value_are_no_hindrance():
     assert report.graphs
     if not report:
         later = fn
-
-
-class Outer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = Model()
-
-    def forward(self, x):
-        return self.inner(x).sum()
-
-
-@pytest.mark.parametrize("how", ["in place", "a submodule"])
-def test_modules_that_are_compiled_in_place_or_in_part_run_as_they_are(how):
-    outer = Outer()
-    if how == "in place":
-        outer.compile(backend="cgpass")
-    else:
-        outer.inner = torch.compile(outer.inner, backend="cgpass")
-    outer(X).backward()
-    with counted() as counters:
-        report = cgpass.explain(outer, X)
-    assert counters["graphs"] == 0
-    assert [graph.direction for graph in report.graphs] == ["forward", "backward"]

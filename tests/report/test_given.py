@@ -1,0 +1,112 @@
+"""What is compiled already is explained as it is, wherever the function reaches it."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import cgpass
+from tests.usage.programs import counted
+
+X = torch.linspace(-1, 1, 32).view(4, 8)
+
+
+@pytest.fixture(autouse=True)
+def simulated():
+    with cgpass.set_defaults(driver="simulated", compiler="eager", on_skip="silent"):
+        yield
+
+
+def model():
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU())
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = model()
+
+    def forward(self, x):
+        return self.inner(x).sum()
+
+
+@pytest.mark.parametrize("how", ["in place", "a submodule"])
+def test_modules_that_are_compiled_in_place_or_in_part_run_as_they_are(how):
+    outer = Outer()
+    if how == "in place":
+        outer.compile(backend="cgpass")
+    else:
+        outer.inner = torch.compile(outer.inner, backend="cgpass")
+    outer(X).backward()
+    with counted() as counters:
+        report = cgpass.explain(outer, X)
+    assert counters["graphs"] == 0
+    assert [graph.direction for graph in report.graphs] == ["forward", "backward"]
+
+
+class Trainer:
+    def __init__(self):
+        self.layers = model()
+        self.step = torch.compile(self.forward, backend="cgpass")
+
+    def forward(self, x):
+        return self.layers(x).sin()
+
+    def run(self, x):
+        return self.step(x).sum() * 2
+
+
+class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = model()
+        self.step = torch.compile(self._step, backend="cgpass")
+
+    def _step(self, x):
+        return self.layers(x).sin()
+
+    def forward(self, x):
+        return self.step(x).sum()
+
+
+def through_a_helper():
+    compiled = torch.compile(model(), backend="cgpass")
+
+    def loss(x):
+        return compiled(x).mean()
+
+    return lambda x: loss(x) * 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Trainer().run,
+        Holder,
+        through_a_helper,
+        lambda: functools.partial(torch.compile(model().forward, backend="cgpass")),
+    ],
+    ids=["an object's attribute", "a module's attribute", "a helper", "a partial"],
+)
+def test_compiled_functions_further_away_run_as_they_are(make):
+    fn = make()
+    fn(X).sum().backward()
+    with counted() as counters:
+        report = cgpass.explain(fn, X)
+    assert counters["graphs"] == 0
+    assert [graph.direction for graph in report.graphs] == ["forward", "backward"]
+
+
+def helper(x):
+    return elsewhere(x)
+
+
+elsewhere = torch.compile(lambda x: x + 1, backend="eager")
+
+
+def test_what_another_backend_compiles_further_away_is_no_hindrance():
+    def fn(x):
+        return helper(x).sin().cos().exp().tanh()
+
+    assert cgpass.explain(fn, X).work == (5, 5)
