@@ -67,7 +67,9 @@ def _report(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     least = least_share(options.min_captured)
-    save = None if options.save is None else Path(options.save).absolute()  # the script may go elsewhere
+    save = (
+        None if options.save is None else Path(options.save).absolute()
+    )  # the script may go elsewhere
     if save is not None:
         _check_place(save)
     status = run_script(options.script, options.arguments)

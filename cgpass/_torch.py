@@ -54,7 +54,7 @@ def tensor_at_address(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_storage(
-    storage: torch.UntypedStorage, like: torch.Tensor, *, offset: int | None = None
+    storage: torch.UntypedStorage, like: torch.Tensor, *, offset: int | torch.SymInt | None = None
 ) -> torch.Tensor:
     """A tensor laid out as `like` on a storage, from an offset in elements on; by default that of `like`."""
     out = torch.empty(0, dtype=like.dtype, device=like.device)
@@ -406,9 +406,10 @@ def backend_for_once(backend: Callable[..., Any]) -> Iterator[Callable[..., Any]
         for code in codes:
             for entry in _debug_get_cache_entry_list(code):
                 if _innermost_backend(entry.backend) is once:
-                    deleted = DeletedGuardManagerWrapper("it was compiled to be explained")
+                    deleted: Any = DeletedGuardManagerWrapper("it was compiled to be explained")
                     deleted.id_matched_objs = {"": lambda: nothing_like_it}
-                    entry.guard_manager.extra_state.invalidate(entry, deleted)
+                    manager: Any = entry.guard_manager
+                    manager.extra_state.invalidate(entry, deleted)
 
 
 def _innermost_backend(backend: Any) -> Any:

@@ -127,7 +127,7 @@ def _bytes_covered(tensor: torch.Tensor) -> tuple[int, int]:
     first = tensor.storage_offset()
     last = first + sum((size - 1) * stride for size, stride in sizes)
     width = tensor.element_size()
-    return first * width // _ALIGNMENT * _ALIGNMENT, (last + 1) * width
+    return int(first * width // _ALIGNMENT * _ALIGNMENT), int((last + 1) * width)
 
 
 def differentiated(result: Any) -> list[torch.Tensor]:
@@ -139,7 +139,9 @@ def differentiated(result: Any) -> list[torch.Tensor]:
     for leaf in pytree.tree_leaves(result):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             found.append(leaf)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):  # one that pytree does not know
+        elif dataclasses.is_dataclass(leaf) and not isinstance(
+            leaf, type
+        ):  # one that pytree does not know
             names = [each.name for each in dataclasses.fields(leaf)]
             found += differentiated([getattr(leaf, name, None) for name in names])
     return found

@@ -141,7 +141,9 @@ class _Attributes:
         inner = (own.get(name) for name in ("_parameters", "_buffers", "_modules"))
         self._dicts = [each for each in inner if isinstance(each, dict)]
         own_values = []
-        if not (type(module).__module__.startswith("torch.") or isinstance(module, LazyModuleMixin)):
+        if not (
+            type(module).__module__.startswith("torch.") or isinstance(module, LazyModuleMixin)
+        ):
             self._dicts.insert(0, own)
             own_values = [value for name, value in own.items() if name not in _OF_MODULES]
         self._containers = _Containers(own_values)

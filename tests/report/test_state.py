@@ -65,7 +65,7 @@ class Noisy(nn.Module):
 
     @torch.compiler.disable
     def noise(self, x):
-        factor = np.random.rand() * random.random()  # noqa: NPY002  the state that is shared
+        factor = np.random.rand() * random.random()
         return torch.randn(x.shape, generator=self.own) * factor + torch.randn(x.shape)
 
     def forward(self, x):
@@ -75,8 +75,8 @@ class Noisy(nn.Module):
 def test_random_numbers_go_on_as_if_nothing_had_run():
     model = Noisy()
     states = [model.own.get_state(), torch.get_rng_state()]
-    others = [str(np.random.get_state()), random.getstate()]  # noqa: NPY002
+    others = [str(np.random.get_state()), random.getstate()]
     cgpass.explain(model, X)
     now = [model.own.get_state(), torch.get_rng_state()]
     assert all(map(torch.equal, states, now))
-    assert others == [str(np.random.get_state()), random.getstate()]  # noqa: NPY002
+    assert others == [str(np.random.get_state()), random.getstate()]
