@@ -56,7 +56,7 @@ class Calls:
         try:
             if self._training:
                 with torch.enable_grad():
-                    self._backward(self._fn(*args, **kwargs))
+                    self._backward(self._fn(*args, **kwargs), inputs)
             else:
                 with torch.no_grad():
                     self._fn(*args, **kwargs)
@@ -73,12 +73,15 @@ class Calls:
             inputs[i] = copies[id(inputs[i])]
         return inputs
 
-    def _backward(self, result: Any) -> None:
+    def _backward(self, result: Any, inputs: Sequence[Any]) -> None:
         outputs = differentiated(result)
         if not outputs:
             return
-        leaves = leaves_behind(outputs)
-        if self._state.have_gradients(leaves):  # the function ran a backward itself
+        mine = {id(inputs[i]) for i in self._copied}  # gone after the call, with their gradients
+        behind = leaves_behind(outputs)
+        leaves = [leaf for leaf in behind if id(leaf) not in mine]
+        of_mine = any(leaf.grad is not None for leaf in behind if id(leaf) in mine)
+        if of_mine or self._state.have_gradients(leaves):  # the function ran a backward itself
             return
         self._state.put_gradients_aside(leaves)
         try:

@@ -1,6 +1,7 @@
 """What the calls that `cgpass.explain` makes hand on."""
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -134,3 +135,28 @@ def test_tensors_in_dataclasses_have_a_backward():
     compiled = torch.compile(model, backend="cgpass")
     report = cgpass.explain(lambda x: [Output(None, [compiled(x)])], X)
     assert [graph.direction for graph in report.graphs] == ["forward", "backward"]
+
+
+def test_copies_of_arguments_die_after_the_next_call():
+    refs, living = [], []
+
+    @torch.compiler.disable
+    def fn(x):
+        living.append(sum(ref() is not None for ref in refs))
+        refs.append(weakref.ref(x))
+        return x * 2
+
+    cgpass.explain(fn, X.clone().requires_grad_())
+    assert max(living) <= 1
+
+
+def test_a_backward_that_only_arguments_have_gradients_of_is_noticed():
+    compiled = torch.compile(lambda x: x.sum(0).view(2, 4).t() * 2 + 1, backend="cgpass")
+
+    def fn(x):
+        result = compiled(x).sum()
+        result.backward()
+        return result
+
+    report = cgpass.explain(fn, X.clone().requires_grad_())
+    assert [graph.calls_per_run for graph in report.graphs] == [1, 1]
