@@ -389,12 +389,15 @@ def backend_for_once(backend: Callable[..., Any]) -> Iterator[Callable[..., Any]
     from torch._dynamo.convert_frame import register_bytecode_hook
     from torch._dynamo.guards import DeletedGuardManagerWrapper
 
-    once, codes, nothing_like_it = functools.partial(backend), set[types.CodeType](), object()
+    once: Any = functools.partial(backend)
+    codes, nothing_like_it = set[types.CodeType](), object()
 
     def note(code: types.CodeType, new_code: types.CodeType) -> None:
         del new_code
         codes.add(code)
 
+    functools.update_wrapper(once, backend)  # messages name it
+    del once.__wrapped__
     name = f"{backend.__name__}_{id(once)}"
     registry._COMPILER_FNS[name] = once  # as of `register_backend`
     hook = register_bytecode_hook(note)

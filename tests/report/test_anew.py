@@ -76,3 +76,11 @@ def test_parameters_can_be_swapped_afterwards():
     weight = layers[0].weight
     torch.utils.swap_tensors(weight, nn.Parameter(torch.zeros_like(weight)))
     assert not weight.any()
+
+
+def test_messages_name_the_backend():
+    def fn(x):
+        return (torch.histc(x, 8).max() * x).sin().cos().exp().tanh()
+
+    with cgpass.set_defaults(on_skip="raise"), pytest.raises(Exception, match="^backend='cgpass' "):
+        cgpass.explain(fn, X)
