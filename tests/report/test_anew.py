@@ -82,5 +82,8 @@ def test_messages_name_the_backend():
     def fn(x):
         return (torch.histc(x, 8).max() * x).sin().cos().exp().tanh()
 
-    with cgpass.set_defaults(on_skip="raise"), pytest.raises(Exception, match="^backend='cgpass' "):
+    with (
+        cgpass.set_defaults(on_skip="raise"),
+        pytest.raises(Exception, match=r"^backend='cgpass' "),
+    ):
         cgpass.explain(fn, X)
