@@ -70,11 +70,14 @@ class KeptState:
                 kept.before = None
 
     def put_back(self) -> None:
-        """Undo what was written; see Note [Versions are put back with values]."""
-        there = [kept for kept in self._kept.values() if kept.is_there()]
+        """Undo what was written; see Note [Versions are put back with values].
+
+        What was given up and written later, by hooks, keeps its new version with its new value.
+        """
+        there = [k for k in self._kept.values() if k.before is not None and k.is_there()]
         with torch.no_grad():
             for kept in there:
-                if kept.before is not None and kept.is_written():
+                if kept.is_written():
                     kept.tensor.copy_(kept.before)
         changed = [kept for kept in there if kept.tensor._version != kept.version]
         _torch.set_versions([k.tensor for k in changed], [k.version for k in changed])
