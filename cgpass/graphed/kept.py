@@ -77,7 +77,7 @@ class KeptState:
         there = [k for k in self._kept.values() if k.before is not None and k.is_there()]
         with torch.no_grad():
             for kept in there:
-                if kept.is_written():
+                if kept.before is not None and kept.is_written():
                     kept.tensor.copy_(kept.before)
         changed = [kept for kept in there if kept.tensor._version != kept.version]
         _torch.set_versions([k.tensor for k in changed], [k.version for k in changed])
