@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from cgpass.runtime import fast
+from cgpass.runtime import fast, node
 
 
 class Accumulators:
@@ -38,12 +38,14 @@ class Accumulators:
     def put_back(self, *, forget: bool = False) -> None:
         """Have all leaves know it again.
 
+        Of what was made meanwhile they know what somebody hooked. Nothing else: a module whose hooks leave there what
+        they computed (torch.nn.utils.spectral_norm) holds a graph of a capture.
+
         Args:
-            forget: Whether nodes that were made meanwhile may be known to a graph of ours.
+            forget: Whether graphs of ours stay, so that leaves must not know what somebody hooked, either.
         """
         leaves, taken = self._leaves, self._taken
-        if forget:
-            fast.take_accumulators(leaves)
+        (fast.take_accumulators if forget else node.drop_accumulators)(leaves)
         self._leaves, self._taken = [], []
         self._seen.clear()
         fast.put_accumulators(leaves, taken)

@@ -19,7 +19,7 @@ from cgpass.graphed.preparation import prepared
 from cgpass.graphed.recorder import GroupRecorder
 from cgpass.graphed.schedule import Schedule, interleaved, simple
 from cgpass.graphed.target import Target
-from cgpass.runtime import fast
+from cgpass.runtime import fast, node
 from cgpass.runtime.driver import CUDADriver, GraphDriver
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
@@ -120,6 +120,7 @@ def _record(
     functions: list[GraphedFunction],
     once: hooks_of.HookSet,
 ) -> None:
+    node.start()
     fast.wait()
     try:
         with prepared(passes, group), group.owner.lock:

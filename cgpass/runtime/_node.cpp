@@ -122,7 +122,8 @@ struct Items {  // of a list or a tuple
   }
 };
 
-PyObject* list_of(std::vector<at::Tensor>&& tensors) {
+// By value: wrapping leaves a tensor that Python knows where it is, and would keep it for as long as the backward runs.
+PyObject* list_of(std::vector<at::Tensor> tensors) {
   Owned list(PyList_New(tensors.size()));
   for (size_t i = 0; i < tensors.size(); ++i) {
     PyObject* item = tensors[i].defined() ? THPVariable_Wrap(std::move(tensors[i])) : Py_NewRef(Py_None);
@@ -323,6 +324,30 @@ PyObject* attach(PyObject* const* args) {
   return Py_NewRef(Py_None);
 }
 
+template <class Pointer>
+struct WeakOf {
+  using type = c10::weak_intrusive_ptr<typename Pointer::element_type>;
+};
+template <class T>
+struct WeakOf<std::shared_ptr<T>> {
+  using type = std::weak_ptr<T>;
+};
+
+// drop_accumulators(leaves) -> None
+PyObject* drop_accumulators(PyObject* const* args) {
+  namespace impl = torch::autograd::impl;
+  const Items leaves(args[0]);
+  for (Py_ssize_t k = 0; k < leaves.size; ++k) {
+    const at::Tensor& leaf = tensor_of(leaves.items[k]);
+    if (!leaf.is_leaf() || !leaf.requires_grad()) continue;
+    const auto node = impl::try_get_grad_accumulator(leaf);
+    if (node && node->pre_hooks().empty() && node->post_hooks().empty()) {
+      impl::set_grad_accumulator(leaf, WeakOf<NodePointer>::type(NodePointer()));
+    }
+  }
+  return Py_NewRef(Py_None);
+}
+
 template <PyObject* (*function)(PyObject* const*), Py_ssize_t num_args>
 PyObject* checked(PyObject*, PyObject* const* args, Py_ssize_t n) {
   if (n != num_args) {
@@ -341,6 +366,7 @@ PyObject* checked(PyObject*, PyObject* const* args, Py_ssize_t n) {
 
 PyMethodDef methods[] = {
     {"attach", reinterpret_cast<PyCFunction>(checked<attach, 9>), METH_FASTCALL, nullptr},
+    {"drop_accumulators", reinterpret_cast<PyCFunction>(checked<drop_accumulators, 1>), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_node", nullptr, -1, methods};

@@ -11,7 +11,7 @@ Note [A node of our own]
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class _Loader:
 
     def __init__(self) -> None:
         self.attach: Attach | None = None
+        self.drop_accumulators: Callable[[Any], None] | None = None
         self._started = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -64,9 +65,10 @@ class _Loader:
             path = fast_build.cached_path(fast_build.NODE)
             if not path.exists():
                 fast_build.build(path, fast_build.NODE)
-            attach = fast_build.load(path, fast_build.NODE).attach
-            _register(attach)
-            self.attach = attach
+            module = fast_build.load(path, fast_build.NODE)
+            _register(module.attach)
+            self.drop_accumulators = module.drop_accumulators
+            self.attach = module.attach
         except fast_build.BuildError as error:
             log.info("cgpass goes through AOTAutograd's autograd function: %s", error)
 
@@ -104,3 +106,15 @@ def wait() -> bool:
 def attach() -> Attach | None:
     """The compiled function, None as long as there is none."""
     return _loader.attach
+
+
+def drop_accumulators(leaves: Sequence[torch.Tensor]) -> None:
+    """Have leaves forget the nodes that add to their `.grad`, but for those with hooks, which have to be met again.
+
+    The next graph makes others; graphs that exist keep theirs. Does nothing where nothing is compiled.
+
+    Args:
+        leaves: Those that require no grad are left alone.
+    """
+    if wait() and _loader.drop_accumulators is not None:
+        _loader.drop_accumulators(leaves)

@@ -236,3 +236,27 @@ def test_models_that_are_gone_leave_nothing_behind(compiler):
     assert max(found) <= 2 * (4 + 1), found
     assert reserved[-1] <= reserved[11], reserved
     torch.compiler.reset()
+
+
+def first_step_peak(**compiled):
+    """Largest allocated memory of a first training step, bytes, beyond what parameters and input take."""
+    torch.compiler.reset()
+    gc.collect()
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
+    module = nn.Sequential(*layers).cuda()
+    call = torch.compile(module, **compiled)
+    x = torch.randn(4096, 2048, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call(x).square().mean().backward()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_saved_tensors_make_room_for_gradients_in_a_plain_backward():
+    """In the first step, which warms up, as in AOTAutograd's own."""
+    expected = first_step_peak(backend="aot_eager_decomp_partition")
+    for driver in ("none", "cuda"):
+        options = {"driver": driver, "compiler": "eager"}
+        found = first_step_peak(backend=cgpass.cgpass, options=options)
+        assert found <= 1.05 * expected, (driver, found, expected)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cgpass.runtime import fast
+from cgpass.runtime import fast, node
 
 PYTHON = fast.PYTHON
 
@@ -68,3 +68,20 @@ def test_an_accumulator_that_died_meanwhile_is_made_anew(functions):
     del taken
     (leaf * 3).sum().backward()
     assert leaf.grad.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("hook", [None, "register_hook", "register_prehook"])
+def test_accumulators_without_hooks_are_dropped(hook):
+    if not node.wait():
+        pytest.skip("no C++ compiler")
+    leaf, frozen = torch.ones(2, requires_grad=True), torch.ones(2)
+    held = (leaf * 2).sum()
+    known, fired = accumulator(leaf), []
+    if hook is not None:
+        getattr(known, hook)(lambda *grads: fired.append(1))
+    node.drop_accumulators([leaf, frozen, held])
+    assert (accumulator(leaf) == known) == (hook is not None)
+    (leaf * 3).sum().backward()
+    held.backward()
+    assert len(fired) == 2 * (hook is not None)
+    assert leaf.grad.tolist() == [5.0, 5.0]

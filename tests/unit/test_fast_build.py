@@ -1,7 +1,9 @@
 """The C++ functions are built in the background and kept; where that fails the Python versions go on."""
 
 import logging
+import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ import torch
 
 from cgpass import options
 from cgpass.errors import OptionError
-from cgpass.runtime import fast, fast_build
+from cgpass.runtime import fast, fast_build, node
 
 PYTHON = fast.PYTHON
 
@@ -132,3 +134,14 @@ def test_a_process_that_ends_early_leaves_nothing(compiled, tmp_path, monkeypatc
     program = "import time; from cgpass.runtime import fast; fast.start(); time.sleep(0.3)"
     subprocess.run([sys.executable, "-c", program], check=True)
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+
+
+@pytest.mark.skipif(
+    options.fast_mode() == "off"
+    or not ("CXX" in os.environ or any(map(shutil.which, ("c++", "g++", "clang++")))),
+    reason="no C++ compiler, or not to be used",
+)
+def test_what_is_compiled_compiles_here():
+    """Else tests of it would skip themselves."""
+    assert fast.wait()
+    assert node.wait()
