@@ -13,6 +13,7 @@ from cgpass.graphed.autograd_graph import outputs_read_by_graph, take_gradients
 from cgpass.graphed.failures import blamed
 from cgpass.graphed.group import Group
 from cgpass.graphed.hooks import HookSet
+from cgpass.graphed.moves import not_moved
 from cgpass.graphed.passes import Pass
 from cgpass.graphed.recorded import RecordedPass
 from cgpass.graphed.statics import firsts
@@ -75,7 +76,13 @@ class Capture:
 
         def run(given: list[Any]) -> list[Any]:
             given.clear()
-            with d.grad_mode(), no_autocast_cache(), self._states, self._watched():
+            with (
+                d.grad_mode(),
+                no_autocast_cache(),
+                self._states,
+                self._watched(),
+                not_moved(d.name, d.statics, statics),
+            ):
                 self._result = d.run(*args, **kwargs)
             d.hidden.check(d.name, self._result)
             d.binding.refuse_changed()

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.nn.utils import prune
 
-from tests.graphed.steps import check, net, same_grads
+from cgpass.errors import CaptureError
+from tests.graphed.steps import check, net, same, same_grads
 
 
 class Stashes(torch.nn.Module):
@@ -120,7 +121,6 @@ HOOKED = {
     "spectral_norm": lambda: UTILS.spectral_norm(torch.nn.Linear(8, 8)),
     "weight_norm": lambda: UTILS.weight_norm(torch.nn.Linear(8, 8)),
     "prune": lambda: prune.random_unstructured(torch.nn.Linear(8, 8), "weight", 0.5),
-    "lstm": lambda: First(UTILS.weight_norm(torch.nn.LSTM(8, 8), "weight_hh_l0")),
     "attribute": lambda: Scaled(by_attribute),
     "name": lambda: Scaled(by_name),
     "method": lambda: Scaled(lambda m: m.register_forward_pre_hook(Sets("scale").method)),
@@ -136,6 +136,10 @@ class First(torch.nn.Module):
         return self.inner(x)[0]
 
 
+def rnn():
+    return torch.nn.Sequential(First(UTILS.weight_norm(torch.nn.LSTM(8, 8), "weight_hh_l0")))
+
+
 @pytest.mark.parametrize("kind", HOOKED)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 def test_what_hooks_of_a_module_compute_before_it_runs_is_no_trouble(setting, kind, caplog):
@@ -149,6 +153,57 @@ def test_what_hooks_of_a_module_compute_before_it_runs_is_no_trouble(setting, ki
     check(setting, graphed, plain, setting.randn(4, 8, grad=True))
     same_grads(module, plain)
     assert graphed.graphed.stats.plain_calls == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_an_rnn_with_a_weight_norm(setting):
+    """On CUDA it moves its weights in every call."""
+    module = setting.module(rnn())
+    plain = setting.module(rnn())
+    plain.load_state_dict(module.state_dict())
+    x = setting.randn(4, 8, grad=True)
+    if setting.device.type == "cuda":
+        with pytest.raises(CaptureError, match=r"moves its own parameters .*weight_ih_l0.*flatten"):
+            setting.graphed(module, (x,))
+        same(module(x), plain(x))
+        return
+    graphed = setting.graphed(module, (x,))
+    check(setting, graphed, plain, x)
+    same_grads(module, plain)
+
+
+class Moves(torch.nn.Linear):
+    def forward(self, x):
+        self.weight.data = self.weight.data.clone()
+        return super().forward(x)
+
+
+def test_a_module_that_moves_its_own_parameters_is_refused(setting):
+    module = setting.module(Moves(8, 8))
+    x = setting.randn(4, 8)
+    before, weight = module(x), module.weight.detach().clone()
+    with pytest.raises(CaptureError, match=r"Moves moves its own parameters or buffers .*weight"):
+        setting.graphed(module, (x,))
+    same(module.weight, weight)
+    same(module(x), before)
+
+
+def test_a_graph_that_a_hook_leaves_does_not_know_the_leaf(setting):
+    """Else its accumulator, made where it was captured, would be met by backwards of the user's."""
+    module = setting.module(torch.nn.Sequential(HOOKED["spectral_norm"]()))
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    left = module[0].weight.grad_fn
+    assert left is not None
+    leaf = module[0].weight_orig
+    known = torch.autograd.graph.get_gradient_edge(leaf).node
+    reached, open_ = set(), [left]
+    while open_:
+        node = open_.pop()
+        reached.add(node)
+        open_ += [following for following, _ in node.next_functions if following is not None]
+    assert known not in reached
+    assert any(getattr(node, "variable", None) is leaf for node in reached)
+    graphed(setting.randn(4, 8)).square().sum().backward()
 
 
 def test_what_a_module_with_hooks_leaves_besides_is_warned_about(setting, caplog):
