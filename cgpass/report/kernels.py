@@ -1,7 +1,8 @@
 """Kernels in a profiler's trace: which partition launched them, and whether a CUDA graph did.
 
 A kernel carries the number of the runtime call that launched it. That call lies inside of the range that its partition
-was run in, on the same thread, and is a graph launch or none.
+was run in, on the same thread, and is a graph launch or none. Where it is one, what else the range launches prepares
+the replay (copies of inputs, offsets of random numbers): no kernels of the partition's, but time of the GPU's.
 """
 
 import json
@@ -71,7 +72,7 @@ def launches(events: Iterable[Mapping[str, Any]]) -> Launches:
     """
     events = list(events)
     ranges = _ranges(events)
-    homes: dict[Any, tuple[int, str] | None] = {}
+    homes: dict[Any, _Range | None] = {}
     graphs: set[Any] = set()
     for event in events:
         if event.get("cat") in _RUNTIME:
@@ -79,6 +80,7 @@ def launches(events: Iterable[Mapping[str, Any]]) -> Launches:
             homes[number] = _innermost(ranges, event)
             if "GraphLaunch" in event.get("name", ""):
                 graphs.add(number)
+    replayed = [homes[number] for number in graphs]
     found = Launches()
     kernels: dict[tuple[int, str], int] = defaultdict(int)
     in_graphs: dict[tuple[int, str], int] = defaultdict(int)
@@ -89,9 +91,11 @@ def launches(events: Iterable[Mapping[str, Any]]) -> Launches:
         found.gpu_us += event.get("dur", 0)
         found.gpu_us_in_graphs += event.get("dur", 0) * (number in graphs)
         home = homes.get(number)
-        if home is not None and event["cat"] == "kernel":
-            kernels[home] += 1
-            in_graphs[home] += number in graphs
+        if home is None or event["cat"] != "kernel":
+            continue
+        if number in graphs or home not in replayed:
+            kernels[home.key] += 1
+            in_graphs[home.key] += number in graphs
     found.kernels, found.in_graphs = dict(kernels), dict(in_graphs)
     return found
 
@@ -108,6 +112,6 @@ def _ranges(events: Iterable[Mapping[str, Any]]) -> list[_Range]:
     return found
 
 
-def _innermost(ranges: Sequence[_Range], event: Mapping[str, Any]) -> tuple[int, str] | None:
+def _innermost(ranges: Sequence[_Range], event: Mapping[str, Any]) -> _Range | None:
     around = [each for each in ranges if each.holds(event)]
-    return min(around, key=lambda each: each.end - each.start).key if around else None
+    return min(around, key=lambda each: each.end - each.start, default=None)

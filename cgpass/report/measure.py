@@ -184,7 +184,9 @@ def profiled(call: Callable[[], None], devices: Iterable[torch.device]) -> kerne
         return torch.profiler.record_function(kernels.range_name(*key))
 
     synchronise(devices)
-    with watched(ranged), torch.profiler.profile(activities=activities) as profile:
+    # Without `acc_events` its constructor warns, once a process, of what only cycles lose.
+    profile = torch.profiler.profile(activities=activities, acc_events=True)
+    with watched(ranged), profile:
         call()
         synchronise(devices)
     return kernels.launches(kernels.events_of(profile))

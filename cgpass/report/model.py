@@ -69,7 +69,8 @@ class PartitionReport:
     num_ops: int
     """Operators of its graph, before any are fused."""
     kernels: int | None = None
-    """Kernels that one call of what was explained launches for it; None where no profiler tells."""
+    """Kernels that one call of what was explained launches for it; None where no profiler tells. What prepares a replay
+    (copies of inputs, offsets of random numbers) is not among them."""
     kernels_in_graphs: int | None = None
     """Those among them that a CUDA graph launched."""
     reasons: tuple[ReasonReport, ...] = ()

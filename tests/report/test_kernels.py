@@ -40,6 +40,24 @@ def test_kernels_belong_to_the_range_around_their_launch():
     assert found.gpu_share == 10 / 14
 
 
+def test_what_prepares_a_replay_is_none_of_the_partitions_kernels():
+    key = (0, "captured_0")
+    found = launches(
+        [
+            around(key, 0, 10),
+            launch(1, 2),
+            launch(2, 5, "cudaGraphLaunch"),
+            around(key, 20, 30),
+            launch(3, 25),
+            work(1, 1.0),
+            *[work(2)] * 2,
+            work(3),
+        ]
+    )
+    assert (found.kernels, found.in_graphs) == ({key: 3}, {key: 2})
+    assert (found.gpu_us, found.gpu_us_in_graphs) == (7.0, 4.0)
+
+
 def test_the_innermost_range_counts_and_threads_are_told_apart():
     found = launches(
         [
