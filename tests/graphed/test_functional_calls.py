@@ -46,7 +46,7 @@ def test_other_leaves(setting, max_rerecords, frozen):
                 same(a.grad, b.grad)
         x = setting.randn(4, 8)
         for each in (graphed, plain):
-            each(x).sum().backward()
+            each(x).square().sum().backward()
         same_grads(module, plain)
     stats = graphed.graphed.stats
     assert stats.rerecordings == min(max_rerecords, 4)
@@ -61,8 +61,8 @@ def test_backwards_in_any_order(setting):
     x = setting.randn(4, 8)
     outs.insert(1, (graphed(x), plain(x)))
     for found, expected in outs:
-        found.sum().backward()
-        expected.sum().backward()
+        found.square().sum().backward()
+        expected.square().sum().backward()
     same_grads(module, plain)
     for a, b in given:
         for name in a:
@@ -75,7 +75,7 @@ def test_only_some_of_them(setting):
     for number in range(2):
         given, wanted = ({"0.weight": leaves(module, number)["0.weight"]} for _ in range(2))
         for out in compare(setting, graphed, plain, given, wanted):
-            out.sum().backward()
+            out.square().sum().backward()
         same(given["0.weight"].grad, wanted["0.weight"].grad)
     same_grads(module, plain)
     assert graphed.graphed.stats.plain_calls == 0
@@ -91,7 +91,7 @@ def test_computed_parameters(setting, caplog):
             for each, scale in zip((module, plain), scales, strict=True)
         )
         for out in compare(setting, graphed, plain, given, wanted):
-            out.sum().backward()
+            out.square().sum().backward()
     same(scales[0].grad, scales[1].grad)
     same_grads(module, plain)
     stats = graphed.graphed.stats
@@ -107,7 +107,7 @@ def test_a_parameter_that_is_replaced_before_the_backward(setting):
     for each in (module, plain):
         each[0].weight = torch.nn.Parameter(torch.ones_like(each[0].weight))
     for out in outs:
-        out.sum().backward()
+        out.square().sum().backward()
     same(old[0].grad, old[1].grad)
     same_grads(module, plain)
     assert module[0].weight.grad is None
@@ -123,7 +123,7 @@ def test_parameters_are_held_until_the_backward_is_done(setting, backward):
     del given
     assert ref() is not None
     if backward:
-        out.sum().backward()
+        out.square().sum().backward()
         gc.collect()
         assert ref() is None
 
@@ -133,7 +133,7 @@ def test_a_parameter_that_moved_before_the_backward_is_an_error(setting):
     out = setting.graphed(module, (setting.randn(4, 8),))(setting.randn(4, 8))
     module[0].weight.data = module[0].weight.data.clone()
     with pytest.raises(cgpass.errors.StaticInputMovedError, match=r"in the backward .*0\.weight\."):
-        out.sum().backward()
+        out.square().sum().backward()
 
 
 def test_other_leaves_can_be_errors(setting):
