@@ -45,6 +45,7 @@ def input_infos(
             mutated=node in written,
             is_seed=index in seeds,
             whole_storage=node in strided,
+            is_tangent=node.name.startswith("tangents_"),
         )
         for index, node in enumerate(placeholders)
     )

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -17,6 +17,8 @@ StaticKey = bytes
 """Addresses of static inputs, one after the other: one hash and one comparison whatever their number."""
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_SMALL_TANGENT: Final = 64 << 10
+"""Bytes."""
 _BY_VALUE = (int, bool, str, type(None), torch.dtype, torch.device, torch.layout)
 
 
@@ -69,6 +71,17 @@ class Layout:
     def bytes_that_move(self, args: Sequence[Any]) -> int:
         """Size of the inputs that are not known to stay in place."""
         return sum(num_bytes(args[i]) for i in (*self.copied, *self.pooled))
+
+    def may_stay(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """Copied inputs worth watching: not those without elements, nor small gradients of outputs.
+
+        A loss's gradient lies where its predecessor lay until something else is allocated between two steps. To record
+        anew then costs more than its copies do.
+        """
+        sizes = ((i, num_bytes(args[i])) for i in self.copied)
+        return tuple(
+            i for i, size in sizes if size >= (_SMALL_TANGENT if self.infos[i].is_tangent else 1)
+        )
 
     def static_key(self, args: Sequence[Any]) -> StaticKey:
         """The part of the signature that decides where it is read."""

@@ -196,7 +196,7 @@ class RecordingTable:
         if parameters not in watches:
             if len(watches) >= _SETS_KEPT:
                 watches.clear()
-            watches[parameters] = Watch(i for i in self._layout.copied if args[i].numel())
+            watches[parameters] = Watch(self._layout.may_stay(args))
         return watches[parameters]
 
     def add(

@@ -5,8 +5,10 @@ import logging
 import pytest
 import torch
 
+from cgpass.inputs import InputInfo
 from cgpass.runtime import stationary
 from cgpass.runtime.owner import PATIENCE, Owner
+from cgpass.runtime.signature import Layout
 from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.runtime.stationary import Watch
 from tests.unit.runners import COPIED, POOLED, STATIC, call, counts, runner
@@ -165,6 +167,13 @@ def test_empty_inputs_are_not_worth_a_recording():
     for _ in range(10):
         assert call(run, x) == [[]]
     assert run.stats.promotions == 0
+
+
+def test_small_gradients_of_outputs_are_not_worth_a_recording():
+    infos = [InputInfo(name, COPIED, is_tangent=name != "x") for name in ("x", "loss", "logits")]
+    layout = Layout(infos, check_static=True, check_layout=True)
+    args = [torch.ones(()), torch.ones(()), torch.ones(256, 64)]
+    assert layout.may_stay(args) == (0, 2)
 
 
 def test_one_more_set_than_allowed_is_not_needed():

@@ -249,3 +249,27 @@ def test_a_state_of_inference_mode_that_the_function_writes(way):
             return [*values, x.clone()]
 
     assert_replays(way.compare(program))
+
+
+class Loss(MLP):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
+def test_a_loss_whose_gradient_moves(way):
+    """Allocations between two steps put it elsewhere; nothing is recorded again for it."""
+
+    def program(session):
+        module, call = session.compiled(Loss)
+        (batch,) = session.batches(4, 8, count=1)
+        gradients = torch.ones(30, device=batch.device)
+        values = []
+        for number in range(30):
+            call(batch).backward(gradients[max(number - 20, 0)])
+            values += programs.gradients(module)
+            module.zero_grad(set_to_none=True)
+        return values
+
+    counters = way.compare(program)
+    assert_replays(counters)
+    assert (counters["recordings"], counters["promotions"]) == (2 * 2, 2)
