@@ -18,7 +18,12 @@ from cgpass.graph.origins import Origins
 from cgpass.graph.partition_tag import get_reason, get_tag
 from cgpass.graph.size_check import SizeCheck
 from cgpass.graph.target import Target
-from cgpass.graph.values import graph_outputs, is_inductor_random
+from cgpass.graph.values import (
+    graph_outputs,
+    has_side_effect,
+    is_collective,
+    is_inductor_random,
+)
 from cgpass.inputs import InputInfo, InputKind
 from cgpass.options import Options
 from cgpass.passes import eager_passes, outline_passes
@@ -76,7 +81,7 @@ class GraphBuilder:
             fn = notes.noting(fn)
         place = Place(graph, "captured_0", num_ops(original))
         resplit = self._resplitter(original, place, infos, self.visible, notes)
-        run = self._runner("captured_0", fn, infos, resplit)
+        run = self._runner("captured_0", fn, infos, resplit, is_repeatable=_is_repeatable(original))
         made = outputs_made(original)
         plan = whole_plan(len(infos), num_outputs, run, "captured_0", self.visible, made)
         return _tracked(Executor(plan, run.owner), graph)
@@ -129,7 +134,8 @@ class GraphBuilder:
         if not self.target.records:
             return fn
         resplit = self._resplitter(original, place, infos, visible) if of is None else GiveUp(place)
-        return self._runner(place.name, fn, infos, resplit)
+        is_repeatable = _is_repeatable(original)
+        return self._runner(place.name, fn, infos, resplit, is_repeatable=is_repeatable)
 
     def _eager(self, gm: fx.GraphModule) -> Boxed:
         """A partition that no graph can hold; Inductor compiles what means nothing as aten operators."""
@@ -200,7 +206,13 @@ class GraphBuilder:
         )
 
     def _runner(
-        self, name: str, fn: Boxed, infos: tuple[InputInfo, ...], resplit: Resplit
+        self,
+        name: str,
+        fn: Boxed,
+        infos: tuple[InputInfo, ...],
+        resplit: Resplit,
+        *,
+        is_repeatable: bool,
     ) -> PartitionRunner:
         return PartitionRunner(
             fn,
@@ -210,6 +222,7 @@ class GraphBuilder:
                 self.options,
                 opaque=self.compiler.opaque,
                 is_backward=self.direction == "backward",
+                is_repeatable=is_repeatable,
             ),
             name=f"{self.direction} {name}",
             resplit=resplit,
@@ -300,6 +313,11 @@ def _tracked(executor: Executor, graph: int, prefix: str = "") -> Boxed:
     run = telemetry.GraphRun(prefix, executor.tally, parts, weakref.ref(executor))
     telemetry.add_run(graph, run)
     return _boxed(executor)
+
+
+def _is_repeatable(gm: fx.GraphModule) -> bool:
+    """Whether nobody sees if a graph runs once more than it is called."""
+    return not any(is_collective(node) or has_side_effect(node) for node in gm.graph.nodes)
 
 
 def _boxed(executor: Executor) -> Boxed:

@@ -71,6 +71,10 @@ class Options:
     min_partition_ops: int = _count(4, at_least=1)
     """Captured partitions with fewer operators than this run plainly."""
 
+    capture_policy: Literal["auto", "always", "measured"] = _choice("auto", "always", "measured")
+    """Which partitions are captured: those whose copies cost less than their launches save (`auto`; where that is close
+    a few calls are timed), all, or those that turn out faster in their first calls (`measured`)."""
+
     unsafe_ops: tuple[str, ...] = ()
     """Operators that are never captured, as `ns::op` or `ns::op.overload`."""
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-CHOSEN: Final = frozenset({"too_small", "no_work", "lifted", "effect_token"})
+CHOSEN: Final = frozenset({"too_small", "no_work", "lifted", "effect_token", "not_worth_it"})
 """Codes of what nobody wants captured: it is not worth it, or nothing of it runs on the device."""
 
 

@@ -71,6 +71,18 @@ class Place:
         )
         telemetry.replace_partition(self.graph, self.name, (part,))
 
+    def is_left_plain(self, why: str) -> None:
+        """Note that the partition could be captured, and is not worth it.
+
+        Args:
+            why: In a line.
+        """
+        reason = Reason("not_worth_it", "", why, 'capture_policy="always" captures it')
+        part = telemetry.PartitionSummary(
+            self.name, False, self.num_ops, (f"{why} [not_worth_it]",), why=(reason,)
+        )
+        telemetry.replace_partition(self.graph, self.name, (part,))
+
     def is_tried_again(self) -> None:
         """Note that the partition may be captured, whatever came of it before."""
         part = telemetry.PartitionSummary(self.name, True, self.num_ops)
@@ -96,6 +108,10 @@ class GiveUp:
                 self._place.runs_plainly(first_line(error))
         self._failed = True  # the runner tries once more after an error that is not a capture's
         return Outcome()
+
+    def note_left_plain(self, why: str) -> None:
+        """See `Resplit`."""
+        self._place.is_left_plain(why)
 
     def forget(self) -> None:
         """See `Resplit`."""
@@ -155,6 +171,10 @@ class Resplitter:
         for node, found in finding.culprits.items():
             node.meta[PROVEN] = found
         return self._split(gm, error)
+
+    def note_left_plain(self, why: str) -> None:
+        """See `Resplit`."""
+        self._place.is_left_plain(why)
 
     def forget(self) -> None:
         """See `Resplit`."""

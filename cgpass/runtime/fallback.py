@@ -10,6 +10,7 @@ from cgpass.errors import CaptureError, StagingError
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.failures import Resplit
 from cgpass.runtime.syncs import is_capture_error
+from cgpass.runtime.worth import worth
 from cgpass.telemetry import CallStats
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class Fallback:
         *,
         on_skip: str,
         resplit: Resplit | None,
+        capture_policy: str = "always",
     ) -> None:
         """Nothing failed yet.
 
@@ -43,6 +45,7 @@ class Fallback:
             stats: Where its calls are counted.
             on_skip: "warn", "raise" or "silent".
             resplit: What to do when a capture fails; default: run plainly from then on.
+            capture_policy: As the field of `cgpass.Options`.
         """
         self._name = name
         self._fn = fn
@@ -50,6 +53,9 @@ class Fallback:
         self._on_skip = on_skip
         self._level = logging.WARNING if on_skip == "warn" else logging.INFO
         self._resplit = resplit
+        self._capture_policy = capture_policy
+        self.worth = worth(capture_policy)
+        """Says whether a recording is of any use."""
         self.replacement: BoxedCallable | None = None
         """What `resplit` made of the partition."""
         self.failure: str | None = None
@@ -103,6 +109,21 @@ class Fallback:
         self._say_it_runs_plainly(self.failure, self._advice())
         return True
 
+    def leave_plain(self, why: str) -> None:
+        """Have the partition run plainly though it can be captured.
+
+        Args:
+            why: In a line.
+        """
+        self.failure = why
+        if self._resplit is not None:
+            self._resplit.note_left_plain(why)
+        log.info(
+            '%s is not worth capturing and runs without a graph from now on: %s. capture_policy="always" captures it.',
+            self._name,
+            why,
+        )
+
     def run(self, args: list[Any]) -> Sequence[Any]:
         """Run what took the partition's place: its split, which counts its own calls, or nothing but itself."""
         if self.replacement is not None:
@@ -154,6 +175,7 @@ class Fallback:
         if failed and self._resplit is not None:
             self._resplit.forget()
         self.failure = self._refusal = None
+        self.worth = worth(self._capture_policy)
         self._failed_once = False
 
     def _refuse(self, refusal: CaptureError) -> None:

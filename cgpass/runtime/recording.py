@@ -79,8 +79,8 @@ class Recording:
         self.rescues_in_a_row = 0
         self._rescued = False
         self.replay: Callable[[], None] = graph.replay
-        self.instantiate_ms = graph.instantiate_ms
-        """Host time of instantiating the graph; None if nothing was instantiated."""
+        self.instantiate_ms, self.run_us = graph.instantiate_ms, graph.run_us
+        """See `CapturedGraph`."""
         self._graph = graph
         consumes = consumes or {}
         self._consumed, self._users = tuple(consumes), tuple(consumes.values())
@@ -150,6 +150,7 @@ class Recording:
                 own.append(output)
             self._own[n] = numbers[id(output)]
         visible, read = uses
+        self._read = read
         shown = {number for n, number in self._own.items() if visible is None or n in visible}
         used = {number for n, number in self._own.items() if n in read}
         self.memory = OutputMemory(
@@ -167,6 +168,15 @@ class Recording:
             i: num_bytes(placeholder.target) * (1 + (i in back))
             for i, placeholder in self._placeholders.items()
         }
+
+    def bytes_read(self) -> int:
+        """Bytes of its own outputs that other partitions or the backward read."""
+        numbers = {number for n, number in self._own.items() if n in self._read}
+        return sum(num_bytes(self.memory.tensors[number]) for number in numbers)
+
+    def retire(self) -> None:
+        """Have no call replay it any more; it is closed when the others are."""
+        self.may_replay = lambda args: False  # type: ignore[method-assign]
 
     def seal(self) -> None:
         """Note that nobody but this recording holds its outputs; to be called once, last of all."""

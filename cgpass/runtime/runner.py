@@ -11,7 +11,6 @@ from cgpass.runtime import fast
 from cgpass.runtime.actions import Action, decide
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.failures import Resplit, give_memory_back
-from cgpass.runtime.fallback import Fallback
 from cgpass.runtime.history import History
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recorder import Recorder
@@ -61,8 +60,7 @@ class PartitionRunner:
         """Outputs that other partitions or the backward read; to be set before the first call."""
         self.copied: frozenset[int] = frozenset()
         """Visible outputs that whoever calls `run` has to copy out of the pool. Replaced when that changes."""
-        self._first_slot = 0
-        self._largest = 0
+        self._first_slot = self._largest = 0
         """Bytes of the inputs that move, of the largest shape recorded."""
         self.fn = fn
         self._settings = settings
@@ -73,7 +71,7 @@ class PartitionRunner:
             fn, owner, opaque=settings.opaque, finds_writes=settings.check_layout, stats=self.stats
         )
         self._strays = Strays(owner)
-        self._fallback = Fallback(name, fn, self.stats, on_skip=settings.on_skip, resplit=resplit)
+        self._fallback = settings.fallback(name, fn, self.stats, resplit)
         self._warm_ups = WarmUp(fn, owner)
         self.history = History(name, self._warm_ups)
         self._set_infos(infos)
@@ -98,10 +96,7 @@ class PartitionRunner:
     # ---- a call
 
     def run(self, args: list[Any]) -> tuple[Sequence[Any], Recording | None]:
-        """Run one call.
-
-        Args:
-            args: The inputs; the list is emptied.
+        """Run one call, which empties the list of its inputs.
 
         Returns:
             The outputs, and the recording that made them (None if they were made plainly).
@@ -316,12 +311,18 @@ class PartitionRunner:
         return recording
 
     def _is_of_use(self, recording: Recording, args: list[Any]) -> bool:
-        """Whether the call that was recorded can be made by replaying."""
+        """Whether the call that was recorded can and should be made by replaying."""
         if self._settings.check_layout:
             self.written |= recording.written
             if shares_memory(args, self.written):
                 return False
-        return recording.fits(args)
+        return recording.fits(args) and self._fallback.worth.is_given(self, recording, args)
+
+    def leave_plain(self, why: str) -> None:
+        """See `Candidate`."""
+        self._fallback.leave_plain(why)
+        if self.table.all():
+            self.owner.ask_to_start_over(patience=0)
 
     def _copy_from_now_on(self, positions: frozenset[int]) -> None:
         """Have more of the visible outputs copied out by whoever calls."""

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 
 from cgpass.inputs import InputInfo
 from cgpass.options import Options
+from cgpass.runtime.driver import BoxedCallable
+from cgpass.runtime.failures import Resplit
+from cgpass.runtime.fallback import Fallback
 from cgpass.runtime.owner import Limits
 from cgpass.runtime.signature import Layout
 from cgpass.runtime.table import RecordingTable
@@ -21,6 +24,7 @@ class RunnerSettings:
     opaque: bool = False
     """Whether the callable's kernels bypass aten."""
     outputs: str = "shared"
+    capture_policy: str = "always"
     is_backward: bool = False
     """Whether outputs are gradients, which may be kept while other partitions run."""
     other_sets: bool = False
@@ -36,8 +40,17 @@ class RunnerSettings:
         opaque: bool,
         check_layout: bool = False,
         is_backward: bool = False,
+        is_repeatable: bool = False,
     ) -> "RunnerSettings":
-        """The settings that a user's options ask for."""
+        """The settings that a user's options ask for.
+
+        Args:
+            options: The user's.
+            opaque: See the field.
+            check_layout: See the field.
+            is_backward: See the field.
+            is_repeatable: Whether a call may run more often than it is made, to find out how long it takes.
+        """
         return cls(
             limits=Limits(
                 num_warmup_calls=options.num_warmup_calls,
@@ -49,9 +62,23 @@ class RunnerSettings:
             on_skip=options.on_skip,
             opaque=opaque,
             outputs=options.outputs,
+            capture_policy=options.capture_policy if is_repeatable else "always",
             is_backward=is_backward,
             other_sets=not check_layout,
             check_layout=check_layout,
+        )
+
+    def fallback(
+        self, name: str, fn: BoxedCallable, stats: CallStats, resplit: Resplit | None
+    ) -> Fallback:
+        """What takes a partition's place where it is not captured; see there for the arguments."""
+        return Fallback(
+            name,
+            fn,
+            stats,
+            on_skip=self.on_skip,
+            resplit=resplit,
+            capture_policy=self.capture_policy,
         )
 
     def layout(self, infos: Sequence[InputInfo]) -> Layout:

@@ -5,6 +5,7 @@ import torch
 from torch._library.effects import EffectType
 
 import cgpass
+from cgpass import _torch
 from cgpass.graph import op_tables
 from cgpass.reason import CHOSEN, Reason
 from cgpass.report.collect import _reasons
@@ -118,7 +119,7 @@ BY_HAND = {"python_call", "effect_token", "higher_order_op", "nested_graph", "ho
 
 
 def test_every_code_is_here():
-    assert {*COMPILED, *BY_HAND, *ON_CUDA} == {*op_tables.FIXES, *CHOSEN}
+    assert {*COMPILED, *BY_HAND, *ON_CUDA, "not_worth_it"} == {*op_tables.FIXES, *CHOSEN}
 
 
 def joined(report):
@@ -170,6 +171,19 @@ def test_reasons_of_graphs_that_no_function_here_is_compiled_to(code):
     graph = GraphReport(number=0, direction="forward", calls=1, num_ops=1, partitions=(part,))
     function = FunctionReport(number=0, place=None, graphs=(graph,))
     said(Report(cgpass="1", torch="2", device="cuda", functions=(function,)), reason)
+
+
+def test_what_is_not_worth_a_graph_says_what_it_would_cost(monkeypatch):
+    monkeypatch.setattr(_torch, "memory_bandwidth", lambda device: 1.0)
+    with cgpass.set_defaults(driver="simulated", compiler="eager"):
+        report = cgpass.explain(lambda x: (x * 2).sin().cos().tanh(), torch.ones(1 << 20))
+    (graph,) = report.graphs
+    (part,) = graph.partitions
+    (reason,) = part.reasons
+    assert not part.captured
+    assert (reason.code, reason.fix) == ("not_worth_it", 'capture_policy="always" captures it')
+    assert "copying 4 MiB of inputs into its graph would take the device about" in reason.detail
+    said(report, reason)
 
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ def test_defaults_are_those_documented():
         "max_pending_calls": 16,
         "num_warmup_calls": 1,
         "min_partition_ops": 4,
+        "capture_policy": "auto",
         "unsafe_ops": (),
         "on_skip": "warn",
         "rng": "exact",
