@@ -375,11 +375,7 @@ def test_outputs_of_a_split_partition_stay(setting, op):
             out.square().mean().backward()
         with torch.no_grad():
             fed = [call(call(x)) for x in batches]
-        return [
-            *(h.detach() for h in held),
-            *fed,
-            *(p.grad for p in module.parameters()),
-        ]
+        return [*(h.detach() for h in held), *fed, *(p.grad for p in module.parameters())]
 
     counters = setting.compare(program)
     assert counters["replays"] > 0
