@@ -73,7 +73,7 @@ def test_no_line_is_wider_than_100_columns(text):
     assert not any(line != line.rstrip() for line in lines)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.text(max_size=200), st.integers(0, 10**15), st.floats(0, 1e12))
 def test_no_line_is_wider_whatever_the_numbers(text, number, ms):
     report = sample(text, ms=ms, plain_ms=ms * 3)

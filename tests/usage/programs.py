@@ -190,6 +190,12 @@ def assert_replays(counters, *, plain=0):
     assert counters["replays"] == counters["calls"] - counters["warmups"] - plain > 0, counters
 
 
+def one_of_each_on_cpu(setting, *, another):
+    """Skips, on CPU, `another` pair of two parameters whose values all have a pair already; CUDA has all pairs."""
+    if another and setting.device.type == "cpu":
+        pytest.skip("each value is in another pair, and CPUs take long to compile")
+
+
 # ---- models
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.usage import programs
-from tests.usage.programs import Block, assert_steady
+from tests.usage.programs import Block, assert_steady, one_of_each_on_cpu
 
 
 def dropout_training(session):
@@ -154,6 +154,7 @@ class DropsFound(DropsBetween):
 def test_an_eager_dropout_draws_what_its_recomputation_draws(setting, make, dynamic):
     if torch.__version__ < "2.12" and (make is DropsFound or dynamic):
         pytest.skip("this torch's own split fails, through Inductor's backend too")
+    one_of_each_on_cpu(setting, another=dynamic != (make is DropsFound))
 
     def program(session):
         _, call = session.compiled(make, dynamic=dynamic)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from cgpass.errors import CheckpointError, DoubleBackwardError
-from tests.usage.programs import Setting, assert_replays
+from tests.usage.programs import Setting, assert_replays, one_of_each_on_cpu
 from tests.usage.test_ways_recompute import RNG, Masks, Noise, compare, trained
 
 
@@ -66,6 +66,9 @@ def test_inductor_keeps_torchs_own_handling_on_the_cpu():
     ids=["unsafe", "unsafe small", "large", "warm-ups", "owned"],
 )
 def test_options(way, options, rng):
+    in_turn = {"num_warmup_calls", "outputs", "min_partition_ops"}
+    exact = bool(in_turn & options.keys()) and "unsafe_ops" not in options
+    one_of_each_on_cpu(way, another=(rng == "exact") != exact)
     counters = compare(way, trained(Noise), rng=rng, on_skip="silent", **options)
     assert counters["plain_calls"] == 0
 
@@ -77,6 +80,8 @@ def test_options(way, options, rng):
     ids=["save_on_cpu", "copies"],
 )
 def test_saved_tensors_go_through_hooks(way, hooks, rng):
+    one_of_each_on_cpu(way, another=(rng == "exact") != (hooks is save_on_cpu))
+
     def program(session):
         module, call = session.compiled(Masks)
         values = []
@@ -131,6 +136,7 @@ class Fails(nn.Module):
 @pytest.mark.parametrize("rng", RNG)
 @pytest.mark.parametrize("orders", [None, ((0, 1, 2), (2, 1, 0), (0,))], ids=["in turn", "mixed"])
 def test_a_partition_is_split_around_what_fails(way, rng, orders):
+    one_of_each_on_cpu(way, another=(rng == "exact") != (orders is None))
     program = trained(Fails, count=9, orders=orders)
     counters = compare(way, program, rng=rng, on_skip="silent", min_partition_ops=1)
     assert counters["replays"] > 0
