@@ -17,7 +17,7 @@ def tiny_mixtral():
         vocab_size=64,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=1,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         num_local_experts=4,
