@@ -1,6 +1,7 @@
 """Import directions, and that importing cgpass is light."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -86,9 +87,14 @@ def is_private(imported):
     return names[0] == "torch" and bool(private)
 
 
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_imports_point_down(path):
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     module = name_of(path)
     assert part_of(module) in {*LAYERS, "__init__"}, f"{module} has no layer"
     broken = {name: forbidden(module, name) for name in imports(tree)}
@@ -98,7 +104,7 @@ def test_imports_point_down(path):
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_no_import_inside_a_function(path):
     module = name_of(path)
-    inside = list(imports(ast.parse(path.read_text()), inside_functions=True))
+    inside = list(imports(parsed(path), inside_functions=True))
     if module in ("cgpass._torch", "cgpass.__init__") or part_of(module) == "report":
         assert all(not name.startswith(".") for name in inside)
     else:
