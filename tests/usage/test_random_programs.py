@@ -72,7 +72,7 @@ def forgotten():
 
 
 def test_random_programs_on_a_few_models(setting, little_patience):
-    @profile(160 if setting.device.type == "cuda" else 40, ASKED)
+    @profile(160 if setting.device.type == "cuda" else 60, ASKED)
     @given(any_way if ASKED else few_ways)
     def run(case):
         graph, chosen, program = case
