@@ -21,9 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import cgpass
 
-if (
-    not torch.cuda.is_available()
-):  # no CUDA graphs here: they are simulated, without Inductor, which is slow on CPU
+if not torch.cuda.is_available():  # then graphs are simulated; Inductor, slow on CPU, is left out
     cgpass.set_defaults(driver="simulated", compiler="eager")
 
 VOCABULARY, LENGTH, STEPS = 64, 16, 10

@@ -17,9 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import cgpass
 
-if (
-    not torch.cuda.is_available()
-):  # no CUDA graphs here: they are simulated, without Inductor, which is slow on CPU
+if not torch.cuda.is_available():  # then graphs are simulated; Inductor, slow on CPU, is left out
     cgpass.set_defaults(driver="simulated", compiler="eager")
 
 WIDTH, STEPS = 16, 20

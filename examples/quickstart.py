@@ -6,9 +6,7 @@ from torch import nn
 import cgpass
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if (
-    DEVICE == "cpu"
-):  # no CUDA graphs here: they are simulated, and Inductor is left out since it is slow on CPU
+if DEVICE == "cpu":  # there the graphs are simulated, and Inductor, slow on CPU, is left out
     cgpass.set_defaults(driver="simulated", compiler="eager")
 
 
