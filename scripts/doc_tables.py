@@ -1,0 +1,96 @@
+"""Write the tables of documents that are made from the code.
+
+Options in README.md, from the fields of `cgpass.Options`; what to do about each reason in docs/explain.md. Prints
+them; --write puts them between the markers in these files; --check fails if they are not what stands there.
+"""
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import itertools
+import sys
+from pathlib import Path
+
+from cgpass import options
+from cgpass.graph.op_tables import FIXES
+from cgpass.options import Options
+
+ROOT = Path(__file__).parents[1]
+
+
+def docstrings() -> dict[str, str]:
+    """Return the string literal that stands under each field of `Options`."""
+    module = ast.parse(inspect.getsource(options))
+    body = next(n.body for n in module.body if isinstance(n, ast.ClassDef) and n.name == "Options")
+    found = {}
+    for field, text in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            found[field.target.id] = inspect.cleandoc(text.value.value).replace("\n", " ")
+    return found
+
+
+def values(field: dataclasses.Field) -> str:
+    """Return the default and what else is allowed."""
+    if allowed := field.metadata.get("allowed"):
+        return ", ".join(f'`"{value}"`' for value in allowed)
+    if "at_least" in field.metadata:
+        return f"`{field.default}`, at least {field.metadata['at_least']}"
+    return f"`{getattr(Options(), field.name)!r}`"
+
+
+def options_table() -> str:
+    """Return the table of options as Markdown."""
+    meanings = docstrings()
+    rows = ["| option | values (default first) | meaning |", "|---|---|---|"]
+    for field in dataclasses.fields(Options):
+        rows.append(f"| `{field.name}` | {values(field)} | {meanings[field.name]} |")
+    return "\n".join(rows) + "\n"
+
+
+def reasons_table() -> str:
+    """Return what to do about each reason as Markdown."""
+    rows = ["| code | what to do |", "|---|---|"]
+    rows += [f"| `{code}` | {fix} |" for code, fix in sorted(FIXES.items())]
+    return "\n".join(rows) + "\n"
+
+
+TABLES = {
+    "options": (ROOT / "README.md", options_table),
+    "reasons": (ROOT / "docs" / "explain.md", reasons_table),
+}
+
+
+def with_table(text: str, name: str, table: str) -> str:
+    """Return `text` with the table between its markers."""
+    begin, end = (f"<!-- {name}: {edge} -->\n" for edge in ("begin", "end"))
+    head, found, rest = text.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"there are no markers for the table of {name}")
+    return head + begin + table + end + tail
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="update the files")
+    parser.add_argument("--check", action="store_true", help="fail if a file is out of step")
+    args = parser.parse_args(arguments)
+    status = 0
+    for name, (path, table) in TABLES.items():
+        text = path.read_text()
+        new = with_table(text, name, table())
+        if args.write:
+            path.write_text(new)
+        elif not args.check:
+            print(table(), end="")
+        if args.check and text != new:
+            print(f"{path.name} is out of step: run scripts/doc_tables.py --write", file=sys.stderr)
+            status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""What documents name is there: public names, tests, examples, files; what they show runs."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import cgpass
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+README = (ROOT / "README.md").read_text()
+PROMISES = re.split(r"^## ", (DOCS / "promises.md").read_text(), flags=re.MULTILINE)[1:]
+
+
+def code_blocks(text):
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def test_every_public_name_has_its_place_on_one_page():
+    pages = [page.read_text() for page in (DOCS / "api").glob("*.md")]
+    found = [name for text in pages for name in re.findall(r"^::: cgpass\.(\w+)$", text, re.MULTILINE)]
+    assert sorted(found) == sorted(cgpass.__all__)
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=[text.split("\n")[0] for text in PROMISES])
+def test_the_tests_that_prove_a_promise_exist(promise):
+    named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", promise)
+    assert len(named) == promise.count("tests/") - promise.count("`tests/gpu`")
+    assert sum("tests/gpu/" not in path for path, _ in named) >= 2  # on any machine
+    for path, test in named:
+        assert f"\ndef {test}(" in (ROOT / path).read_text(), f"{path}::{test}"
+
+
+def test_there_are_ten_promises():
+    assert [text.partition(".")[0] for text in PROMISES] == [str(i) for i in range(1, 11)]
+
+
+def test_every_example_is_shown_and_listed():
+    shown = (DOCS / "examples.md").read_text()
+    for path in (ROOT / "examples").glob("*.py"):
+        assert f'--8<-- "examples/{path.name}"' in shown
+        assert f"(examples/{path.name})" in README
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_files_that_are_linked_to_exist(name):
+    text = (ROOT / name).read_text()
+    targets = re.findall(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)", text)
+    assert targets
+    headings = [
+        "#" + re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
+        for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    ]
+    for path, anchor in targets:
+        assert (ROOT / path).exists(), path
+        assert path or anchor in headings, anchor
+
+
+def test_the_start_runs(capsys):
+    """As it stands, but for the device."""
+    start = README.split("## Start")[1].split("## Examples")[0]
+    train, expect = (block.replace('"cuda"', '"cpu"') for block in code_blocks(start))
+    train = train.replace(".cuda()", "")
+    names = {}
+    with cgpass.set_defaults(driver="simulated", compiler="eager", min_partition_ops=1):
+        exec(train, names)
+        exec(expect, names)
+    assert "forward: 1 captured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("traced", "read", "expected"),
+    [
+        (False, "(y > 0).sum().item()", (2, 2, 0)),
+        (True, "(y > 0).sum().item()", (1, 2, 1)),
+        (True, "y.sum().item()", (1, 1, 0)),
+    ],
+)
+def test_what_happens_with_a_host_sync(traced, read, expected):
+    (shown,) = code_blocks((DOCS / "behaviour.md").read_text().split("## Gradients")[0])
+    assert "= (y > 0).sum().item()\n" in shown
+    source = shown.replace("(y > 0).sum().item()", read)
+    source = source.replace("torch.compile(", "torch.compile(options=OPTIONS, ")
+    names = {"torch": torch, "OPTIONS": {"driver": "simulated", "compiler": "eager"}}
+    exec(source, names)
+    before = cgpass.counters()
+    with torch._dynamo.config.patch(capture_scalar_outputs=traced):
+        for _ in range(3):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Dynamo's advice on scalars
+                names["scaled"](torch.ones(8))
+    torch.compiler.reset()
+    grown = {name: count - before[name] for name, count in cgpass.counters().items()}
+    found = (grown["graphs"], grown["partitions_captured"], grown["partitions_eager"])
+    assert found == expected
