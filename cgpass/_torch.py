@@ -171,6 +171,18 @@ def end_allocating_to_pool(device: int, pool: tuple[int, int]) -> None:
     torch._C._cuda_endAllocateToPool(device, pool)
 
 
+@functools.cache
+def wait_tensor() -> Any:
+    """The operator that waits for a functional collective; None in a torch without them."""
+    import torch.distributed
+
+    if not torch.distributed.is_available():
+        return None
+    import torch.distributed._functional_collectives
+
+    return torch.ops._c10d_functional.wait_tensor.default
+
+
 def memory_bandwidth(device: torch.device) -> float:
     """Bytes per second that a device can read or write; a guess where it doesn't say."""
     if device.type == "cuda":

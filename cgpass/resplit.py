@@ -17,8 +17,8 @@ from cgpass.graph.capturability import PROVEN
 from cgpass.graph.partition_tag import get_tag
 from cgpass.graph.size_check import SizeCheck
 from cgpass.options import Options
+from cgpass.passes import cut_passes
 from cgpass.passes.base import PassContext, run_passes
-from cgpass.passes.partition import Partition
 from cgpass.reason import Reason
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.failures import Outcome
@@ -186,9 +186,7 @@ class Resplitter:
         self._place.runs_plainly(why, reasons)
 
     def _split(self, gm: fx.GraphModule, error: Exception | None) -> Outcome:
-        unsafe = frozenset(self._options.unsafe_ops)
-        cut = Partition(unsafe_ops=unsafe, min_partition_ops=self._options.min_partition_ops)
-        result = run_passes((cut,), gm, self._context)
+        result = run_passes(cut_passes(self._options), gm, self._context)
         gm = result.gm
         reasons = [note for note in result.notes if isinstance(note, Reason)]
         proven = [r for r in reasons if r.code in ("syncs", "failed_capture")]

@@ -252,6 +252,16 @@ def is_collective(node: fx.Node) -> bool:
     return any(is_collective(inner) for body in bodies(node) for inner in body.graph.nodes)
 
 
+def starts_collective(node: fx.Node) -> bool:
+    """Whether a node returns results that are not there before something waits for them."""
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace == "_c10d_functional"
+        and target._opname != "wait_tensor"
+    )
+
+
 def has_side_effect(node: fx.Node) -> bool:
     """Whether a node does more than compute its outputs and must not be dropped or swapped.
 

@@ -4,6 +4,7 @@ from cgpass.options import Options
 from cgpass.passes.base import Pass
 from cgpass.passes.functionalize_rng import FunctionalizeRng
 from cgpass.passes.inductor_random import InductorRandom
+from cgpass.passes.join_collectives import JoinCollectives
 from cgpass.passes.lift_cpu_scalars import LiftCpuScalars
 from cgpass.passes.opaque_autograd import OpaqueAutograd
 from cgpass.passes.outline import Outline
@@ -30,11 +31,20 @@ def graph_passes(options: Options) -> tuple[Pass, ...]:
         RngValues(),
         # Before the partitions are cut, since what it moves to the device needs no boundary.
         LiftCpuScalars(),
-        # Last: whatever came later would have to keep the order and the tags.
+        # Whatever comes later has to keep the order and the tags.
+        *cut_passes(options),
+    )
+
+
+def cut_passes(options: Options) -> tuple[Pass, ...]:
+    """What cuts a graph into partitions, a whole one or a partition whose capture failed."""
+    return (
         Partition(
             unsafe_ops=frozenset(options.unsafe_ops),
             min_partition_ops=options.min_partition_ops,
         ),
+        # Then: only now it is known which waits lie elsewhere.
+        JoinCollectives(),
     )
 
 

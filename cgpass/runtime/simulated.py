@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from cgpass import _torch
 from cgpass.runtime.capturing import capture_runs, no_gc
+from cgpass.runtime.collectives import Unjoined, completed
 from cgpass.runtime.driver import BoxedCallable, CapturedGraph
 from cgpass.runtime.recorded_states import RecordedStates, inside_operator, recorded
 from cgpass.runtime.syncs import HostMethods, HostReads, call_watched, reads_on_host, refuse
@@ -116,6 +117,7 @@ class _Tape(_torch.TorchDispatchMode):
         # a dispatched call gets another Python object of the same generator
         self._registered = {_implementation(generator) for generator in generators}
         self._placed: set[int] = set()
+        self.unjoined = Unjoined()
         self.states = RecordedStates(self, refuse(_REFUSAL))
 
     def __torch_dispatch__(
@@ -137,12 +139,13 @@ class _Tape(_torch.TorchDispatchMode):
             self._call(func, args, kwargs),
         )
         grad = torch.is_grad_enabled()
-        self.calls.append((func, *where, grad, pytree.tree_map(self._where, out)))
+        self.unjoined.note(func, map(_address, _tensors(out)))
+        self.calls.append((completed(func), *where, grad, pytree.tree_map(self._where, out)))
         return out
 
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with inside_operator():
-            return call_watched(func, args, kwargs, HostReads(refuse(_REFUSAL)))
+            return call_watched(completed(func), args, kwargs, HostReads(refuse(_REFUSAL)))
 
     def made(self, tensor: torch.Tensor) -> bool:
         """See `Recorder.made`."""
@@ -291,6 +294,7 @@ class SimulatedDriver:
         with HostMethods(refuse(_REFUSAL)), recorded(tape.states), tape:
             outputs = list(fn(args))
         tape.states.end()
+        tape.unjoined.refuse()
         return outputs
 
     def warm_up(self, fn: BoxedCallable, args: list[Any]) -> Sequence[Any]:

@@ -1,0 +1,68 @@
+"""Functional collectives on a tape, as a CUDA graph has them.
+
+On CUDA a replay orders everything by streams; here a call that starts a collective returns once its results are there.
+What a capture refuses is refused here, too: work that it starts and does not wait for.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from cgpass import _torch
+
+_NAMESPACE = "_c10d_functional"
+
+
+def _is_of(func: Any, *, wait: bool) -> bool:
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != _NAMESPACE:
+        return False
+    return (func._opname == "wait_tensor") is wait
+
+
+def completed(func: Callable[..., Any]) -> Callable[..., Any]:
+    """`func`, or what runs it and waits for its results, if it starts a collective."""
+    if not _is_of(func, wait=False):
+        return func
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        results = func(*args, **kwargs)
+        for value in pytree.tree_leaves(results):
+            if isinstance(value, torch.Tensor):
+                _torch.wait_tensor()(value)
+        return results
+
+    return run
+
+
+class Unjoined:
+    """What a recording started and did not wait for so far."""
+
+    def __init__(self) -> None:
+        """Nothing was started."""
+        self._started: dict[int, str] = {}
+        """Names of operators, by address of a result."""
+
+    def note(self, func: Any, addresses: Iterable[int]) -> None:
+        """Note a call.
+
+        Args:
+            func: What was called.
+            addresses: Where its results lie; those of a wait lie where what it waited for does.
+        """
+        if _is_of(func, wait=False):
+            self._started.update(dict.fromkeys(addresses, str(func)))
+        elif _is_of(func, wait=True):
+            for address in addresses:
+                self._started.pop(address, None)
+
+    def refuse(self) -> None:
+        """Have the recording fail, as CUDA does, if something is left.
+
+        Raises:
+            RuntimeError: Something is.
+        """
+        if self._started:
+            names = ", ".join(sorted(set(self._started.values())))
+            raise RuntimeError(f"capturing stream has unjoined work: {names}")
