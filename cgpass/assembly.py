@@ -164,8 +164,13 @@ class GraphBuilder:
         infos: Sequence[InputInfo],
         visible: frozenset[int],
         notes: StrideNotes | None = None,
-    ) -> Resplitter:
-        """What splits a partition whose capture failed."""
+    ) -> Resplit:
+        """What splits a partition whose capture failed.
+
+        Not one that communicates: other processes take no part in the runs that find the culprit.
+        """
+        if any(map(is_collective, gm.graph.nodes)):
+            return GiveUp(place)
         device = self.target.device
         context = PassContext(device=device, stage="resplit", direction=self.direction)
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]

@@ -1,7 +1,7 @@
 """Functional collectives on a tape, as a CUDA graph has them.
 
 On CUDA a replay orders everything by streams; here a call that starts a collective returns once its results are there.
-What a capture refuses is refused here, too: work that it starts and does not wait for.
+As on CUDA nothing is communicated while it is recorded. What a capture refuses is refused here, too: work that it starts and does not wait for.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,9 +21,28 @@ def _is_of(func: Any, *, wait: bool) -> bool:
     return (func._opname == "wait_tensor") is wait
 
 
+def starts(func: Any) -> bool:
+    """Whether an operator starts a collective."""
+    return _is_of(func, wait=False)
+
+
+def made_alone(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Results of a collective as a capture has them: their memory, without any communication."""
+    meta = pytree.tree_map(_on_meta, (args, kwargs))
+    return pytree.tree_map(_zeros, func(*meta[0], **meta[1]))
+
+
+def _on_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def _zeros(value: Any) -> Any:
+    return torch.zeros_like(value, device="cpu") if isinstance(value, torch.Tensor) else value
+
+
 def completed(func: Callable[..., Any]) -> Callable[..., Any]:
     """`func`, or what runs it and waits for its results, if it starts a collective."""
-    if not _is_of(func, wait=False):
+    if not starts(func):
         return func
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -51,7 +70,7 @@ class Unjoined:
             func: What was called.
             addresses: Where its results lie; those of a wait lie where what it waited for does.
         """
-        if _is_of(func, wait=False):
+        if starts(func):
             self._started.update(dict.fromkeys(addresses, str(func)))
         elif _is_of(func, wait=True):
             for address in addresses:
