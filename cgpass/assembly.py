@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from cgpass import _torch, telemetry
+from cgpass import _torch, telemetry, tracing
 from cgpass.compile import Boxed, Compiler, output_strides
 from cgpass.graph.inputs import input_infos
 from cgpass.graph.origins import Origins
@@ -28,16 +29,18 @@ from cgpass.inputs import InputInfo, InputKind
 from cgpass.options import Options
 from cgpass.passes import eager_passes, outline_passes
 from cgpass.passes.base import Pass, PassContext, run_passes
-from cgpass.plan import build_plan, outputs_made, whole_plan
+from cgpass.plan import build_plan, outputs_made, plan_as_dict, whole_plan
 from cgpass.reason import Reason
 from cgpass.resplit import GiveUp, Place, Resplitter, StrideNotes, copy_of
 from cgpass.runtime.driver import GraphDriver
-from cgpass.runtime.executor import Executor
+from cgpass.runtime.executor import Executor, Plan
 from cgpass.runtime.failures import Resplit
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.plain import PlainGraph
 from cgpass.runtime.runner import PartitionRunner
 from cgpass.runtime.settings import RunnerSettings
+
+log = logging.getLogger(__name__)
 
 OFF = 'driver="none" turns them off'
 """What a summary says of graphs that nobody wants captured."""
@@ -58,8 +61,8 @@ class GraphBuilder:
     compiler: Compiler
     origins: Origins
     target: Target
-    place: str | None = None
-    """Where the user's function begins."""
+    source: tracing.Source = tracing.NOWHERE
+    """Of the user's function."""
     function: int | None = None
     """The function's number in what telemetry knows."""
     graph_break: Reason | None = None
@@ -69,7 +72,8 @@ class GraphBuilder:
         """A graph that is one captured partition."""
         infos = self._infos(gm)
         num_outputs = len(graph_outputs(gm))
-        graph = self._add_summary({"captured_0": gm}, {})
+        summaries = _summaries({"captured_0": gm}, {})
+        graph = self._add_summary(summaries)
         original = self._kept(gm)
         fn = self.compiler.whole(gm, example_inputs)
         if not self.target.records:
@@ -84,6 +88,7 @@ class GraphBuilder:
         run = self._runner("captured_0", fn, infos, resplit, is_repeatable=_is_repeatable(original))
         made = outputs_made(original)
         plan = whole_plan(len(infos), num_outputs, run, "captured_0", self.visible, made)
+        self._trace_plan(plan, summaries)
         return _tracked(Executor(plan, run.owner), graph)
 
     def partitioned(self, gm: fx.GraphModule, context: PassContext) -> Boxed:
@@ -91,14 +96,15 @@ class GraphBuilder:
         if self.direction == "forward":
             _torch.report_output_strides(output_strides(gm))
         outlined, parts = _outline(gm, context, outline_passes())
-        graph = self._add_summary(parts, _reasons_by_part(gm))
-        return self._join(outlined, parts, graph)
+        summaries = _summaries(parts, _reasons_by_part(gm))
+        graph = self._add_summary(summaries)
+        return self._join(outlined, parts, graph, summaries)
 
     def _split(self, gm: fx.GraphModule, context: PassContext, place: Place) -> Boxed:
         """A partition of another graph, tagged to be split again."""
         outlined, parts = _outline(gm, context, outline_passes())
         summaries = _summaries(parts, _reasons_by_part(gm), f"{place.name}.")
-        boxed = self._join(outlined, parts, place.graph, of=place.name)
+        boxed = self._join(outlined, parts, place.graph, summaries, of=place.name)
         telemetry.replace_partition(place.graph, place.name, summaries)
         return boxed
 
@@ -107,6 +113,7 @@ class GraphBuilder:
         outlined: fx.GraphModule,
         parts: Mapping[str, fx.GraphModule],
         graph: int,
+        summaries: Sequence[telemetry.PartitionSummary],
         of: str | None = None,
     ) -> Boxed:
         """Compile the parts, those of the partition `of` if it was split, and plan their calls."""
@@ -118,6 +125,7 @@ class GraphBuilder:
             visible = _positions_of(shown, call)
             runs[name] = self._compile_part(name, parts[name], visible, graph, of)
         plan = build_plan(outlined, runs, self.visible)
+        self._trace_plan(plan, summaries, "" if of is None else f"{of}.")
         owner = self.owner(self.target.device) if self.target.records else None
         return _tracked(Executor(plan, owner), graph, "" if of is None else f"{of}.")
 
@@ -141,9 +149,7 @@ class GraphBuilder:
         """A partition that no graph can hold; Inductor compiles what means nothing as aten operators."""
         if not any(map(is_inductor_random, gm.graph.nodes)):
             return self.compiler.eager(gm)
-        context = PassContext(
-            device=self.target.device, stage="eager partition", direction=self.direction
-        )
+        context = self._context("eager partition")
         outlined, parts = _outline(gm, context, eager_passes())
         runs = {
             name: self.compiler.captured(part, ())
@@ -152,6 +158,14 @@ class GraphBuilder:
             for name, part in parts.items()
         }
         return _boxed(Executor(build_plan(outlined, runs, frozenset()), None))
+
+    def _context(self, stage: str) -> PassContext:
+        return PassContext(
+            device=self.target.device,
+            stage=stage,
+            direction=self.direction,
+            trace_id=self.source.trace_id,
+        )
 
     def _kept(self, gm: fx.GraphModule) -> fx.GraphModule:
         """`gm` as it is now: Inductor changes the graph that it compiles."""
@@ -171,8 +185,7 @@ class GraphBuilder:
         """
         if any(map(is_collective, gm.graph.nodes)):
             return GiveUp(place)
-        device = self.target.device
-        context = PassContext(device=device, stage="resplit", direction=self.direction)
+        device, context = self.target.device, self._context("resplit")
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         kinds = {name: info.kind for name, info in zip(names, infos, strict=True)}
 
@@ -231,31 +244,29 @@ class GraphBuilder:
             ),
             name=f"{self.direction} {name}",
             resplit=resplit,
+            source=self.source,
         )
 
-    def _add_summary(
-        self, parts: Mapping[str, fx.GraphModule], reasons: Mapping[str, Sequence[Reason]]
-    ) -> int:
-        if self.target.records:
-            partitions = _summaries(parts, reasons)
-            summary = telemetry.GraphSummary(
-                self.direction,
-                partitions,
-                place=self.place,
-                function=self.function,
-                graph_break=self.graph_break,
-            )
-        else:
-            summary = telemetry.GraphSummary(
-                self.direction,
-                (),
-                skip=OFF,
-                num_ops=sum(map(num_ops, parts.values())),
-                place=self.place,
-                function=self.function,
-                graph_break=self.graph_break,
-            )
+    def _add_summary(self, partitions: tuple[telemetry.PartitionSummary, ...]) -> int:
+        records = self.target.records
+        summary = telemetry.GraphSummary(
+            self.direction,
+            partitions if records else (),
+            skip=None if records else OFF,
+            num_ops=0 if records else sum(part.num_ops for part in partitions),
+            place=self.source.place,
+            function=self.function,
+            graph_break=self.graph_break,
+        )
+        log.info("%s", str(summary).splitlines()[0])
         return telemetry.add_graph(summary)
+
+    def _trace_plan(
+        self, plan: Plan, parts: Sequence[telemetry.PartitionSummary], prefix: str = ""
+    ) -> None:
+        named = {part.name.removeprefix(prefix): part for part in parts}
+        name = f"{self.direction}_{prefix.replace('.', '_')}plan"
+        tracing.add_json(name, lambda: plan_as_dict(plan, named), self.source.trace_id)
 
 
 def _outline(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from cgpass import _torch, telemetry
+from cgpass import _torch, telemetry, tracing
 from cgpass.assembly import OFF, GraphBuilder, num_ops, run_plainly
 from cgpass.compile import Boxed, Compiler
 from cgpass.errors import CaptureError, DoubleBackwardError, DriverUnavailableError, OptionError
@@ -102,7 +102,7 @@ class Compilation:
         self._names: dict[int, str] = {}
         self._saved: dict[str, InputKind] = {}
         self._warned_of: set[str] = set()
-        self._place: str | None = None
+        self._source = tracing.NOWHERE
         self._function = telemetry.new_function()
         self._graph_break: Reason | None = None
         self._training = TrainingCall(direct=options.parameter_grads == "direct")
@@ -113,7 +113,7 @@ class Compilation:
         """Hand the graph to AOTAutograd with our split and our compilers."""
         for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
             self._names[position] = _torch.dynamo_source_name(node) or node.name
-        self._place = begins_at(gm)
+        self._source = tracing.Source(begins_at(gm), _torch.current_trace_id())
         self._graph_break = graph_break_of(gm)
         # Its device is found after AOTAutograd only; no pass of this stage asks for it.
         context = PassContext(device=torch.device("meta"), stage="dynamo", direction="joint")
@@ -264,7 +264,7 @@ class Compilation:
             compiler=compiler,
             origins=origins,
             target=target,
-            place=self._place,
+            source=self._source,
             function=self._function,
             graph_break=self._graph_break,
         )
@@ -322,6 +322,8 @@ class Compilation:
         if asked and self.options.driver != "none":
             telemetry.compile_stats.skips += 1
             self._on_skip(f"the {direction} graph runs without CUDA graphs: {why}")
+        else:
+            log.info("the %s graph runs without CUDA graphs: %s", direction, why)
         return run_plainly(graph, compiler.whole(gm, example_inputs))
 
     def _run_uncaptured(
@@ -351,8 +353,10 @@ class Compilation:
             skip, reasons = OFF, ()
         found, ops = tuple(reasons), num_ops(gm)
         summary = telemetry.GraphSummary(
-            direction, (), skip, ops, self._place, found, self._function, self._graph_break
+            direction, (), skip, ops, self._source.place, found, self._function, self._graph_break
         )
+        told = {"runs_without_cuda_graphs": skip, "num_ops": ops, "reasons": list(map(str, found))}
+        tracing.add_json(f"{direction}_plan", lambda: told)
         return telemetry.add_graph(summary)
 
     def _report_reasons(self, reasons: Sequence[Reason], direction: Direction) -> None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import fx
 
+from cgpass import tracing
 from cgpass.errors import PassError
 from cgpass.graph.text import graph_text
 
@@ -29,6 +30,8 @@ class PassContext:
     direction: Direction
     dump: Callable[[str, str], None] | None = None
     """Called with a name and a graph's text before the first and after every pass."""
+    trace_id: Any = None
+    """What torch's trace lists the passes under, where no compilation runs."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +77,16 @@ def run_passes(passes: Sequence[Pass], gm: fx.GraphModule, ctx: PassContext) -> 
     Raises:
         PassError: A pass raised or left an invalid graph; the cause is attached.
     """
-    _dump(ctx, 0, "before", gm)
+    texts = _Texts(ctx)
+    texts.add(0, "before", gm)
     modified = False
     notes: list[Any] = []
     done: list[str] = []
     for position, one in enumerate(passes, 1):
         start = time.perf_counter()
         try:
-            result = _run_one(one, gm, ctx)
+            with tracing.event(f"{ctx.direction}.{one.name}"):
+                result = _run_one(one, gm, ctx)
         except Exception as error:
             before = ", ".join(done) or "none"
             raise PassError(
@@ -101,7 +106,7 @@ def run_passes(passes: Sequence[Pass], gm: fx.GraphModule, ctx: PassContext) -> 
             len(result.notes),
             (time.perf_counter() - start) * 1e3,
         )
-        _dump(ctx, position, one.name, gm)
+        texts.add(position, one.name, gm)
     return PassResult(gm, modified, tuple(notes))
 
 
@@ -115,6 +120,34 @@ def _run_one(one: Pass, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
     return result
 
 
-def _dump(ctx: PassContext, position: int, name: str, gm: fx.GraphModule) -> None:
-    if ctx.dump is not None:
-        ctx.dump(f"{ctx.stage}_{ctx.direction}_{position}_{name}", graph_text(gm))
+class _Texts:
+    """Hands out a graph as text before the first pass and after each; to a trace, only what changed."""
+
+    def __init__(self, ctx: PassContext) -> None:
+        self._ctx = ctx
+        self._traced = tracing.is_on()
+        self._last: tuple[str, str] | None = None
+        """Name and text of what was seen last; no name once it was traced."""
+
+    def add(self, position: int, name: str, gm: fx.GraphModule) -> None:
+        ctx = self._ctx
+        if ctx.dump is None and not self._traced:
+            return
+        text = graph_text(gm)
+        title = f"{ctx.stage}_{ctx.direction}_{position}_{name}"
+        if ctx.dump is not None:
+            ctx.dump(title, text)
+        if self._traced:
+            self._trace(title, text)
+
+    def _trace(self, title: str, text: str) -> None:
+        if self._last is None:
+            self._last = (title, text)
+            return
+        before, old = self._last
+        if old == text:
+            return
+        if before:
+            tracing.add_text(before, lambda: old, self._ctx.trace_id)
+        tracing.add_text(title, lambda: text, self._ctx.trace_id)
+        self._last = ("", text)

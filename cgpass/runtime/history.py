@@ -3,15 +3,17 @@
 import logging
 import time
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from cgpass import tracing
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe
 from cgpass.runtime.warmup import WarmUp
 from cgpass.telemetry import RECORDINGS_KEPT, RecordingNote
+from cgpass.tracing import NOWHERE, Source
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +36,12 @@ class Cause:
 class History:
     """Compares what is recorded with what was recorded before, and keeps the newest causes."""
 
-    def __init__(self, name: str, warm_ups: WarmUp) -> None:
-        """Args: name: of the partition, for messages. warm_ups: its."""
+    def __init__(self, name: str, warm_ups: WarmUp, source: Source = NOWHERE) -> None:
+        """Args: name: of the partition, for messages. warm_ups: its. source: where it is from."""
         self._name = name
         self._warm_ups = warm_ups
-        self._count = 0
+        self._source = source
+        self._causes: Counter[str] = Counter()
         self.notes: deque[RecordingNote] = deque(maxlen=RECORDINGS_KEPT)
         self._shapes: dict[ShapeKey, dict[int, StaticKey]] = {}
         """Where each set of parameters lay, by the identities of its tensors, per shape."""
@@ -87,19 +90,17 @@ class History:
         if recording.stationary:
             names = _names(layout, recording.stationary)
             detail += f"; {names} never moved, and is read where it lies"
-        self._count += 1
-        log.info("%s: recording %d made: %s", self._name, self._count, detail)
-        self.notes.append(
-            RecordingNote(
-                cause.code,
-                detail,
-                recording.copied_bytes,
-                recording.slot,
-                record_ms,
-                recording.instantiate_ms,
-                self._warm_ups.last_ms,
-            )
+        note = RecordingNote(
+            cause.code,
+            detail,
+            recording.copied_bytes,
+            recording.slot,
+            record_ms,
+            recording.instantiate_ms,
+            self._warm_ups.last_ms,
         )
+        self.notes.append(note)
+        self._announce(note)
         self._warm_ups.last_ms = None
         if self._num_sets >= _SETS_KEPT:
             self._shapes.clear()
@@ -110,6 +111,14 @@ class History:
         self._num_sets += identity not in sets
         sets[identity] = keys[1]
         self._why_anew = None
+
+    def _announce(self, note: RecordingNote) -> None:
+        self._causes[note.cause] += 1
+        number, times = self._causes.total(), self._causes[note.cause]
+        often = f" (for moved inputs: {times} so far)" if note.cause == "moved" else ""
+        name = self._source.of(self._name)
+        log.info("%s: recording %d made%s: %s", name, number, often, note.detail)
+        tracing.add_recording(self._name, number, note, self._source)
 
     def _compare(
         self,

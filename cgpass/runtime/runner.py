@@ -24,6 +24,7 @@ from cgpass.runtime.strays import Strays, copied_instead
 from cgpass.runtime.warmup import WarmUp
 from cgpass.runtime.writes import shares_memory
 from cgpass.telemetry import CallStats, new_call_stats
+from cgpass.tracing import NOWHERE, Source
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class PartitionRunner:
         *,
         name: str,
         resplit: Resplit | None = None,
+        source: Source = NOWHERE,
     ) -> None:
         """Wrap `fn`.
 
@@ -50,6 +52,7 @@ class PartitionRunner:
             settings: What it may do.
             name: For messages.
             resplit: What to do when a capture fails; default: run plainly from then on.
+            source: What it is a part of.
         """
         self.name = name
         self.owner = owner
@@ -73,7 +76,7 @@ class PartitionRunner:
         self._strays = Strays(owner)
         self._fallback = settings.fallback(name, fn, self.stats, resplit)
         self._warm_ups = WarmUp(fn, owner)
-        self.history = History(name, self._warm_ups)
+        self.history = History(name, self._warm_ups, source)
         self._set_infos(infos)
         owner.add(self)
         fast.start()
@@ -276,11 +279,8 @@ class PartitionRunner:
 
     def _slot(self, shape_key: ShapeKey, static_key: StaticKey) -> int | None:
         """Where to record this signature once more, None if results of too many calls are held."""
-        found = self.table.find(shape_key, static_key)
-        slot = self.owner.slot_for(len(found), self._first_slot)
+        slot = self.owner.slot_for(len(self.table.find(shape_key, static_key)), self._first_slot)
         return slot if slot is not None else self.owner.warn_of_held(self.name)
-
-    # ---- recording
 
     def _record(self, args: list[Any], slot: int, watch: Watch) -> Recording | None:
         """A recording, None if this call is none for it."""

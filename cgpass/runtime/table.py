@@ -336,7 +336,7 @@ class RecordingTable:
         self._num_rerecords += 1
         self._stats.rerecordings += 1
         names = self._describe(known, args)
-        log.info("%s records again (%d): %s", self._name, self._num_rerecords, names)
+        log.debug("%s records again (%d): %s", self._name, self._num_rerecords, names)
         return True
 
     def _drop_orphans(self) -> list[Recording]:

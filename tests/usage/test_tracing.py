@@ -1,0 +1,215 @@
+"""`TORCH_TRACE`: what is in torch's structured trace, read line by line and by tlparse; and the INFO log."""
+
+import contextlib
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._logging._internal import LazyTraceHandler, TorchLogsFormatter
+
+from cgpass.passes import base
+
+OPTIONS = {"driver": "simulated", "compiler": "eager"}
+
+
+@contextlib.contextmanager
+def traced(directory):
+    """As with `TORCH_TRACE=directory`."""
+    handler = LazyTraceHandler(str(directory))
+    handler.setFormatter(TorchLogsFormatter(trace=True))
+    log = logging.getLogger("torch.__trace")
+    level = log.level
+    log.setLevel(logging.DEBUG)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        handler.close()
+
+
+def entries(directory):
+    """Metadata and payload of each entry."""
+    (path,) = directory.glob("*.log")
+    found = []
+    for line in path.read_text().splitlines():
+        if line.startswith("\t"):
+            found[-1][1].append(line[1:])
+        else:
+            found.append((json.loads(line.partition("] ")[2]), []))
+    return [(metadata, "\n".join(payload)) for metadata, payload in found]
+
+
+def histogram(x, w):
+    x = (x * 2).sin().cos().tanh() @ w
+    x = x * torch.histc(x.detach(), 8).max()  # reads on the host
+    return (x.sin().cos() + 1).tanh().sum()
+
+
+def train(fn):
+    """Two recordings of the forward's first partition: a parameter moves."""
+    w = torch.nn.Parameter(torch.ones(4, 4))
+    kept = w.data
+    for _ in range(3):
+        fn(torch.ones(4, 4), w).backward()
+    w.data = torch.ones(4, 4)
+    fn(torch.ones(4, 4), w).backward()
+    del kept
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    torch.compiler.reset()
+    directory = tmp_path_factory.mktemp("trace")
+    with traced(directory):
+        train(torch.compile(histogram, backend="cgpass", options={**OPTIONS, "on_skip": "silent"}))
+    torch.compiler.reset()
+    return directory
+
+
+def artifacts(directory):
+    return {
+        metadata["artifact"]["name"]: (metadata, payload)
+        for metadata, payload in entries(directory)
+        if metadata.get("artifact", {}).get("name", "").startswith("cgpass_")
+    }
+
+
+def test_graphs_before_and_after_each_pass_that_changed_them(trace):
+    found = artifacts(trace)
+    assert [name for name in found if name.startswith("cgpass_graph_forward")] == [
+        "cgpass_graph_forward_0_before",
+        "cgpass_graph_forward_3_partition",
+        "cgpass_graph_forward_1_outline",
+    ]
+    _, before = found["cgpass_graph_forward_0_before"]
+    _, after = found["cgpass_graph_forward_3_partition"]
+    assert "aten.histc.default" in before
+    assert "# eager_1" in after
+    assert not [name for name in found if "lift_cpu_scalars" in name or "dynamo" in name]
+
+
+def test_plans(trace):
+    metadata, payload = artifacts(trace)["cgpass_forward_plan"]
+    assert metadata["artifact"]["encoding"] == "json"
+    plan = json.loads(payload)
+    assert [(s["name"], s["captured"], s["num_ops"]) for s in plan["steps"]] == [
+        ("captured_0", True, 6),
+        ("eager_1", False, 1),
+        ("captured_2", True, 10),
+    ]
+    assert plan["steps"][0]["input_names"] == ["L['x'] (copied)", "L['w'] (static)"]
+    assert "aten.histc.default at test_tracing.py" in plan["steps"][1]["reasons"][0]
+    assert "cgpass_backward_plan" in artifacts(trace)
+
+
+def test_recordings_with_cause_and_duration_under_their_compilation(trace):
+    found = artifacts(trace)
+    metadata, payload = found["cgpass_forward_captured_0_recording_1"]
+    first = json.loads(payload)
+    assert (first["cause"], first["recording"], first["partition"]) == (
+        "first",
+        1,
+        "forward captured_0",
+    )
+    assert first["record_ms"] > 0
+    assert first["warm_up_ms"] > 0
+    assert first["instantiate_ms"] is None
+    assert "stack" not in metadata
+    assert metadata["attempt"] == 0
+    plan, _ = found["cgpass_forward_plan"]
+    assert metadata["frame_id"] == plan["frame_id"]
+    _, payload = found["cgpass_forward_captured_0_recording_2"]
+    moved = json.loads(payload)
+    assert moved["cause"] == "moved"
+    assert "L['w'] (float32[4, 4], read at test_tracing.py" in moved["detail"]
+
+
+def events(directory):
+    return [json.loads(text) for meta, text in entries(directory) if "chromium_event" in meta]
+
+
+def test_passes_and_recordings_on_the_timeline(trace):
+    found = {(e["name"], e["ph"]): e for e in events(trace) if e["name"].startswith("cgpass.")}
+    for name in ("cgpass.forward.partition", "cgpass.record backward captured_0"):
+        assert found[name, "B"]["ts"] < found[name, "E"]["ts"]
+    begun = found["cgpass.record forward captured_0", "B"]["args"]
+    assert begun["cause"] == "moved"
+    assert begun["compile_id"] == found["cgpass.forward.partition", "B"]["args"]["compile_id"]
+
+
+def test_tlparse_shows_them(trace, tmp_path):
+    beside = Path(sys.executable).with_name("tlparse")
+    tlparse = str(beside) if beside.exists() else shutil.which("tlparse")
+    if tlparse is None:
+        pytest.skip("tlparse is not installed")
+    (log,) = trace.glob("*.log")
+    out = tmp_path / "out"
+    subprocess.run(
+        [tlparse, str(log), "-o", str(out), "--no-browser"],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    index = (out / "index.html").read_text()
+    for name in artifacts(trace):
+        (file,) = out.glob(f"*/{name}_[0-9]*.*") if "before" not in name else [None]
+        assert name in index
+        if file is not None and file.suffix == ".json":
+            json.loads(file.read_text())
+    timeline = json.loads((out / "chromium_events.json").read_text())
+    assert "cgpass.record forward captured_0" in {event["name"] for event in timeline}
+
+
+def test_parts_of_a_partition_that_was_split_are_listed_under_its_function(tmp_path):
+    @torch.library.custom_op("tracing::waits", mutates_args=())
+    def waits(x: torch.Tensor) -> torch.Tensor:
+        return x * x.sum().item()
+
+    waits.register_fake(torch.empty_like)
+
+    def fn(x):
+        return waits(x.sin().cos().tanh().exp()).sin().cos().tanh().exp()
+
+    torch.compiler.reset()
+    with traced(tmp_path):
+        call = torch.compile(fn, backend="cgpass", options={**OPTIONS, "on_skip": "silent"})
+        for _ in range(3):
+            call(torch.ones(4))
+    torch.compiler.reset()
+    found = artifacts(tmp_path)
+    whole, _ = found["cgpass_inference_plan"]
+    metadata, payload = found["cgpass_inference_captured_0_plan"]
+    assert [step["captured"] for step in json.loads(payload)["steps"]] == [True, False, True]
+    assert metadata["frame_id"] == whole["frame_id"]
+    assert "cgpass_resplit_inference_1_outline" in found
+
+
+def test_nothing_is_made_where_nothing_is_traced(monkeypatch):
+    monkeypatch.setattr(base, "graph_text", pytest.fail)
+    torch.compiler.reset()
+    call = torch.compile(torch.sin, backend="cgpass", options={**OPTIONS, "min_partition_ops": 1})
+    for _ in range(3):
+        call(torch.ones(2))
+    torch.compiler.reset()
+
+
+def test_a_line_for_each_graph_and_each_recording(caplog):
+    torch.compiler.reset()
+    with caplog.at_level(logging.INFO, logger="cgpass"):
+        train(torch.compile(histogram, backend="cgpass", options={**OPTIONS, "on_skip": "silent"}))
+    torch.compiler.reset()
+    lines = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
+    place = lines[-1].partition(" of ")[2].partition(":")[0]
+    assert place == "test_tracing.py"
+    compiled = [line for line in lines if " captured (" in line]
+    assert [line.split(" of ")[0] for line in compiled] == ["forward", "backward"]
+    (moved,) = [line for line in lines if "moved from 0x" in line]
+    assert moved.startswith("forward captured_0 of test_tracing.py:")
+    assert "in histogram: recording 2 made (for moved inputs: 1 so far): L['w'] (flo" in moved
