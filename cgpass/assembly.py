@@ -89,7 +89,7 @@ class GraphBuilder:
         made = outputs_made(original)
         plan = whole_plan(len(infos), num_outputs, run, "captured_0", self.visible, made)
         self._trace_plan(plan, summaries)
-        return _tracked(Executor(plan, run.owner), graph)
+        return _tracked(Executor(plan, run.owner, self._shown(["captured_0"])), graph)
 
     def partitioned(self, gm: fx.GraphModule, context: PassContext) -> Boxed:
         """A graph of several partitions."""
@@ -125,9 +125,10 @@ class GraphBuilder:
             visible = _positions_of(shown, call)
             runs[name] = self._compile_part(name, parts[name], visible, graph, of)
         plan = build_plan(outlined, runs, self.visible)
-        self._trace_plan(plan, summaries, "" if of is None else f"{of}.")
         owner = self.owner(self.target.device) if self.target.records else None
-        return _tracked(Executor(plan, owner), graph, "" if of is None else f"{of}.")
+        prefix = "" if of is None else f"{of}."
+        self._trace_plan(plan, summaries, prefix)
+        return _tracked(Executor(plan, owner, self._shown(parts, prefix)), graph, prefix)
 
     def _compile_part(
         self, name: str, gm: fx.GraphModule, visible: frozenset[int], graph: int, of: str | None
@@ -232,6 +233,9 @@ class GraphBuilder:
         *,
         is_repeatable: bool,
     ) -> PartitionRunner:
+        name = f"{self.direction} {name}"
+        if self.options.annotate_kernels == "on" and _torch.can_annotate_kernels():
+            fn = _torch.belonging_to(self.source.of(f"cgpass: {name}"), fn)
         return PartitionRunner(
             fn,
             infos,
@@ -242,7 +246,7 @@ class GraphBuilder:
                 is_backward=self.direction == "backward",
                 is_repeatable=is_repeatable,
             ),
-            name=f"{self.direction} {name}",
+            name=name,
             resplit=resplit,
             source=self.source,
         )
@@ -260,6 +264,10 @@ class GraphBuilder:
         )
         log.info("%s", str(summary).splitlines()[0])
         return telemetry.add_graph(summary)
+
+    def _shown(self, parts: Iterable[str], prefix: str = "") -> dict[str, str]:
+        """What profiles call partitions, by their names in a plan."""
+        return {name: self.source.of(f"cgpass: {self.direction} {prefix}{name}") for name in parts}
 
     def _trace_plan(
         self, plan: Plan, parts: Sequence[telemetry.PartitionSummary], prefix: str = ""

@@ -303,7 +303,9 @@ class Compilation:
         return self._owner
 
     def _driver(self, device: torch.device) -> GraphDriver:
-        return SimulatedDriver(device) if device.type == "cpu" else CUDADriver(device)
+        if device.type == "cpu":
+            return SimulatedDriver(device)
+        return CUDADriver(device, annotate=self.options.annotate_kernels == "on")
 
     # ---- what is not captured
 

@@ -88,6 +88,10 @@ class Options:
     """Who adds gradients to the `.grad` of parameters: autograd, a node each, or the compiled function itself, all at
     once. `direct` is out of reach for `torch.autograd.grad`; parameters with hooks are left to autograd."""
 
+    annotate_kernels: Literal["off", "on"] = _choice("off", "on")
+    """Whether recordings note for profilers which partition their kernels belong to. Needs torch 2.15 and a driver
+    for CUDA 13.1."""
+
     inductor: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Inductor config patches for the partitions."""
 

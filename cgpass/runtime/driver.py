@@ -7,6 +7,7 @@ static input and no liveness: those are the wrapper's.
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -184,6 +185,7 @@ class CUDADriver:
         *,
         pool: Any = None,
         stream: torch.cuda.Stream | None = None,
+        annotate: bool = False,
     ) -> None:
         """Make pools and a stream, or take the caller's.
 
@@ -191,6 +193,7 @@ class CUDADriver:
             device: The CUDA device, with its index.
             pool: Handle of the first pool, which other graphs may use too.
             stream: Of captures and warm-ups.
+            annotate: Whether graphs note what their kernels belong to, where torch can.
         """
         self._device = device
         self._index = device.index
@@ -198,6 +201,7 @@ class CUDADriver:
         self._given_pool = pool
         self._returns_due = 0
         """Captures before which memory of warm-ups is to be returned. See Note [Warm-ups have a pool of their own]."""
+        self._annotates = annotate and _torch.can_annotate_kernels()
         self._stream = stream or torch.cuda.Stream(device)
         self._streams = CallStreams(self._device)
         self._token = torch.zeros(1, device=device)
@@ -226,7 +230,8 @@ class CUDADriver:
         ):
             _torch.clear_cublas_workspaces()
             try:
-                outputs = self._capture(graph, pool, fn, args)
+                with _torch.annotating_kernels(graph) if self._annotates else nullcontext():
+                    outputs = self._capture(graph, pool, fn, args)
             except BaseException:
                 pool.leave()
                 self._repair(generators, states)

@@ -2,18 +2,21 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from cgpass import _torch
 from cgpass.runtime import fast
 from cgpass.runtime.outputs import CopyOut
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.runner import PartitionRunner
 from cgpass.telemetry import Tally
+
+_profiler = _torch.profiler_state
 
 
 class Observer(Protocol):
@@ -209,6 +212,16 @@ def _within(run: Run, name: str, observer: Observer) -> Run:
     return observed
 
 
+def _ranged(run: Run, name: str) -> Run:
+    """`run`, as a range of a profile."""
+
+    def ranged(values: list[Any]) -> Any:
+        with _torch.profiler_range(name):
+            return run(values)
+
+    return ranged
+
+
 def _plainly(
     fn: Callable[[list[Any]], Sequence[Any]],
 ) -> Callable[[list[Any]], tuple[Sequence[Any], None]]:
@@ -219,9 +232,18 @@ def _plainly(
 class Executor:
     """Calls a plan's steps; boxed calling convention."""
 
-    def __init__(self, plan: Plan, owner: Owner | None) -> None:
-        """Args: plan: what to run. owner: of its runners; None if nothing is recorded."""
+    def __init__(
+        self, plan: Plan, owner: Owner | None, names: Mapping[str, str] | None = None
+    ) -> None:
+        """Prepare the steps.
+
+        Args:
+            plan: What to run.
+            owner: Of its runners; None if nothing is recorded.
+            names: What profiles call each step, by its name; those that have none are not shown there.
+        """
         self.plan = plan
+        self._names = [(names or {}).get(step.name) for step in plan.steps]
         self.owner = owner
         self.tally = Tally()
         self._template: list[Any] = [None] * (plan.num_slots - plan.num_inputs)
@@ -296,12 +318,20 @@ class Executor:
             steps.append((run, *rest))
         return steps
 
+    def _named_steps(self) -> list[tuple[Any, ...]]:
+        """The steps, with partitions as ranges of the profile that is being made."""
+        return [
+            (step[0] if name is None else _ranged(step[0], name), *step[1:])
+            for step, name in zip(self._steps, self._names, strict=True)
+        ]
+
     def _run(self, args: list[Any]) -> list[Any]:
         slots = args + self._template
         args.clear()
+        steps = self._steps if not _profiler._is_profiler_enabled else self._named_steps()
         copies: list[Any] | None = None
         recordings: list[Recording | None] = []
-        for run, take, drops, nothing, places, copy_out in self._steps:
+        for run, take, drops, nothing, places, copy_out in steps:
             inputs = take(slots)
             fast.put(slots, drops, nothing)
             outputs, recording = run(inputs)

@@ -1,13 +1,16 @@
 """What of the CUDA driver can be shown without CUDA: which calls it makes, in which order."""
 
+import contextlib
 import gc
 
 import pytest
 import torch
 
+from cgpass import _torch
 from cgpass.runtime import driver as driver_module
 from cgpass.runtime.capturing import no_gc
-from tests.unit.fake_cuda import DEVICE, FakeGenerator
+from cgpass.runtime.driver import CUDADriver
+from tests.unit.fake_cuda import DEVICE, FakeGenerator, fake_driver
 
 
 def test_no_gc_switches_back_on_after_an_error():
@@ -231,3 +234,80 @@ def test_a_capture_on_the_device():
     graph.replay()
     assert not torch.equal(first, out)
     assert not driver.is_capturing()
+
+
+class _Hook:
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def remove(self):
+        self.log.append(f"remove {self.name}")
+
+
+def hooked(graph):
+    """A graph that calls hooks when its capture begins and ends, as torch 2.15's."""
+
+    class Hooked(graph):
+        at_start = at_end = staticmethod(lambda graph: None)
+
+        def register_capture_start_hook(self, hook):
+            self.at_start = hook
+            return _Hook(self.log, "start")
+
+        def register_capture_end_hook(self, hook):
+            self.at_end = hook
+            return _Hook(self.log, "end")
+
+        def capture_begin(self, **settings):
+            super().capture_begin(**settings)
+            self.at_start(self)
+
+        def capture_end(self):
+            self.at_end(self)
+            super().capture_end()
+
+    return Hooked
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_kernels_are_annotated_from_begin_to_end_of_a_capture(monkeypatch, fails):
+    notes = pytest.importorskip("torch.cuda._graph_annotations")
+    if not _torch.can_annotate_kernels():
+        pytest.skip("this torch notes nothing about the kernels of one graph")
+    _, log = fake_driver(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", hooked(log.graph))
+    driver = CUDADriver(DEVICE, annotate=True)
+    for name in (
+        "maybe_stamp_capture_root",
+        "resolve_pending_annotations",
+        "discard_capture_annotations",
+        "_set_annotations_enabled",
+    ):
+        assert callable(getattr(notes, name))
+        monkeypatch.setattr(notes, name, lambda *args, name=name: log.append(name))
+
+    def fn(args):
+        log.append("run")
+        if fails:
+            raise ValueError("inside")
+        return []
+
+    with pytest.raises(ValueError, match="inside") if fails else contextlib.nullcontext():
+        driver.record(fn, [], opaque=False)
+    ours = [each for each in log if "annotations" in each or each[:3] in ("beg", "end", "run")]
+    order = ["_set_annotations_enabled", "begin", "run", "resolve_pending_annotations", "end"]
+    failed = ["discard_capture_annotations"] * fails
+    assert [each.split(" ")[0] for each in ours][: 6 + fails] == [
+        *order,
+        *failed,
+        "_set_annotations_enabled",
+    ]
+    assert "maybe_stamp_capture_root" in log
+    assert "remove start" in log
+    assert "remove end" in log
+
+
+def test_what_belongs_to_a_partition_runs_as_before():
+    if not _torch.can_annotate_kernels():
+        pytest.skip("this torch notes nothing about the kernels of one graph")
+    assert _torch.belonging_to("cgpass: forward captured_0", lambda args: [args[0] + 1])([1]) == [2]

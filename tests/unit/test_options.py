@@ -27,6 +27,7 @@ def test_defaults_are_those_documented():
         "on_skip": "warn",
         "rng": "exact",
         "parameter_grads": "autograd",
+        "annotate_kernels": "off",
         "inductor": {},
     }
 

@@ -1,0 +1,104 @@
+"""Partitions as named ranges of `torch.profiler`'s traces."""
+
+import json
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import cgpass
+from cgpass.runtime.executor import Executor
+
+
+def halves(x):
+    x = x.sin().cos().tanh().exp()
+    x = x * torch.histc(x.detach(), 8).max()  # reads on the host
+    return x.sin().cos().tanh().exp()
+
+
+@pytest.fixture
+def session(setting):
+    return setting.session(on_skip="silent")
+
+
+def ranges(events):
+    return [e.name for e in events if e.name.startswith("cgpass: ")]
+
+
+def test_each_partition_is_a_range_of_forward_and_backward(session, tmp_path):
+    call = session.compile(halves)
+    x = session.randn(4, 4).requires_grad_()
+    for _ in range(2):
+        call(x).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof:
+        call(x).sum().backward()
+    found = ranges(prof.events())
+    assert [name.partition(" of ")[0] for name in found] == [
+        "cgpass: forward captured_0",
+        "cgpass: forward eager_1",
+        "cgpass: forward captured_2",
+        "cgpass: backward captured_0",
+    ]
+    assert found[0].endswith("in halves")
+    assert "test_profiles.py:" in found[0]
+    path = tmp_path / "trace.json"
+    prof.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    shown = {e["name"]: e for e in events if e.get("ph") == "X"}
+    assert shown[found[0]]["dur"] > 0
+
+
+def test_results_are_the_same_and_recordings_are_made_while_profiling(session):
+    call, x = session.compile(halves), session.randn(4, 4)
+    want = halves(x)
+    with cgpass.expect(recordings=2), profile(activities=[ProfilerActivity.CPU], acc_events=True):
+        for _ in range(3):
+            assert torch.equal(call(x), want)
+
+
+def test_parts_of_a_partition_that_was_split_have_their_own_names(session):
+    @torch.library.custom_op("profiles::waits", mutates_args=())
+    def waits(x: torch.Tensor) -> torch.Tensor:
+        return x * x.sum().item()
+
+    waits.register_fake(torch.empty_like)
+    call = session.compile(lambda x: waits(x.sin().cos().tanh().exp()).sin().cos().tanh().exp())
+    x = session.randn(4)
+    for _ in range(3):
+        call(x)
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof:
+        call(x)
+    assert [name.partition(" of ")[0] for name in ranges(prof.events())] == [
+        "cgpass: inference captured_0",
+        "cgpass: inference captured_0.captured_0",
+        "cgpass: inference captured_0.eager_1",
+        "cgpass: inference captured_0.captured_2",
+    ]
+
+
+def test_nothing_is_named_while_nobody_profiles(session, monkeypatch):
+    monkeypatch.setattr(Executor, "_named_steps", pytest.fail)
+    call, x = session.compile(halves), session.randn(4, 4)
+    for _ in range(3):
+        call(x)
+
+
+@pytest.mark.gpu
+def test_kernels_inside_of_replays_say_what_they_belong_to():
+    annotations = pytest.importorskip("torch.cuda.graph_annotations")
+    if not annotations.is_available():
+        pytest.skip("the driver gives no ids of graph nodes")
+    torch.compiler.reset()
+    options = {"driver": "cuda", "compiler": "eager", "annotate_kernels": "on"}
+    call = torch.compile(halves, backend="cgpass", options={**options, "on_skip": "silent"})
+    x = torch.randn(4, 4, device="cuda")
+    for _ in range(3):
+        call(x)
+    names = {
+        note["name"] for notes in annotations.get_kernel_annotations().values() for note in notes
+    }
+    torch.compiler.reset()
+    assert {name.partition(" of ")[0] for name in names} >= {
+        "cgpass: inference captured_0",
+        "cgpass: inference captured_2",
+    }
