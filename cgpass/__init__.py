@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cgpass.recompute.api import checkpoint
     from cgpass.recompute.captured import CheckpointedGraph
     from cgpass.recompute.tracker import RNGStatesTracker
+    from cgpass.recordings import dump_graph, recordings
     from cgpass.report.api import explain
     from cgpass.report.model import Report
     from cgpass.runtime.wrapper import CUDAGraphWrapper
@@ -30,10 +31,12 @@ __all__ = [
     "cgpass",
     "checkpoint",
     "counters",
+    "dump_graph",
     "errors",
     "expect",
     "explain",
     "make_graphed_callables",
+    "recordings",
     "reset",
     "set_defaults",
     "summary",
@@ -49,9 +52,11 @@ _HOMES: Final = {
     "cgpass": "cgpass.backend",
     "checkpoint": "cgpass.recompute.api",
     "counters": "cgpass.telemetry",
+    "dump_graph": "cgpass.recordings",
     "expect": "cgpass.expectations",
     "explain": "cgpass.report.api",
     "make_graphed_callables": "cgpass.graphed.api",
+    "recordings": "cgpass.recordings",
     "reset": "cgpass.backend",
     "summary": "cgpass.telemetry",
     "verify": "cgpass.verification",

@@ -26,9 +26,10 @@ from cgpass.passes.base import PassContext, run_passes
 from cgpass.passes.functionalize_rng import RngPairs
 from cgpass.passes.split_joint import split_joint
 from cgpass.reason import Reason
-from cgpass.runtime.driver import CUDADriver, GraphDriver
+from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.owner import Owner, release_all
 from cgpass.runtime.rng_states import caller_of
+from cgpass.runtime.settings import cuda_driver
 from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.training import TrainingCall
 
@@ -305,7 +306,7 @@ class Compilation:
     def _driver(self, device: torch.device) -> GraphDriver:
         if device.type == "cpu":
             return SimulatedDriver(device)
-        return CUDADriver(device, annotate=self.options.annotate_kernels == "on")
+        return cuda_driver(device, self.options)
 
     # ---- what is not captured
 

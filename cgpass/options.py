@@ -92,6 +92,9 @@ class Options:
     """Whether recordings note for profilers which partition their kernels belong to. Needs torch 2.15 and a driver
     for CUDA 13.1."""
 
+    keep_graphs: Literal["off", "on"] = _choice("off", "on")
+    """Whether CUDA keeps in host memory what recordings consist of, for `cgpass.dump_graph`."""
+
     inductor: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Inductor config patches for the partitions."""
 

@@ -100,6 +100,7 @@ class History:
             self._warm_ups.last_ms,
         )
         self.notes.append(note)
+        recording.label, recording.note = self._source.of(self._name), note
         self._announce(note)
         self._warm_ups.last_ms = None
         if self._num_sets >= _SETS_KEPT:

@@ -290,6 +290,11 @@ class Owner:
         self._slots[recording.slot].recordings.append(recording)
         self._pool_addresses.update(recording.memory.addresses())
 
+    def recordings(self) -> list[Recording]:
+        """In the order in which they were made."""
+        found = [recording for slot in self._slots for recording in slot.recordings]
+        return sorted(found, key=lambda recording: recording.birth)
+
     def close_recording(self, recording: Recording) -> None:
         """Free a recording; outputs that somebody holds stay theirs."""
         slot = self._slots[recording.slot]
@@ -349,6 +354,15 @@ class Owner:
 
 _owners: "weakref.WeakSet[Owner]" = weakref.WeakSet()
 """Owners are kept alive by the compiled functions that use them."""
+
+
+def live_recordings() -> "list[tuple[torch.device, Recording]]":
+    """Every recording of this process, with its device."""
+    return [
+        (owner.driver.device, recording)
+        for owner in list(_owners)
+        for recording in owner.recordings()
+    ]
 
 
 def release_all() -> None:

@@ -12,7 +12,8 @@ from cgpass.runtime.driver import CapturedGraph
 from cgpass.runtime.output_memory import OutputMemory
 from cgpass.runtime.outputs import CopyOut, InputAlias, alias_of_input, part_of
 from cgpass.runtime.placeholders import Placeholder, copies_in, num_bytes
-from cgpass.telemetry import CallStats
+from cgpass.runtime.topology import Topology
+from cgpass.telemetry import CallStats, RecordingNote
 
 if TYPE_CHECKING:
     from cgpass.runtime.stationary import Watch
@@ -23,6 +24,12 @@ class Recording:
 
     Made by `PartitionRunner`, which also checks that a call's inputs match before it calls `run`.
     """
+
+    closed = False
+    label = "graphed by hand"
+    """For listings: what it is a recording of."""
+    note: RecordingNote | None = None
+    """Why and how it was made, if that is known."""
 
     def __init__(
         self,
@@ -335,5 +342,10 @@ class Recording:
 
     def close(self, *, whole_pool: bool = True) -> None:
         """Free the graph; outputs that somebody holds stay theirs. See `OutputMemory.let_go`."""
+        self.closed = True
         self.memory.let_go(whole_pool=whole_pool)
         self._graph.reset()
+
+    def topology(self) -> Topology:
+        """What it consists of."""
+        return self._graph.topology()

@@ -2,10 +2,13 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from cgpass.inputs import InputInfo
 from cgpass.options import Options
-from cgpass.runtime.driver import BoxedCallable
+from cgpass.runtime.driver import BoxedCallable, CUDADriver
 from cgpass.runtime.failures import Resplit
 from cgpass.runtime.fallback import Fallback
 from cgpass.runtime.owner import Limits
@@ -106,3 +109,15 @@ class RunnerSettings:
             other_sets=self.other_sets,
             on_skip=self.on_skip,
         )
+
+
+def cuda_driver(device: torch.device, options: Options, **given: Any) -> CUDADriver:
+    """A CUDA driver that keeps of graphs what a user's options ask for.
+
+    Args:
+        device: With its index.
+        options: The user's.
+        **given: What else `CUDADriver` is to be given.
+    """
+    annotate, keep = options.annotate_kernels == "on", options.keep_graphs == "on"
+    return CUDADriver(device, annotate=annotate, keep=keep, **given)

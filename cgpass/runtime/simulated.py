@@ -22,6 +22,7 @@ from cgpass.runtime.collectives import Unjoined, completed, made_alone, starts
 from cgpass.runtime.driver import BoxedCallable, CapturedGraph
 from cgpass.runtime.recorded_states import RecordedStates, inside_operator, recorded
 from cgpass.runtime.syncs import HostMethods, HostReads, call_watched, reads_on_host, refuse
+from cgpass.runtime.topology import GraphNode, Topology
 from cgpass.runtime.writes import written_by
 
 _POISON = 0xFF
@@ -230,10 +231,20 @@ class SimulatedGraph:
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
         """Nothing to order: the CPU has one stream."""
 
+    def topology(self) -> Topology:
+        """The calls, one after the other."""
+        nodes = tuple(_node(call[0]) for call in self._calls)
+        return Topology(nodes, tuple((i, i + 1) for i in range(len(nodes) - 1)))
+
     def reset(self) -> None:
         """Drop the tape, and the memory that no graph uses and nobody holds."""
         self._calls = []
         self._memory = ()
+
+
+def _node(func: Callable[..., Any]) -> GraphNode:
+    known = isinstance(func, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
+    return GraphNode("operator", str(func)) if known else GraphNode("compiled")
 
 
 _this_thread = threading.local()

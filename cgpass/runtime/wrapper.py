@@ -11,10 +11,10 @@ from cgpass.errors import DriverUnavailableError, InputError, OutputError
 from cgpass.inputs import InputInfo, InputKind
 from cgpass.options import Options
 from cgpass.runtime import fast
-from cgpass.runtime.driver import CUDADriver, GraphDriver
+from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner
-from cgpass.runtime.settings import RunnerSettings
+from cgpass.runtime.settings import RunnerSettings, cuda_driver
 from cgpass.runtime.signature import check_tensor, infer_infos, infer_kind
 from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.runtime.writes import shares_memory
@@ -149,7 +149,7 @@ class CUDAGraphWrapper:
     def _new_runner(self, args: Sequence[Any], device: torch.device) -> PartitionRunner:
         self._infos = infer_infos(args, self._static, device)
         settings = RunnerSettings.of(self._options, opaque=False, check_layout=True)
-        driver = _driver(self._options.driver, device)
+        driver = _driver(self._options, device)
         owner = Owner(driver, max_pending_calls=self._options.max_pending_calls)
         return PartitionRunner(self._run_flat, self._infos, owner, settings, name=self._name)
 
@@ -228,11 +228,12 @@ def _device_of(args: Sequence[Any]) -> torch.device | None:
     return next((value.device for value in args if isinstance(value, torch.Tensor)), None)
 
 
-def _driver(driver: str, device: torch.device) -> GraphDriver:
+def _driver(options: Options, device: torch.device) -> GraphDriver:
+    driver = options.driver
     if driver == "simulated" and device.type == "cpu":
         return SimulatedDriver(device)
     if driver in ("cuda", "auto") and device.type == "cuda":
-        return CUDADriver(device)
+        return cuda_driver(device, options)
     raise DriverUnavailableError(
         f'driver="{driver}" can\'t record inputs on {device}; use driver="auto", or move them'
     )

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cgpass import _torch
+from cgpass.errors import CaptureError
 from cgpass.runtime import driver as driver_module
 from cgpass.runtime.capturing import no_gc
 from cgpass.runtime.driver import CUDADriver
@@ -311,3 +312,30 @@ def test_what_belongs_to_a_partition_runs_as_before():
     if not _torch.can_annotate_kernels():
         pytest.skip("this torch notes nothing about the kernels of one graph")
     assert _torch.belonging_to("cgpass: forward captured_0", lambda args: [args[0] + 1])([1]) == [2]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_a_graph_consists_of_is_kept_if_asked_for(monkeypatch, keep):
+    _, log = fake_driver(monkeypatch)
+
+    class Kept(log.graph):
+        def __init__(self, keep_graph=False):
+            self.log.append(f"keep {keep_graph}")
+
+        def instantiate(self):
+            self.log.append("instantiate")
+
+        def raw_cuda_graph(self):
+            return 0x1
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Kept)
+    monkeypatch.setattr(driver_module, "read_cuda_graph", lambda raw: ("read", raw))
+    graph, _ = CUDADriver(DEVICE, keep=keep).record(lambda args: [], [], opaque=False)
+    assert f"keep {keep}" in log
+    assert ("instantiate" in log) is keep
+    if keep:
+        assert log.index("instantiate") == log.index("end") + 1
+        assert graph.topology() == ("read", 0x1)
+    else:
+        with pytest.raises(CaptureError, match="keep_graphs"):
+            graph.topology()

@@ -28,6 +28,7 @@ def test_defaults_are_those_documented():
         "rng": "exact",
         "parameter_grads": "autograd",
         "annotate_kernels": "off",
+        "keep_graphs": "off",
         "inductor": {},
     }
 
