@@ -1,5 +1,6 @@
 """From a graph with partition tags to one callable: compiles each partition and joins them."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -12,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from cgpass import _torch, telemetry, tracing
+from cgpass import _torch, progress, telemetry, tracing
 from cgpass.compile import Boxed, Compiler, output_strides
 from cgpass.graph.inputs import input_infos
 from cgpass.graph.origins import Origins
@@ -75,7 +76,8 @@ class GraphBuilder:
         summaries = _summaries({"captured_0": gm}, {})
         graph = self._add_summary(summaries)
         original = self._kept(gm)
-        fn = self.compiler.whole(gm, example_inputs)
+        with self._told():
+            fn = self.compiler.whole(gm, example_inputs)
         if not self.target.records:
             return run_plainly(graph, fn)
         notes = None
@@ -89,7 +91,7 @@ class GraphBuilder:
         made = outputs_made(original)
         plan = whole_plan(len(infos), num_outputs, run, "captured_0", self.visible, made)
         self._trace_plan(plan, summaries)
-        return _tracked(Executor(plan, run.owner, self._shown(["captured_0"])), graph)
+        return _tracked(Executor(plan, run.owner, self._in_profiles(["captured_0"])), graph)
 
     def partitioned(self, gm: fx.GraphModule, context: PassContext) -> Boxed:
         """A graph of several partitions."""
@@ -120,15 +122,16 @@ class GraphBuilder:
         runs: dict[str, Any] = {}
         results = graph_outputs(outlined)
         shown = {results[i] for i in self.visible if isinstance(results[i], fx.Node)}
-        for call in outlined.graph.find_nodes(op="call_module"):
+        for number, call in enumerate(outlined.graph.find_nodes(op="call_module"), 1):
             name = str(call.target)
             visible = _positions_of(shown, call)
-            runs[name] = self._compile_part(name, parts[name], visible, graph, of)
+            with self._told(f", partition {number} of {len(parts)}"):
+                runs[name] = self._compile_part(name, parts[name], visible, graph, of)
         plan = build_plan(outlined, runs, self.visible)
         owner = self.owner(self.target.device) if self.target.records else None
         prefix = "" if of is None else f"{of}."
         self._trace_plan(plan, summaries, prefix)
-        return _tracked(Executor(plan, owner, self._shown(parts, prefix)), graph, prefix)
+        return _tracked(Executor(plan, owner, self._in_profiles(parts, prefix)), graph, prefix)
 
     def _compile_part(
         self, name: str, gm: fx.GraphModule, visible: frozenset[int], graph: int, of: str | None
@@ -265,7 +268,12 @@ class GraphBuilder:
         log.info("%s", str(summary).splitlines()[0])
         return telemetry.add_graph(summary)
 
-    def _shown(self, parts: Iterable[str], prefix: str = "") -> dict[str, str]:
+    def _told(self, which: str = "") -> contextlib.AbstractContextManager[None]:
+        """A block that a line on the terminal tells of."""
+        text = f"compiling {self.source.of(self.direction)}{which}"
+        return progress.shown(text, self.options.progress)
+
+    def _in_profiles(self, parts: Iterable[str], prefix: str = "") -> dict[str, str]:
         """What profiles call partitions, by their names in a plan."""
         return {name: self.source.of(f"cgpass: {self.direction} {prefix}{name}") for name in parts}
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from cgpass import _torch, telemetry, tracing
+from cgpass import _torch, progress, telemetry, tracing
 from cgpass.assembly import OFF, GraphBuilder, num_ops, run_plainly
 from cgpass.compile import Boxed, Compiler
 from cgpass.errors import CaptureError, DoubleBackwardError, DriverUnavailableError, OptionError
@@ -119,7 +119,8 @@ class Compilation:
         # Its device is found after AOTAutograd only; no pass of this stage asks for it.
         context = PassContext(device=torch.device("meta"), stage="dynamo", direction="joint")
         gm = run_passes(dynamo_passes(), gm, context).gm
-        with _torch.double_backwards_raise(DoubleBackwardError):
+        told = progress.shown(f"compiling {self._source.place or 'a graph'}", self.options.progress)
+        with told, _torch.double_backwards_raise(DoubleBackwardError):
             compiled = self._compile(gm, example_inputs)
         return self._training.around(compiled)
 

@@ -88,6 +88,9 @@ class Options:
     """Who adds gradients to the `.grad` of parameters: autograd, a node each, or the compiled function itself, all at
     once. `direct` is out of reach for `torch.autograd.grad`; parameters with hooks are left to autograd."""
 
+    progress: Literal["auto", "off"] = _choice("auto", "off")
+    """A line that tells of compilations and recordings that take long; `auto`: where stderr is a terminal."""
+
     annotate_kernels: Literal["off", "on"] = _choice("off", "on")
     """Whether recordings note for profilers which partition their kernels belong to. Needs torch 2.15 and a driver
     for CUDA 13.1."""

@@ -96,6 +96,7 @@ class Capture:
                 [*[m.tensor for m in self.memory], *statics],
                 self._slot,
                 d.stats,
+                label=f"forward of {d.name}, graphed by hand",
                 generators=self._states.generators,
             )
         d.structure = OutputStructure.of(self._result)
@@ -158,6 +159,7 @@ class Capture:
                 ],
                 self._slot,
                 d.stats,
+                label=f"backward of {d.name}, graphed by hand",
                 own=group.own_grads,
                 generators=self._states.generators,
             )
@@ -183,6 +185,7 @@ class Capture:
                 [*statics, *self._footprint],
                 self._slot,
                 d.stats,
+                label=f"weight gradients of {d.name}, graphed by hand",
                 own=group.own_grads,
             )
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from cgpass import progress
 from cgpass.graphed.accumulators import Accumulators
 from cgpass.graphed.pending import PendingCalls
+from cgpass.options import current_defaults
 from cgpass.runtime import fast
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.placeholders import Placeholder, overlaps_itself
@@ -113,6 +115,7 @@ class Group:
         slot: int,
         stats: CallStats,
         *,
+        label: str,
         own: bool = True,
         generators: Sequence[torch.Generator] = (),
     ) -> Recording:
@@ -123,12 +126,14 @@ class Group:
             args: Tensors, read where they lie.
             slot: Pool to record into.
             stats: Where it is counted.
+            label: What it is a recording of, for listings.
             own: Whether outputs may have to be copied for the user.
             generators: To be registered with the graph, beside the default ones.
         """
         owner, staged = self.owner, list(args)
         released = owner.released(slot)
-        graph, outputs = self.driver.record(fn, [*staged, *generators], opaque=False, slot=slot)
+        with progress.shown(f"recording {label}", current_defaults().progress):
+            graph, outputs = self.driver.record(fn, [*staged, *generators], opaque=False, slot=slot)
         recording = Recording(
             graph,
             outputs,
@@ -140,6 +145,7 @@ class Group:
             lean=self.lean,
             stats=stats,
         )
+        recording.label = label
         if own and not self.lean:
             self._copy_from_now_on(recording, frozenset(range(len(outputs))))
         del outputs

@@ -26,7 +26,7 @@ class Recording:
     """
 
     closed = False
-    label = "graphed by hand"
+    label = "unnamed"
     """For listings: what it is a recording of."""
     note: RecordingNote | None = None
     """Why and how it was made, if that is known."""

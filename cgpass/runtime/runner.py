@@ -2,10 +2,12 @@
 
 import logging
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from cgpass import progress
 from cgpass.inputs import InputInfo
 from cgpass.runtime import fast
 from cgpass.runtime.actions import Action, decide
@@ -77,6 +79,7 @@ class PartitionRunner:
         self._fallback = settings.fallback(name, fn, self.stats, resplit)
         self._warm_ups = WarmUp(fn, owner)
         self.history = History(name, self._warm_ups, source)
+        self._told = partial(progress.shown, f"recording {source.of(name)}", settings.progress)
         self._set_infos(infos)
         owner.add(self)
         fast.start()
@@ -359,18 +362,13 @@ class PartitionRunner:
                 return None
         try:
             # Memory of recordings is written in whatever mode later calls come: no inference tensors.
-            with torch.inference_mode(False), torch.no_grad():
+            with self._told(), torch.inference_mode(False), torch.no_grad():
                 return self._record(args, slot, watch)
         except Exception as error:
             return error
 
     def _not_recorded(self, args: list[Any], error: Exception | None) -> Sequence[Any]:
-        """Make a call that was to be recorded without that.
-
-        Args:
-            args: Its inputs.
-            error: What recording it raised; None if this partition was not to be recorded after all.
-        """
+        """Make a call without a recording: that raised `error`, or (None) was not to be made after all."""
         if error is None:
             return self._fallback.run(args)
         if isinstance(error, torch.OutOfMemoryError):

@@ -8,6 +8,7 @@ import torch
 
 from cgpass.inputs import InputInfo
 from cgpass.options import Options
+from cgpass.progress import Setting
 from cgpass.runtime.driver import BoxedCallable, CUDADriver
 from cgpass.runtime.failures import Resplit
 from cgpass.runtime.fallback import Fallback
@@ -24,6 +25,7 @@ class RunnerSettings:
     limits: Limits = dataclasses.field(default_factory=Limits)
     static_input_check: str = "rerecord"
     on_skip: str = "warn"
+    progress: Setting = "off"
     opaque: bool = False
     """Whether the callable's kernels bypass aten."""
     outputs: str = "shared"
@@ -63,6 +65,7 @@ class RunnerSettings:
             ),
             static_input_check=options.static_input_check,
             on_skip=options.on_skip,
+            progress=options.progress,
             opaque=opaque,
             outputs=options.outputs,
             capture_policy=options.capture_policy if is_repeatable else "always",

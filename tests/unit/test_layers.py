@@ -19,6 +19,7 @@ LAYERS = {
     "reason": 1,
     "options": 1,
     "telemetry": 1,
+    "progress": 1,
     "tracing": 1,
     "expectations": 2,
     "graph": 2,

@@ -16,7 +16,7 @@ PARSED = [
             "cgpass: unknown option 'spam'; known: compiler, driver, static_input_check, "
             "max_recordings, max_static_sets, outputs, max_rerecords, "
             "max_pending_calls, num_warmup_calls, min_partition_ops, unsafe_ops, on_skip, rng, "
-            "parameter_grads, annotate_kernels, keep_graphs, inductor."
+            "parameter_grads, progress, annotate_kernels, keep_graphs, inductor."
         ),
     ),
     (
@@ -25,7 +25,7 @@ PARSED = [
             "cgpass: unknown option 3; known: compiler, driver, static_input_check, "
             "max_recordings, max_static_sets, outputs, max_rerecords, "
             "max_pending_calls, num_warmup_calls, min_partition_ops, unsafe_ops, on_skip, rng, "
-            "parameter_grads, annotate_kernels, keep_graphs, inductor."
+            "parameter_grads, progress, annotate_kernels, keep_graphs, inductor."
         ),
     ),
     (

@@ -27,6 +27,7 @@ def test_defaults_are_those_documented():
         "on_skip": "warn",
         "rng": "exact",
         "parameter_grads": "autograd",
+        "progress": "auto",
         "annotate_kernels": "off",
         "keep_graphs": "off",
         "inductor": {},

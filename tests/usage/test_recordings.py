@@ -111,7 +111,7 @@ def test_what_was_graphed_by_hand_and_what_is_wrapped(session, tmp_path):
     for _ in range(2):
         wrapped(x)
     found = {each.partition: each for each in cgpass.recordings()}
-    assert set(found) == {"graphed by hand", "mine"}
+    assert set(found) == {"forward of chain, graphed by hand", "mine"}
     assert cgpass.dump_graph(found["mine"], tmp_path / "mine.dot")
     del by_hand
 

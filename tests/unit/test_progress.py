@@ -1,0 +1,226 @@
+"""The line on a terminal while something takes long: when it is there, and that nothing is left of it."""
+
+import io
+import logging
+import os
+import select
+import termios
+import threading
+import time
+import types
+
+import pytest
+import torch
+
+import cgpass
+from cgpass import progress
+from cgpass.compile import Compiler
+
+WIDTH = 200
+
+
+class Terminal:
+    """A pseudo-terminal that stands in for stderr, and what is on its screen."""
+
+    def __init__(self):
+        self.master, slave = os.openpty()
+        termios.tcsetwinsize(slave, (24, WIDTH))
+        self.stream = os.fdopen(slave, "w")
+        self.lines, self.column = [""], 0
+        self.seen = ""
+
+    def read(self, wait_s=0.0):
+        while select.select([self.master], [], [], wait_s)[0]:
+            text = os.read(self.master, 65536).decode()
+            self.seen += text
+            self._show(text)
+            wait_s = 0.0
+
+    def _show(self, text):
+        while text:
+            if text.startswith("\x1b[K"):
+                self.lines[-1] = self.lines[-1][: self.column]
+                text = text[3:]
+                continue
+            if text[0] == "\r":
+                self.column = 0
+            elif text[0] == "\n":
+                self.lines.append("")
+            else:
+                line = self.lines[-1]
+                self.lines[-1] = line[: self.column] + text[0] + line[self.column + 1 :]
+                self.column += 1
+            text = text[1:]
+
+    def wait_for(self, text):
+        end = time.monotonic() + 5
+        while text not in self.lines[-1]:
+            assert time.monotonic() < end, f"{text!r} never came: {self.lines}"
+            self.read(0.05)
+        return self.lines[-1]
+
+    def left(self):
+        """What is on the screen once everything is over."""
+        self.read(0.02)
+        return "\n".join(line.rstrip() for line in self.lines).rstrip("\n")
+
+
+def set_stderr(monkeypatch, stream):
+    """Of the line alone: pytest puts its own back before each test."""
+    monkeypatch.setattr(progress, "sys", types.SimpleNamespace(stderr=stream))
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    found = Terminal()
+    monkeypatch.setattr(progress, "DELAY_S", 0.01)
+    monkeypatch.setattr(progress, "_TICK_S", 0.01)
+    set_stderr(monkeypatch, found.stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    yield found
+    found.stream.close()
+    os.close(found.master)
+
+
+def drawers():
+    return [t for t in threading.enumerate() if t.name == "cgpass-progress"]
+
+
+def test_what_takes_long_is_told_of_and_leaves_nothing(terminal):
+    with progress.shown("compiling forward", "auto"):
+        assert terminal.wait_for("forward") == "cgpass: compiling forward (0 s)"
+    assert terminal.left() == ""
+
+
+def test_of_blocks_within_blocks_the_innermost_is_told_of(terminal):
+    with progress.shown("compiling f", "auto"):
+        terminal.wait_for("compiling f")
+        with progress.shown("recording captured_0", "auto"):
+            terminal.wait_for("recording captured_0")
+            assert len(drawers()) == 1
+        terminal.wait_for("compiling f")
+    assert terminal.left() == ""
+
+
+def test_it_goes_when_the_block_fails(terminal):
+    @progress.shown("compiling f", "auto")
+    def fail():
+        terminal.wait_for("compiling f")
+        raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        fail()
+    assert terminal.left() == ""
+
+
+def test_what_is_quick_is_not_told_of(terminal, monkeypatch):
+    monkeypatch.setattr(progress, "DELAY_S", 60)
+    with progress.shown("compiling f", "auto"):
+        pass
+    terminal.read(0.02)
+    assert terminal.seen == ""
+
+
+def test_log_messages_are_whole_and_the_line_comes_back(terminal):
+    log, handler = logging.getLogger("tests.progress"), logging.StreamHandler(terminal.stream)
+    log.addHandler(handler)
+    try:
+        with progress.shown("compiling " + "f" * 40, "auto"):
+            terminal.wait_for("fff")
+            log.warning("short")
+            terminal.wait_for("fff")
+    finally:
+        log.removeHandler(handler)
+    assert terminal.left() == "short"
+    end = time.monotonic() + 5
+    while handler.filters:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_long_text_stays_one_line(terminal):
+    with progress.shown("x" * 500, "auto"):
+        assert len(terminal.wait_for("xxx")) == WIDTH - 1
+    assert terminal.left() == ""
+
+
+@pytest.mark.parametrize("why", ["off", "file", "dumb", "rank"])
+def test_off_there_is_no_thread(terminal, monkeypatch, why):
+    if why == "file":
+        set_stderr(monkeypatch, io.StringIO())
+    if why == "dumb":
+        monkeypatch.setenv("TERM", "dumb")
+    if why == "rank":
+        monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(progress, "_Line", pytest.fail)
+    with progress.shown("compiling f", "off" if why == "off" else "auto"):
+        pass
+    terminal.read(0.02)
+    assert terminal.seen == ""
+
+
+def test_a_closed_stderr(monkeypatch):
+    for stream in (None, io.StringIO()):
+        if stream is not None:
+            stream.close()
+        set_stderr(monkeypatch, stream)
+        with progress.shown("compiling f", "auto"):
+            pass
+
+
+def waits(x):
+    return torch.histc(x.sin().cos().tanh().exp(), 8).sin().cos().tanh().exp()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_compilations_and_recordings(terminal, monkeypatch):
+    shown = []
+
+    def slowly(self, gm, static, run=Compiler.captured):
+        number = 1 + 2 * len(shown)  # the second is eager
+        shown.append(terminal.wait_for(f"partition {number} "))
+        return run(self, gm, static)
+
+    monkeypatch.setattr(Compiler, "captured", slowly)
+    torch.compiler.reset()
+    options = {"driver": "simulated", "compiler": "eager", "on_skip": "silent"}
+
+    def fn(x):
+        if is_recording():
+            shown.append(terminal.wait_for("recording"))
+        return waits(x)
+
+    call = torch.compile(waits, backend="cgpass", options=options)
+    x = torch.ones(4)
+    call(x)
+    wrapped = cgpass.CUDAGraphWrapper(fn, options=options, name="mine")
+    wrapped(x), wrapped(x)
+    torch.compiler.reset()
+    texts = [text.removeprefix("cgpass: ").partition(" (")[0] for text in shown]
+    assert [text.partition(" of test_progress.py:")[0] for text in texts[:2]] == [
+        "compiling inference"
+    ] * 2
+    assert [text.rpartition(", ")[2] for text in texts[:2]] == [
+        "partition 1 of 3",
+        "partition 3 of 3",
+    ]
+    assert texts[2] == "recording mine"
+    assert terminal.left() == ""
+
+
+def is_recording():
+    from cgpass.runtime import simulated
+
+    return simulated.is_recording()
+
+
+def test_the_option_turns_it_off(terminal):
+    torch.compiler.reset()
+    options = {"driver": "simulated", "compiler": "eager", "on_skip": "silent", "progress": "off"}
+    call = torch.compile(waits, backend="cgpass", options=options)
+    for _ in range(3):
+        call(torch.ones(4))
+    torch.compiler.reset()
+    terminal.read(0.02)
+    assert terminal.seen == ""
