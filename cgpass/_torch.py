@@ -252,7 +252,14 @@ def without_modes() -> Iterator[None]:
         yield
 
 
-# ---- traces
+# ---- counters and traces
+
+
+def dynamo_counters() -> MutableMapping[str, Any]:
+    """What torch counts, by who does: `collections.Counter`s."""
+    from torch._dynamo.utils import counters
+
+    return counters
 
 
 def is_traced() -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from cgpass import _torch, progress, telemetry, tracing
+from cgpass import _torch, live_counter, progress, telemetry, tracing
 from cgpass.assembly import OFF, GraphBuilder, num_ops, run_plainly
 from cgpass.compile import Boxed, Compiler
 from cgpass.errors import CaptureError, DoubleBackwardError, DriverUnavailableError, OptionError
@@ -64,6 +64,7 @@ def cgpass(
     """
     del name
     _torch.register_backend("cgpass", cgpass)
+    live_counter.show()
     parsed = Options.parse(options)
     if mode not in (None, "default"):
         raise OptionError(

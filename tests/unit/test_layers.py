@@ -22,6 +22,7 @@ LAYERS = {
     "progress": 1,
     "tracing": 1,
     "expectations": 2,
+    "live_counter": 2,
     "graph": 2,
     "passes": 3,
     "runtime": 3,
