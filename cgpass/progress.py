@@ -33,7 +33,7 @@ class _Line(logging.Filter):
         self._since = time.monotonic()
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._is_drawn = False
+        self._drawn: str | None = None
         self._handlers: list[logging.Handler] = []
         threading.Thread(target=self._run, name="cgpass-progress", daemon=True).start()
 
@@ -56,11 +56,13 @@ class _Line(logging.Filter):
             if self._ended.is_set() or not texts:
                 return
             text = f"cgpass: {texts[0]} ({time.monotonic() - self._since:.0f} s)"
+            if text == self._drawn:
+                return
             width = os.get_terminal_size(self._stream.fileno()).columns or 80
             # The cursor is left where whatever else is printed overwrites the line.
             self._stream.write(f"{_ERASE}{text[: width - 1]}\r")
             self._stream.flush()
-            self._is_drawn = True
+            self._drawn = text
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Make way for a message."""
@@ -70,8 +72,8 @@ class _Line(logging.Filter):
 
     def _erase(self) -> None:
         with self._lock, contextlib.suppress(OSError, ValueError):
-            if self._is_drawn:
-                self._is_drawn = False
+            if self._drawn is not None:
+                self._drawn = None
                 self._stream.write(_ERASE)
                 self._stream.flush()
 

@@ -212,14 +212,14 @@ def _within(run: Run, name: str, observer: Observer) -> Run:
     return observed
 
 
-def _ranged(run: Run, name: str) -> Run:
+def ranged(run: Run, name: str) -> Run:
     """`run`, as a range of a profile."""
 
-    def ranged(values: list[Any]) -> Any:
+    def within(values: list[Any]) -> Any:
         with _torch.profiler_range(name):
             return run(values)
 
-    return ranged
+    return within
 
 
 def _plainly(
@@ -321,7 +321,7 @@ class Executor:
     def _named_steps(self) -> list[tuple[Any, ...]]:
         """The steps, with partitions as ranges of the profile that is being made."""
         return [
-            (step[0] if name is None else _ranged(step[0], name), *step[1:])
+            (step[0] if name is None else ranged(step[0], name), *step[1:])
             for step, name in zip(self._steps, self._names, strict=True)
         ]
 

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from cgpass import _torch
 from cgpass.errors import DriverUnavailableError, InputError, OutputError
 from cgpass.inputs import InputInfo, InputKind
 from cgpass.options import Options
 from cgpass.runtime import fast
 from cgpass.runtime.driver import GraphDriver
+from cgpass.runtime.executor import ranged
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner
 from cgpass.runtime.settings import RunnerSettings, cuda_driver
@@ -21,6 +23,8 @@ from cgpass.runtime.writes import shares_memory
 from cgpass.telemetry import CallStats
 
 log = logging.getLogger(__name__)
+
+_profiler = _torch.profiler_state
 
 
 class CUDAGraphWrapper:
@@ -115,7 +119,10 @@ class CUDAGraphWrapper:
             return self._run_shared(runner, args)
         with runner.owner.lock, torch.no_grad():
             runner.owner.enter_call()
-            outputs, recording = runner.run(list(args))
+            run = runner.run
+            if _profiler._is_profiler_enabled:
+                run = ranged(run, f"cgpass: {self._name}")
+            outputs, recording = run(list(args))
             results = list(outputs)
             if recording is not None:
                 own = recording.private

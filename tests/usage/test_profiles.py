@@ -76,6 +76,13 @@ def test_parts_of_a_partition_that_was_split_have_their_own_names(session):
     ]
 
 
+def test_a_wrapper_is_a_range(session):
+    call, x = session.wrap(torch.sin, name="mine"), session.randn(4)
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof:
+        call(x)
+    assert ranges(prof.events()) == ["cgpass: mine"]
+
+
 def test_nothing_is_named_while_nobody_profiles(session, monkeypatch):
     monkeypatch.setattr(Executor, "_named_steps", pytest.fail)
     call, x = session.compile(halves), session.randn(4, 4)
