@@ -409,13 +409,18 @@ def annotating_kernels(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
             hook.remove()
 
 
-def belonging_to(name: str, fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """`fn`, whose kernels are said to belong to `name` where a graph notes that."""
+def belonging_to(what: dict[str, str], fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, whose kernels are said to belong to something where a graph notes that.
+
+    Args:
+        what: "name" and all else that profiles are to show.
+        fn: What launches them. Such functions may call others: inner ones add to what outer ones say.
+    """
     from torch.cuda.graph_annotations import mark_kernels
 
-    def marked(args: list[Any]) -> Any:
-        with mark_kernels(name, backward=False):
-            return fn(args)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        with mark_kernels(what, backward=False):
+            return fn(*args, **kwargs)
 
     return marked
 

@@ -238,7 +238,7 @@ class GraphBuilder:
     ) -> PartitionRunner:
         name = f"{self.direction} {name}"
         if self.options.annotate_kernels == "on" and _torch.can_annotate_kernels():
-            fn = _torch.belonging_to(self.source.of(f"cgpass: {name}"), fn)
+            fn = _torch.belonging_to({"name": self.source.of(f"cgpass: {name}")}, fn)
         return PartitionRunner(
             fn,
             infos,

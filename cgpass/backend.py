@@ -168,7 +168,8 @@ class Compilation:
     def _aten_compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, direction: Direction
     ) -> Boxed:
-        return self.compile_graph(gm, example_inputs, direction, Compiler(compiler="eager"))
+        compiler = Compiler(compiler="eager", annotate=self.options.annotate_kernels == "on")
+        return self.compile_graph(gm, example_inputs, direction, compiler)
 
     # ---- one graph
 

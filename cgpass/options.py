@@ -92,8 +92,8 @@ class Options:
     """A line that tells of compilations and recordings that take long; `auto`: where stderr is a terminal."""
 
     annotate_kernels: Literal["off", "on"] = _choice("off", "on")
-    """Whether recordings note for profilers which partition their kernels belong to. Needs torch 2.15 and a driver
-    for CUDA 13.1."""
+    """Whether recordings note for profilers which partition their kernels belong to, and with `compiler="eager"` which
+    module. Needs torch 2.15 and a driver for CUDA 13.1."""
 
     keep_graphs: Literal["off", "on"] = _choice("off", "on")
     """Whether CUDA keeps in host memory what recordings consist of, for `cgpass.dump_graph`."""

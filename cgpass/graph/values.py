@@ -313,6 +313,12 @@ def _has_symbols(value: object) -> bool:
     return isinstance(value, (torch.Tensor, *_SCALARS))
 
 
+def module_of(node: fx.Node) -> str | None:
+    """The innermost module whose forward a node is from, or is the backward of: "L['self'].layers.0"."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    return str(list(stack.values())[-1][0]) if stack else None
+
+
 def user_line(node: fx.Node) -> str | None:
     """Where the user wrote what a node does: `model.py:41 in forward: code`.
 

@@ -182,7 +182,8 @@ class _CUDAGraph:
                 "CUDA no longer knows what this graph consists of. Compile with "
                 'options={"keep_graphs": "on"}, or set CGPASS_KEEP_GRAPHS=on, to have it kept in host memory.'
             )
-        return read_cuda_graph(self._raw())
+        with torch.cuda.device(self._generator.device):
+            return read_cuda_graph(self._raw())
 
     def reset(self) -> None:
         self._end()

@@ -1,6 +1,7 @@
 """What a recording consists of: nodes by type, and which waits for which."""
 
 import collections
+import contextlib
 import importlib
 import json
 from collections.abc import Iterator
@@ -111,9 +112,10 @@ def _kernel_name(cuda: Any, handle: Any) -> str | None:
     error, params = cuda.cuGraphKernelNodeGetParams(handle)
     if error != cuda.CUresult.CUDA_SUCCESS:
         return None
-    for asked, of in ((cuda.cuFuncGetName, params.func), (cuda.cuKernelGetName, params.kern)):
-        if int(of):
-            error, name = asked(of)
-            if error == cuda.CUresult.CUDA_SUCCESS:
-                return name.decode()
+    for ask, of in (("cuFuncGetName", params.func), ("cuKernelGetName", params.kern)):
+        if of is not None and int(of):
+            with contextlib.suppress(RuntimeError):  # a driver that is older than the function
+                error, name = getattr(cuda, ask)(of)
+                if error == cuda.CUresult.CUDA_SUCCESS:
+                    return name.decode()
     return None

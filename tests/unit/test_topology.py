@@ -32,6 +32,7 @@ class Bindings(types.ModuleType):
     handles = (0x10, 0x20, 0x30, 0x40, 0x50)
     edges = ((0x10, 0x20), (0x20, 0x30), (0x20, 0x40), (0x40, 0x50))
     version = 13
+    is_old = False
 
     def cuGraphGetNodes(self, raw, num=0):
         if raw != 0x1:
@@ -58,6 +59,8 @@ class Bindings(types.ModuleType):
         return Result.CUDA_SUCCESS, b"function_%x" % function
 
     def cuKernelGetName(self, kernel):
+        if self.is_old:
+            raise RuntimeError("Function cuKernelGetName not found")
         return Result.CUDA_SUCCESS, b"kernel_%x" % kernel
 
 
@@ -81,6 +84,11 @@ def test_nodes_and_edges_of_a_cuda_graph(bindings, version):
     )
     assert found.edges == ((0, 1), (1, 2), (1, 3), (3, 4))
     assert found.counts() == {"kernel": 3, "memcpy": 1, "child_graph": 1}
+
+
+def test_a_driver_that_knows_no_names_of_kernels(bindings):
+    bindings.is_old = True
+    assert read_cuda_graph(0x1).nodes[2] == GraphNode("kernel")
 
 
 def test_an_empty_graph(bindings):
