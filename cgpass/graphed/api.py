@@ -21,7 +21,6 @@ from cgpass.graphed.schedule import Schedule, interleaved, simple
 from cgpass.graphed.target import Target
 from cgpass.options import current_defaults
 from cgpass.runtime import fast, node
-from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.settings import cuda_driver
 from cgpass.runtime.simulated import SimulatedDriver

@@ -265,9 +265,7 @@ class CUDADriver:
                 _torch.clear_cublas_workspaces()
         current.wait_stream(self._stream)
         times = self._instantiate_ms, self._run_us
-        recorded = _CUDAGraph(
-            graph, pool, generators[0], self._streams, *times, kept=self._keeps
-        )
+        recorded = _CUDAGraph(graph, pool, generators[0], self._streams, *times, kept=self._keeps)
         pool.end_of_warm_ups()
         return recorded, outputs
 
