@@ -15,7 +15,7 @@ PARSED = [
         (
             "cgpass: unknown option 'spam'; known: compiler, driver, static_input_check, "
             "max_recordings, max_static_sets, outputs, max_rerecords, "
-            "max_pending_calls, num_warmup_calls, min_partition_ops, unsafe_ops, on_skip, rng, "
+            "max_pending_calls, num_warmup_calls, min_partition_ops, capture_policy, unsafe_ops, on_skip, rng, "
             "parameter_grads, progress, annotate_kernels, keep_graphs, inductor."
         ),
     ),
@@ -24,7 +24,7 @@ PARSED = [
         (
             "cgpass: unknown option 3; known: compiler, driver, static_input_check, "
             "max_recordings, max_static_sets, outputs, max_rerecords, "
-            "max_pending_calls, num_warmup_calls, min_partition_ops, unsafe_ops, on_skip, rng, "
+            "max_pending_calls, num_warmup_calls, min_partition_ops, capture_policy, unsafe_ops, on_skip, rng, "
             "parameter_grads, progress, annotate_kernels, keep_graphs, inductor."
         ),
     ),

@@ -310,6 +310,7 @@ class NoGraph:
     """A graph that keeps no inputs, as CUDA's don't."""
 
     instantiate_ms = 1.5
+    run_us = 100.0
 
     def replay(self):
         pass
