@@ -174,6 +174,28 @@ def end_allocating_to_pool(device: int, pool: tuple[int, int]) -> None:
 
 
 @functools.cache
+def before_process_groups_end(hook: Callable[[], None]) -> None:
+    """Have `hook` called before a process group shuts down, and when the interpreter ends.
+
+    torch (2.11 to 2.15) has no such hook. `destroy_process_group` may have been imported from anywhere, so what it
+    calls is replaced: `ProcessGroup.shutdown`, once for each hook.
+    """
+    import atexit
+
+    from torch.distributed import ProcessGroup
+
+    shutdown = ProcessGroup.shutdown
+
+    @functools.wraps(shutdown)
+    def wrapper(self: Any) -> None:
+        hook()
+        shutdown(self)
+
+    setattr(ProcessGroup, "shutdown", wrapper)  # noqa: B010  a class that C++ made
+    atexit.register(hook)
+
+
+@functools.cache
 def wait_tensor() -> Any:
     """The operator that waits for a functional collective; None in a torch without them."""
     import torch.distributed

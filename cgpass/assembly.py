@@ -33,6 +33,7 @@ from cgpass.passes.base import Pass, PassContext, run_passes
 from cgpass.plan import build_plan, outputs_made, plan_as_dict, whole_plan
 from cgpass.reason import Reason
 from cgpass.resplit import GiveUp, Place, Resplitter, StrideNotes, copy_of
+from cgpass.runtime.collectives import free_before_groups_end
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.executor import Executor, Plan
 from cgpass.runtime.failures import Resplit
@@ -87,7 +88,7 @@ class GraphBuilder:
             fn = notes.noting(fn)
         place = Place(graph, "captured_0", num_ops(original))
         resplit = self._resplitter(original, place, infos, self.visible, notes)
-        run = self._runner("captured_0", fn, infos, resplit, is_repeatable=_is_repeatable(original))
+        run = self._runner("captured_0", fn, infos, resplit, original)
         made = outputs_made(original)
         plan = whole_plan(len(infos), num_outputs, run, "captured_0", self.visible, made)
         self._trace_plan(plan, summaries)
@@ -146,8 +147,7 @@ class GraphBuilder:
         if not self.target.records:
             return fn
         resplit = self._resplitter(original, place, infos, visible) if of is None else GiveUp(place)
-        is_repeatable = _is_repeatable(original)
-        return self._runner(place.name, fn, infos, resplit, is_repeatable=is_repeatable)
+        return self._runner(place.name, fn, infos, resplit, original)
 
     def _eager(self, gm: fx.GraphModule) -> Boxed:
         """A partition that no graph can hold; Inductor compiles what means nothing as aten operators."""
@@ -233,9 +233,11 @@ class GraphBuilder:
         fn: Boxed,
         infos: tuple[InputInfo, ...],
         resplit: Resplit,
-        *,
-        is_repeatable: bool,
+        original: fx.GraphModule,
     ) -> PartitionRunner:
+        communicates = any(map(is_collective, original.graph.nodes))
+        if communicates:
+            free_before_groups_end()
         name = f"{self.direction} {name}"
         if self.options.annotate_kernels == "on" and _torch.can_annotate_kernels():
             fn = _torch.belonging_to({"name": self.source.of(f"cgpass: {name}")}, fn)
@@ -247,7 +249,9 @@ class GraphBuilder:
                 self.options,
                 opaque=self.compiler.opaque,
                 is_backward=self.direction == "backward",
-                is_repeatable=is_repeatable,
+                # Nobody may see that a graph runs once more than it is called.
+                is_repeatable=not communicates
+                and not any(map(has_side_effect, original.graph.nodes)),
             ),
             name=name,
             resplit=resplit,
@@ -345,11 +349,6 @@ def _tracked(executor: Executor, graph: int, prefix: str = "") -> Boxed:
     run = telemetry.GraphRun(prefix, executor.tally, parts, weakref.ref(executor))
     telemetry.add_run(graph, run)
     return _boxed(executor)
-
-
-def _is_repeatable(gm: fx.GraphModule) -> bool:
-    """Whether nobody sees if a graph runs once more than it is called."""
-    return not any(is_collective(node) or has_side_effect(node) for node in gm.graph.nodes)
 
 
 def _boxed(executor: Executor) -> Boxed:

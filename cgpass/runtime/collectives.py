@@ -1,4 +1,9 @@
-"""Functional collectives on a tape, as a CUDA graph has them.
+"""Functional collectives: their graphs end before their process groups; and on a tape, as a CUDA graph has them.
+
+Note [Graphs and process groups]
+    NCCL's communicators wait for the graphs that hold work of theirs, and `destroy_process_group` waits for these: with
+    such a graph alive it never returns. So the first partition that communicates has all recordings freed before any
+    group shuts down, and when the interpreter ends.
 
 On CUDA a replay orders everything by streams; here a call that starts a collective returns once its results are there.
 As on CUDA nothing is communicated while it is recorded. What a capture refuses is refused here, too: work that it starts and does not wait for.
@@ -11,8 +16,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass import _torch
+from cgpass.runtime.owner import release_all
 
 _NAMESPACE = "_c10d_functional"
+
+
+def free_before_groups_end() -> None:
+    """See Note [Graphs and process groups]."""
+    _torch.before_process_groups_end(release_all)
 
 
 def _is_of(func: Any, *, wait: bool) -> bool:
