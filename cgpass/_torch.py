@@ -1471,6 +1471,14 @@ def training_layout() -> TrainingLayout | None:
         return None
 
 
+def handles_subclasses(gm: torch.fx.GraphModule) -> bool:
+    """Whether inputs or outputs of Dynamo's graph are tensors that AOTAutograd takes apart (DTensor)."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    nodes = [*gm.graph.find_nodes(op="placeholder"), *gm.graph.output_node().all_input_nodes]
+    return any(is_traceable_wrapper_subclass(node.meta.get("example_value")) for node in nodes)
+
+
 def _has_default_saved_tensors_hooks() -> bool:
     from torch._functorch._aot_autograd.utils import top_saved_tensors_hooks
 

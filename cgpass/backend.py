@@ -123,7 +123,7 @@ class Compilation:
         told = progress.shown(f"compiling {self._source.place or 'a graph'}", self.options.progress)
         with told, _torch.double_backwards_raise(DoubleBackwardError):
             compiled = self._compile(gm, example_inputs)
-        return self._training.around(compiled)
+        return self._training.around(compiled, gm)
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if self.options.compiler == "inductor":

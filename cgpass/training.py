@@ -73,9 +73,9 @@ class TrainingCall:
         self._detached = tuple(n for n in self._layout.requiring_grad if n not in given)
         self._backward = fn
 
-    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """What to call instead of what AOTAutograd made."""
-        if self._num_forwards != 1 or self._layout is None:
+    def around(self, compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
+        """What to call instead of what AOTAutograd made of Dynamo's graph."""
+        if self._num_forwards != 1 or self._layout is None or _torch.handles_subclasses(gm):
             return compiled
         node.start()
         layout = self._layout

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.two_tensor import TwoTensor
 
 import cgpass
 from cgpass.errors import DoubleBackwardError
@@ -358,3 +359,19 @@ def test_what_a_backward_reads_dies_as_soon_as_the_backward_gave_it_up(checked):
     outputs[0].backward(torch.ones(4))
     assert alive == [False, True]  # the caller has the gradient
     assert x.grad.tolist() == [1.0] * 4
+
+
+def test_tensors_that_are_taken_apart_go_aotautograds_way(made):
+    fn = made(lambda x, y: (x * y).sin(), randn(4), torch.ones(4))
+    w = TwoTensor(torch.ones(4), torch.full((4,), 2.0)).requires_grad_()
+    for _ in range(3):
+        w.grad = None
+        fn(randn(4), w).sum().backward()
+    assert isinstance(w.grad, TwoTensor)
+    assert w.grad.b.shape == (4,)
+    plain = torch.ones(4, requires_grad=True)
+    x = randn(4)
+    (x * plain).sin().sum().backward()
+    w.grad = None
+    fn(x, w).sum().backward()
+    assert torch.equal(w.grad.a, plain.grad)
