@@ -4,10 +4,13 @@
     python scripts/bench.py --models gpt2 --arms default,cgpass --steps 20
     python scripts/bench.py --memory --out memory.json
     python scripts/bench.py --device cpu --tiny --models gpt2 --steps 2 --rounds 1
+    python scripts/bench.py --from new.json --compare old.json
 
 Times: all arms of a model in one process, in interleaved blocks. The processes of all models
 compile side by side; then they measure one after the other, with nothing else running.
 Memory (`--memory`): one process per arm with a fresh compile cache.
+`--compare` shows what changed against an older result, with status 1 where cgpass got worse against the other arms
+of its own run (machines differ between runs) or needs more memory.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ import argparse
 import dataclasses
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -26,9 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchlib import arms, models, report, worker
+from benchlib import arms, compare, meta, models, plots, report, worker
 
-ROOT = Path(__file__).resolve().parent.parent
 # Arms that capture by hand or whatever they are given: a failure may leave CUDA unusable.
 RISKY = ("cudagraphs", "limit")
 
@@ -56,35 +57,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--tiny", action="store_true", help="tiny models, to try the script")
     add("--out", type=Path, help="file for the JSON")
     add("--markdown", type=Path, help="file for the tables")
+    add("--plot", type=Path, help="file for bars relative to the limit (.svg; needs matplotlib)")
+    compare.add_arguments(parser)
     add("--worker", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
-
-
-def first_line(command: list[str]) -> str:
-    """First line a command prints, empty if it fails."""
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    lines = done.stdout.strip().splitlines()
-    return lines[0].strip() if done.returncode == 0 and lines else ""
-
-
-def metadata(args: argparse.Namespace) -> dict[str, Any]:
-    """What the figures were taken on."""
-    cuda = args.device == "cuda"
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return {
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-        "gpu": torch.cuda.get_device_name(0) if cuda else args.device,
-        "driver": first_line(query) if cuda else "-",
-        "cores": os.cpu_count(),
-        "commit": os.environ.get("BENCH_COMMIT") or first_line(["git", "rev-parse", "HEAD"]),
-        "command": shlex.join(["python", *sys.argv]),
-        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "parallel": args.parallel,
-    }
 
 
 def jobs(args: argparse.Namespace, directory: str) -> list[worker.Job]:
@@ -132,7 +108,7 @@ class Fleet:
     def start(self, job: worker.Job) -> None:
         """Starts a worker; for memory with a compile cache of its own."""
         env = dict(os.environ)
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(meta.ROOT), env.get("PYTHONPATH")]))
         threads = "2" if job.kind == "memory" else "3"
         env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", threads)
         env.setdefault("OMP_NUM_THREADS", "2")
@@ -142,7 +118,7 @@ class Fleet:
             env["TRITON_CACHE_DIR"] = str(cache / "triton")
         described = json.dumps(dataclasses.asdict(job))
         command = [sys.executable, "-u", str(Path(__file__).resolve()), "--worker", described]
-        self.processes[job.name] = subprocess.Popen(command, env=env, cwd=ROOT)
+        self.processes[job.name] = subprocess.Popen(command, env=env, cwd=meta.ROOT)
 
     def await_ready(self, batch: list[worker.Job], until: float) -> None:
         """Waits until each worker is ready, gone, or too late (then it is ended)."""
@@ -239,7 +215,7 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     args.parallel = size
     data: dict[str, Any] = {
         "kind": "memory" if args.memory else "time",
-        "meta": metadata(args),
+        "meta": meta.describe(args.device) | {"parallel": args.parallel},
         "results": [],
     }
     found: list[dict[str, Any]] = []
@@ -281,11 +257,17 @@ def main(argv: list[str] | None = None) -> int:
     if args.worker:
         described = json.loads(args.worker)
         return worker.main(worker.Job(**described | {"arms": tuple(described["arms"])}))
-    with tempfile.TemporaryDirectory(prefix="bench-") as directory:
-        data = run(args, Path(directory))
+    if args.source:
+        data = args.source
+    else:
+        with tempfile.TemporaryDirectory(prefix="bench-") as directory:
+            data = run(args, Path(directory))
     write(args, data)
+    if args.plot:
+        plots.draw(args.plot, plots.figures(data))
     print(report.render(data), flush=True)
-    return 1 if any("error" in model for model in data["results"]) else 0
+    worse = compare.against(args, data)
+    return 1 if worse or any("error" in model for model in data["results"]) else 0
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
     python scripts/bench_overhead.py
     python scripts/bench_overhead.py --layers 1,10,100 --json overhead.json --markdown overhead.md
+    python scripts/bench_overhead.py --from new.json --compare old.json
 
 A layer has four parameters and width 64: the device has next to nothing to do. Microseconds until a call returns,
 medians; the device is waited for between calls, outside of what is timed. All arms take turns in one process.
   inference   a call under torch.no_grad()
   training    gradients set to None, forward to a loss, backward
+`--compare` has status 1 where cgpass got worse against reduce-overhead of its own run than in an older result.
 For cgpass a second table says where the time goes. Without CUDA the simulated driver runs, whose replays are replaced
 by nothing once it has recorded: what is left is host time too, of another machine.
 """
@@ -22,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchlib import compare, meta, plots, report
+from benchlib.report import STAGES
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -31,7 +35,6 @@ from cgpass.runtime.executor import Executor
 from cgpass.runtime.recording import Recording
 
 ARMS = ("eager", "default", "reduce-overhead", "cgpass", "cgpass-direct")
-STAGES = ("before", "launch", "after the launch", "rest")
 
 
 class Layer(nn.Module):
@@ -213,39 +216,20 @@ def stages(step: Callable[[], None], mode: str, device: torch.device) -> dict[st
     return found
 
 
-def markdown(rows: list[dict[str, Any]], names: list[str]) -> str:
-    lines = [
-        "| | layers | " + " | ".join(names) + " |",
-        "|---|---|" + "---|" * len(names),
-    ]
-    lines += [
-        f"| {row['mode']} | {row['layers']} | "
-        + " | ".join(str(row["us"][name]) for name in names)
-        + " |"
-        for row in rows
-    ]
-    heads = [f"{graph}: {stage}" for graph in ("forward", "backward") for stage in STAGES]
-    lines += [
-        "",
-        "| | layers | arm | guards | " + " | ".join(heads) + " |",
-        "|---|---|---|---|" + "---|" * len(heads),
-    ]
-    for row in rows:
-        for name, found in row["stages"].items():
-            cells = [
-                str(found.get(graph, {}).get(stage, "-"))
-                for graph in ("forward", "backward")
-                for stage in STAGES
-            ]
-            lines.append(
-                f"| {row['mode']} | {row['layers']} | {name} | {found['guards']} | "
-                + " | ".join(cells)
-                + " |"
-            )
-    return "\n".join(lines)
+def run(layers: list[int], names: list[str], device: torch.device) -> dict[str, Any]:
+    """All depths in both modes."""
+    fast.wait()
+    node.wait()
+    rows = []
+    for depth in layers:
+        for mode in ("inference", "training"):
+            torch.compiler.reset()
+            rows.append(measure(depth, mode, device, names))
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    return {"kind": "overhead", "meta": meta.describe(device.type), "rows": rows}
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -253,27 +237,28 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--arms", help="with commas; default: all that run here")
     parser.add_argument("--json", type=Path, help="file for the numbers")
     parser.add_argument("--markdown", type=Path, help="file for the tables")
+    parser.add_argument(
+        "--plot", type=Path, help="file for lines over layers (.svg; needs matplotlib)"
+    )
+    compare.add_arguments(parser)
     options = parser.parse_args(argv)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    here = [n for n in ARMS if device.type == "cuda" or n != "reduce-overhead"]
-    names = options.arms.split(",") if options.arms else here
-    fast.wait()
-    node.wait()
-    rows = []
-    for layers in map(int, options.layers.split(",")):
-        for mode in ("inference", "training"):
-            torch.compiler.reset()
-            rows.append(measure(layers, mode, device, names))
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    text = markdown(rows, names)
-    print(text)
-    if options.markdown:
-        options.markdown.write_text(text + "\n")
+    if options.source:
+        data = options.source
+    else:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        here = [n for n in ARMS if device.type == "cuda" or n != "reduce-overhead"]
+        names = options.arms.split(",") if options.arms else here
+        data = run([int(n) for n in options.layers.split(",")], names, device)
     if options.json:
-        gpu = torch.cuda.get_device_name() if device.type == "cuda" else None
-        facts = {"torch": torch.__version__, "gpu": gpu, "rows": rows}
-        options.json.write_text(json.dumps(facts, indent=1))
+        options.json.write_text(json.dumps(data, indent=1) + "\n")
+    text = report.render(data)
+    if options.markdown:
+        options.markdown.write_text(text)
+    if options.plot:
+        plots.draw(options.plot, plots.figures(data))
+    print(text, flush=True)
+    return int(compare.against(options, data))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

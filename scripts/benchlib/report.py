@@ -1,8 +1,14 @@
-"""The benchmark's results as Markdown."""
+"""Results of the benchmarks as Markdown."""
 
 from __future__ import annotations
 
+import shlex
+from pathlib import PurePosixPath
 from typing import Any
+
+# Parts of a call of cgpass, as scripts/bench_overhead.py times them.
+STAGES = ("before", "launch", "after the launch", "rest")
+GRAPHS = ("forward", "backward")
 
 
 def number(value: Any, digits: int = 2) -> str:
@@ -123,14 +129,60 @@ def memory_rows(results: list[dict[str, Any]]) -> list[str]:
     return rows
 
 
+def overhead_rows(rows: list[dict[str, Any]]) -> list[str]:
+    """Host microseconds of a call by arm, and where those of cgpass go."""
+    names = list(rows[0]["us"])
+    lines = ["| | layers | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
+    for row in rows:
+        cells = [
+            row["mode"],
+            str(row["layers"]),
+            *(str(row["us"].get(name, "-")) for name in names),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    parts = [(graph, stage) for graph in GRAPHS for stage in STAGES]
+    heads = ["", "layers", "arm", "guards", *(f"{graph}: {stage}" for graph, stage in parts)]
+    lines += ["", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for row in rows:
+        for name, found in row["stages"].items():
+            figures = [str(found.get(graph, {}).get(stage, "-")) for graph, stage in parts]
+            cells = [row["mode"], str(row["layers"]), name, str(found["guards"]), *figures]
+            lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def without_directories(text: str) -> str:
+    """A word of a command, without what names a place on some machine."""
+    option, equals, value = text.partition("=") if text.startswith("-") else ("", "", text)
+    path = PurePosixPath(value)
+    if not (path.is_absolute() or {"..", "~"} & set(path.parts)):
+        return text
+    parts = (
+        path.parts[path.parts.index("scripts") :] if "scripts" in path.parts else path.parts[-1:]
+    )
+    return option + equals + "/".join(parts)
+
+
+def command_text(command: str) -> str:
+    """A command as others would type it: files by their names."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        words = command.split()
+    return shlex.join(map(without_directories, words)).replace("'&&'", "&&")
+
+
 def render(data: dict[str, Any]) -> str:
     """The whole report."""
     meta = data["meta"]
     head = [
         f"torch {meta['torch']}, {meta['gpu']}, driver {meta['driver']}, commit {meta['commit']}.",
-        f"Command: `{meta['command']}`.",
+        f"Command: `{command_text(meta['command'])}`.",
         "",
     ]
+    if data["kind"] == "overhead":
+        note = "Host microseconds of a call of a stack of small layers, medians."
+        return "\n".join([*head, note, "", *overhead_rows(data["rows"]), ""])
     if data["kind"] == "memory":
         note = f"One process per arm, fresh cache, {meta['parallel']} compiling at a time."
         return "\n".join([*head, note, "", *memory_rows(data["results"]), ""])

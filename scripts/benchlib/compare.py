@@ -1,0 +1,238 @@
+"""What changed between two results of one script.
+
+Machines differ between runs, so times of cgpass are judged by their ratios to the other arms of the same run, and
+memory by itself. A regression is a ratio, or memory, that grew by more than the tolerance; and losses of cgpass that
+differ, or cgpass failing, where an older result had neither.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Figures = dict[str, dict[str, float]]  # quantity -> value, by arm
+Rows = dict[tuple[str, str], dict[str, str]]  # model and arm -> text, by quantity
+OURS = "cgpass"
+RIVALS = ("default", "reduce-overhead", "limit")
+TIMES = {"step_ms": "step ms", "loop_ms": "loop ms", "host_ms": "host ms"}
+
+
+@dataclass
+class Comparison:
+    """Rows of two tables, and what got worse by more than `tolerance` percent."""
+
+    tolerance: float
+    changes: Rows = field(default_factory=dict)
+    ratios: Rows = field(default_factory=dict)
+    judged: int = 0
+    worse: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def judge(self, what: str, old: float, new: float) -> str:
+        """Counts a figure that is to stay, and says whether it did."""
+        self.judged += 1
+        if new <= old * (1 + self.tolerance / 100):
+            return ""
+        self.worse.append(f"{what}: {changed(old, new)}")
+        return " **worse**"
+
+
+def result(name: str) -> dict[str, Any]:
+    """What is in a file; asked for before anything is measured."""
+    try:
+        return json.loads(Path(name).read_text())
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"no JSON in {name}: {error}") from error
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of every script that compares."""
+    add = parser.add_argument
+    add("--compare", type=result, metavar="OLD", help="JSON of an older run; status 1 if worse")
+    add("--from", dest="source", type=result, metavar="NEW", help="measure nothing, read this JSON")
+    add("--tolerance", type=float, default=5.0, help="percent by which a ratio may grow (5)")
+
+
+def changed(old: float | None, new: float | None, digits: int = 2) -> str:
+    """Two figures, and by how much the second differs."""
+    if old is None or new is None:
+        return " -> ".join("-" if value is None else f"{value:.{digits}f}" for value in (old, new))
+    percent = f" ({100 * (new / old - 1):+.1f} %)" if old else ""
+    return f"{old:.{digits}f} -> {new:.{digits}f}{percent}"
+
+
+def kind(data: dict[str, Any]) -> str:
+    """What was measured: time, memory or overhead."""
+    return data.get("kind", "unknown")
+
+
+def title(model: dict[str, Any]) -> str:
+    return model.get("title", model["model"])
+
+
+def time_figures(data: dict[str, Any]) -> dict[str, Figures]:
+    """Medians of each model, by quantity and arm."""
+    return {
+        title(model): {
+            text: {
+                name: entry[key]["median"]
+                for name, entry in model["arms"].items()
+                if "median" in entry.get(key, {})
+            }
+            for key, text in TIMES.items()
+        }
+        for model in data["results"]
+    }
+
+
+def memory_figures(data: dict[str, Any]) -> dict[str, Figures]:
+    """Peak memory of each model, by arm."""
+    return {
+        title(model): {
+            "peak reserved MiB": {
+                name: entry["peak_reserved_bytes"] / 2**20
+                for name, entry in model["arms"].items()
+                if "peak_reserved_bytes" in entry
+            }
+        }
+        for model in data["results"]
+    }
+
+
+def overhead_figures(data: dict[str, Any]) -> dict[str, Figures]:
+    """Microseconds of a call, by mode and layers, and arm."""
+    return {
+        f"{row['mode']}, {row['layers']} layer{'s' * (row['layers'] != 1)}": {"us": row["us"]}
+        for row in data["rows"]
+    }
+
+
+FIGURES = {"time": time_figures, "memory": memory_figures, "overhead": overhead_figures}
+
+
+def rivals(found: str, quantity: str) -> tuple[str, ...]:
+    """The arms that cgpass is measured by; the limit has no host time to speak of."""
+    if found == "overhead":
+        return ("reduce-overhead",)
+    return RIVALS[:2] if quantity == "host ms" else RIVALS
+
+
+def ours(figures: dict[str, float]) -> list[str]:
+    """The arms that are cgpass, in any setting."""
+    return [name for name in figures if name.split("-")[0] == OURS]
+
+
+def compare_ratios(
+    found: Comparison, place: str, kind: str, quantity: str, old: Figures, new: Figures
+) -> None:
+    """Ratios of cgpass to other arms of its own run."""
+    before, after = old.get(quantity, {}), new.get(quantity, {})
+    for name in ours(before):
+        for rival in rivals(kind, quantity):
+            if name not in after or not before.get(rival) or not after.get(rival):
+                continue
+            ratios = before[name] / before[rival], after[name] / after[rival]
+            what = f"{name} / {rival}"
+            note = found.judge(f"{place}, {quantity}, {what}", *ratios)
+            cells = found.ratios.setdefault((place, what), {})
+            cells[quantity] = changed(*ratios, digits=3) + note
+
+
+def compare_place(found: Comparison, place: str, kind: str, old: Figures, new: Figures) -> None:
+    """One model, or one depth and mode."""
+    for quantity in old | new:
+        before, after = old.get(quantity, {}), new.get(quantity, {})
+        for name in before | after:
+            note = ""
+            what = f"{place}, {quantity}, {name}"
+            if name == OURS and name in before and name not in after:
+                found.worse.append(f"{what}: measured before, not now")
+                note = " **gone**"
+            elif kind == "memory" and name in ours(before) and name in after:
+                note = found.judge(what, before[name], after[name])
+            change = changed(before.get(name), after.get(name), 0 if kind == "memory" else 2)
+            found.changes.setdefault((place, name), {})[quantity] = change + note
+        if kind != "memory":
+            compare_ratios(found, place, kind, quantity, old, new)
+
+
+def flags(data: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with arms of cgpass: losses that differ, failures."""
+    for model in data.get("results", ()):
+        for name in ours(model["arms"]):
+            entry = model["arms"][name]
+            unequal = not (entry.get("check") or {}).get("equal", True)
+            if entry.get("differs") or unequal:
+                yield f"{title(model)}, {name}: losses differ"
+            if "error" in entry:
+                yield f"{title(model)}, {name}: failed"
+
+
+def compare(old: dict[str, Any], new: dict[str, Any], tolerance: float) -> Comparison:
+    """All models, or depths, that both results have."""
+    kinds = kind(old), kind(new)
+    if kinds[0] != kinds[1] or kinds[0] not in FIGURES:
+        raise ValueError(f"results of different kinds: {kinds[0]} before, {kinds[1]} now")
+    before, after = (FIGURES[kinds[0]](data) for data in (old, new))
+    found = Comparison(tolerance)
+    for place in before | after:
+        if place in before and place in after:
+            compare_place(found, place, kinds[0], before[place], after[place])
+        else:
+            when = "older" if place in before else "newer"
+            found.notes.append(f"{place}: only in the {when} result")
+    known = set(flags(old))
+    found.worse += [flag for flag in flags(new) if flag not in known]
+    return found
+
+
+def describe(data: dict[str, Any]) -> str:
+    """Machine, versions and commit in a few words."""
+    meta = data["meta"]
+    return f"torch {meta['torch']}, {meta['gpu']}, commit {meta['commit'] or '?'}"
+
+
+def table(head: str, rows: Rows) -> list[str]:
+    """A row per model and arm, a column per quantity."""
+    if not rows:
+        return []
+    quantities = list(dict.fromkeys(quantity for cells in rows.values() for quantity in cells))
+    lines = [f"| | {head} | " + " | ".join(quantities) + " |", "|---" * (2 + len(quantities)) + "|"]
+    for names, cells in rows.items():
+        figures = [cells.get(quantity, "-") for quantity in quantities]
+        lines.append("| " + " | ".join([*names, *figures]) + " |")
+    return [*lines, ""]
+
+
+def render(old: dict[str, Any], new: dict[str, Any], found: Comparison) -> str:
+    """The comparison as Markdown."""
+    tolerance = found.tolerance
+    verdict = f"Worse (tolerance {tolerance:g} %), {len(found.worse)}:"
+    if not found.worse:
+        verdict = f"None of {found.judged} figures is worse by more than {tolerance:g} %."
+        if not found.judged:
+            verdict = (
+                "Nothing to judge: no arm of cgpass that both have, with what it is judged by."
+            )
+    lines = [
+        f"Before: {describe(old)}.",
+        f"Now: {describe(new)}.",
+        "",
+        *table("arm, before -> now", found.changes),
+        *table("ratio, before -> now", found.ratios),
+        *found.notes,
+        verdict,
+        *(f"- {what}" for what in found.worse),
+    ]
+    return "\n".join(lines)
+
+
+def against(args: argparse.Namespace, data: dict[str, Any]) -> bool:
+    """Prints how a run compares to the one asked for; whether it is worse, or can't be judged."""
+    if args.compare is None:
+        return False
+    found = compare(args.compare, data, args.tolerance)
+    print(render(args.compare, data, found), flush=True)
+    return bool(found.worse) or not found.judged

@@ -1,0 +1,64 @@
+"""Which figures a plot shows, and how to find them in a plot again; benchlib/drawing.py draws.
+
+A plot holds its figures as JSON in its metadata, so that what it shows can be compared with results where there is
+nothing to draw with.
+"""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+BARS = ("default", "reduce-overhead", "cgpass")
+DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
+
+
+def step_figures(data: dict[str, Any]) -> dict[str, Any]:
+    """Synchronised steps relative to the limit; models without a limit are named."""
+    models: dict[str, dict[str, float]] = {}
+    left_out = []
+    for model in data["results"]:
+        arms = model["arms"]
+        steps = {
+            name: entry["step_ms"]["median"] for name, entry in arms.items() if "step_ms" in entry
+        }
+        title = model.get("title", model["model"])
+        if "limit" not in steps:
+            left_out.append(title)
+            continue
+        models[title] = {
+            name: round(steps[name] / steps["limit"], 2) for name in BARS if name in steps
+        }
+    return {"plot": "steps", "models": models, "without_limit": left_out}
+
+
+def overhead_figures(data: dict[str, Any]) -> dict[str, Any]:
+    """Host microseconds by mode and arm, as pairs of layers and time."""
+    modes: dict[str, dict[str, list[list[float]]]] = {}
+    for row in data["rows"]:
+        for name, microseconds in row["us"].items():
+            lines = modes.setdefault(row["mode"], {})
+            lines.setdefault(name, []).append([row["layers"], microseconds])
+    return {"plot": "overhead", "modes": modes}
+
+
+def figures(data: dict[str, Any]) -> dict[str, Any]:
+    """What the plot of a result shows."""
+    known = {"time": step_figures, "overhead": overhead_figures}
+    if data["kind"] not in known:
+        raise ValueError(f"there is no plot of results of the kind {data['kind']!r}")
+    return known[data["kind"]](data)
+
+
+def shown(path: Path) -> dict[str, Any] | None:
+    """The figures that a plot shows; None if there is no such plot, or it doesn't say."""
+    if not path.exists():
+        return None
+    found = ElementTree.parse(path).getroot().find(f".//{DESCRIPTION}")
+    return None if found is None or not found.text else json.loads(found.text)
+
+
+def draw(path: Path, what: dict[str, Any]) -> None:
+    """Writes a plot; needs matplotlib, which the extra "report" installs."""
+    importlib.import_module("benchlib.drawing").draw(path, what)
