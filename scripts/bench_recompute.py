@@ -162,6 +162,7 @@ SAVINGS: dict[str, Callable[..., Any] | None] = {
     "cgpass.checkpoint": cgpass.checkpoint,
 }
 WAYS = ("eager", "compiled", "captured by hand")
+BLOCKS = 12
 
 
 def blocks_step(way: str, module: nn.Module, x: torch.Tensor) -> Step:
@@ -189,7 +190,7 @@ def blocks_step(way: str, module: nn.Module, x: torch.Tensor) -> Step:
     return graph.replay
 
 
-def measure_memory(depth: int = 12, width: int = 1024) -> list[dict[str, Any]]:
+def measure_memory(depth: int, width: int = 1024) -> list[dict[str, Any]]:
     """Peak bytes above the parameters, their gradients and the input."""
     rows = []
     for way in WAYS:
@@ -230,8 +231,9 @@ def main() -> None:
         "commit": args.commit,
         "command": "python scripts/bench_recompute.py",
         "num_pairs": args.depth,
+        "num_blocks": BLOCKS,
         "pairs": measure_pairs(args.depth, args.rounds),
-        "memory": measure_memory(),
+        "memory": measure_memory(BLOCKS),
     }
     print(json.dumps(results, indent=1))
     if args.json is not None:

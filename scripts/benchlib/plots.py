@@ -53,9 +53,10 @@ def figures(data: dict[str, Any]) -> dict[str, Any]:
 
 def shown(path: Path) -> dict[str, Any] | None:
     """The figures that a plot shows; None if there is no such plot, or it doesn't say."""
-    if not path.exists():
+    try:
+        found = ElementTree.parse(path).getroot().find(f".//{DESCRIPTION}")
+    except (OSError, ElementTree.ParseError):
         return None
-    found = ElementTree.parse(path).getroot().find(f".//{DESCRIPTION}")
     return None if found is None or not found.text else json.loads(found.text)
 
 

@@ -1,0 +1,193 @@
+"""README's section "Measured" from results: the table, and sentences that hold figures.
+
+What there is no result of is not spoken of.
+"""
+
+import re
+import textwrap
+from typing import Any
+
+from benchlib.report import mark, median, number
+
+Results = dict[str, dict[str, Any]]  # part -> what its JSON holds
+ARMS = ("default", "reduce-overhead", "cgpass", "limit")
+LINKS = {
+    "bench": ("benchmark", "md"),
+    "memory": ("memory", "md"),
+    "overhead": ("host time", "md"),
+    "recompute": ("recomputation", "json"),
+    "graphed": ("graphed callables", "json"),
+    "tests": ("tests", "json"),
+}
+
+
+def short(title: str) -> str:
+    """A model's name without its batch."""
+    return title.partition(", ")[0]
+
+
+def listed(names: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
+def span(values: list[float]) -> str:
+    """The smallest and the largest value, once if they look the same."""
+    low, high = number(min(values)), number(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def device(data: dict[str, Any]) -> str:
+    """The GPU's name, as machines are named after it."""
+    meta = data.get("meta", data)
+    return re.sub(r"^(NVIDIA|GeForce)\s+", "", meta.get("gpu") or meta.get("device") or "no GPU")
+
+
+def torch_version(data: dict[str, Any]) -> str:
+    """Major and minor version of torch."""
+    return ".".join(data.get("meta", data)["torch"].split(".")[:2])
+
+
+def step_table(bench: dict[str, Any]) -> str:
+    """Milliseconds of a synchronised step, a row per model."""
+    rows = ["| | " + " | ".join(ARMS) + " |", "|---" * (len(ARMS) + 1) + "|"]
+    for model in bench["results"]:
+        cells = []
+        for name in ARMS:
+            entry = model["arms"].get(name, {})
+            differs = " (losses differ)" if "losses differ" in mark(name, entry) else ""
+            cells.append(number(median(entry, "step_ms")) + differs)
+        rows.append("| " + " | ".join([model.get("title", model["model"]), *cells]) + " |")
+    return "\n".join(rows)
+
+
+def losses(bench: dict[str, Any]) -> str:
+    """Whose losses were compared with those without graphs, and how they came out."""
+    checked, deterministic, unequal, unchecked = [], [], [], []
+    for model in bench["results"]:
+        name = short(model.get("title", model["model"]))
+        found = model["arms"].get("cgpass", {}).get("check")
+        if found is None:
+            unchecked.append(name)
+            continue
+        (checked if found["equal"] else unequal).append(name)
+        if found["deterministic"]:
+            deterministic.append(name)
+    if not checked:
+        return ""
+    text = "Losses are bitwise those of the same kernels without graphs"
+    if deterministic:
+        text += f" ({listed(deterministic)}: under deterministic algorithms)"
+    if unequal:
+        text += f", but not those of {listed(unequal)}"
+    if unchecked:
+        text += f"; not compared: {listed(unchecked)}"
+    return text + "."
+
+
+def memory(found: dict[str, Any]) -> str:
+    """Peak memory relative to default; models that are not captured whole by themselves."""
+    whole, others = [], []
+    for model in found["results"]:
+        ours, default = (model["arms"].get(name, {}) for name in ("cgpass", "default"))
+        if "peak_reserved_bytes" not in ours or "peak_reserved_bytes" not in default:
+            continue
+        ratio = ours["peak_reserved_bytes"] / default["peak_reserved_bytes"]
+        counters = ours.get("warmup_counters", {})
+        eager = counters.get("partitions_eager", 0)
+        if not eager:
+            whole.append(ratio)
+            continue
+        parts = eager + counters["partitions_captured"]
+        name = short(model.get("title", model["model"]))
+        others.append(f"{ratio:.2f} times on {name}, whose step is {parts} partitions")
+    said = [f"{span(whole)} times that of plain `torch.compile`"] if whole else []
+    said += others
+    if not said:
+        return ""
+    if not whole:
+        said[0] = said[0].replace(" times", " times that of plain `torch.compile`", 1)
+    return "Peak reserved memory is " + ", and ".join(said) + "."
+
+
+def recompute(found: dict[str, Any]) -> str:
+    """What recomputed random operators cost, and what checkpoints save."""
+    names = ("cgpass-inductor", "cgpass-inductor-paired", "reduce-overhead")
+    exact, paired, rival = (number(found["pairs"][n]["random_ms"]["step_ms"], 1) for n in names)
+    saved = {
+        row["checkpoint"]: row["activation_mib"]
+        for row in found["memory"]
+        if row["way"] == "compiled"
+    }
+    blocks = found.get("num_blocks", 12)  # results from before it was noted
+    return (
+        f"{found['num_pairs']} random operators that are recomputed add {exact} ms to a step with "
+        f'`rng="exact"` and {paired} ms with `"paired"`, against {rival} ms in reduce-overhead; '
+        f"checkpoints bring a compiled stack of {blocks} blocks from {saved['none']:.0f} to "
+        f"{saved['cgpass.checkpoint']:.0f} MiB of activations."
+    )
+
+
+def graphed(found: dict[str, Any]) -> str:
+    """Host time of callables graphed by hand."""
+    ratio = number(found["ratio_to_torch"]["cleared"]["both"])
+    return (
+        f"A small layer graphed by hand takes {ratio} times the host time of "
+        "`torch.cuda.make_graphed_callables` (forward and backward, gradients cleared)."
+    )
+
+
+def overhead(found: dict[str, Any]) -> str:
+    """Host time of a call of the deepest stack."""
+    layers = max(row["layers"] for row in found["rows"])
+    said = []
+    for row in found["rows"]:
+        us = row["us"]
+        if row["layers"] != layers or "cgpass" not in us:
+            continue
+        more = []
+        if row["mode"] == "training" and "cgpass-direct" in us:
+            more.append(f'{us["cgpass-direct"]:.0f} with `parameter_grads="direct"`')
+        more += [f"{us[n]:.0f} in {n}" for n in ("reduce-overhead", "default") if n in us]
+        against = f" ({', '.join(more)})" if more else ""
+        said.append(f"{row['mode']} {us['cgpass']:.0f} us{against}")
+    if not said:
+        return ""
+    what = f"Host time of a call of {layers} small layers, {4 * layers} parameters: "
+    return what + "; ".join(said) + "."
+
+
+def links(results: Results, machine: str) -> str:
+    """Where all figures are, and of which commit."""
+    said = [
+        f"[{text}](docs/results/{part}-{machine}.{ending}) "
+        f"({results[part].get('meta', results[part])['commit']})"
+        for part, (text, ending) in LINKS.items()
+        if part in results
+    ]
+    return (
+        "All figures, with machine, versions and command, by the commit that was measured: "
+        + ", ".join(said)
+        + "."
+    )
+
+
+def section(results: Results, machine: str) -> str:
+    """All of it as Markdown; `machine` ends the names of the files."""
+    bench = results["bench"]
+    head = (
+        f"One {device(bench)}, torch {torch_version(bench)}, milliseconds of a synchronised "
+        "training step (forward, backward, fused AdamW; bf16 autocast), all arms in one process:"
+    )
+    sayers = {"memory": memory, "recompute": recompute, "graphed": graphed, "overhead": overhead}
+    said = ['"limit" is one graph of Inductor\'s kernels captured by hand.', losses(bench)]
+    said += [say(results[part]) for part, say in sayers.items() if part in results]
+    said.append(links(results, machine))
+    steps = f"![Step time relative to the limit](docs/results/steps-{machine}.svg)"
+    blocks = [fill(head), step_table(bench), steps, fill(" ".join(filter(None, said)))]
+    if "overhead" in results:
+        blocks.append(f"![Host time over layers](docs/results/overhead-{machine}.svg)")
+    return "\n\n".join(blocks) + "\n"
+
+
+def fill(text: str) -> str:
+    return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,149 @@
+"""Results as they are kept: recognised, merged over runs of one commit, without places on a machine."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchlib.measured import Results, device, torch_version
+from benchlib.report import command_text
+
+KINDS = {"time": "bench", "memory": "memory", "overhead": "overhead"}
+# A path from the root of a file system, in the middle of any text.
+PATH = re.compile(r"(?<![\w.:/~-])(?:~|\.\.)?/(?:[\w.+@-]+/)+(?=[\w.+@-])")
+
+
+def part(data: Any) -> str | None:
+    """What a JSON holds results of, if it is any."""
+    if not isinstance(data, dict):
+        return None
+    if "kind" in data:
+        return KINDS.get(data["kind"])
+    if "pairs" in data:
+        return "recompute"
+    return "graphed" if "ratio_to_torch" in data else data.get("part")
+
+
+def machine(data: dict[str, Any]) -> str:
+    """How files are named after the device and torch: h200-torch2.11."""
+    name = re.sub(r"[^\w.]+", "-", device(data)).strip("-").lower()
+    return f"{name}-torch{torch_version(data)}"
+
+
+def facts(data: dict[str, Any]) -> dict[str, Any]:
+    """Where commit and command stand."""
+    return data.get("meta", data)
+
+
+def without_paths(value: Any) -> Any:
+    """The same with files by their names, in every text."""
+    if isinstance(value, dict):
+        return {key: without_paths(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [without_paths(each) for each in value]
+    return PATH.sub("", value) if isinstance(value, str) else value
+
+
+def found_in(places: list[Path]) -> dict[str, list[dict[str, Any]]]:
+    """The results in files and folders, by part."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for place in places:
+        for path in sorted(place.glob("*.json")) if place.is_dir() else [place]:
+            data = json.loads(path.read_text())
+            name = part(data)
+            if name is None:
+                print(f"left out, no results: {path.name}")
+                continue
+            if data.get("ok") is False:
+                raise SystemExit(f"{path}: its tests failed")
+            if "device" not in data and not facts(data).get("gpu"):
+                raise SystemExit(f"{path}: measured without a GPU")
+            found.setdefault(name, []).append(data)
+    if not found:
+        raise SystemExit(f"no results in {', '.join(map(str, places))}")
+    return found
+
+
+def one_commit(runs: list[dict[str, Any]], given: str) -> str:
+    """The commit of all runs; `given` where they don't say."""
+    known = {facts(data).get("commit") or given for data in runs}
+    if "" in known:
+        raise SystemExit("results that don't say of which commit: give --commit")
+    short = sorted({commit[:7] for commit in (*known, given) if commit})
+    if len(short) > 1:
+        raise SystemExit(f"results of different commits: {', '.join(short)}")
+    return short[0]
+
+
+def without_failed(entries: list[dict[str, Any]], name: Callable[[Any], Any]) -> dict[Any, Any]:
+    """Entries by name; of two, the one that was not stopped by an error."""
+    joined: dict[Any, dict[str, Any]] = {}
+    for entry in entries:
+        known = joined.get(name(entry))
+        if known is None or "error" in known:
+            joined[name(entry)] = entry
+        elif "error" not in entry:
+            raise SystemExit(f"measured in two of the results: {name(entry)}")
+    return joined
+
+
+def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """One result of several of the same part, machine and commit, by model or by mode and layers."""
+    first = runs[0]
+    if len(runs) == 1:
+        return first
+    if "meta" not in first:
+        raise SystemExit(f"{part(first)}: more than one result, which can't be merged")
+    for key in ("torch", "gpu", "driver"):
+        values = sorted({facts(data)[key] for data in runs})
+        if len(values) > 1:
+            raise SystemExit(f"results of different machines: {key} {', '.join(values)}")
+    entries = "rows" if "rows" in first else "results"
+    name = (lambda e: (e["mode"], e["layers"])) if entries == "rows" else (lambda e: e["model"])
+    joined = without_failed([entry for data in runs for entry in data[entries]], name)
+    commands = dict.fromkeys(facts(data)["command"] for data in runs)
+    meta = first["meta"] | {
+        "command": " && ".join(commands),
+        "time": min(facts(data)["time"] for data in runs),
+    }
+    if all("seconds" in facts(data) for data in runs):
+        meta["seconds"] = round(sum(facts(data)["seconds"] for data in runs), 1)
+    rest = {job for data in runs for job in data.get("left_out", ())}
+    rest = {job for job in rest if job.split(".")[0] not in joined}
+    left_out = {"left_out": sorted(rest)} if rest else {}
+    kept = {key: value for key, value in first.items() if key != "left_out"}
+    return kept | {"meta": meta, entries: list(joined.values())} | left_out
+
+
+def taken(places: list[Path], given: str) -> Results:
+    """Results ready to be kept, by part."""
+    found = found_in(places)
+    commit = one_commit([data for runs in found.values() for data in runs], given)
+    results = {}
+    for name, runs in found.items():
+        data = merged(runs)
+        noted = facts(data)
+        noted["commit"] = commit
+        if "command" in noted:
+            noted["command"] = command_text(noted["command"])
+        results[name] = without_paths(data)
+    names = {machine(data) for data in results.values()}
+    if len(names) > 1:
+        raise SystemExit(f"results of different machines: {', '.join(sorted(names))}")
+    return results
+
+
+def store(results: Results, directory: Path) -> list[Path]:
+    """Writes them, and says which files; models stay in the order that an older result has."""
+    paths = []
+    for name, data in results.items():
+        path = directory / f"{name}-{machine(data)}.json"
+        if path.exists() and "results" in data and "meta" in data:
+            old = [model["model"] for model in json.loads(path.read_text())["results"]]
+            data["results"].sort(
+                key=lambda m: old.index(m["model"]) if m["model"] in old else len(old)
+            )
+        path.write_text(json.dumps(data, indent=1) + "\n")
+        paths.append(path)
+    return paths

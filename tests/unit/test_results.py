@@ -1,0 +1,248 @@
+"""What documents show of results: in step with them, and made from nothing else."""
+
+import copy
+import json
+import shutil
+
+import pytest
+import results
+from benchlib import measured, plots, report, taking
+
+MACHINE = "h200-torch2.11"
+META = {
+    "torch": "2.11.0+cu130",
+    "gpu": "NVIDIA H200",
+    "driver": "580",
+    "commit": "1234567890abcdef",
+    "command": "python /root/checkout/scripts/bench.py --budget 510 --out /root/out/bench.json",
+    "time": "2026-01-02 03:04:05",
+    "seconds": 10.0,
+}
+
+
+def model(name, ms, title=None, **more):
+    arms = {arm: {"step_ms": {"median": value}} for arm, value in ms.items()}
+    return {"model": name, "title": title or f"{name}, B2", "arms": arms} | more
+
+
+def bench(*models, **meta):
+    return {"kind": "time", "meta": META | meta, "results": list(models)}
+
+
+def overhead(**meta):
+    us = {"default": 90.0, "reduce-overhead": 40.0, "cgpass": 30.0, "cgpass-direct": 20.4}
+    rows = [
+        {"layers": layers, "mode": mode, "us": us, "stages": {"cgpass": {"guards": 5.0}}}
+        for layers in (1, 100)
+        for mode in ("inference", "training")
+    ]
+    return {"kind": "overhead", "meta": META | meta, "rows": rows}
+
+
+STEPS = {"default": 8.0, "reduce-overhead": 4.0, "cgpass": 3.0, "limit": 2.0}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the results that are kept, and of README."""
+    directory = tmp_path / "results"
+    shutil.copytree(results.RESULTS, directory)
+    readme = tmp_path / "README.md"
+    shutil.copy(results.README, readme)
+    return directory, readme
+
+
+def test_documents_are_in_step(capsys):
+    assert (results.main(["--check"]), capsys.readouterr().err) == (0, "")
+
+
+def test_what_is_out_of_step_is_named(folder):
+    directory, readme = folder
+    path = directory / f"bench-{MACHINE}.json"
+    data = json.loads(path.read_text())
+    data["results"][0]["arms"]["cgpass"]["step_ms"]["median"] *= 2
+    path.write_text(json.dumps(data))
+    (directory / "steps-old.svg").write_text("<svg/>")
+    (directory / f"memory-{MACHINE}.md").write_text("in /home/somebody/out/x.json")
+    again = "run scripts/results.py --write"
+    assert results.problems(directory, readme) == [
+        f"bench-{MACHINE}.md is out of step: {again}",
+        f"memory-{MACHINE}.md is out of step: {again}",
+        f"README.md is out of step: {again}",
+        f"steps-{MACHINE}.svg shows other figures than the results: {again}",
+        f"memory-{MACHINE}.md names a place on a machine: /home/somebody/out/",
+        "steps-old.svg is of no result: remove it",
+    ]
+
+
+def test_texts_are_written_where_nothing_can_draw(folder, monkeypatch, capsys):
+    directory, readme = folder
+    for path in directory.glob("*.md"):
+        path.unlink()
+    (directory / f"steps-{MACHINE}.svg").write_text("no plot")
+    readme.write_text(readme.read_text().replace("| 4.38 |", "| 4.37 |"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert results.write(directory, readme) == 1
+    assert f"not drawn: steps-{MACHINE}.svg; needs pip install" in capsys.readouterr().err
+    assert readme.read_text() == results.README.read_text()
+    assert len(results.problems(directory, readme)) == 1
+
+
+def test_a_file_that_is_named_after_another_machine(folder):
+    directory, readme = folder
+    (directory / f"bench-{MACHINE}.json").rename(directory / "bench-b200-torch2.11.json")
+    with pytest.raises(SystemExit, match="holds results of bench on h200"):
+        results.problems(directory, readme)
+
+
+def test_plots_show_their_figures(tmp_path):
+    pytest.importorskip("matplotlib")
+    of_steps = bench(model("small", STEPS), model("loose", {"cgpass": 3.0}))
+    for data in (of_steps, overhead()):
+        path = tmp_path / "plot.svg"
+        plots.draw(path, plots.figures(data))
+        first = path.read_text()
+        assert plots.shown(path) == plots.figures(data)
+        plots.draw(path, plots.figures(data))
+        assert path.read_text() == first
+
+
+def test_bars_are_relative_to_the_limit():
+    found = plots.figures(bench(model("small", STEPS), model("loose", {"cgpass": 3.0})))
+    assert found["models"] == {"small, B2": {"default": 4.0, "reduce-overhead": 2.0, "cgpass": 1.5}}
+    assert found["without_limit"] == ["loose, B2"]
+    with pytest.raises(ValueError, match="no plot of results of the kind 'memory'"):
+        plots.figures({"kind": "memory"})
+
+
+def test_sentences_about_losses():
+    models = [model(name, STEPS) for name in ("one", "two", "three", "four")]
+    for each, equal, deterministic in zip(models, (1, 1, 0), (0, 1, 0), strict=False):
+        each["arms"]["cgpass"]["check"] = {"equal": equal, "deterministic": deterministic}
+    assert measured.losses(bench(*models)) == (
+        "Losses are bitwise those of the same kernels without graphs (two: under deterministic "
+        "algorithms), but not those of three; not compared: four."
+    )
+    models[2]["arms"]["cgpass"]["differs"] = True
+    row = measured.step_table(bench(*models)).splitlines()[4]
+    assert row == "| three, B2 | 8.00 | 4.00 | 3.00 (losses differ) | 2.00 |"
+
+
+def test_sentences_about_memory():
+    def of(name, ratio, eager):
+        counters = {"partitions_captured": 3, "partitions_eager": eager}
+        ours = {"peak_reserved_bytes": 1000 * ratio, "warmup_counters": counters}
+        return model(name, {}) | {
+            "arms": {"default": {"peak_reserved_bytes": 1000}, "cgpass": ours}
+        }
+
+    whole, parts = [of("one", 1.0, 0), of("two", 1.1, 0)], [of("three", 1.5, 2)]
+    begin = "Peak reserved memory is "
+    plain = "times that of plain `torch.compile`"
+    assert measured.memory({"results": whole}) == f"{begin}1.00 to 1.10 {plain}."
+    assert measured.memory({"results": whole[:1] + parts}) == (
+        f"{begin}1.00 {plain}, and 1.50 times on three, whose step is 5 partitions."
+    )
+    assert measured.memory({"results": parts}) == (
+        f"{begin}1.50 {plain} on three, whose step is 5 partitions."
+    )
+    assert measured.memory({"results": [model("none", {})]}) == ""
+
+
+def test_a_section_without_and_with_host_time():
+    found = {"bench": bench(model("small", STEPS))}
+    without = measured.section(found, MACHINE)
+    assert "Host time" not in without
+    assert "memory" not in without
+    assert f"[benchmark](docs/results/bench-{MACHINE}.md)" in without
+    text = " ".join(measured.section(found | {"overhead": overhead()}, MACHINE).split())
+    assert (
+        "Host time of a call of 100 small layers, 400 parameters: inference 30 us (40 in "
+        'reduce-overhead, 90 in default); training 30 us (20 with `parameter_grads="direct"`, 40 '
+        "in reduce-overhead, 90 in default)."
+    ) in text
+    assert text.endswith(f"![Host time over layers](docs/results/overhead-{MACHINE}.svg)")
+    assert "| training | 100 | 90.0 | 40.0 | 30.0 | 20.4 |" in report.render(overhead())
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (META["command"], "python scripts/bench.py --budget 510 --out bench.json"),
+        ("python scripts/x.py --json=/tmp/a/b.json", "python scripts/x.py --json=b.json"),
+        ("python scripts/x.py --out ../o/b.json", "python scripts/x.py --out b.json"),
+        (
+            "python a.py --n 1 && python a.py --out o/b",
+            "python a.py --n 1 && python a.py --out o/b",
+        ),
+    ],
+)
+def test_commands_name_no_places(command, expected):
+    assert report.command_text(command) == expected
+
+
+def put(folder, name, data):
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(json.dumps(data))
+
+
+def test_results_of_one_commit_are_merged_by_model(tmp_path):
+    lost = model("b", {}, error="the process ended in /usr/lib/python3/site-packages/torch/x.py")
+    put(tmp_path / "one", "bench.json", bench(model("a", STEPS), lost) | {"left_out": ["c", "d"]})
+    later = bench(
+        model("c", STEPS), model("b", STEPS), commit="1234567", time="2026-01-02 04:00:00"
+    )
+    put(tmp_path / "two", "bench.json", later)
+    put(tmp_path / "two", "overhead.json", overhead())
+    put(tmp_path / "two", "notes.json", [1])
+    found = taking.taken([tmp_path / "one", tmp_path / "two"], "")
+    assert list(found) == ["bench", "overhead"]
+    data = found["bench"]
+    assert [each["model"] for each in data["results"]] == ["a", "b", "c"]
+    assert "error" not in data["results"][1]
+    assert data["left_out"] == ["d"]
+    assert data["meta"]["commit"] == "1234567"
+    assert data["meta"]["command"] == "python scripts/bench.py --budget 510 --out bench.json"
+    assert (data["meta"]["seconds"], data["meta"]["time"]) == (20.0, META["time"])
+
+
+def test_what_is_kept_is_in_the_order_of_what_was(tmp_path):
+    taking.store({"bench": bench(model("b", STEPS), model("a", STEPS))}, tmp_path)
+    new = bench(*(model(name, STEPS) for name in "cab"))
+    (path,) = taking.store({"bench": new}, tmp_path)
+    assert path.name == f"bench-{MACHINE}.json"
+    assert [each["model"] for each in json.loads(path.read_text())["results"]] == ["b", "a", "c"]
+
+
+def test_places_in_errors_are_left_out(tmp_path):
+    lost = model(
+        "b", {}, error="File /usr/lib/torch/x.py: captured/eager, and/or, https://a.org/b/c"
+    )
+    put(tmp_path, "bench.json", bench(lost))
+    (kept,) = taking.taken([tmp_path], "")["bench"]["results"]
+    assert kept["error"] == "File x.py: captured/eager, and/or, https://a.org/b/c"
+
+
+@pytest.mark.parametrize(
+    ("second", "commit", "message"),
+    [
+        (bench(model("b", STEPS), commit="7654321"), "", "different commits: 1234567, 7654321"),
+        (bench(model("b", STEPS)), "7654321", "different commits: 1234567, 7654321"),
+        (bench(model("b", STEPS), commit=""), "", "give --commit"),
+        (bench(model("a", STEPS)), "", "measured in two of the results: a"),
+        (bench(model("b", STEPS), gpu="NVIDIA B200"), "", "different machines: gpu NVIDIA B200"),
+        (overhead(gpu="cpu") | {"meta": META | {"gpu": None}}, "", "measured without a GPU"),
+        (overhead(torch="2.12.0"), "", "different machines: h200-torch2.11, h200-torch2.12"),
+        ({"part": "tests", "ok": False, "gpu": "NVIDIA H200"}, "", "its tests failed"),
+    ],
+)
+def test_results_that_are_refused(tmp_path, second, commit, message):
+    put(tmp_path, "1.json", bench(model("a", STEPS)))
+    put(tmp_path, "2.json", copy.deepcopy(second))
+    with pytest.raises(SystemExit, match=message):
+        taking.taken([tmp_path], commit)
+
+
+def test_a_commit_for_results_that_do_not_say_it(tmp_path):
+    put(tmp_path, "1.json", {"ratio_to_torch": {}, "device": "NVIDIA H200", "torch": "2.11.0"})
+    assert taking.taken([tmp_path], "1234567890")["graphed"]["commit"] == "1234567"
