@@ -13,7 +13,6 @@ import argparse
 import copy
 import gc
 import json
-import platform
 import statistics
 import sys
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchlib import meta
 from torch import nn
 from torch.nn import functional as F
 
@@ -172,9 +172,7 @@ def main() -> None:
     gc.disable()
     results = run(arms, x, given.rounds, given.calls)
     document = {
-        "command": " ".join(["python", *sys.argv]),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        **meta.describe(device.type),
         "device": torch.cuda.get_device_name(device) if cuda else "cpu (simulated driver)",
         "rounds": given.rounds,
         "calls": given.calls,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchlib import meta
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -222,14 +223,10 @@ def main() -> None:
     )
     parser.add_argument("--depth", type=int, default=48, help="checkpointed attentions")
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--commit", default="", help="noted in the results")
     parser.add_argument("--json", type=Path, help="file for the results")
     args = parser.parse_args()
     results = {
-        "torch": torch.__version__,
-        "gpu": torch.cuda.get_device_name(),
-        "commit": args.commit,
-        "command": "python scripts/bench_recompute.py",
+        **meta.describe(DEVICE.type),
         "num_pairs": args.depth,
         "num_blocks": BLOCKS,
         "pairs": measure_pairs(args.depth, args.rounds),

@@ -1,19 +1,25 @@
 #!/usr/bin/env bash
 # Checks and measures cgpass on a machine with a CUDA device; one JSON per part into a folder.
 #
-#   bash scripts/gpu_check.sh --part tests|bench|memory|overhead|dist [--out DIR] [-- extra arguments]
+#   bash scripts/gpu_check.sh --part PART [--out DIR] [-- extra arguments]
 #
 #   tests   the GPU tests, in parallel over one shared compile cache; extra arguments go to pytest
 #   bench   step times of all models and arms, captured and total kernels; extra go to bench.py
 #   memory  peak memory and compile time, one process per arm; extra arguments go to bench.py
 #   overhead  host time of calls of stacks of small layers; extra arguments go to bench_overhead.py
+#   graphed  host time of callables graphed by hand; extra arguments go to bench_graphed.py
+#   recompute  what recomputed random operators cost and checkpoints save; extra go to bench_recompute.py
 #   dist    the tests that need several devices; with one device says so
 #
+# `python scripts/results.py --take DIR` keeps all of it in docs/results and brings README in step. With
+# `-- --compare OLD.json` bench, memory and overhead fail where cgpass got worse than in an older result.
+#
 # Each part takes less than nine minutes. PYTHON names the interpreter (python3), WORKERS the number of processes (8),
-# LIMIT the seconds after which tests are interrupted (520); what failed by then is reported.
+# LIMIT the seconds after which tests are interrupted (520); what failed by then is reported. BENCH_COMMIT names the
+# commit where the sources are a copy without history.
 set -u -o pipefail
 
-usage() { sed -n '2,13s/^# \{0,1\}//p' "$0"; }
+usage() { sed -n '2,19s/^# \{0,1\}//p' "$0"; }
 
 part="" out="gpu-check" workers="${WORKERS:-8}" limit="${LIMIT:-520}"
 while [ $# -gt 0 ]; do
@@ -112,6 +118,10 @@ case "$part" in
     flags=(--json "$out/overhead.json" --markdown "$out/overhead.md")
     timeout --signal=INT --kill-after=15 535 "$python" scripts/bench_overhead.py "${flags[@]}" "$@" \
       2>&1 | tee "$out/overhead.log"
+    ;;
+  graphed | recompute)
+    timeout --signal=INT --kill-after=15 535 "$python" "scripts/bench_$part.py" \
+      --json "$out/$part.json" "$@" 2>&1 | tee "$out/$part.log"
     ;;
   *)
     echo "unknown part: '$part'" >&2

@@ -50,14 +50,17 @@ def found_in(places: list[Path]) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for place in places:
         for path in sorted(place.glob("*.json")) if place.is_dir() else [place]:
-            data = json.loads(path.read_text())
+            try:
+                data = json.loads(path.read_text())
+            except (OSError, ValueError) as error:
+                raise SystemExit(f"{path}: {error}") from error
             name = part(data)
             if name is None:
                 print(f"left out, no results: {path.name}")
                 continue
             if data.get("ok") is False:
                 raise SystemExit(f"{path}: its tests failed")
-            if "device" not in data and not facts(data).get("gpu"):
+            if device(data).split()[0] in ("no", "cpu"):
                 raise SystemExit(f"{path}: measured without a GPU")
             found.setdefault(name, []).append(data)
     if not found:
