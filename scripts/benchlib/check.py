@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 import time
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchlib import meta
 
 KNOWN_SKIPS = (
     r"needs \d+ CUDA device\(s\), found \d+",
@@ -74,7 +75,7 @@ def summarise(part: str, status: int, cases: list[dict[str, Any]]) -> dict[str, 
         "part": part,
         "ok": ok,
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "commit": os.environ.get("BENCH_COMMIT", ""),
+        "commit": meta.commit(),
         "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name(0) if cuda else None,
         "gpus": torch.cuda.device_count() if cuda else 0,

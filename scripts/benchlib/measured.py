@@ -18,6 +18,7 @@ LINKS = {
     "recompute": ("recomputation", "json"),
     "graphed": ("graphed callables", "json"),
     "tests": ("tests", "json"),
+    "dist": ("tests on several devices", "json"),
 }
 
 

@@ -195,6 +195,7 @@ def test_results_of_one_commit_are_merged_by_model(tmp_path):
     put(tmp_path / "two", "bench.json", later)
     put(tmp_path / "two", "overhead.json", overhead())
     put(tmp_path / "two", "notes.json", [1])
+    put(tmp_path / "two", "dist.json", {"part": "dist", "ok": True, "passed": 0})
     found = taking.taken([tmp_path / "one", tmp_path / "two"], "")
     assert list(found) == ["bench", "overhead"]
     data = found["bench"]
