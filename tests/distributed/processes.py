@@ -15,24 +15,28 @@ from torch.distributed.device_mesh import init_device_mesh
 import cgpass
 from tests.distributed.programs import PROGRAMS, World
 
-TIMEOUT_S = 240
+TIMEOUT_S = 150
 
 
-def run_all(world_size, device_type, compiler, directory):
-    """Results of every program, with and without graphs, by rank and name.
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def run_all(world_size, device_type, compiler, names, directory):
+    """Results of programs, with and without graphs, by rank and name.
 
     Args:
         world_size: Processes.
         device_type: "cpu" (gloo, simulated graphs) or "cuda" (NCCL).
         compiler: As the option.
+        names: Of the programs.
         directory: Where they are written.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     context = torch.multiprocessing.start_processes(
         _process,
-        (world_size, device_type, compiler, str(directory), port),
+        (world_size, device_type, compiler, names, str(directory), free_port()),
         nprocs=world_size,
         join=False,
         start_method="fork" if device_type == "cpu" else "spawn",
@@ -52,14 +56,14 @@ def run_all(world_size, device_type, compiler, directory):
     return [{**each, "ended": ended} for each in found]
 
 
-def _process(rank, world_size, device_type, compiler, directory, port):
-    names = {
+def _process(rank, world_size, device_type, compiler, names, directory, port):
+    place = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "RANK": rank,
         "WORLD_SIZE": world_size,
     }
-    os.environ.update({name: str(value) for name, value in names.items()})
+    os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -75,9 +79,11 @@ def _process(rank, world_size, device_type, compiler, directory, port):
             json.dump(found, file)
 
     driver = "simulated" if device_type == "cpu" else "cuda"
-    for name, program in PROGRAMS.items():
+    for name in names:
         try:
-            found[name] = _both_ways(program, World(mesh, device, {"compiler": compiler}), driver)
+            found[name] = _both_ways(
+                PROGRAMS[name], World(mesh, device, {"compiler": compiler}), driver
+            )
         except Exception:
             found[name] = {"error": traceback.format_exc()}
             break  # the other one may wait for this one

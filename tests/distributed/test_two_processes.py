@@ -1,32 +1,40 @@
 """Training on two devices is bitwise that without graphs, whatever communicates and where."""
 
+import functools
+
 import pytest
 
 from tests.distributed.processes import run_all
 from tests.distributed.programs import PROGRAMS
 
-SETTINGS = [
-    pytest.param(("cpu", "eager"), id="gloo-eager"),
-    *(
-        pytest.param(
-            ("cuda", compiler),
-            marks=[pytest.mark.gpu, pytest.mark.multigpu(2)],
-            id=f"nccl-{compiler}",
-        )
-        for compiler in ("eager", "inductor")
-    ),
-]
+ON_CUDA = [pytest.mark.gpu, pytest.mark.multigpu(2)]
+OF_INDUCTOR = ("tensor_parallel", "simple_fsdp", "fsdp_blocks", "data_parallel", "waits_elsewhere")
+SETTINGS = {
+    "gloo-eager": ("cpu", "eager", tuple(PROGRAMS)),
+    "nccl-eager": ("cuda", "eager", tuple(PROGRAMS)),
+    "nccl-inductor": ("cuda", "inductor", OF_INDUCTOR),
+}
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
-def found(request, tmp_path_factory):
-    device, compiler = request.param
-    return run_all(2, device, compiler, tmp_path_factory.mktemp("ranks"))
+def marked(setting, *name):
+    return pytest.param(setting, *name, marks=ON_CUDA if setting.startswith("nccl") else [])
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_the_same_numbers(found, name):
-    for rank, results in enumerate(found):
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Results of a setting, made once."""
+    return functools.cache(
+        lambda setting: run_all(2, *SETTINGS[setting], tmp_path_factory.mktemp(setting))
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [marked(setting, name) for setting, (*_, names) in SETTINGS.items() for name in names],
+)
+def test_the_same_numbers(found, setting, name):
+    for rank, results in enumerate(found(setting)):
+        assert name in results, f"rank {rank} did not get there: {results}"
         assert "error" not in results[name], results[name]["error"]
         counters = results[name]["counters"]
         assert results[name]["differ"] == 0, (rank, counters)
@@ -38,5 +46,6 @@ def test_the_same_numbers(found, name):
             assert counters["skips"] == counters["partitions_eager"] == between, (rank, counters)
 
 
-def test_process_groups_end_while_graphs_are_alive(found):
-    assert all(results.get("destroyed") and results["ended"] for results in found)
+@pytest.mark.parametrize("setting", map(marked, SETTINGS))
+def test_process_groups_end_while_graphs_are_alive(found, setting):
+    assert all(results.get("destroyed") and results["ended"] for results in found(setting))
