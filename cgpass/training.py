@@ -131,8 +131,7 @@ class TrainingCall:
         saved.clear()
         grads.clear()
         del tangents
-        found = _run(self._backward, args)
-        return _torch.only_once(found, DoubleBackwardError) if torch.is_grad_enabled() else found
+        return _run(self._backward, args)
 
 
 def _run(fn: Boxed, args: list[Any]) -> Sequence[Any]:
@@ -143,8 +142,10 @@ def _run(fn: Boxed, args: list[Any]) -> Sequence[Any]:
 
 @_torch.outside_dynamo
 def _run_backward(
-    rest: tuple[TrainingCall, list[Any]], saved: list[Any], grads: list[Any]
+    rest: tuple[TrainingCall, list[Any]], saved: list[Any] | None, grads: list[Any] | None
 ) -> Sequence[Any]:
     """See `node.Attach`. A backward may be called in what Dynamo runs, and would be traced."""
+    if saved is None or grads is None:
+        raise DoubleBackwardError
     call, numbers = rest
     return call.run_backward(numbers, saved, grads)

@@ -18,7 +18,6 @@ from cgpass.graphed.pending import Aside
 from cgpass.graphed.statics import MemberGoneError, Statics
 from cgpass.graphed.values import InputMemory, OutputStructure, give_up_samples
 from cgpass.graphed.versions import ReadByBackward, Versions
-from cgpass.recompute.inputs import anchor
 from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime.placeholders import Placeholder
 from cgpass.runtime.recording import Recording
@@ -79,6 +78,9 @@ class RecordedPass:
         self._without_grad = [
             i for i in range(len(self.structure.tensors)) if i not in self.outputs_with_grad
         ]
+        read = [n for n, i in enumerate(self.outputs_read) if i in self.outputs_with_grad]
+        self.link = read[0] if read else -1
+        """Among what a call saves: a result with a gradient. See Note [Gradients of gradients]."""
 
     # ---- forward
 
@@ -90,7 +92,7 @@ class RecordedPass:
         wanted = [_torch.unwrap_if_dead(tensors[i]) for i in self.wanted_inputs]
         wanted += map(statics.__getitem__, self.wanted_statics)
         outputs: Any = _apply(Call(self, tensors, statics), *wanted)
-        return self.structure.build(outputs)
+        return self.structure.build(outputs if self.link >= 0 else outputs[:-1])
 
     def run_forward(
         self, tensors: list[torch.Tensor], statics: list[torch.Tensor]
@@ -262,9 +264,8 @@ class Call:
     def forward(self, ctx: Any) -> tuple[torch.Tensor, ...]:
         """Run it."""
         recorded = self.recorded
-        assert self._tensors is not None
-        tensors, statics = self._tensors, self.statics
-        self._tensors = None
+        (tensors, statics), self._tensors = (self._tensors, self.statics), None
+        assert tensors is not None
         with recorded.group.owner.lock:
             if recorded.recomputes:
                 self._position = recorded.states.position()
@@ -272,10 +273,14 @@ class Call:
             if True in ctx.needs_input_grad:
                 recorded.pending.add(self)
                 self._versions = recorded.read.versions(statics)
-        if recorded.outputs_read:
-            ctx.save_for_backward(*[outputs[i] for i in recorded.outputs_read])
         if recorded._without_grad:
             ctx.mark_non_differentiable(*[outputs[i] for i in recorded._without_grad])
+        saved = [outputs[i] for i in recorded.outputs_read]
+        if recorded.link < 0:
+            link = torch.empty(0)
+            outputs.append(link)
+            saved.append(link)
+        ctx.save_for_backward(*saved)
         return tuple(outputs)
 
     def put_aside(self) -> None:
@@ -312,9 +317,7 @@ class Call:
             if recorded.weight_grads is not None and recorded.backward is not None:
                 recorded.due_weight_grads.append(self)
                 self.recorded.pending.remove(self)
-                self.first = (
-                    recorded.backward.birth
-                )  # what is needed now was made by the backward, too
+                self.first = recorded.backward.birth  # which made what is needed now, too
                 self.recorded.pending.add(self)
             else:
                 self.settle()
@@ -358,14 +361,15 @@ class _Graphed(torch.autograd.Function):
         if all(grad is None for grad in grad_outputs):
             call.settle()
             return (None, *call.recorded.no_gradients)
-        if call.recorded.outputs_read:
-            _ = ctx.saved_tensors  # autograd checks here that nobody changed them
         if not torch.is_grad_enabled():
+            if call.recorded.outputs_read:
+                _ = ctx.saved_tensors  # autograd checks here that nobody changed them
             return (None, *call.backward(grad_outputs))
+        link = ctx.saved_tensors[call.recorded.link]
         with torch.no_grad():
             grads = call.backward(grad_outputs)
         made = [grad for grad in grads if grad is not None]
-        fenced = iter(_NoSecond.apply(call.recorded.name, anchor(), *made))
+        fenced = iter(_NoSecond.apply(call.recorded.name, len(made), *made, link, *grad_outputs))
         return (None, *(grad if grad is None else next(fenced) for grad in grads))
 
 
@@ -373,13 +377,19 @@ _apply = _torch.direct_apply(_Graphed)
 
 
 class _NoSecond(torch.autograd.Function):
-    """For `create_graph=True`: the gradients' own gradients are an error, and not left out."""
+    """For `create_graph=True`: the gradients' own gradients are an error, and not left out.
+
+    Note [Gradients of gradients]
+        Autograd leaves out nodes that lead to nothing that is wanted, an error among them. Gradients depend on the
+        gradients that came in and on what the forward read. So this node leads there, too: to the former, and to the
+        node of the forward, by a result that the forward saved. That is one that its backward reads, or an empty one
+        that is there for this only: the forward's inputs would be held, and hold memory.
+    """
 
     @staticmethod
-    def forward(ctx: Any, name: str, empty: torch.Tensor, *grads: Any) -> tuple[Any, ...]:
-        del empty
+    def forward(ctx: Any, name: str, num_grads: int, *tensors: Any) -> tuple[Any, ...]:
         ctx.name = name
-        return tuple(grad.detach() for grad in grads)
+        return tuple(grad.detach() for grad in tensors[:num_grads])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:

@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <initializer_list>
 #include <memory>
 #include <string>
 #include <type_traits>
@@ -153,8 +154,44 @@ void add_to_grad(const at::Tensor& parameter, const at::Tensor& gradient) {
       [&grad](at::Tensor&& sum) { grad = std::move(sum); });
 }
 
+template <class Pointer>
+Pointer owner_of(Node* node) {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {
+    return Pointer(node, [](auto* dead) { deleteNode(dead); });
+  } else {
+    return Pointer::unsafe_steal_from_new(node);
+  }
+}
+
+// What gradients end in under `create_graph=True`. Autograd leaves out nodes that lead to nothing that is wanted, one
+// that raises among them: so this one leads to all that the gradients depend on.
+struct DoubleBackward : public Node {
+  PyObject *run, *rest;  // as of the node whose gradients they are
+
+  DoubleBackward(edge_list&& edges, PyObject* run_, PyObject* rest_)
+      : Node(std::move(edges)), run(Py_NewRef(run_)), rest(Py_NewRef(rest_)) {}
+
+  ~DoubleBackward() override {
+    if (!Py_IsInitialized()) return;
+    WithGIL gil;
+    Py_DECREF(run);
+    Py_DECREF(rest);
+  }
+
+  std::string name() const override { return "DoubleBackward"; }
+
+  variable_list apply(variable_list&&) override {
+    WithGIL gil;
+    PyObject* args[] = {rest, Py_None, Py_None};
+    Py_XDECREF(PyObject_Vectorcall(run, args, 3, nullptr));
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "double backward is not supported");
+    throw python_error();
+  }
+};
+
 struct CompiledFunctionBackward : public Node {
   PyObject* run;     // run(rest, saved, grads) -> a list with a gradient or None per input of the forward
+                     // run(rest, None, None) raises
   PyObject* rest;    // what else the backward reads
   std::vector<Py_ssize_t> wanted;     // positions of the gradients that the edges get
   std::vector<std::pair<Py_ssize_t, at::Tensor>> direct;  // parameters without an edge, and where their gradients are
@@ -212,6 +249,8 @@ struct CompiledFunctionBackward : public Node {
     for (size_t i = 0; i < grads.size(); ++i) {
       if (!grads[i].defined()) grads[i] = input_metadata(i).zeros_like();
     }
+    const bool is_graph_wanted = at::GradMode::is_enabled();  // create_graph=True
+    edge_list sources = is_graph_wanted ? sources_with(grads) : edge_list();
     Owned saved_list(list_of(std::move(values)));
     Owned grad_list(list_of(std::move(grads)));
     PyObject* args[] = {rest, saved_list.object, grad_list.object};
@@ -228,6 +267,7 @@ struct CompiledFunctionBackward : public Node {
       gradients.reserve(parameters.size());
       for (const auto& [position, _] : parameters) gradients.push_back(gradient(position));
     }
+    if (is_graph_wanted) refuse_more(std::move(sources), {&out, &gradients});
     for (size_t k = 0; k < parameters.size(); ++k) {
       // One may have been frozen since the forward.
       if (!gradients[k].defined() || !parameters[k].second.requires_grad()) continue;
@@ -237,18 +277,35 @@ struct CompiledFunctionBackward : public Node {
     return out;
   }
 
+  // Where all leads that the gradients depend on.
+  edge_list sources_with(const variable_list& grads) const {
+    edge_list edges = next_edges();
+    const auto add = [&](const at::Tensor& tensor) {
+      if (tensor.defined() && tensor.requires_grad()) {
+        edges.push_back(torch::autograd::impl::gradient_edge(tensor));
+      }
+    };
+    for (const auto& [_, parameter] : direct) add(parameter);
+    for (const at::Tensor& grad : grads) add(grad);
+    return edges;
+  }
+
+  void refuse_more(edge_list&& sources, std::initializer_list<variable_list*> found) const {
+    auto& node = *new DoubleBackward(std::move(sources), run, rest);
+    const NodePointer pointer = owner_of<NodePointer>(&node);
+    for (variable_list* gradients : found) {
+      for (at::Tensor& gradient : *gradients) {
+        if (!gradient.defined() || gradient.requires_grad()) continue;
+        gradient = gradient.tensor_data();
+        const uint32_t number = node.add_input_metadata(gradient);
+        torch::autograd::impl::set_gradient_edge(gradient, Edge(pointer, number));
+      }
+    }
+  }
+
  public:
   size_t num_saved = 0;
 };
-
-template <class Pointer>
-Pointer owner_of(Node* node) {
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {
-    return Pointer(node, [](auto* dead) { deleteNode(dead); });
-  } else {
-    return Pointer::unsafe_steal_from_new(node);
-  }
-}
 
 // attach(run, rest, inputs, wanted, direct, outputs, differentiable, checked, unchecked) -> None
 PyObject* attach(PyObject* const* args) {

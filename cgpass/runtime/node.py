@@ -26,7 +26,8 @@ Attach = Callable[[Any, Any, Any, Any, Any, Any, Any, Any, Any], None]
 """`attach(run, rest, inputs, wanted, direct, outputs, differentiable, checked, unchecked)` puts a node between tensors.
 
     run: `run(rest, saved, grads)` returns a list with a gradient, or None, for each of `inputs`; it gets two lists that
-        it may empty: what was saved, and a gradient for each differentiable output.
+        it may empty: what was saved, and a gradient for each differentiable output. With None for both it raises:
+        that is called where gradients that were taken under `create_graph=True` are differentiated.
     rest: What else the backward reads, for `run`.
     inputs: A list or tuple.
     wanted: Positions of the inputs that get gradients.

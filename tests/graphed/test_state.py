@@ -132,13 +132,65 @@ def test_a_result_changed_in_place(setting):
         out.add_(1).sum().backward()
 
 
-def test_gradients_of_gradients_are_refused(setting):
-    graphed = setting.graphed(torch.sin, (setting.randn(3, grad=True),))
-    x = setting.randn(3, grad=True)
-    (grad,) = torch.autograd.grad(graphed(x).sum(), x, create_graph=True)
-    same(grad, x.cos())
+def penalty(gradient):
+    return (gradient.norm(dim=1) - 1).square().mean()
+
+
+def by_grad(loss, wanted):
+    torch.autograd.grad(loss, wanted)
+
+
+def by_backward(loss, wanted):
+    del wanted
+    loss.backward()
+
+
+def by_inputs(loss, wanted):
+    loss.backward(inputs=wanted)
+
+
+@pytest.mark.parametrize("differentiate", [by_grad, by_backward, by_inputs])
+@pytest.mark.parametrize("of", ["parameters", "what came before", "the argument", "the loss"])
+def test_gradients_of_gradients_are_refused(setting, differentiate, of):
+    """Whichever gradients are wanted: none may lack a part."""
+    before, module = setting.module(torch.nn.Linear(8, 8)), setting.module(net())
+    graphed = setting.graphed(
+        module, (setting.randn(4, 8, grad=True),), retain_graph_in_backward=True
+    )
+    x, scale = setting.randn(4, 8, grad=True), setting.randn(1, grad=True)
+    out = graphed(before(x))
+    (gradient,) = torch.autograd.grad((out * scale).sum(), x, create_graph=True)
+    wanted = {
+        "parameters": list(module.parameters()),
+        "what came before": list(before.parameters()),
+        "the argument": [x],
+        "the loss": [scale],
+    }[of]
     with pytest.raises(cgpass.errors.GraphedBackwardError, match="gradients of its gradients"):
-        grad.sum().backward()
+        differentiate(out.mean() + penalty(gradient), wanted)
+
+
+@pytest.mark.parametrize("op", [torch.tanh, torch.sin, lambda x: (x * x, x.sin().exp())[1]])
+@pytest.mark.parametrize("kind", ["hvp", "jvp", "hessian"])
+def test_second_derivatives_by_functional_are_refused(setting, op, kind):
+    graphed = setting.graphed(op, (setting.randn(3, grad=True),), retain_graph_in_backward=True)
+    x = setting.randn(3)
+    vector = () if kind == "hessian" else (torch.ones_like(x),)
+    with pytest.raises(cgpass.errors.GraphedBackwardError, match="gradients of its gradients"):
+        getattr(torch.autograd.functional, kind)(
+            graphed if kind == "jvp" else lambda x: graphed(x).sum(), x, *vector
+        )
+    same(torch.autograd.functional.jacobian(graphed, x), torch.autograd.functional.jacobian(op, x))
+
+
+def test_graphs_of_gradients_that_nobody_differentiates(setting):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    x = setting.randn(4, 8, grad=True)
+    for fn in (graphed, plain):
+        (gradient,) = torch.autograd.grad(fn(x).sum(), x, create_graph=True)
+        (fn(x).mean() + penalty(gradient.detach())).backward()
+    same_grads(module, plain)
 
 
 def test_no_driver(setting):

@@ -160,6 +160,41 @@ def test_a_penalty_on_gradients_of_parameters_is_refused(made):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("of", ["parameters", "what came before", "the input", "the loss"])
+@pytest.mark.parametrize("how", [torch.autograd.grad, torch.autograd.backward])
+def test_a_penalty_is_refused_whatever_is_wanted(made, how, of):
+    """Autograd must not leave out the node that raises, where only some gradients are asked for."""
+    before, linear = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+    fn = torch.compile(lambda x: linear(x).tanh(), backend=cgpass.cgpass, options=OPTIONS)
+    x, scale = randn(3, 4), randn(1)
+    for _ in range(3):
+        out = fn(before(x))
+        (gradient,) = torch.autograd.grad((out * scale).sum(), x, create_graph=True)
+        wanted = {
+            "parameters": list(linear.parameters()),
+            "what came before": list(before.parameters()),
+            "the input": [x],
+            "the loss": [scale],
+        }[of]
+        with pytest.raises(DoubleBackwardError):
+            how(out.mean() + gradient.square().sum(), inputs=wanted)
+
+
+@pytest.mark.parametrize("kind", ["hvp", "jvp", "hessian"])
+def test_second_derivatives_by_functional_are_refused(made, kind):
+    if kind == "hessian" and not made.is_node and torch.__version__ < "2.13":
+        pytest.skip("zeros, as of AOTAutograd's function")
+    x = randn(4)
+    fn = made(lambda x: x * x, x)  # what it saves leads AOTAutograd's function to its input
+    vector = () if kind == "hessian" else (torch.ones(4),)
+    for _ in range(2):
+        with pytest.raises(DoubleBackwardError):
+            getattr(torch.autograd.functional, kind)(
+                fn if kind == "jvp" else lambda x: fn(x).sum(), x, *vector
+            )
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_states_that_are_detached_inside_hold_no_history(made):
     """As in streaming: each call's state comes from the last one's."""
     weight = randn(4, 4)
