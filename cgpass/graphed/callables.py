@@ -1,5 +1,6 @@
 """What `make_graphed_callables` returns for functions, and what graphed modules call."""
 
+import contextlib
 import logging
 from typing import Any
 
@@ -9,6 +10,7 @@ from cgpass import _torch
 from cgpass.errors import StaticInputMovedError
 from cgpass.graphed.capture import Capture
 from cgpass.graphed.group import Group
+from cgpass.graphed.moves import put_back
 from cgpass.graphed.passes import Pass
 from cgpass.graphed.preparation import prepared
 from cgpass.graphed.recorded import RecordedPass
@@ -186,11 +188,13 @@ class GraphedFunction:
             self._num_rerecords += 1
             d.stats.rerecordings += 1
             log.info("%s records again (%d): %s", d.name, self._num_rerecords, moved)
-        with group.owner.lock:
+        with group.owner.lock, put_back(now[0]) if d.hooks else contextlib.nullcontext():
             self._make_room()
             recorded = record_alone(d, group)
         self._recorded[recorded.statics, recorded.forward_key, now[2]] = recorded
         if recorded.forward_key != now[1]:  # hooks may move parameters
+            return None
+        if d.hooks and now[0].key_of(now[0].now()) != now[1]:  # they were freed and are elsewhere
             return None
         return recorded
 

@@ -12,7 +12,8 @@ Note [When hooks run]
 
     With w warm-up iterations each function runs w + 1 times per forward that the schedule has of its callable, and as
     often again whenever that is recorded again because parameters moved (one warm-up iteration then). `pre_backward`
-    and `backward` don't run where there is no backward.
+    and `backward` don't run where there is no backward. Parameters and buffers that they move or free are left as they
+    leave them, but for a call that records again, which has them as they were.
 
     Warm-up hooks, `pre_warmup` and `post_warmup`: given once for all, they are called without arguments, once each,
     before the first and after the last warm-up. Given per callable, they are called with the module before and after
@@ -72,6 +73,10 @@ class HookSet:
                     f"{type(function).__name__}."
                 )
         return tuple(found)
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return any(self._functions.values())
 
     def run(self, name: str, *args: Any) -> None:
         """Call the functions of one moment in order.

@@ -241,3 +241,56 @@ def test_parameters_that_move_in_and_out(setting):
     reshard()
     with pytest.raises(cgpass.errors.StaticInputMovedError, match=r"elsewhere .* linear\.weight"):
         y.sum().backward()
+
+
+def by_data(weight, shard):
+    """Unshards into other memory each time."""
+
+    def unshard(*args):
+        if not weight.numel():
+            weight.data = shard.clone()
+
+    def reshard(*args):
+        weight.data = torch.empty(0, device=shard.device)
+
+    return unshard, reshard
+
+
+def by_storage(weight, shard):
+    storage = weight.untyped_storage()
+    size = storage.nbytes()
+
+    def unshard(*args):
+        if not storage.nbytes():
+            storage.resize_(size)
+            weight.data.copy_(shard)
+
+    def reshard(*args):
+        storage.resize_(0)
+
+    return unshard, reshard
+
+
+@pytest.mark.parametrize("moves", [by_data, by_storage])
+@pytest.mark.parametrize("between", [True, False])
+def test_a_call_that_records_again_has_its_parameters_afterwards(setting, moves, between):
+    """Hooks that free parameters run while it records, and what the user gathered for the call is there after it."""
+    module, plain = twins(setting, Sharded())
+    weight = module.linear.weight
+    unshard, reshard = moves(weight, weight.detach().clone())
+    hooks = {"pre_forward": unshard, "backward": reshard}
+    if between:
+        hooks |= {"forward": reshard, "pre_backward": unshard}
+    reshard()
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),), capture_time_hooks=[hooks])
+    held = []
+    for _ in range(4):
+        unshard()
+        held.append(
+            weight.data if moves is by_data else None
+        )  # so that it lies elsewhere next time
+        x = setting.randn(4, 8, grad=True)
+        same(step(graphed, x)[0], step(plain, x)[0])
+        same(weight, plain.linear.weight)
+        reshard()
+        weight.grad = None
