@@ -142,13 +142,13 @@ class Statics:
         if not self.has_its_members():
             return False
         pairs = zip(self._dicts, self._keys, strict=True)
-        return all(holder.get(key) is not None for holder, key in pairs)
+        return all(_entry(holder, key) is not None for holder, key in pairs)
 
     def other_members(self) -> str:
         """What was added, removed, or replaced by another module."""
         found = self._members.changed()
         pairs = zip(self._dicts, self._keys, self.names, strict=True)
-        found += [name for holder, key, name in pairs if holder.get(key) is None]
+        found += [name for holder, key, name in pairs if _entry(holder, key) is None]
         return ", ".join(found) or "some were added"
 
     # ---- tensors
@@ -210,7 +210,12 @@ class _Members:
 
     def changed(self) -> list[str]:
         entries = zip(self._dicts, self._keys, self._values, self._names, strict=True)
-        return [name for holder, key, value, name in entries if holder.get(key) is not value]
+        return [name for holder, key, value, name in entries if _entry(holder, key) is not value]
+
+
+def _entry(holder: Any, key: str) -> Any:
+    """What a module's dictionary has for a key, or None; those of TorchScript's modules have no `get`."""
+    return holder[key] if key in holder else None
 
 
 def _named(modules: Sequence[torch.nn.Module]) -> dict[int, tuple[str, torch.nn.Module]]:
