@@ -10,35 +10,54 @@ import torch
 _OWN = {
     *vars(torch.nn.Module()),
     *("forward", "graphed", "reset", "close", "backward_dw"),
-    *("__reduce_ex__", "__deepcopy__", "_compiled_call_impl"),
+    *("__reduce_ex__", "__deepcopy__", "_compiled_call_impl", "state_dict"),
 }
 """What a copy shares with its original, or has of its own; its hooks are its own, too."""
+_NOTHING = object()
 
 
 class Attributes:
-    """Those of a module that was copied, as they were when they were last looked at."""
+    """Those of a module that was copied, as they were when they were last looked at.
 
-    def __init__(self, original: torch.nn.Module) -> None:
-        """Args: original: what was copied just now."""
+    Nobody tells when one is set. So they are looked at where a copy runs without a graph, is copied or gives its state.
+    """
+
+    def __init__(self, original: torch.nn.Module, copy: torch.nn.Module) -> None:
+        """Args: original: what was copied just now. copy: the copy, which is not held."""
         self.original = original
         self._seen = _attributes(original)
+        self._given = _attributes(copy)
+        self._forward = vars(original).get("forward")
 
     def follow(self, copy: torch.nn.Module) -> None:
         """Have a copy get what was set on its original, or deleted there, since the last time.
 
         Args:
-            copy: Of which what was set on itself stays, until the same is set on the original.
+            copy: Of which what was set on itself since then stays; and what was before, until the same is set on the
+                original.
         """
         if torch.compiler.is_compiling():
             return
-        before, now = self._seen, _attributes(self.original)
-        own = vars(copy)
-        for name, value in now.items():
-            if name not in before or before[name] is not value:
-                own[name] = rebound(value, self.original, copy)
-        for name in before.keys() - now.keys():
-            own.pop(name, None)
-        self._seen = now
+        before, now, own = self._seen, _attributes(self.original), vars(copy)
+        changed = [
+            name
+            for name in now | before
+            if now.get(name, _NOTHING) is not before.get(name, _NOTHING)
+            and own.get(name, _NOTHING) is self._given.get(name, _NOTHING)
+        ]
+        for name in changed:
+            if name in now:
+                own[name] = rebound(now[name], self.original, copy)
+            else:
+                own.pop(name, None)
+        self._seen, self._given = now, _attributes(copy)
+
+    def new_forward(self, copy: torch.nn.Module) -> Any:
+        """The `forward` that was set on the original since it was copied, for the copy; else None."""
+        forward = vars(self.original).get("forward")
+        if forward is self._forward or forward is None:
+            return None
+        return rebound(getattr(forward, "ungraphed", forward), self.original, copy)
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from cgpass.graphed.callables import GraphedFunction
-from cgpass.graphed.following import rebound
-from cgpass.graphed.target import unpatched
+from cgpass.graphed.following import Attributes, rebound
+from cgpass.graphed.target import mode_of, unpatched
 
 _HOOK_DICTS = (
     "_forward_pre_hooks",
@@ -30,12 +30,13 @@ class _Forward:
         self, module: torch.nn.Module, graphed: GraphedFunction, original: torch.nn.Module | None
     ) -> None:
         self._module = weakref.ref(module)
-        self._mode = module.training
+        self._mode = mode_of(module)
         self._graphed = graphed
-        self._original = original
-        """What `module` is a copy of."""
+        self._original = None if self._mode is None else original
+        """What `module` is a copy of, if it has a mode."""
         self._original_mode = self._mode
-        self.ungraphed = unpatched(module, self._module, otherwise=original)
+        self._attributes = None if original is None else Attributes(original, module)
+        self.ungraphed = unpatched(module, self._module, self._attributes)
         self._before: dict[str, Any] = {}
         """Attributes of the module that others took the place of; None for none."""
 
@@ -50,7 +51,7 @@ class _Forward:
             return self.ungraphed(*args, **kwargs)
         if original is not None and original.training is not self._original_mode:
             module.training = self._original_mode = original.training
-        if module.training is not self._mode:
+        if self._mode is not None and module.training is not self._mode:
             self._graphed.count_plain_call()
             return self.ungraphed(*args, **kwargs)
         return self._graphed(*args, **kwargs)
@@ -66,6 +67,8 @@ class _Forward:
                 added[name] = getattr(graphed, name)
         if graphed.splits_backward:
             added["backward_dw"] = graphed.backward_dw
+        if self._attributes is not None and "state_dict" not in vars(module):
+            added["state_dict"] = self._state_dict
         self._before = {name: vars(module).get(name) for name in added}
         vars(module).update(added)
 
@@ -79,10 +82,19 @@ class _Forward:
     def _alone(self) -> torch.nn.Module:
         """The module without graphs, for copies and pickles."""
         module: Any = self._module()
+        if self._attributes is not None:
+            self._attributes.follow(module)
         plain = object.__new__(type(module))
         vars(plain).update(vars(module))
         self.undo(vars(plain))
         return plain
+
+    def _state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, which may read attributes (`get_extra_state`)."""
+        module: Any = self._module()
+        if self._attributes is not None:
+            self._attributes.follow(module)
+        return type(module).state_dict(module, *args, **kwargs)
 
     def _reduce(self, protocol: Any) -> Any:
         return self._alone().__reduce_ex__(protocol)

@@ -214,8 +214,8 @@ class _Members:
 
 
 def _entry(holder: Any, key: str) -> Any:
-    """What a module's dictionary has for a key, or None; those of TorchScript's modules have no `get`."""
-    return holder[key] if key in holder else None
+    """What a module's dictionary has for a key, or None."""
+    return holder[key] if key in holder else None  # noqa: SIM401  TorchScript's have no `get`
 
 
 def _named(modules: Sequence[torch.nn.Module]) -> dict[int, tuple[str, torch.nn.Module]]:

@@ -91,30 +91,33 @@ class Target:
 def unpatched(
     module: torch.nn.Module,
     ref: "weakref.ref[torch.nn.Module] | None" = None,
-    otherwise: torch.nn.Module | None = None,
+    attributes: Attributes | None = None,
 ) -> Callable[..., Any]:
     """A module's `forward` as it is now, without graphs.
 
     Args:
         module: Whose.
         ref: If given, what is returned does not hold the module but this.
-        otherwise: What the module is a copy of, whose attributes it gets when they change and whose `forward` it is
-            once the module is gone.
+        attributes: Of what the module is a copy of: the copy gets them when they change, a `forward` too, and the
+            original's `forward` it is once the copy is gone.
     """
     forward = module.forward
     forward = getattr(forward, "ungraphed", forward)
     if ref is None:
         return forward
-    attributes = None if otherwise is None else Attributes(otherwise)
     if getattr(forward, "__self__", None) is not module:
         return forward if attributes is None else _in_mode_of(ref, forward, attributes)
     function = getattr(forward, "__func__")  # noqa: B009  in no stub
+    original = None if attributes is None else attributes.original
 
     def run(*args: Any, **kwargs: Any) -> Any:
         now = ref()
         if attributes is not None and now is not None:
             attributes.follow(now)
-        return function(otherwise if now is None else now, *args, **kwargs)
+            other = attributes.new_forward(now)
+            if other is not None:
+                return other(*args, **kwargs)
+        return function(original if now is None else now, *args, **kwargs)
 
     return run
 
@@ -126,18 +129,24 @@ def _in_mode_of(
     original = attributes.original
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        copy, mode = ref(), original.training
+        copy, mode, now = ref(), mode_of(original), forward
         if copy is not None:
             attributes.follow(copy)
-        if copy is None or copy.training is mode:
-            return forward(*args, **kwargs)
-        original.training = copy.training
+            now = attributes.new_forward(copy) or forward
+        if copy is None or mode_of(copy) is mode:
+            return now(*args, **kwargs)
+        original.training = mode_of(copy)
         try:
-            return forward(*args, **kwargs)
+            return now(*args, **kwargs)
         finally:
             original.training = mode
 
     return run
+
+
+def mode_of(module: torch.nn.Module) -> Any:
+    """Whether it is in training mode; None for what `torch.jit.freeze` made, which has none."""
+    return getattr(module, "training", None)
 
 
 def _name_of(fn: Callable[..., Any]) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import pickle
 import types
 
 import pytest
@@ -161,4 +162,67 @@ def test_attributes_set_on_the_original_count_where_no_graph_runs(setting, way, 
     same(graphed(x), expected * 6)
     block.scale = 4.0
     same(graphed(x), expected * 8)
+    assert graphed.graphed.stats.replays == 0
+
+
+class Stateful(Scaled):
+    def get_extra_state(self):
+        return self.scale
+
+    def set_extra_state(self, state):
+        self.scale = state
+
+
+def from_copy(graphed, x):
+    return copy.deepcopy(graphed)(x)
+
+
+def from_pickle(graphed, x):
+    return pickle.loads(pickle.dumps(graphed))(x)
+
+
+@pytest.mark.parametrize("taken", [from_copy, from_pickle])
+def test_copies_have_what_was_set_on_the_original(setting, taken):
+    block, x = setting.module(Stateful(8, 8)), setting.randn(4, 8)
+    graphed = setting.graphed(block, (setting.randn(4, 8),))
+    state = block.state_dict() | {"_extra_state": 2.0}
+    block.load_state_dict(state)
+    same(taken(graphed, x), F.linear(x, block.weight, block.bias) * 2)
+
+
+def test_states_have_what_was_set_on_the_original(setting):
+    block = setting.module(Stateful(8, 8))
+    graphed = setting.graphed(block, (setting.randn(4, 8),))
+    block.scale = 2.0
+    assert torch.nn.Sequential(graphed).state_dict()["0._extra_state"] == 2.0
+    graphed.load_state_dict(graphed.state_dict() | {"_extra_state": 3.0})
+    assert graphed.state_dict()["_extra_state"] == 3.0
+    block.scale = 4.0
+    assert graphed.state_dict()["_extra_state"] == 4.0
+    assert "state_dict" not in vars(copy.deepcopy(graphed))
+
+
+def test_what_is_set_on_the_copy_later_counts(setting):
+    block, x = setting.module(Scaled(8, 8)).eval(), setting.randn(4, 8)
+    graphed = setting.graphed(block, (setting.randn(4, 8),)).train()
+    block.scale = 2.0
+    graphed.scale = 3.0
+    expected = F.linear(x, block.weight, block.bias)
+    same(graphed(x), expected * 3)
+    graphed.state_dict()
+    same(graphed(x), expected * 3)
+    graphed.eval()
+    assert graphed.graphed.stats.replays == 0
+
+
+@pytest.mark.parametrize("way", [by_its_class, by_method])
+def test_a_forward_set_on_the_original_later_counts_where_no_graph_runs(setting, way):
+    block, x = setting.module(Block()), setting.randn(4, 8)
+    way(block)
+    graphed = setting.graphed(block, (setting.randn(4, 8),)).eval()
+    same(graphed(x), block.inner(x))
+    block.forward = types.MethodType(lambda self, x: self.inner(x) + self.training, block)
+    same(graphed(x), block.inner(x))
+    block.forward = lambda x: x * 2
+    same(graphed(x), x * 2)
     assert graphed.graphed.stats.replays == 0

@@ -42,3 +42,18 @@ def test_a_submodule_beside_or_in_place_of_a_scripted_one(setting, which):
         same(step(graphed, x)[0], module(x))
     assert graphed.graphed.stats.rerecordings == 1
     assert graphed.graphed.stats.plain_calls == 0
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
+def test_frozen_modules_have_no_mode(setting):
+    module = setting.module(net()).eval()
+    frozen = torch.jit.freeze(torch.jit.script(module))
+    x = setting.randn(4, 8, grad=True)
+    graphed = setting.graphed(frozen, (x,))
+    for _ in range(2):
+        x = setting.randn(4, 8, grad=True)
+        out, grads = step(graphed, x)
+        want, wanted = step(module, x)
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(grads, wanted)
+    assert graphed.graphed.stats.replays == 4
