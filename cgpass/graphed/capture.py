@@ -149,23 +149,24 @@ class Capture:
                 )
             return [grad if grad is None else grad.detach() for grad in grads]
 
-        with self._blamed("backward"):
-            self.backward = group.new_recording(
-                run,
-                [
-                    *[grad.tensor for grad in self._grads],
-                    *statics,
-                    *[m.tensor for m in self.memory],
-                ],
-                self._slot,
-                d.stats,
-                label=f"backward of {d.name}, graphed by hand",
-                own=group.own_grads,
-                generators=self._states.generators,
-            )
-        if d.backward_dw is not None:
-            self._footprint += [*self._outlived(before), *[grad.tensor for grad in self._grads]]
-            self._capture_weight_grads(statics)
+        with self._attributes_watched(of_backward=True):
+            with self._blamed("backward"):
+                self.backward = group.new_recording(
+                    run,
+                    [
+                        *[grad.tensor for grad in self._grads],
+                        *statics,
+                        *[m.tensor for m in self.memory],
+                    ],
+                    self._slot,
+                    d.stats,
+                    label=f"backward of {d.name}, graphed by hand",
+                    own=group.own_grads,
+                    generators=self._states.generators,
+                )
+            if d.backward_dw is not None:
+                self._footprint += [*self._outlived(before), *[g.tensor for g in self._grads]]
+                self._capture_weight_grads(statics)
         d.hooks.run("backward", d.hooked)
 
     def _capture_weight_grads(self, statics: Sequence[torch.Tensor]) -> None:
@@ -194,12 +195,12 @@ class Capture:
             return contextlib.nullcontext()
         return blamed(self.description.name, what, self._again)
 
-    def _attributes_watched(self) -> contextlib.AbstractContextManager[Any]:
-        return (
-            self.description.attributes.watched()
-            if self._watch is None
-            else contextlib.nullcontext()
-        )
+    def _attributes_watched(
+        self, *, of_backward: bool = False
+    ) -> contextlib.AbstractContextManager[Any]:
+        if self._watch is not None:
+            return contextlib.nullcontext()
+        return self.description.attributes.watched(of_backward=of_backward)
 
     def _watched(self) -> contextlib.AbstractContextManager[Any]:
         return self._watch or contextlib.nullcontext()

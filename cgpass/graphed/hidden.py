@@ -39,6 +39,21 @@ _OPAQUE = (
     torch.Generator,
 )
 """What is not looked into."""
+_OF_FORWARD = (
+    "it runs",
+    (
+        "What is there after a call may have the value of another one, and has no backward of its own: don't read it "
+        "there, return it"
+    ),
+)
+_OF_BACKWARD = (
+    "its backward runs",
+    (
+        "What is there may have the value of another backward: don't hold it, or copy it into a buffer "
+        "(self.norm.copy_(...)), which replays write"
+    ),
+)
+"""What runs, and what to do about tensors that it leaves somewhere."""
 _MACHINERY = ("_parameters", "_buffers", "_modules")
 """Attributes of modules that are looked at elsewhere."""
 
@@ -150,23 +165,23 @@ class AttributeTensors:
         self._warned: set[str] = set()
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self, *, of_backward: bool = False) -> Iterator[None]:
         """A block that records; what it sets and leaves there is warned about, each attribute once.
+
+        Args:
+            of_backward: Whether it records a backward: hooks of tensors and `backward` of functions run in it.
 
         What hooks of a module compute for its `forward` before each run is silent: nobody else is meant to read that.
         """
         before = {id(t): weakref.ref(t) for *_, tensors in self._attributes() for t in tensors}
         yield
+        run, advice = _OF_BACKWARD if of_backward else _OF_FORWARD
         now = list(self._attributes())
         computed = _computed_by_hooks(now)
         for _, _, where, tensors in now:
             refs = [(t, before.get(id(t))) for t in tensors if id(t) not in computed]
             if not all(ref is not None and ref() is tensor for tensor, ref in refs):
-                self._warn(
-                    where,
-                    "What is there after a call may have the value of another one, and has no backward of its own: "
-                    "don't read it there, return it",
-                )
+                self._warn(where, advice, run)
 
     def note_arguments(self, names: Iterable[str]) -> None:
         """Warn about arguments' places where a run left tensors, each once.
@@ -177,11 +192,11 @@ class AttributeTensors:
         for name in names:
             self._warn(name, "What a call gives it stays as it is: return the tensor")
 
-    def _warn(self, where: str, advice: str) -> None:
+    def _warn(self, where: str, advice: str, run: str = "it runs") -> None:
         if where not in self._warned:
             self._warned.add(where)
-            text = "%s puts a tensor into %s when it runs, which no replay does. %s."
-            log.warning(text, self._name, where, advice)
+            text = "%s puts a tensor into %s when %s, which no replay does. %s."
+            log.warning(text, self._name, where, run, advice)
 
     def _attributes(self) -> Iterator[_Attribute]:
         """All that may be of interest."""
