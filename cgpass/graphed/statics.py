@@ -11,6 +11,9 @@ from cgpass.errors import InputError
 from cgpass.runtime import fast
 from cgpass.runtime.signature import check_tensor
 
+_ACCUMULATED = "main_grad"
+"""An attribute of parameters to which the backwards of Megatron and TransformerEngine add gradients."""
+
 
 class MemberGoneError(InputError):
     """A parameter or buffer is None or was deleted."""
@@ -98,6 +101,12 @@ class Statics:
                 if value is None or holder is module._modules:
                     for entries in (self._members, self._all):
                         entries.add(holder, key, f"{path}.{key}".lstrip("."))
+                attributes = getattr(value, "__dict__", {})
+                if holder is module._parameters and _ACCUMULATED in attributes:
+                    for entries in (self._members, self._all):
+                        entries.add(
+                            attributes, _ACCUMULATED, f"{path}.{key}.{_ACCUMULATED}".lstrip(".")
+                        )
 
     def _add(self, holder: dict[str, Any], key: str, name: str) -> None:
         self._dicts.append(holder)

@@ -61,6 +61,23 @@ def test_fused_gradient_accumulation(setting, asks):
             same(now, plain)
 
 
+def test_another_tensor_to_add_gradients_to(setting):
+    module = FusedLinear(setting.device, asks=False)
+    graphed = setting.graphed(module, (setting.randn(2, 4, grad=True),), allow_unused_input=True)
+    x, first = setting.randn(2, 4, grad=True), module.weight.main_grad
+    want = torch.ones(4, 2, device=setting.device) @ x.detach()
+    for place in (first, torch.zeros_like(first), first):
+        module.weight.main_grad = place.zero_()
+        for _ in range(2):
+            graphed(x).sum().backward()
+        torch.testing.assert_close(place, 2 * want)
+    assert graphed.graphed.stats.rerecordings == 1
+    strict = setting.graphed(module, (x,), allow_unused_input=True, static_input_check="error")
+    module.weight.main_grad = torch.zeros_like(first)
+    with pytest.raises(cgpass.errors.StaticInputMovedError, match=r"weight\.main_grad"):
+        strict(x)
+
+
 CHECKPOINTS = {
     "ours": cgpass.checkpoint,
     "torch's": functools.partial(torchs, use_reentrant=False),
