@@ -192,7 +192,8 @@ class GraphedFunction:
             self._make_room()
             recorded = record_alone(d, group)
         self._recorded[recorded.statics, recorded.forward_key, now[2]] = recorded
-        if recorded.forward_key != now[1]:  # hooks may move parameters
+        # Hooks may move parameters; where they had them for the backward, this call's own may never be.
+        if now[1] != recorded.forward_key or recorded.backward_key not in (b"", now[1]):
             return None
         if d.hooks and now[0].key_of(now[0].now()) != now[1]:  # they were freed and are elsewhere
             return None

@@ -39,11 +39,11 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_kernels_times_and_memory_of_a_training_step(compiler):
-    model = Model(reads=False).cuda()
+    model, x = Model(reads=False).cuda(), torch.randn(32, 256, device="cuda")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.cuda.get_rng_state()
     with cgpass.set_defaults(compiler=compiler):
-        report = cgpass.explain(model, torch.randn(32, 256, device="cuda"))
+        report = cgpass.explain(model, x)
     assert report.settled
     assert report.counted == "kernels"
     done, work = report.work
