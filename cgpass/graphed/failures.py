@@ -11,6 +11,7 @@ import torch
 from cgpass import _torch
 from cgpass.errors import CaptureError, CGPassError, GraphedArgumentError
 from cgpass.runtime import rng_ops
+from cgpass.runtime.failures import thrown_into
 from cgpass.runtime.syncs import is_capture_error
 
 _LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch,))
@@ -42,7 +43,7 @@ def blamed(
                 f"make_graphed_callables: the {direction} of {name} draws random numbers from a generator of its own, at "
                 f"{user_line(error)}: {_first_line(error)}. Draw from the default one, or from a state of "
                 "GraphedOptions(rng_tracker=...)."
-            ) from error
+            ) from thrown_into(error)
         if not is_capture_error(error):
             raise
         line, operator = user_line(error), _operator(again)
@@ -52,7 +53,7 @@ def blamed(
             f"make_graphed_callables: the {direction} of {name} can't be captured{where}: {_first_line(error)}. "
             "Move what waits for the device (or needs the host) out of the callable or into a capture-time hook, or "
             'use torch.compile(backend="cgpass"), which captures around it.'
-        ) from error
+        ) from thrown_into(error)
 
 
 _FREED = "backward through the graph a second time"  # torch/csrc/autograd/variable.h, 2.11 to 2.15
@@ -77,7 +78,7 @@ def freed_graphs_named(name: str) -> Iterator[None]:
             f"make_graphed_callables: {name} takes gradients itself (torch.autograd.grad or backward) and so frees what "
             "the backward of its results needs. Pass create_graph=True or retain_graph=True there if they are to have "
             "one; else detach them, or record under torch.no_grad() with torch.enable_grad() inside."
-        ) from error
+        ) from thrown_into(error)
 
 
 _FOREIGN_GENERATOR = (

@@ -11,6 +11,7 @@ from cgpass.errors import StagingError
 from cgpass.inputs import InputInfo
 from cgpass.runtime import fast
 from cgpass.runtime.driver import BoxedCallable
+from cgpass.runtime.failures import thrown_into
 from cgpass.runtime.gifts import Gifts
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.placeholders import Placeholder
@@ -174,4 +175,4 @@ def _staging(info: InputInfo) -> Iterator[None]:
     except Exception as error:
         raise StagingError(
             f"{info.name} can't be given memory of fixed address ({type(error).__name__}: {error})"
-        ) from error
+        ) from thrown_into(error)

@@ -27,7 +27,10 @@ def run(rank, mode, port, directory):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs one GPU a process")
-@pytest.mark.parametrize("mode", ["tp", "fsdp", "simple-fsdp", "ddp"])
+@pytest.mark.parametrize(
+    "mode",
+    ["simple-fsdp", *(pytest.param(m, marks=pytest.mark.slow) for m in ("tp", "fsdp", "ddp"))],
+)
 def test_losses_go_on_as_before_after_a_checkpoint(mode, tmp_path):
     torch.multiprocessing.start_processes(
         run, (mode, free_port(), str(tmp_path)), nprocs=2, start_method="fork"

@@ -8,11 +8,17 @@ from cgpass import telemetry
 from cgpass.telemetry import GraphSummary, PartitionSummary
 
 
-@pytest.fixture
-def registry(monkeypatch):
-    """An empty one; what others left for the garbage collector is not counted in it."""
+@pytest.fixture(scope="module")
+def collected():
+    """What others left for the garbage collector is not counted here."""
     for _ in range(3):  # what finalizers let go of is garbage of the next time
         gc.collect()
+
+
+@pytest.fixture
+def registry(monkeypatch, collected):
+    """An empty one."""
+    del collected
     monkeypatch.setattr(telemetry, "_registry", telemetry._Registry())
     monkeypatch.setattr(telemetry, "compile_stats", telemetry._registry.compiled)
     return telemetry._registry

@@ -124,6 +124,7 @@ def run_sensitive(program):
     check(SIMULATED, SENSITIVE, [program])
 
 
+@pytest.mark.slow  # of the tests themselves; test_broken_drivers.py has what runs always
 @pytest.mark.parametrize("break_it", REACHED, ids=lambda f: f.__name__)
 def test_random_programs_find_what_is_broken(monkeypatch, break_it):
     compile_graph.cache_clear()  # what was compiled before has plans of its own by now
