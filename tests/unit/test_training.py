@@ -6,7 +6,6 @@ import weakref
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.two_tensor import TwoTensor
 
 import cgpass
@@ -371,29 +370,6 @@ def test_compiled_autograd_for_a_backward_alone(made):
     with on():
         fn(x).sum().backward()
     assert torch.equal(x.grad, x.cos())
-
-
-@pytest.mark.parametrize("checked", [True, False])
-def test_what_a_backward_reads_dies_as_soon_as_the_backward_gave_it_up(checked):
-    if not node.wait():
-        pytest.skip("no C++ compiler")
-    alive = []
-
-    def run(rest, saved, grads):
-        storages = [StorageWeakRef(t.untyped_storage()) for t in (*saved, *grads)]
-        saved.clear()
-        grads.clear()
-        alive.extend(not storage.expired() for storage in storages)
-        return [torch.ones(4)]
-
-    x, outputs, saved = randn(4), [torch.ones(4)], torch.ones(4)
-    weakref.finalize(saved, lambda: None)  # known to Python until it dies
-    lists = ([saved], []) if checked else ([], [saved])
-    node.attach()(run, (), (x,), (0,), (), outputs, (0,), *lists)
-    del saved, lists
-    outputs[0].backward(torch.ones(4))
-    assert alive == [False, True]  # the caller has the gradient
-    assert x.grad.tolist() == [1.0] * 4
 
 
 def test_tensors_that_are_taken_apart_go_aotautograds_way(made):
