@@ -93,7 +93,7 @@ class Judge:
         if (self._measures or is_close) and not recording.written:
             Trial(part, recording, _time_plainly(part.fn, args, device) + handed_on)
             return True
-        if cost < _CLEARLY * gain:
+        if cost < max(_CLEARLY * gain, _LAUNCH_US):  # nobody notices less
             return True
         part.leave_plain(
             f"copying {recording.copied_bytes >> 20} MiB of inputs into its graph would take the device about "

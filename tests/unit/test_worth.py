@@ -50,7 +50,9 @@ def recorded(run_us, copied_mb=0, read_mb=0, written=()):
         (recorded(115), True),
         (recorded(115, copied_mb=24), True),  # 48 us against 100
         (recorded(115, copied_mb=101), False),  # 202 us against 100
-        (recorded(0, copied_mb=1), False),
+        (recorded(0), True),  # no copies are no reason
+        (recorded(0, copied_mb=1), True),
+        (recorded(0, copied_mb=10), False),
         (
             recorded(115, copied_mb=101, read_mb=10),
             True,
