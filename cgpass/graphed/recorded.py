@@ -129,9 +129,16 @@ class RecordedPass:
             before = call.statics  # as after a `torch.func.functional_call`
             if self.statics.key_of(before) == self.backward_key:
                 return before
+            moved = self.statics.moved(self.backward_key, key or self.statics.key_of(before))
+            if key == self.statics.key_of(before):
+                raise StaticInputMovedError(
+                    f"{self.name}: when the backward was recorded, hooks had put parameters or buffers elsewhere than "
+                    f"in its forward, and in this call they stay where they were: {moved}. Do what the hooks did "
+                    "between forward and backward in each call, or record without them."
+                )
             raise StaticInputMovedError(
                 f"{self.name}: parameters or buffers lie elsewhere in the backward than when it was recorded: "
-                f"{self.statics.moved(self.backward_key, key or self.statics.key_of(before))}. Have them where the "
+                f"{moved}. Have them where the "
                 "forward of this call had them, until its backward is done."
             )
         return statics

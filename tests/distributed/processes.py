@@ -65,6 +65,9 @@ def _process(rank, world_size, device_type, compiler, names, directory, port):
     }
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
+    # Each its own: ranks that measure kernels at the same time may choose different ones, and whoever comes later takes
+    # what was written last, which is another order of additions.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{directory}/inductor{rank}"
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     device = torch.device(device_type, rank if device_type == "cuda" else None)
