@@ -216,17 +216,23 @@ def stages(step: Callable[[], None], mode: str, device: torch.device) -> dict[st
     return found
 
 
-def run(layers: list[int], names: list[str], device: torch.device) -> dict[str, Any]:
-    """All depths in both modes."""
+def run(layers: list[int], names: list[str], device: torch.device) -> Iterator[dict[str, Any]]:
+    """All depths in both modes: what is known after each."""
     fast.wait()
     node.wait()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for depth in layers:
         for mode in ("inference", "training"):
             torch.compiler.reset()
             rows.append(measure(depth, mode, device, names))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    return {"kind": "overhead", "meta": meta.describe(device.type), "rows": rows}
+            yield {"kind": "overhead", "meta": meta.describe(device.type), "rows": rows}
+
+
+def save(path: Path | None, data: dict[str, Any]) -> None:
+    """Write the numbers."""
+    if path:
+        path.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -244,13 +250,13 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.source:
         data = options.source
+        save(options.json, data)
     else:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         here = [n for n in ARMS if device.type == "cuda" or n != "reduce-overhead"]
         names = options.arms.split(",") if options.arms else here
-        data = run([int(n) for n in options.layers.split(",")], names, device)
-    if options.json:
-        options.json.write_text(json.dumps(data, indent=1) + "\n")
+        for data in run([int(n) for n in options.layers.split(",")], names, device):
+            save(options.json, data)  # each time: what is interrupted keeps what it has
     text = report.render(data)
     if options.markdown:
         options.markdown.write_text(text)
