@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cgpass.recompute.api import checkpoint
     from cgpass.recompute.captured import CheckpointedGraph
     from cgpass.recompute.tracker import RNGStatesTracker
-    from cgpass.recordings import dump_graph, recordings
+    from cgpass.recorded_graphs import dump_graph, recordings
     from cgpass.report.api import explain
     from cgpass.report.model import Report
     from cgpass.runtime.wrapper import CUDAGraphWrapper
@@ -52,11 +52,11 @@ _HOMES: Final = {
     "cgpass": "cgpass.backend",
     "checkpoint": "cgpass.recompute.api",
     "counters": "cgpass.telemetry",
-    "dump_graph": "cgpass.recordings",
+    "dump_graph": "cgpass.recorded_graphs",
     "expect": "cgpass.expectations",
     "explain": "cgpass.report.api",
     "make_graphed_callables": "cgpass.graphed.api",
-    "recordings": "cgpass.recordings",
+    "recordings": "cgpass.recorded_graphs",
     "reset": "cgpass.backend",
     "summary": "cgpass.telemetry",
     "verify": "cgpass.verification",

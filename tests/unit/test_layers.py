@@ -35,7 +35,7 @@ LAYERS = {
     "training": 4,
     "backend": 5,
     "recompute": 5,
-    "recordings": 5,
+    "recorded_graphs": 5,
     "graphed": 6,
     "verification": 6,
     "report": 7,

@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import os
+import pkgutil
 import subprocess
 import sys
 import tomllib
@@ -54,6 +55,12 @@ def test_public_names():
 def test_every_public_name_loads_and_is_documented(name):
     assert getattr(cgpass, name).__doc__
     assert name in dir(cgpass)
+
+
+def test_no_module_takes_the_place_of_a_public_name():
+    """Importing a module sets its name in the package, whatever the package meant by that name."""
+    modules = {module.name for module in pkgutil.iter_modules(cgpass.__path__)}
+    assert modules & set(cgpass.__all__) == {"errors"}
 
 
 def test_a_name_that_does_not_exist():
