@@ -1565,8 +1565,6 @@ def mark_dynamic(tensor: torch.Tensor, dimensions: Any) -> None:
 
 def autograd_is_plain() -> bool:
     """Whether autograd records operators as it does by default: no transform, mode, anomaly detection or the like."""
-    from torch._dynamo import compiled_autograd
-
     return (
         torch.is_grad_enabled()
         and not torch.is_inference_mode_enabled()
@@ -1574,5 +1572,11 @@ def autograd_is_plain() -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and not in_vmap_or_functorch()
         and torch.autograd.forward_ad._current_level < 0
-        and not compiled_autograd.compiled_autograd_enabled
+        and not compiled_autograd_is_on()
     )
+
+
+def compiled_autograd_is_on() -> bool:
+    """Whether backwards are traced here."""
+    module: Any = sys.modules.get("torch._dynamo.compiled_autograd")  # else nobody turned it on
+    return module is not None and module.compiled_autograd_enabled

@@ -114,6 +114,8 @@ class TrainingCall:
             layout.differentiable,
             outputs[layout.checked],
             outputs[layout.unchecked],
+            "CompiledFunctionBackward",
+            True,
         )
         for n, dimensions in layout.dynamic:
             _torch.mark_dynamic(returned[n], dimensions)

@@ -1,7 +1,6 @@
-"""`RecordedPass`: forward and backward of one callable as graphs, and one call of them."""
+"""`RecordedPass`: forward and backward of one callable as graphs."""
 
 import logging
-import math
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -13,11 +12,12 @@ import torch
 from cgpass import _torch
 from cgpass.errors import GraphedBackwardError, StaticInputMovedError
 from cgpass.graphed.arguments import Arguments
+from cgpass.graphed.call import Call
 from cgpass.graphed.group import Group
 from cgpass.graphed.pending import Aside
 from cgpass.graphed.statics import MemberGoneError, Statics
 from cgpass.graphed.values import InputMemory, OutputStructure, give_up_samples
-from cgpass.graphed.versions import ReadByBackward, Versions
+from cgpass.graphed.versions import ReadByBackward
 from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime.placeholders import Placeholder
 from cgpass.runtime.recording import Recording
@@ -72,15 +72,13 @@ class RecordedPass:
         self.recomputes = self.states.recorded is not None
         """Whether a backward has to know where random numbers of its forward began."""
         self.no_gradients = [None] * (len(self.wanted_inputs) + len(self.wanted_statics))
+        self.all_wanted = tuple(range(len(self.no_gradients)))
         self._aside: list[weakref.ref[Call]] = []
         self._writes = self.arguments.are_written or bool(self.written_statics)
         self._grad_memory = [InputMemory(grad.tensor, grad) for grad in self.grads]
-        self._without_grad = [
+        self.without_grad = [
             i for i in range(len(self.structure.tensors)) if i not in self.outputs_with_grad
         ]
-        read = [n for n, i in enumerate(self.outputs_read) if i in self.outputs_with_grad]
-        self.link = read[0] if read else -1
-        """Among what a call saves: a result with a gradient. See Note [Gradients of gradients]."""
 
     # ---- forward
 
@@ -89,10 +87,7 @@ class RecordedPass:
         if self.backward is None or not torch.is_grad_enabled():
             with self.group.owner.lock:
                 return self.structure.build(self.run_forward(tensors, statics))
-        wanted = [_torch.unwrap_if_dead(tensors[i]) for i in self.wanted_inputs]
-        wanted += map(statics.__getitem__, self.wanted_statics)
-        outputs: Any = _apply(Call(self, tensors, statics), *wanted)
-        return self.structure.build(outputs if self.link >= 0 else outputs[:-1])
+        return self.structure.build(Call(self, statics).run(tensors))
 
     def run_forward(
         self, tensors: list[torch.Tensor], statics: list[torch.Tensor]
@@ -130,7 +125,7 @@ class RecordedPass:
             if self.statics.key_of(before) == self.backward_key:
                 return before
             moved = self.statics.moved(self.backward_key, key or self.statics.key_of(before))
-            if key == self.statics.key_of(before):
+            if key == self.forward_key:
                 raise StaticInputMovedError(
                     f"{self.name}: when the backward was recorded, hooks had put parameters or buffers elsewhere than "
                     f"in its forward, and in this call they stay where they were: {moved}. Do what the hooks did "
@@ -169,13 +164,12 @@ class RecordedPass:
     def run_backward(
         self, grads: Sequence[torch.Tensor | None], statics: list[torch.Tensor], position: Any
     ) -> list[Any]:
-        """Copy gradients of the outputs in, and replay."""
+        """Copy gradients of the outputs that have some in, and replay."""
         group, recording = self.group, self.backward
         assert recording is not None
         group.prepare(recording, self.pending)
         given: list[torch.Tensor] = []
-        for place, memory in zip(self.outputs_with_grad, self._grad_memory, strict=True):
-            grad = grads[place]
+        for grad, memory in zip(grads, self._grad_memory, strict=True):
             if grad is None:
                 grad = torch.zeros_like(memory.tensor)
             given.append(grad)
@@ -232,176 +226,3 @@ class RecordedPass:
         for recording in (self.forward, self.backward, self.weight_grads):
             if recording is not None:
                 self.group.owner.close_recording(recording)
-
-
-class Call:
-    """One forward of a recorded pass, until its backward."""
-
-    __slots__ = (
-        "__weakref__",
-        "_aside",
-        "_done",
-        "_position",
-        "_tensors",
-        "_versions",
-        "first",
-        "last",
-        "recorded",
-        "statics",
-    )
-
-    def __init__(
-        self, recorded: RecordedPass, tensors: list[torch.Tensor], statics: list[torch.Tensor]
-    ) -> None:
-        """Args: recorded: what is called. tensors, statics: what it reads; the first are held during the forward only."""
-        backward = recorded.backward
-        assert backward is not None
-        self.recorded = recorded
-        self.first = recorded.forward.birth
-        last = recorded.weight_grads or backward
-        self.last = math.inf if recorded.retains else last.birth
-        self._tensors: list[torch.Tensor] | None = tensors
-        self.statics = statics
-        """Held until the backward is done, as autograd would: the modules may have others by then."""
-        self._position: Any = None
-        self._aside: Aside | None = None
-        self._versions: Versions | None = None
-        self._done = False
-
-    def forward(self, ctx: Any) -> tuple[torch.Tensor, ...]:
-        """Run it."""
-        recorded = self.recorded
-        (tensors, statics), self._tensors = (self._tensors, self.statics), None
-        assert tensors is not None
-        with recorded.group.owner.lock:
-            if recorded.recomputes:
-                self._position = recorded.states.position()
-            outputs = recorded.run_forward(tensors, statics)
-            if True in ctx.needs_input_grad:
-                recorded.pending.add(self)
-                self._versions = recorded.read.versions(statics)
-        if recorded._without_grad:
-            ctx.mark_non_differentiable(*[outputs[i] for i in recorded._without_grad])
-        saved = [outputs[i] for i in recorded.outputs_read]
-        if recorded.link < 0:
-            link = torch.empty(0)
-            outputs.append(link)
-            saved.append(link)
-        ctx.save_for_backward(*saved)
-        return tuple(outputs)
-
-    def put_aside(self) -> None:
-        """Copy away what the backward needs."""
-        if self._versions is not None:
-            self._versions.leave_samples()
-        self._aside = self.recorded.put_aside(self)
-
-    def backward(self, grads: Sequence[torch.Tensor | None]) -> list[Any]:
-        """Run the backward.
-
-        Raises:
-            GraphedBackwardError: It ran before, its graphs were freed, or what it reads was changed in place.
-        """
-        recorded = self.recorded
-        with recorded.group.owner.lock:
-            if recorded.closed:
-                raise GraphedBackwardError(
-                    f"{recorded.name}: its graphs were freed between this forward and its backward. Call reset() or "
-                    "close() when no backward is due."
-                )
-            if self._done and not recorded.retains:
-                raise GraphedBackwardError(
-                    f"{recorded.name}: a second backward through one forward; what it needs died in the first. Record "
-                    "with GraphedOptions(retain_graph_in_backward=True)."
-                )
-            statics = recorded.check_statics(self)
-            if self._versions is not None:
-                self._versions.check()
-            recorded.group.driver.enter_call()
-            self.bring_back()
-            outputs = recorded.run_backward(grads, statics, self._position)
-            self._done = True
-            if recorded.weight_grads is not None and recorded.backward is not None:
-                recorded.due_weight_grads.append(self)
-                self.recorded.pending.remove(self)
-                self.first = recorded.backward.birth  # which made what is needed now, too
-                self.recorded.pending.add(self)
-            else:
-                self.settle()
-            return outputs
-
-    def bring_back(self) -> None:
-        """Put back what was copied away."""
-        aside, self._aside = self._aside, None
-        if aside is not None:
-            self.recorded.take_back(aside)
-            if self._versions is not None:
-                self._versions.take_samples()
-            self.recorded.pending.add(self)
-
-    def settle(self) -> None:
-        """Note that nothing more of this call is to come, unless its backward may run again."""
-        if not self.recorded.retains:
-            self._versions = None
-            if self._done:
-                self.statics = []
-            self.recorded.pending.remove(self)
-
-    def is_due_to(self, recorded: RecordedPass) -> bool:
-        """Whether a backward of a recording may still come."""
-        return self.recorded is recorded and (recorded.retains or not self._done)
-
-
-class _Graphed(torch.autograd.Function):
-    """Forward and backward as one node."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, *wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        del wanted  # read where they lie
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return call.forward(ctx)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
-        call: Call = ctx.call
-        if all(grad is None for grad in grad_outputs):
-            call.settle()
-            return (None, *call.recorded.no_gradients)
-        if not torch.is_grad_enabled():
-            if call.recorded.outputs_read:
-                _ = ctx.saved_tensors  # autograd checks here that nobody changed them
-            return (None, *call.backward(grad_outputs))
-        link = ctx.saved_tensors[call.recorded.link]
-        with torch.no_grad():
-            grads = call.backward(grad_outputs)
-        made = [grad for grad in grads if grad is not None]
-        fenced = iter(_NoSecond.apply(call.recorded.name, len(made), *made, link, *grad_outputs))
-        return (None, *(grad if grad is None else next(fenced) for grad in grads))
-
-
-_apply = _torch.direct_apply(_Graphed)
-
-
-class _NoSecond(torch.autograd.Function):
-    """For `create_graph=True`: the gradients' own gradients are an error, and not left out.
-
-    Note [Gradients of gradients]
-        Autograd leaves out nodes that lead to nothing that is wanted, an error among them. Gradients depend on the
-        gradients that came in and on what the forward read. So this node leads there, too: to the former, and to the
-        node of the forward, by a result that the forward saved. That is one that its backward reads, or an empty one
-        that is there for this only: the forward's inputs would be held, and hold memory.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, name: str, num_grads: int, *tensors: Any) -> tuple[Any, ...]:
-        ctx.name = name
-        return tuple(grad.detach() for grad in tensors[:num_grads])
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        del grad_outputs
-        raise GraphedBackwardError(
-            f"{ctx.name}: gradients of its gradients were asked for, and none are recorded. Call the original where it "
-            "is differentiated twice."
-        )

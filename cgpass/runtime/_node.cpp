@@ -1,4 +1,4 @@
-// The node of autograd's graph that stands for a compiled function: what AOTAutograd's Python `autograd.Function` does,
+// The node of autograd's graph that stands for a compiled or graphed function: what AOTAutograd's Python `autograd.Function` does,
 // without Python per parameter and per saved tensor. Used by node.py, which says what is handed over.
 
 #define AT_PER_OPERATOR_HEADERS  // half the time to compile
@@ -197,10 +197,17 @@ struct CompiledFunctionBackward : public Node {
   std::vector<std::pair<Py_ssize_t, at::Tensor>> direct;  // parameters without an edge, and where their gradients are
   std::vector<SavedVariable> saved;   // checked for writes
   std::vector<at::Tensor> unchecked;  // saved, too
+  std::string shown;                  // what it is called
+  bool materializes;                  // whether gradients that are undefined are zeros for `run`
   bool is_released = false;
 
-  CompiledFunctionBackward(edge_list&& edges, PyObject* run_, PyObject* rest_)
-      : Node(std::move(edges)), run(Py_NewRef(run_)), rest(Py_NewRef(rest_)) {}
+  CompiledFunctionBackward(
+      edge_list&& edges, PyObject* run_, PyObject* rest_, const char* name, bool materializes_)
+      : Node(std::move(edges)),
+        run(Py_NewRef(run_)),
+        rest(Py_NewRef(rest_)),
+        shown(name),
+        materializes(materializes_) {}
 
   ~CompiledFunctionBackward() override {
     if (!Py_IsInitialized()) return;
@@ -209,7 +216,7 @@ struct CompiledFunctionBackward : public Node {
     Py_DECREF(rest);
   }
 
-  std::string name() const override { return "CompiledFunctionBackward"; }
+  std::string name() const override { return shown; }
 
   void release_variables() override {
     is_released = true;
@@ -246,7 +253,7 @@ struct CompiledFunctionBackward : public Node {
     for (const SavedVariable& variable : saved) values.push_back(variable.unpack(self));
     values.insert(values.end(), unchecked.begin(), unchecked.end());
     if (!torch::autograd::get_current_graph_task_keep_graph()) release_variables();
-    for (size_t i = 0; i < grads.size(); ++i) {
+    for (size_t i = 0; materializes && i < grads.size(); ++i) {
       if (!grads[i].defined()) grads[i] = input_metadata(i).zeros_like();
     }
     const bool is_graph_wanted = at::GradMode::is_enabled();  // create_graph=True
@@ -307,11 +314,13 @@ struct CompiledFunctionBackward : public Node {
   size_t num_saved = 0;
 };
 
-// attach(run, rest, inputs, wanted, direct, outputs, differentiable, checked, unchecked) -> None
+// attach(run, rest, inputs, wanted, direct, outputs, differentiable, checked, unchecked, name, materialize) -> None
 PyObject* attach(PyObject* const* args) {
   const Items inputs(args[2]), wanted(args[3]), candidates(args[4]), differentiable(args[6]);
   const Items checked(args[7]), unchecked(args[8]);
   if (!PyList_Check(args[5])) fail(PyExc_TypeError, "outputs: expected a list");
+  const char* name = PyUnicode_AsUTF8(args[9]);
+  if (name == nullptr) throw PythonErrorSet();
   const Items outputs(args[5]);
   edge_list edges;
   std::vector<Py_ssize_t> positions;
@@ -333,7 +342,8 @@ PyObject* attach(PyObject* const* args) {
       add_edge(position, tensor);
     }
   }
-  auto& node = *new CompiledFunctionBackward(std::move(edges), args[0], args[1]);
+  auto& node = *new CompiledFunctionBackward(
+      std::move(edges), args[0], args[1], name, args[10] == Py_True);
   const NodePointer pointer = owner_of<NodePointer>(&node);
   node.wanted = std::move(positions);
   node.direct = std::move(direct);
@@ -422,7 +432,7 @@ PyObject* checked(PyObject*, PyObject* const* args, Py_ssize_t n) {
 }
 
 PyMethodDef methods[] = {
-    {"attach", reinterpret_cast<PyCFunction>(checked<attach, 9>), METH_FASTCALL, nullptr},
+    {"attach", reinterpret_cast<PyCFunction>(checked<attach, 11>), METH_FASTCALL, nullptr},
     {"drop_accumulators", reinterpret_cast<PyCFunction>(checked<drop_accumulators, 1>), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

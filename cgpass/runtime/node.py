@@ -1,4 +1,4 @@
-"""The node of autograd's graph that a compiled function's outputs have, once `_node.cpp` is compiled.
+"""The node of autograd's graph that outputs of compiled and graphed functions have, once `_node.cpp` is compiled.
 
 Note [A node of our own]
     AOTAutograd makes one `autograd.Function` per compiled function, and `Function.apply` gets every parameter as an
@@ -22,8 +22,9 @@ from cgpass.runtime import fast_build
 
 log = logging.getLogger(__name__)
 
-Attach = Callable[[Any, Any, Any, Any, Any, Any, Any, Any, Any], None]
-"""`attach(run, rest, inputs, wanted, direct, outputs, differentiable, checked, unchecked)` puts a node between tensors.
+Attach = Callable[[Any, Any, Any, Any, Any, Any, Any, Any, Any, str, bool], None]
+"""`attach(run, rest, inputs, wanted, direct, outputs, differentiable, checked, unchecked, name, materialize)` puts a
+node between tensors.
 
     run: `run(rest, saved, grads)` returns a list with a gradient, or None, for each of `inputs`; it gets two lists that
         it may empty: what was saved, and a gradient for each differentiable output. With None for both it raises:
@@ -37,6 +38,8 @@ Attach = Callable[[Any, Any, Any, Any, Any, Any, Any, Any, Any], None]
     differentiable: Positions of the outputs that get the node.
     checked: Tensors to be saved; that they were written in the meantime is an error, as for torch's own operators.
     unchecked: Tensors to be saved without that.
+    name: What the node is called.
+    materialize: Whether a gradient that nothing gave is zeros for `run`; else None.
 """
 
 
@@ -83,7 +86,19 @@ def _register(attach: Attach) -> None:
     """Have torch know the node for one of its own: `isinstance(out.grad_fn, torch.autograd.graph.Node)`."""
     with _torch.without_modes(), torch.inference_mode(False), torch.enable_grad():
         out = [torch.empty(0)]
-        attach(None, None, [torch.empty(0, requires_grad=True)], (0,), (), out, (0,), [], [])
+        attach(
+            None,
+            None,
+            [torch.empty(0, requires_grad=True)],
+            (0,),
+            (),
+            out,
+            (0,),
+            [],
+            [],
+            "Node",
+            True,
+        )
     torch.autograd.graph.Node.register(type(out[0].grad_fn))
 
 
