@@ -1,5 +1,6 @@
 """`Arguments`: a call's arguments, put where a graph reads them and read back where it writes them."""
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 
 from cgpass.graphed.values import InputMemory
+from cgpass.runtime import fast
 from cgpass.runtime.writes import extent, has_place
 
 
@@ -64,6 +66,8 @@ class Arguments:
         samples = [m.tensor for m in memory if not m.is_own]
         self._samples = Places(samples)
         self._storages = {sample.untyped_storage().data_ptr() for sample in samples}
+        self._shared = array("q", sorted(self._storages)).tobytes()
+        self._targets = [m.tensor for m in memory]
         self._fixed = Places([*samples, *statics] if written else ())
         self._spanned = [i for i, m in enumerate(memory) if m.spans]
         self.are_simple = not self._written and not self._spanned
@@ -90,6 +94,10 @@ class Arguments:
 
     def copy_in(self, tensors: Sequence[torch.Tensor]) -> int:
         """Copy what does not lie where the graph reads it; returns bytes copied."""
+        if not self._spanned:
+            num_bytes = fast.fill(self._targets, tensors, self._shared)
+            if num_bytes >= 0:
+                return num_bytes
         away: list[tuple[InputMemory, torch.Tensor]] = []
         crossing = False
         for memory, tensor in zip(self.memory, tensors, strict=True):

@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 from cgpass.errors import GraphedArgumentError, InputError
 from cgpass.graphed.constants import Snapshot, short, snapshot
 from cgpass.graphed.values import leaf_like
+from cgpass.runtime import fast
 from cgpass.runtime.signature import check_tensor
 
 
@@ -54,6 +55,11 @@ class Binding:
         for i, tensor in zip(self._places, tensors, strict=True):
             check_tensor(f"{name}: {self._names[i]}", tensor, device)
         self._expected = [(t.shape, t.dtype, t.requires_grad) for t in tensors]
+        self._likes = [
+            torch.empty((), dtype=t.dtype, device=device).expand(t.shape) for t in tensors
+        ]
+        """Tensors like them, that nobody changes."""
+        self._may_require_grad = bytes([t.requires_grad for t in tensors])
         self._firsts = _firsts(tensors)
         self._distinct = sorted(set(self._firsts))
         self._repeats = [(i, first) for i, first in enumerate(self._firsts) if i != first]
@@ -77,18 +83,8 @@ class Binding:
             InputError: The call does not fit the sample; says where.
         """
         tensors = self._tensors(args, kwargs)
-        grad, device = torch.is_grad_enabled(), self._device
-        try:
-            for tensor, (shape, dtype, requires_grad) in zip(tensors, self._expected, strict=True):
-                if (
-                    tensor.shape != shape
-                    or tensor.dtype is not dtype
-                    or tensor.device != device
-                    or (grad and tensor.requires_grad and not requires_grad)
-                ):
-                    raise self._misfit(tensors)
-        except AttributeError:
-            raise self._misfit(tensors) from None
+        if not fast.fits(tensors, self._likes, self._may_require_grad):
+            raise self._misfit(tensors)
         for i, first in self._repeats:
             if tensors[i] is not tensors[first]:
                 return None

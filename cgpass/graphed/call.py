@@ -71,8 +71,11 @@ class Call:
             outputs: Any = _apply(self, tensors, *wanted)
             return outputs[:-1]
         requires_grad = 1 in fast.requiring_grad(wanted)
-        with torch.no_grad():
+        _torch.set_grad_enabled(False)
+        try:
             made = self._forward(tensors, requires_grad=requires_grad)
+        finally:
+            _torch.set_grad_enabled(True)
         if requires_grad:
             saved = [made[i] for i in recorded.outputs_read]
             where = recorded.all_wanted, (), made, recorded.outputs_with_grad
@@ -167,7 +170,9 @@ def _run_backward(
     """See `node.Attach`."""
     if saved is None or grads is None:
         raise _no_second(call.recorded.name)
-    with torch.no_grad():
+    if not torch.is_grad_enabled():
+        return call.backward(grads)
+    with torch.no_grad():  # create_graph=True
         return call.backward(grads)
 
 

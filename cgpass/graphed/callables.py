@@ -105,11 +105,12 @@ class GraphedFunction:
         if torch.is_grad_enabled() and not self._pass.with_grad:
             return self._run_plainly("it was recorded under torch.no_grad()", args, kwargs)
         statics = self._pass.statics
-        if not statics.unchanged() and not statics.has_its_modes():
+        unchanged = statics.unchanged()
+        if not unchanged and not statics.has_its_modes():
             names = statics.other_modes()
             why = f"{names} changed between training and eval mode" if names else None
             return self._run_plainly(why, args, kwargs)
-        recorded, parameters = self._find_now(statics)
+        recorded, parameters = self._find_now(statics, unchanged=unchanged)
         if recorded is None:
             return self._run_plainly(self._why_unrecorded(), args, kwargs)
         why_not = None if recorded.arguments.are_simple else recorded.arguments.why_not(tensors)
@@ -118,9 +119,11 @@ class GraphedFunction:
         recorded.last_used = stats.calls
         return recorded.call(tensors, parameters)
 
-    def _find_now(self, statics: Statics) -> tuple[RecordedPass | None, list[torch.Tensor]]:
+    def _find_now(
+        self, statics: Statics, *, unchanged: bool
+    ) -> tuple[RecordedPass | None, list[torch.Tensor]]:
         """The recording to be replayed, and parameters and buffers as they are."""
-        if self._check != "off" and not statics.unchanged() and not statics.has_its_members():
+        if self._check != "off" and not unchanged and not statics.has_its_members():
             statics = self._follow_members()
         try:
             parameters = statics.now()

@@ -19,6 +19,7 @@ from cgpass.graphed.statics import MemberGoneError, Statics
 from cgpass.graphed.values import InputMemory, OutputStructure, give_up_samples
 from cgpass.graphed.versions import ReadByBackward
 from cgpass.recompute.states import CheckpointStates
+from cgpass.runtime import fast
 from cgpass.runtime.placeholders import Placeholder
 from cgpass.runtime.recording import Recording
 from cgpass.telemetry import CallStats
@@ -76,6 +77,8 @@ class RecordedPass:
         self._aside: list[weakref.ref[Call]] = []
         self._writes = self.arguments.are_written or bool(self.written_statics)
         self._grad_memory = [InputMemory(grad.tensor, grad) for grad in self.grads]
+        self._grad_targets = [memory.tensor for memory in self._grad_memory]
+        self._grads_are_plain = not any(memory.spans for memory in self._grad_memory)
         self.without_grad = [
             i for i in range(len(self.structure.tensors)) if i not in self.outputs_with_grad
         ]
@@ -168,16 +171,19 @@ class RecordedPass:
         group, recording = self.group, self.backward
         assert recording is not None
         group.prepare(recording, self.pending)
-        given: list[torch.Tensor] = []
-        for grad, memory in zip(grads, self._grad_memory, strict=True):
-            if grad is None:
-                grad = torch.zeros_like(memory.tensor)
-            given.append(grad)
-            try:
-                self.stats.copied_bytes += memory.fill(grad)
-            except RuntimeError:
-                self._refuse_batched()
-                raise
+        given = [
+            torch.zeros_like(memory.tensor) if grad is None else grad
+            for grad, memory in zip(grads, self._grad_memory, strict=True)
+        ]
+        try:
+            if self._grads_are_plain:
+                self.stats.copied_bytes += fast.fill(self._grad_targets, given, b"")
+            else:
+                for grad, memory in zip(given, self._grad_memory, strict=True):
+                    self.stats.copied_bytes += memory.fill(grad)
+        except RuntimeError:
+            self._refuse_batched()
+            raise
         if self.recomputes:
             self.states.rewind(position)
         outputs = recording.run([*given, *statics])

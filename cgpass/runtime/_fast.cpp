@@ -7,11 +7,14 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_foreach_copy_ops.h>
+#include <ATen/ops/copy_ops.h>
 #include <ATen/ops/empty_strided_ops.h>
 #include <Python.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <algorithm>
 #include <exception>
 #include <memory>
 #include <utility>
@@ -465,6 +468,58 @@ PyObject* copies(PyObject* const* args) {
   return out.release();
 }
 
+PyObject* fits(PyObject* const* args) {
+  const Items values(args[0]), likes(args[1]);
+  if (!PyBytes_Check(args[2]) || PyBytes_GET_SIZE(args[2]) != likes.size) {
+    fail(PyExc_ValueError, "as many flags as tensors expected");
+  }
+  const char* may_require_grad = PyBytes_AS_STRING(args[2]);
+  if (values.size != likes.size) Py_RETURN_FALSE;
+  const bool is_grad_enabled = c10::GradMode::is_enabled();
+  for (Py_ssize_t k = 0; k < values.size; ++k) {
+    const int is_tensor = PyObject_IsInstance(values.items[k], THPVariableClass);
+    if (is_tensor < 0) throw PythonErrorSet();
+    if (!is_tensor) Py_RETURN_FALSE;
+    const at::Tensor &tensor = tensor_of(values.items[k]), &like = tensor_of(likes.items[k]);
+    if (tensor.sizes() != like.sizes() || tensor.scalar_type() != like.scalar_type() ||
+        tensor.device() != like.device() ||
+        (is_grad_enabled && !may_require_grad[k] && tensor.requires_grad())) {
+      Py_RETURN_FALSE;
+    }
+  }
+  Py_RETURN_TRUE;
+}
+
+bool lies_as(const at::Tensor& tensor, const at::Tensor& target) {
+  return tensor.const_data_ptr() == target.const_data_ptr() && tensor.strides() == target.strides() &&
+         tensor.is_conj() == target.is_conj() && tensor.is_neg() == target.is_neg();
+}
+
+PyObject* fill(PyObject* const* args) {
+  const Items targets(args[0]), values(args[1]);
+  if (targets.size != values.size) fail(PyExc_ValueError, "as many values as targets expected");
+  if (!PyBytes_Check(args[2])) fail(PyExc_TypeError, "expected bytes");
+  const auto* shared = reinterpret_cast<const int64_t*>(PyBytes_AS_STRING(args[2]));
+  const auto* end = shared + PyBytes_GET_SIZE(args[2]) / sizeof(int64_t);
+  std::vector<std::pair<at::Tensor, at::Tensor>> pairs;
+  for (Py_ssize_t k = 0; k < targets.size; ++k) {
+    const at::Tensor &target = tensor_of(targets.items[k]), &value = tensor_of(values.items[k]);
+    if (lies_as(value, target)) continue;
+    if (shared != end) {
+      const auto address = reinterpret_cast<int64_t>(value.storage().data());
+      if (std::find(shared, end, address) != end) return PyLong_FromLong(-1);
+    }
+    pairs.emplace_back(target, value);
+  }
+  int64_t bytes = 0;
+  const at::AutoGradMode no_grad(false);
+  for (auto& [target, value] : pairs) {
+    at::_ops::copy_::call(target, value, false);
+    bytes += static_cast<int64_t>(target.nbytes());
+  }
+  return PyLong_FromLongLong(bytes);
+}
+
 PyObject* put(PyObject* const* args) {
   if (!PyList_Check(args[0])) fail(PyExc_TypeError, "expected a list");
   const Items positions(args[1]);
@@ -505,6 +560,8 @@ PyMethodDef methods[] = {
     METHOD(views, 2),
     METHOD(copies, 2),
     METHOD(put, 3),
+    METHOD(fits, 3),
+    METHOD(fill, 3),
     METHOD(exclusive, 3),
     METHOD(swap_storages, 2),
     METHOD(take_accumulators, 1),

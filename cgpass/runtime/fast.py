@@ -253,6 +253,65 @@ def copies(tensors: tuple[torch.Tensor, ...], layouts: Sequence[Layout]) -> list
     return out
 
 
+def fits(values: Sequence[Any], likes: Sequence[torch.Tensor], may_require_grad: bytes) -> bool:
+    """Whether values are tensors of the sizes, dtypes and devices of others.
+
+    Args:
+        values: Anything.
+        likes: The others.
+        may_require_grad: A byte for each: whether it may require grad where gradients are recorded.
+    """
+    if len(likes) != len(may_require_grad):
+        raise ValueError("as many flags as tensors expected")
+    if len(values) != len(likes):
+        return False
+    grad = torch.is_grad_enabled()
+    return all(
+        isinstance(value, torch.Tensor)
+        and value.size() == like.size()
+        and value.dtype is like.dtype
+        and value.device == like.device
+        and (flag or not grad or not value.requires_grad)
+        for value, like, flag in zip(values, likes, may_require_grad, strict=True)
+    )
+
+
+def fill(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], shared: bytes) -> int:
+    """Give tensors the values of others, but for those that are the same memory laid out alike; on the current stream.
+
+    Args:
+        targets: Written one after the other, which counts as a change in place.
+        values: One for each.
+        shared: Addresses of storages; nothing is copied where a value that is to be copied lies in one.
+
+    Returns:
+        Bytes copied; -1 where nothing is.
+    """
+    if len(targets) != len(values):
+        raise ValueError("as many values as targets expected")
+    pairs = [
+        (target, value.detach())
+        for target, value in zip(targets, values, strict=True)
+        if not _lies_as(value, target)
+    ]
+    addresses = array("q", shared)
+    if addresses and any(v.untyped_storage().data_ptr() in addresses for _, v in pairs):
+        return -1
+    with torch.no_grad():
+        for target, value in pairs:
+            target.copy_(value)
+    return sum(target.nbytes for target, _ in pairs)
+
+
+def _lies_as(tensor: torch.Tensor, target: torch.Tensor) -> bool:
+    return (
+        tensor.data_ptr() == target.data_ptr()
+        and tensor.stride() == target.stride()
+        and tensor.is_conj() == target.is_conj()
+        and tensor.is_neg() == target.is_neg()
+    )
+
+
 def put(into: list[Any], positions: Sequence[int], values: Sequence[Any]) -> None:
     """Assign one value to each position."""
     if len(positions) != len(values):
@@ -287,6 +346,8 @@ PYTHON: Mapping[str, Callable[..., Any]] = {
         views,
         copies,
         put,
+        fits,
+        fill,
         take_accumulators,
         put_accumulators,
     )
