@@ -78,7 +78,7 @@ class Call:
             _torch.set_grad_enabled(True)
         if requires_grad:
             saved = [made[i] for i in recorded.outputs_read]
-            where = recorded.all_wanted, (), made, recorded.outputs_with_grad
+            where = recorded.edges, recorded.direct, made, recorded.outputs_with_grad
             attach(_run_backward, self, wanted, *where, saved, (), "GraphedBackward", False)
         return made
 

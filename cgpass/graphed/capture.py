@@ -250,6 +250,7 @@ class Capture:
                 self.memory, d.binding.names, sorted(d.written_inputs), d.statics.now()
             ),
             written_statics=sorted(d.written_statics),
+            adds_grads=d.options.parameter_grads == "direct",
             checks_statics=d.options.static_input_check != "off",
             retains=retains,
             forward=self.forward,

@@ -17,6 +17,7 @@ Hooks: TypeAlias = Mapping[str, HookFunctions]
 """By name of the moment."""
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
+    "parameter_grads": ("autograd", "direct"),
     "static_input_check": ("rerecord", "error", "off"),
     "driver": ("auto", "cuda", "simulated", "none"),
 }
@@ -70,6 +71,9 @@ class GraphedOptions:
 
     own_grads: bool = True
     """Whether gradients keep their values while held; else the next replay overwrites them, in `.grad`, too: no accumulation."""
+
+    parameter_grads: Literal["autograd", "direct"] = "autograd"
+    """Who adds gradients to the `.grad` of parameters: autograd, a node each, or the callable itself, all at once."""
 
     static_input_check: Literal["rerecord", "error", "off"] = "rerecord"
     """What a moved parameter or buffer does; `off` only where they provably never move."""
