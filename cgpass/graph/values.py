@@ -48,7 +48,10 @@ _TORCH_ROOT = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
     """The tensors among a node's outputs, in order."""
-    return tuple(v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor))
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):  # as nearly always; this is asked for many times a node
+        return (value,)
+    return tuple(v for v in tree_leaves(value) if isinstance(v, torch.Tensor))
 
 
 def hop_name(node: fx.Node) -> str | None:
@@ -306,7 +309,7 @@ def unbacked_symbols(node: fx.Node) -> tuple[sympy.Symbol, ...]:
     if value is None:
         return ()
     unbacked = free_unbacked_symbols([v for v in tree_leaves(value) if _has_symbols(v)])
-    return tuple(symbol for symbol in free_symbols(node) if symbol in unbacked)
+    return tuple(symbol for symbol in free_symbols(node) if symbol in unbacked) if unbacked else ()
 
 
 def _has_symbols(value: object) -> bool:

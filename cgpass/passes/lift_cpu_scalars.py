@@ -95,12 +95,15 @@ class _Lift:
     def scalars(self) -> dict[fx.Node, list[fx.Node]]:
         """The CPU scalars that are all that keeps a node from being captured; their readers."""
         found: dict[fx.Node, list[fx.Node]] = {}
+        if self._device.type == "cpu":
+            return found
         for node in self._gm.graph.nodes:
-            reason = why_not_capturable(node, self._device, gm=self._gm)
-            if reason is None or reason.code != "cpu_scalar" or node.op != "call_function":
+            scalars = [arg for arg in node.all_input_nodes if _is_cpu_tensor(arg)]
+            if not scalars or node.op != "call_function":
                 continue
-            for arg in node.all_input_nodes:
-                if _is_cpu_tensor(arg):
+            reason = why_not_capturable(node, self._device, gm=self._gm)
+            if reason is not None and reason.code == "cpu_scalar":
+                for arg in scalars:
                     found.setdefault(arg, []).append(node)
         return found
 
