@@ -44,7 +44,8 @@ check "ruff format" "$PYTHON" -m ruff format --check --quiet
 check "pyrefly" "$PYTHON" -m pyrefly check --python-interpreter-path "$PYTHON"
 wait "$building" || true
 # One thread each: two processes of as many threads as there are cores would only be in each other's way.
-OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" check "pytest" "$PYTHON" -m pytest -n auto --maxprocesses 4 "$@"
+# Neighbours stay together, and share what their file made.
+OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" check "pytest" "$PYTHON" -m pytest -n auto --maxprocesses 4 --dist worksteal "$@"
 
 if ((${#failed[@]})); then
   printf 'failed: %s\n' "${failed[@]}"

@@ -1,5 +1,6 @@
 """Skips what this machine has no CUDA devices for; keeps one test's options from the next."""
 
+import atexit
 import gc
 import importlib
 import logging
@@ -28,15 +29,18 @@ def pytest_sessionstart(session):
             "torch._inductor.compile_fx",
         ):
             importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     compile_for_nobodys_logs()
+    log_to_the_root_alone()
+    if not torch.cuda.is_available():
+        expect_no_devices()
 
 
 def compile_for_nobodys_logs():
     """Leaves out what torch.compile does beside each compilation: an eighth of the whole run."""
     importlib.import_module("torch._dynamo.config").run_gc_after_compile = False
+    # builds three libraries to try which instructions there are
+    importlib.import_module("torch._inductor.config").cpp.vec_isa_ok = True
     guards = importlib.import_module("torch._dynamo.guards")
     guards.profile_guard_manager = lambda *args: 0.0  # flushes caches to time a call for a log
     trace = logging.getLogger("torch.__trace")  # renders every graph where it has a handler
@@ -44,8 +48,38 @@ def compile_for_nobodys_logs():
     trace.addHandler = lambda handler: None  # pytest's own, put there in each phase of a test
 
 
-def pytest_sessionfinish():
-    gc.unfreeze()
+def log_to_the_root_alone():
+    """Leaves out pytest's walk over all loggers, in each phase of each test, for torch's many that do not propagate."""
+
+    def enter(self):
+        if self.level is not None:
+            self.handler.setLevel(self.level)
+            self.orig_level = logging.root.level
+            logging.root.setLevel(min(self.orig_level, self.level))
+        logging.root.addHandler(self.handler)
+        return self.handler
+
+    def leave(self, *error):
+        if self.level is not None:
+            logging.root.setLevel(self.orig_level)
+        logging.root.removeHandler(self.handler)
+
+    catching_logs = importlib.import_module("_pytest.logging").catching_logs
+    catching_logs.__enter__, catching_logs.__exit__ = enter, leave
+
+
+def expect_no_devices():
+    """Leaves out what each `manual_seed` notes, with its stack, for devices that might come, and the search for them."""
+    torch.cuda._cached_device_count = 0
+    for backend in (torch.cuda, torch.xpu, torch.mtia):
+        backend.manual_seed_all = lambda seed: None
+
+
+def pytest_collection_finish(session):
+    """What lives as long as the process is not walked over with each collection."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # some extension modules tell of what is left then
 
 
 def pytest_collection_modifyitems(items):
