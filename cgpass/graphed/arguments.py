@@ -51,6 +51,7 @@ class Arguments:
         names: Sequence[str],
         written: Sequence[int],
         statics: Sequence[torch.Tensor],
+        viewed: Sequence[int],
     ) -> None:
         """Describe it.
 
@@ -59,6 +60,7 @@ class Arguments:
             names: What the user calls them.
             written: Those that the graph writes.
             statics: What it reads besides; not held.
+            viewed: Those that results are views of.
         """
         self.memory = list(memory)
         self._names = names
@@ -70,7 +72,8 @@ class Arguments:
         self._targets = [m.tensor for m in memory]
         self._fixed = Places([*samples, *statics] if written else ())
         self._spanned = [i for i, m in enumerate(memory) if m.spans]
-        self.are_simple = not self._written and not self._spanned
+        self._viewed = list(viewed)
+        self.are_simple = not (self._written or self._spanned or self._viewed)
         """Whether any call's arguments will do."""
 
     @property
@@ -83,6 +86,9 @@ class Arguments:
         for i in self._spanned:
             if not self.memory[i].is_laid_out_as(tensors[i]):
                 return f"{self._names[i]} is laid out otherwise than the sample, whose elements share memory"
+        for i in self._viewed:
+            if not self.memory[i].is_laid_out_as(tensors[i]):
+                return f"{self._names[i]}, which results are views of, is laid out otherwise than the sample"
         for i in self._written:
             if self._fixed.meet(tensors[i]):
                 return f"{self._names[i]}, which it writes, shares memory with a parameter, a buffer or a sample"

@@ -46,7 +46,7 @@ class Call:
         self.recorded = recorded
         self.first = recorded.forward.birth
         last = recorded.weight_grads or backward
-        self.last = math.inf if recorded.retains else last.birth
+        self.last = math.inf if recorded.keeps_saved else last.birth
         self.statics = statics
         """Held until the backward is done, as autograd would: the modules may have others by then."""
         self._position: Any = None

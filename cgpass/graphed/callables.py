@@ -12,7 +12,7 @@ from cgpass.graphed.capture import Capture
 from cgpass.graphed.group import Group
 from cgpass.graphed.moves import put_back
 from cgpass.graphed.passes import Pass
-from cgpass.graphed.preparation import prepared
+from cgpass.graphed.preparation import is_preparing, prepared
 from cgpass.graphed.recorded import RecordedPass
 from cgpass.graphed.statics import MemberGoneError, Statics
 from cgpass.graphed.values import own_memory
@@ -91,7 +91,8 @@ class GraphedFunction:
         if group is None or group.driver.is_capturing() or group.owner.closed:
             return self._run_plainly(None, args, kwargs)
         if _torch.in_functorch() or _torch.in_forward_ad() or _torch.operators_are_watched():
-            return self._run_plainly(_why_unseen(), args, kwargs)
+            why_unseen = None if is_preparing() else _why_unseen()
+            return self._run_plainly(why_unseen, args, kwargs)
         tensors = self._pass.binding.bind(args, kwargs)
         if tensors is None:
             return self._run_plainly(self._pass.binding.why_unbound(args, kwargs), args, kwargs)

@@ -247,12 +247,17 @@ class Capture:
             stats=d.stats,
             states=self._states,
             arguments=Arguments(
-                self.memory, d.binding.names, sorted(d.written_inputs), d.statics.now()
+                self.memory,
+                d.binding.names,
+                sorted(d.written_inputs),
+                d.statics.now(),
+                [i for i in sorted(self.forward.viewed) if i < len(self.memory)],
             ),
             written_statics=sorted(d.written_statics),
             adds_grads=d.options.parameter_grads == "direct",
             checks_statics=d.options.static_input_check != "off",
             retains=retains,
+            keeps_saved=retains and self._weight_grads is None and not d.options.reuse_buffers,
             forward=self.forward,
             forward_key=self._keys[0],
             structure=d.structure,

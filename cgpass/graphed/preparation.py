@@ -1,6 +1,7 @@
 """Nothing that the user sees changes while callables are warmed up and recorded."""
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -9,6 +10,8 @@ from cgpass import _torch
 from cgpass.graphed.group import Group
 from cgpass.graphed.passes import Pass
 from cgpass.runtime.failures import random_state_kept
+
+_here = threading.local()
 
 
 @contextlib.contextmanager
@@ -21,6 +24,7 @@ def prepared(passes: Pass | list[Pass], group: Group) -> Iterator[None]:
         passes: What is recorded.
         group: What records.
     """
+    before, _here.prepares = is_preparing(), True
     passes = [passes] if isinstance(passes, Pass) else passes
     tracker = passes[0].options.rng_tracker
     named = [] if tracker is None else list(tracker.generators.values())
@@ -38,3 +42,9 @@ def prepared(passes: Pass | list[Pass], group: Group) -> Iterator[None]:
             group.accumulators.put_back(forget=forget)
             for each in reversed(passes):
                 each.kept.put_back()
+            _here.prepares = before
+
+
+def is_preparing() -> bool:
+    """Whether this thread is in such a block."""
+    return getattr(_here, "prepares", False)

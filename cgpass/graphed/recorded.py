@@ -42,6 +42,9 @@ class RecordedPass:
     adds_grads: bool
     """Whether gradients of parameters are added to their `.grad` here."""
     retains: bool
+    """Whether a backward leaves what it reads alone."""
+    keeps_saved: bool
+    """Whether what is recorded later does, too."""
     forward: Recording
     forward_key: bytes
     structure: OutputStructure
@@ -167,6 +170,10 @@ class RecordedPass:
     def take_back(self, aside: Aside) -> None:
         """Put back what was copied away."""
         self.group.prepare(self.forward, self.pending)
+        if (
+            self.weight_grads is not None and self.backward is not None
+        ):  # whose outputs are part of it
+            self.group.prepare(self.backward, self.pending)
         aside.put_back()
 
     def run_backward(

@@ -97,6 +97,7 @@ class GroupRecorder:
                 self._free.setdefault(layout_of(memory.tensor), []).append(memory)
         assert capture.forward is not None
         capture.forward.memory.release_unheld()
-        if self._last_backward is not None:
+        # Nobody moves gradients that are not the user's own.
+        if self._last_backward is not None and self._group.own_grads:
             self._last_backward.memory.release_unheld()
         self._last_backward = capture.backward

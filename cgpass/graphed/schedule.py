@@ -8,6 +8,7 @@ Note [Numbers of forwards]
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cgpass.errors import ScheduleError
 
@@ -95,7 +96,7 @@ def _walk(order: Sequence[int]) -> tuple[int, int]:
         )
     for position, entry in enumerate(order):
         if not isinstance(entry, int) or isinstance(entry, bool) or entry == 0:
-            raise _wrong(order, position, "chunks are numbered from 1, negative for a backward")
+            raise _wrong(order, position, _why_no_chunk(entry))
     num_chunks = max(map(abs, order))
     forwards, backwards = [0] * num_chunks, [0] * num_chunks
     for position, entry in enumerate(order):
@@ -122,6 +123,12 @@ def _walk(order: Sequence[int]) -> tuple[int, int]:
             last = max(p for p, entry in enumerate(order) if entry == chunk + 1)
             raise _wrong(order, last, f"a forward of chunk {chunk + 1} whose backward never comes")
     return num_chunks, forwards[0]
+
+
+def _why_no_chunk(entry: Any) -> str:
+    if entry:
+        return f"a {type(entry).__name__} and no int"
+    return "chunks are numbered from 1, negative for a backward"
 
 
 def _wrong(order: Sequence[int], position: int, what: str) -> ScheduleError:

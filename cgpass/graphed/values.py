@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from cgpass.runtime.owner import Owner
 from cgpass.runtime.placeholders import Placeholder, overlaps_itself
 
 
@@ -92,7 +93,9 @@ class OutputStructure:
     leaves: tuple[Any, ...]
     """Those that are no tensors, in their places."""
     tensors: tuple[int, ...]
-    """Places of the others."""
+    """Places of the others; of one that is there several times, the first."""
+    repeats: tuple[tuple[int, int], ...] = ()
+    """Further places of such, and which of the tensors it is."""
     plain: str = ""
     """"tensor" or "tuple", where the result is only that."""
 
@@ -100,14 +103,24 @@ class OutputStructure:
     def of(cls, result: Any) -> "OutputStructure":
         """The structure of a result; holds none of its tensors."""
         leaves, spec = pytree.tree_flatten(result)
-        places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+        places: list[int] = []
+        repeats: list[tuple[int, int]] = []
+        numbers: dict[int, int] = {}
+        for i, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if id(leaf) in numbers:
+                repeats.append((i, numbers[id(leaf)]))
+            else:
+                numbers[id(leaf)] = len(places)
+                places.append(i)
         plain = ""
         if isinstance(result, torch.Tensor):
             plain = "tensor"
         elif type(result) is tuple and len(places) == len(result) == len(leaves):
             plain = "tuple"
         kept = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        return cls(spec, kept, places, plain)
+        return cls(spec, kept, tuple(places), tuple(repeats), plain)
 
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
         """A result with these tensors."""
@@ -118,6 +131,8 @@ class OutputStructure:
         leaves = list(self.leaves)
         for place, tensor in zip(self.tensors, tensors, strict=True):
             leaves[place] = tensor
+        for place, number in self.repeats:
+            leaves[place] = tensors[number]
         return pytree.tree_unflatten(leaves, self.spec)
 
 
@@ -128,6 +143,10 @@ _samples: "weakref.WeakValueDictionary[int, InputMemory]" = weakref.WeakValueDic
 def sample_memory(sample: torch.Tensor) -> InputMemory | None:
     """The memory of a sample as that of an argument, unless a graph can't take it as it is or another has it."""
     if overlaps_itself(sample) or sample.is_conj() or sample.is_neg() or sample.is_inference():
+        return None
+    if Owner.is_any_pool_storage(
+        sample
+    ):  # another graph's result, which is moved when that is replayed
         return None
     address = sample.untyped_storage().data_ptr()
     if address in _samples:
@@ -153,9 +172,11 @@ def own_memory(like: torch.Tensor) -> InputMemory:
 
 
 def tensors_of(result: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a nested structure, in order."""
+    """The tensors in a nested structure, in order, each once."""
+    seen: set[int] = set()
     for leaf in pytree.tree_leaves(result):
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in seen:
+            seen.add(id(leaf))
             yield leaf
 
 

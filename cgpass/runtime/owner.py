@@ -308,6 +308,11 @@ class Owner:
         """Whether `tensor` lies in the output of a recording."""
         return self._pool_addresses[tensor.untyped_storage().data_ptr()] > 0
 
+    @staticmethod
+    def is_any_pool_storage(tensor: "torch.Tensor") -> bool:
+        """Whether `tensor` lies in the output of any owner's recording, and so may be moved."""
+        return any(each.is_pool_storage(tensor) for each in list(_owners))
+
     def note_warm_up(self, outputs: Iterable[Any]) -> None:
         """Note where a warm-up's outputs lie."""
         if len(self._warm_addresses) > _ADDRESSES_KEPT:

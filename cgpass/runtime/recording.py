@@ -125,6 +125,8 @@ class Recording:
         self._views_at = tuple(n for n, _ in views)
         self._views = tuple(a.as_view() for _, a in views)
         same = [(n, a) for n, a in aliases if a.identity]
+        self.viewed = frozenset(a.index for _, a in aliases if not a.identity)
+        """Inputs that outputs are views of; such outputs are laid out as if the inputs were as they were."""
         self._same_at = tuple(n for n, _ in same)
         self._same_of = fast.taker(tuple(a.index for _, a in same))
         others = {n for n, _ in aliases} - {*self._views_at, *self._same_at}

@@ -114,3 +114,31 @@ def test_a_callable_that_is_reset_leaves_its_sample_to_others(setting):
     same(first(y), plain(y))
     same(x, before)
     assert copied_by_a_call_with(x, second) == 0
+
+
+@pytest.mark.parametrize("owner", ["graphed", "compiled"])
+def test_a_sample_that_is_the_result_of_another_graph(setting, owner):
+    """It is moved when that one is replayed, so it is not read where it lies."""
+    first, plain_first = twins(setting, net())
+    second, plain_second = twins(setting, net())
+    x = setting.randn(4, 8)
+    if owner == "graphed":
+        before = setting.graphed(first, (x,))
+    else:
+        options = {"driver": setting.driver, "compiler": "eager", "min_partition_ops": 1}
+        before = torch.compile(first, backend=cgpass.cgpass, options=options)
+        for _ in range(3):
+            before(x)
+    sample = before(x).detach().requires_grad_()
+    after = setting.graphed(second, (sample,))
+    for _ in range(3):
+        xs = setting.randn(2, 4, 8)
+        losses = [after(before(x)).square().sum() for x in xs]
+        wanted = [plain_second(plain_first(x)).square().sum() for x in xs]
+        for a, b in zip(losses, wanted, strict=True):
+            same(a, b)
+            a.backward()
+            b.backward()
+        same_grads(first, plain_first)
+        same_grads(second, plain_second)
+    torch.compiler.reset()

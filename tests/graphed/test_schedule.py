@@ -35,7 +35,7 @@ def test_an_interleaved_order():
         ((), "must be a sequence of chunk numbers"),
         (3, "must be a sequence of chunk numbers"),
         ((1, 0, -1), r"order\[1\] is 0: chunks are numbered from 1"),
-        ((1, 1.5, -1), r"order\[1\] is 1.5: chunks are numbered"),
+        ((1, 1.5, -1), r"order\[1\] is 1.5: a float and no int"),
         ((1, -2, 2, -1), r"order\[1\] is -2: a backward of chunk 2 before the forward"),
         ((1, -1, -1, 1), r"order\[2\] is -1: a backward of chunk 1 before the forward"),
         (

@@ -138,3 +138,53 @@ def test_modules_as_arguments(setting):
     same(graphed(module, x), plain(x))
     with pytest.raises(cgpass.errors.InputError, match="argument 0 was Sequential"):
         graphed(plain, x)
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_views_of_arguments_that_are_laid_out_otherwise(setting, requires_grad, caplog):
+    """A view is cut out of the call's own argument, so such a call runs without a graph, and says so."""
+    linear = setting.module(torch.nn.Linear(4, 4))
+
+    def fn(x):
+        return linear(x), x[-1], x
+
+    graphed = setting.graphed(fn, (setting.randn(3, 2, 4, grad=requires_grad),))
+    for laid_out in (
+        setting.randn(2, 3, 4).transpose(0, 1),
+        setting.randn(3, 1, 4).expand(3, 2, 4),
+    ):
+        x, y = (laid_out.detach().requires_grad_(requires_grad) for _ in range(2))
+        found, wanted = graphed(x), fn(y)
+        for a, b in zip(found, wanted, strict=True):
+            same(a, b)
+        if requires_grad:
+            found[1].square().sum().backward()
+            wanted[1].square().sum().backward()
+            same(x.grad, y.grad)
+    assert "argument 0, which results are views of, is laid out otherwise" in caplog.text
+    stats = graphed.stats
+    assert stats.plain_calls == 2
+    found = graphed(setting.randn(3, 2, 4))
+    assert found[1].shape == (2, 4)
+    assert stats.plain_calls == 2
+
+
+def test_a_result_in_several_places_is_one_tensor(setting):
+    """What is done to it in place is done to all, and to their gradient."""
+    weight = torch.nn.Parameter(setting.randn(4))
+
+    def fn(x):
+        y = x * weight
+        return y, {"again": y}
+
+    x = setting.randn(4)
+    graphed = setting.graphed(fn, (x,))
+    grads = []
+    for each in (graphed, fn):
+        first, rest = each(x)
+        assert first is rest["again"]
+        first.mul_(3)
+        (first.sum() + rest["again"].sum()).backward()
+        grads.append(weight.grad)
+        weight.grad = None
+    same(*grads)
