@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
-from cgpass import errors
+from cgpass import errors, registration
 from cgpass.options import Options, set_defaults
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ _HOMES: Final = {
     "summary": "cgpass.telemetry",
     "verify": "cgpass.verification",
 }
+
+registration.turn_off_if_early()  # NCCL reads it once; later may be too late
 
 
 def __getattr__(name: str) -> Any:

@@ -235,6 +235,35 @@ def pool_segments(pool: tuple[int, int]) -> list[dict[str, Any]]:
     return torch.cuda.memory_snapshot((numbers[0], numbers[1]), include_traces=False)
 
 
+def uses_expandable_segments() -> bool | None:
+    """Whether CUDA's allocator makes expandable segments; None if it has not been started, or does not say.
+
+    Source: torch/csrc/cuda/Module.cpp, `THCPModule_memorySnapshot`, 2.11 to 2.15.
+    """
+    if not torch.cuda.is_initialized():
+        return None
+    numbers = (_Number(0), _Number(2**40))  # of no pool
+    for each in (*numbers, False) if _drops_references() else ():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+    found: Any = torch._C._cuda_memorySnapshot((*numbers, False))
+    return found.get("allocator_settings", {}).get("expandable_segments")
+
+
+def nccl_communicates() -> bool:
+    """Whether a process group has a communicator of NCCL's; one that is being made counts."""
+    from torch.distributed import distributed_c10d, is_available, is_nccl_available
+
+    if not is_available() or not is_nccl_available():
+        return False
+    device = torch.device("cuda")
+    for group in distributed_c10d._world.pg_map:
+        with contextlib.suppress(RuntimeError):  # of other devices only
+            backend: Any = group._get_backend(device)
+            if isinstance(backend, distributed_c10d.ProcessGroupNCCL) and backend._is_initialized():
+                return True
+    return False
+
+
 class _Number(int):
     """No object that anybody else uses."""
 

@@ -28,12 +28,12 @@ from cgpass.graph.values import (
 )
 from cgpass.inputs import InputInfo, InputKind
 from cgpass.options import Options
-from cgpass.passes import eager_passes, outline_passes
+from cgpass.passes import eager_passes, graph_passes, outline_passes
 from cgpass.passes.base import Pass, PassContext, run_passes
 from cgpass.plan import build_plan, outputs_made, plan_as_dict, whole_plan
 from cgpass.reason import Reason
 from cgpass.resplit import GiveUp, Place, Resplitter, StrideNotes, copy_of
-from cgpass.runtime.collectives import free_before_groups_end
+from cgpass.runtime.collectives import free_before_groups_end, may_be_captured
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.executor import Executor, Plan
 from cgpass.runtime.failures import Resplit
@@ -46,6 +46,12 @@ log = logging.getLogger(__name__)
 
 OFF = 'driver="none" turns them off'
 """What a summary says of graphs that nobody wants captured."""
+
+
+def passes_for(gm: fx.GraphModule, options: Options, target: Target) -> tuple[Pass, ...]:
+    """What a graph goes through before it is built; see `passes.graph_passes`."""
+    communicates = target.records and any(map(is_collective, gm.graph.nodes))
+    return graph_passes(options, collectives=not communicates or may_be_captured(target.device))
 
 
 @dataclass(frozen=True)

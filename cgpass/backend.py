@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from cgpass import _torch, live_counter, progress, telemetry, tracing
-from cgpass.assembly import OFF, GraphBuilder, num_ops, run_plainly
+from cgpass.assembly import OFF, GraphBuilder, num_ops, passes_for, run_plainly
 from cgpass.compile import Boxed, Compiler
 from cgpass.errors import CaptureError, DoubleBackwardError, DriverUnavailableError, OptionError
 from cgpass.graph.ancestry import names_behind
@@ -21,7 +21,7 @@ from cgpass.graph.values import begins_at, graph_outputs, has_nested_ints
 from cgpass.inputs import InputKind
 from cgpass.option_names import check_names, overloads
 from cgpass.options import Options
-from cgpass.passes import dynamo_passes, graph_passes, rng_passes
+from cgpass.passes import dynamo_passes, rng_passes
 from cgpass.passes.base import PassContext, run_passes
 from cgpass.passes.functionalize_rng import RngPairs
 from cgpass.passes.split_joint import split_joint
@@ -247,7 +247,7 @@ class Compilation:
         if target.skip is not None:
             return self._run_plainly(gm, example_inputs, direction, compiler, target.skip)
         context = PassContext(device=target.device, stage="graph", direction=direction, dump=None)
-        result = run_passes(graph_passes(self.options), gm, context)
+        result = run_passes(passes_for(gm, self.options, target), gm, context)
         gm = result.gm
         tags = {tag for tag in map(get_tag, gm.graph.nodes) if tag is not None}
         reasons = [note for note in result.notes if isinstance(note, Reason)]

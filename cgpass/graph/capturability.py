@@ -34,6 +34,7 @@ class _Query:
     device: torch.device
     unsafe_ops: frozenset[str]
     gm: fx.GraphModule | None
+    collectives: bool
 
     @property
     def op(self) -> object:
@@ -58,6 +59,7 @@ def why_not_capturable(
     *,
     unsafe_ops: frozenset[str] = frozenset(),
     gm: fx.GraphModule | None = None,
+    collectives: bool = True,
 ) -> Reason | None:
     """Why `node` can't be part of a CUDA graph on `device`, None if it can.
 
@@ -66,15 +68,18 @@ def why_not_capturable(
         device: where the graph is captured.
         unsafe_ops: operators that the user keeps out, `"ns::op"` or `"ns::op.overload"`.
         gm: holds the nested graphs that the node refers to; default: the node's own module.
+        collectives: whether collectives may be captured.
     """
     if node.target is operator.getitem:
         parent = node.args[0]
         if not isinstance(parent, fx.Node) or parent.op != "call_function":
             return None
-        return why_not_capturable(parent, device, unsafe_ops=unsafe_ops, gm=gm)
+        return why_not_capturable(
+            parent, device, unsafe_ops=unsafe_ops, gm=gm, collectives=collectives
+        )
     if node.op in ("placeholder", "output", "get_attr") or values.is_host_scalar(node):
         return None
-    query = _Query(node, device, unsafe_ops, gm or node.graph.owning_module)
+    query = _Query(node, device, unsafe_ops, gm or node.graph.owning_module, collectives)
     for rule in _RULES:
         found = rule(query)
         if found is not None:
@@ -196,7 +201,13 @@ def _nested_graph(query: _Query) -> _Found:
         return "nested_graph", "its nested graph was not found"
     for body in bodies:
         for inner in body.graph.nodes:
-            reason = why_not_capturable(inner, query.device, unsafe_ops=query.unsafe_ops, gm=body)
+            reason = why_not_capturable(
+                inner,
+                query.device,
+                unsafe_ops=query.unsafe_ops,
+                gm=body,
+                collectives=query.collectives,
+            )
             if reason is not None:
                 return "nested_graph", f"inside it, {reason.op}: {reason.detail}"
     return None
@@ -289,6 +300,15 @@ def _no_tensors(query: _Query) -> _Found:
     return "host_only", "it reads and makes no tensors, so nothing of it runs on the device"
 
 
+def _registered(query: _Query) -> _Found:
+    if query.collectives or not values.is_collective(query.node):
+        return None
+    return (
+        "expandable_segments",
+        "NCCL would register its buffers, which lie in expandable segments: that corrupts memory",
+    )
+
+
 def _torch_says_no(query: _Query) -> _Found:
     if _torch.is_cudagraph_unsafe(query.node):
         return "torch_unsafe", "torch lists it as unsafe for CUDA graphs"
@@ -308,5 +328,6 @@ _RULES: tuple[Callable[[_Query], _Found], ...] = (
     _layouts,
     _unbacked,
     _no_tensors,
+    _registered,
     _torch_says_no,
 )

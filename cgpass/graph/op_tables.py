@@ -195,6 +195,10 @@ FIXES = {
     "unbacked_size": "use a form with a fixed size before this (nonzero_static, torch.where)",
     "host_scalar": "pass it as a tensor on the device",
     "host_only": "leave it: it costs no device time",
+    "expandable_segments": (
+        "set NCCL_GRAPH_REGISTER=0 in the environment, or import cgpass before the first process group is made; or "
+        "leave expandable_segments off"
+    ),
     "torch_unsafe": "leave it: only this runs outside of the graphs",
 }
 """What a user can do, by the code of the reason."""

@@ -24,24 +24,30 @@ def rng_passes() -> tuple[Pass, ...]:
     return (FunctionalizeRng(),)
 
 
-def graph_passes(options: Options) -> tuple[Pass, ...]:
-    """What a forward, backward or inference graph goes through; leaves it tagged."""
+def graph_passes(options: Options, *, collectives: bool = True) -> tuple[Pass, ...]:
+    """What a forward, backward or inference graph goes through; leaves it tagged.
+
+    Args:
+        options: The user's.
+        collectives: Whether collectives may be captured.
+    """
     return (
         # First, since every other pass goes by values.
         RngValues(),
         # Before the partitions are cut, since what it moves to the device needs no boundary.
         LiftCpuScalars(),
         # Whatever comes later has to keep the order and the tags.
-        *cut_passes(options),
+        *cut_passes(options, collectives=collectives),
     )
 
 
-def cut_passes(options: Options) -> tuple[Pass, ...]:
-    """What cuts a graph into partitions, a whole one or a partition whose capture failed."""
+def cut_passes(options: Options, *, collectives: bool = True) -> tuple[Pass, ...]:
+    """What cuts a graph into partitions, a whole one or a partition whose capture failed; see `graph_passes`."""
     return (
         Partition(
             unsafe_ops=frozenset(options.unsafe_ops),
             min_partition_ops=options.min_partition_ops,
+            collectives=collectives,
         ),
         # Then: only now it is known which waits lie elsewhere.
         JoinCollectives(),

@@ -34,12 +34,20 @@ class Partition(Pass):
     """A captured partition with fewer operators that launch work runs plainly."""
     max_memory_increase: float = 0.05
     """How much reordering may raise the estimated peak memory, as a fraction."""
+    collectives: bool = True
+    """Whether collectives may be captured."""
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
         """Tag `gm`'s nodes, in an order with few boundaries."""
         groups = _groups(gm)
         reasons = [
-            why_not_capturable(group[0], ctx.device, unsafe_ops=self.unsafe_ops, gm=gm)
+            why_not_capturable(
+                group[0],
+                ctx.device,
+                unsafe_ops=self.unsafe_ops,
+                gm=gm,
+                collectives=self.collectives,
+            )
             for group in groups
         ]
         segments = _cut(groups, reasons, range(len(groups)), self.min_partition_ops)

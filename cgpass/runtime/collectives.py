@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from cgpass import _torch
+from cgpass import _torch, registration
 from cgpass.runtime.owner import release_all
 
 _NAMESPACE = "_c10d_functional"
@@ -24,6 +24,23 @@ _NAMESPACE = "_c10d_functional"
 def free_before_groups_end() -> None:
     """See Note [Graphs and process groups]."""
     _torch.before_process_groups_end(release_all)
+
+
+def may_be_captured(device: torch.device) -> bool:
+    """Whether graphs on a device can hold collectives. See Note [Buffers that NCCL registers].
+
+    Tells NCCL to register nothing where that is needed and not too late.
+    """
+    if device.type != "cuda":
+        return True
+    expandable = _torch.uses_expandable_segments()
+    if expandable is None:
+        expandable = registration.asks_for_expandable_segments()
+    if not expandable:
+        return True
+    if registration.is_off() is None and not _torch.nccl_communicates():
+        registration.turn_off()
+    return registration.is_off() is True
 
 
 def _is_of(func: Any, *, wait: bool) -> bool:

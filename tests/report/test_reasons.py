@@ -114,6 +114,7 @@ ON_CUDA = {
     "host_to_device",
     "lifted",
     "cpu_scalar",
+    "expandable_segments",
 }
 BY_HAND = {"python_call", "effect_token", "higher_order_op", "nested_graph", "host_only", "layout"}
 

@@ -102,6 +102,13 @@ PROVOKED = {
     "unbacked_size": lambda: reasons(lambda x: x.nonzero() + 1, (3,))[1:],
     "host_scalar": lambda: reasons(lambda x: x * x.sum().item(), (3,))[1:],
     "host_only": lambda: [why(by_hand(aten.sym_constrain_range.default, 3, value=()))],
+    "expandable_segments": lambda: [
+        why_not_capturable(
+            by_hand(torch.ops._c10d_functional.all_reduce.default, "x", "sum", "0"),
+            CUDA,
+            collectives=False,
+        )
+    ],
     "torch_unsafe": lambda: [
         why(by_hand(aten._fused_moving_avg_obs_fq_helper_functional.default, "x"))
     ],

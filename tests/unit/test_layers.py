@@ -17,6 +17,7 @@ LAYERS = {
     "_torch": 0,
     "inputs": 1,
     "reason": 1,
+    "registration": 1,
     "options": 1,
     "telemetry": 1,
     "progress": 1,

@@ -1,0 +1,53 @@
+"""What the environment says of buffers that NCCL registers. Loads no torch: `import cgpass` is where it can be told.
+
+Note [Buffers that NCCL registers]
+    NCCL registers the buffers of captured collectives with the other devices, each as a part of one allocation. An
+    expandable segment is many, mapped one behind the other as it grows: others then write elsewhere, or hang. With
+    `NCCL_GRAPH_REGISTER=0` none are registered. NCCL reads that once, when it makes its first communicator, so it is
+    set when cgpass is imported, and again when a graph is compiled that communicates. Past the first communicator
+    such graphs' collectives are not captured.
+
+    Source: https://github.com/pytorch/pytorch/issues/158029.
+"""
+
+import logging
+import os
+import sys
+from typing import Final
+
+log = logging.getLogger(__name__)
+
+NAME: Final = "NCCL_GRAPH_REGISTER"
+_SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def asks_for_expandable_segments() -> bool:
+    """Whether the environment does, in either of the names that torch reads."""
+    given = ",".join(os.environ.get(name, "") for name in _SETTINGS).replace(" ", "").split(",")
+    values = [each.partition(":")[2] for each in given if each.startswith("expandable_segments:")]
+    return any(value.lower() in ("true", "1") for value in values)
+
+
+def is_off() -> bool | None:
+    """Whether NCCL is told to register nothing, None if it is told nothing."""
+    value = os.environ.get(NAME)
+    if value is None:
+        return None
+    try:
+        return int(value, 0) == 0
+    except ValueError:
+        return False
+
+
+def turn_off() -> None:
+    """Have NCCL register nothing; of use before its first communicator."""
+    os.environ[NAME] = "0"
+    log.info("set %s=0: allocations are expandable segments", NAME)
+
+
+def turn_off_if_early() -> None:
+    """Have NCCL register nothing where that is needed, nobody says otherwise and no process group is there yet."""
+    distributed = sys.modules.get("torch.distributed")
+    early = distributed is None or not distributed.is_initialized()
+    if early and is_off() is None and asks_for_expandable_segments():
+        turn_off()

@@ -1,0 +1,163 @@
+"""With expandable segments NCCL registers no buffers of graphs, or collectives stay outside of them."""
+
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from cgpass import _torch, registration
+from cgpass.assembly import passes_for
+from cgpass.graph.partition_tag import get_reason
+from cgpass.graph.target import Target
+from cgpass.options import Options
+from cgpass.passes.base import PassContext, run_passes
+from cgpass.runtime import collectives
+from tests.graphs import CUDA, fake_cuda_graph
+
+NAME = registration.NAME
+EXPANDABLE = "garbage_collection_threshold:0.8, expandable_segments:True"
+nccl_communicates = _torch.nccl_communicates
+functional = torch.ops._c10d_functional
+needs_distributed = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="no torch.distributed"
+)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    for name in (NAME, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # to be put back, whoever sets it
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(_torch, "uses_expandable_segments", lambda: None)
+    monkeypatch.setattr(_torch, "nccl_communicates", lambda: False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("value", "asked"),
+    [(EXPANDABLE, True), ("expandable_segments:False", False), ("max_split_size_mb:64", False)],
+)
+def test_settings_of_the_allocator_are_read(environment, name, value, asked):
+    environment.setenv(name, value)
+    assert registration.asks_for_expandable_segments() is asked
+
+
+def test_without_expandable_segments_nothing_is_changed():
+    assert collectives.may_be_captured(CUDA)
+    registration.turn_off_if_early()
+    assert NAME not in os.environ
+
+
+def test_before_the_first_communicator_nccl_is_told_to_register_nothing(environment):
+    environment.setenv("PYTORCH_CUDA_ALLOC_CONF", EXPANDABLE)
+    assert collectives.may_be_captured(torch.device("cpu"))
+    assert NAME not in os.environ
+    assert collectives.may_be_captured(CUDA)
+    assert os.environ[NAME] == "0"
+    assert collectives.may_be_captured(CUDA)
+
+
+def test_past_it_collectives_may_not_be_captured(environment):
+    environment.setenv("PYTORCH_ALLOC_CONF", EXPANDABLE)
+    environment.setattr(_torch, "nccl_communicates", lambda: True)
+    assert not collectives.may_be_captured(CUDA)
+    assert NAME not in os.environ
+
+
+def test_what_the_allocator_says_counts_more_than_the_environment(environment):
+    environment.setattr(_torch, "nccl_communicates", lambda: True)
+    environment.setattr(_torch, "uses_expandable_segments", lambda: True)
+    assert not collectives.may_be_captured(CUDA)
+    environment.setenv("PYTORCH_ALLOC_CONF", EXPANDABLE)
+    environment.setattr(_torch, "uses_expandable_segments", lambda: False)
+    assert collectives.may_be_captured(CUDA)
+
+
+@pytest.mark.parametrize(("value", "safe"), [("0", True), ("1", False), ("no", False)])
+def test_the_users_own_choice_stays(environment, value, safe):
+    environment.setenv("PYTORCH_ALLOC_CONF", EXPANDABLE)
+    environment.setenv(NAME, value)
+    assert collectives.may_be_captured(CUDA) is safe
+    registration.turn_off_if_early()
+    assert os.environ[NAME] == value
+
+
+@pytest.mark.parametrize("with_groups", [False, True])
+def test_importing_is_early_enough_where_no_group_is_there_yet(environment, with_groups):
+    environment.setenv("PYTORCH_ALLOC_CONF", EXPANDABLE)
+    distributed = types.SimpleNamespace(is_initialized=lambda: with_groups)
+    environment.setitem(sys.modules, "torch.distributed", distributed)
+    registration.turn_off_if_early()
+    assert os.environ.get(NAME) == (None if with_groups else "0")
+
+
+def test_import_alone_tells_nccl():
+    code = "import os, cgpass; print(os.environ.get('NCCL_GRAPH_REGISTER'))"
+    env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "0"
+
+
+def communicating(x):
+    y = x.sin().cos().exp().tanh()
+    return functional.wait_tensor(functional.all_reduce(y, "sum", "0")).sin().cos().exp().tanh()
+
+
+@needs_distributed
+@pytest.mark.parametrize("safe", [True, False])
+def test_collectives_run_between_graphs_where_they_may_not_be_captured(environment, safe):
+    environment.setenv("PYTORCH_ALLOC_CONF", EXPANDABLE)
+    environment.setattr(_torch, "nccl_communicates", lambda: not safe)
+    gm = fake_cuda_graph(communicating, (4,))
+    passes = passes_for(gm, Options(), Target(CUDA, records=True))
+    run_passes(passes, gm, PassContext(CUDA, "graph", "forward"))
+    refused = [node.name for node in gm.graph.nodes if get_reason(node) is not None]
+    assert refused == ([] if safe else ["all_reduce", "wait_tensor"])
+    if not safe:
+        (node,) = gm.graph.find_nodes(op="call_function", target=functional.all_reduce.default)
+        line = get_reason(node).line
+        assert str(get_reason(node)) == (
+            f"_c10d_functional.all_reduce.default{f' at {line}' if line else ''}: NCCL would register its buffers, which "
+            "lie in expandable segments: that corrupts memory [expandable_segments]; set NCCL_GRAPH_REGISTER=0 in the "
+            "environment, or import cgpass before the first process group is made; or leave expandable_segments off"
+        )
+
+
+@needs_distributed
+def test_graphs_that_are_not_captured_change_nothing(environment):
+    environment.setenv("PYTORCH_ALLOC_CONF", EXPANDABLE)
+    gm = fake_cuda_graph(communicating, (4,))
+    passes_for(gm, Options(), Target(CUDA, records=False))
+    passes_for(fake_cuda_graph(torch.sin, (4,)), Options(), Target(CUDA, records=True))
+    assert NAME not in os.environ
+
+
+@needs_distributed
+@pytest.mark.parametrize("has_one", [False, True])
+def test_communicators_are_found_in_any_group(has_one):
+    distributed_c10d = torch.distributed.distributed_c10d
+
+    class Backend:
+        def _is_initialized(self):
+            return has_one
+
+    class Group:
+        def __init__(self, backend):
+            self.backend = backend
+
+        def _get_backend(self, device):
+            if self.backend is None:
+                raise RuntimeError("No backend type associated with device type cuda")
+            return self.backend
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+        patch.setattr(distributed_c10d, "ProcessGroupNCCL", Backend, raising=False)
+        groups = {Group(None): None, Group(object()): None, Group(Backend()): None}
+        patch.setattr(type(distributed_c10d._world), "pg_map", groups)
+        assert nccl_communicates() is has_one
