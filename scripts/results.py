@@ -1,4 +1,4 @@
-"""What is shown of the results in docs/results: README's section "Measured", tables and plots.
+"""What is shown of the results in docs/results: README's section "Measured", docs/performance.md, tables and plots.
 
     python scripts/results.py --check             # is all of it in step? needs no matplotlib
     python scripts/results.py --write             # bring it in step
@@ -16,13 +16,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchlib import measured, plots, report, taking
+from benchlib import breakdown, measured, plots, report, taking
 from benchlib.measured import Results
 from doc_tables import with_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 README = ROOT / "README.md"
+PERFORMANCE = ROOT / "docs" / "performance.md"
 TABLES = ("bench", "memory", "overhead")
 PLOTS = {"bench": "steps", "overhead": "overhead"}
 
@@ -41,7 +42,7 @@ def stored(directory: Path) -> dict[str, Results]:
 
 
 def texts(found: dict[str, Results], directory: Path, readme: Path) -> dict[Path, str]:
-    """What README and the tables have to be; README shows the machine that was measured last."""
+    """What documents and tables have to be; documents show the machine that was measured last."""
     wanted = {
         directory / f"{part}-{machine}.md": report.render(results[part])
         for machine, results in found.items()
@@ -53,8 +54,12 @@ def texts(found: dict[str, Results], directory: Path, readme: Path) -> dict[Path
         for machine, results in found.items()
         if "bench" in results
     )[1]
-    section = measured.section(found[measured_last], measured_last)
-    wanted[readme] = with_table(readme.read_text(), "measured", section)
+    shown = found[measured_last], measured_last
+    wanted[readme] = with_table(readme.read_text(), "measured", measured.section(*shown))
+    performance = directory.parent / PERFORMANCE.name
+    wanted[performance] = with_table(
+        performance.read_text(), "breakdown", breakdown.section(*shown)
+    )
     return wanted
 
 

@@ -44,9 +44,10 @@ STEPS = {"default": 8.0, "reduce-overhead": 4.0, "cgpass": 3.0, "limit": 2.0}
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy of the results that are kept, and of README."""
+    """A copy of the results that are kept, and of documents that show them."""
     directory = tmp_path / "results"
     shutil.copytree(results.RESULTS, directory)
+    shutil.copy(results.PERFORMANCE, tmp_path)
     readme = tmp_path / "README.md"
     shutil.copy(results.README, readme)
     return directory, readme
@@ -69,6 +70,7 @@ def test_what_is_out_of_step_is_named(folder):
         f"bench-{MACHINE}.md is out of step: {again}",
         f"memory-{MACHINE}.md is out of step: {again}",
         f"README.md is out of step: {again}",
+        f"performance.md is out of step: {again}",
         f"steps-{MACHINE}.svg shows other figures than the results: {again}",
         f"memory-{MACHINE}.md names a place on a machine: /home/somebody/out/",
         "steps-old.svg is of no result: remove it",

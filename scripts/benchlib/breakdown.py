@@ -1,0 +1,70 @@
+"""The tables of docs/performance.md: where the time of a step and of a call goes."""
+
+from typing import Any
+
+from benchlib.measured import Results, device, fill, short, torch_version
+from benchlib.report import GRAPHS, STAGES, median, number
+
+
+def steps(bench: dict[str, Any]) -> str:
+    """Milliseconds of a training step, a row per model that has a limit."""
+    names = ["step", "limit's step", "loop", "limit's loop", "host", "limit's host", "GPU busy"]
+    rows = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for model in bench["results"]:
+        ours, limit = (model["arms"].get(name, {}) for name in ("cgpass", "limit"))
+        if median(limit, "step_ms") is None:
+            continue
+        cells = [
+            number(median(entry, f"{key}_ms"))
+            for key in ("step", "loop", "host")
+            for entry in (ours, limit)
+        ]
+        cells.append(number(ours.get("kernels", {}).get("gpu_busy_ms")))
+        rows.append("| " + " | ".join([short(model.get("title", model["model"])), *cells]) + " |")
+    return "\n".join(rows)
+
+
+def stages(overhead: dict[str, Any]) -> str:
+    """Microseconds of a call of a stack, a row per stage and a column per depth."""
+    rows = overhead["rows"]
+    heads = [f"{row['mode']}, {row['layers']}" for row in rows]
+    lines = ["| | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+
+    def line(name: str, values: list[Any]) -> None:
+        shown = ["-" if value is None else f"{value:.0f}" for value in values]
+        lines.append("| " + " | ".join([name, *shown]) + " |")
+
+    line("all", [row["us"].get("cgpass") for row in rows])
+    found = [row["stages"].get("cgpass", {}) for row in rows]
+    line("Dynamo's guards, part of what is before the forward", [each["guards"] for each in found])
+    for graph in GRAPHS:
+        for stage in STAGES:
+            values = [each.get(graph, {}).get(stage) for each in found]
+            if any(values):
+                line(f"{graph}: {stage}", values)
+    line('all with `parameter_grads="direct"`', [row["us"].get("cgpass-direct") for row in rows])
+    line("reduce-overhead", [row["us"].get("reduce-overhead") for row in rows])
+    return "\n".join(lines)
+
+
+def section(results: Results, machine: str) -> str:
+    """Both, as Markdown; `machine` ends the names of the files."""
+    bench, blocks = results["bench"], []
+    on = f"One {device(bench)}, torch {torch_version(bench)}"
+    blocks.append(
+        fill(
+            f"{on}: milliseconds of a training step ([all figures](results/bench-{machine}.md)). In "
+            '"step" the host waits for the device after each step, in "loop" it does not; "host" is the '
+            "host's time for forward and backward."
+        )
+    )
+    blocks.append(steps(bench))
+    if "overhead" in results:
+        blocks.append(
+            fill(
+                "A stack of small layers, four parameters each, the device idle before each call: host "
+                f"microseconds ([all figures](results/overhead-{machine}.md))."
+            )
+        )
+        blocks.append(stages(results["overhead"]))
+    return "\n\n".join(blocks) + "\n"
