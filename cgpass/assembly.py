@@ -21,6 +21,7 @@ from cgpass.graph.partition_tag import get_reason, get_tag
 from cgpass.graph.size_check import SizeCheck
 from cgpass.graph.target import Target
 from cgpass.graph.values import (
+    collective_calls,
     graph_outputs,
     has_side_effect,
     is_collective,
@@ -41,6 +42,7 @@ from cgpass.runtime.owner import Owner
 from cgpass.runtime.plain import PlainGraph
 from cgpass.runtime.runner import PartitionRunner
 from cgpass.runtime.settings import RunnerSettings
+from cgpass.runtime.timeouts import CollectiveCall, timeouts_told
 
 log = logging.getLogger(__name__)
 
@@ -241,10 +243,11 @@ class GraphBuilder:
         resplit: Resplit,
         original: fx.GraphModule,
     ) -> PartitionRunner:
-        communicates = any(map(is_collective, original.graph.nodes))
-        if communicates:
-            free_before_groups_end()
+        calls = collective_calls(original)
         name = f"{self.direction} {name}"
+        if calls:
+            free_before_groups_end()
+            fn = timeouts_told(fn, name, [CollectiveCall(*call) for call in calls])
         if self.options.annotate_kernels == "on" and _torch.can_annotate_kernels():
             fn = _torch.belonging_to({"name": self.source.of(f"cgpass: {name}")}, fn)
         return PartitionRunner(
@@ -256,8 +259,7 @@ class GraphBuilder:
                 opaque=self.compiler.opaque,
                 is_backward=self.direction == "backward",
                 # Nobody may see that a graph runs once more than it is called.
-                is_repeatable=not communicates
-                and not any(map(has_side_effect, original.graph.nodes)),
+                is_repeatable=not calls and not any(map(has_side_effect, original.graph.nodes)),
             ),
             name=name,
             resplit=resplit,

@@ -13,22 +13,30 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 
+from cgpass import _torch
+
 _lock = threading.RLock()  # a collection inside may come back here
 _running = 0
+_stale_followed = False
+"""What the user has set, while a capture runs. See Note [Streams of autograd's nodes]."""
 _waiting: list[Callable[[], None]] = []
 
 
 @contextlib.contextmanager
 def capture_runs() -> Iterator[None]:
     """Note that a capture runs inside. See Note [Destruction during a capture]."""
-    global _running
+    global _running, _stale_followed
     with _lock:
         _running += 1
+        if _running == 1:
+            _stale_followed = _torch.have_stale_streams_follow(True)
     try:
         yield
     finally:
         with _lock:
             _running -= 1
+            if not _running:
+                _torch.have_stale_streams_follow(_stale_followed)
         _run_waiting()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cgpass import progress
+from cgpass import errors, progress
 from cgpass.inputs import InputInfo
 from cgpass.runtime import fast
 from cgpass.runtime.actions import Action, decide
@@ -364,6 +364,8 @@ class PartitionRunner:
             # Memory of recordings is written in whatever mode later calls come: no inference tensors.
             with self._told(), torch.inference_mode(False), torch.no_grad():
                 return self._record(args, slot, watch)
+        except errors.CollectiveTimeoutError:
+            raise  # not one to be tried again on this process alone
         except Exception as error:
             return error
 

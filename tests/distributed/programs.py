@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import datetime
 from collections.abc import Callable
 
 import torch
@@ -213,6 +214,32 @@ def one_rank_fails(world):
         return [call(x).cpu() for x in world.randn(4, WIDTH)]
 
 
+def one_rank_is_late(world):
+    """What one process waits for too long is told as that, and the next call finds the other one again."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=0.5))
+    errors = []
+
+    def fn(x):
+        y = (x * 2).sin().cos().exp()
+        return collectives.wait_tensor(collectives.all_reduce(y, "sum", group.group_name)).tanh()
+
+    call = world.compile(fn)
+    with torch.no_grad():
+        if world.rank == 0:
+            try:
+                call(*world.randn(4, WIDTH, count=1))
+            except RuntimeError as error:
+                errors.append(error)
+        dist.barrier()
+    if world.rank == 0 and world.options["driver"] != "none":
+        (error,) = errors
+        assert isinstance(error, cgpass.errors.CollectiveTimeoutError), error
+        assert "inference captured_0: a collective timed out while the partition ran" in str(error)
+        assert "wait_tensor (of all_reduce) at programs.py:" in str(error)
+        assert "in fn: return collectives.wait_tensor(" in str(error)
+    return [torch.zeros(1)]
+
+
 PROGRAMS: dict[str, Callable] = {
     each.__name__: each
     for each in (
@@ -225,5 +252,6 @@ PROGRAMS: dict[str, Callable] = {
         waits_elsewhere,
         returned_unwaited,
         one_rank_fails,
+        one_rank_is_late,
     )
 }

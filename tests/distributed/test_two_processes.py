@@ -10,9 +10,10 @@ from tests.distributed.programs import PROGRAMS
 ON_CUDA = [pytest.mark.gpu, pytest.mark.multigpu(2)]
 OF_INDUCTOR = ("tensor_parallel", "simple_fsdp", "fsdp_blocks", "data_parallel", "waits_elsewhere")
 MORE_OF_THE_SAME = ("fsdp_whole", "data_parallel_accumulating")
+OF_GLOO = ("one_rank_is_late",)  # NCCL's watchdog ends the process
 SETTINGS = {
     "gloo-eager": ("cpu", "eager", tuple(n for n in PROGRAMS if n not in MORE_OF_THE_SAME)),
-    "nccl-eager": ("cuda", "eager", tuple(PROGRAMS)),
+    "nccl-eager": ("cuda", "eager", tuple(n for n in PROGRAMS if n not in OF_GLOO)),
     "nccl-inductor": ("cuda", "inductor", OF_INDUCTOR),
 }
 
@@ -39,7 +40,9 @@ def test_the_same_numbers(found, setting, name):
         assert "error" not in results[name], results[name]["error"]
         counters = results[name]["counters"]
         assert results[name]["differ"] == 0, (rank, counters)
-        fails = name == "one_rank_fails" and rank == 1
+        fails = (name, rank) in (("one_rank_fails", 1), ("one_rank_is_late", 0))
+        if (name, rank) == ("one_rank_is_late", 1):
+            continue  # it never came
         assert (counters["replays"] > 0) is not fails, (rank, counters)
         if name not in ("fsdp_blocks", "fsdp_whole") and not fails:
             between = name == "waits_elsewhere"

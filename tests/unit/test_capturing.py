@@ -3,7 +3,9 @@
 import threading
 
 import pytest
+import torch
 
+from cgpass import _torch
 from cgpass.runtime.capturing import capture_runs, is_any_capture_running, when_no_capture_runs
 
 
@@ -62,3 +64,29 @@ def test_a_capture_that_raises_ends():
         interrupted()
     assert done == [1]
     assert not is_any_capture_running()
+
+
+def test_stale_streams_follow_captures_as_long_as_one_runs(monkeypatch):
+    setting = [False]
+
+    def follow(value):
+        before, setting[0] = setting[0], value
+        return before
+
+    monkeypatch.setattr(_torch, "have_stale_streams_follow", follow)
+    with capture_runs():
+        with capture_runs():
+            assert setting == [True]
+        assert setting == [True]
+    assert setting == [False]
+    setting[0] = True  # the user's own
+    with pytest.raises(ValueError, match="in it"), capture_runs():
+        raise ValueError("in it")
+    assert setting == [True]
+
+
+def test_torchs_own_setting_is_set_where_there_is_one():
+    before = _torch.have_stale_streams_follow(True)
+    now = _torch.have_stale_streams_follow(before)
+    has_one = hasattr(torch.autograd.graph, "set_override_stale_capture_stream")
+    assert (before, now) == (False, has_one)
