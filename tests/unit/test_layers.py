@@ -131,6 +131,7 @@ def test_the_rules_catch_what_they_should():
     assert list(imports(ast.parse(code), inside_functions=True)) == ["b.c"]
 
 
+@pytest.mark.slow  # test_public_names.py has that it loads no torch at all
 def test_importing_cgpass_loads_neither_dynamo_nor_inductor():
     code = (
         "import sys, torch; before = set(sys.modules); import cgpass;"
