@@ -76,10 +76,23 @@ def expect_no_devices():
 
 
 def pytest_collection_finish(session):
-    """What lives as long as the process is not walked over with each collection."""
+    keep_what_there_is()
+    atexit.register(gc.unfreeze)  # some extension modules tell of what is left then
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    try:
+        return (yield)
+    finally:
+        if nextitem is not None and nextitem.path != item.path:
+            keep_what_there_is()
+
+
+def keep_what_there_is():
+    """Frees what one file left behind, so that no later one pays for it; what stays is not walked over again."""
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # some extension modules tell of what is left then
 
 
 def pytest_collection_modifyitems(items):

@@ -67,9 +67,9 @@ def test_a_dimension_marked_dynamic(way):
 def test_a_last_batch_that_is_smaller_every_epoch(slow_way):
     def program(session):
         module, call = session.compiled(MLP)
-        data, values = session.randn(22, 8), []
+        data, values = session.randn(14, 8), []
         for _ in range(4):
-            for batch in data.split(6):
+            for batch in data.split(4):  # as in other tests that build Inductor's kernels of it
                 out = call(batch)
                 out.square().mean().backward()
                 values += [out.detach(), *programs.gradients(module)]
