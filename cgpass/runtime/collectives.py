@@ -9,6 +9,7 @@ On CUDA a replay orders everything by streams; here a call that starts a collect
 As on CUDA nothing is communicated while it is recorded. What a capture refuses is refused here, too: work that it starts and does not wait for.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -73,6 +74,7 @@ def completed(func: Callable[..., Any]) -> Callable[..., Any]:
     if not starts(func):
         return func
 
+    @functools.wraps(func)
     def run(*args: Any, **kwargs: Any) -> Any:
         results = func(*args, **kwargs)
         for value in pytree.tree_leaves(results):

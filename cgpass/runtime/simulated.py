@@ -7,6 +7,7 @@ lies on them. A partition compiled by Inductor calls no aten op that could be ta
 """
 
 import ctypes
+import inspect
 import threading
 import time
 import weakref
@@ -233,7 +234,7 @@ class SimulatedGraph:
 
     def topology(self) -> Topology:
         """The calls, one after the other."""
-        nodes = tuple(_node(call[0]) for call in self._calls)
+        nodes = tuple(_node(inspect.unwrap(call[0])) for call in self._calls)
         return Topology(nodes, tuple((i, i + 1) for i in range(len(nodes) - 1)))
 
     def reset(self) -> None:

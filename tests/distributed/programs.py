@@ -3,20 +3,34 @@
 import contextlib
 import dataclasses
 import datetime
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import (
+    all_reduce,
+    all_to_all_single,
+    all_to_all_single_autograd,
+)
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import cgpass
 
@@ -77,8 +91,8 @@ def whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
 
 
-def train(world, module, call, *, same=False, context=None):
-    """Losses and parameters."""
+def train(world, module, call, *, same=False, context=None, every=2):
+    """Losses and parameters; with a context, parameters are stepped `every` so many times."""
     # Not for each: torch 2.11 takes no mixture of DTensors and others.
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, foreach=False)
     losses = []
@@ -86,7 +100,7 @@ def train(world, module, call, *, same=False, context=None):
         with context(number) if context else torch.enable_grad():
             loss = call(x).float().square().mean()
             loss.backward()
-        if context is None or number % 2:
+        if context is None or number % every == every - 1:
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.detach().cpu())
@@ -101,25 +115,104 @@ def tensor_parallel(world):
     return train(world, module, world.compile(module), same=True)
 
 
+class Loss(nn.Module):
+    """A network whose classes are spread over the devices, with its loss."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        labels = torch.arange(len(x), device=x.device) % 4
+        return F.cross_entropy(self.net(x), labels)
+
+
+def parallel_loss(world):
+    """No device sees all classes' logits."""
+    module = world.net()
+    for layer in module.layers:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(layer, world.mesh, plan)
+    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(module, world.mesh, {"head": head})
+    return train(
+        world,
+        module,
+        world.compile(Loss(module)),
+        same=True,
+        context=lambda number: loss_parallel(),
+        every=1,
+    )
+
+
 class Gathered(nn.Module):
     def __init__(self, mesh):
         super().__init__()
         self.mesh = mesh
 
     def forward(self, parameter):
-        full = parameter.redistribute(self.mesh, [Replicate()])
-        return full.to_local(grad_placements=[Partial("avg")])
+        full = parameter.redistribute(self.mesh, [Replicate()] * self.mesh.ndim)
+        return full.to_local(grad_placements=[Partial("avg")] * self.mesh.ndim)
 
 
-def simple_fsdp(world):
+def simple_fsdp(world, gathered=Gathered, check=lambda: None):
     """Parameters are sharded, and gathered in the graph."""
     module = world.net()
     for each in list(module.modules()):
         for name, parameter in list(each.named_parameters(recurse=False)):
-            shards = distribute_tensor(parameter.detach(), world.mesh, [Shard(0)])
+            shards = distribute_tensor(parameter.detach(), world.mesh, [Shard(0)] * world.mesh.ndim)
             each.register_parameter(name, nn.Parameter(shards))
-            parametrize.register_parametrization(each, name, Gathered(world.mesh), unsafe=True)
-    return train(world, module, world.compile(module))
+            parametrize.register_parametrization(each, name, gathered(world.mesh), unsafe=True)
+    call = world.compile(module)
+    results = train(world, module, call)
+    check()
+    return results
+
+
+GATHERING = {
+    collectives.all_gather_into_tensor.default,
+    collectives.wait_tensor.default,
+    torch.ops.aten.view.default,
+    torch.ops.aten.slice.Tensor,
+}
+
+
+def gather_again():
+    """A policy that keeps nothing of what is gathered for the backward."""
+
+    def policy(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_RECOMPUTE if op in GATHERING else CheckpointPolicy.MUST_SAVE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+class GatheredTwice(Gathered):
+    """Sharded again after the forward, as the user's policy asks for."""
+
+    def forward(self, parameter):
+        gather = super().forward
+        return checkpoint(gather, parameter, use_reentrant=False, context_fn=gather_again)
+
+
+def gathers_recorded():
+    """All-gathers in all recordings."""
+    with tempfile.TemporaryDirectory() as directory:
+        for number, recording in enumerate(cgpass.recordings()):
+            cgpass.dump_graph(recording, f"{directory}/{number}.json")
+        return sum(
+            path.read_text().count("all_gather_into_tensor.default")
+            for path in Path(directory).iterdir()
+        )
+
+
+def simple_fsdp_resharding(world):
+    """What the forward gathers, the backward gathers again, in its graph."""
+
+    def check():
+        if world.options["driver"] == "simulated":  # of CUDA's own it is not kept
+            assert gathers_recorded() > len(list(Net().parameters()))
+
+    return simple_fsdp(world, GatheredTwice, check)
 
 
 def fsdp_blocks(world):
@@ -137,6 +230,77 @@ def fsdp_whole(world):
         fully_shard(layer, mesh=world.mesh)
     fully_shard(module, mesh=world.mesh)
     return train(world, module, world.compile(module))
+
+
+def tensor_parallel_and_fsdp(world):
+    """Two devices compute a layer, two hold it."""
+    mesh = init_device_mesh(world.device.type, (2, 2), mesh_dim_names=("data", "tensor"))
+    module = world.net()
+    for layer in module.layers:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(layer, mesh["tensor"], plan)
+        world.compile_in_place(layer)
+        fully_shard(layer, mesh=mesh["data"])
+    parallelize_module(
+        module,
+        mesh["tensor"],
+        {"head": ColwiseParallel(output_layouts=Replicate())},
+    )
+    fully_shard(module, mesh=mesh["data"])
+    return train(world, module, module, same=True)
+
+
+def simple_fsdp_in_two_dimensions(world):
+    """Parameters are sharded over four devices, and gathered in two steps, each in its own group."""
+    mesh = init_device_mesh(world.device.type, (2, 2), mesh_dim_names=("outer", "inner"))
+    return simple_fsdp(dataclasses.replace(world, mesh=mesh))
+
+
+def groups_of_its_own(world):
+    """Groups that overlap, one of them of a single process, and a group that is an input."""
+    pair = dist.new_group([0, 1])
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][world.rank]
+    last = dist.new_group([dist.get_world_size() - 1, 0])
+
+    def fn(x, group):
+        y = all_reduce(x.sin(), "sum", pair).cos()
+        z = all_reduce(y * 2, "max", alone).exp() + all_reduce(y, "sum", dist.group.WORLD)
+        return all_reduce(z, "avg" if x.is_cuda else "sum", group).tanh()
+
+    call = world.compile(fn)
+    with torch.no_grad():
+        results = [call(x, group).cpu() for x in world.randn(4, WIDTH) for group in (last, pair)]
+    dist.barrier()
+    return results
+
+
+class Experts(nn.Module):
+    """One expert a process, and tokens sent to the expert that they choose."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, dist.get_world_size())
+        self.expert, self.head = MLP(), nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        weights, chosen = self.gate(self.norm(x)).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        experts = torch.arange(dist.get_world_size(), device=x.device)
+        counts = (chosen[:, None] == experts).sum(0)
+        coming = all_to_all_single(counts, None, None, dist.group.WORLD)
+        sent, got = counts.tolist(), coming.tolist()
+        tokens = all_to_all_single_autograd(x[order], got, sent, dist.group.WORLD)
+        back = all_to_all_single_autograd(self.expert(tokens), sent, got, dist.group.WORLD)
+        y = torch.zeros_like(x).index_copy(0, order, back) * weights[:, None]
+        return self.head(F.gelu(x + y))
+
+
+def expert_parallel(world):
+    """How many tokens an expert gets is known to the host only: between graphs."""
+    torch.manual_seed(0)
+    module = Experts().to(world.device)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        return train(world, module, world.compile(module))
 
 
 def data_parallel(world):
@@ -244,14 +408,20 @@ PROGRAMS: dict[str, Callable] = {
     each.__name__: each
     for each in (
         tensor_parallel,
+        parallel_loss,
         simple_fsdp,
+        simple_fsdp_resharding,
         fsdp_blocks,
         fsdp_whole,
         data_parallel,
         data_parallel_accumulating,
+        groups_of_its_own,
+        expert_parallel,
         waits_elsewhere,
         returned_unwaited,
         one_rank_fails,
         one_rank_is_late,
+        tensor_parallel_and_fsdp,
+        simple_fsdp_in_two_dimensions,
     )
 }

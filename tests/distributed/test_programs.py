@@ -1,4 +1,4 @@
-"""Training on two devices is bitwise that without graphs, whatever communicates and where."""
+"""Training on several devices is bitwise that without graphs, whatever communicates and where."""
 
 import functools
 
@@ -7,26 +7,36 @@ import pytest
 from tests.distributed.processes import run_all
 from tests.distributed.programs import PROGRAMS
 
-ON_CUDA = [pytest.mark.gpu, pytest.mark.multigpu(2)]
+OF_FOUR = ("tensor_parallel_and_fsdp", "simple_fsdp_in_two_dimensions")
+OF_TWO = tuple(name for name in PROGRAMS if name not in OF_FOUR)
 OF_INDUCTOR = ("tensor_parallel", "simple_fsdp", "fsdp_blocks", "data_parallel", "waits_elsewhere")
-MORE_OF_THE_SAME = ("fsdp_whole", "data_parallel_accumulating")
 OF_GLOO = ("one_rank_is_late",)  # NCCL's watchdog ends the process
+MORE_OF_THE_SAME = ("fsdp_whole", "data_parallel_accumulating")
 SETTINGS = {
-    "gloo-eager": ("cpu", "eager", tuple(n for n in PROGRAMS if n not in MORE_OF_THE_SAME)),
-    "nccl-eager": ("cuda", "eager", tuple(n for n in PROGRAMS if n not in OF_GLOO)),
-    "nccl-inductor": ("cuda", "inductor", OF_INDUCTOR),
+    "gloo-eager": (2, "cpu", "eager", tuple(n for n in OF_TWO if n not in MORE_OF_THE_SAME)),
+    "gloo-eager-four": (4, "cpu", "eager", OF_FOUR[:1]),
+    "gloo-eager-slow": (2, "cpu", "eager", MORE_OF_THE_SAME),
+    "gloo-eager-four-slow": (4, "cpu", "eager", OF_FOUR[1:]),
+    "nccl-eager": (2, "cuda", "eager", tuple(n for n in OF_TWO if n not in OF_GLOO)),
+    "nccl-eager-four": (4, "cuda", "eager", OF_FOUR),
+    "nccl-inductor": (2, "cuda", "inductor", OF_INDUCTOR),
 }
+BETWEEN = {"waits_elsewhere": 1, "expert_parallel": 2}
+"""Eager partitions, in forward and backward."""
 
 
 def marked(setting, *name):
-    return pytest.param(setting, *name, marks=ON_CUDA if setting.startswith("nccl") else [])
+    processes, device, *_ = SETTINGS[setting]
+    marks = [pytest.mark.gpu, pytest.mark.multigpu(processes)] if device == "cuda" else []
+    marks += [pytest.mark.slow] if "slow" in setting else []
+    return pytest.param(setting, *name, marks=marks)
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """Results of a setting, made once."""
     return functools.cache(
-        lambda setting: run_all(2, *SETTINGS[setting], tmp_path_factory.mktemp(setting))
+        lambda setting: run_all(*SETTINGS[setting], tmp_path_factory.mktemp(setting))
     )
 
 
@@ -44,8 +54,8 @@ def test_the_same_numbers(found, setting, name):
         if (name, rank) == ("one_rank_is_late", 1):
             continue  # it never came
         assert (counters["replays"] > 0) is not fails, (rank, counters)
-        if name not in ("fsdp_blocks", "fsdp_whole") and not fails:
-            between = name == "waits_elsewhere"
+        if "fsdp" not in name.replace("simple_fsdp", "") and not fails:
+            between = BETWEEN.get(name, 0)
             assert counters["plain_calls"] == 0, (rank, counters)
             assert counters["skips"] == counters["partitions_eager"] == between, (rank, counters)
 
