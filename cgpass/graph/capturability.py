@@ -157,6 +157,8 @@ def _by_name(query: _Query) -> _Found:
     if not isinstance(op, torch._ops.OpOverload):
         return None
     name = _short_name(op)
+    if name == "_assert_scalar":
+        return "host_only", "it checks a number on the host, and makes no tensor"
     if op.namespace in op_tables.HOST_NAMESPACES or name in op_tables.HOST_STATE:
         return "host_state", "it changes what the host knows, which a replay does not do again"
     if name in op_tables.SYNCS or str(op) in op_tables.SYNCS:

@@ -71,7 +71,6 @@ DEQUANTISING = frozenset(
 
 HOST_STATE = frozenset(
     {
-        "_assert_scalar",
         "_pin_memory",
         "_resize_output_",
         "is_pinned",

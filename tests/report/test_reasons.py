@@ -78,7 +78,7 @@ COMPILED = {
         "aten._local_scalar_dense.default",
     ),
     "dynamic_shape": (lambda x: x + x.nonzero().sum(), "aten.nonzero.default"),
-    "host_state": (
+    "host_only": (
         lambda x: (torch._check(x.sum().item() > -9), x)[1],
         "aten._assert_scalar.default",
     ),
@@ -116,7 +116,7 @@ ON_CUDA = {
     "cpu_scalar",
     "expandable_segments",
 }
-BY_HAND = {"python_call", "effect_token", "higher_order_op", "nested_graph", "host_only", "layout"}
+BY_HAND = {"python_call", "effect_token", "higher_order_op", "nested_graph", "host_state", "layout"}
 
 
 def test_every_code_is_here():
