@@ -4,9 +4,11 @@ import operator
 
 import pytest
 import torch
+import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch import fx
 
+import cgpass
 from cgpass import _torch
 from cgpass.graph import values
 from cgpass.graph.partition_tag import get_tag
@@ -124,3 +126,26 @@ def test_graphs_of_no_collectives_are_left_alone():
     ).gm
     result = run_passes((JoinCollectives(),), tagged, PassContext(CUDA, "graph", "forward"))
     assert not result.modified
+
+
+@pytest.fixture
+def alone():
+    """A group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD.group_name
+    dist.destroy_process_group()
+
+
+def test_collectives_in_place_are_so_in_replays(alone):
+    def fn(x):
+        y = x * 2
+        same = collectives.wait_tensor(collectives.all_reduce_(y, "sum", alone))
+        return y + 1, same.sin()
+
+    wrapper = cgpass.CUDAGraphWrapper(fn, options={"driver": "simulated"})
+    for _ in range(4):
+        x = torch.randn(8)
+        found = wrapper(x)
+        assert torch.equal(found[0], x * 2 + 1)
+        assert torch.equal(found[1], (x * 2).sin())
+    assert wrapper.stats.replays >= 2
