@@ -30,6 +30,11 @@ WARM_UPS: Final = 64
 
 Where the limits on recordings are higher, as many as these: layers that share code warm up one after the other.
 """
+PLACES: Final = 6
+"""Calls in a row, for each set of parameters, whose storages were freed and lie where they never did."""
+SMALL: Final = 64 << 20
+"""Bytes of a call's parameters that may be copied then."""
+_HOMES_KEPT: Final = 1024
 
 
 class Unsettled:
@@ -49,6 +54,11 @@ class Unsettled:
         self._reuses = 0
         self._shapes = 0
         self._sets = 0
+        self._homes: dict[tuple[int, ...], StaticKey] = {}
+        """Where the storages of each set of parameters lay last."""
+        self._freed: Counter[int] = Counter()
+        """How often the storage of each parameter was freed and lay elsewhere."""
+        self._freed_calls = 0
         self._others = False
         """Whether some of these calls came with other tensors, not with the same ones elsewhere."""
         self._moves: Counter[int] = Counter()
@@ -73,6 +83,9 @@ class Unsettled:
         Returns:
             Parameters that are better copied. See Note [Inputs that always move].
         """
+        freed = self._note_freed(static_key, args)
+        if freed:
+            return freed
         last, self._last = self._last, (shape_key, static_key)
         if self._said or last is None:
             return []
@@ -100,7 +113,50 @@ class Unsettled:
         if reuses != self._reuses:
             self._shapes = 0
             self._sets = max(0, self._sets - (reuses - self._reuses))
+            self._freed_calls = max(0, self._freed_calls - (reuses - self._reuses))
             self._reuses = reuses
+
+    def freed(self, static_key: StaticKey, args: Sequence[Any]) -> list[int]:
+        """Parameters whose storages lie elsewhere than they did when this set of them was seen last."""
+        home = self._homes.get(self._storages(args)) if self._homes else None
+        return [] if home is None else self._layout.parameters_moved(home, static_key)
+
+    def _storages(self, args: Sequence[Any]) -> tuple[int, ...]:
+        return tuple(args[i].untyped_storage()._cdata for i in self._layout.parameters)
+
+    def _note_freed(self, static_key: StaticKey, args: Sequence[Any]) -> list[int]:
+        """See Note [Storages that are freed and allocated again]; returns parameters that are better copied."""
+        moved = self.freed(static_key, args)
+        if len(self._homes) >= _HOMES_KEPT:
+            self._homes.clear()
+        self._homes[self._storages(args)] = static_key
+        if self._said or not moved:
+            return []
+        self._note_reuses()
+        if not self._freed_calls:
+            self._freed.clear()
+        self._freed_calls += 1
+        self._freed.update(moved)
+        if self._freed_calls < PLACES * len(self._homes):
+            return []
+        moving = sorted(i for i, count in self._freed.items() if 2 * count > self._freed_calls)
+        size, infos = sum(num_bytes(args[i]) for i in moving), self._layout.infos
+        whole = any(infos[i].whole_storage for i in moving)
+        copies = size <= SMALL and not whole and not shares_memory(args, self._layout.mutated)
+        self._said = True
+        log.log(
+            self._level,
+            "%s: the storages of %s are freed and allocated again between calls (as FSDP does), and lay elsewhere in each "
+            "of %d calls. %s",
+            self._name,
+            describe_moved(infos, args, {i: self._freed[i] for i in moving}),
+            self._freed_calls,
+            f"They are copied from now on: {size} bytes a call."
+            if copies
+            else f"They have {size} bytes, too many to be copied: such calls run without a graph. Keep them allocated "
+            "(fully_shard(..., reshard_after_forward=False)) to have them replayed.",
+        )
+        return moving if copies else []
 
     def _better_copied(self, args: Sequence[Any]) -> list[int]:
         moving = [i for i, count in self._moves.items() if 2 * count > self._sets]

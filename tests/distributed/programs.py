@@ -36,6 +36,8 @@ import cgpass
 
 WIDTH = 16
 STEPS = 10 if torch.cuda.is_available() else 6
+STEPS_UNTIL_STEADY = 24
+"""Where parameters are freed and allocated again: on CPU they never lie where they lay."""
 collectives = torch.ops._c10d_functional
 
 
@@ -91,12 +93,12 @@ def whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
 
 
-def train(world, module, call, *, same=False, context=None, every=2):
+def train(world, module, call, *, same=False, context=None, every=2, steps=STEPS):
     """Losses and parameters; with a context, parameters are stepped `every` so many times."""
     # Not for each: torch 2.11 takes no mixture of DTensors and others.
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, foreach=False)
     losses = []
-    for number, x in enumerate(world.randn(8, WIDTH, same=same)):
+    for number, x in enumerate(world.randn(8, WIDTH, same=same, count=steps)):
         with context(number) if context else torch.enable_grad():
             loss = call(x).float().square().mean()
             loss.backward()
@@ -221,7 +223,7 @@ def fsdp_blocks(world):
         world.compile_in_place(layer)
         fully_shard(layer, mesh=world.mesh)
     fully_shard(module, mesh=world.mesh)
-    return train(world, module, module)
+    return train(world, module, module, steps=STEPS_UNTIL_STEADY)
 
 
 def fsdp_whole(world):
@@ -229,7 +231,7 @@ def fsdp_whole(world):
     for layer in module.layers:
         fully_shard(layer, mesh=world.mesh)
     fully_shard(module, mesh=world.mesh)
-    return train(world, module, world.compile(module))
+    return train(world, module, world.compile(module), steps=STEPS_UNTIL_STEADY)
 
 
 def tensor_parallel_and_fsdp(world):
@@ -247,7 +249,7 @@ def tensor_parallel_and_fsdp(world):
         {"head": ColwiseParallel(output_layouts=Replicate())},
     )
     fully_shard(module, mesh=mesh["data"])
-    return train(world, module, module, same=True)
+    return train(world, module, module, same=True, steps=STEPS_UNTIL_STEADY // 2)
 
 
 def simple_fsdp_in_two_dimensions(world):

@@ -21,8 +21,8 @@ SETTINGS = {
     "nccl-eager-four": (4, "cuda", "eager", OF_FOUR),
     "nccl-inductor": (2, "cuda", "inductor", OF_INDUCTOR),
 }
-BETWEEN = {"waits_elsewhere": 1, "expert_parallel": 2}
-"""Eager partitions, in forward and backward."""
+BETWEEN = {"waits_elsewhere": (1,), "expert_parallel": (2,), "parallel_loss": (0, 1)}
+"""Eager partitions, in forward and backward; of the parallel loss, torch 2.11's own indices by a mask."""
 
 
 def marked(setting, *name):
@@ -54,10 +54,12 @@ def test_the_same_numbers(found, setting, name):
         if (name, rank) == ("one_rank_is_late", 1):
             continue  # it never came
         assert (counters["replays"] > 0) is not fails, (rank, counters)
+        if name in ("fsdp_blocks", "fsdp_whole"):
+            assert counters["replays"] > 0.6 * counters["calls"], (rank, counters)
         if "fsdp" not in name.replace("simple_fsdp", "") and not fails:
-            between = BETWEEN.get(name, 0)
             assert counters["plain_calls"] == 0, (rank, counters)
-            assert counters["skips"] == counters["partitions_eager"] == between, (rank, counters)
+            assert counters["skips"] == counters["partitions_eager"], (rank, counters)
+            assert counters["skips"] in BETWEEN.get(name, (0,)), (rank, counters)
 
 
 @pytest.mark.parametrize("setting", [marked(setting) for setting in SETTINGS])

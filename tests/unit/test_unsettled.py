@@ -7,14 +7,17 @@ import torch
 from expecttest import assert_expected_inline
 
 import cgpass
+from cgpass.runtime import fast, unsettled
 from tests.unit.runners import COPIED, STATIC, SYMINT, call, counts, runner
 
 X = torch.ones(2)
+needs_swaps = pytest.mark.skipif("not fast.can_swap()", reason="storages can't be swapped")
 
 
 def messages(caplog, level=logging.WARNING):
     found = [r.getMessage() for r in caplog.records if r.levelno == level]
-    return [text for text in found if "never recorded" in text or "copied from now" in text]
+    said = ("never recorded", "copied from now", "too many to be copied")
+    return [text for text in found if any(words in text for words in said)]
 
 
 def test_an_integer_that_never_repeats_is_said_once(caplog):
@@ -136,6 +139,82 @@ def test_all_parameters_that_are_moved_by_their_data_are_copied(caplog):
     assert "max_static_sets" not in message
     assert run.layout.parameters == ()
     assert counts(run)[2:] == (98, 0)
+
+
+class Freed:
+    """Parameters whose storages are freed after each use and allocated again before the next, among given places."""
+
+    def __init__(self, sizes, num_places):
+        self.parameters = [torch.full((size,), float(i)) for i, size in enumerate(sizes)]
+        self.places = [torch.zeros(max(sizes)) for _ in range(num_places)]
+        self.number = 0
+
+    def next(self, i):
+        """A parameter, allocated where the next place is."""
+        parameter, value = self.parameters[i], float(i + 1)
+        place = self.places[self.number % len(self.places)]
+        self.number += 1
+        if len(place) != len(parameter):
+            place = self.places[self.number % len(self.places)] = torch.zeros(len(parameter))
+        fast.swap_storages([parameter], [place])
+        return parameter.fill_(value)
+
+
+@needs_swaps
+def test_storages_that_always_lie_elsewhere_are_copied_if_they_are_few_bytes(caplog):
+    run, freed = runner(lambda x, w: [x * w], COPIED, STATIC), Freed([2, 2, 2], 500)
+    for _ in range(40):
+        for i in range(3):
+            assert call(run, X, freed.next(i)) == [[i + 1.0] * 2]
+    (message,) = messages(caplog)
+    assert_expected_inline(
+        message,
+        """forward captured_0: the storages of x1 (float32[2], moved 18 times, read at model.py:1 in forward: code) are freed and allocated again between calls (as FSDP does), and lay elsewhere in each of 18 calls. They are copied from now on: 8 bytes a call.""",
+    )
+    assert run.layout.parameters == ()
+    # warm-ups: a first one each, five moves each, then some as copied; one recording for all, once more as X never moves
+    assert counts(run) == (21, 2, 120 - 21, 0)
+
+
+@needs_swaps
+def test_storages_that_take_turns_between_few_places_are_not_copied(caplog):
+    """As in CUDA's caching allocator, where a step allocates what the last one did."""
+    run, freed = runner(lambda x, w: [x * w], COPIED, STATIC), Freed([2, 2, 2], 4)
+    places = set()
+    for number in range(200):
+        parameter = freed.next(number % 3)
+        places.add(parameter.data_ptr())
+        assert call(run, X, parameter) == [[number % 3 + 1.0] * 2]
+    assert messages(caplog) == []
+    assert run.layout.parameters == (1,)
+    assert len(places) == 7, "four, and where each of three was made"
+    assert counts(run) == (7, 14, 193, 0), "once more as X never moves"
+
+
+@needs_swaps
+def test_many_bytes_are_not_copied(caplog, monkeypatch):
+    monkeypatch.setattr(unsettled, "SMALL", 100)
+    run, freed = runner(lambda x, w: [x * w[:2]], COPIED, STATIC), Freed([64], 500)
+    for _ in range(40):
+        assert call(run, X, freed.next(0)) == [[1.0] * 2]
+    (message,) = messages(caplog)
+    assert message.endswith(
+        "They have 256 bytes, too many to be copied: such calls run without a graph. Keep them allocated "
+        "(fully_shard(..., reshard_after_forward=False)) to have them replayed."
+    )
+    assert run.layout.parameters == (1,)
+    assert counts(run) == (40, 0, 0, 0)
+
+
+@needs_swaps
+def test_storages_that_come_back_once_are_recorded_again():
+    run, freed = runner(lambda x, w: [x * w], COPIED, STATIC), Freed([2], 500)
+    for _ in range(3):
+        parameter = freed.next(0)
+        for _ in range(10):
+            assert call(run, X, parameter) == [[1.0] * 2]
+    assert run.layout.parameters == (1,)
+    assert counts(run)[:2] == (3, 3)
 
 
 def test_layers_that_share_code_are_not_said_anything_of(caplog):
