@@ -10,6 +10,7 @@
 #   graphed  host time of callables graphed by hand; extra arguments go to bench_graphed.py
 #   recompute  what recomputed random operators cost and checkpoints save; extra go to bench_recompute.py
 #   dist    the tests that need several devices; with one device says so
+#   dist-bench  steps and memory on two devices; extra arguments go to bench_distributed.py; with one device says so
 #
 # `python scripts/results.py --take DIR` keeps all of it in docs/results and brings README in step. With
 # `-- --compare OLD.json` bench, memory and overhead fail where cgpass got worse than in an older result.
@@ -19,7 +20,7 @@
 # commit where the sources are a copy without history.
 set -u -o pipefail
 
-usage() { sed -n '2,19s/^# \{0,1\}//p' "$0"; }
+usage() { sed -n '2,20s/^# \{0,1\}//p' "$0"; }
 
 part="" out="gpu-check" workers="${WORKERS:-8}" limit="${LIMIT:-520}"
 while [ $# -gt 0 ]; do
@@ -122,6 +123,14 @@ case "$part" in
   graphed | recompute)
     timeout --signal=INT --kill-after=15 535 "$python" "scripts/bench_$part.py" \
       --json "$out/$part.json" "$@" 2>&1 | tee "$out/$part.log"
+    ;;
+  dist-bench)
+    if [ "$devices" -lt 2 ]; then
+      echo "needs 2 GPUs, found $devices: nothing is measured"
+    else
+      timeout --signal=INT --kill-after=15 480 "$python" scripts/bench_distributed.py \
+        --json "$out/dist-bench.json" "$@" 2>&1 | tee "$out/dist-bench.log"
+    fi
     ;;
   *)
     echo "unknown part: '$part'" >&2

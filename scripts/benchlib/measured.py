@@ -19,6 +19,7 @@ LINKS = {
     "graphed": ("graphed callables", "json"),
     "tests": ("tests", "json"),
     "dist": ("tests on several devices", "json"),
+    "dist-bench": ("training on several devices", "json"),
 }
 
 
@@ -157,6 +158,38 @@ def overhead(found: dict[str, Any]) -> str:
     return what + "; ".join(said) + "."
 
 
+def distributed(found: dict[str, Any]) -> str:
+    """Steps, memory and bits of training on several devices."""
+    said, ratios, unequal, lost = [], [], [], []
+    for mode, data in found["modes"].items():
+        ms = {arm: median(entry, "step_ms") for arm, entry in data["arms"].items()}
+        ours, default = (data["arms"].get(arm, {}) for arm in ("cgpass", "default"))
+        if ms.get("cgpass") is None:
+            lost.append(mode)
+            continue
+        others = [
+            f"{number(ms[arm])} in {arm}" if ms.get(arm) is not None else f"{arm} fails"
+            for arm in ("default", "reduce-overhead")
+            if arm in ms
+        ]
+        said.append(f"{mode} {number(ms['cgpass'])} ms ({', '.join(others)})")
+        if "peak_reserved_bytes" in ours and "peak_reserved_bytes" in default:
+            ratios.append(ours["peak_reserved_bytes"] / default["peak_reserved_bytes"])
+        if not ours["check"]["equal"]:
+            unequal.append(mode)
+    if not said:
+        return ""
+    text = (
+        f"On {found['meta']['devices']} such GPUs a step of the Llama takes, with {'; '.join(said)}"
+    )
+    text += f"; not with {listed(lost)}" if lost else ""
+    text += "; losses and parameters are bitwise those of the same kernels without graphs"
+    text += f", but not with {listed(unequal)}" if unequal else ""
+    if ratios:
+        text += f", and peak reserved memory is {span(ratios)} times that of plain `torch.compile`"
+    return text + "."
+
+
 def links(results: Results, machine: str) -> str:
     """Where all figures are, and of which commit."""
     said = [
@@ -179,7 +212,13 @@ def section(results: Results, machine: str) -> str:
         f"One {device(bench)}, torch {torch_version(bench)}, milliseconds of a synchronised "
         "training step (forward, backward, fused AdamW; bf16 autocast), all arms in one process:"
     )
-    sayers = {"memory": memory, "recompute": recompute, "graphed": graphed, "overhead": overhead}
+    sayers = {
+        "memory": memory,
+        "recompute": recompute,
+        "graphed": graphed,
+        "overhead": overhead,
+        "dist-bench": distributed,
+    }
     said = ['"limit" is one graph of Inductor\'s kernels captured by hand.', losses(bench)]
     said += [say(results[part]) for part, say in sayers.items() if part in results]
     said.append(links(results, machine))

@@ -9,7 +9,12 @@ from typing import Any
 from benchlib.measured import Results, device, torch_version
 from benchlib.report import command_text
 
-KINDS = {"time": "bench", "memory": "memory", "overhead": "overhead"}
+KINDS = {
+    "time": "bench",
+    "memory": "memory",
+    "overhead": "overhead",
+    "distributed": "dist-bench",
+}
 # A path from the root of a file system, in the middle of any text.
 PATH = re.compile(r"(?<![\w.:/~-])(?:~|\.\.)?/(?:[\w.+@-]+/)+(?=[\w.+@-])")
 
@@ -96,7 +101,7 @@ def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
     first = runs[0]
     if len(runs) == 1:
         return first
-    if "meta" not in first:
+    if "meta" not in first or "modes" in first:
         raise SystemExit(f"{part(first)}: more than one result, which can't be merged")
     for key in ("torch", "gpu", "driver"):
         values = sorted({facts(data)[key] for data in runs})

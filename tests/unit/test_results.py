@@ -167,6 +167,50 @@ def test_a_section_without_and_with_host_time():
     assert "| training | 100 | 90.0 | 40.0 | 30.0 | 20.4 |" in report.render(overhead())
 
 
+def spread(ms, mib=100.0, *, equal=True):
+    check = {"equal": equal}
+    return {"step_ms": {"median": ms}, "peak_reserved_bytes": mib * 2**20, "check": check}
+
+
+def on_several_devices(**modes):
+    found = {mode: {"arms": arms} for mode, arms in modes.items()}
+    return {"kind": "distributed", "meta": META | {"devices": 2}, "modes": found}
+
+
+def test_a_sentence_about_several_devices():
+    found = on_several_devices(
+        TP={"default": spread(8.0), "reduce-overhead": {"error": "hangs"}, "cgpass": spread(4.0)},
+        FSDP2={
+            "default": spread(9.0),
+            "reduce-overhead": spread(7.0),
+            "cgpass": spread(5.0, 102.0),
+        },
+    )
+    assert measured.distributed(found) == (
+        "On 2 such GPUs a step of the Llama takes, with TP 4.00 ms (8.00 in default, reduce-overhead fails); FSDP2 "
+        "5.00 ms (9.00 in default, 7.00 in reduce-overhead); losses and parameters are bitwise those of the same "
+        "kernels without graphs, and peak reserved memory is 1.00 to 1.02 times that of plain `torch.compile`."
+    )
+    found["modes"]["TP"]["arms"]["cgpass"] = {"error": "no results"}
+    found["modes"]["FSDP2"]["arms"]["cgpass"]["check"]["equal"] = False
+    assert "; not with TP; losses and parameters are" in measured.distributed(found)
+    assert "without graphs, but not with FSDP2, and peak" in measured.distributed(found)
+    del found["modes"]["FSDP2"]
+    assert measured.distributed(found) == ""
+
+
+def test_several_devices_are_kept_and_shown(tmp_path):
+    data = on_several_devices(TP={"default": spread(8.0), "cgpass": spread(4.0)})
+    put(tmp_path, "dist-bench.json", data)
+    found = taking.taken([tmp_path], "")
+    assert list(found) == ["dist-bench"]
+    (path,) = taking.store(found, tmp_path)
+    assert path.name == f"dist-bench-{MACHINE}.json"
+    text = measured.section({"bench": bench(model("small", STEPS))} | found, MACHINE)
+    assert "with TP 4.00 ms" in " ".join(text.split())
+    assert f"(docs/results/dist-bench-{MACHINE}.json)" in text
+
+
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
