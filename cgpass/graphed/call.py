@@ -4,8 +4,7 @@ Note [Gradients of gradients]
     Autograd leaves out nodes that lead to nothing that is wanted, an error among them. Gradients depend on the
     gradients that came in and on what the forward read. So what gradients end in under `create_graph=True` leads there,
     too. The compiled node sees to that (see Note [A node of our own]); without it `_NoSecond` does, which is led to the
-    forward's node by a result that the forward saved. That is one that its backward reads, or an empty one that is there
-    for this only: the forward's inputs would be held, and hold memory.
+    forward's node by an empty result that the forward saves for this only: its inputs would be held, and hold memory.
 """
 
 import math
@@ -190,7 +189,7 @@ class _Graphed(torch.autograd.Function):
     def forward(
         ctx: Any, call: Call, tensors: list[torch.Tensor], *wanted: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Returns the results, and an empty tensor or nothing: see Note [Gradients of gradients]."""
+        """Returns the results, and an empty tensor: see Note [Gradients of gradients]."""
         del wanted  # read where they lie
         ctx.call, recorded = call, call.recorded
         ctx.set_materialize_grads(False)
