@@ -10,6 +10,14 @@ Note [Inputs that always move]
 
     Addresses that come back (the allocator takes turns between a few) have recordings of their own, and each call that
     one of these is replayed for makes up for one that was not.
+
+Note [Storages that are freed and allocated again]
+    FSDP frees the gathered parameters of a layer after it ran, and allocates the same storages again before it runs next.
+    A caching allocator gives a step that allocates what the last one did the same places: each of those gets a
+    recording when it comes a second time (one for each new place would be thrown away). With an allocator that never
+    comes back to a place (the CPU's) every call would warm up. So after some such calls for each set of parameters
+    these are copied, if they are few bytes: layers that share code then share one recording, and a copy's memory. Many
+    bytes are not: their copy would take the memory that freeing them saves.
 """
 
 import logging

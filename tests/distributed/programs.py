@@ -6,6 +6,7 @@ import datetime
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.distributed._functional_collectives import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -33,6 +35,7 @@ from torch.utils.checkpoint import (
 )
 
 import cgpass
+from cgpass.runtime import fast
 
 WIDTH = 16
 STEPS = 10 if torch.cuda.is_available() else 6
@@ -127,6 +130,12 @@ class Loss(nn.Module):
     def forward(self, x):
         labels = torch.arange(len(x), device=x.device) % 4
         return F.cross_entropy(self.net(x), labels)
+
+
+def collectives_between_graphs(world):
+    """As where they may not be captured."""
+    with mock.patch("cgpass.assembly.may_be_captured", return_value=False):
+        return tensor_parallel(world)
 
 
 def parallel_loss(world):
@@ -224,6 +233,42 @@ def fsdp_blocks(world):
         fully_shard(layer, mesh=world.mesh)
     fully_shard(module, mesh=world.mesh)
     return train(world, module, module, steps=STEPS_UNTIL_STEADY)
+
+
+class CachingAllocator:
+    """Storages that FSDP frees and allocates again, with memory as CUDA's allocator gives it: the lowest that fits."""
+
+    def __init__(self):
+        self.free, self.used = {}, {}
+
+    def allocate(self, tensor):
+        storage, size = tensor.untyped_storage(), tensor.nbytes
+        if storage.size() != size:
+            storage.resize_(size)
+            blocks = self.free.setdefault(size, [])
+            blocks.sort(key=torch.Tensor.data_ptr)
+            block = blocks.pop(0) if blocks else torch.empty(size, dtype=torch.uint8)
+            self.used[storage._cdata] = block
+            fast.swap_storages([tensor], [block])
+
+    def release(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage.size():
+            block = self.used.pop(storage._cdata, None)
+            if block is not None:
+                fast.swap_storages([tensor], [block])  # which holds what it was resized to
+                self.free[block.nbytes].append(block)
+            storage.resize_(0)
+
+
+def fsdp_blocks_that_come_back(world):
+    """As on CUDA: a step allocates what the last one did, and so gets it where the last one did."""
+    allocator = CachingAllocator()
+    with (
+        mock.patch.object(_fsdp_param, "alloc_storage", allocator.allocate),
+        mock.patch.object(_fsdp_param, "free_storage", allocator.release),
+    ):
+        return fsdp_blocks(world)
 
 
 def fsdp_whole(world):
@@ -410,10 +455,12 @@ PROGRAMS: dict[str, Callable] = {
     each.__name__: each
     for each in (
         tensor_parallel,
+        collectives_between_graphs,
         parallel_loss,
         simple_fsdp,
         simple_fsdp_resharding,
         fsdp_blocks,
+        fsdp_blocks_that_come_back,
         fsdp_whole,
         data_parallel,
         data_parallel_accumulating,

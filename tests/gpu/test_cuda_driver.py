@@ -1,6 +1,9 @@
 """What only a real device shows of the driver: failed and foreign captures, streams, registered generators."""
 
 import logging
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -299,3 +302,20 @@ def test_reset_frees_the_pool():
     pool = 4096 * 1024 * 4 * 4
     assert freed > pool, (start, grown, torch.cuda.memory_reserved())
     compiled(torch.randn(4096, 1024, device="cuda")).sum().backward()
+
+
+@pytest.mark.parametrize("expandable", [True, False])
+def test_the_allocator_says_whether_its_segments_are_expandable(expandable):
+    code = (
+        "import torch; from cgpass import _torch; print(_torch.uses_expandable_segments()); "
+        "torch.zeros(1, device='cuda'); print(_torch.uses_expandable_segments())"
+    )
+    setting = {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | setting,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["None", str(expandable)], done.stderr
