@@ -259,8 +259,11 @@ def nccl_communicates() -> bool:
     for group in distributed_c10d._world.pg_map:
         with contextlib.suppress(RuntimeError):  # of other devices only
             backend: Any = group._get_backend(device)
-            if isinstance(backend, distributed_c10d.ProcessGroupNCCL) and backend._is_initialized():
-                return True
+            backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+            if isinstance(backend, distributed_c10d.ProcessGroupNCCL):
+                is_initialized = getattr(backend, "_is_initialized", None)
+                if is_initialized is None or is_initialized():
+                    return True
     return False
 
 

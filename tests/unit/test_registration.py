@@ -138,8 +138,9 @@ def test_graphs_that_are_not_captured_change_nothing(environment):
 
 
 @needs_distributed
+@pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("has_one", [False, True])
-def test_communicators_are_found_in_any_group(has_one):
+def test_communicators_are_found_in_any_group(has_one, wrapped):
     distributed_c10d = torch.distributed.distributed_c10d
 
     class Backend:
@@ -158,6 +159,7 @@ def test_communicators_are_found_in_any_group(has_one):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "is_nccl_available", lambda: True)
         patch.setattr(distributed_c10d, "ProcessGroupNCCL", Backend, raising=False)
-        groups = {Group(None): None, Group(object()): None, Group(Backend()): None}
+        backend = types.SimpleNamespace(wrapped_pg=Backend()) if wrapped else Backend()
+        groups = {Group(None): None, Group(object()): None, Group(backend): None}
         patch.setattr(type(distributed_c10d._world), "pg_map", groups)
         assert nccl_communicates() is has_one
