@@ -1172,7 +1172,9 @@ def recomputes_unmarked(joint: torch.fx.GraphModule) -> bool:
 
 
 def uses_compiled_autograd() -> bool:
-    """Whether compiled autograd is on here and now."""
+    """Whether compiled autograd is on here and now, or will be for what is compiled."""
+    if "torch._dynamo" not in sys.modules:
+        return False
     from torch._dynamo import compiled_autograd, config
 
     return config.compiled_autograd or compiled_autograd.compiled_autograd_enabled

@@ -221,6 +221,11 @@ class Binding:
                 return InputError(
                     f"{what} was a tensor in the sample, now it is a {type(tensor).__name__}."
                 )
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                kind = "nested" if tensor.is_nested else tensor.layout
+                return InputError(
+                    f"{what} is {kind} now, and graphs read dense tensors. Pass it as such, or call the original."
+                )
             if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, self._device):
                 expected = f"{list(shape)} {dtype} on {self._device}"
                 got = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"

@@ -5,6 +5,11 @@ Note [Gradients of gradients]
     gradients that came in and on what the forward read. So what gradients end in under `create_graph=True` leads there,
     too. The compiled node sees to that (see Note [A node of our own]); without it `_NoSecond` does, which is led to the
     forward's node by an empty result that the forward saves for this only: its inputs would be held, and hold memory.
+
+Note [What a result holds]
+    A result holds its node, and the node this call. Python's garbage collector does not see into the compiled node. So
+    a result that is kept where the recording leads to, as an attribute of the module that was called, would keep the
+    module, its graphs and itself for ever. Once the backward is done the call therefore holds neither.
 """
 
 import math
@@ -30,11 +35,13 @@ class Call:
         "__weakref__",
         "_aside",
         "_done",
+        "_nothing",
         "_position",
+        "_recorded",
         "_versions",
         "first",
         "last",
-        "recorded",
+        "name",
         "statics",
     )
 
@@ -42,7 +49,10 @@ class Call:
         """Args: recorded: what is called. statics: what it reads where it lies."""
         backward = recorded.backward
         assert backward is not None
-        self.recorded = recorded
+        self._recorded: RecordedPass | None = recorded
+        """Until the backward is done. See Note [What a result holds]."""
+        self.name = recorded.name
+        self._nothing = recorded.no_gradients
         self.first = recorded.forward.birth
         last = recorded.weight_grads or backward
         self.last = math.inf if recorded.keeps_saved else last.birth
@@ -52,6 +62,12 @@ class Call:
         self._aside: Aside | None = None
         self._versions: Versions | None = None
         self._done = False
+
+    @property
+    def recorded(self) -> "RecordedPass":
+        """What is called; to be asked for while its backward may come."""
+        assert self._recorded is not None
+        return self._recorded
 
     def run(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the forward; to be called where gradients are recorded.
@@ -66,7 +82,7 @@ class Call:
         wanted = [_torch.unwrap_if_dead(tensors[i]) for i in recorded.wanted_inputs]
         wanted += map(self.statics.__getitem__, recorded.wanted_statics)
         attach = node.attach()
-        if attach is None or _torch.compiled_autograd_is_on():
+        if attach is None or recorded.gives_arguments or _torch.uses_compiled_autograd():
             outputs: Any = _apply(self, tensors, *wanted)
             return outputs[:-1]
         requires_grad = 1 in fast.requiring_grad(wanted)
@@ -110,20 +126,20 @@ class Call:
         Raises:
             GraphedBackwardError: It ran before, its graphs were freed, or what it reads was changed in place.
         """
-        recorded = self.recorded
+        recorded = self._recorded
         if all(grad is None for grad in grads):
             self.settle()
-            return recorded.no_gradients
+            return self._nothing
+        if recorded is None or (self._done and not recorded.retains):
+            raise GraphedBackwardError(
+                f"{self.name}: a second backward through one forward; what it needs died in the first. Record with "
+                "GraphedOptions(retain_graph_in_backward=True)."
+            )
         with recorded.group.owner.lock:
             if recorded.closed:
                 raise GraphedBackwardError(
                     f"{recorded.name}: its graphs were freed between this forward and its backward. Call reset() or "
                     "close() when no backward is due."
-                )
-            if self._done and not recorded.retains:
-                raise GraphedBackwardError(
-                    f"{recorded.name}: a second backward through one forward; what it needs died in the first. Record "
-                    "with GraphedOptions(retain_graph_in_backward=True)."
                 )
             statics = recorded.check_statics(self)
             if self._versions is not None:
@@ -152,15 +168,18 @@ class Call:
 
     def settle(self) -> None:
         """Note that nothing more of this call is to come, unless its backward may run again."""
-        if not self.recorded.retains:
-            self._versions = None
-            if self._done:
-                self.statics = []
-            self.recorded.pending.remove(self)
+        recorded = self._recorded
+        if recorded is None or recorded.retains:
+            return
+        self._versions = None
+        recorded.pending.remove(self)
+        if self._done:
+            self.statics = []
+            self._recorded = None
 
     def is_due_to(self, recorded: "RecordedPass") -> bool:
         """Whether a backward of a recording may still come."""
-        return self.recorded is recorded and (recorded.retains or not self._done)
+        return self._recorded is recorded and (recorded.retains or not self._done)
 
 
 def _run_backward(
@@ -168,7 +187,7 @@ def _run_backward(
 ) -> list[Any]:
     """See `node.Attach`."""
     if saved is None or grads is None:
-        raise _no_second(call.recorded.name)
+        raise _no_second(call.name)
     if not torch.is_grad_enabled():
         return call.backward(grads)
     with torch.no_grad():  # create_graph=True
@@ -192,6 +211,7 @@ class _Graphed(torch.autograd.Function):
         """Returns the results, and an empty tensor: see Note [Gradients of gradients]."""
         del wanted  # read where they lie
         ctx.call, recorded = call, call.recorded
+        ctx.with_grad, ctx.reads = recorded.outputs_with_grad, bool(recorded.outputs_read)
         ctx.set_materialize_grads(False)
         outputs = call._forward(tensors, requires_grad=True in ctx.needs_input_grad)
         if recorded.without_grad:
@@ -203,9 +223,8 @@ class _Graphed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
         call: Call = ctx.call
-        recorded = call.recorded
-        given = [grad_outputs[i] for i in recorded.outputs_with_grad]
-        if recorded.outputs_read:
+        given = [grad_outputs[i] for i in ctx.with_grad]
+        if ctx.reads:
             _ = ctx.saved_tensors  # autograd checks here that nobody changed them
         if not torch.is_grad_enabled():
             return (None, None, *call.backward(given))
@@ -213,7 +232,7 @@ class _Graphed(torch.autograd.Function):
         with torch.no_grad():
             grads = call.backward(given)
         made = [grad for grad in grads if grad is not None]
-        fenced = iter(_NoSecond.apply(recorded.name, len(made), *made, link, *grad_outputs))
+        fenced = iter(_NoSecond.apply(call.name, len(made), *made, link, *grad_outputs))
         return (None, None, *(grad if grad is None else next(fenced) for grad in grads))
 
 

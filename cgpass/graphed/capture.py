@@ -137,6 +137,8 @@ class Capture:
             grad.target.zero_()
         before = group.driver.live_blocks(self._slot)
 
+        known = [*[grad.tensor for grad in self._grads], *statics, *[m.tensor for m in self.memory]]
+
         def run(given: list[Any]) -> list[Any]:
             given.clear()
             with no_autocast_cache(), self._watched():
@@ -147,17 +149,13 @@ class Capture:
                     reentrant=d.reentrant,
                     retain_graph=d.options.retain_graph_in_backward,
                 )
-            return [grad if grad is None else grad.detach() for grad in grads]
+            return _apart(grads, [*known, *with_grad])
 
         with self._attributes_watched(of_backward=True):
             with self._blamed("backward"):
                 self.backward = group.new_recording(
                     run,
-                    [
-                        *[grad.tensor for grad in self._grads],
-                        *statics,
-                        *[m.tensor for m in self.memory],
-                    ],
+                    known,
                     self._slot,
                     d.stats,
                     label=f"backward of {d.name}, graphed by hand",
@@ -178,7 +176,7 @@ class Capture:
             given.clear()
             with no_autocast_cache(), self._watched():
                 grads = d.run_backward_dw(statics)
-            return [grads[i].detach() for i in sorted(d.split_off)]
+            return _apart([grads[i] for i in sorted(d.split_off)], [*statics, *self._footprint])
 
         with self._blamed("backward_dw"):
             self._weight_grads = group.new_recording(
@@ -277,3 +275,24 @@ class Capture:
         )
         self._outputs = []
         return recorded
+
+
+def _apart(
+    grads: Sequence[torch.Tensor | None], known: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """Gradients in memory of their own, each: they are their receiver's, who may add to them in place.
+
+    Args:
+        grads: As a backward gives them, which may be views of each other and of what came in.
+        known: What else they must not share memory with.
+    """
+    taken = {tensor.untyped_storage().data_ptr() for tensor in known}
+    found: list[torch.Tensor | None] = []
+    for grad in grads:
+        if grad is None:
+            found.append(None)
+            continue
+        address = grad.untyped_storage().data_ptr()
+        found.append(grad.detach().clone() if address in taken else grad.detach())
+        taken.add(address)
+    return found

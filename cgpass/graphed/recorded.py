@@ -87,6 +87,8 @@ class RecordedPass:
         self._grad_memory = [InputMemory(grad.tensor, grad) for grad in self.grads]
         self._grad_targets = [memory.tensor for memory in self._grad_memory]
         self._grads_are_plain = not any(memory.spans for memory in self._grad_memory)
+        self.gives_arguments = bool(self.forward.aliases)
+        """Whether results are (views of) arguments: autograd's own functions see to it that nobody changes those in place."""
         self.without_grad = [
             i for i in range(len(self.structure.tensors)) if i not in self.outputs_with_grad
         ]

@@ -481,7 +481,8 @@ PyObject* fits(PyObject* const* args) {
     if (is_tensor < 0) throw PythonErrorSet();
     if (!is_tensor) Py_RETURN_FALSE;
     const at::Tensor &tensor = tensor_of(values.items[k]), &like = tensor_of(likes.items[k]);
-    if (tensor.sizes() != like.sizes() || tensor.scalar_type() != like.scalar_type() ||
+    if (tensor.layout() != at::kStrided || tensor.unsafeGetTensorImpl()->is_nested() ||
+        tensor.sizes() != like.sizes() || tensor.scalar_type() != like.scalar_type() ||
         tensor.device() != like.device() ||
         (is_grad_enabled && !may_require_grad[k] && tensor.requires_grad())) {
       Py_RETURN_FALSE;

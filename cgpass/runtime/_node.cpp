@@ -4,6 +4,7 @@
 #define AT_PER_OPERATOR_HEADERS  // half the time to compile
 #include <Python.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -138,7 +139,9 @@ PyObject* list_of(std::vector<at::Tensor> tensors) {
 bool is_unwatched(const at::Tensor& parameter) {
   namespace impl = torch::autograd::impl;
   if (!parameter.is_leaf() || !parameter.requires_grad() ||
-      parameter.unsafeGetTensorImpl()->is_python_dispatch()) {
+      parameter.unsafeGetTensorImpl()->is_python_dispatch() ||
+      parameter.grad_dtype() != parameter.scalar_type() ||
+      torch::autograd::AnomalyMode::is_enabled()) {
     return false;
   }
   if (!impl::hooks(parameter).empty() || impl::post_acc_grad_hooks(parameter)) return false;
@@ -252,7 +255,8 @@ struct CompiledFunctionBackward : public Node {
     const NodePointer self = getptr();
     for (const SavedVariable& variable : saved) values.push_back(variable.unpack(self));
     values.insert(values.end(), unchecked.begin(), unchecked.end());
-    if (!torch::autograd::get_current_graph_task_keep_graph()) release_variables();
+    // Else it is done once this has succeeded: what was wrong may be put right, and the backward called again.
+    if (materializes && !torch::autograd::get_current_graph_task_keep_graph()) release_variables();
     for (size_t i = 0; materializes && i < grads.size(); ++i) {
       if (!grads[i].defined()) grads[i] = input_metadata(i).zeros_like();
     }

@@ -254,7 +254,7 @@ def copies(tensors: tuple[torch.Tensor, ...], layouts: Sequence[Layout]) -> list
 
 
 def fits(values: Sequence[Any], likes: Sequence[torch.Tensor], may_require_grad: bytes) -> bool:
-    """Whether values are tensors of the sizes, dtypes and devices of others.
+    """Whether values are dense tensors of the sizes, dtypes and devices of others.
 
     Args:
         values: Anything.
@@ -268,6 +268,8 @@ def fits(values: Sequence[Any], likes: Sequence[torch.Tensor], may_require_grad:
     grad = torch.is_grad_enabled()
     return all(
         isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and not value.is_nested
         and value.size() == like.size()
         and value.dtype is like.dtype
         and value.device == like.device

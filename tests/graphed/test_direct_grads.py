@@ -84,3 +84,12 @@ def test_frozen_parameters_get_none(setting, pair):
     step(plain, x)
     same_grads(module, plain)
     assert module[0].weight.grad is None
+
+
+def test_anomalies_in_parameters_gradients_are_found(setting, pair):
+    graphed, _, _ = pair
+    x = setting.randn(4, 8)
+    with torch.autograd.set_detect_anomaly(True):
+        y = graphed(x)
+        with pytest.raises(RuntimeError, match="GraphedBackward"):
+            y.backward(torch.full_like(y, torch.nan))

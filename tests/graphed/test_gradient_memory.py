@@ -1,0 +1,141 @@
+"""Gradients lie in memory of their own each, whatever the operators made them of."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+
+from cgpass.runtime import node
+from tests.graphed.steps import net, same
+
+
+class Shifted(torch.nn.Module):
+    """Ends in a view, so that gradients are views of what comes in."""
+
+    def __init__(self, dim=8):
+        super().__init__()
+        self.shift = torch.nn.Parameter(torch.randn(dim))
+
+    def forward(self, x):
+        return (x + self.shift).transpose(0, 1)
+
+
+USES = {
+    "product": lambda y, w: (y * w).sum(),
+    "permuted": lambda y, w: y.permute(2, 0, 1).square().sum(),
+    "sum": lambda y, w: y.sum(),
+    "mean": lambda y, w: y.mean(0).square().sum(),
+    "part": lambda y, w: y[0].square().sum(),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_views_of_gradients_that_are_laid_out_otherwise(setting, use):
+    module = setting.module(Shifted())
+    plain = copy.deepcopy(module)
+    graphed = setting.graphed(module, (setting.randn(2, 3, 8, grad=True),))
+    weight = setting.randn(8, 2, 3).permute(2, 1, 0)
+    for _ in range(2):
+        x = setting.randn(2, 3, 8, grad=True)
+        grads = []
+        for fn in (graphed, plain):
+            use(fn(x), weight).backward()
+            grads.append(x.grad)
+            x.grad = None
+        same(*grads)
+        # An expanded gradient is added up in another order.
+        torch.testing.assert_close(module.shift.grad, plain.shift.grad)
+
+
+@pytest.mark.parametrize("parameter_grads", ["autograd", "direct"])
+def test_leaves_whose_gradients_are_views_of_each_other_accumulate_apart(setting, parameter_grads):
+    a, w = (torch.nn.Parameter(setting.randn(*size)) for size in ((2, 4), (4, 2)))
+
+    def fn(x):
+        return ((x + a).view(4, 2) + w) * 2
+
+    x = setting.randn(2, 4, grad=True)
+    graphed = setting.graphed(fn, (x,), parameter_grads=parameter_grads)
+    incoming = torch.ones(4, 2, device=setting.device)
+    for _ in range(3):
+        graphed(x).backward(incoming)
+    for leaf in (a, w, x):
+        assert leaf.grad.unique().tolist() == [6.0]
+    assert len({leaf.grad.data_ptr() for leaf in (a, w, x)}) == 3
+    assert incoming.unique().tolist() == [1.0]
+
+
+class Returns(torch.autograd.Function):
+    """Its gradient is what it saved."""
+
+    @staticmethod
+    def forward(ctx, x, saved):
+        ctx.save_for_backward(saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (saved,) = ctx.saved_tensors
+        return saved.view_as(saved), None
+
+
+def test_a_gradient_that_is_an_argument(setting):
+    graphed = setting.graphed(Returns.apply, (setting.randn(4, grad=True), setting.randn(4)))
+    for _ in range(3):
+        x, saved = setting.randn(4, grad=True), setting.randn(4)
+        for _ in range(2):
+            graphed(x, saved).sum().backward()
+        same(x.grad, 2 * saved)
+
+
+@pytest.mark.parametrize("way", ["node", "function"])
+def test_a_result_that_is_kept_on_its_module_holds_nothing_after_the_backward(
+    setting, way, monkeypatch
+):
+    if way == "function":
+        monkeypatch.setattr(node._loader, "attach", None)
+    module = setting.module(net())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    module.features = graphed(setting.randn(4, 8, grad=True))
+    module.features.square().sum().backward()
+    gone = weakref.ref(module)
+    del module, graphed
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_result_that_is_an_argument_is_not_changed_in_place(setting):
+    linear = setting.module(torch.nn.Linear(4, 4))
+    graphed = setting.graphed(
+        lambda h, rest: (linear(h), rest), (setting.randn(2, 4), setting.randn(2, 4, grad=True))
+    )
+    rest = setting.randn(2, 4, grad=True)
+    _, passed = graphed(setting.randn(2, 4), rest)
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        passed += 1
+    (passed * 3).sum().backward()
+    assert rest.grad.unique().tolist() == [3.0]
+
+
+def test_a_backward_may_be_called_again_once_what_was_wrong_is_put_right(setting):
+    module = setting.module(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()))
+    plain = copy.deepcopy(module)
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    x = setting.randn(4, 8, grad=True)
+    y, incoming = graphed(x), setting.randn(4, 8)
+    place = module[0].weight.data
+    module[0].weight.data = place.clone()
+    with pytest.raises(RuntimeError, match="lie elsewhere in the backward"):
+        y.backward(incoming)
+    module[0].weight.data = place
+    y.backward(incoming)
+    (want,) = torch.autograd.grad(plain(x), x, incoming)
+    same(x.grad, want)
+
+
+def test_arguments_that_are_not_dense_are_named(setting):
+    graphed = setting.graphed(lambda x: x * 2, (setting.randn(4, 4),))
+    with pytest.raises(TypeError, match=r"argument 0 is torch\.sparse_coo now"):
+        graphed(torch.eye(4, device=setting.device).to_sparse())
