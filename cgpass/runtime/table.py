@@ -140,7 +140,7 @@ class RecordingTable:
         if self._is_warm_set(shape_key, static_key):
             return True
         if self._unsettled.freed(static_key, args):
-            return False
+            return False  # not before this place comes back
         return bool(self._known(self._parameters_moved(self._newest, static_key), args))
 
     def identities(self, args: Sequence[Any]) -> dict[int, int]:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-torch._dynamo.config.recompile_limit = 64
 ARMS = ("default", "reduce-overhead", "cgpass")
 STEADY = 16
 """Steps until nothing new is recorded, with room: parameters that are freed and allocated again settle late."""
@@ -186,6 +185,7 @@ def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 def measure(mode: str, arm: str, mesh: DeviceMesh, *, tiny: bool, steps: int) -> dict[str, Any]:
     """What one process finds of an arm: times, memory, partitions; and for cgpass, whether the bits are right."""
+    torch._dynamo.config.recompile_limit = 64  # layers share code
     on_cuda = mesh.device_type == "cuda"
     before = cgpass.counters()
     start = time.perf_counter()

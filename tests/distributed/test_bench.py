@@ -1,14 +1,21 @@
 """The benchmark of several devices, tiny and on CPU; what it tells of arms that fail or never end."""
 
+import importlib
 import json
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
-pytest.importorskip("timm")
-pytest.importorskip("transformers")
 
-import bench_distributed
+@pytest.fixture(scope="module")
+def bench():
+    """The script; it loads what takes seconds, and only for these tests."""
+    for name in ("timm", "transformers"):
+        pytest.importorskip(name)
+    return importlib.import_module("bench_distributed")
+
 
 CGPASS = {
     "step_ms": {"median": 4.0, "p10": 3.0, "p90": 5.0},
@@ -20,11 +27,11 @@ CGPASS = {
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measured there by scripts/gpu_check.sh")
-def test_it_runs_on_cpu(tmp_path, capsys):
+def test_it_runs_on_cpu(bench, tmp_path, capsys):
     path = tmp_path / "found.json"
     tiny = ["--tiny", "--steps", "2", "--teardowns", "2", "--modes", "tensor parallel"]
     arms = ["--arms", "reduce-overhead,cgpass"]
-    assert bench_distributed.main([*tiny, *arms, "--json", str(path)]) == 0
+    assert bench.main([*tiny, *arms, "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     assert found["meta"]["devices"] == 2
     assert "left_out" not in found
@@ -45,40 +52,38 @@ def test_it_runs_on_cpu(tmp_path, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are GPUs for it")
-def test_without_gpus_only_a_tiny_one_is_measured(capsys):
-    assert bench_distributed.main([]) == 2
+def test_without_gpus_only_a_tiny_one_is_measured(bench, capsys):
+    assert bench.main([]) == 2
     assert "--tiny runs on CPU" in capsys.readouterr().err
 
 
-def test_unknown_modes_are_refused(capsys):
+def test_unknown_modes_are_refused(bench, capsys):
     with pytest.raises(SystemExit):
-        bench_distributed.main(["--modes", "pipeline"])
+        bench.main(["--modes", "pipeline"])
     assert "'pipeline' is none of tensor parallel, FSDP2, SimpleFSDP" in capsys.readouterr().err
 
 
-def test_what_budgets_leave_no_time_for_is_listed(monkeypatch, tmp_path):
-    monkeypatch.setattr(bench_distributed, "run", lambda job, limit: [{"ms": [1.0], "ended": True}])
+def test_what_budgets_leave_no_time_for_is_listed(bench, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "run", lambda job, limit: [{"ms": [1.0], "ended": True}])
     path = tmp_path / "found.json"
     arguments = ["--tiny", "--budget", "0", "--modes", "FSDP2", "--json", str(path)]
-    assert bench_distributed.main(arguments) == 0
+    assert bench.main(arguments) == 0
     found = json.loads(path.read_text())
     assert found["left_out"] == ["FSDP2.default", "FSDP2.reduce-overhead", "FSDP2.cgpass"]
     assert found["modes"] == {}
 
 
-def test_processes_are_told_of_as_one():
+def test_processes_are_told_of_as_one(bench):
     other = CGPASS | {"peak_reserved_bytes": 3 << 20, "check": {"equal": False, "steps": 4}}
-    found = bench_distributed.merged([CGPASS, other])
+    found = bench.merged([CGPASS, other])
     assert found["peak_reserved_bytes"] == 3 << 20
     assert found["check"] == {"equal": False, "steps": 4}
     assert found["process_group_ended"]
     hung = {key: value for key, value in CGPASS.items() if key != "ended"}
-    assert not bench_distributed.merged([CGPASS, hung])["process_group_ended"]
+    assert not bench.merged([CGPASS, hung])["process_group_ended"]
     silent = {"error": "no results within 100 s"}
-    assert bench_distributed.merged([silent, {"error": "wrong"}]) == {"error": "wrong"}
-    table = bench_distributed.table(
-        {"FSDP2": {"arms": {"cgpass": bench_distributed.merged([CGPASS, hung])}}}
-    )
+    assert bench.merged([silent, {"error": "wrong"}]) == {"error": "wrong"}
+    table = bench.table({"FSDP2": {"arms": {"cgpass": bench.merged([CGPASS, hung])}}})
     assert table.splitlines()[-1] == (
         "| FSDP2 | cgpass | 4.00 (3.00 to 5.00) | 2 | 2/1 | losses and parameters bitwise equal; destroy_process_group "
         "never returned |"
@@ -86,19 +91,18 @@ def test_processes_are_told_of_as_one():
 
 
 def never_ends(rank, job):
-    path = bench_distributed.Path(job["directory"]) / f"{rank}.json"
     if rank or job["mode"] == "writes":
-        bench_distributed._write(path, {"ms": [1.0]})
-    bench_distributed.time.sleep(60)
+        (Path(job["directory"]) / f"{rank}.json").write_text(json.dumps({"ms": [1.0]}))
+    time.sleep(60)
 
 
 @pytest.mark.parametrize("mode", ["writes", "is silent"])
-def test_a_process_that_never_ends_is_ended(monkeypatch, mode):
-    monkeypatch.setattr(bench_distributed, "work", never_ends)
-    monkeypatch.setattr(bench_distributed, "ENDS_WITHIN_S", 0.2)
+def test_a_process_that_never_ends_is_ended(bench, monkeypatch, mode):
+    monkeypatch.setattr(bench, "work", never_ends)
+    monkeypatch.setattr(bench, "ENDS_WITHIN_S", 0.2)
     job = {"processes": 2, "device": "cpu", "mode": mode}
-    ranks = bench_distributed.run(job, 0.7)
-    found = bench_distributed.merged(ranks)
+    ranks = bench.run(job, 0.7)
+    found = bench.merged(ranks)
     if mode == "writes":
         assert found == {"ms": [1.0], "process_group_ended": False}
     else:
