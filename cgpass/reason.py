@@ -7,6 +7,11 @@ CHOSEN: Final = frozenset({"too_small", "no_work", "lifted", "effect_token", "no
 """Codes of what nobody wants captured: it is not worth it, or nothing of it runs on the device."""
 
 
+def many(count: float, noun: str) -> str:
+    """`1 graph`, `2 graphs`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 @dataclass(frozen=True)
 class Reason:
     """Why a node runs outside of any CUDA graph."""

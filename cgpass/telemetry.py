@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from cgpass.reason import Reason
+from cgpass.reason import Reason, many
 
 GRAPHS_KEPT: Final = 1024
 """Graphs that the summary lists; older ones are counted."""
@@ -36,7 +36,8 @@ class CallStats:
     replays: int = 0
     """Replays, each recording's first one included."""
     plain_calls: int = 0
-    """Calls after warm-up that ran without a graph: a limit, a failed capture, a foreign capture."""
+    """Calls after warm-up that ran without a graph: a limit, a failed capture, a foreign capture. Calls of graphs of
+    which nothing was to be captured (too small, no CUDA device) are none."""
     copied_bytes: int = 0
     """Bytes copied into placeholders, written back, and copied out of the pool."""
     rescues: int = 0
@@ -344,20 +345,32 @@ def counters() -> dict[str, int]:
 def summary() -> str:
     """Every graph compiled in this process: partitions captured and eager, and why. Very old ones are only counted.
 
-    Then what `make_graphed_callables` returned, as long as it lives, and how it was called.
+    Below each graph, partitions some of whose calls ran without a graph. Then what `make_graphed_callables` returned,
+    as long as it lives, and how it was called.
     """
-    listed = graphs()
+    listed = graph_runs().values()
     older = compile_stats.graphs - len(listed)
-    lines = [f"{older} older graphs"] if older else []
-    return "\n".join([*lines, *map(str, listed), *_by_hand()]) or "no graph was compiled"
+    lines = [many(older, "older graph")] if older else []
+    for graph, runs in listed:
+        lines += [str(graph), *_plain_calls(runs)]
+    return "\n".join([*lines, *_by_hand()]) or "no graph was compiled"
+
+
+def _plain_calls(runs: Sequence[GraphRun]) -> list[str]:
+    parts = {name: part.stats for run in runs for name, part in run.parts.items()}
+    return [
+        f"  {name}: {stats.plain_calls} of {many(stats.calls, 'call')} ran without a graph"
+        for name, stats in parts.items()
+        if stats.plain_calls
+    ]
 
 
 def _by_hand() -> list[str]:
     with _registry.lock:
         named = list(_registry.named)
     return [
-        f"{name}, graphed by hand: {stats.recordings} recordings, {stats.calls} calls, {stats.plain_calls} of them "
-        "without a graph"
+        f"{name}, graphed by hand: {many(stats.recordings, 'recording')}, {many(stats.calls, 'call')}, "
+        f"{stats.plain_calls} of them without a graph"
         for ref, name in named
         if (stats := ref()) is not None
     ]

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from cgpass.reason import many
+
 if TYPE_CHECKING:
     from cgpass.report.model import PartitionReport, ReasonReport, Report
 
@@ -39,11 +41,6 @@ def share(part: float, whole: float) -> str:
     if part and shown == "0.0":
         return "0.1%"
     return f"{shown.removesuffix('.0')}%"
-
-
-def many(count: float, noun: str) -> str:
-    """`1 graph`, `2 graphs`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def listed(names: Sequence[str], limit: int = 5) -> str:

@@ -67,10 +67,28 @@ def test_a_graph_of_which_nothing_is_captured_shows_its_operators():
     assert counters["skips"] == 1
 
 
-def test_a_tiny_graph_is_no_skip():
-    (line,), counters = summary_of(lambda x: x.sin() + 1)
+def test_a_tiny_graph_is_no_skip(caplog):
+    with caplog.at_level(logging.INFO, "cgpass"):
+        (line,), counters = summary_of(lambda x: x.sin() + 1)
     assert line.endswith("(2 ops): it has fewer operators than min_partition_ops=4")
-    assert counters["skips"] == 0
+    assert counters["skips"] == counters["plain_calls"] == counters["replays"] == 0
+    (record,) = [r for r in caplog.records if "runs without CUDA graphs" in r.getMessage()]
+    assert record.levelno == logging.INFO
+
+
+def test_calls_that_ran_without_a_graph_are_named():
+    torch.compiler.reset()
+    options = {"driver": "simulated", "compiler": "eager", "max_recordings": 1}
+    call = torch.compile(
+        lambda x: x.sin().cos().exp().tan(), backend="cgpass", options=options, dynamic=True
+    )
+    for size in (4, 5, 6):
+        for _ in range(3):
+            call(torch.ones(size))
+    *_, head, line = cgpass.summary().splitlines()
+    assert head.endswith("1 captured (4 ops), 0 eager (0 ops)")
+    assert line == "  captured_0: 6 of 9 calls ran without a graph"
+    torch.compiler.reset()
 
 
 def test_a_graph_of_views_launches_nothing():
