@@ -343,7 +343,10 @@ class Compilation:
         """Compile a graph of which nothing is captured; a graph too small to be worth one is no skip."""
         blockers = [reason for reason in reasons if not reason.is_chosen]
         if reasons and not blockers:
-            why = f"it has fewer operators than min_partition_ops={self.options.min_partition_ops}"
+            why = (
+                "fewer of its operators do work on the device (views don't count) than "
+                f"min_partition_ops={self.options.min_partition_ops}"
+            )
             if all(reason.code in ("no_work", "effect_token") for reason in reasons):
                 why = "it launches no work on the device"
             graph = self._add_plain(gm, direction, why, reasons)

@@ -69,7 +69,7 @@ class Options:
     """Calls that run plainly before a recording is made."""
 
     min_partition_ops: int = _count(4, at_least=1)
-    """Captured partitions with fewer operators than this run plainly."""
+    """Captured partitions with fewer operators that do work on the device than this run plainly; views don't count."""
 
     capture_policy: Literal["auto", "always", "measured"] = _choice("auto", "always", "measured")
     """Which partitions are captured: those whose copies cost less than their launches save (`auto`; where that is close

@@ -6,6 +6,15 @@ from typing import Final
 CHOSEN: Final = frozenset({"too_small", "no_work", "lifted", "effect_token", "not_worth_it"})
 """Codes of what nobody wants captured: it is not worth it, or nothing of it runs on the device."""
 
+OTHER_FIXES: Final = {
+    "too_small": "leave it: its own launches cost little; or set min_partition_ops to as many operators as it holds",
+    "no_work": "leave it: nothing is lost",
+    "not_worth_it": 'capture_policy="always" captures it',
+    "capture": "name the operator that is to blame in unsafe_ops to have the rest captured",
+    "graph_break": "do what torch hints at, in the report's words; TORCH_LOGS=graph_breaks shows more",
+}
+"""What a user can do, by code, where no rule about an operator is the reason."""
+
 
 def many(count: float, noun: str) -> str:
     """`1 graph`, `2 graphs`."""
@@ -17,8 +26,8 @@ class Reason:
     """Why a node runs outside of any CUDA graph."""
 
     code: str
-    """Stable name of the rule, a key of `graph.op_tables.FIXES` or one of `CHOSEN`; "capture" where a capture failed
-    and nothing tells which operator is to blame, "graph" where a whole graph runs plainly."""
+    """Stable name of the rule, a key of `graph.op_tables.FIXES` or of `OTHER_FIXES`; "capture" where a capture failed
+    and nothing tells which operator is to blame."""
     op: str
     """What the node calls; empty if no single operator is to blame."""
     detail: str

@@ -19,14 +19,12 @@ from cgpass.graph.size_check import SizeCheck
 from cgpass.options import Options
 from cgpass.passes import cut_passes
 from cgpass.passes.base import PassContext, run_passes
-from cgpass.reason import Reason
+from cgpass.reason import OTHER_FIXES, Reason, many
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.failures import Outcome
 from cgpass.runtime.syncs import is_capture_error
 
 log = logging.getLogger(__name__)
-
-_NAME_IT = "name the operator that is to blame in unsafe_ops to have the rest captured"
 
 _VETTED = frozenset({"aten", "prims", "inductor_prims", "rngprims"})
 """Namespaces whose operators were all looked at: the rules of `why_not_capturable` know which of them wait."""
@@ -65,7 +63,7 @@ class Place:
             why: In a line.
             reasons: One for each operator to blame; none if that is not known.
         """
-        found = tuple(reasons) or (Reason("capture", "", why, _NAME_IT),)
+        found = tuple(reasons) or (Reason("capture", "", why, OTHER_FIXES["capture"]),)
         part = telemetry.PartitionSummary(
             self.name, False, self.num_ops, (why,), skipped=True, why=found
         )
@@ -77,7 +75,7 @@ class Place:
         Args:
             why: In a line.
         """
-        reason = Reason("not_worth_it", "", why, 'capture_policy="always" captures it')
+        reason = Reason("not_worth_it", "", why, OTHER_FIXES["not_worth_it"])
         part = telemetry.PartitionSummary(
             self.name, False, self.num_ops, (f"{why} [not_worth_it]",), why=(reason,)
         )
@@ -194,7 +192,7 @@ class Resplitter:
         tags = {tag for tag in map(get_tag, gm.graph.nodes) if tag is not None}
         captured = sum(tag.captured for tag in tags)
         what = f"{self._context.direction} {self._place.name} can't be captured as a whole"
-        becomes = f"{captured} captured and {len(tags) - captured} eager partitions"
+        becomes = f"{captured} captured and {many(len(tags) - captured, 'eager partition')}"
         if self._options.on_skip == "raise":
             self._is_not_captured(why, proven)
             raise CaptureError(

@@ -15,6 +15,7 @@ from pathlib import Path
 from cgpass import options
 from cgpass.graph.op_tables import FIXES
 from cgpass.options import Options
+from cgpass.reason import OTHER_FIXES
 
 ROOT = Path(__file__).parents[1]
 
@@ -51,7 +52,7 @@ def options_table() -> str:
 def reasons_table() -> str:
     """Return what to do about each reason as Markdown."""
     rows = ["| code | what to do |", "|---|---|"]
-    rows += [f"| `{code}` | {fix} |" for code, fix in sorted(FIXES.items())]
+    rows += [f"| `{code}` | {fix} |" for code, fix in sorted({**FIXES, **OTHER_FIXES}.items())]
     return "\n".join(rows) + "\n"
 
 

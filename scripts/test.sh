@@ -8,7 +8,7 @@ usage() {
   cat <<'END'
 usage: bash scripts/test.sh [--torch VERSION] [PYTEST ARGUMENTS...]
 
-Sets up a virtual environment (the active one, $CGPASS_VENV or .venv) and runs ruff, pyrefly and
+Sets up a virtual environment ($CGPASS_VENV, else the active one, else .venv) and runs ruff, pyrefly and
 the tests. Tests that need CUDA skip themselves where there is none.
 
   --torch VERSION   with this torch, in an environment of its own (.venv-torch-VERSION)

@@ -15,7 +15,7 @@ from cgpass.graph.capturability import why_not_capturable
 from cgpass.graph.partition_tag import PartitionTag, get_tag, set_reason, set_tag
 from cgpass.passes.base import Pass, PassContext, PassResult
 from cgpass.passes.ordering import OrderingProblem, find_order
-from cgpass.reason import Reason
+from cgpass.reason import OTHER_FIXES, Reason, many
 
 
 @dataclass(frozen=True)
@@ -225,10 +225,14 @@ def _launches(node: fx.Node) -> bool:
 def _too_small(node: fx.Node, count: int, minimum: int) -> Reason:
     line = values.user_line(node)
     if not count:
-        detail, fix = "it launches no work on the device", "leave it: nothing is lost"
-        return Reason("no_work", str(node.target), detail, fix, line)
-    detail = f"its partition would hold {count} operators, min_partition_ops is {minimum}"
-    fix = f"set min_partition_ops to {count} or less to capture it"
+        detail = "it launches no work on the device"
+        return Reason("no_work", str(node.target), detail, OTHER_FIXES["no_work"], line)
+    verb = "does" if count == 1 else "do"
+    detail = (
+        f"its partition would hold {many(count, 'operator')} that {verb} work on the device (views don't count), "
+        f"min_partition_ops is {minimum}"
+    )
+    fix = f"set min_partition_ops to {count}{' or less' if count > 1 else ''} to capture it"
     return Reason("too_small", str(node.target), detail, fix, line)
 
 

@@ -23,8 +23,9 @@ def sample(text="", **changes):
     chosen = ReasonReport(
         code="too_small",
         op="aten.cos.default",
-        detail="its partition would hold 1 operators, min_partition_ops is 4",
-        fix="set min_partition_ops to 1 or less to capture it",
+        detail="its partition would hold 1 operator that does work on the device (views don't count), "
+        "min_partition_ops is 4",
+        fix="set min_partition_ops to 1 to capture it",
         count=2,
     )
     moved = f"L['self'].weight{text} (float32[8, 8]) moved from 0x7f00 to 0x7f80"

@@ -7,7 +7,7 @@ from torch._library.effects import EffectType
 import cgpass
 from cgpass import _torch
 from cgpass.graph import op_tables
-from cgpass.reason import CHOSEN, Reason
+from cgpass.reason import CHOSEN, OTHER_FIXES, Reason
 from cgpass.report.collect import _reasons
 from cgpass.report.model import FunctionReport, GraphReport, PartitionReport, Report
 from cgpass.runtime.simulated import is_recording
@@ -121,6 +121,8 @@ BY_HAND = {"python_call", "effect_token", "higher_order_op", "nested_graph", "ho
 
 def test_every_code_is_here():
     assert {*COMPILED, *BY_HAND, *ON_CUDA, "not_worth_it"} == {*op_tables.FIXES, *CHOSEN}
+    assert {*op_tables.FIXES, *OTHER_FIXES} >= CHOSEN
+    assert not op_tables.FIXES.keys() & OTHER_FIXES.keys()
 
 
 def joined(report):

@@ -43,8 +43,9 @@ function 0: model.py:38 in forward
         the host reads a tensor's data and waits for the device [host_read]
         fix: keep the value on the device (torch.where, tensor arithmetic) instead of item()
       aten.cos.default (2 times)
-        its partition would hold 1 operators, min_partition_ops is 4 [too_small]
-        fix: set min_partition_ops to 1 or less to capture it
+        its partition would hold 1 operator that does work on the device (views don't count),
+          min_partition_ops is 4 [too_small]
+        fix: set min_partition_ops to 1 to capture it
   backward: runs without CUDA graphs, 2 operators, 30 calls
     why: it uses several devices: cuda:0, cuda:1
   ends at a graph break: print

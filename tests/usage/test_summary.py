@@ -55,9 +55,13 @@ def test_operators_that_are_too_small_a_partition_have_their_reason():
     )
     assert first.startswith(f"  eager_1: summaries.host.default at test_summary.py:{line} in")
     assert "[cudagraph_unsafe]" in first
-    assert "its partition would hold 2 operators, min_partition_ops is 4 [too_small]" in second
+    assert (
+        "its partition would hold 2 operators that do work on the device (views don't count), min_partition_ops is 4 "
+        "[too_small]"
+    ) in second
     assert second.endswith("set min_partition_ops to 2 or less to capture it (and 1 more)")
-    assert "its partition would hold 1 operators" in third
+    assert "its partition would hold 1 operator that does work on the device" in third
+    assert third.endswith("set min_partition_ops to 1 to capture it")
     assert (counters["skips"], counters["partitions_eager"]) == (1, 1)
 
 
@@ -70,7 +74,9 @@ def test_a_graph_of_which_nothing_is_captured_shows_its_operators():
 def test_a_tiny_graph_is_no_skip(caplog):
     with caplog.at_level(logging.INFO, "cgpass"):
         (line,), counters = summary_of(lambda x: x.sin() + 1)
-    assert line.endswith("(2 ops): it has fewer operators than min_partition_ops=4")
+    assert line.endswith(
+        "(2 ops): fewer of its operators do work on the device (views don't count) than min_partition_ops=4"
+    )
     assert counters["skips"] == counters["plain_calls"] == counters["replays"] == 0
     (record,) = [r for r in caplog.records if "runs without CUDA graphs" in r.getMessage()]
     assert record.levelno == logging.INFO
@@ -140,7 +146,7 @@ def test_a_partition_whose_calls_are_refused_is_not_shown_as_captured():
             message = refusal(call)
     assert 'can\'t be captured as a whole, and on_skip="raise" refuses its calls' in message
     assert (
-        'with "warn" it would run as 1 captured and 1 eager partitions: summaries.waits' in message
+        'with "warn" it would run as 1 captured and 1 eager partition: summaries.waits' in message
     )
     assert (counters["calls"], counters["warmups"], counters["skips"]) == (4, 1, 1)
     assert counters["partitions_captured"] == 0
