@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
-from cgpass import errors, registration
+from cgpass import errors, registration, version
 from cgpass.options import Options, set_defaults
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ __all__ = [
     "summary",
     "verify",
 ]
+
+__version__: Final = version.VERSION
 
 _HOMES: Final = {
     "CUDAGraphWrapper": "cgpass.runtime.wrapper",

@@ -40,7 +40,9 @@ def _parser() -> argparse.ArgumentParser:
         "captured ran without a graph. Warm-ups that no recording ever follows count, too. Operators are counted as traced, each as often as it ran; kernels are not. A "
         "script that fails itself keeps its status.",
     )
-    check.add_argument("--min-captured", default="95%", help="a share, as 95%% or 0.95")
+    check.add_argument(
+        "--min-captured", default="95%", help="a share, as 95%% or 0.95 (default: 95%%)"
+    )
     check.add_argument("--save", help="write a report of all that was compiled to a file")
     check.add_argument("script")
     check.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")

@@ -105,7 +105,7 @@ class GraphSummary:
         captured = [p for p in self.partitions if p.captured]
         eager = [p for p in self.partitions if not p.captured]
         head += (
-            f": {len(captured)} captured ({sum(p.num_ops for p in captured)} ops), "
+            f": {many(len(captured), 'partition')} captured ({sum(p.num_ops for p in captured)} ops), "
             f"{len(eager)} eager ({sum(p.num_ops for p in eager)} ops)"
         )
         return "\n".join([head, *(f"  {p.name}: {reason}" for p in eager for reason in p.reasons)])

@@ -26,7 +26,7 @@ def verify(every: int = 1) -> "Verification":
         with cgpass.verify(every=100):
             train()
 
-    Of each captured partition every so-manieth call also runs plainly, on copies of the inputs and with the random
+    Of each captured partition every n-th call also runs plainly, on copies of the inputs and with the random
     numbers that the replay drew, and what it returns and writes is compared bit by bit. That waits for the device and
     takes the memory of the copies; calls in between cost nothing. Functions compiled later are checked, too.
 

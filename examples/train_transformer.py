@@ -242,6 +242,10 @@ def main(arguments: list[str] | None = None) -> int:
     plain = train(setting, f"Without graphs: {plainly}", backend="cgpass", options=plainly)
     torch.use_deterministic_algorithms(mode=False)
 
+    if options["driver"] == "simulated":
+        print(
+            "\nGraphs were simulated on CPU: that shows what is captured, and is no measure of speed."
+        )
     if device.type == "cuda":
         compare_step_times(setting, options, compiler)
     trouble = difference(graphs, plain)

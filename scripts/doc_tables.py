@@ -1,7 +1,7 @@
 """Write the tables of documents that are made from the code.
 
-Options in README.md, from the fields of `cgpass.Options`; what to do about each reason in docs/explain.md. Prints
-them; --write puts them between the markers in these files; --check fails if they are not what stands there.
+Options in README.md, from the fields of `cgpass.Options`; what to do about each reason and what each counter counts in
+docs/explain.md. Prints them; --write puts them between the markers in these files; --check fails if they are not what stands there.
 """
 
 import argparse
@@ -12,18 +12,19 @@ import itertools
 import sys
 from pathlib import Path
 
-from cgpass import options
 from cgpass.graph.op_tables import FIXES
 from cgpass.options import Options
 from cgpass.reason import OTHER_FIXES
+from cgpass.telemetry import CallStats, CompileStats
 
 ROOT = Path(__file__).parents[1]
 
 
-def docstrings() -> dict[str, str]:
-    """Return the string literal that stands under each field of `Options`."""
-    module = ast.parse(inspect.getsource(options))
-    body = next(n.body for n in module.body if isinstance(n, ast.ClassDef) and n.name == "Options")
+def docstrings(cls: type) -> dict[str, str]:
+    """Return the string literal that stands under each field of a class."""
+    (definition,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(definition, ast.ClassDef)
+    body = definition.body
     found = {}
     for field, text in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
@@ -42,7 +43,7 @@ def values(field: dataclasses.Field) -> str:
 
 def options_table() -> str:
     """Return the table of options as Markdown."""
-    meanings = docstrings()
+    meanings = docstrings(Options)
     rows = ["| option | values (default first) | meaning |", "|---|---|---|"]
     for field in dataclasses.fields(Options):
         rows.append(f"| `{field.name}` | {values(field)} | {meanings[field.name]} |")
@@ -56,9 +57,18 @@ def reasons_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def counters_table() -> str:
+    """Return what each counter counts as Markdown."""
+    rows = ["| counter | what it counts |", "|---|---|"]
+    for cls in (CallStats, CompileStats):
+        rows += [f"| `{name}` | {meaning} |" for name, meaning in docstrings(cls).items()]
+    return "\n".join(rows) + "\n"
+
+
 TABLES = {
     "options": (ROOT / "README.md", options_table),
     "reasons": (ROOT / "docs" / "explain.md", reasons_table),
+    "counters": (ROOT / "docs" / "explain.md", counters_table),
 }
 
 

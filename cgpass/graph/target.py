@@ -45,7 +45,9 @@ def find_target(gm: fx.GraphModule, driver: str) -> Target:
             return _skipped('driver="simulated" records on CPU, but it uses CUDA')
         return Target(torch.device("cpu"), records=True)
     if not cuda:
-        return _skipped("it uses no CUDA device")
+        return _skipped(
+            'it uses no CUDA device; move it to CUDA, or have graphs simulated on CPU by driver="simulated"'
+        )
     return Target(cuda[0], records=True)
 
 

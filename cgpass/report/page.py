@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from cgpass.report.style import CSS
 from cgpass.report.words import (
     NONE,
+    NOTHING,
     alike,
     briefly,
     copied_bytes,
@@ -37,7 +38,7 @@ def html(report: "Report") -> str:
     """
     body = "\n".join([*_head(report), *(_function(each) for each in report.functions)])
     if not report.functions:
-        body += "<section><p>cgpass compiled nothing of it, or nothing that ran.</p></section>"
+        body += f"<section><p>{NOTHING}</p></section>"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from cgpass.report.words import (
     NONE,
+    NOTHING,
     alike,
     briefly,
     copied_bytes,
@@ -52,7 +53,7 @@ def text(report: "Report") -> str:
     for function in report.functions:
         lines += ["", *_function(function)]
     if not report.functions:
-        lines += ["", *_wrapped("cgpass compiled nothing of it, or nothing that ran.", 0)]
+        lines += ["", *_wrapped(NOTHING, 0)]
     return "\n".join(lines)
 
 

@@ -10,6 +10,11 @@ if TYPE_CHECKING:
 
 NONE = "-"
 """Stands for what is not known or does not apply."""
+NOTHING = (
+    "cgpass compiled nothing of it, or nothing that ran. What torch.compile returned for another backend runs as it is: "
+    "give explain the function or module itself."
+)
+"""Stands for functions where there are none."""
 
 
 def size(num_bytes: int | None) -> str:

@@ -6,6 +6,14 @@ from benchlib.measured import Results, device, fill, short, torch_version
 from benchlib.report import GRAPHS, STAGES, median, number
 
 
+def name_of(model: dict[str, Any], others: list[dict[str, Any]]) -> str:
+    """A model's name without its batch; the whole title where another's name begins alike."""
+    titles = [each.get("title", each["model"]) for each in others]
+    title = model.get("title", model["model"])
+    alike = [each for each in titles if short(each).startswith(short(title))]
+    return short(title) if len(alike) == 1 else title
+
+
 def steps(bench: dict[str, Any]) -> str:
     """Milliseconds of a training step, a row per model that has a limit."""
     names = ["step", "limit's step", "loop", "limit's loop", "host", "limit's host", "GPU busy"]
@@ -20,7 +28,7 @@ def steps(bench: dict[str, Any]) -> str:
             for entry in (ours, limit)
         ]
         cells.append(number(ours.get("kernels", {}).get("gpu_busy_ms")))
-        rows.append("| " + " | ".join([short(model.get("title", model["model"])), *cells]) + " |")
+        rows.append("| " + " | ".join([name_of(model, bench["results"]), *cells]) + " |")
     return "\n".join(rows)
 
 
@@ -63,7 +71,10 @@ def section(results: Results, machine: str) -> str:
         blocks.append(
             fill(
                 "A stack of small layers, four parameters each, the device idle before each call: host "
-                f"microseconds ([all figures](results/overhead-{machine}.md))."
+                f"microseconds ([all figures](results/overhead-{machine}.md)). "
+                '"all" is measured in calls of its own, so the parts, a median each, need not add up to it. Setting '
+                "gradients to None belongs to what is before the forward, and what lies between the graphs to what "
+                "is before the backward."
             )
         )
         blocks.append(stages(results["overhead"]))

@@ -38,5 +38,5 @@ def test_losses_go_on_as_before_after_a_checkpoint(mode, tmp_path):
     text = (tmp_path / "0").read_text()
     assert "losses with a checkpoint half way: the same" in text
     assert "forward of train_distributed.py" in text
-    assert ": 1 captured (" in text
+    assert ": 1 partition captured (" in text
     assert "runs without" not in text

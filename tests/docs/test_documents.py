@@ -68,7 +68,7 @@ def test_the_start_runs(capsys):
     with cgpass.set_defaults(driver="simulated", compiler="eager", min_partition_ops=1):
         exec(train, names)
         exec(expect, names)
-    assert "forward: 1 captured" in capsys.readouterr().out
+    assert "forward: 1 partition captured" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

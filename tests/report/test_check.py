@@ -67,7 +67,16 @@ def test_a_script_that_is_not_fails_with_the_list(script, registry, capsys, monk
     shown = capsys.readouterr().out
     assert "FAILED: 0% of the 20 operators" in shown
     assert "50% are wanted" in shown
-    assert "inference of beside.py:3 in fn (4 operators): it uses no CUDA device" in shown
+    assert (
+        "inference of beside.py:3 in fn (4 operators): it uses no CUDA device; move it to CUDA, or have"
+        in shown
+    )
+
+
+def test_help_says_which_share_is_wanted(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["check", "--help"])
+    assert "(default: 95%)" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

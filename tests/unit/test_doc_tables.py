@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import cgpass
 from cgpass.graph.op_tables import FIXES
 from cgpass.options import Options
 from cgpass.reason import OTHER_FIXES
@@ -43,6 +44,10 @@ def test_every_option_has_a_row_with_a_meaning():
     found = rows("options_table")
     assert [row.split("`")[1] for row in found] == [f.name for f in dataclasses.fields(Options)]
     assert all(len(row.rsplit("|", 2)[1].strip()) > 10 for row in found)
+
+
+def test_every_counter_has_a_row():
+    assert {row.split("`")[1] for row in rows("counters_table")} == cgpass.counters().keys()
 
 
 def test_every_reason_has_a_row():

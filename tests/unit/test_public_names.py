@@ -63,6 +63,10 @@ def test_no_module_takes_the_place_of_a_public_name():
     assert modules & set(cgpass.__all__) == {"errors"}
 
 
+def test_the_version_is_the_packages():
+    assert cgpass.__version__ == PROJECT["version"]
+
+
 def test_a_name_that_does_not_exist():
     with pytest.raises(AttributeError, match="module 'cgpass' has no attribute 'nothing'"):
         _ = cgpass.nothing

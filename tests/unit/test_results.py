@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import results
-from benchlib import measured, plots, report, taking
+from benchlib import breakdown, measured, plots, report, taking
 
 MACHINE = "h200-torch2.11"
 META = {
@@ -115,6 +115,13 @@ def test_bars_are_relative_to_the_limit():
     assert found["without_limit"] == ["loose, B2"]
     with pytest.raises(ValueError, match="no plot of results of the kind 'memory'"):
         plots.figures({"kind": "memory"})
+
+
+def test_models_whose_names_begin_alike_are_told_apart():
+    titles = ["Mixtral 8 x 512, B1", "Mixtral, bf16 weights", "ViT-S, B8"]
+    models = [{"title": title} for title in titles]
+    names = [breakdown.name_of(one, models) for one in models]
+    assert names == ["Mixtral 8 x 512", "Mixtral, bf16 weights", "ViT-S"]
 
 
 def test_sentences_about_losses():

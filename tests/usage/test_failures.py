@@ -124,7 +124,7 @@ def test_the_guilty_operator_runs_between_graphs(setting, caplog, op, compiler):
     assert "in forward: return self.second(self.op(self.first(x)))" in message
     assert "name it in unsafe_ops" in message
     ours = str(telemetry.graphs()[-2])
-    assert ": 2 captured (" in ours.splitlines()[0]
+    assert ": 2 partitions captured (" in ours.splitlines()[0]
     assert f"captured_0.eager_1: failures.{op._name}.default at test_failures.py:" in ours
 
 

@@ -51,7 +51,7 @@ def test_operators_that_are_too_small_a_partition_have_their_reason():
     (head, first, second, third), counters = summary_of(long_unsafe, on_skip="silent")
     line = long_unsafe.__code__.co_firstlineno + 1
     assert head == (
-        f"inference of test_summary.py:{line} in long_unsafe: 1 captured (4 ops), 1 eager (5 ops)"
+        f"inference of test_summary.py:{line} in long_unsafe: 1 partition captured (4 ops), 1 eager (5 ops)"
     )
     assert first.startswith(f"  eager_1: summaries.host.default at test_summary.py:{line} in")
     assert "[cudagraph_unsafe]" in first
@@ -92,7 +92,7 @@ def test_calls_that_ran_without_a_graph_are_named():
         for _ in range(3):
             call(torch.ones(size))
     *_, head, line = cgpass.summary().splitlines()
-    assert head.endswith("1 captured (4 ops), 0 eager (0 ops)")
+    assert head.endswith("1 partition captured (4 ops), 0 eager (0 ops)")
     assert line == "  captured_0: 6 of 9 calls ran without a graph"
     torch.compiler.reset()
 
@@ -152,11 +152,11 @@ def test_a_partition_whose_calls_are_refused_is_not_shown_as_captured():
     assert counters["partitions_captured"] == 0
     (graph,) = telemetry.graphs(before["graphs"])
     head, reason = str(graph).splitlines()
-    assert head.endswith("0 captured (0 ops), 1 eager (6 ops)")
+    assert head.endswith("0 partitions captured (0 ops), 1 eager (6 ops)")
     assert reason.startswith('  captured_0: on_skip="raise" refuses its calls: summaries.waits')
     cgpass.reset()
     (graph,) = telemetry.graphs(before["graphs"])
-    assert str(graph).endswith("1 captured (6 ops), 0 eager (0 ops)")
+    assert str(graph).endswith("1 partition captured (6 ops), 0 eager (0 ops)")
     call(X)
     assert refusal(call) == message
     torch.compiler.reset()
@@ -172,7 +172,7 @@ my_getitem.register_fake(torch.empty_like)
 
 def test_operators_count_whatever_they_are_called():
     (head,), _ = summary_of(lambda x: my_getitem(my_getitem(x).sin().split(2)[0]).cos())
-    assert head.endswith("1 captured (5 ops), 0 eager (0 ops)")
+    assert head.endswith("1 partition captured (5 ops), 0 eager (0 ops)")
 
 
 def test_defaults_are_those_of_the_moment_in_which_a_function_is_compiled():
