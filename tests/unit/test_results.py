@@ -119,7 +119,7 @@ def test_bars_are_relative_to_the_limit():
 
 def test_models_whose_names_begin_alike_are_told_apart():
     titles = ["Mixtral 8 x 512, B1", "Mixtral, bf16 weights", "ViT-S, B8"]
-    models = [{"title": title} for title in titles]
+    models = [model("any", {}, title) for title in titles]
     names = [breakdown.name_of(one, models) for one in models]
     assert names == ["Mixtral 8 x 512", "Mixtral, bf16 weights", "ViT-S"]
 
