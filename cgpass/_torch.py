@@ -1464,6 +1464,15 @@ def sibling_fake_mode(tensor: torch.Tensor) -> Any:
     return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=mode.allow_non_fake_inputs)
 
 
+def operator_names() -> list[str]:
+    """Every operator that is registered, `ns::op` and `ns::op.overload`, in order.
+
+    Source: torch/csrc/utils/python_dispatch.cpp, `_dispatch_get_all_op_names`, 2.11 to 2.15.
+    """
+    names = torch._C._dispatch_get_all_op_names()
+    return sorted({*names, *(name.partition(".")[0] for name in names)})
+
+
 def inductor_option_names() -> list[str]:
     """Every name that Inductor's configuration knows, `triton.cudagraphs` and the like included.
 

@@ -11,7 +11,7 @@ from torch import fx
 from cgpass import _torch, live_counter, progress, telemetry, tracing
 from cgpass.assembly import OFF, GraphBuilder, num_ops, passes_for, run_plainly
 from cgpass.compile import Boxed, Compiler
-from cgpass.errors import CaptureError, DoubleBackwardError, DriverUnavailableError, OptionError
+from cgpass.errors import CaptureError, DoubleBackwardError, DriverUnavailableError
 from cgpass.graph.ancestry import names_behind
 from cgpass.graph.breaks import graph_break_of
 from cgpass.graph.origins import Origins
@@ -19,7 +19,7 @@ from cgpass.graph.partition_tag import get_tag
 from cgpass.graph.target import devices, find_target
 from cgpass.graph.values import begins_at, graph_outputs, has_nested_ints
 from cgpass.inputs import InputKind
-from cgpass.option_names import check_names, overloads
+from cgpass.option_names import check_names, overloads, parse_options
 from cgpass.options import Options
 from cgpass.passes import dynamo_passes, rng_passes
 from cgpass.passes.base import PassContext, run_passes
@@ -65,12 +65,7 @@ def cgpass(
     del name
     _torch.register_backend("cgpass", cgpass)
     live_counter.show()
-    parsed = Options.parse(options)
-    if mode not in (None, "default"):
-        raise OptionError(
-            f"mode={mode!r} belongs to Inductor and chooses its own CUDA graphs; with backend='cgpass' leave mode out "
-            "and give Inductor's settings as options={'inductor': {...}}"
-        )
+    parsed = parse_options(options, mode)
     if parsed.driver == "cuda" and not torch.cuda.is_available():
         raise DriverUnavailableError(
             'driver="cuda", but torch finds no CUDA device; use driver="auto", or driver="simulated" on CPU'

@@ -1,6 +1,7 @@
 """`explain`: runs a function and reports what was captured of it, what was not, and why."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -8,6 +9,7 @@ import torch
 
 from cgpass import _torch, telemetry
 from cgpass.backend import cgpass
+from cgpass.errors import OptionError
 from cgpass.options import current_defaults
 from cgpass.report.calls import Calls
 from cgpass.report.collect import Measured, called, collect, with_times
@@ -56,14 +58,30 @@ def explain(
         A report; `print` shows it.
 
     Raises:
+        OptionError: `options=`, which the function does not take.
         Exception: Whatever the function raises, as it is.
     """
+    if "options" in kwargs and not _takes_options(fn):
+        raise OptionError(
+            "cgpass.explain takes no options: give them by cgpass.set_defaults(...), as a statement or around the call"
+        )
     with contextlib.ExitStack() as stack:
         run = fn if reaches_compiled(fn) else stack.enter_context(_compiled(fn))
         state = State(fn)
         stack.callback(state.put_back)
         calls = Calls(run, args, kwargs, state, training=training)
         return _observe(calls, state.devices | calls.devices)
+
+
+def _takes_options(fn: Callable[..., Any] | torch.nn.Module) -> bool:
+    """Whether a function has an argument `options` of its own, or may have one."""
+    fn = getattr(fn, "_orig_mod", fn)
+    try:
+        signature = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn)
+    except (TypeError, ValueError):  # one of C++
+        return True
+    named = signature.parameters.values()
+    return any(each.name == "options" or each.kind is each.VAR_KEYWORD for each in named)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import cgpass
+from cgpass.errors import OptionError
 from tests.usage.programs import counted
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
@@ -110,3 +111,20 @@ def test_what_another_backend_compiles_further_away_is_no_hindrance():
         return helper(x).sin().cos().exp().tanh()
 
     assert cgpass.explain(fn, X).work == (5, 5)
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda x: x.sin(), model(), torch.compile(model(), backend="eager")]
+)
+def test_options_are_no_argument(fn):
+    with pytest.raises(
+        OptionError, match=r"^cgpass.explain takes no options: give them by cgpass.set_defaults"
+    ):
+        cgpass.explain(fn, X, options={"driver": "simulated"})
+
+
+def test_an_argument_of_the_functions_own_is_given_to_it():
+    def fn(x, options):
+        return x.sin() * options["scale"]
+
+    assert cgpass.explain(fn, X, options={"scale": 2}).functions

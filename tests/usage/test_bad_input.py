@@ -39,8 +39,19 @@ def cause(error):
         ({"max_recordings": 0}, "must be an int >= 1, got 0 (int)"),
         ({"unsafe_ops": "aten::add"}, "must be a tuple or list of operator names"),
         ({"inductor": ["x"]}, "must be a dict of Inductor config names and values"),
+        (
+            {"max_autotune": True},
+            "it is a setting of Inductor, so give it as options={'inductor': {'max_autotune': True}}",
+        ),
+        (
+            {"triton.cudagraphs": True},
+            "unknown option 'triton.cudagraphs'; cgpass makes the CUDA graphs; leave Inductor's own out",
+        ),
     ],
-    ids=["name", "value", "type", "range", "string for tuple", "list for dict"],
+    ids=[
+        *("name", "value", "type", "range", "string for tuple", "list for dict"),
+        *("Inductor's", "Inductor's graphs"),
+    ],
 )
 def test_options_that_are_refused(options, text):
     with pytest.raises(Exception, match="cgpass") as error:
@@ -66,9 +77,12 @@ def test_settings_of_inductor_that_are_refused(setting, text):
 
 def test_an_operator_that_is_none_is_named(caplog):
     with caplog.at_level(logging.WARNING, "cgpass"):
-        compiled(long_enough, unsafe_ops=["aten::no_such_op", "aten::sin.default"])(X)
+        compiled(long_enough, unsafe_ops=["aten::no_such_op", "aten::sin", "aten::hstc"])(X)
     messages = [r.getMessage() for r in caplog.records if "no such operator" in r.getMessage()]
-    assert messages == ["unsafe_ops names aten::no_such_op, but no such operator is registered"]
+    assert messages == [
+        "unsafe_ops names aten::hstc, but no such operator is registered; did you mean aten::histc?",
+        "unsafe_ops names aten::no_such_op, but no such operator is registered",
+    ]
 
 
 def test_mode_is_refused():
