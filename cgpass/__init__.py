@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
-from cgpass import errors, registration, version
+from cgpass import errors, last_resort, registration, version
 from cgpass.options import Options, set_defaults
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ _HOMES: Final = {
     "verify": "cgpass.verification",
 }
 
+last_resort.install()
 registration.turn_off_if_early()  # NCCL reads it once; later may be too late
 
 

@@ -14,6 +14,7 @@ ROOT = Path(cgpass.__file__).parent
 LAYERS = {
     "errors": 0,
     "version": 0,
+    "last_resort": 0,
     "_torch": 0,
     "inputs": 1,
     "reason": 1,
