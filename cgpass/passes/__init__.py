@@ -8,6 +8,7 @@ from cgpass.passes.join_collectives import JoinCollectives
 from cgpass.passes.lift_cpu_scalars import LiftCpuScalars
 from cgpass.passes.opaque_autograd import OpaqueAutograd
 from cgpass.passes.outline import Outline
+from cgpass.passes.own_gradients import OwnGradients
 from cgpass.passes.partition import Partition
 from cgpass.passes.rng_values import RngValues
 
@@ -20,8 +21,8 @@ def dynamo_passes() -> tuple[Pass, ...]:
 
 def rng_passes() -> tuple[Pass, ...]:
     """What every graph goes through, captured or not."""
-    # On its own, since a graph that runs plainly must repeat its forward's numbers, too.
-    return (FunctionalizeRng(),)
+    # On its own, since a graph that runs plainly must repeat its forward's numbers, too, and give gradients apart.
+    return (OwnGradients(), FunctionalizeRng())
 
 
 def graph_passes(options: Options, *, collectives: bool = True) -> tuple[Pass, ...]:
