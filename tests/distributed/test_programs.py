@@ -71,7 +71,7 @@ def test_the_same_numbers(found, setting, name):
             continue  # it never came
         assert (counters["replays"] > 0) is not fails, (rank, counters)
         if name in FREED:
-            assert counters["replays"] > 0.6 * counters["calls"], (rank, counters)
+            assert counters["replays"] > 0.4 * counters["calls"], (rank, counters)
         if name == "fsdp_blocks_that_come_back":
             assert counters["copied_bytes"] < 1024 * counters["replays"], "inputs, no parameters"
         if setting == "nccl-expandable-refused" or name == "collectives_between_graphs":
