@@ -1173,11 +1173,8 @@ def recomputes_unmarked(joint: torch.fx.GraphModule) -> bool:
 
 def uses_compiled_autograd() -> bool:
     """Whether compiled autograd is on here and now, or will be for what is compiled."""
-    if "torch._dynamo" not in sys.modules:
-        return False
-    from torch._dynamo import compiled_autograd, config
-
-    return config.compiled_autograd or compiled_autograd.compiled_autograd_enabled
+    config: Any = sys.modules.get("torch._dynamo.config")  # else nobody turned it on
+    return config is not None and (config.compiled_autograd or compiled_autograd_is_on())
 
 
 def input_position(node: torch.fx.Node) -> int | None:

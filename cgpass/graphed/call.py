@@ -182,10 +182,11 @@ class Call:
         return self._recorded is recorded and (recorded.retains or not self._done)
 
 
+@_torch.outside_dynamo
 def _run_backward(
     call: Call, saved: list[torch.Tensor] | None, grads: list[torch.Tensor | None] | None
 ) -> list[Any]:
-    """See `node.Attach`."""
+    """See `node.Attach`. A backward may be called in what Dynamo runs, and would be traced."""
     if saved is None or grads is None:
         raise _no_second(call.name)
     if not torch.is_grad_enabled():
@@ -227,10 +228,9 @@ class _Graphed(torch.autograd.Function):
         if ctx.reads:
             _ = ctx.saved_tensors  # autograd checks here that nobody changed them
         if not torch.is_grad_enabled():
-            return (None, None, *call.backward(given))
+            return (None, None, *_run_backward(call, [], given))
         link = ctx.saved_tensors[-1]
-        with torch.no_grad():
-            grads = call.backward(given)
+        grads = _run_backward(call, [], given)
         made = [grad for grad in grads if grad is not None]
         fenced = iter(_NoSecond.apply(call.name, len(made), *made, link, *grad_outputs))
         return (None, None, *(grad if grad is None else next(fenced) for grad in grads))

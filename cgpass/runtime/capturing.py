@@ -5,6 +5,11 @@ Note [Destruction during a capture]
     not survive on every driver. Graphs are dropped by whoever drops a compiled function last: another thread, or an
     operator inside the capture. So graphs are reset through `when_no_capture_runs`, which waits for the last
     capture of the process to end.
+
+Note [Streams of autograd's nodes]
+    A leaf's node that adds to its `.grad` runs on the stream that it was made on. One that was made before a capture,
+    on the user's stream, would take part of a captured backward out of the graph, or end the capture. Where torch can
+    have such nodes run on the stream that is captured, it is told to while one of our captures runs, and only then.
 """
 
 import contextlib

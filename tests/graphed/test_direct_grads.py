@@ -93,3 +93,14 @@ def test_anomalies_in_parameters_gradients_are_found(setting, pair):
         y = graphed(x)
         with pytest.raises(RuntimeError, match="GraphedBackward"):
             y.backward(torch.full_like(y, torch.nan))
+
+
+def test_another_dtype_of_grad_is_kept(setting, pair):
+    graphed, module, plain = pair
+    for m in (module, plain):
+        m[0].weight.grad_dtype = torch.float64
+    x = setting.randn(4, 8, grad=True)
+    step(graphed, x)
+    step(plain, x)
+    assert module[0].weight.grad.dtype == torch.float64
+    same_grads(module, plain)

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from cgpass.errors import GraphedBackwardError
-from tests.graphed.steps import net, same, twins
+from tests.graphed.steps import net, same, same_grads, twins
 
 
 def jvp_of(fn, x, tangent):
@@ -88,3 +88,23 @@ def test_batched_gradients_are_refused(setting):
     with pytest.raises(GraphedBackwardError, match=r"sin: a backward of batched gradients"):
         torch.autograd.grad(y, x, rows, is_grads_batched=True)
     same(torch.autograd.grad(y, x, rows[0])[0], x.cos() * rows[0])
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # Dynamo's
+def test_backwards_that_compiled_autograd_traces(setting):
+    """Its setting is on when the forward runs, and a compiled function calls the backward."""
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    head = setting.module(torch.nn.Linear(8, 1))
+
+    def tail(h):
+        head(h).sum().backward()
+
+    x = setting.randn(4, 8, grad=True)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(tail, backend="eager")(graphed(x))
+    tail(plain(x))
+    same_grads(module, plain)
+    torch.compiler.reset()

@@ -9,10 +9,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cgpass.runtime import node
 
 
-@pytest.mark.parametrize("checked", [True, False])
-def test_what_a_backward_reads_dies_as_soon_as_the_backward_gave_it_up(checked):
+@pytest.fixture(autouse=True)
+def compiled():
     if not node.wait():
         pytest.skip("no C++ compiler")
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_what_a_backward_reads_dies_as_soon_as_the_backward_gave_it_up(checked):
     alive = []
 
     def run(rest, saved, grads):
@@ -34,8 +38,6 @@ def test_what_a_backward_reads_dies_as_soon_as_the_backward_gave_it_up(checked):
 
 @pytest.mark.parametrize("materialize", [True, False])
 def test_gradients_that_nothing_gave_are_zeros_or_none(materialize):
-    if not node.wait():
-        pytest.skip("no C++ compiler")
     seen = []
 
     def run(rest, saved, grads):
