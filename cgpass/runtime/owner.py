@@ -28,6 +28,8 @@ from cgpass.runtime.writes import has_place
 if TYPE_CHECKING:
     import torch
 
+    from cgpass.runtime.placeholders import Placeholder
+
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +113,10 @@ class Owner:
         self._all_go = False
         """Whether every recording is being dropped."""
         self._members: list[Member] = []
+        self.placeholders: weakref.WeakValueDictionary[tuple[Any, ...], Placeholder] = (
+            weakref.WeakValueDictionary()
+        )
+        """Memory of copied inputs, kept alive by the recordings that read it. See Note [Placeholders are shared]."""
         self._pool_addresses: Counter[int] = Counter()
         self._warm_addresses: set[int] = set()
         _owners.add(self)

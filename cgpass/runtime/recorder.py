@@ -1,7 +1,14 @@
-"""`Recorder`: makes the recordings of one partition."""
+"""`Recorder`: makes the recordings of one partition.
+
+Note [Placeholders are shared]
+    What a recording copies in is read by the replay that follows, and by nothing after that but what is written back to
+    the caller's own. Replays of one owner come one after the other, on whatever stream. So all of its recordings may
+    copy inputs of the same layout to the same memory, if each has a place of its own for each of its inputs: a model
+    whose gradients come from many eager partitions needs memory for those of one.
+"""
 
 import contextlib
-import weakref
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -54,10 +61,6 @@ class Recorder:
         self._opaque = opaque
         self._finds_writes = finds_writes
         self._stats = stats
-        self._placeholders: weakref.WeakValueDictionary[tuple[Any, ...], Placeholder] = (
-            weakref.WeakValueDictionary()
-        )
-        """Kept alive by the recordings that read them."""
 
     def record(
         self,
@@ -88,7 +91,7 @@ class Recorder:
         released = owner.begin_recording(slot)
         gifts = Gifts(owner, slot, args, layout.pooled if lean else ())
         copied = [i for i in layout.copied if i not in stationary]
-        placeholders = {i: self._placeholder(i, args[i], layout.infos[i]) for i in copied}
+        placeholders = self._placeholders(args, layout, copied)
         staged = [placeholders[i].tensor if i in placeholders else a for i, a in enumerate(args)]
         if self._finds_writes:
             staged = [counting(value) for value in staged]
@@ -154,14 +157,26 @@ class Recorder:
                     del found[address]
         return found
 
-    def _placeholder(self, index: int, value: torch.Tensor, info: InputInfo) -> Placeholder:
-        """One placeholder per input and layout, for all recordings: each copies in before it replays."""
-        whole = info.whole_storage
-        key = (index, *layout_of(value), *(place_of(value) if whole else ()))
-        found = self._placeholders.get(key)
+    def _placeholders(
+        self, args: Sequence[Any], layout: Layout, copied: Sequence[int]
+    ) -> dict[int, Placeholder]:
+        """See Note [Placeholders are shared]."""
+        numbers: Counter[tuple[Any, ...]] = Counter()
+        found: dict[int, Placeholder] = {}
+        for i in copied:
+            like = layout_of(args[i])
+            found[i] = self._placeholder(numbers[like], args[i], layout.infos[i])
+            numbers[like] += 1
+        return found
+
+    def _placeholder(self, number: int, value: torch.Tensor, info: InputInfo) -> Placeholder:
+        """Number `number` of those laid out as `value`."""
+        whole, known = info.whole_storage, self._owner.placeholders
+        key = (number, *layout_of(value), *(place_of(value) if whole else ()))
+        found = known.get(key)
         if found is None:
             with _staging(info):
-                found = self._placeholders[key] = Placeholder(value, whole_storage=whole)
+                found = known[key] = Placeholder(value, whole_storage=whole)
         return found
 
 

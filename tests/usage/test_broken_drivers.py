@@ -142,9 +142,9 @@ def frozen_rng(patch):
 def shared_placeholder(patch):
     """Two inputs of one layout share their placeholder."""
 
-    def shared(self, index, value, info):
+    def shared(self, number, value, info):
         key = (value.size(), value.stride(), value.dtype)
-        return self._placeholders.setdefault(key, Placeholder(value))
+        return self._owner.placeholders.setdefault(key, Placeholder(value))
 
     patch.setattr(Recorder, "_placeholder", shared)
 
