@@ -3,131 +3,197 @@
     python scripts/bench_distributed.py --json dist-bench.json     # two GPUs
     python scripts/bench_distributed.py --tiny                     # anywhere; on CPU through gloo and simulated graphs
 
-Each arm of each mode runs in processes of its own, one arm after the other: so memory is its own, and one that fails
-or never ends is reported as that. cgpass's losses and parameters are compared with the same kernels without graphs, all
-steps, bit by bit. In the end a small program captures collectives and ends its process group, 20 times.
+Each arm of each mode has processes of its own: so memory is its own, and one that fails or never ends is reported as
+that. All of them compile at the same time; then they take turns, step by step of the measurement, while the others
+wait. cgpass's losses and parameters are compared with the same kernels without graphs, bit by bit, in two more arms
+whose kernels Inductor may not choose by measuring. In a further one collectives are captured and the process group is
+ended, 20 times.
 """
 
 import argparse
 import json
 import os
-import socket
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 import torch.distributed as dist
-import torch.multiprocessing
-from benchlib import meta, parallel
+from benchlib import arms, meta, parallel
+from benchlib.crew import Crew
 from torch.distributed.device_mesh import init_device_mesh
 
+import cgpass
+
 TEARDOWN = "teardown"
+TURNS = 3
+CHECK_STEPS = 10
+STEADY = 16
+"""Steps until nothing new is recorded, with room: parameters that are freed and allocated again settle late."""
+TURN_S = 60
 ENDS_WITHIN_S = 20
-"""After its results are there, a process is given so long to end its group."""
+"""A process group that hasn't ended until then never does."""
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def work(rank: int, job: dict[str, Any]) -> None:
-    """What each process of a job does: writes what it found, then ends its process group with graphs alive."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": job["port"], "RANK": rank}
-    place["WORLD_SIZE"] = job["processes"]
-    os.environ.update({name: str(value) for name, value in place.items()})
+def work(rank: int, job: dict[str, Any], pipe: Any) -> None:
+    """What each process does: a first step, then what it's told to; in the end it ends its process group."""
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    # Each its own: ranks that measure kernels at the same time may choose different ones.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{job['cache']}/inductor{rank}"
     warnings.simplefilter("ignore")  # torch's own of itself
-    found: dict[str, Any] = {}
-    path = Path(job["directory"]) / f"{rank}.json"
-    device = job["device"]
-    try:
-        if device == "cuda":
-            torch.cuda.set_device(rank)
+    torch._dynamo.config.recompile_limit = 64  # layers share code
+    torch._inductor.config.compile_threads = 1  # there are many processes
+    torch._inductor.config.deterministic = job["check"]
+    processes, device = job["processes"], job["device"]
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", job["port"], processes, rank == 0)
+    if job["mode"] == TEARDOWN:
+        ms = parallel.capture_and_end(device, store, rank, processes, job["times"])
+        pipe.send({"ms": ms})
+        return
+    parallel.start_group(device, store, rank, processes)
+    mesh = init_device_mesh(device, (processes,))
+    start = time.perf_counter()
+    training = parallel.Training(job["mode"], job["arm"], mesh, tiny=job["tiny"])
+    training.step()
+    pipe.send({"first_s": round(time.perf_counter() - start, 2)})
+    while (command := pipe.recv()) != "end":
+        if command == "state":
+            pipe.send({"state": training.state(), "counters": cgpass.counters()})
         else:
-            torch.set_num_threads(1)
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
-        if job["mode"] == TEARDOWN:
-            found["ms"] = parallel.capture_and_end(device, job["steps"])
-        else:
-            mesh = init_device_mesh(device, (job["processes"],))
-            found = parallel.measure(
-                job["mode"], job["arm"], mesh, tiny=job["tiny"], steps=job["steps"]
-            )
-    except BaseException as error:
-        found["error"] = "".join(traceback.format_exception_only(error)).strip()[-600:]
-    _write(path, found)
-    if "error" in found:
-        os._exit(1)  # the others may wait for this one: they are ended from outside
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    _write(path, found | {"ended": True})
+            pipe.send(stepped(training, device, command))
+    dist.destroy_process_group()  # with graphs alive
+    pipe.send({})
 
 
-def _write(path: Path, found: dict[str, Any]) -> None:
-    other = path.with_suffix(".new")
-    other.write_text(json.dumps(found))
-    other.replace(path)
-
-
-def run(job: dict[str, Any], limit_s: float) -> list[dict[str, Any]]:
-    """What each process of a job found; those that found nothing in time say so."""
-    with tempfile.TemporaryDirectory() as directory:
-        job = job | {"directory": directory, "port": free_port()}
-        context = torch.multiprocessing.start_processes(
-            work,
-            (job,),
-            nprocs=job["processes"],
-            join=False,
-            start_method="fork" if job["device"] == "cpu" else "spawn",
-        )
-        paths = [Path(directory) / f"{rank}.json" for rank in range(job["processes"])]
-        end = time.monotonic() + limit_s
-        while time.monotonic() < end:
-            alive = any(process.is_alive() for process in context.processes)
-            there = [json.loads(path.read_text()) for path in paths if path.exists()]
-            failed = any("error" in each for each in there)
-            if not alive:
-                break
-            if failed or (len(there) == len(paths) and "since" not in job):
-                job["since"] = True
-                end = min(end, time.monotonic() + (3 if failed else ENDS_WITHIN_S))
-            time.sleep(0.05)
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
-        return [
-            json.loads(path.read_text())
-            if path.exists()
-            else {"error": f"no results within {limit_s:.0f} s"}
-            for path in paths
-        ]
-
-
-def merged(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is told of an arm: times of the first process, memory of the largest, and whatever went wrong on any."""
-    errors = dict.fromkeys(each["error"] for each in ranks if "error" in each)
-    if errors:
-        told = sorted(errors, key=lambda text: text.startswith("no results"))
-        return {"error": told[0]}
-    found = {k: v for k, v in ranks[0].items() if k != "ended"}
-    for key in ("peak_reserved_bytes", "peak_allocated_bytes"):
-        if key in found:
-            found[key] = max(each[key] for each in ranks)
-    if "check" in found:
-        found["check"] = found["check"] | {"equal": all(each["check"]["equal"] for each in ranks)}
-    found["process_group_ended"] = all(each.get("ended", False) for each in ranks)
+def stepped(training: parallel.Training, device: str, count: int) -> dict[str, Any]:
+    """Times of steps, and what they needed."""
+    found: dict[str, Any] = {"ms": [training.step() for _ in range(count)]}
+    found["counters"] = cgpass.counters()
+    if device == "cuda":
+        found["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
+        found["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
     return found
+
+
+def summary(first: list[dict[str, Any]], turns: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """What is told of an arm, from answers by turn (the first of which warms up) and rank."""
+    warm, last = turns[0][0]["counters"], turns[-1][0]["counters"]
+    found: dict[str, Any] = {
+        "first_step_s": max(each["first_s"] for each in first),
+        "step_ms": parallel.spread_ms([ms for turn in turns[1:] for ms in turn[0]["ms"]]),
+    }
+    for key in ("peak_reserved_bytes", "peak_allocated_bytes"):
+        if key in turns[-1][0]:
+            found[key] = max(each[key] for each in turns[-1])
+    if last["calls"]:
+        found["warmup_counters"] = warm
+        found["counters"] = {key: last[key] - warm[key] for key in last}
+    return found
+
+
+class Bench:
+    """All arms of all modes, side by side."""
+
+    def __init__(self, args: argparse.Namespace, device: str, cache: str) -> None:
+        self.args = args
+        self.job = {
+            "processes": args.processes,
+            "device": device,
+            "tiny": args.tiny,
+            "cache": cache,
+            "check": False,
+        }
+        self.crews: list[Crew] = []
+
+    def start(self, mode: str, arm: str, **more: Any) -> Crew:
+        """Processes that begin with their first step."""
+        job = self.job | {"mode": mode, "arm": arm} | more
+        method = "fork" if job["device"] == "cpu" else "spawn"
+        crew = Crew(work, self.args.processes, job, method=method)
+        self.crews.append(crew)
+        return crew
+
+    def measured(self) -> dict[str, Any]:
+        """Times, memory and bits."""
+        args = self.args
+        timed = {(mode, arm): self.start(mode, arm) for mode in args.modes for arm in args.arms}
+        pairs = {
+            mode: [self.start(mode, arm, check=True) for arm in ("cgpass", arms.REFERENCE)]
+            for mode in args.modes
+            if "cgpass" in args.arms
+        }
+        teardown = self.start(TEARDOWN, "cgpass", times=args.teardowns)
+        ended = heard([teardown], args.limit)[0]
+        first = dict(zip(timed, heard(list(timed.values()), args.limit), strict=True))
+        heard([crew for pair in pairs.values() for crew in pair], args.limit)
+        turns: dict[Any, list[Any]] = {name: [] for name in timed}
+        steady = 2 if args.tiny else STEADY
+        for count in (steady, *[max(1, args.steps // TURNS)] * TURNS):
+            for name, crew in timed.items():
+                crew.say(count)
+                turns[name].append(crew.hear(TURN_S))
+        checks = {mode: self.checked(mode, *pair) for mode, pair in pairs.items()}
+        for crew in timed.values():
+            crew.say("end")
+        modes: dict[str, Any] = {mode: {"arms": {}} for mode in args.modes}
+        for (mode, arm), crew in timed.items():
+            entry = modes[mode]["arms"][arm] = {"error": crew.error}
+            if crew.error is None:
+                entry = modes[mode]["arms"][arm] = summary(first[mode, arm], turns[mode, arm])
+                crew.hear(ENDS_WITHIN_S)
+                entry["process_group_ended"] = crew.error is None
+                if arm == "cgpass":
+                    entry["check"] = checks[mode]
+        told = {"error": teardown.error} if teardown.error else {"ms": ended[0]["ms"]}
+        return {"modes": modes, "teardowns": {"asked": args.teardowns} | told}
+
+    def checked(self, mode: str, ours: Crew, plain: Crew) -> dict[str, Any]:
+        """Whether losses and parameters are bitwise those without graphs."""
+        steps = 4 if self.args.tiny else CHECK_STEPS
+        crews = [ours, plain]
+        (with_graphs, replays), (without, _) = (state_after(crew, steps - 1) for crew in crews)
+        found: dict[str, Any] = {"equal": with_graphs == without != [], "steps": steps}
+        found["replays"] = replays
+        errors = [crew.error for crew in crews if crew.error is not None]
+        if errors:
+            found["error"] = errors[0]
+        elif not found["equal"]:
+            again = self.start(mode, arms.REFERENCE, check=True)
+            again.hear(self.args.limit)
+            found["plain_repeatable"] = state_after(again, steps - 1)[0] == without
+        for crew in crews:
+            crew.say("end")
+        for crew in crews:
+            crew.hear(ENDS_WITHIN_S)
+        return found
+
+    def close(self) -> None:
+        """Nothing is left running."""
+        for crew in self.crews:
+            crew.kill()
+
+
+def heard(crews: list[Crew], limit_s: float) -> list[list[dict[str, Any]]]:
+    """What each has to say, all within one limit."""
+    end = time.monotonic() + limit_s
+    return [crew.hear(max(1.0, end - time.monotonic())) for crew in crews]
+
+
+def state_after(crew: Crew, steps: int) -> tuple[list[list[str]], int]:
+    """Digests by rank, none if something went wrong; and how often graphs were replayed."""
+    crew.say(steps)
+    crew.hear(TURN_S)
+    crew.say("state")
+    found = crew.hear(TURN_S)
+    return [each["state"] for each in found], sum(each["counters"]["replays"] for each in found)
 
 
 def table(modes: dict[str, Any]) -> str:
@@ -145,9 +211,11 @@ def table(modes: dict[str, Any]) -> str:
             parts = f"{counters.get('partitions_captured')}/{counters.get('partitions_eager')}"
             notes = []
             if "check" in entry:
-                bits = "equal" if entry["check"]["equal"] else "**differ**"
+                check = entry["check"]
+                bits = "equal" if check["equal"] else "**differ**"
+                bits = f"not compared: {check['error'][:100]}" if "error" in check else bits
                 notes.append(f"losses and parameters bitwise {bits}")
-                if not entry["check"].get("plain_repeatable", True):
+                if not check.get("plain_repeatable", True):
                     notes.append("the plain runs differ too")
             if not entry["process_group_ended"]:
                 notes.append("destroy_process_group never returned")
@@ -157,37 +225,6 @@ def table(modes: dict[str, Any]) -> str:
                 f"{'; '.join(notes)} |"
             )
     return "\n".join(rows)
-
-
-def measured(args: argparse.Namespace, device: str, cache: str) -> dict[str, Any]:
-    """All jobs, as long as the budget lasts."""
-    start = time.monotonic()
-    common = {
-        "processes": args.processes,
-        "device": device,
-        "tiny": args.tiny,
-        "steps": args.steps,
-        "cache": cache,
-    }
-    modes: dict[str, Any] = {}
-    left_out = []
-    for mode in args.modes:
-        for arm in args.arms:
-            left = args.budget - (time.monotonic() - start)
-            if left < args.limit / 3:
-                left_out.append(f"{mode}.{arm}")
-                continue
-            ranks = run(common | {"mode": mode, "arm": arm}, min(args.limit, left))
-            entry = merged(ranks)
-            modes.setdefault(mode, {"arms": {}})["arms"][arm] = entry
-            said = entry.get("error") or f"{entry['step_ms']['median']} ms"
-            print(f"{mode}, {arm}: {said}", flush=True)
-    left = max(args.limit / 3, args.budget - (time.monotonic() - start))
-    job = common | {"mode": TEARDOWN, "arm": "cgpass", "steps": args.teardowns}
-    ended = merged(run(job, min(args.limit, left)))
-    print(f"{args.teardowns} process groups ended with graphs alive: {ended}", flush=True)
-    found = {"modes": modes, "teardowns": {"asked": args.teardowns} | ended}
-    return found | ({"left_out": left_out} if left_out else {})
 
 
 def listed(allowed: tuple[str, ...]) -> Any:
@@ -213,8 +250,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=30, help="that are timed")
     parser.add_argument("--teardowns", type=int, default=20)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, for a try")
-    parser.add_argument("--budget", type=float, default=440, help="seconds for all")
-    parser.add_argument("--limit", type=float, default=100, help="seconds for an arm")
+    parser.add_argument(
+        "--limit", type=float, default=300, help="seconds for the first step of all"
+    )
     parser.add_argument("--json", type=Path, help="file for the results")
     args = parser.parse_args(arguments)
     count = torch.cuda.device_count()
@@ -225,10 +263,15 @@ def main(arguments: list[str] | None = None) -> int:
     start = time.monotonic()
     described = meta.describe(device)
     with tempfile.TemporaryDirectory() as cache:
-        found = measured(args, device, cache)
+        bench = Bench(args, device, cache)
+        try:
+            found = bench.measured()
+        finally:
+            bench.close()
     described["seconds"] = round(time.monotonic() - start, 1)
     results = {"kind": "distributed", "meta": described | {"devices": args.processes}, **found}
     print(table(results["modes"]))
+    print(f"{args.teardowns} process groups ended with graphs alive: {results['teardowns']}")
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0

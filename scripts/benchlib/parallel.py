@@ -1,7 +1,8 @@
-"""Training steps of the Llama on several devices: ways to spread it, arms, and what a process measures of one."""
+"""Training steps of the Llama on several devices: ways to spread it, arms, and what ends while graphs are alive."""
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 ARMS = ("default", "reduce-overhead", "cgpass")
-STEADY = 16
-"""Steps until nothing new is recorded, with room: parameters that are freed and allocated again settle late."""
 
 
 class Gathered(nn.Module):
@@ -97,6 +96,11 @@ def settings_of(arm: str, device: torch.device) -> dict[str, Any]:
     return settings | {"options": settings["options"] | {"compiler": "eager"}}
 
 
+def _digest(tensor: torch.Tensor) -> str:
+    flat = tensor.cpu().contiguous().flatten()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
 class Training:
     """A model that is spread over the devices, with its optimizers and batches."""
 
@@ -149,13 +153,13 @@ class Training:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def state(self) -> list[torch.Tensor]:
-        """Losses of all steps, and this device's part of the parameters."""
+    def state(self) -> list[str]:
+        """What tells the bits of losses and of this device's part of the parameters from others."""
         parameters = [
             (p.to_local() if isinstance(p, DTensor) else p).detach()
             for p in self.module.parameters()
         ]
-        return [each.cpu() for each in (*self.losses, *parameters)]
+        return [_digest(each) for each in (*self.losses, *parameters)]
 
 
 def spread_ms(times: list[float]) -> dict[str, float]:
@@ -169,59 +173,22 @@ def spread_ms(times: list[float]) -> dict[str, float]:
     }
 
 
-def trained(mode: str, arm: str, mesh: DeviceMesh, *, tiny: bool, steps: int) -> list[torch.Tensor]:
-    """State after so many steps, from the start; nothing of it stays."""
-    torch.compiler.reset()
-    training = Training(mode, arm, mesh, tiny=tiny)
-    for _ in range(steps):
-        training.step()
-    return training.state()
+def start_group(device_type: str, store: dist.Store, rank: int, processes: int) -> None:
+    """Starts the process group of all."""
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=processes)
 
 
-def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    """Whether all bits are the same."""
-    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def measure(mode: str, arm: str, mesh: DeviceMesh, *, tiny: bool, steps: int) -> dict[str, Any]:
-    """What one process finds of an arm: times, memory, partitions; and for cgpass, whether the bits are right."""
-    torch._dynamo.config.recompile_limit = 64  # layers share code
-    on_cuda = mesh.device_type == "cuda"
-    before = cgpass.counters()
-    start = time.perf_counter()
-    training = Training(mode, arm, mesh, tiny=tiny)
-    for _ in range(2 if tiny else STEADY):
-        training.step()
-    found: dict[str, Any] = {"warmup_s": round(time.perf_counter() - start, 2)}
-    warm = cgpass.counters()
-    times = [training.step() for _ in range(steps)]
-    found["step_ms"] = spread_ms(times)
-    if on_cuda:
-        found["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
-        found["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
-    if not arm.startswith("cgpass"):
-        return found
-    after = cgpass.counters()
-    found["warmup_counters"] = {key: warm[key] - before[key] for key in warm}
-    found["counters"] = {key: after[key] - warm[key] for key in after}
-    ours, count = training.state(), len(training.losses)
-    again = [trained(mode, arms.REFERENCE, mesh, tiny=tiny, steps=count)]
-    found["check"] = {"equal": equal(ours, again[0]), "steps": count}
-    if not found["check"]["equal"]:
-        again.append(trained(mode, arms.REFERENCE, mesh, tiny=tiny, steps=count))
-        found["check"]["plain_repeatable"] = equal(*again)
-    del training
-    return found
-
-
-def capture_and_end(mesh_device: str, times: int) -> list[float]:
+def capture_and_end(
+    device_type: str, store: dist.Store, rank: int, processes: int, times: int
+) -> list[float]:
     """Ends process groups, again and again, while graphs hold their work; milliseconds of each."""
     found = []
     for number in range(times):
-        if number:
-            dist.init_process_group("nccl" if mesh_device == "cuda" else "gloo")
+        # Keys of its own: a process that is early would meet what another is about to end.
+        start_group(device_type, dist.PrefixStore(str(number), store), rank, processes)
         group = dist.group.WORLD.group_name
-        driver = "auto" if mesh_device == "cuda" else "simulated"
+        driver = "auto" if device_type == "cuda" else "simulated"
 
         def fn(x: torch.Tensor, group: str = group) -> torch.Tensor:
             y = (x * 2).sin().cos().exp()
@@ -231,7 +198,7 @@ def capture_and_end(mesh_device: str, times: int) -> list[float]:
         torch.compiler.reset()
         options = {"driver": driver, "compiler": "eager"}
         call = torch.compile(fn, backend=cgpass.cgpass, options=options)
-        x = torch.ones(4, 16, device=mesh_device)
+        x = torch.ones(4, 16, device=device_type)
         with torch.no_grad():
             for _ in range(3):
                 y = call(x)

@@ -2,11 +2,26 @@
 
 import importlib
 import json
+import os
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from benchlib import crew
+
+
+@pytest.fixture
+def crew_of():
+    """Starts processes; none outlives the test."""
+    crews = []
+
+    def start(**job):
+        crews.append(crew.Crew(worker, 2, job, method="fork"))
+        return crews[-1]
+
+    yield start
+    for each in crews:
+        each.kill()
 
 
 @pytest.fixture(scope="module")
@@ -17,13 +32,16 @@ def bench():
     return importlib.import_module("bench_distributed")
 
 
-CGPASS = {
-    "step_ms": {"median": 4.0, "p10": 3.0, "p90": 5.0},
-    "peak_reserved_bytes": 2 << 20,
-    "warmup_counters": {"partitions_captured": 2, "partitions_eager": 1},
-    "check": {"equal": True, "steps": 4},
-    "ended": True,
-}
+FIRST = [{"first_s": 3.0}, {"first_s": 4.0}]
+
+
+def turn(ms, replays, reserved):
+    """Answers of two processes."""
+    counters = {"calls": replays, "replays": replays}
+    return [
+        {"ms": ms, "counters": counters, "peak_reserved_bytes": reserved},
+        {"ms": [100.0], "counters": counters, "peak_reserved_bytes": 2 * reserved},
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measured there by scripts/gpu_check.sh")
@@ -34,18 +52,17 @@ def test_it_runs_on_cpu(bench, tmp_path, capsys):
     assert bench.main([*tiny, *arms, "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     assert found["meta"]["devices"] == 2
-    assert "left_out" not in found
     failed, ours = (
         found["modes"]["tensor parallel"]["arms"][arm] for arm in ("reduce-overhead", "cgpass")
     )
     assert failed == {"error": "RuntimeError: CUDA graphs of torch need a CUDA device"}
+    assert ours["check"].pop("replays") > 0
     assert ours["check"] == {"equal": True, "steps": 4}
     assert ours["process_group_ended"]
     assert ours["counters"]["plain_calls"] == 0
     assert ours["counters"]["replays"] > 0
     assert ours["warmup_counters"]["partitions_captured"] == 2
     assert len(found["teardowns"]["ms"]) == found["teardowns"]["asked"] == 2
-    assert found["teardowns"]["process_group_ended"]
     assert (
         "| tensor parallel | reduce-overhead | - | - | - | failed: Runt" in capsys.readouterr().out
     )
@@ -63,47 +80,78 @@ def test_unknown_modes_are_refused(bench, capsys):
     assert "'pipeline' is none of tensor parallel, FSDP2, SimpleFSDP" in capsys.readouterr().err
 
 
-def test_what_budgets_leave_no_time_for_is_listed(bench, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench, "run", lambda job, limit: [{"ms": [1.0], "ended": True}])
-    path = tmp_path / "found.json"
-    arguments = ["--tiny", "--budget", "0", "--modes", "FSDP2", "--json", str(path)]
-    assert bench.main(arguments) == 0
-    found = json.loads(path.read_text())
-    assert found["left_out"] == ["FSDP2.default", "FSDP2.reduce-overhead", "FSDP2.cgpass"]
-    assert found["modes"] == {}
-
-
 def test_processes_are_told_of_as_one(bench):
-    other = CGPASS | {"peak_reserved_bytes": 3 << 20, "check": {"equal": False, "steps": 4}}
-    found = bench.merged([CGPASS, other])
-    assert found["peak_reserved_bytes"] == 3 << 20
-    assert found["check"] == {"equal": False, "steps": 4}
-    assert found["process_group_ended"]
-    hung = {key: value for key, value in CGPASS.items() if key != "ended"}
-    assert not bench.merged([CGPASS, hung])["process_group_ended"]
-    silent = {"error": "no results within 100 s"}
-    assert bench.merged([silent, {"error": "wrong"}]) == {"error": "wrong"}
-    table = bench.table({"FSDP2": {"arms": {"cgpass": bench.merged([CGPASS, hung])}}})
-    assert table.splitlines()[-1] == (
-        "| FSDP2 | cgpass | 4.00 (3.00 to 5.00) | 2 | 2/1 | losses and parameters bitwise equal; destroy_process_group "
-        "never returned |"
+    turns = [turn([50.0], 4, 1 << 20), turn([3.0, 5.0], 8, 1 << 20), turn([4.0], 12, 2 << 20)]
+    found = bench.summary(FIRST, turns)
+    assert found["first_step_s"] == 4.0
+    assert found["step_ms"]["median"] == 4.0
+    assert found["peak_reserved_bytes"] == 4 << 20
+    assert (found["warmup_counters"]["replays"], found["counters"]["replays"]) == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("check", "note"),
+    [
+        ({"equal": True}, "losses and parameters bitwise equal"),
+        ({"equal": False}, "losses and parameters bitwise **differ**"),
+        (
+            {"equal": False, "plain_repeatable": False},
+            "losses and parameters bitwise **differ**; the plain runs differ too",
+        ),
+        (
+            {"equal": False, "error": "no answer within 60 s"},
+            "losses and parameters bitwise not compared: no answer within 60 s",
+        ),
+    ],
+)
+def test_what_the_table_says_of_bits(bench, check, note):
+    counters = {"partitions_captured": 2, "partitions_eager": 1}
+    entry = {
+        "step_ms": {"median": 4.0, "p10": 3.0, "p90": 5.0},
+        "peak_reserved_bytes": 2 << 20,
+        "warmup_counters": counters,
+        "check": check,
+        "process_group_ended": False,
+    }
+    assert bench.table({"FSDP2": {"arms": {"cgpass": entry}}}).splitlines()[-1] == (
+        f"| FSDP2 | cgpass | 4.00 (3.00 to 5.00) | 2 | 2/1 | {note}; destroy_process_group never returned |"
     )
 
 
-def never_ends(rank, job):
-    if rank or job["mode"] == "writes":
-        (Path(job["directory"]) / f"{rank}.json").write_text(json.dumps({"ms": [1.0]}))
-    time.sleep(60)
+def worker(rank, job, pipe):
+    """Doubles numbers; some of it as the job says."""
+    while (number := pipe.recv()) != "end":
+        if (rank, number) == (1, job.get("fails_at")):
+            raise ValueError("three is too many")
+        if (rank, number) == (1, job.get("exits_at")):
+            os._exit(1)
+        if job.get("waits_at") == number:
+            time.sleep(60)
+        pipe.send({"number": 2 * number + rank})
 
 
-@pytest.mark.parametrize("mode", ["writes", "is silent"])
-def test_a_process_that_never_ends_is_ended(bench, monkeypatch, mode):
-    monkeypatch.setattr(bench, "work", never_ends)
-    monkeypatch.setattr(bench, "ENDS_WITHIN_S", 0.2)
-    job = {"processes": 2, "device": "cpu", "mode": mode}
-    ranks = bench.run(job, 0.7)
-    found = bench.merged(ranks)
-    if mode == "writes":
-        assert found == {"ms": [1.0], "process_group_ended": False}
-    else:
-        assert found == {"error": "no results within 1 s"}
+def test_a_crew_does_what_it_is_told(crew_of):
+    crew = crew_of()
+    for number in (1, 2):
+        crew.say(number)
+        assert crew.hear(20) == [{"number": 2 * number}, {"number": 2 * number + 1}]
+    assert crew.error is None
+
+
+@pytest.mark.parametrize(
+    ("job", "limit", "error"),
+    [
+        ({"fails_at": 3}, 20, "ValueError: three is too many"),
+        ({"exits_at": 3}, 20, "the process ended without a word"),
+        ({"waits_at": 3}, 0.5, "no answer within 0 s"),
+    ],
+)
+def test_a_crew_of_which_one_fails_is_ended(crew_of, monkeypatch, job, limit, error):
+    monkeypatch.setattr("benchlib.crew.OTHERS_S", 0.2)
+    crew = crew_of(**job)
+    crew.say(3)
+    assert crew.hear(limit) == []
+    assert crew.error == error
+    crew.say(4)  # nobody is there
+    assert crew.hear(limit) == []
+    assert not any(process.is_alive() for process in crew._processes)
