@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch.utils import _pytree as pytree
@@ -13,7 +13,7 @@ from cgpass.graphed.binding import Binding
 from cgpass.graphed.callables import GraphedFunction
 from cgpass.graphed.group import Group
 from cgpass.graphed.modules import with_forward
-from cgpass.graphed.options import GraphedOptions
+from cgpass.graphed.options import GraphedOptions, refuse_arguments
 from cgpass.graphed.passes import Pass
 from cgpass.graphed.preparation import prepared
 from cgpass.graphed.recorder import GroupRecorder
@@ -36,6 +36,7 @@ def make_graphed_callables(
     *,
     sample_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     options: GraphedOptions | Mapping[str, Any] | None = None,
+    **unknown: Never,
 ) -> Any:
     """Record forward and backward of modules or functions as CUDA graphs, and return what replays them.
 
@@ -55,6 +56,7 @@ def make_graphed_callables(
             where others were given to another `make_graphed_callables` whose graphs still are.
         sample_kwargs: Keyword arguments in the same way.
         options: Everything else; see `GraphedOptions`.
+        unknown: Refused, with where it belongs: torch's and TransformerEngine's functions have options as arguments.
 
     Returns:
         A function for each function and a module for each module (a shallow copy which shares parameters, buffers and
@@ -66,10 +68,11 @@ def make_graphed_callables(
     Raises:
         GraphedArgumentError: Callables or samples can't be used, or something gets no gradient.
         ScheduleError: The order can't be run.
-        OptionError: An unknown option or a bad value.
+        OptionError: An unknown option, a bad value, or an option that was not given in `options`.
         HookError: A hook returned something.
         CaptureError: A callable can't be captured; random number states, gradients and buffers are as before.
     """
+    refuse_arguments(unknown)
     given = GraphedOptions.parse(options)
     several = isinstance(callables, tuple)
     fns = callables if isinstance(callables, tuple) else (callables,)
