@@ -43,6 +43,8 @@ _OPERATOR_WRAPPERS = {
 """Higher-order operators that run one operator, with its place among their arguments; behind it come its own."""
 _EFFECT_HOPS = frozenset({"with_effects", "print", "call_torchbind", "aoti_call_delegate"})
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)')
+_WRAPPER = re.compile(r" in \w*(wrap|inner|decorat)\w*$")
+_HANDS_ON = re.compile(r"\*\w+, \*\*\w+\)")
 _TORCH_ROOT = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
@@ -360,10 +362,23 @@ def user_line(node: fx.Node) -> str | None:
 def begins_at(gm: fx.GraphModule) -> str | None:
     """Where the user's function begins that Dynamo made a graph of: `model.py:41 in forward`.
 
-    The outermost frame that isn't torch's own, of the first node that has one.
+    The outermost frame that isn't torch's own, nor a decorator's, of the first node that has one. Where there is none,
+    as in a `torch.nn.Sequential`, the outermost module: `module Sequential`.
     """
-    frames = (next(_user_frames(node), None) for node in gm.graph.nodes)
-    return next((frame[0] for frame in frames if frame is not None), None)
+    for node in gm.graph.nodes:
+        frames = list(_user_frames(node))
+        for place, code in frames:
+            if place is frames[-1][0] or not _is_wrapper(place, code):
+                return place
+    stacks = (node.meta.get("nn_module_stack") for node in gm.graph.nodes)
+    for _, kind in (entry for stack in stacks if stack for entry in stack.values()):
+        return f"module {getattr(kind, '__name__', str(kind).rpartition('.')[2])}"
+    return None
+
+
+def _is_wrapper(place: str, code: str) -> bool:
+    """Whether a frame is that of a decorator, which hands on all that it was given."""
+    return _WRAPPER.search(place) is not None and _HANDS_ON.search(code) is not None
 
 
 def _user_frames(node: fx.Node) -> Iterator[tuple[str, str]]:

@@ -193,6 +193,25 @@ def test_user_line_is_the_innermost_frame_outside_of_torch():
     assert values.user_line(sin) is None
 
 
+def test_a_function_begins_where_no_decorator_only_hands_on():
+    gm = fake_cuda_graph(lambda x: x.sin(), (3,))
+    for node in gm.graph.nodes:
+        node.meta.pop("stack_trace", None)
+        node.meta.pop("nn_module_stack", None)
+    assert values.begins_at(gm) is None
+    sin = one(gm, aten.sin.default)
+    sin.meta["nn_module_stack"] = {"1": ("L['fn']", torch.nn.Sequential), "2": ("", torch.nn.ReLU)}
+    assert values.begins_at(gm) == "module Sequential"
+    wrapper = '  File "/a/generic.py", line 9, in wrapper\n    out = func(self, *args, **kwargs)\n'
+    forward = '  File "/a/model.py", line 41, in forward\n    return torch.sin(x)\n'
+    sin.meta["stack_trace"] = wrapper + forward
+    assert values.begins_at(gm) == "model.py:41 in forward"
+    sin.meta["stack_trace"] = wrapper
+    assert values.begins_at(gm) == "generic.py:9 in wrapper"
+    sin.meta["stack_trace"] = wrapper.replace("func(self, *args, **kwargs)", "x + 1") + forward
+    assert values.begins_at(gm) == "generic.py:9 in wrapper"
+
+
 def test_getitem_itself_has_no_effect():
     gm = fake_cuda_graph(lambda x: x.sort()[1], (3,))
     assert not any(values.has_side_effect(n) for n in calls(gm, operator.getitem))
