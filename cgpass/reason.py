@@ -42,6 +42,12 @@ class Reason:
         """Whether it runs outside of graphs because cgpass chose so, not because it can't be captured."""
         return self.code in CHOSEN
 
+    @property
+    def ending(self) -> str:
+        """Of a graph break, that a function ends there."""
+        place = f" at {self.line}" if self.line else ""
+        return f"ends at a graph break{place}: {self.detail}"
+
     def __str__(self) -> str:
         """One line for messages and reports."""
         place = f" at {self.line}" if self.line else ""

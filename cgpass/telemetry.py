@@ -345,14 +345,15 @@ def counters() -> dict[str, int]:
 def summary() -> str:
     """Every graph compiled in this process: partitions captured and eager, and why. Very old ones are only counted.
 
-    Below each graph, partitions some of whose calls ran without a graph. Then what `make_graphed_callables` returned,
+    Below each graph, the graph break it ends at, and partitions some of whose calls ran without a graph. Then what `make_graphed_callables` returned,
     as long as it lives, and how it was called.
     """
     listed = graph_runs().values()
     older = compile_stats.graphs - len(listed)
     lines = [many(older, "older graph")] if older else []
     for graph, runs in listed:
-        lines += [str(graph), *_plain_calls(runs)]
+        broken = None if graph.direction == "backward" else graph.graph_break
+        lines += [str(graph), *([f"  {broken.ending}"] if broken else []), *_plain_calls(runs)]
     return "\n".join([*lines, *_by_hand()]) or "no graph was compiled"
 
 

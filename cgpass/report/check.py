@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from cgpass import telemetry
 from cgpass.errors import ReportError
 from cgpass.options import current_defaults
-from cgpass.report.words import many, share
+from cgpass.reason import Reason
+from cgpass.report.words import breaks, many, share
 
 _FAILED = frozenset({"capture", "syncs", "failed_capture"})
 """Codes of what turned out not to be capturable only when it was captured."""
@@ -33,6 +34,8 @@ class Work:
     graphs: int = 0
     plain: list[str] = field(default_factory=list)
     """What ran without graphs by design, and why."""
+    graph_breaks: list[Reason] = field(default_factory=list)
+    """What ran there is not counted."""
     fell_back: list[str] = field(default_factory=list)
     """What was to be captured, and ran without a graph all the same."""
 
@@ -42,6 +45,7 @@ def work_done() -> Work:
     work = Work()
     for summary, runs in telemetry.graph_runs().values():
         work.graphs += 1
+        work.graph_breaks += [] if summary.graph_break is None else [summary.graph_break]
         where = (
             summary.direction
             if summary.place is None
@@ -116,6 +120,8 @@ def verdict(work: Work, least: float) -> tuple[bool, str]:
     lines = [head]
     if work.warmups > _MANY * (work.warmups + work.total):
         lines.append(f"{work.warmups} more ran to warm up, which counts as neither")
+    outside = breaks(work.graph_breaks, "operators")
+    lines += [] if outside is None else [outside]
     if work.fell_back:
         lines += ["fell back:", *(f"  {line}" for line in work.fell_back)]
     if not enough and work.plain:

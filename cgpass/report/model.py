@@ -171,7 +171,10 @@ class Report:
 
     @property
     def work(self) -> tuple[int, int]:
-        """How much of one call's work inside compiled functions CUDA graphs launch, and how much there is."""
+        """How much of one call's work inside compiled functions CUDA graphs launch, and how much there is.
+
+        What runs between these functions, at graph breaks, is in neither.
+        """
         if self.counted == "kernels":
             parts = [part for graph in self.graphs for part in graph.partitions]
             captured = sum(part.kernels_in_graphs or 0 for part in parts)

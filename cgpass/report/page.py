@@ -9,6 +9,7 @@ from cgpass.report.words import (
     NONE,
     NOTHING,
     alike,
+    breaks,
     briefly,
     copied_bytes,
     listed,
@@ -72,6 +73,9 @@ def _head(report: "Report") -> Iterator[str]:
             _e(f"It did not settle: {unsettled(report)}. The causes are below."), "warn"
         )
     yield f'<div class="tiles">{"".join(_tiles(report))}</div>'
+    outside = breaks((each.graph_break for each in report.functions), report.counted)
+    if report.work[1] and outside:
+        yield _paragraph(_e(f"{outside}."), "warn")
     yield _paragraph(
         '<span class="key graph"></span>in a CUDA graph<span class="key plain"></span>runs plainly'
     )
@@ -87,7 +91,10 @@ def _tiles(report: "Report") -> Iterator[str]:
         yield _tile(f"{milliseconds(report.plain_ms)} ms", f"without ({faster})")
     if work:
         when = "" if report.settled else " if it settled"
-        yield _tile(share(done, work), f"of {work} {report.counted} in graphs{when}")
+        yield _tile(
+            share(done, work),
+            f"of the {work} {report.counted} of compiled functions in graphs{when}",
+        )
     if report.gpu_share is not None:
         yield _tile(share(report.gpu_share, 1), "of the call's GPU time in graphs")
     pools = [f.pool_bytes for f in report.functions if f.pool_bytes is not None]

@@ -8,6 +8,7 @@ from cgpass.report.words import (
     NONE,
     NOTHING,
     alike,
+    breaks,
     briefly,
     copied_bytes,
     listed,
@@ -79,10 +80,13 @@ def _head(report: "Report") -> Iterator[str]:
         than = f", {milliseconds(report.plain_ms)} ms without ({faster})" if faster else ""
         yield from _wrapped(f"one call: {milliseconds(report.ms)} ms with CUDA graphs{than}", 0)
     if work:
-        line = f"in graphs{'' if report.settled else ' if it settled'}: {share(done, work)} of {work} {report.counted}"
+        line = f"in graphs{'' if report.settled else ' if it settled'}: {share(done, work)} of the {work} {report.counted} of compiled functions"
         if report.gpu_share is not None:
             line += f", {share(report.gpu_share, 1)} of the call's GPU time"
         yield from _wrapped(line, 0)
+    outside = breaks((each.graph_break for each in report.functions), report.counted)
+    if work and outside:
+        yield from _wrapped(outside, 0)
     if not report.settled:
         yield from _wrapped(f"it did not settle: {unsettled(report)}; see the causes below", 0)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from cgpass.reason import many
+from cgpass.reason import Reason, many
 
 if TYPE_CHECKING:
     from cgpass.report.model import PartitionReport, ReasonReport, Report
@@ -73,6 +73,23 @@ def briefly(reason: "ReasonReport") -> str:
     times = [f"{reason.count} times"] if reason.count > 1 else []
     where = ", ".join(place + times)
     return f"{reason.op}{f' ({where})' if where else ''}"
+
+
+def breaks(found: Iterable["ReasonReport | Reason | None"], counted: str) -> str | None:
+    """What percentages leave out where functions end at graph breaks; None where none does.
+
+    Args:
+        found: The graph break that each function ends at, if any.
+        counted: What the percentages are of, "kernels" or "operators".
+    """
+    lines = dict.fromkeys(reason.line or "no known line" for reason in found if reason is not None)
+    if not lines:
+        return None
+    at = listed([line.partition(" in ")[0] for line in lines])
+    return (
+        f"{many(len(lines), 'graph break')}, at {at}: what runs there, outside of compiled functions, is not among "
+        f"these {counted}"
+    )
 
 
 def copied_bytes(part: "PartitionReport") -> int | None:

@@ -231,6 +231,26 @@ def test_calls_that_explain_compares_fell_back_nowhere(registry):
     assert work.total > 0
 
 
+def test_graph_breaks_are_named_and_not_counted(registry):
+    def fn(x):
+        y = x.sin().cos().exp().tanh()
+        torch._dynamo.graph_break()
+        return y.sin().cos().exp().tanh()
+
+    line = fn.__code__.co_firstlineno + 2
+    passes, text = check.verdict(did(fn, X, X, X), 0.95)
+    assert passes
+    assert "100% of the 16 operators" in text
+    assert (
+        f"\n1 graph break, at test_check.py:{line}: what runs there, outside of compiled functions, is not among these operators"
+        in text
+    )
+    first, broken, second = cgpass.summary().splitlines()
+    assert first.startswith("inference of test_check.py:")
+    assert broken.startswith(f"  ends at a graph break at test_check.py:{line} in fn: torch._dyn")
+    assert second.startswith("inference of test_check.py:")
+
+
 @pytest.mark.parametrize(
     ("save", "message"),
     [("r.xyz", "a report is saved as .json"), ("none/r.json", "to save the report in does not")],

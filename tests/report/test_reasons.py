@@ -10,6 +10,7 @@ from cgpass.graph import op_tables
 from cgpass.reason import CHOSEN, OTHER_FIXES, Reason
 from cgpass.report.collect import _reasons
 from cgpass.report.model import FunctionReport, GraphReport, PartitionReport, Report
+from cgpass.report.page import html
 from cgpass.runtime.simulated import is_recording
 from tests.unit.test_capturability import PROVOKED
 
@@ -222,6 +223,12 @@ def test_a_graph_break_names_its_line_and_what_to_do():
     text = " ".join(str(report).split())
     assert f"ends at a graph break at test_reasons.py:{line} in fn: torch._dynamo" in text
     assert "fix: " + " ".join(first.graph_break.fix.split()) in text
+    outside = (
+        f"1 graph break, at test_reasons.py:{line}: what runs there, outside of compiled functions, is not among these"
+        " operators"
+    )
+    assert f"in graphs: 100% of the 8 operators of compiled functions {outside}" in text
+    assert f'<p class="warn">{outside}.</p>' in html(report)
 
 
 def test_operators_that_are_left_out_alike_are_counted_each():
