@@ -141,6 +141,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mode", choices=MODES, default="tp")
     mode = parser.parse_args().mode
+    if "RANK" not in os.environ:
+        parser.error(
+            f"run it as torchrun --nproc-per-node 2 examples/train_distributed.py --mode {mode}"
+        )
     if ON_CUDA:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:

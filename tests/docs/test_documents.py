@@ -1,6 +1,7 @@
 """What documents name is there: public names, tests, examples, files; what they show runs."""
 
 import re
+import runpy
 import warnings
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import cgpass
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
+EXPLAIN = (DOCS / "explain.md").read_text()
 PROMISES = re.split(r"^## ", (DOCS / "promises.md").read_text(), flags=re.MULTILINE)[1:]
 
 
@@ -68,7 +70,21 @@ def test_the_start_runs(capsys):
     with cgpass.set_defaults(driver="simulated", compiler="eager", min_partition_ops=1):
         exec(train, names)
         exec(expect, names)
-    assert "forward: 1 partition captured" in capsys.readouterr().out
+    assert "forward of module Sequential: 1 partition captured" in capsys.readouterr().out
+
+
+def test_explain_prints_what_its_guide_shows(tmp_path, capsys):
+    """But for versions and times."""
+    shown = re.search(r"^```python\n(.*?)^```\n\nwhich prints:\n\n```\n(.*?)^```", EXPLAIN, re.M | re.S)
+    path = tmp_path / "model.py"
+    path.write_text(shown[1])
+    with cgpass.set_defaults(driver="simulated", compiler="eager"):  # put back
+        runpy.run_path(str(path))
+
+    def words(text):
+        return re.sub(r"function \d+|\d+(\.\d+)+(\+\w+)?", "#", text).split()
+
+    assert words(capsys.readouterr().out) == words(shown[2])
 
 
 @pytest.mark.parametrize(
