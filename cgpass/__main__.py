@@ -34,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("-o", "--output", help="ends in .html, .json or .txt; '-' prints the text")
     check = commands.add_parser(
         "check",
+        usage="python -m cgpass check [-h] [--min-captured SHARE] [--save FILE] [-m] script [arguments ...]",
         help="run a script, and fail if too little of it was captured or something fell back",
         description="Run a script as its own process would. It fails (status 1) if less than a share of the operators "
         "that functions compiled by cgpass ran after their warm-ups was captured, or if something that was to be "
@@ -41,11 +42,23 @@ def _parser() -> argparse.ArgumentParser:
         "script that fails itself keeps its status.",
     )
     check.add_argument(
-        "--min-captured", default="95%", help="a share, as 95%% or 0.95 (default: 95%%)"
+        "--min-captured",
+        metavar="SHARE",
+        default="95%",
+        help="a share, as 95%% or 0.95 (default: 95%%)",
     )
-    check.add_argument("--save", help="write a report of all that was compiled to a file")
-    check.add_argument("script")
-    check.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    check.add_argument(
+        "--save", metavar="FILE", help="write a report of all that was compiled to a file"
+    )
+    check.add_argument(
+        "-m", dest="module", action="store_true", help="what follows is a module, as for python -m"
+    )
+    check.add_argument("script", help="a file or a folder that python can run")
+    check.add_argument(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        help="of the script: all that stands behind it, so options of check go before it",
+    )
     return parser
 
 
@@ -62,6 +75,7 @@ def _report(options: argparse.Namespace) -> int:
         sys.stdout.write(f"{report}\n")
         return 0
     output = Path(options.output or saved.with_suffix(".html"))
+    _check_place(output)
     report.save(output)
     sys.stdout.write(f"{output}\n")
     return 0
@@ -74,8 +88,11 @@ def _check(options: argparse.Namespace) -> int:
     )  # the script may go elsewhere
     if save is not None:
         _check_place(save)
-    status = run_script(options.script, options.arguments)
+    status = run_script(options.script, options.arguments, module=options.module)
     if status:
+        sys.stderr.write(
+            f"cgpass check: nothing was checked: {options.script} exits with {status}\n"
+        )
         return status
     if save is not None:
         snapshot().save(save)

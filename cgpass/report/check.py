@@ -1,6 +1,7 @@
 """`python -m cgpass check`: runs a script, and says whether enough of its work was captured."""
 
 import contextlib
+import importlib.util
 import os
 import runpy
 import sys
@@ -108,9 +109,12 @@ def verdict(work: Work, least: float) -> tuple[bool, str]:
         least: Share of the operators that has to be captured, 0 to 1.
     """
     if not work.graphs:
-        return False, "cgpass check: nothing was compiled by cgpass"
+        return False, (
+            'cgpass check: FAILED: nothing was compiled by cgpass: torch.compile(..., backend="cgpass") in this process is '
+            "what is checked, callables graphed by hand are not"
+        )
     if not work.total:
-        return False, "cgpass check: nothing ran more often than to warm up"
+        return False, "cgpass check: FAILED: nothing ran more often than to warm up; run more steps"
     enough = work.captured >= least * work.total
     passes = enough and not work.fell_back
     head = (
@@ -146,18 +150,27 @@ def least_share(text: str) -> float:
     return number
 
 
-def run_script(script: str, args: Sequence[str]) -> int:
+def run_script(script: str, args: Sequence[str], *, module: bool = False) -> int:
     """Run a script as `python script args` does; returns the status that it exits with.
 
+    Args:
+        script: A path, or the name of a module.
+        args: Of the script.
+        module: Whether it is a module, which runs as `python -m script args` does.
+
     Raises:
-        ReportError: There is no such script.
+        ReportError: There is no such script or module.
         Exception: Whatever it raises.
     """
-    if not os.path.exists(script):
-        raise ReportError(f"there is no script {script!r} to check")
-    with _arguments(script, args):
+    folder = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
+    with _arguments(script, args, folder):
+        if not (_is_module(script) if module else os.path.exists(script)):
+            raise ReportError(f"there is no {'module' if module else 'script'} {script!r} to check")
         try:
-            runpy.run_path(script, run_name="__main__")
+            if module:
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script, run_name="__main__")
         except SystemExit as exit_:
             if exit_.code is None:
                 return 0
@@ -168,11 +181,18 @@ def run_script(script: str, args: Sequence[str]) -> int:
     return 0
 
 
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # of its parent, or a name that is none
+        return False
+
+
 @contextlib.contextmanager
-def _arguments(script: str, args: Sequence[str]) -> Iterator[None]:
+def _arguments(script: str, args: Sequence[str], folder: str) -> Iterator[None]:
     argv, path = sys.argv, sys.path
     sys.argv = [script, *args]
-    sys.path = [os.path.dirname(os.path.abspath(script)), *path]
+    sys.path = [folder, *path]
     try:
         yield
     finally:

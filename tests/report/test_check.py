@@ -91,6 +91,22 @@ def test_a_script_that_fails_keeps_its_status(tmp_path, capsys, last_line, statu
     shown = capsys.readouterr()
     assert shown.out == f"{[str(script), '--min-captured', 'x']} {tmp_path}\n"
     assert said in shown.err
+    assert f"cgpass check: nothing was checked: {script} exits with {status}\n" in shown.err
+
+
+def test_a_module_is_checked(script, registry, capsys, monkeypatch):
+    """As `python -m` runs one: from the folder of now, with its own file as the first argument."""
+    monkeypatch.chdir(script.parent)
+    (script.parent / "within").mkdir()
+    script.rename(script.parent / "within" / "part.py")
+    (script.parent / "within" / "__init__.py").touch()
+    assert command.main(["check", "-m", "within.part", "5", "--of-its-own"]) == 0
+    assert "ran 5\ncgpass check: passed: 100% of the 16 operators" in capsys.readouterr().out
+    for name in ("within.none", "none.at.all", "within/part"):
+        assert command.main(["check", "-m", name]) == 2
+        assert f"there is no module {name!r} to check" in capsys.readouterr().err
+    for name in ("within", "within.part"):
+        sys.modules.pop(name, None)
 
 
 def test_a_script_that_raises_does_so(tmp_path):
@@ -166,13 +182,15 @@ def test_calls_without_a_graph_fell_back(registry):
 
 
 def test_nothing_to_check():
-    assert check.verdict(check.Work(), 0.5) == (
-        False,
-        "cgpass check: nothing was compiled by cgpass",
+    passes, text = check.verdict(check.Work(), 0.5)
+    assert not passes
+    assert text == (
+        'cgpass check: FAILED: nothing was compiled by cgpass: torch.compile(..., backend="cgpass") in this process is '
+        "what is checked, callables graphed by hand are not"
     )
     passes, text = check.verdict(check.Work(graphs=1), 0.5)
     assert not passes
-    assert text == "cgpass check: nothing ran more often than to warm up"
+    assert text == "cgpass check: FAILED: nothing ran more often than to warm up; run more steps"
 
 
 @pytest.mark.parametrize(
@@ -193,6 +211,11 @@ def test_a_page_is_made_beside_the_report(tmp_path, capsys):
     assert command.main(["report", str(tmp_path / "r.json")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'r.html'}\n"
     assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+    assert (
+        command.main(["report", str(tmp_path / "r.json"), "-o", str(tmp_path / "no" / "r.html")])
+        == 2
+    )
+    assert "to save the report in does not exist" in capsys.readouterr().err
     assert command.main(["report", str(tmp_path / "r.json"), "-o", "-"]) == 0
     assert capsys.readouterr().out == f"{sample()}\n"
 
