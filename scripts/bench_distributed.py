@@ -6,7 +6,7 @@
 Each arm of each mode has processes of its own: so memory is its own, and one that fails or never ends is reported as
 that. All of them compile at the same time; then they take turns, step by step of the measurement, while the others
 wait. cgpass's losses and parameters are compared with the same kernels without graphs, bit by bit, in two more arms
-whose kernels Inductor may not choose by measuring. In a further one collectives are captured and the process group is
+under deterministic algorithms: else Inductor may choose other kernels for each. In a further one collectives are captured and the process group is
 ended, 20 times.
 """
 
@@ -47,7 +47,8 @@ def work(rank: int, job: dict[str, Any], pipe: Any) -> None:
     warnings.simplefilter("ignore")  # torch's own of itself
     torch._dynamo.config.recompile_limit = 64  # layers share code
     torch._inductor.config.compile_threads = 1  # there are many processes
-    torch._inductor.config.deterministic = job["check"]
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(job["check"])
     processes, device = job["processes"], job["device"]
     if device == "cuda":
         torch.cuda.set_device(rank)

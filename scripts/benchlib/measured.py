@@ -183,7 +183,8 @@ def distributed(found: dict[str, Any]) -> str:
         f"On {found['meta']['devices']} such GPUs a step of the Llama takes, with {'; '.join(said)}"
     )
     text += f"; not with {listed(lost)}" if lost else ""
-    text += "; losses and parameters are bitwise those of the same kernels without graphs"
+    text += "; losses and parameters are bitwise those of the same kernels without graphs "
+    text += "(under deterministic algorithms)"
     text += f", but not with {listed(unequal)}" if unequal else ""
     if ratios:
         text += f", and peak reserved memory is {span(ratios)} times that of plain `torch.compile`"

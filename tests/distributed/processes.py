@@ -8,7 +8,6 @@ import traceback
 import warnings
 
 import torch
-import torch._inductor.config
 import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
@@ -67,8 +66,9 @@ def _process(rank, world_size, device_type, compiler, names, directory, port):
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
     # The first program that spreads its tensors is traced with more operators than later ones (DTensor finds out how
-    # once), its kernels have other names, are measured by themselves and may add in another order.
-    torch._inductor.config.deterministic = True
+    # once): its kernels have other comments, so Inductor measures them anew, and the fastest may add in another order.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(compiler == "inductor")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{directory}/inductor{rank}"
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
