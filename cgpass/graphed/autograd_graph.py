@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from cgpass import _torch
+from cgpass.graphed.values import no_autocast
 from cgpass.recompute.gradients import gradients
 from cgpass.recompute.nonreentrant import Checkpoint
 
@@ -75,6 +76,8 @@ def take_gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of `inputs`, None for what the outputs don't depend on; no `.grad` changes and no hook of a leaf runs.
 
+    They are those of a backward outside of `torch.autocast`.
+
     Args:
         outputs: Whose gradients are given.
         grad_outputs: One for each of `outputs`.
@@ -85,6 +88,7 @@ def take_gradients(
     if not inputs:
         return ()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(no_autocast(outputs))
         for tensor in inputs:  # they run when the gradient reaches the leaf, in every backward
             stack.enter_context(_hooks_put_aside(tensor))
         if not reentrant:

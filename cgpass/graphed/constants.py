@@ -85,6 +85,8 @@ def _equal(a: object, b: object) -> bool:
         return repr(a) == repr(b)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(_equal, a, b))
+    if hasattr(a, "tobytes"):
+        return _state(a) == _state(b)
     try:
         return bool(a == b)
     except Exception:  # what can't say whether it is equal isn't

@@ -21,6 +21,7 @@ from cgpass.graphed.options import GraphedOptions
 from cgpass.graphed.statics import Statics, firsts
 from cgpass.graphed.values import (
     OutputStructure,
+    no_autocast,
     no_autocast_cache,
     tensors_of,
 )
@@ -274,7 +275,7 @@ class Pass:
         if self.backward_dw is None:
             return {}
         first = {i: statics[i] for i in firsts(statics)}
-        with grads_put_aside(list(first.values())), torch.no_grad():
+        with grads_put_aside(list(first.values())), torch.no_grad(), no_autocast(statics):
             self.backward_dw()
             return {i: t.grad for i, t in first.items() if t.grad is not None}
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from cgpass.errors import GraphedArgumentError
 from cgpass.graphed.following import Attributes
@@ -154,6 +155,10 @@ def _name_of(fn: Callable[..., Any]) -> str:
 
 
 def _check_module(name: str, module: torch.nn.Module) -> None:
+    if isinstance(module, LazyModuleMixin):  # it is of another class from its first call on
+        raise GraphedArgumentError(
+            f"make_graphed_callables: {name} is a lazy module that has not run yet: call it once before."
+        )
     for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
         if getattr(module, kind):
             raise GraphedArgumentError(

@@ -180,6 +180,12 @@ def tensors_of(result: Any) -> Iterator[torch.Tensor]:
             yield leaf
 
 
+def no_autocast(tensors: Iterable[torch.Tensor]) -> torch.autocast:
+    """Have nothing cast on the device of `tensors`: as in a backward outside of the block that its forward ran in."""
+    kind = next((tensor.device.type for tensor in tensors), "cpu")
+    return torch.autocast(kind, enabled=False)
+
+
 @contextlib.contextmanager
 def no_autocast_cache() -> Iterator[None]:
     """Have autocast cast every weight anew: a cast weight of another run would be no part of the graph."""

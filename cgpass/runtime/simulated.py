@@ -220,7 +220,7 @@ class SimulatedGraph:
 
     def replay(self) -> None:
         """Run every call on the memory of the recording."""
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):  # casts are calls of their own
             for func, args, kwargs, grad, recorded in self._calls:
                 # Some operators make less where no backward is to come.
                 torch.set_grad_enabled(grad)

@@ -5,6 +5,7 @@ import math
 import types
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,6 +52,8 @@ class Kind(enum.Enum):
         (frozenset({1}), frozenset({1}), frozenset({2})),
         (Scale(2.0, [1]), Scale(2.0, [1]), Scale(2.0, [2])),
         (Plain(1), None, Plain(1)),
+        (np.array([0, 2]), np.array([0, 2]), np.array([0, 1])),
+        (np.array([0, 2]), np.array([0, 2]), np.array([0.0, 2.0])),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -296,3 +296,11 @@ def test_a_recurrent_module(setting):
             (outputs.square().sum() + hidden.sum()).backward()
         same(graphed(x)[0], plain(x)[0])
         same_grads(module, plain)
+
+
+def test_a_lazy_module_is_called_before(setting):
+    module, x = setting.module(torch.nn.LazyLinear(4)), setting.randn(2, 8)
+    with pytest.raises(cgpass.errors.GraphedArgumentError, match=r"lazy module .* call it once"):
+        setting.graphed(module, (x,))
+    expected = module(x)
+    same(setting.graphed(module, (x,))(x), expected)

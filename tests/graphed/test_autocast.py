@@ -1,0 +1,157 @@
+"""Autocast around calls, off in parts of a callable, of another dtype there; backwards have the numbers of none."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import cgpass
+from tests.graphed.steps import Layer, check, same, same_grads, twins
+from tests.graphed.test_weight_grads import Split
+
+
+class Island(torch.nn.Module):
+    """A layer, and a router that computes in float32 whatever is around it."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        self.layer, self.router = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+        self.settings = settings
+
+    def forward(self, x):
+        h = self.layer(x)
+        with torch.autocast(x.device.type, **self.settings):
+            return self.router(h.float() if not self.settings.get("enabled", True) else h)
+
+
+class Inverse(torch.nn.Module):
+    """Its operator is not cast, but the products in the operator's derivative would be."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(8) * 2 + torch.rand(8, 8))
+
+    def forward(self, x):
+        return x * torch.linalg.inv(self.weight)
+
+
+class SplitIsland(Split):
+    """Multiplies in float32, and leaves its weight's gradient for later."""
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x.float())
+
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+
+
+OUTSIDE = contextlib.nullcontext()
+
+
+def casts(setting, dtype=torch.bfloat16):
+    return torch.autocast(setting.device.type, dtype)
+
+
+def made(setting, module, shape=(8, 8)):
+    """A module graphed under autocast, and its twin."""
+    module, plain = twins(setting, module)
+    with casts(setting):
+        return setting.graphed(module, (setting.randn(*shape, grad=True),)), plain
+
+
+def stepped(call, x, forward, backward=OUTSIDE):
+    torch.manual_seed(1)
+    x = x.clone().requires_grad_()
+    with forward:
+        out = call(x)
+    loss = out.float().square().sum()
+    with backward:
+        loss.backward()
+    return out, x.grad
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        lambda: Island(enabled=False),
+        lambda: Island(dtype=torch.float16),
+        Inverse,
+        lambda: Layer(dropout=0.1),
+        lambda: Layer(dropout=0.1, checkpoint=cgpass.checkpoint),
+    ],
+    ids=["off inside", "another dtype inside", "derivative", "layer", "checkpoints"],
+)
+def test_parts_have_settings_of_their_own(setting, module):
+    graphed, plain = made(setting, module())
+    for _ in range(3):
+        x = setting.randn(8, 8)
+        for found, expected in zip(
+            stepped(graphed, x, casts(setting)), stepped(plain, x, casts(setting)), strict=True
+        ):
+            same(found, expected)
+        same_grads(graphed, plain)
+    assert graphed.graphed.stats.plain_calls == 0
+
+
+def test_attention_with_dropout(setting):
+    graphed, _ = made(setting, Attention(), (2, 2, 4, 8))
+    x = setting.randn(2, 2, 4, 8)
+    first, second = (stepped(graphed, x, casts(setting)) for _ in range(2))
+    for found, expected in zip(first, second, strict=True):
+        same(found, expected)
+    assert first[0].dtype is torch.bfloat16
+    assert graphed.graphed.stats.plain_calls == 0
+
+
+def test_a_backward_in_the_block_is_that_of_one_outside(setting):
+    graphed, plain = made(setting, Inverse())
+    x = setting.randn(8, 8)
+    inside = stepped(graphed, x, casts(setting), casts(setting))
+    outside = stepped(plain, x, casts(setting))
+    for found, expected in zip(inside, outside, strict=True):
+        same(found, expected)
+    same_grads(graphed, plain)
+
+
+def test_a_layer_in_full_precision_whose_backward_is_in_a_block(setting):
+    module, plain = twins(setting, torch.nn.Linear(8, 8))
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    x = setting.randn(4, 8)
+    stepped(graphed, x, OUTSIDE, casts(setting))
+    stepped(plain, x, OUTSIDE)
+    same_grads(module, plain)
+
+
+def test_weight_gradients_that_are_split_off(setting):
+    graphed, plain = made(setting, SplitIsland())
+    plain.split = False
+    for _ in range(2):
+        x = setting.randn(8, 8)
+        stepped(graphed, x, casts(setting))
+        graphed.backward_dw()
+        stepped(plain, x, casts(setting))
+        same_grads(graphed, plain)
+
+
+def test_recorded_again_within_a_block(setting):
+    graphed, plain = made(setting, Inverse())
+    for module in (graphed, plain):
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()
+    x = setting.randn(8, 8)
+    for _ in range(2):
+        with casts(setting):
+            stepped(graphed, x, OUTSIDE)
+        stepped(plain, x, casts(setting))
+        same_grads(graphed, plain)
+    assert graphed.graphed.stats.recordings > 1
+    check(setting, graphed, plain, x, 1)  # plainly
