@@ -322,9 +322,9 @@ class Compilation:
         graph = self._add_plain(gm, direction, why, reasons)
         if asked and self.options.driver != "none":
             telemetry.compile_stats.skips += 1
-            self._on_skip(f"the {direction} graph runs without CUDA graphs: {why}")
+            self._on_skip(f"{self._source.graph(direction)} runs without CUDA graphs: {why}")
         else:
-            log.info("the %s graph runs without CUDA graphs: %s", direction, why)
+            log.info("%s runs without CUDA graphs: %s", self._source.graph(direction), why)
         return run_plainly(graph, compiler.whole(gm, example_inputs))
 
     def _run_uncaptured(
@@ -345,7 +345,7 @@ class Compilation:
             if all(reason.code in ("no_work", "effect_token") for reason in reasons):
                 why = "it launches no work on the device"
             graph = self._add_plain(gm, direction, why, reasons)
-            log.info("the %s graph runs without CUDA graphs: %s", direction, why)
+            log.info("%s runs without CUDA graphs: %s", self._source.graph(direction), why)
             return run_plainly(graph, compiler.whole(gm, example_inputs))
         why = "; ".join(dict.fromkeys(map(str, blockers))) or "it has no operators"
         return self._run_plainly(gm, example_inputs, direction, compiler, why, blockers)
@@ -368,7 +368,8 @@ class Compilation:
         reasons = [reason for reason in reasons if not reason.is_chosen]
         if reasons:
             listed = "\n  ".join(dict.fromkeys(map(str, reasons)))
-            self._on_skip(f"parts of the {direction} graph run without CUDA graphs:\n  {listed}")
+            graph = self._source.graph(direction)
+            self._on_skip(f"parts of {graph} run without CUDA graphs:\n  {listed}")
 
     def _warn_of_replaced(self, gm: fx.GraphModule, direction: Direction) -> None:
         """Say which names in `unsafe_ops` may have had no effect: torch puts other operators in their place."""

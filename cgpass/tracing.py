@@ -28,6 +28,10 @@ class Source:
         """`name`, with where it is from if that is known."""
         return name if self.place is None else f"{name} of {self.place}"
 
+    def graph(self, direction: str) -> str:
+        """One of the function's graphs, `the forward graph of model.py:41 in forward`."""
+        return self.of(f"the {direction} graph")
+
 
 NOWHERE: Final = Source()
 

@@ -49,7 +49,7 @@ def main() -> None:
         for graph in report.graphs:
             plain = [part for part in graph.partitions if not part.captured]
             print(
-                f"  {graph.direction}: {len(plain)} of {len(graph.partitions)} partitions run plain"
+                f"  {graph.direction}: {len(graph.partitions)} partitions, run plainly: {len(plain)}"
             )
             for reason in plain[0].reasons if plain else ():
                 print(f"    {reason.op} [{reason.code}]: {reason.detail}")

@@ -80,6 +80,7 @@ def test_a_tiny_graph_is_no_skip(caplog):
     assert counters["skips"] == counters["plain_calls"] == counters["replays"] == 0
     (record,) = [r for r in caplog.records if "runs without CUDA graphs" in r.getMessage()]
     assert record.levelno == logging.INFO
+    assert record.getMessage().startswith("the inference graph of test_summary.py:")
 
 
 def test_calls_that_ran_without_a_graph_are_named():
