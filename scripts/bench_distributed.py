@@ -113,6 +113,7 @@ class Bench:
             "check": False,
         }
         self.crews: list[Crew] = []
+        self._begun = time.monotonic()
 
     def start(self, mode: str, arm: str, **more: Any) -> Crew:
         """Processes that begin with their first step."""
@@ -132,24 +133,29 @@ class Bench:
             if "cgpass" in args.arms
         }
         teardown = self.start(TEARDOWN, "cgpass", times=args.teardowns)
-        ended = heard([teardown], args.limit)[0]
-        first = dict(zip(timed, heard(list(timed.values()), args.limit), strict=True))
-        heard([crew for pair in pairs.values() for crew in pair], args.limit)
+        apart = [crew for pair in pairs.values() for crew in pair]
+        answers = heard([*timed.values(), *apart, teardown], args.limit)
+        first, ended = dict(zip(timed, answers, strict=False)), answers[-1]
+        for name, crew in timed.items():
+            self.tell(f"{', '.join(name)}: {crew.error or first[name][0]}")
         turns: dict[Any, list[Any]] = {name: [] for name in timed}
         steady = 2 if args.tiny else STEADY
         for count in (steady, *[max(1, args.steps // TURNS)] * TURNS):
             for name, crew in timed.items():
                 crew.say(count)
                 turns[name].append(crew.hear(TURN_S))
+            self.tell(f"{count} steps of each")
         checks = {mode: self.checked(mode, *pair) for mode, pair in pairs.items()}
+        self.tell("bits compared")
         for crew in timed.values():
             crew.say("end")
+        end = time.monotonic() + ENDS_WITHIN_S
         modes: dict[str, Any] = {mode: {"arms": {}} for mode in args.modes}
         for (mode, arm), crew in timed.items():
             entry = modes[mode]["arms"][arm] = {"error": crew.error}
             if crew.error is None:
                 entry = modes[mode]["arms"][arm] = summary(first[mode, arm], turns[mode, arm])
-                crew.hear(ENDS_WITHIN_S)
+                crew.hear(max(0.1, end - time.monotonic()))
                 entry["process_group_ended"] = crew.error is None
                 if arm == "cgpass":
                     entry["check"] = checks[mode]
@@ -175,6 +181,10 @@ class Bench:
         for crew in crews:
             crew.hear(ENDS_WITHIN_S)
         return found
+
+    def tell(self, what: str) -> None:
+        """A line about what has been done, with the seconds since the start."""
+        print(f"{time.monotonic() - self._begun:4.0f} s: {what}", flush=True)
 
     def close(self) -> None:
         """Nothing is left running."""
