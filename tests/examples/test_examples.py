@@ -111,6 +111,9 @@ def test_lightning_trainer(run):
 
 
 def test_graphed_layers(run):
+    out, _ = run("graphed_layers")
+    first, last = losses(out)
+    assert last < 0.7 * first
     out, _ = run("graphed_layers", "--layers", "3", "--steps", "4")
     assert "3 layers, 6 graphs" in out
     assert "moved in 24 times" in out  # (3 warm-ups + 1 capture) x forward and backward x 3 layers
