@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import logging
 import sys
+import threading
 import types
 from collections.abc import (
     Callable,
@@ -317,8 +318,29 @@ def without_modes() -> Iterator[None]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     clear = temporarily_clear_interpreter_stack if in_functorch() else contextlib.nullcontext
-    with clear(), _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+    keys = torch._C._ForceDispatchKeyGuard(*_KEYS_OF_A_THREAD)
+    with clear(), keys, _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def _dispatch_keys() -> tuple[Any, Any]:
+    return (
+        torch._C._dispatch_tls_local_include_set(),
+        torch._C._dispatch_tls_local_exclude_set(),
+    )
+
+
+def _in_a_thread(fn: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(fn()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+_KEYS_OF_A_THREAD = _in_a_thread(_dispatch_keys)
+"""Dispatch keys that a thread starts with: whoever imports this may have others. Fake tensors' kernels run with the
+meta device's (torch/_subclasses/fake_tensor.py `in_kernel_invocation_manager`, 2.11 to 2.15)."""
 
 
 # ---- counters and traces

@@ -1,10 +1,12 @@
 """Which pool is recorded into, what belongs to it again, and what is laid elsewhere."""
 
+import contextlib
 import gc
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 
 from cgpass.runtime import fast
 from cgpass.runtime.owner import Owner
@@ -248,12 +250,33 @@ def test_held_outputs_outlive_their_owner(end):
     assert len(others) == 64
 
 
-def test_an_owner_that_is_collected_during_a_trace_frees_its_memory_for_real():
+@contextlib.contextmanager
+def in_a_fake_kernel():
+    with FakeTensorMode() as mode, in_kernel_invocation_manager(mode):
+        yield
+
+
+@pytest.mark.parametrize(
+    "tracing",
+    [
+        FakeTensorMode,
+        in_a_fake_kernel,
+        lambda: torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.Functionalize),
+        enable_python_dispatcher,
+        torch.inference_mode,
+    ],
+    ids=["fake", "kernel", "functionalization", "python", "inference"],
+)
+def test_an_owner_that_is_collected_during_a_trace_frees_its_memory_for_real(tracing, monkeypatch):
+    ignored = []
+    monkeypatch.setattr("sys.unraisablehook", ignored.append)
     run = runner(lambda x: [x * 2], COPIED)
     for value in range(3):
         (held,), _ = run.run([X * value])
-    with FakeTensorMode():
+    with tracing():
         del run
         gc.collect()
+    others = [torch.full((2,), -1.0) for _ in range(64)]
     assert held.tolist() == [4, 4]
     assert type(held) is torch.Tensor
+    assert (len(others), ignored) == (64, [])
