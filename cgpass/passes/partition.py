@@ -50,6 +50,7 @@ class Partition(Pass):
             )
             for group in groups
         ]
+        groups, reasons = _with_views(groups, reasons)
         segments = _cut(groups, reasons, range(len(groups)), self.min_partition_ops)
         modified = False
         if not _is_tagged(gm, groups, segments):
@@ -72,7 +73,7 @@ class Partition(Pass):
 
 
 Group = tuple[fx.Node, ...]
-"""An operator and the `getitem` nodes that take its results apart: they stay together."""
+"""An operator and the `getitem` nodes that take its results apart: they stay together. See also `_with_views`."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,39 @@ def _groups(gm: fx.GraphModule) -> list[Group]:
         home[node] = first
         members.setdefault(first, []).append(node)
     return [tuple(group) for group in members.values()]
+
+
+def _with_views(
+    groups: Sequence[Group], reasons: Sequence[Reason | None]
+) -> tuple[list[Group], list[Reason | None]]:
+    """Let views of what an eager operator makes be part of its group, unless a captured operator reads them.
+
+    In a captured partition they would be outputs that need no kernel, but an input that is copied in.
+    """
+    home = {node: at for at, group in enumerate(groups) for node in group}
+    eager = {at for at, reason in enumerate(reasons) if reason is not None}
+    base: dict[int, int] = {}
+    for at, group in enumerate(groups):
+        bases = {home.get(arg) for arg in group[0].all_input_nodes if values.tensors(arg)}
+        if at in eager or _launches(group[0]) or len(bases) != 1:
+            continue
+        of = bases.pop()
+        if of is not None and (of in eager or of in base):
+            base[at] = of
+    for at in reversed(list(base)):
+        others = (home.get(user) for node in groups[at] for user in node.users)
+        if any(other is not None and other not in base and other not in eager for other in others):
+            del base[at]
+    with_views = {at: list(groups[at]) for at in range(len(groups)) if at not in base}
+    for at, of in base.items():
+        while of in base:
+            of = base[of]
+        if of in eager:
+            with_views[of] += groups[at]
+        else:  # of a view that a captured operator reads
+            with_views[at] = list(groups[at])
+    kept = sorted(with_views)
+    return [tuple(with_views[at]) for at in kept], [reasons[at] for at in kept]
 
 
 class _Inputs:
