@@ -111,6 +111,10 @@ class GraphedFunction:
             names = statics.other_modes()
             why = f"{names} changed between training and eval mode" if names else None
             return self._run_plainly(why, args, kwargs)
+        if not unchanged and self._check != "off" and (names := self._with_other_hooks(statics)):
+            why = f"hooks or forward of {names} are others than when it was recorded (reset() records them)"
+            return self._run_plainly(why, args, kwargs)
+        statics = self._pass.statics
         recorded, parameters = self._find_now(statics, unchanged=unchanged)
         if recorded is None:
             return self._run_plainly(self._why_unrecorded(), args, kwargs)
@@ -119,6 +123,16 @@ class GraphedFunction:
             return self._run_plainly(why_not, args, kwargs)
         recorded.last_used = stats.calls
         return recorded.call(tensors, parameters)
+
+    def _with_other_hooks(self, statics: Statics) -> str:
+        """Submodules for whose hooks a call can't be replayed; empty where it is recorded anew anyhow."""
+        names = statics.other_hooks()
+        if not names or not statics.has_its_members():
+            return ""
+        if self._recorded:
+            return names
+        self._pass.use_statics(self._pass.find_statics())
+        return ""
 
     def _find_now(
         self, statics: Statics, *, unchanged: bool

@@ -15,6 +15,9 @@ _ACCUMULATED = "main_grad"
 """An attribute of parameters to which the backwards of Megatron and TransformerEngine add gradients."""
 
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
 class MemberGoneError(InputError):
     """A parameter or buffer is None or was deleted."""
 
@@ -53,6 +56,9 @@ class Statics:
         self._modes = _Members()
         self._members = _Members()
         self._all = _Members()
+        self._hooks = _Members()
+        self._hooked: list[tuple[str, Any, int]] = []
+        """Of submodules: path, hooks of a kind, how many."""
         self._lazy: list[Any] = []
         """Parameters that the first call makes."""
         self._holders: list[Any] = []
@@ -61,6 +67,10 @@ class Statics:
         tops = {id(top) for top in modules}
         for path, inner in named.values():
             self._watch(inner, path, mode=not (weak and id(inner) in tops))
+        self._all_holders = (
+            [*self._holders, *(holder for _, holder, _ in self._hooked)],
+            [*self._sizes, *(size for _, _, size in self._hooked)],
+        )
         self._outermost = [] if weak else _modes_of([m for path, m in named.values() if not path])
         for kind in ("_parameters", "_buffers"):
             for path, inner in named.values():
@@ -107,6 +117,18 @@ class Statics:
                         entries.add(
                             attributes, _ACCUMULATED, f"{path}.{key}.{_ACCUMULATED}".lstrip(".")
                         )
+        if path:  # those of a callable itself run around it
+            self._watch_hooks(module, path)
+
+    def _watch_hooks(self, module: torch.nn.Module, path: str) -> None:
+        for kind in _HOOKS:
+            holder = getattr(module, kind)
+            self._hooked.append((path, holder, len(holder)))
+            for key in holder:
+                for entries in (self._hooks, self._all):
+                    entries.add(holder, key, path)
+        for entries in (self._hooks, self._all):
+            entries.add(module.__dict__, "forward", path)
 
     def _add(self, holder: dict[str, Any], key: str, name: str) -> None:
         self._dicts.append(holder)
@@ -122,7 +144,7 @@ class Statics:
 
     def unchanged(self) -> bool:
         """`has_its_modes()` and `has_its_members()`, at the cost of one."""
-        return not self._lazy and self._all.unchanged(self._holders, self._sizes)
+        return not self._lazy and self._all.unchanged(*self._all_holders)
 
     def has_its_modes(self) -> bool:
         """Whether all modules are in the mode, training or eval, that they were found in."""
@@ -146,9 +168,14 @@ class Statics:
             return False
         return self._members.unchanged(self._holders, self._sizes)
 
+    def other_hooks(self) -> str:
+        """Submodules that have other hooks than they had, or another `forward` of their own; empty if none has."""
+        changed = [path for path, holder, size in self._hooked if len(holder) != size]
+        return _listed(list(dict.fromkeys([*changed, *self._hooks.changed()])))
+
     def fits(self) -> bool:
         """Whether the modules have all of this, and nothing else."""
-        if not self.has_its_members():
+        if not self.has_its_members() or self.other_hooks():
             return False
         pairs = zip(self._dicts, self._keys, strict=True)
         return all(_entry(holder, key) is not None for holder, key in pairs)
@@ -211,7 +238,7 @@ class _Members:
     def add(self, holder: Any, key: str, name: str) -> None:
         self._dicts.append(holder)
         self._keys.append(key)
-        self._values.append(holder[key])
+        self._values.append(holder[key] if key in holder else ...)
         self._names.append(name)
 
     def unchanged(self, holders: Sequence[Any] = (), sizes: Sequence[int] = ()) -> bool:
@@ -219,7 +246,11 @@ class _Members:
 
     def changed(self) -> list[str]:
         entries = zip(self._dicts, self._keys, self._values, self._names, strict=True)
-        return [name for holder, key, value, name in entries if _entry(holder, key) is not value]
+        return [
+            name
+            for holder, key, value, name in entries
+            if (holder[key] if key in holder else ...) is not value
+        ]
 
 
 def _entry(holder: Any, key: str) -> Any:

@@ -188,16 +188,17 @@ PyObject* unchanged(PyObject* const* args) {
     if (size != PyLong_AsSsize_t(sizes.items[k])) Py_RETURN_FALSE;
   }
   for (Py_ssize_t k = 0; k < keys.size; ++k) {
+    PyObject* found = nullptr;
     if (PyDict_CheckExact(mappings.items[k])) {
-      if (PyDict_GetItemWithError(mappings.items[k], keys.items[k]) == values.items[k]) continue;
-      if (PyErr_Occurred()) throw PythonErrorSet();
-      Py_RETURN_FALSE;
+      found = PyDict_GetItemWithError(mappings.items[k], keys.items[k]);
+      if (found == nullptr && PyErr_Occurred()) throw PythonErrorSet();
+    } else {
+      found = PyObject_GetItem(mappings.items[k], keys.items[k]);
+      if (found == nullptr && !PyErr_ExceptionMatches(PyExc_KeyError)) throw PythonErrorSet();
+      PyErr_Clear();
+      Py_XDECREF(found);
     }
-    PyObject* found = PyObject_GetItem(mappings.items[k], keys.items[k]);
-    if (found == nullptr && !PyErr_ExceptionMatches(PyExc_KeyError)) throw PythonErrorSet();
-    PyErr_Clear();
-    Py_XDECREF(found);
-    if (found != values.items[k]) Py_RETURN_FALSE;
+    if ((found != nullptr ? found : Py_Ellipsis) != values.items[k]) Py_RETURN_FALSE;
   }
   Py_RETURN_TRUE;
 }

@@ -88,7 +88,7 @@ def unchanged(
     Args:
         mappings: One for each of `keys`.
         keys: To be looked up.
-        values: What was there; compared by identity.
+        values: What was there; compared by identity. `...` for nothing.
         holders: Containers whose sizes are compared.
         sizes: What they were.
     """
@@ -96,10 +96,8 @@ def unchanged(
         raise ValueError("as many values as keys expected")
     if list(map(len, holders)) != list(sizes):
         return False
-    try:
-        return all(map(operator.is_, map(operator.getitem, mappings, keys), values))
-    except KeyError:
-        return False
+    found = (each[key] if key in each else ... for each, key in zip(mappings, keys, strict=True))
+    return all(map(operator.is_, found, values))
 
 
 def in_transform() -> bool:

@@ -1,0 +1,130 @@
+"""Hooks of submodules, and patched `forward`s of theirs, that come or go after the recording."""
+
+import logging
+
+import pytest
+import torch
+
+from tests.graphed.steps import check, same, step, twins
+
+
+def three():
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+
+
+def scaled(module, args, output):
+    return output * 2
+
+
+def shifted(module, args, output):
+    return output + 1
+
+
+CHANGES = {
+    "hook": lambda module: module[1].register_forward_hook(scaled).remove,
+    "pre-hook": lambda module: module[1].register_forward_pre_hook(lambda m, a: a[0] * 2).remove,
+    "backward hook": lambda module: (
+        module[1].register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,)).remove
+    ),
+    "forward": lambda module: patched(module[1]),
+}
+
+
+def patched(module):
+    module.forward = lambda x: x * 3
+    return lambda: delattr(module, "forward")
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_they_run_and_then_the_graph_again(setting, change, caplog):
+    module, plain = twins(setting, three())
+    x = setting.randn(4, 8, grad=True)
+    graphed = setting.graphed(module, (x,), patch_modules=True)
+    check(setting, graphed, plain, x, 1)
+    undo = [change(each) for each in (module, plain)]
+    check(setting, graphed, plain, x, 2)
+    stats = graphed.graphed.stats
+    assert stats.plain_calls == 2
+    assert caplog.text.count("hooks or forward of 1 are others than when it was recorded") == 1
+    for each in undo:
+        each()
+    check(setting, graphed, plain, x, 2)
+    assert (stats.plain_calls, stats.rerecordings) == (2, 0)
+
+
+def test_activations_are_collected(setting):
+    module, plain = twins(setting, three())
+    x = setting.randn(4, 8)
+    graphed = setting.graphed(module, (x,), patch_modules=True)
+    seen = []
+    with_hook = module[1].register_forward_hook(lambda m, a, out: seen.append(out))
+    for _ in range(2):
+        same(graphed(x), plain(x))
+    with_hook.remove()
+    graphed(x)
+    assert len(seen) == 2
+
+
+def test_one_for_another(setting, caplog):
+    module, plain = twins(setting, three())
+    x = setting.randn(4, 8)
+    before = [each[1].register_forward_hook(scaled) for each in (module, plain)]
+    graphed = setting.graphed(module, (x,), patch_modules=True)
+    check(setting, graphed, plain, x, 2)
+    assert graphed.graphed.stats.plain_calls == 0
+    for each, hook in zip((module, plain), before, strict=True):
+        hook.remove()
+        each[1].register_forward_hook(shifted)
+    check(setting, graphed, plain, x, 2)
+    assert graphed.graphed.stats.plain_calls == 2
+    graphed.graphed.reset()
+    check(setting, graphed, plain, x, 2)
+    assert graphed.graphed.stats.plain_calls == 2
+    assert "reset() records them" in caplog.text
+
+
+def test_with_other_members_they_are_recorded(setting, caplog):
+    caplog.set_level(logging.WARNING)
+    module, plain = twins(setting, three())
+    x = setting.randn(4, 8)
+    graphed = setting.graphed(module, (x,), patch_modules=True)
+    for each in (module, plain):
+        torch.nn.utils.parametrize.register_parametrization(each[0], "weight", torch.nn.Tanh())
+        each[1].register_forward_hook(scaled)
+    check(setting, graphed, plain, x, 3)
+    stats = graphed.graphed.stats
+    assert (stats.rerecordings, stats.plain_calls) == (1, 0)
+
+
+def test_members_come_back_with_other_hooks(setting):
+    module, plain = twins(setting, three())
+    x = setting.randn(4, 8)
+    graphed = setting.graphed(module, (x,), patch_modules=True)
+    first = [each[0] for each in (module, plain)]
+    for number, each in enumerate((module, plain)):
+        each[0] = torch.nn.Identity()
+        same(graphed(x), plain(x)) if number else None
+    for each, layer in zip((module, plain), first, strict=True):
+        each[0] = layer
+        each[1].register_forward_hook(scaled)
+    check(setting, graphed, plain, x, 2)
+
+
+def test_those_of_the_callable_run_around_it(setting):
+    module, plain = twins(setting, three())
+    x = setting.randn(4, 8)
+    graphed = setting.graphed(module, (x,))
+    for each in (graphed, plain):
+        each.register_forward_hook(scaled)
+    step(graphed, x)
+    check(setting, graphed, plain, x, 2)
+    assert graphed.graphed.stats.plain_calls == 0
+
+
+def test_unchecked_ones_are_not_looked_at(setting):
+    module = setting.module(three())
+    x = setting.randn(4, 8)
+    graphed = setting.graphed(module, (x,), patch_modules=True, static_input_check="off")
+    expected = graphed(x)
+    module[1].register_forward_hook(scaled)
+    same(graphed(x), expected)
