@@ -96,25 +96,16 @@ class GraphedFunction:
         tensors = self._pass.binding.bind(args, kwargs)
         if tensors is None:
             return self._run_plainly(self._pass.binding.why_unbound(args, kwargs), args, kwargs)
-        if _autocast(self._device_type) != self._autocast:
-            return self._run_plainly("it was recorded under other autocast settings", args, kwargs)
-        if self._tracker is not None and self._tracker.current != self._fork:
-            why = (
-                f"it was recorded in fork {self._fork!r} of its rng_tracker (None: outside of any)"
-            )
+        why = self._why_other_settings()
+        if why is not None:
             return self._run_plainly(why, args, kwargs)
-        if torch.is_grad_enabled() and not self._pass.with_grad:
-            return self._run_plainly("it was recorded under torch.no_grad()", args, kwargs)
         statics = self._pass.statics
         unchanged = statics.unchanged()
-        if not unchanged and not statics.has_its_modes():
-            names = statics.other_modes()
-            why = f"{names} changed between training and eval mode" if names else None
-            return self._run_plainly(why, args, kwargs)
-        if not unchanged and self._check != "off" and (names := self._with_other_hooks(statics)):
-            why = f"hooks or forward of {names} are others than when it was recorded (reset() records them)"
-            return self._run_plainly(why, args, kwargs)
-        statics = self._pass.statics
+        if not unchanged:
+            why = self._why_other_modules(statics)
+            if why is not None:
+                return self._run_plainly(why or None, args, kwargs)
+            statics = self._pass.statics
         recorded, parameters = self._find_now(statics, unchanged=unchanged)
         if recorded is None:
             return self._run_plainly(self._why_unrecorded(), args, kwargs)
@@ -124,15 +115,33 @@ class GraphedFunction:
         recorded.last_used = stats.calls
         return recorded.call(tensors, parameters)
 
-    def _with_other_hooks(self, statics: Statics) -> str:
-        """Submodules for whose hooks a call can't be replayed; empty where it is recorded anew anyhow."""
-        names = statics.other_hooks()
+    def _why_other_settings(self) -> str | None:
+        """What is other around a call than it was around the recording; None if nothing is."""
+        if _autocast(self._device_type) != self._autocast:
+            return "it was recorded under other autocast settings"
+        if self._tracker is not None and self._tracker.current != self._fork:
+            return (
+                f"it was recorded in fork {self._fork!r} of its rng_tracker (None: outside of any)"
+            )
+        if torch.is_grad_enabled() and not self._pass.with_grad:
+            return "it was recorded under torch.no_grad()"
+        return None
+
+    def _why_other_modules(self, statics: Statics) -> str | None:
+        """Why a call can't be replayed with modules as they are, empty if that is what a user expects.
+
+        None if it can be, or is recorded anew.
+        """
+        if not statics.has_its_modes():
+            names = statics.other_modes()
+            return f"{names} changed between training and eval mode" if names else ""
+        names = "" if self._check == "off" else statics.other_hooks()
         if not names or not statics.has_its_members():
-            return ""
+            return None
         if self._recorded:
-            return names
+            return f"hooks or forward of {names} are others than when it was recorded (reset() records them)"
         self._pass.use_statics(self._pass.find_statics())
-        return ""
+        return None
 
     def _find_now(
         self, statics: Statics, *, unchanged: bool

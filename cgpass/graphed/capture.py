@@ -100,6 +100,7 @@ class Capture:
                 generators=self._states.generators,
             )
         d.structure = OutputStructure.of(self._result)
+        d.refuse_other_structure(d.structure)
         self._footprint = [*self._outlived(before), *[m.target for m in self.memory]]
         self.forward.replay()  # where a capture computes nothing, the backward's reads values all the same
         d.hooks.run("forward", d.hooked, args, kwargs, self._result)

@@ -20,6 +20,8 @@ _BY_IDENTITY = (
     torch.Generator,
 )
 """What is the same only if it is the same object; tensors are read where they lie."""
+_OF_BYTES = ("shape", "dtype", "typecode", "format", "size", "mode")
+"""What says how the bytes are read: of NumPy's arrays, `array.array`, `memoryview`, images."""
 _MAX_DEPTH = 4
 
 
@@ -67,8 +69,10 @@ def _state(value: Any, depth: int = 0) -> Any:
         return frozenset(value)
     if isinstance(value, bytearray):
         return bytes(value)
-    if hasattr(value, "tobytes"):  # NumPy's arrays
-        return (getattr(value, "shape", None), str(getattr(value, "dtype", "")), value.tobytes())
+    if hasattr(value, "tobytes"):
+        if getattr(getattr(value, "dtype", None), "hasobject", False):  # else pointers are compared
+            return _state(value.tolist(), depth + 1)
+        return ([str(getattr(value, name, None)) for name in _OF_BYTES], value.tobytes())
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
     held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     held.update(getattr(value, "__dict__", {}))

@@ -55,6 +55,8 @@ class Pass:
     """Whether a backward is recorded where outputs require grad."""
     hidden: HiddenTensors = field(default_factory=HiddenTensors)
     structure: OutputStructure | None = None
+    warm_structure: OutputStructure | None = None
+    """Of the last warm-up's result."""
     reentrant: bool = False
     used_inputs: set[int] = field(default_factory=set)
     """Arguments that got a gradient in a warm-up."""
@@ -116,6 +118,7 @@ class Pass:
                 self.kept.forget_unwritten()  # before hooks may take the memory away
             del run
             self.hooks.run("forward", self.hooked, args, kwargs, result)
+            self.warm_structure = OutputStructure.of(result)
             del args, kwargs, statics, copies
             if facts is not None:
                 self._warm_backward(group, inputs, result, facts, pool=pool)
@@ -192,6 +195,15 @@ class Pass:
             raise GraphedArgumentError(
                 f"make_graphed_callables: {self.name} assigns {names} anew when it runs, which no replay would do. Have "
                 "it write in place, as in self.buffer.copy_(value) or self.buffer.add_(1)."
+            )
+
+    def refuse_other_structure(self, structure: OutputStructure) -> None:
+        """Have a result made as the last warm-up's: calls get it as it was captured."""
+        before = self.warm_structure
+        if before is not None and not structure.is_like(before):
+            raise GraphedArgumentError(
+                f"make_graphed_callables: {self.name} returned {structure} when it was captured, and {before} in the "
+                "warm-up before. What it returns may not depend on how often it has run."
             )
 
     def _keep(self, statics: Sequence[torch.Tensor]) -> None:

@@ -1,6 +1,8 @@
 """Nothing that the user sees changes while callables are warmed up and recorded."""
 
 import contextlib
+import random
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -18,6 +20,8 @@ _here = threading.local()
 def prepared(passes: Pass | list[Pass], group: Group) -> Iterator[None]:
     """A block for warm-ups and captures, after which random number states, parameters and buffers are as before it.
 
+    Those of Python and NumPy, too: what code drops by chance is no reason for data to come in another order.
+
     What the user watches autograd with is off in it: anomaly detection, and hooks of saved tensors around it.
 
     Args:
@@ -33,6 +37,7 @@ def prepared(passes: Pass | list[Pass], group: Group) -> Iterator[None]:
         torch.autograd.set_detect_anomaly(False),  # which would read data in a capture
         _torch.no_outer_saved_tensors_hooks(),  # a checkpoint's, which expects what a replay saves
         random_state_kept(group.device, named),
+        _host_random_state_kept(),
     ):
         forget = True
         try:
@@ -43,6 +48,18 @@ def prepared(passes: Pass | list[Pass], group: Group) -> Iterator[None]:
             for each in reversed(passes):
                 each.kept.put_back()
             _here.prepares = before
+
+
+@contextlib.contextmanager
+def _host_random_state_kept() -> Iterator[None]:
+    numpy = sys.modules.get("numpy")
+    before, before_numpy = random.getstate(), numpy and numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        if numpy is not None:
+            numpy.random.set_state(before_numpy)
 
 
 def is_preparing() -> bool:

@@ -238,7 +238,7 @@ class _Members:
     def add(self, holder: Any, key: str, name: str) -> None:
         self._dicts.append(holder)
         self._keys.append(key)
-        self._values.append(holder[key] if key in holder else ...)
+        self._values.append(_entry(holder, key, ...))
         self._names.append(name)
 
     def unchanged(self, holders: Sequence[Any] = (), sizes: Sequence[int] = ()) -> bool:
@@ -247,15 +247,13 @@ class _Members:
     def changed(self) -> list[str]:
         entries = zip(self._dicts, self._keys, self._values, self._names, strict=True)
         return [
-            name
-            for holder, key, value, name in entries
-            if (holder[key] if key in holder else ...) is not value
+            name for holder, key, value, name in entries if _entry(holder, key, ...) is not value
         ]
 
 
-def _entry(holder: Any, key: str) -> Any:
-    """What a module's dictionary has for a key, or None."""
-    return holder[key] if key in holder else None  # noqa: SIM401  TorchScript's have no `get`
+def _entry(holder: Any, key: str, missing: Any = None) -> Any:
+    """What a module's dictionary has for a key."""
+    return holder[key] if key in holder else missing  # noqa: SIM401  TorchScript's have no `get`
 
 
 def _named(modules: Sequence[torch.nn.Module]) -> dict[int, tuple[str, torch.nn.Module]]:

@@ -85,6 +85,16 @@ def leaf_like(sample: torch.Tensor, data: torch.Tensor, *, requires_grad: bool) 
     return leaf.requires_grad_(requires_grad)
 
 
+class _Tensor:
+    """Stands for any in messages."""
+
+    def __repr__(self) -> str:
+        return "Tensor"
+
+
+_TENSOR: Any = _Tensor()
+
+
 @dataclass(frozen=True)
 class OutputStructure:
     """How a callable's result is made of the graph's outputs."""
@@ -121,6 +131,13 @@ class OutputStructure:
             plain = "tuple"
         kept = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         return cls(spec, kept, tuple(places), tuple(repeats), plain)
+
+    def is_like(self, other: "OutputStructure") -> bool:
+        """Whether tensors are in the same places; other leaves may be others."""
+        return (self.spec, self.tensors, self.repeats) == (other.spec, other.tensors, other.repeats)
+
+    def __str__(self) -> str:
+        return str(self.build([_TENSOR] * len(self.tensors)))
 
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
         """A result with these tensors."""

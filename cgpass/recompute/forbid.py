@@ -3,10 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-import torch
-
 from cgpass import _torch
 from cgpass.errors import CheckpointError
+from cgpass.graph.draws import draws
 
 NOT_WARMED_UP: Final = (
     "while a CUDA graph is being captured, and the recomputation could not draw the same ones. Capture into a "
@@ -37,22 +36,3 @@ class ForbidRandom(_torch.TorchDispatchMode):
         if draws(func, args, kwargs):
             raise CheckpointError(f"cgpass.checkpoint: {func} draws random numbers {self._why}")
         return func(*args, **kwargs)
-
-
-def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of an operator draws random numbers: dropout that drops nothing doesn't."""
-    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
-        return False
-    names = (argument.name for argument in func._schema.arguments)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if given.get("train", True) is False:
-        return False
-    return "0.0" not in (
-        str(given.get("p")),
-        str(given.get("dropout_p", 0.0 if _optional(func) else None)),
-    )
-
-
-def _optional(func: Any) -> bool:
-    """Whether `dropout_p` may be left out, which means 0."""
-    return any(a.name == "dropout_p" and a.has_default_value() for a in func._schema.arguments)

@@ -96,8 +96,11 @@ def unchanged(
         raise ValueError("as many values as keys expected")
     if list(map(len, holders)) != list(sizes):
         return False
-    found = (each[key] if key in each else ... for each, key in zip(mappings, keys, strict=True))
-    return all(map(operator.is_, found, values))
+    for each, key, value in zip(mappings, keys, values, strict=True):
+        found = each[key] if key in each else ...  # noqa: SIM401  TorchScript's have no `get`
+        if found is not value:
+            return False
+    return True
 
 
 def in_transform() -> bool:

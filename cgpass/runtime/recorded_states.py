@@ -7,12 +7,13 @@ then means something else. A seed other than the one that is set raises, the sam
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Protocol
 
 import torch
 
 from cgpass import _torch
+from cgpass.graph.draws import draws
 from cgpass.runtime import rng_ops
 
 
@@ -67,9 +68,9 @@ class RecordedStates:
         self._refuse("torch.seed, which no replay repeats. Seed before the call")
         return torch.default_generator.initial_seed()
 
-    def refuse_draw(self, func: Any) -> None:
+    def refuse_draw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise if an operator draws where no replay draws."""
-        if self.foreign and torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+        if self.foreign and draws(func, args, kwargs):
             self._refuse(f"{func} draws {_FOREIGN}")
 
     def end(self) -> None:

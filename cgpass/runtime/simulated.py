@@ -200,7 +200,7 @@ class _Tape(_torch.TorchDispatchMode):
     def _refuse(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if reads_on_host(func, args):
             raise RuntimeError(f"{_REFUSAL}: {func}")
-        self.states.refuse_draw(func)
+        self.states.refuse_draw(func, args, kwargs)
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Generator) and _implementation(leaf) not in self._registered:
                 raise RuntimeError(f"a generator used by {func} is not registered with the graph")

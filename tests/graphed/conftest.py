@@ -17,4 +17,5 @@ def setting(request):
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.parent.name == "graphed":  # Inductor's first import
-            item.add_marker(pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"))
+            for kind in ("DeprecationWarning", "FutureWarning"):
+                item.add_marker(pytest.mark.filterwarnings(f"ignore:`torch.jit:{kind}"))

@@ -1,5 +1,6 @@
 """Arguments that are no tensors: they must be what they were when the callable was recorded."""
 
+import array
 import enum
 import math
 import types
@@ -54,6 +55,7 @@ class Kind(enum.Enum):
         (Plain(1), None, Plain(1)),
         (np.array([0, 2]), np.array([0, 2]), np.array([0, 1])),
         (np.array([0, 2]), np.array([0, 2]), np.array([0.0, 2.0])),
+        (array.array("i", [1]), array.array("i", [1]), array.array("f", [1e-45])),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -139,3 +141,14 @@ def test_what_a_first_run_sets_up_in_an_object_stays(setting):
     same(graphed(x, aux), x * aux.loss)
     with refused:
         graphed(x, Aux())
+
+
+def test_objects_in_an_array_that_change(setting):
+    parts = np.array([[1], [2]], dtype=object)
+    parts[0, 0] = [1, 2]
+    graphed = setting.graphed(lambda x, c: x * 2, (setting.randn(3), parts))
+    x = setting.randn(3)
+    same(graphed(x, parts), x * 2)
+    parts[0, 0].append(3)
+    with refused:
+        graphed(x, parts)

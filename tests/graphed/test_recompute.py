@@ -215,3 +215,17 @@ def test_a_call_inside_of_the_fork_that_it_has_inside(setting, caplog):
         for a, b in zip(*found, strict=True):
             assert torch.equal(a, b)
     assert caplog.text.count("it was recorded in fork None of its rng_tracker") == 1
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_torchs_checkpoint_of_attention_that_drops_nothing(setting, reentrant):
+    def attend(x):
+        return F.scaled_dot_product_attention(x.sin(), x, x, dropout_p=0.0)
+
+    x = setting.randn(2, 2, 4, 8, grad=True)
+    graphed = setting.graphed(lambda x: torchs(attend, x, use_reentrant=reentrant), (x,))
+    for _ in range(2):
+        found, (grad,) = step(graphed, x)
+        expected, (want,) = step(attend, x)
+        same(found, expected)
+        same(grad, want)

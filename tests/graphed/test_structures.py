@@ -188,3 +188,17 @@ def test_a_result_in_several_places_is_one_tensor(setting):
         grads.append(weight.grad)
         weight.grad = None
     same(*grads)
+
+
+def test_a_result_that_depends_on_how_often_it_ran(setting):
+    runs = []
+
+    def fn(x):
+        runs.append(len(runs))
+        return (x * 2, x * 3) if len(runs) == 4 else x * 2
+
+    expected = (
+        r"fn returned \(Tensor, Tensor\) when it was captured, and Tensor in the warm-up before"
+    )
+    with pytest.raises(cgpass.errors.GraphedArgumentError, match=expected):
+        setting.graphed(fn, (setting.randn(3),))
