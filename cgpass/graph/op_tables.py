@@ -89,6 +89,17 @@ HOST_NAMESPACES = frozenset(
 )
 """Namespaces whose operators work on host state; functional collectives are not among them."""
 
+COLLECTIVE_NAMESPACES = frozenset(
+    {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem"}
+)
+
+WAITING_COLLECTIVES = frozenset({"_dtensor::shard_dim_alltoall"})
+"""Collectives of other namespaces, whose results are there when they return.
+
+Source: torch/csrc/distributed/c10d/Functional.cpp `shard_dim_alltoall`, 2.11 to 2.15. DTensor calls it on CUDA to go from
+one sharded dimension to another; on CPU it gathers, and cuts.
+"""
+
 INDEXING = frozenset(
     {
         "index",

@@ -22,9 +22,6 @@ _SCALARS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)
 _SHAPE_READERS = frozenset(
     {"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "sym_is_contiguous"}
 )
-_COLLECTIVE_NAMESPACES = frozenset(
-    {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem"}
-)
 RANDOM_HOPS = frozenset(
     {
         "graphsafe_run_with_rng_state",
@@ -253,7 +250,10 @@ def is_collective(node: fx.Node) -> bool:
     """Whether a node communicates between processes, so that its order among such nodes matters."""
     target, _, _ = called(node)
     if isinstance(target, torch._ops.OpOverload):
-        return target.namespace in _COLLECTIVE_NAMESPACES
+        return (
+            target.namespace in op_tables.COLLECTIVE_NAMESPACES
+            or target._schema.name in op_tables.WAITING_COLLECTIVES
+        )
     return any(is_collective(inner) for body in bodies(node) for inner in body.graph.nodes)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass import _torch, registration
+from cgpass.graph import op_tables
 from cgpass.runtime.owner import release_all
 
 _NAMESPACE = "_c10d_functional"
@@ -53,6 +54,13 @@ def _is_of(func: Any, *, wait: bool) -> bool:
 def starts(func: Any) -> bool:
     """Whether an operator starts a collective."""
     return _is_of(func, wait=False)
+
+
+def communicates(func: Any) -> bool:
+    """Whether an operator communicates while it is called, by itself or as what it starts goes on."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    return starts(func) or func._schema.name in op_tables.WAITING_COLLECTIVES
 
 
 def made_alone(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

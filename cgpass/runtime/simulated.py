@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from cgpass import _torch
 from cgpass.runtime.capturing import capture_runs, no_gc
-from cgpass.runtime.collectives import Unjoined, completed, made_alone, starts
+from cgpass.runtime.collectives import Unjoined, communicates, completed, made_alone
 from cgpass.runtime.driver import BoxedCallable, CapturedGraph
 from cgpass.runtime.recorded_states import RecordedStates, inside_operator, recorded
 from cgpass.runtime.syncs import HostMethods, HostReads, call_watched, reads_on_host, refuse
@@ -146,7 +146,7 @@ class _Tape(_torch.TorchDispatchMode):
         return out
 
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if starts(func):
+        if communicates(func):
             return made_alone(func, args, kwargs)
         with inside_operator():
             return call_watched(func, args, kwargs, HostReads(refuse(_REFUSAL)))

@@ -12,7 +12,7 @@ from cgpass.runtime.driver import BoxedCallable
 
 _TIMED_OUT = re.compile(r"\btim(ed[ -]?out|e[ -]?out)\b", re.IGNORECASE)
 _COMMUNICATES = re.compile(r"gloo|nccl|ucc|collective|watchdog|store|barrier", re.IGNORECASE)
-_CALL = re.compile(r"_c10d_functional(?:_autograd)?\.(\w+)")
+_CALL = re.compile(r"(?:_c10d_functional(?:_autograd)?|_dtensor)\.(\w+)")
 _NAMED = 4
 """Collectives that a message names where it is not known which one it was."""
 _ADVICE = (

@@ -13,6 +13,7 @@ import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 
 import cgpass
+from tests.distributed.calls import CALLS
 from tests.distributed.programs import PROGRAMS, World
 
 TIMEOUT_S = 150
@@ -87,7 +88,7 @@ def _process(rank, world_size, device_type, compiler, names, directory, port):
     for name in names:
         try:
             found[name] = _both_ways(
-                PROGRAMS[name], World(mesh, device, {"compiler": compiler}), driver
+                (PROGRAMS | CALLS)[name], World(mesh, device, {"compiler": compiler}), driver
             )
         except Exception:
             found[name] = {"error": traceback.format_exc()}

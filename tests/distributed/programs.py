@@ -77,8 +77,8 @@ class World:
     def rank(self):
         return dist.get_rank()
 
-    def compile(self, fn):
-        return torch.compile(fn, backend=cgpass.cgpass, options=self.options)
+    def compile(self, fn, **how):
+        return torch.compile(fn, backend=cgpass.cgpass, options=self.options, **how)
 
     def compile_in_place(self, module):
         module.compile(backend=cgpass.cgpass, options=self.options)

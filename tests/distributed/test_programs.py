@@ -6,11 +6,12 @@ from unittest import mock
 
 import pytest
 
+from tests.distributed.calls import CALLS
 from tests.distributed.processes import run_all
 from tests.distributed.programs import PROGRAMS
 
 OF_FOUR = ("tensor_parallel_and_fsdp", "simple_fsdp_in_two_dimensions")
-OF_TWO = tuple(name for name in PROGRAMS if name not in OF_FOUR)
+OF_TWO = tuple(name for name in (*PROGRAMS, *CALLS) if name not in OF_FOUR)
 OF_INDUCTOR = ("tensor_parallel", "simple_fsdp", "fsdp_blocks", "data_parallel", "waits_elsewhere")
 # NCCL's watchdog ends the process; CUDA has such an allocator itself.
 OF_GLOO = ("one_rank_is_late", "fsdp_blocks_that_come_back")
@@ -32,6 +33,7 @@ ENVIRONMENTS = {
     "nccl-expandable": EXPANDABLE,
     "nccl-expandable-refused": EXPANDABLE | {"NCCL_GRAPH_REGISTER": "1"},
 }
+FAILING = (("one_rank_fails", 1), ("one_rank_fails_with_shards", 1), ("one_rank_is_late", 0))
 FREED = ("fsdp_blocks", "fsdp_blocks_that_come_back", "fsdp_whole")
 BETWEEN = {"waits_elsewhere": (1,), "expert_parallel": (2,), "parallel_loss": (0, 1)}
 """Eager partitions, in forward and backward; of the parallel loss, torch 2.11's own indices by a mask."""
@@ -66,7 +68,7 @@ def test_the_same_numbers(found, setting, name):
         assert "error" not in results[name], results[name]["error"]
         counters = results[name]["counters"]
         assert results[name]["differ"] == 0, (rank, counters)
-        fails = (name, rank) in (("one_rank_fails", 1), ("one_rank_is_late", 0))
+        fails = (name, rank) in FAILING
         if (name, rank) == ("one_rank_is_late", 1):
             continue  # it never came
         assert (counters["replays"] > 0) is not fails, (rank, counters)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import (
 )
 
 from cgpass import _torch
+from cgpass.graph import values
 from cgpass.graph.partition_tag import get_tag
 from cgpass.options import Options
 from cgpass.passes import graph_passes
@@ -242,6 +243,41 @@ captured_0: reduce_scatter_tensor_2 [4, 4] = (mm_3, avg, 2, 0)
 captured_0: wait_tensor_4 [4, 4] = (reduce_scatter_tensor_2)
 return wait_tensor_4, mm_4, wait_tensor_2""",
     )
+
+
+def sharded_otherwise(mesh):
+    def fn(x, w):
+        x = DTensor.from_local(x.relu(), mesh, [Shard(0)], run_check=False)
+        return F.linear(x.redistribute(mesh, [Shard(1)]).to_local(), w)
+
+    return fn, (4, 8), (3, 4)
+
+
+def test_one_sharded_dimension_is_exchanged_for_another_in_the_graphs(mesh):
+    forward, backward = partitioned(*sharded_otherwise(mesh))
+    assert_expected_inline(
+        text(forward),
+        """\
+captured_0: relu_1 [4, 8] = (input_1)
+captured_0: shard_dim_alltoall_1 [8, 4] = (relu_1, 0, 1, 0)
+captured_0: t_1 [4, 3] = (input_2)
+captured_0: mm_1 [8, 3] = (shard_dim_alltoall_1, t_1)
+return mm_1, shard_dim_alltoall_1, input_2, relu_1""",
+    )
+    assert_expected_inline(
+        text(backward),
+        """\
+captured_0: t_1 [3, 8] = (input_4)
+captured_0: mm_1 [3, 4] = (t_1, input_1)
+captured_0: mm_2 [8, 4] = (input_4, input_2)
+captured_0: shard_dim_alltoall_1 [4, 8] = (mm_2, 1, 0, 0)
+captured_0: threshold_backward_1 [4, 8] = (shard_dim_alltoall_1, input_3, 0)
+return threshold_backward_1, mm_1""",
+    )
+    forward, _ = partitioned(*sharded_otherwise(mesh), collectives=False)
+    exchange = next(n for n in forward.graph.nodes if "shard_dim_alltoall" in str(n.target))
+    assert values.is_collective(exchange)
+    assert str(get_tag(exchange)) == "eager_1"
 
 
 def test_collectives_that_may_not_be_captured_lie_between(mesh):

@@ -146,6 +146,13 @@ def test_collectives_are_known_by_namespace():
     assert flags(gm, values.is_collective) == ["sin"]
 
 
+def test_collectives_of_dtensor_s_own_are_known_by_name():
+    gm = fake_cuda_graph(lambda x: x.sin().cos(), (3,))
+    one(gm, aten.sin.default).target = torch.ops._dtensor.shard_dim_alltoall.default
+    assert flags(gm, values.is_collective) == ["sin"]
+    assert flags(gm, values.starts_collective) == [], "it waits itself"
+
+
 def test_side_effects_are_writes_and_calls_without_result():
     def fn(x):
         torch.ops.aten._assert_async.msg(x.sum() > 0, "positive")
