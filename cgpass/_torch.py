@@ -174,25 +174,34 @@ def end_allocating_to_pool(device: int, pool: tuple[int, int]) -> None:
     torch._C._cuda_endAllocateToPool(device, pool)
 
 
-@functools.cache
-def before_process_groups_end(hook: Callable[[], None]) -> None:
-    """Have `hook` called before a process group shuts down, and when the interpreter ends.
+def has_process_groups() -> bool:
+    """Whether this process may communicate with others."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
-    torch (2.11 to 2.15) has no such hook. `destroy_process_group` may have been imported from anywhere, so what it
-    calls is replaced: `ProcessGroup.shutdown`, once for each hook.
+
+@functools.cache
+def before_process_groups_end(hook: Callable[[], None], abort_hook: Callable[[], None]) -> None:
+    """Have `hook` called before a process group shuts down, and when the interpreter ends; the other before one is aborted.
+
+    torch (2.11 to 2.15) has no such hooks. `destroy_process_group` may have been imported from anywhere, so what it
+    calls is replaced: `ProcessGroup.shutdown` and, for `_abort_process_group`, `ProcessGroup.abort`; once for all.
     """
     import atexit
 
     from torch.distributed import ProcessGroup
 
-    shutdown = ProcessGroup.shutdown
+    def replace(name: str, before: Callable[[], None]) -> None:
+        method = getattr(ProcessGroup, name)
 
-    @functools.wraps(shutdown)
-    def wrapper(self: Any) -> None:
-        hook()
-        shutdown(self)
+        @functools.wraps(method)
+        def wrapper(self: Any) -> None:
+            before()
+            method(self)
 
-    setattr(ProcessGroup, "shutdown", wrapper)  # noqa: B010  a class that C++ made
+        setattr(ProcessGroup, name, wrapper)
+
+    replace("shutdown", hook)
+    replace("abort", abort_hook)
     atexit.register(hook)
 
 

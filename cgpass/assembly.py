@@ -34,7 +34,7 @@ from cgpass.passes.base import Pass, PassContext, run_passes
 from cgpass.plan import build_plan, outputs_made, plan_as_dict, whole_plan
 from cgpass.reason import Reason
 from cgpass.resplit import GiveUp, Place, Resplitter, StrideNotes, copy_of
-from cgpass.runtime.collectives import free_before_groups_end, may_be_captured
+from cgpass.runtime.collectives import may_be_captured
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.executor import Executor, Plan
 from cgpass.runtime.failures import Resplit
@@ -246,7 +246,6 @@ class GraphBuilder:
         calls = collective_calls(original)
         name = f"{self.direction} {name}"
         if calls:
-            free_before_groups_end()
             fn = timeouts_told(fn, name, [CollectiveCall(*call) for call in calls])
         if self.options.annotate_kernels == "on" and _torch.can_annotate_kernels():
             fn = _torch.belonging_to({"name": self.source.of(f"cgpass: {name}")}, fn)

@@ -2,8 +2,9 @@
 
 Note [Graphs and process groups]
     NCCL's communicators wait for the graphs that hold work of theirs, and `destroy_process_group` waits for these: with
-    such a graph alive it never returns. So the first partition that communicates has all recordings freed before any
-    group shuts down, and when the interpreter ends.
+    such a graph alive it never returns. What a graph holds is not known of all (a callable that was captured by hand,
+    an operator of the user's own), so the first recording that is made while there are process groups has all recordings
+    freed before any group shuts down or is aborted, and when the interpreter ends.
 
 On CUDA a replay orders everything by streams; here a call that starts a collective returns once its results are there.
 As on CUDA nothing is communicated while it is recorded. What a capture refuses is refused here, too: work that it starts and does not wait for.
@@ -18,14 +19,8 @@ from torch.utils import _pytree as pytree
 
 from cgpass import _torch, registration
 from cgpass.graph import op_tables
-from cgpass.runtime.owner import release_all
 
 _NAMESPACE = "_c10d_functional"
-
-
-def free_before_groups_end() -> None:
-    """See Note [Graphs and process groups]."""
-    _torch.before_process_groups_end(release_all)
 
 
 def may_be_captured(device: torch.device) -> bool:

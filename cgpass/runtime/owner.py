@@ -292,7 +292,9 @@ class Owner:
         return self._births
 
     def add_recording(self, recording: Recording) -> None:
-        """Note a recording, and where its outputs lie."""
+        """Note a recording, and where its outputs lie. See Note [Graphs and process groups]."""
+        if _torch.has_process_groups():
+            _torch.before_process_groups_end(release_all, release_idle)
         self._slots[recording.slot].recordings.append(recording)
         self._pool_addresses.update(recording.memory.addresses())
 
@@ -380,3 +382,13 @@ def release_all() -> None:
     """Free every recording of this process."""
     for owner in list(_owners):
         owner.release()
+
+
+def release_idle() -> None:
+    """Free every recording whose owner is in no other thread's call: that may be what is to be aborted."""
+    for owner in list(_owners):
+        if owner.lock.acquire(blocking=False):
+            try:
+                owner.release()
+            finally:
+                owner.lock.release()
