@@ -259,6 +259,7 @@ class GraphBuilder:
                 is_backward=self.direction == "backward",
                 # Nobody may see that a graph runs once more than it is called.
                 is_repeatable=not calls and not any(map(has_side_effect, original.graph.nodes)),
+                communicates=bool(calls),
             ),
             name=name,
             resplit=resplit,

@@ -30,6 +30,9 @@ def verify(every: int = 1) -> "Verification":
     numbers that the replay drew, and what it returns and writes is compared bit by bit. That waits for the device and
     takes the memory of the copies; calls in between cost nothing. Functions compiled later are checked, too.
 
+    Partitions that communicate are left out, named in a warning: other processes would take no part in the run that is
+    compared with, which may be a call of this process alone.
+
     Kernels that give other bits in each run (atomic additions, say) can't be compared: they are run plainly twice
     where they differ, and named in a warning. `torch.use_deterministic_algorithms(True)` chooses others.
 
@@ -58,6 +61,8 @@ class Verification:
         """Calls of partitions that were compared."""
         self._every = every
         self._warned: set[str] = set()
+        self._left_out: dict[int, list[_Partition]] = {}
+        """By graph; until that is said."""
         self._stack = contextlib.ExitStack()
         self._stack.callback(telemetry.listen(self._add))
         for number, (_, runs) in telemetry.graph_runs().items():
@@ -86,6 +91,8 @@ class Verification:
         if not isinstance(runner, PartitionRunner):
             return run
         part = _Partition(number, prefix + step.name, runner, step.made)
+        if runner.settings.communicates:
+            return self._left_alone(part, run)
         calls = 0
 
         def checked(args: list[Any]) -> tuple[Sequence[Any], Recording | None]:
@@ -96,6 +103,23 @@ class Verification:
             return self._check(part, run, args)
 
         return checked
+
+    def _left_alone(self, part: "_Partition", run: Run) -> Run:
+        """`run`, which says in the first call of a graph what of it is left out."""
+        others = self._left_out.setdefault(part.graph, [])
+        others.append(part)
+
+        def told(args: list[Any]) -> tuple[Sequence[Any], Recording | None]:
+            if others:
+                log.warning(
+                    "cgpass.verify: not verified, since other processes need not take part in another run of what "
+                    "communicates: %s",
+                    ", ".join(each.place() for each in others),
+                )
+                others.clear()
+            return run(args)
+
+        return told
 
     def _check(
         self, part: "_Partition", run: Run, args: list[Any]

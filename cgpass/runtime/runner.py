@@ -68,7 +68,7 @@ class PartitionRunner:
         self._first_slot = self._largest = 0
         """Bytes of the inputs that move, of the largest shape recorded."""
         self.fn = fn
-        self._settings = settings
+        self.settings = settings
         self.is_backward = settings.is_backward
         self.written: frozenset[int] = frozenset()
         """Inputs that plain calls and recordings turned out to write, where nobody told."""
@@ -92,11 +92,11 @@ class PartitionRunner:
     @property
     def owns_outputs(self) -> bool:
         """Whether users own what they get. See Note [Calls from several threads]."""
-        return self.owner.several_threads or self._settings.outputs == "owned"
+        return self.owner.several_threads or self.settings.outputs == "owned"
 
     def _set_infos(self, infos: Sequence[InputInfo]) -> None:
-        self.layout = self._settings.layout(infos)
-        self.table = self._settings.table(self.name, self.layout, self.stats)
+        self.layout = self.settings.layout(infos)
+        self.table = self.settings.table(self.name, self.layout, self.stats)
         self._last: tuple[ShapeKey, StaticKey, list[Recording]] | None = None
 
     # ---- a call
@@ -222,9 +222,9 @@ class PartitionRunner:
         return self._replay(recording, args), recording
 
     def _warm_up(self, args: list[Any], shape_key: ShapeKey) -> Sequence[Any]:
-        is_last = self.table.num_warmups(shape_key) + 1 >= self._settings.limits.num_warmup_calls
+        is_last = self.table.num_warmups(shape_key) + 1 >= self.settings.limits.num_warmup_calls
         check = is_last and not self.stats.recordings and self._fallback.checks_warm_ups
-        compared = self.layout.copied if self._settings.check_layout else ()
+        compared = self.layout.copied if self.settings.check_layout else ()
         outputs = self._warm_ups.run(args, check_syncs=check, compared=compared)
         self.written |= self._warm_ups.found_written
         return outputs
@@ -315,7 +315,7 @@ class PartitionRunner:
 
     def _is_of_use(self, recording: Recording, args: list[Any]) -> bool:
         """Whether the call that was recorded can and should be made by replaying."""
-        if self._settings.check_layout:
+        if self.settings.check_layout:
             self.written |= recording.written
             if shares_memory(args, self.written):
                 return False

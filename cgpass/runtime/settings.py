@@ -32,6 +32,8 @@ class RunnerSettings:
     capture_policy: str = "always"
     is_backward: bool = False
     """Whether outputs are gradients, which may be kept while other partitions run."""
+    communicates: bool = False
+    """Whether the callable communicates with other processes, which take no part in runs that this one makes alone."""
     other_sets: bool = False
     """Whether other tensors in the parameters' places are another module's that shares the code, and no move."""
     check_layout: bool = False
@@ -46,6 +48,7 @@ class RunnerSettings:
         check_layout: bool = False,
         is_backward: bool = False,
         is_repeatable: bool = False,
+        communicates: bool = False,
     ) -> "RunnerSettings":
         """The settings that a user's options ask for.
 
@@ -55,6 +58,7 @@ class RunnerSettings:
             check_layout: See the field.
             is_backward: See the field.
             is_repeatable: Whether a call may run more often than it is made, to find out how long it takes.
+            communicates: See the field.
         """
         return cls(
             limits=Limits(
@@ -70,6 +74,7 @@ class RunnerSettings:
             outputs=options.outputs,
             capture_policy=options.capture_policy if is_repeatable else "always",
             is_backward=is_backward,
+            communicates=communicates,
             other_sets=not check_layout,
             check_layout=check_layout,
         )

@@ -13,6 +13,7 @@ from cgpass import _torch
 if _torch.wait_tensor() is None:
     pytest.skip("no torch.distributed", allow_module_level=True)
 
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.distributed_c10d import _abort_process_group
 
 
@@ -78,3 +79,24 @@ def test_an_abort_waits_for_no_call_that_is_stuck(alone):
     go.set()
     thread.join()
     del made
+
+
+def test_what_communicates_is_not_verified_and_a_warning_names_it(alone, caplog):
+    def fn(x):
+        y = all_reduce(x.sin() * 2, "sum", alone)
+        return y.cos().tanh()
+
+    options = {"driver": "simulated", "compiler": "eager", "min_partition_ops": 1}
+    options["unsafe_ops"] = ("aten::cos",)
+    call = torch.compile(fn, backend=cgpass.cgpass, options=options)
+    call(torch.ones(4))
+    with cgpass.verify() as verification:
+        for _ in range(4):
+            call(torch.ones(4))
+    assert verification.checked == 4, "tanh"
+    (told,) = [r.getMessage() for r in caplog.records if "not verified" in r.getMessage()]
+    assert told.startswith(
+        "cgpass.verify: not verified, since other processes need not take part in another run of what communicates: "
+        "inference captured_0 of test_collectives.py:"
+    )
+    assert told.endswith("in fn")
