@@ -75,9 +75,12 @@ class Arm:
         self.workload = workload
         self.module = workload.instance(name.replace("-", "_"))
         self.optimizer = self._new_optimizer()
-        self._call: Callable[..., torch.Tensor] = (
-            self.module if settings is None else torch.compile(self.module, **settings)
-        )
+        self._call: Callable[..., torch.Tensor] = self.module
+        if settings is not None and workload.spec.regions is not None:
+            for region in workload.spec.regions(self.module):
+                region.compile(**settings)
+        elif settings is not None:
+            self._call = torch.compile(self.module, **settings)
         self._marks_steps = name in ("reduce-overhead", "cudagraphs")
 
     def _new_optimizer(self) -> torch.optim.Optimizer:

@@ -17,7 +17,7 @@ import transformers
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 Batch = dict[str, torch.Tensor]
 
@@ -59,6 +59,7 @@ class ModelSpec:
         batch: Makes one batch on the CPU from (generator, tiny).
         autocast: Whether the forward runs under bf16 autocast.
         dtype: Type of the weights.
+        regions: Finds the modules that are compiled, each by itself; None where the whole is.
     """
 
     name: str
@@ -67,6 +68,7 @@ class ModelSpec:
     batch: Callable[[torch.Generator, bool], Batch]
     autocast: bool = True
     dtype: torch.dtype = torch.float32
+    regions: Callable[[nn.Module], Iterable[nn.Module]] | None = None
 
 
 @dataclass(kw_only=True)
@@ -188,6 +190,8 @@ SPECS = {
                   batch=tokens(2, 128, 50257)),
         ModelSpec(name="llama", title="Llama 16 x 1024, B1 T256", build=llama,
                   batch=tokens(1, 256, 32000)),
+        ModelSpec(name="llama_layers", title="Llama by layers, B1 T256", build=llama,
+                  batch=tokens(1, 256, 32000), regions=lambda loss: loss.model.model.layers),
         ModelSpec(name="bert", title="BERT-base, B4 T128", build=bert,
                   batch=tokens(4, 128, 30522)),
         ModelSpec(name="resnet50", title="ResNet-50, B8", build=resnet50, batch=images(8, 224)),

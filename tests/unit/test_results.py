@@ -304,3 +304,15 @@ def test_results_that_are_refused(tmp_path, second, commit, message):
 def test_a_commit_for_results_that_do_not_say_it(tmp_path):
     put(tmp_path, "1.json", {"ratio_to_torch": {}, "device": "NVIDIA H200", "torch": "2.11.0"})
     assert taking.taken([tmp_path], "1234567890")["graphed"]["commit"] == "1234567"
+
+
+def test_a_sentence_about_graphed_callables():
+    def us(both):
+        return {"both": {"median_us": both}}
+
+    found = {"ratio_to_torch": {"cleared": {"both": 1.012}}}
+    begins = "A small layer graphed by hand takes 1.01 times the host time"
+    assert measured.graphed(found).startswith(begins)
+    assert "direct" not in measured.graphed(found)
+    found["results"] = {"cleared": {"torch": us(100.0), "cgpass, direct gradients": us(73.2)}}
+    assert measured.graphed(found).endswith(', and 0.73 times with `parameter_grads="direct"`.')
