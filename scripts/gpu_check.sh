@@ -9,6 +9,7 @@
 #   overhead  host time of calls of stacks of small layers; extra arguments go to bench_overhead.py
 #   graphed  host time of callables graphed by hand; extra arguments go to bench_graphed.py
 #   recompute  what recomputed random operators cost and checkpoints save; extra go to bench_recompute.py
+#   start   seconds until a model trains from graphs, cold and in a second process; extra go to bench_start.py
 #   dist    the tests that need several devices; with one device says so
 #   dist-bench  steps and memory on two devices; extra arguments go to bench_distributed.py; with one device says so
 #
@@ -20,7 +21,7 @@
 # commit where the sources are a copy without history.
 set -u -o pipefail
 
-usage() { sed -n '2,20s/^# \{0,1\}//p' "$0"; }
+usage() { sed -n '2,21s/^# \{0,1\}//p' "$0"; }
 
 part="" out="gpu-check" workers="${WORKERS:-8}" limit="${LIMIT:-520}"
 while [ $# -gt 0 ]; do
@@ -120,7 +121,7 @@ case "$part" in
     timeout --signal=INT --kill-after=15 535 "$python" scripts/bench_overhead.py "${flags[@]}" "$@" \
       2>&1 | tee "$out/overhead.log"
     ;;
-  graphed | recompute)
+  graphed | recompute | start)
     timeout --signal=INT --kill-after=15 535 "$python" "scripts/bench_$part.py" \
       --json "$out/$part.json" "$@" 2>&1 | tee "$out/$part.log"
     ;;

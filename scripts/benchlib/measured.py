@@ -17,6 +17,7 @@ LINKS = {
     "overhead": ("host time", "md"),
     "recompute": ("recomputation", "json"),
     "graphed": ("graphed callables", "json"),
+    "start": ("first steps", "json"),
     "tests": ("tests", "json"),
     "dist": ("tests on several devices", "json"),
     "dist-bench": ("training on several devices", "json"),
@@ -146,6 +147,19 @@ def graphed(found: dict[str, Any]) -> str:
     )
 
 
+def start(found: dict[str, Any]) -> str:
+    """What the first steps take more than in default."""
+    rows = [row["compared"] for row in found["results"] if "compared" in row]
+    if not rows:
+        return ""
+    extra = span([row["extra_cold_s"] for row in rows])
+    ratio = span([row["first_warm_ratio"] for row in rows])
+    return (
+        f"Until all of a step is replayed the first steps take {extra} s longer than in default with nothing cached; in a "
+        f"second process the first one takes {ratio} times as long."
+    )
+
+
 def overhead(found: dict[str, Any]) -> str:
     """Host time of a call of the deepest stack."""
     layers = max(row["layers"] for row in found["rows"])
@@ -226,6 +240,7 @@ def section(results: Results, machine: str) -> str:
         "recompute": recompute,
         "graphed": graphed,
         "overhead": overhead,
+        "start": start,
         "dist-bench": distributed,
     }
     said = ['"limit" is one graph of Inductor\'s kernels captured by hand.', losses(bench)]

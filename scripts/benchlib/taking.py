@@ -14,6 +14,7 @@ KINDS = {
     "memory": "memory",
     "overhead": "overhead",
     "distributed": "dist-bench",
+    "start": "start",
 }
 # A path from the root of a file system, in the middle of any text.
 PATH = re.compile(r"(?<![\w.:/~-])(?:~|\.\.)?/(?:[\w.+@-]+/)+(?=[\w.+@-])")

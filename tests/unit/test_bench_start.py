@@ -1,0 +1,80 @@
+"""The benchmark of first steps: what it makes of seconds and replays; its processes are told, none is started."""
+
+import importlib
+import json
+
+import pytest
+from benchlib import measured, taking
+
+
+@pytest.fixture
+def bench():
+    for name in ("timm", "transformers"):
+        pytest.importorskip(name)
+    return importlib.import_module("bench_start")
+
+
+def steps(first, *rest, replays=(0,) * 4, partitions=0):
+    return {"steps_s": [first, *rest], "replays": list(replays), "partitions": partitions}
+
+
+DEFAULT = {"cold": steps(20.0, 0.5, 0.1, 0.1), "warm": steps(4.0, 0.1, 0.1, 0.1)}
+OURS = {
+    "cold": steps(21.0, 0.75, 0.25, 0.1, replays=(0, 1, 3, 5), partitions=2),
+    "warm": steps(5.0, 0.1, 0.1, 0.1, replays=(0, 1, 3, 5), partitions=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("replays", "steps"), [([0, 2, 4, 6], 2), ([0, 1, 3, 5], 3), ([2, 4], 1), ([0, 0, 0], 1)]
+)
+def test_steps_until_all_is_replayed(bench, replays, steps):
+    assert bench.until_replays(replays) == steps
+
+
+def told(answers):
+    """What stands for the processes of arms."""
+
+    def run_arm(args, model, arm, cache):
+        found = answers[model]
+        return found.get(arm, found["default"])
+
+    return run_arm
+
+
+def test_models_are_compared_and_told_of(bench, monkeypatch, tmp_path, capsys):
+    failed = {"default": DEFAULT, "cgpass": {"error": "RuntimeError: no"}}
+    answers = {"gpt2": {"default": DEFAULT, "cgpass": OURS}, "llama": failed}
+    monkeypatch.setattr(bench, "run_arm", told(answers))
+    path = tmp_path / "start.json"
+    assert bench.main(["--models", "gpt2,llama", "--device", "cpu", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert taking.part(found) == "start"
+    first, second = found["results"]
+    assert first["compared"] == {
+        "steps_until_replays": 3,
+        "extra_cold_s": 1.4,
+        "first_warm_ratio": 1.25,
+        "partitions": 2,
+        "default_cold_s": 20.6,
+        "default_first_warm_s": 4.0,
+    }
+    assert "compared" not in second
+    assert "RuntimeError: no" in capsys.readouterr().out
+    assert measured.start(found) == (
+        "Until all of a step is replayed the first steps take 1.40 s longer than in default with nothing cached; in a "
+        "second process the first one takes 1.25 times as long."
+    )
+    assert measured.start({"results": [second]}) == ""
+
+
+def test_unknown_models_are_refused(bench, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--models", "gpt9"])
+    assert "'gpt9' is none of gpt2, llama" in capsys.readouterr().err
+
+
+def test_a_process_that_fails_says_why(bench, tmp_path):
+    args = bench.argparse.Namespace(device="no such device", tiny=True)
+    found = bench.run_arm(args, "gpt2", "default", tmp_path)
+    assert "no such device" in found["error"]
