@@ -50,7 +50,7 @@ class Partition(Pass):
             )
             for group in groups
         ]
-        groups, reasons = _with_views(groups, reasons)
+        groups, reasons = _with_views(gm, groups, reasons)
         segments = _cut(groups, reasons, range(len(groups)), self.min_partition_ops)
         modified = False
         if not _is_tagged(gm, groups, segments):
@@ -106,7 +106,7 @@ def _groups(gm: fx.GraphModule) -> list[Group]:
 
 
 def _with_views(
-    groups: Sequence[Group], reasons: Sequence[Reason | None]
+    gm: fx.GraphModule, groups: Sequence[Group], reasons: Sequence[Reason | None]
 ) -> tuple[list[Group], list[Reason | None]]:
     """Let views of what an eager operator makes be part of its group, unless a captured operator reads them.
 
@@ -114,13 +114,14 @@ def _with_views(
     """
     home = {node: at for at, group in enumerate(groups) for node in group}
     eager = {at for at, reason in enumerate(reasons) if reason is not None}
+    sources = _Inputs(gm)
     base: dict[int, int] = {}
     for at, group in enumerate(groups):
-        bases = {home.get(arg) for arg in group[0].all_input_nodes if values.tensors(arg)}
+        bases = {home[arg] for arg in sources.of(group[0]) if arg in home}
         if at in eager or _launches(group[0]) or len(bases) != 1:
             continue
         of = bases.pop()
-        if of is not None and (of in eager or of in base):
+        if of in eager or of in base:
             base[at] = of
     for at in reversed(list(base)):
         others = (home.get(user) for node in groups[at] for user in node.users)

@@ -9,7 +9,7 @@ from cgpass.graph import partition_tag, values
 from cgpass.graph.text import graph_text
 from cgpass.passes.base import PassContext, run_passes
 from cgpass.passes.partition import Partition
-from tests.graphs import CUDA, calls, fake_cuda_graph, node_named
+from tests.graphs import CUDA, calls, fake_cuda_graph, ints, node_named
 
 CONTEXT = PassContext(CUDA, "partition", "forward")
 aten = torch.ops.aten
@@ -144,6 +144,22 @@ return (transpose, getitem_1, view_2, sin, relu)""",
     )
     assert [note.op for note in result.notes] == ["aten.exp.default"]
     assert not partition(gm, unsafe_ops=frozenset(["aten::exp"])).modified
+
+
+def test_a_view_whose_size_comes_later_is_made_later():
+    def some(x, sizes):
+        made = x.exp()
+        size = sizes.relu().sum().item()
+        torch._check(size >= 0)
+        torch._check(size <= 4)
+        return made.narrow(0, 0, size), made.narrow(0, 1, 2)
+
+    gm = fake_cuda_graph(some, (4, 4), ints(4))
+    unsafe = frozenset(["aten::exp"])
+    partition(gm, unsafe_ops=unsafe)
+    found = order(gm)
+    assert found.index("_local_scalar_dense") < found.index("slice_1")
+    assert not partition(gm, unsafe_ops=unsafe).modified
 
 
 def test_mutation_stays_between_its_readers():
