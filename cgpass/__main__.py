@@ -6,10 +6,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from cgpass.errors import ReportError
 from cgpass.report.check import least_share, run_script, verdict, work_done
 from cgpass.report.collect import snapshot
 from cgpass.report.model import Report, check_ending
+from cgpass.version import VERSION
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cgpass", description=__doc__)
+    parser.add_argument(
+        "--version", action="version", version=f"cgpass {VERSION}, torch {torch.__version__}"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     report = commands.add_parser("report", help="make a page of a report that was saved as JSON")
     report.add_argument("saved", help="what cgpass.explain(...).save('report.json') wrote")
@@ -38,8 +44,8 @@ def _parser() -> argparse.ArgumentParser:
         help="run a script, and fail if too little of it was captured or something fell back",
         description="Run a script as its own process would. It fails (status 1) if less than a share of the operators "
         "that functions compiled by cgpass ran after their warm-ups was captured, or if something that was to be "
-        "captured ran without a graph. Warm-ups that no recording ever follows count, too. Operators are counted as traced, each as often as it ran; kernels are not. A "
-        "script that fails itself keeps its status.",
+        "captured ran without a graph. Warm-ups that no recording ever follows count, too. Operators are counted as "
+        "traced, each as often as it ran; kernels are not. A script that fails itself keeps its status.",
     )
     check.add_argument(
         "--min-captured",

@@ -73,6 +73,12 @@ def test_a_script_that_is_not_fails_with_the_list(script, registry, capsys, monk
     )
 
 
+def test_versions_are_told(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        command.main(["--version"])
+    assert capsys.readouterr().out == f"cgpass {cgpass.__version__}, torch {torch.__version__}\n"
+
+
 def test_help_says_which_share_is_wanted(capsys):
     with pytest.raises(SystemExit):
         command.main(["check", "--help"])
