@@ -16,6 +16,7 @@ import threading
 import types
 from collections.abc import (
     Callable,
+    Iterable,
     Iterator,
     Mapping,
     MutableMapping,
@@ -203,6 +204,27 @@ def before_process_groups_end(hook: Callable[[], None], abort_hook: Callable[[],
     replace("shutdown", hook)
     replace("abort", abort_hook)
     atexit.register(hook)
+
+
+def finished_work() -> Any:
+    """What an operator of `c10d` returns for work that is done.
+
+    Source: torch/csrc/distributed/c10d/init.cpp, `FakeWork` and `Work.boxed`, 2.11 to 2.15.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    return getattr(c10d.Work, "boxed")(getattr(c10d, "FakeWork")())  # noqa: B009  in no stub
+
+
+def wait_when_used(types: Iterable[type]) -> bool:
+    """Whether some of the types are that of a tensor that waits for its collective when it is first used.
+
+    A mode that lets it see to the call itself finds the wait among the calls, and tensors in memory.
+
+    Source: torch/distributed/_functional_collectives.py `AsyncCollectiveTensor`, 2.11 to 2.15.
+    """
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    return module is not None and module.AsyncCollectiveTensor in types
 
 
 @functools.cache

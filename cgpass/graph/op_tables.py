@@ -93,6 +93,9 @@ COLLECTIVE_NAMESPACES = frozenset(
     {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "symm_mem"}
 )
 
+STARTS_NOTHING = frozenset({"wait_tensor", "wait_tensors", "_wrap_tensor_autograd"})
+"""Operators beside functional collectives, in their namespace: waits, and what makes a tensor that waits when it is used."""
+
 WAITING_COLLECTIVES = frozenset({"_dtensor::shard_dim_alltoall"})
 """Collectives of other namespaces, whose results are there when they return.
 

@@ -263,7 +263,7 @@ def starts_collective(node: fx.Node) -> bool:
     return (
         isinstance(target, torch._ops.OpOverload)
         and target.namespace == "_c10d_functional"
-        and target._opname != "wait_tensor"
+        and target._opname not in op_tables.STARTS_NOTHING
     )
 
 

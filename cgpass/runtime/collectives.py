@@ -1,4 +1,4 @@
-"""Functional collectives: their graphs end before their process groups; and on a tape, as a CUDA graph has them.
+"""Collectives: their graphs end before their process groups; and on a tape, as a CUDA graph has them.
 
 Note [Graphs and process groups]
     NCCL's communicators wait for the graphs that hold work of theirs, and `destroy_process_group` waits for these: with
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from cgpass import _torch, registration
 from cgpass.graph import op_tables
 
-_NAMESPACE = "_c10d_functional"
+_FUNCTIONAL, _IN_PLACE = "_c10d_functional", "c10d"
 
 
 def may_be_captured(device: torch.device) -> bool:
@@ -40,26 +40,42 @@ def may_be_captured(device: torch.device) -> bool:
     return registration.is_off() is True
 
 
-def _is_of(func: Any, *, wait: bool) -> bool:
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace != _NAMESPACE:
-        return False
-    return (func._opname == "wait_tensor") is wait
+def _is_of(func: Any, namespace: str) -> bool:
+    return isinstance(func, torch._ops.OpOverload) and func.namespace == namespace
 
 
 def starts(func: Any) -> bool:
-    """Whether an operator starts a collective."""
-    return _is_of(func, wait=False)
+    """Whether an operator starts a functional collective."""
+    return _is_of(func, _FUNCTIONAL) and func._opname not in op_tables.STARTS_NOTHING
+
+
+def only_wraps(func: Any) -> bool:
+    """Whether an operator makes a tensor that waits when it is used, and does nothing else."""
+    return _is_of(func, _FUNCTIONAL) and func._opname == "_wrap_tensor_autograd"
+
+
+def holds_up_the_host(func: Any) -> bool:
+    """Whether an operator has the host wait for other processes."""
+    return _is_of(func, _IN_PLACE) and func._opname in ("barrier", "monitored_barrier_")
 
 
 def communicates(func: Any) -> bool:
     """Whether an operator communicates while it is called, by itself or as what it starts goes on."""
     if not isinstance(func, torch._ops.OpOverload):
         return False
-    return starts(func) or func._schema.name in op_tables.WAITING_COLLECTIVES
+    name = func._schema.name
+    return starts(func) or _works_in_place(func) or name in op_tables.WAITING_COLLECTIVES
 
 
-def made_alone(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _works_in_place(func: Any) -> bool:
+    return _is_of(func, _IN_PLACE) and func._opname != "check_for_nan"
+
+
+def made_alone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Results of a collective as a capture has them: their memory, without any communication."""
+    if _works_in_place(func):  # on what it is given first, which it returns beside its work
+        work = _torch.finished_work()
+        return (args[0], work) if len(func._schema.returns) > 1 else work
     meta = pytree.tree_map(_on_meta, (args, kwargs))
     return pytree.tree_map(_zeros, func(*meta[0], **meta[1]))
 
@@ -74,14 +90,17 @@ def _zeros(value: Any) -> Any:
 
 def completed(func: Callable[..., Any]) -> Callable[..., Any]:
     """`func`, or what runs it and waits for its results, if it starts a collective."""
-    if not starts(func):
+    in_place = _works_in_place(func)
+    if not starts(func) and not in_place:
         return func
 
     @functools.wraps(func)
     def run(*args: Any, **kwargs: Any) -> Any:
         results = func(*args, **kwargs)
         for value in pytree.tree_leaves(results):
-            if isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor):
+                value.wait()  # the work of what was done in place
+            elif not in_place:
                 _torch.wait_tensor()(value)
         return results
 
@@ -105,7 +124,7 @@ class Unjoined:
         """
         if starts(func):
             self._started.update(dict.fromkeys(addresses, str(func)))
-        elif _is_of(func, wait=True):
+        elif _is_of(func, _FUNCTIONAL):
             for address in addresses:
                 self._started.pop(address, None)
 
@@ -117,4 +136,6 @@ class Unjoined:
         """
         if self._started:
             names = ", ".join(sorted(set(self._started.values())))
-            raise RuntimeError(f"capturing stream has unjoined work: {names}")
+            raise RuntimeError(
+                f"capturing stream has unjoined work: {names}; wait for it in what is captured (wait_tensor)"
+            )

@@ -19,7 +19,14 @@ from torch.utils import _pytree as pytree
 
 from cgpass import _torch
 from cgpass.runtime.capturing import capture_runs, no_gc
-from cgpass.runtime.collectives import Unjoined, communicates, completed, made_alone
+from cgpass.runtime.collectives import (
+    Unjoined,
+    communicates,
+    completed,
+    holds_up_the_host,
+    made_alone,
+    only_wraps,
+)
 from cgpass.runtime.driver import BoxedCallable, CapturedGraph
 from cgpass.runtime.recorded_states import RecordedStates, inside_operator, recorded
 from cgpass.runtime.syncs import HostMethods, HostReads, call_watched, reads_on_host, refuse
@@ -126,6 +133,10 @@ class _Tape(_torch.TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if _torch.wait_when_used(types):
+            return NotImplemented
+        if only_wraps(func):
+            return func(*args, **kwargs)
         self._refuse(func, args, kwargs)
         return self.note(func, args, kwargs)
 
@@ -198,7 +209,7 @@ class _Tape(_torch.TorchDispatchMode):
             _torch.storage_at(address, content.nbytes(), torch.device("cpu")).copy_(content)
 
     def _refuse(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if reads_on_host(func, args):
+        if reads_on_host(func, args) or holds_up_the_host(func):
             raise RuntimeError(f"{_REFUSAL}: {func}")
         self.states.refuse_draw(func, args, kwargs)
         for leaf in pytree.tree_leaves((args, kwargs)):

@@ -5,10 +5,15 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import all_reduce
+from torch import nn
+from torch.distributed._functional_collectives import (
+    all_gather_tensor_autograd,
+    all_reduce,
+    reduce_scatter_tensor_autograd,
+)
 
 import cgpass
-from tests.distributed.programs import WIDTH, apart, fragile
+from tests.distributed.programs import WIDTH, apart, fragile, train
 
 
 def other_shards(x):
@@ -69,6 +74,91 @@ def verified_by_one(world):
     return verified(world, verifies=world.rank == 0)
 
 
+def by_hand(world, fn):
+    """`fn(x, own)` captured by itself, where graphs are asked for."""
+    if world.options["driver"] == "none":
+        return fn
+    return cgpass.CUDAGraphWrapper(fn, options={"driver": world.options["driver"]})
+
+
+def wrapped(world, exchange):
+    """One process records again and again, and replays as the other one does."""
+
+    def fn(x, own):
+        return exchange((x * (world.rank + 1)).sin()) + (own.sin() * 2).sum()
+
+    call = by_hand(world, fn)
+    with torch.no_grad():
+        return [
+            call(x, x.new_ones(2 + (world.rank * number // 2) % 2)).cpu()
+            for number, x in enumerate(world.randn(4, WIDTH))
+        ]
+
+
+def wrapped_in_place(world):
+    def exchange(x):
+        y, gathered = x.clone(), x.new_empty(2 * len(x), WIDTH)
+        dist.all_reduce(y)
+        dist.all_gather_into_tensor(gathered, y + x)
+        work = dist.broadcast(y, 1, async_op=True)
+        work.wait()
+        return gathered.chunk(2)[1 - world.rank] + y
+
+    return wrapped(world, exchange)
+
+
+def wrapped_functional(world):
+    return wrapped(world, lambda x: all_reduce(x, "sum", dist.group.WORLD).cos())
+
+
+class Reduced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class InPlace(nn.Module):
+    """Tensor-parallel as of old."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        return self.down(Reduced.apply(self.up(x).relu()))
+
+
+class Functional(InPlace):
+    def forward(self, x):
+        y = all_gather_tensor_autograd(self.up(x).relu(), 0, dist.group.WORLD)
+        return self.down(reduce_scatter_tensor_autograd(y * 2, "sum", 0, dist.group.WORLD))
+
+
+def graphed(world, kind):
+    torch.manual_seed(world.rank)
+    module = kind().to(world.device)
+    call, driver = module, world.options["driver"]
+    if driver != "none":
+        sample = (world.randn(8, WIDTH, count=1)[0],)
+        options = cgpass.GraphedOptions(driver=driver)
+        call = cgpass.make_graphed_callables(module, sample, options=options)
+    return train(world, module, call)
+
+
+def graphed_in_place(world):
+    return graphed(world, InPlace)
+
+
+def graphed_functional(world):
+    return graphed(world, Functional)
+
+
 CALLS: dict[str, Callable] = {
     each.__name__: each
     for each in (
@@ -77,5 +167,9 @@ CALLS: dict[str, Callable] = {
         one_rank_records_again,
         verified_by_all,
         verified_by_one,
+        wrapped_in_place,
+        wrapped_functional,
+        graphed_in_place,
+        graphed_functional,
     )
 }

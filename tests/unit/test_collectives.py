@@ -13,7 +13,7 @@ from cgpass import _torch
 if _torch.wait_tensor() is None:
     pytest.skip("no torch.distributed", allow_module_level=True)
 
-from torch.distributed._functional_collectives import all_reduce
+from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.distributed_c10d import _abort_process_group
 
 
@@ -100,3 +100,58 @@ def test_what_communicates_is_not_verified_and_a_warning_names_it(alone, caplog)
         "inference captured_0 of test_collectives.py:"
     )
     assert told.endswith("in fn")
+
+
+def in_place(x, group):
+    dist.all_reduce(x)
+    gathered = x.new_empty(4)
+    dist.all_gather_into_tensor(gathered, x.sin())
+    several = [x.new_empty(4)]
+    dist.all_gather(several, gathered + 1)
+    dist.all_to_all_single(gathered, several[0])
+    work = dist.broadcast(gathered, 0, async_op=True)
+    work.wait()
+    return gathered * 2
+
+
+def functional(x, group):
+    y = wait_tensor(all_reduce(x.sin(), "sum", group))
+    return y + all_reduce(y * 2, "sum", group).view(2, 2).reshape(4)
+
+
+@pytest.mark.parametrize("fn", [in_place, functional])
+def test_captures_by_hand_replay_what_communicates(alone, fn):
+    wrapped = cgpass.CUDAGraphWrapper(lambda x: fn(x, alone), options={"driver": "simulated"})
+    for number in range(4):
+        x, expected = torch.full((4,), number / 2), torch.full((4,), number / 2)
+        assert torch.equal(wrapped(x), fn(expected, alone))
+        assert torch.equal(x, expected)
+    assert wrapped.stats.replays == 3
+
+
+def test_what_nothing_waits_for_is_refused_with_what_to_do(alone, caplog):
+    options = {"driver": "simulated"}
+
+    def fn(x):
+        all_reduce(x * 2, "sum", alone)
+        return x.sin()
+
+    wrapped = cgpass.CUDAGraphWrapper(fn, options=options)
+    for _ in range(2):
+        wrapped(torch.ones(4))
+    assert (
+        "unjoined work: _c10d_functional.all_reduce.default; wait for it in what is captured (wait_tensor)"
+        in caplog.text
+    )
+
+
+def test_no_graph_has_the_host_wait_for_others(alone, caplog):
+    def fn(x):
+        dist.barrier()
+        return x.sin()
+
+    wrapped = cgpass.CUDAGraphWrapper(fn, options={"driver": "simulated"})
+    for _ in range(3):
+        wrapped(torch.ones(4))
+    assert wrapped.stats.replays == 0
+    assert "operation not permitted when stream is capturing: c10d.barrier" in caplog.text
