@@ -161,8 +161,8 @@ class Unsettled:
             self._freed_calls,
             f"They are copied from now on: {size} bytes a call."
             if copies
-            else f"They have {size} bytes, too many to be copied: such calls run without a graph. Keep them allocated "
-            "(fully_shard(..., reshard_after_forward=False)) to have them replayed.",
+            else f"They have {size} bytes, too many to be copied: such calls run without a graph. What is gathered in the "
+            "compiled function itself is replayed: see simple_fsdp in examples/train_distributed.py.",
         )
         return moving if copies else []
 

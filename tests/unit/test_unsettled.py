@@ -199,8 +199,8 @@ def test_many_bytes_are_not_copied(caplog, monkeypatch):
         assert call(run, X, freed.next(0)) == [[1.0] * 2]
     (message,) = messages(caplog)
     assert message.endswith(
-        "They have 256 bytes, too many to be copied: such calls run without a graph. Keep them allocated "
-        "(fully_shard(..., reshard_after_forward=False)) to have them replayed."
+        "They have 256 bytes, too many to be copied: such calls run without a graph. What is gathered in the "
+        "compiled function itself is replayed: see simple_fsdp in examples/train_distributed.py."
     )
     assert run.layout.parameters == (1,)
     assert counts(run) == (40, 0, 0, 0)
