@@ -679,6 +679,9 @@ def outside_dynamo(fn: Callable[..., Any]) -> Callable[..., Any]:
 # ---- Dynamo, AOTAutograd
 
 
+_registering = threading.Lock()
+
+
 def register_backend(name: str, backend: Callable[..., Any]) -> None:
     """Have Dynamo know a backend that was given as a function.
 
@@ -689,8 +692,9 @@ def register_backend(name: str, backend: Callable[..., Any]) -> None:
     """
     from torch._dynamo.backends import registry
 
-    if name not in registry._COMPILER_FNS:
-        registry.register_backend(backend, name=name)
+    with _registering:
+        if name not in registry._COMPILER_FNS:
+            registry.register_backend(backend, name=name)
 
 
 @contextlib.contextmanager
