@@ -88,6 +88,23 @@ def _zeros(value: Any) -> Any:
     return torch.zeros_like(value, device="cpu") if isinstance(value, torch.Tensor) else value
 
 
+class Alone(_torch.TorchDispatchMode):
+    """Has what is called inside communicate with nobody."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code inside stays compiled: it communicates through operators."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if communicates(func):
+            with _torch.without_modes():  # which would call what is on CPU
+                return made_alone(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
 def completed(func: Callable[..., Any]) -> Callable[..., Any]:
     """`func`, or what runs it and waits for its results, if it starts a collective."""
     in_place = _works_in_place(func)

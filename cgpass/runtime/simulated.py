@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from cgpass import _torch
 from cgpass.runtime.capturing import capture_runs, no_gc
 from cgpass.runtime.collectives import (
+    Alone,
     Unjoined,
     communicates,
     completed,
@@ -314,7 +315,7 @@ class SimulatedDriver:
         if opaque:
             inputs = tuple(args)
             args.clear()
-            with HostReads(refuse(_REFUSAL)):
+            with HostReads(refuse(_REFUSAL)), Alone():
                 return list(tape.note(lambda *inputs: tuple(fn(list(inputs))), inputs, {}))
         with HostMethods(refuse(_REFUSAL)), recorded(tape.states), tape:
             outputs = list(fn(args))

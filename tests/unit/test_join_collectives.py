@@ -103,7 +103,7 @@ def test_nothing_is_done_twice():
     assert graph_text(gm) == before
 
 
-def test_simulated_recordings_refuse_what_they_do_not_wait_for():
+def test_simulated_recordings_communicate_with_nobody_and_refuse_what_they_do_not_wait_for():
     def starts(args):
         return [collectives.all_reduce(args[0] * 2, "sum", GROUP)]
 
@@ -113,9 +113,10 @@ def test_simulated_recordings_refuse_what_they_do_not_wait_for():
     driver, x = SimulatedDriver(), torch.ones(4)
     with pytest.raises(RuntimeError, match=r"unjoined work: _c10d_functional.all_reduce"):
         driver.record(starts, [x], opaque=False)
-    graph, (out,) = driver.record(waits, [x], opaque=False)  # nobody is there to reduce with
-    assert out.shape == x.shape
-    graph.reset()
+    for opaque in (False, True):
+        graph, (out,) = driver.record(waits, [x], opaque=opaque)  # nobody is there to reduce with
+        assert out.shape == x.shape
+        graph.reset()
 
 
 def test_graphs_of_no_collectives_are_left_alone():
