@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import subprocess
 
 import pytest
 from benchlib import measured, taking
@@ -74,7 +75,24 @@ def test_unknown_models_are_refused(bench, capsys):
     assert "'gpt9' is none of gpt2, llama" in capsys.readouterr().err
 
 
-def test_a_process_that_fails_says_why(bench, tmp_path):
-    args = bench.argparse.Namespace(device="no such device", tiny=True)
+def test_the_second_process_finds_what_the_first_one_left(bench, monkeypatch, tmp_path):
+    runs = []
+
+    def run(command, *, env, **settings):
+        runs.append((command[2:], env["TORCHINDUCTOR_CACHE_DIR"]))
+        out = "said by a library\n" + json.dumps(steps(float(len(runs))))
+        return subprocess.CompletedProcess(command, 0, out, "")
+
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    args = bench.argparse.Namespace(device="cpu", tiny=True)
+    found = bench.run_arm(args, "gpt2", "cgpass", tmp_path)
+    assert [found[phase]["steps_s"] for phase in ("cold", "warm")] == [[1.0], [2.0]]
+    assert runs == [(["--one", "gpt2", "cgpass", "--device", "cpu", "--tiny"], str(tmp_path))] * 2
+
+
+def test_a_process_that_fails_says_why(bench, monkeypatch, tmp_path):
+    failed = subprocess.CompletedProcess([], 1, "", "Traceback\nRuntimeError: no such device\n")
+    monkeypatch.setattr(bench.subprocess, "run", lambda *args, **settings: failed)
+    args = bench.argparse.Namespace(device="cuda", tiny=False)
     found = bench.run_arm(args, "gpt2", "default", tmp_path)
-    assert "no such device" in found["error"]
+    assert found == {"error": "RuntimeError: no such device"}
