@@ -63,6 +63,7 @@ class GraphedFunction:
     def add(self, recorded: RecordedPass) -> None:
         """Take a recording."""
         statics = recorded.statics
+        statics.note_hooks()  # a first run may have set some
         key = (statics, recorded.forward_key, fast.requiring_grad(statics.now()))
         self._recorded[key] = recorded
         self._last = (key, recorded)
@@ -138,10 +139,18 @@ class GraphedFunction:
         names = "" if self._check == "off" else statics.other_hooks()
         if not names or not statics.has_its_members():
             return None
-        if self._recorded:
+        if self._recorded and not self._moved(statics):
             return f"hooks or forward of {names} are others than when it was recorded (reset() records them)"
         self._pass.use_statics(self._pass.find_statics())
         return None
+
+    def _moved(self, statics: Statics) -> bool:
+        """Whether parameters lie elsewhere than in the last call, so that all is recorded anew."""
+        last = self._last[0]
+        try:
+            return last is not None and statics.key_of(statics.now()) != last[1]
+        except MemberGoneError:
+            return True
 
     def _find_now(
         self, statics: Statics, *, unchanged: bool

@@ -85,6 +85,7 @@ class Capture:
             ):
                 self._result = d.run(*args, **kwargs)
             d.hidden.check(d.name, self._result)
+            d.refuse_other_structure(OutputStructure.of(self._result))
             d.binding.refuse_changed()
             self._outputs = list(tensors_of(self._result))
             self._read = outputs_read_by_graph(self._outputs)
@@ -100,7 +101,6 @@ class Capture:
                 generators=self._states.generators,
             )
         d.structure = OutputStructure.of(self._result)
-        d.refuse_other_structure(d.structure)
         self._footprint = [*self._outlived(before), *[m.target for m in self.memory]]
         self.forward.replay()  # where a capture computes nothing, the backward's reads values all the same
         d.hooks.run("forward", d.hooked, args, kwargs, self._result)

@@ -53,7 +53,7 @@ def prepared(passes: Pass | list[Pass], group: Group) -> Iterator[None]:
 @contextlib.contextmanager
 def _host_random_state_kept() -> Iterator[None]:
     numpy = sys.modules.get("numpy")
-    before, before_numpy = random.getstate(), numpy and numpy.random.get_state()
+    before, before_numpy = random.getstate(), numpy and numpy.random.get_state(legacy=False)
     try:
         yield
     finally:

@@ -36,6 +36,7 @@ class Statics:
         *,
         weak: bool = False,
         required: bool = True,
+        around: torch.nn.Module | None = None,
     ) -> None:
         """Find them.
 
@@ -45,6 +46,7 @@ class Statics:
             name: Of the callable, for messages.
             weak: Whether the modules themselves must not be held; somebody else then looks at their `training`.
             required: Whether a parameter is expected to get a gradient.
+            around: The module whose own hooks run around what is recorded.
         """
         self._callable = name
         self._dicts: list[dict[str, Any]] = []
@@ -56,9 +58,8 @@ class Statics:
         self._modes = _Members()
         self._members = _Members()
         self._all = _Members()
-        self._hooks = _Members()
-        self._hooked: list[tuple[str, Any, int]] = []
-        """Of submodules: path, hooks of a kind, how many."""
+        self._hook_places: list[tuple[str, list[Any], dict[str, Any]]] = []
+        """Of modules: path, hooks by kind, attributes."""
         self._lazy: list[Any] = []
         """Parameters that the first call makes."""
         self._holders: list[Any] = []
@@ -66,11 +67,7 @@ class Statics:
         named = _named(modules)
         tops = {id(top) for top in modules}
         for path, inner in named.values():
-            self._watch(inner, path, mode=not (weak and id(inner) in tops))
-        self._all_holders = (
-            [*self._holders, *(holder for _, holder, _ in self._hooked)],
-            [*self._sizes, *(size for _, _, size in self._hooked)],
-        )
+            self._watch(inner, path, mode=not (weak and id(inner) in tops), around=around)
         self._outermost = [] if weak else _modes_of([m for path, m in named.values() if not path])
         for kind in ("_parameters", "_buffers"):
             for path, inner in named.values():
@@ -80,6 +77,7 @@ class Statics:
             if kind == "_parameters":
                 self.num_parameters = len(self.names)
                 self.num_required = self.num_parameters if required else 0
+        self.note_hooks()
 
     def _readable(
         self, holder: dict[str, Any], path: str, device: torch.device, *, required: bool
@@ -100,7 +98,9 @@ class Statics:
                 continue  # perhaps it is not read at all
             yield key, full
 
-    def _watch(self, module: torch.nn.Module, path: str, *, mode: bool) -> None:
+    def _watch(
+        self, module: torch.nn.Module, path: str, *, mode: bool, around: torch.nn.Module | None
+    ) -> None:
         if mode and "training" in module.__dict__:
             for entries in (self._modes, self._all):
                 entries.add(module.__dict__, "training", path or type(module).__name__)
@@ -117,18 +117,9 @@ class Statics:
                         entries.add(
                             attributes, _ACCUMULATED, f"{path}.{key}.{_ACCUMULATED}".lstrip(".")
                         )
-        if path:  # those of a callable itself run around it
-            self._watch_hooks(module, path)
-
-    def _watch_hooks(self, module: torch.nn.Module, path: str) -> None:
-        for kind in _HOOKS:
-            holder = getattr(module, kind)
-            self._hooked.append((path, holder, len(holder)))
-            for key in holder:
-                for entries in (self._hooks, self._all):
-                    entries.add(holder, key, path)
-        for entries in (self._hooks, self._all):
-            entries.add(module.__dict__, "forward", path)
+        if module is not around:
+            holders = [getattr(module, kind) for kind in _HOOKS]
+            self._hook_places.append((path or type(module).__name__, holders, module.__dict__))
 
     def _add(self, holder: dict[str, Any], key: str, name: str) -> None:
         self._dicts.append(holder)
@@ -144,7 +135,7 @@ class Statics:
 
     def unchanged(self) -> bool:
         """`has_its_modes()` and `has_its_members()`, at the cost of one."""
-        return not self._lazy and self._all.unchanged(*self._all_holders)
+        return not self._lazy and fast.unchanged(*self._everything)
 
     def has_its_modes(self) -> bool:
         """Whether all modules are in the mode, training or eval, that they were found in."""
@@ -168,8 +159,23 @@ class Statics:
             return False
         return self._members.unchanged(self._holders, self._sizes)
 
+    def note_hooks(self) -> None:
+        """Take the hooks that modules have now, and a `forward` of their own, for those that are recorded."""
+        self._hooks = _Members()
+        self._hooked = [
+            (at, each, len(each)) for at, kinds, _ in self._hook_places for each in kinds
+        ]
+        for path, kinds, attributes in self._hook_places:
+            for holder in kinds:
+                for key in holder:
+                    self._hooks.add(holder, key, path)
+            self._hooks.add(attributes, "forward", path)
+        holders = [*self._holders, *(holder for _, holder, _ in self._hooked)]
+        sizes = [*self._sizes, *(size for _, _, size in self._hooked)]
+        self._everything = (*self._all.with_others(self._hooks), holders, sizes)
+
     def other_hooks(self) -> str:
-        """Submodules that have other hooks than they had, or another `forward` of their own; empty if none has."""
+        """Modules that have other hooks than they had, or another `forward` of their own; empty if none has."""
         changed = [path for path, holder, size in self._hooked if len(holder) != size]
         return _listed(list(dict.fromkeys([*changed, *self._hooks.changed()])))
 
@@ -241,14 +247,29 @@ class _Members:
         self._values.append(_entry(holder, key, ...))
         self._names.append(name)
 
+    def with_others(self, others: "_Members") -> tuple[list[Any], list[str], list[Any]]:
+        """Dictionaries, keys and values of both."""
+        return (
+            self._dicts + others._dicts,
+            self._keys + others._keys,
+            self._values + others._values,
+        )
+
     def unchanged(self, holders: Sequence[Any] = (), sizes: Sequence[int] = ()) -> bool:
         return fast.unchanged(self._dicts, self._keys, self._values, holders, sizes)
 
     def changed(self) -> list[str]:
         entries = zip(self._dicts, self._keys, self._values, self._names, strict=True)
         return [
-            name for holder, key, value, name in entries if _entry(holder, key, ...) is not value
+            name
+            for holder, key, value, name in entries
+            if _unpatched(_entry(holder, key, ...)) is not _unpatched(value)
         ]
+
+
+def _unpatched(value: Any) -> Any:
+    """The same for a `forward` that was graphed by hand as for none."""
+    return ... if hasattr(value, "ungraphed") else value
 
 
 def _entry(holder: Any, key: str, missing: Any = None) -> Any:

@@ -62,7 +62,17 @@ class Target:
         behind = self._into_forwards or modules_behind(self.fn, into_forwards=True)
         self._into_forwards = []  # another time they may be others
         refuse_wrappers(self.name, [*modules, *behind])
-        return Statics(modules, device, self.name, weak=weak, required=is_module and not others)
+        around = self.module
+        if around is None and getattr(self.fn, "__name__", "") == "forward":
+            around = getattr(self.fn, "__self__", None)
+        return Statics(
+            modules,
+            device,
+            self.name,
+            weak=weak,
+            required=is_module and not others,
+            around=around,
+        )
 
     @property
     def backward_dw(self) -> Callable[[], Any] | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from cgpass.reason import many
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.placeholders import Placeholder, overlaps_itself
 
@@ -133,11 +134,15 @@ class OutputStructure:
         return cls(spec, kept, tuple(places), tuple(repeats), plain)
 
     def is_like(self, other: "OutputStructure") -> bool:
-        """Whether tensors are in the same places; other leaves may be others."""
-        return (self.spec, self.tensors, self.repeats) == (other.spec, other.tensors, other.repeats)
+        """Whether tensors are in the same places among as many leaves; these and the nodes may be others."""
+        ours, others = ((each.tensors, each.repeats, len(each.leaves)) for each in (self, other))
+        return ours == others
 
     def __str__(self) -> str:
-        return str(self.build([_TENSOR] * len(self.tensors)))
+        try:
+            return str(self.build([_TENSOR] * len(self.tensors)))
+        except Exception:  # classes that look at their members
+            return many(len(self.tensors), "tensor")
 
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
         """A result with these tensors."""

@@ -1,5 +1,6 @@
 """Arguments and results of classes that the user made."""
 
+import collections
 import dataclasses
 
 import pytest
@@ -202,3 +203,34 @@ def test_a_result_that_depends_on_how_often_it_ran(setting):
     )
     with pytest.raises(cgpass.errors.GraphedArgumentError, match=expected):
         setting.graphed(fn, (setting.randn(3),))
+
+
+class Odd:
+    """A node whose context is never equal to another one, and whose members are looked at."""
+
+    def __init__(self, value):
+        self.shape = value.shape
+        self.value = value
+
+
+def test_contexts_that_are_made_anew(setting):
+    def flatten(odd):
+        return [odd.value], object()
+
+    pytree.register_pytree_node(Odd, flatten, lambda values, context: Odd(*values))
+    try:
+        x = setting.randn(3)
+        for fn in (lambda x: Odd(x * 2), lambda x: collections.defaultdict(lambda: 0, a=x * 2)):
+            found = setting.graphed(fn, (x,))(x)
+            same(found.value if isinstance(found, Odd) else found["a"], x * 2)
+
+        runs = []
+
+        def another(x):
+            runs.append(0)
+            return (Odd(x), x * 3) if len(runs) == 4 else Odd(x * 2)
+
+        with pytest.raises(cgpass.errors.GraphedArgumentError, match="and 1 tensor in the warm-up"):
+            setting.graphed(another, (x,))
+    finally:
+        pytree._deregister_pytree_node(Odd)

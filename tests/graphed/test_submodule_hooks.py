@@ -1,9 +1,11 @@
 """Hooks of submodules, and patched `forward`s of theirs, that come or go after the recording."""
 
 import logging
+import types
 
 import pytest
 import torch
+import torch.nn.utils.prune
 
 from tests.graphed.steps import check, same, step, twins
 
@@ -128,3 +130,73 @@ def test_unchecked_ones_are_not_looked_at(setting):
     expected = graphed(x)
     module[1].register_forward_hook(scaled)
     same(graphed(x), expected)
+
+
+@pytest.mark.parametrize("change", ["hook", "forward"])
+@pytest.mark.parametrize("of", ["closure", "method", "argument"])
+def test_of_modules_that_a_function_calls(setting, of, change, caplog):
+    module = setting.module(three())
+    module.score = types.MethodType(lambda self, x: self(x) * 1, module)
+    x = setting.randn(4, 8)
+    fn, args = {
+        "closure": (lambda x: module(x) * 1, (x,)),
+        "method": (module.score, (x,)),
+        "argument": (lambda x, part: part(x) * 1, (x, module)),
+    }[of]
+    graphed = setting.graphed(fn, args)
+    same(graphed(*args), fn(*args))
+    if change == "hook":
+        undo = module.register_forward_hook(scaled).remove
+    else:
+        undo = patched(module)
+    same(graphed(*args), fn(*args))
+    assert graphed.stats.plain_calls == 1
+    assert "hooks or forward of Sequential are others" in caplog.text
+    undo()
+    same(graphed(*args), fn(*args))
+    assert (graphed.stats.plain_calls, graphed.stats.rerecordings) == (1, 0)
+
+
+def test_hooks_that_a_first_run_sets(setting):
+    class Sets(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(8, 8)
+            self.hooked = False
+
+        def forward(self, x):
+            if not self.hooked:
+                self.hooked = True
+                self.inner.register_forward_hook(scaled)
+            return self.inner(x)
+
+    module, plain = twins(setting, Sets())
+    x = setting.randn(4, 8)
+    graphed = setting.graphed(module, (x,))
+    check(setting, graphed, plain, x, 2)
+    assert graphed.graphed.stats.plain_calls == 0
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_submodule_that_is_graphed_too(setting, at_once):
+    module, plain = twins(setting, three())
+    x = setting.randn(4, 8)
+    if at_once:
+        setting.graphed((module, module[0]), ((x,), (x.clone(),)), patch_modules=True)
+    else:
+        setting.graphed(module, (x,), patch_modules=True)
+        setting.graphed(module[0], (x,), patch_modules=True)
+    check(setting, module, plain, x, 2)
+    same(module[0](x), plain[0](x))
+    assert module.graphed.stats.plain_calls == module[0].graphed.stats.plain_calls == 0
+
+
+def test_pruned_again_and_again(setting):
+    module, plain = twins(setting, three())
+    x = setting.randn(4, 8)
+    graphed = setting.graphed(module, (x,), patch_modules=True)
+    for _ in range(3):
+        for each in (module, plain):
+            torch.nn.utils.prune.l1_unstructured(each[0], "weight", amount=0.2)
+        check(setting, graphed, plain, x, 2)
+    assert graphed.graphed.stats.plain_calls == 0
