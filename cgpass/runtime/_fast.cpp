@@ -183,7 +183,8 @@ PyObject* unchanged(PyObject* const* args) {
     fail(PyExc_ValueError, "as many values as keys expected");
   }
   for (Py_ssize_t k = 0; k < holders.size; ++k) {
-    const Py_ssize_t size = PyObject_Size(holders.items[k]);
+    PyObject* holder = holders.items[k];
+    const Py_ssize_t size = PyDict_Check(holder) ? PyDict_Size(holder) : PyObject_Size(holder);
     if (size < 0) throw PythonErrorSet();
     if (size != PyLong_AsSsize_t(sizes.items[k])) Py_RETURN_FALSE;
   }
