@@ -317,9 +317,13 @@ def record_alone(d: Pass, group: Group) -> RecordedPass:
             group.owner.new_slot(),
             [own_memory(sample) for sample in d.binding.samples],
         )
-        capture.capture_forward()
-        capture.capture_backward()
-        return capture.finish()
+        try:
+            capture.capture_forward()
+            capture.capture_backward()
+            return capture.finish()
+        except BaseException:
+            capture.give_up()
+            raise
 
 
 @_torch.outside_dynamo

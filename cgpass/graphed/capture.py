@@ -20,6 +20,7 @@ from cgpass.graphed.statics import firsts
 from cgpass.graphed.values import (
     InputMemory,
     OutputStructure,
+    give_up_samples,
     no_autocast_cache,
     tensors_of,
 )
@@ -210,8 +211,11 @@ class Capture:
         quiet = dataclasses.replace(d, hooks=HookSet(None, (), ""), stats=CallStats())
         other = Capture(quiet, group, self._states, group.owner.new_slot(), self.memory)
         other._watch = watch
-        other.capture_forward()
-        other.capture_backward()
+        try:
+            other.capture_forward()
+            other.capture_backward()
+        finally:
+            other.give_up()
 
     def _outputs_read(self) -> list[int]:
         """Outputs in whose memory the backward reads."""
@@ -231,6 +235,13 @@ class Capture:
                 if not self.memory[i].is_own
             }
         return ReadByBackward(d.name, statics, samples)
+
+    def give_up(self) -> None:
+        """Free what was recorded before a later part failed."""
+        give_up_samples(self.memory)
+        for recording in (self.forward, self.backward, self._weight_grads):
+            if recording is not None:
+                self._group.owner.close_recording(recording)
 
     def finish(self) -> RecordedPass:
         """The recorded pass; this object is of no more use."""

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import cgpass
+from cgpass.errors import CaptureError
+from cgpass.runtime.recording import Recording
 from tests.graphed.steps import net, rng_state, same, same_grads, step, twins
 
 
@@ -327,3 +329,47 @@ def test_a_forward_that_frees_its_graph_is_named(setting):
         graphed = setting.graphed(forces.eval(), (setting.randn(5, 3),))
         for found, expected in zip(graphed(x), forces(x), strict=True):
             same(found, expected)
+
+
+def test_a_recording_again_that_fails_leaves_nothing(setting):
+    class Refused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if fails:
+                grad.sum().item()
+            return grad
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            return Refused.apply(self.inner(x))
+
+    fails = []
+    module = setting.module(Model())
+    graphed = setting.graphed(module, (setting.randn(4, 8),), patch_modules=True)
+    owner = graphed.graphed._group.owner
+
+    def alive():
+        gc.collect()
+        found = [each for each in gc.get_objects() if isinstance(each, Recording)]
+        return sum(
+            any(each is one for one in slot.recordings) for each in found for slot in owner._slots
+        )
+
+    before = alive()
+    fails.append(True)
+    for _ in range(3):
+        module.inner.weight.data = module.inner.weight.data.clone()
+        with pytest.raises(CaptureError):
+            graphed(setting.randn(4, 8))
+    assert alive() == before
+    fails.clear()
+    x = setting.randn(4, 8)
+    same(graphed(x), module.inner(x))
