@@ -35,6 +35,14 @@ class Accumulators:
         self._taken += fast.take_accumulators(leaves)
         self._leaves += leaves
 
+    def forget_warm_ups(self) -> None:
+        """Have the leaves forget what warm-ups made, but for what somebody hooked: that may be of another stream.
+
+        A module whose hooks leave there what they computed (torch.nn.utils.prune) holds a graph of its last run.
+        Before the first capture only: a backward finds the gradient of a leaf by what the leaf knows.
+        """
+        node.drop_accumulators(self._leaves)
+
     def put_back(self, *, forget: bool = False) -> None:
         """Have all leaves know it again.
 

@@ -310,6 +310,7 @@ def record_alone(d: Pass, group: Group) -> RecordedPass:
     with prepared(d, group):
         states = d.new_states(group.device)
         d.warm_up(group, states, 1, pool=False)
+        group.accumulators.forget_warm_ups()
         capture = Capture(
             d,
             group,

@@ -217,6 +217,7 @@ def test_a_call_inside_of_the_fork_that_it_has_inside(setting, caplog):
     assert caplog.text.count("it was recorded in fork None of its rng_tracker") == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*defaults to a non-deterministic algorithm:UserWarning")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_torchs_checkpoint_of_attention_that_drops_nothing(setting, reentrant):
     def attend(x):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cgpass.graphed.accumulators import Accumulators
 from cgpass.runtime import fast, node
 
 PYTHON = fast.PYTHON
@@ -85,3 +86,21 @@ def test_accumulators_without_hooks_are_dropped(hook):
     held.backward()
     assert len(fired) == 2 * (hook is not None)
     assert leaf.grad.tolist() == [5.0, 5.0]
+
+
+def test_a_capture_knows_no_accumulator_of_its_warm_up():
+    """Whatever a module's hooks keep of it, as those of `torch.nn.utils.prune` do."""
+    if not node.wait():
+        pytest.skip("nothing is compiled")
+    leaf = torch.ones(2, requires_grad=True)
+    users, accumulators = leaf * 2, Accumulators()
+    before = accumulator(leaf)
+    accumulators.take([leaf])
+    kept = leaf * 3  # by a warm-up
+    of_warm_up = accumulator(leaf)
+    assert of_warm_up != before
+    accumulators.forget_warm_ups()
+    assert accumulator(leaf) not in (before, of_warm_up)
+    accumulators.put_back()
+    assert accumulator(leaf) == before
+    del kept, users
