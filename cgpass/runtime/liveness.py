@@ -9,7 +9,8 @@ Note [What a replay overwrites]
 
     Where results of one call are still held in the next (forwards ahead of their backwards), a signature with two
     recordings gets its next one in another slot: a pool of its own, in which nothing is held. Slots share no memory,
-    and calls that take turns keep taking turns.
+    and calls that take turns keep taking turns. Recordings made for other parameters don't count: layers whose
+    parameters are gathered in one place (FSDP's) run in one order, as layers with places of their own do.
 """
 
 from collections.abc import Mapping

@@ -30,6 +30,8 @@ class Recording:
     """For listings: what it is a recording of."""
     note: RecordingNote | None = None
     """Why and how it was made, if that is known."""
+    made_for: frozenset[int] = frozenset()
+    """Which parameters the call had that it was made in, as their storages' addresses."""
 
     def __init__(
         self,

@@ -81,6 +81,8 @@ class PartitionRunner:
         self.history = History(name, self._warm_ups, source)
         self._told = partial(progress.shown, f"recording {source.of(name)}", settings.progress)
         self._set_infos(infos)
+        self._owned = self.layout.parameters
+        """Inputs by which modules that share the code differ, copied or not."""
         owner.add(self)
         fast.start()
 
@@ -185,7 +187,7 @@ class PartitionRunner:
         room = usable and self._make_room(shape_key, static_key, args)
         if warm and room:
             self._make_space(shape_key, args)
-        slot = self._slot(shape_key, static_key) if warm and room else 0
+        slot = self._slot(shape_key, static_key, args) if warm and room else 0
         if warm and room and self.layout.static_key(args) != static_key:
             slot = None  # room was made by moving what this call reads
         action = decide(usable=usable, warm=warm, safe=False, room=room and slot is not None)
@@ -280,10 +282,19 @@ class PartitionRunner:
         self._close(self.table.drop_recordings())
         self._largest = 0
 
-    def _slot(self, shape_key: ShapeKey, static_key: StaticKey) -> int | None:
-        """Where to record this signature once more, None if results of too many calls are held."""
-        slot = self.owner.slot_for(len(self.table.find(shape_key, static_key)), self._first_slot)
+    def _slot(self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]) -> int | None:
+        """Where to record this signature once more, None if results of too many calls are held.
+
+        Layers whose parameters come to one place in turn have the first pool for all of their recordings.
+        """
+        mine = self._module(args)
+        own = [r for r in self.table.find(shape_key, static_key) if r.made_for == mine]
+        slot = self.owner.slot_for(len(own), self._first_slot)
         return slot if slot is not None else self.owner.warn_of_held(self.name)
+
+    def _module(self, args: Sequence[Any]) -> frozenset[int]:
+        """What tells the modules apart that share the code, wherever their parameters lie."""
+        return frozenset(args[i].untyped_storage()._cdata for i in self._owned)
 
     def _record(self, args: list[Any], slot: int, watch: Watch) -> Recording | None:
         """A recording, None if this call is none for it."""
@@ -304,6 +315,7 @@ class PartitionRunner:
         if not self._is_of_use(recording, args):
             recording.close(whole_pool=False)
             return None
+        recording.made_for = self._module(args)
         if not watch.settled:
             recording.watch = watch
         if not recording.memory.is_lean or self.owns_outputs:

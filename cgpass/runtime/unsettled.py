@@ -18,6 +18,9 @@ Note [Storages that are freed and allocated again]
     comes back to a place (the CPU's) every call would warm up. So after some such calls for each set of parameters
     these are copied, if they are few bytes: layers that share code then share one recording, and a copy's memory. Many
     bytes are not: their copy would take the memory that freeing them saves.
+
+    The smallest, as weights of norms, come back late or never, since the allocator has many places for them, and each
+    time a whole graph would be recorded for a copy saved that costs less than its launch. They are copied soon.
 """
 
 import logging
@@ -42,6 +45,10 @@ PLACES: Final = 6
 """Calls in a row, for each set of parameters, whose storages were freed and lie where they never did."""
 SMALL: Final = 64 << 20
 """Bytes of a call's parameters that may be copied then."""
+SOON: Final = 2
+"""As `PLACES`, for the smallest parameters."""
+TINY: Final = 64 << 10
+"""Bytes of one of those; there may be sixteen times as many in all."""
 _HOMES_KEPT: Final = 1024
 
 
@@ -145,26 +152,44 @@ class Unsettled:
             self._freed.clear()
         self._freed_calls += 1
         self._freed.update(moved)
-        if self._freed_calls < PLACES * len(self._homes):
-            return []
+        sets = len(self._homes)
         moving = sorted(i for i, count in self._freed.items() if 2 * count > self._freed_calls)
-        size, infos = sum(num_bytes(args[i]) for i in moving), self._layout.infos
-        whole = any(infos[i].whole_storage for i in moving)
-        copies = size <= SMALL and not whole and not shares_memory(args, self._layout.mutated)
+        if self._freed_calls >= SOON * sets and (tiny := self._tiny(moving, args)):
+            return self._copied(tiny, args, logging.INFO)
+        if self._freed_calls < PLACES * sets:
+            return []
         self._said = True
-        log.log(
-            self._level,
-            "%s: the storages of %s are freed and allocated again between calls (as FSDP does), and lay elsewhere in each "
-            "of %d calls. %s",
-            self._name,
-            describe_moved(infos, args, {i: self._freed[i] for i in moving}),
-            self._freed_calls,
-            f"They are copied from now on: {size} bytes a call."
-            if copies
-            else f"They have {size} bytes, too many to be copied: such calls run without a graph. What is gathered in the "
-            "compiled function itself is replayed: see simple_fsdp in examples/train_distributed.py.",
+        copied = self._copied(moving, args, self._level)
+        if not copied:
+            log.log(
+                self._level,
+                "%s They have %d bytes, too many to be copied: such calls run without a graph. What is gathered in the "
+                "compiled function itself is replayed: see simple_fsdp in examples/train_distributed.py.",
+                self._told_freed(moving, args),
+                sum(num_bytes(args[i]) for i in moving),
+            )
+        return copied
+
+    def _tiny(self, moving: Sequence[int], args: Sequence[Any]) -> list[int]:
+        tiny = [i for i in moving if num_bytes(args[i]) <= TINY]
+        return tiny if sum(num_bytes(args[i]) for i in tiny) <= 16 * TINY else []
+
+    def _copied(self, moving: list[int], args: Sequence[Any], level: int) -> list[int]:
+        """Parameters whose storages are freed, if they may be copied; then it says so."""
+        size = sum(num_bytes(args[i]) for i in moving)
+        whole = any(self._layout.infos[i].whole_storage for i in moving)
+        if size > SMALL or whole or shares_memory(args, self._layout.mutated):
+            return []
+        told = self._told_freed(moving, args)
+        log.log(level, "%s They are copied from now on: %d bytes a call.", told, size)
+        return moving
+
+    def _told_freed(self, moving: Sequence[int], args: Sequence[Any]) -> str:
+        names = describe_moved(self._layout.infos, args, {i: self._freed[i] for i in moving})
+        return (
+            f"{self._name}: the storages of {names} are freed and allocated again between calls (as FSDP does), and lay "
+            f"elsewhere in each of {self._freed_calls} calls."
         )
-        return moving if copies else []
 
     def _better_copied(self, args: Sequence[Any]) -> list[int]:
         moving = [i for i, count in self._moves.items() if 2 * count > self._sets]

@@ -157,11 +157,40 @@ class Freed:
         if len(place) != len(parameter):
             place = self.places[self.number % len(self.places)] = torch.zeros(len(parameter))
         fast.swap_storages([parameter], [place])
+        self.lies_in = place
         return parameter.fill_(value)
+
+    def put_away(self, i):
+        """Have the last place free again."""
+        fast.swap_storages([self.parameters[i]], [self.lies_in])
 
 
 @needs_swaps
-def test_storages_that_always_lie_elsewhere_are_copied_if_they_are_few_bytes(caplog):
+@pytest.mark.parametrize("num_places", [2, 500])
+def test_many_layers_whose_parameters_come_to_the_same_places_share_a_pool(caplog, num_places):
+    """As FSDP gathers them: more layers than calls whose results may be held, each in a pool of its own."""
+    run = runner(lambda x, w: [x * w], COPIED, STATIC)
+    run.visible, run.read = frozenset(), frozenset({0})  # saved for the backward
+    freed, slots = Freed([2] * 20, num_places), set()
+    for step in range(12):
+        held = []
+        for i in range(20):
+            parameter = freed.next(i)
+            held.append(run.run([X, parameter])[0])
+            freed.put_away(i)
+        assert [out.tolist() for (out,) in held] == [[i + 1.0] * 2 for i in range(20)]
+        slots.update(recording.slot for recording in run.table.all())
+        if step == 8:
+            before = counts(run)
+    assert counts(run)[:2] == before[:2], "nothing new is recorded"
+    assert run.stats.plain_calls == 0
+    assert slots == {0}
+    assert "still held" not in caplog.text
+
+
+@needs_swaps
+def test_storages_that_always_lie_elsewhere_are_copied_if_they_are_few_bytes(caplog, monkeypatch):
+    monkeypatch.setattr(unsettled, "TINY", 0)
     run, freed = runner(lambda x, w: [x * w], COPIED, STATIC), Freed([2, 2, 2], 500)
     for _ in range(40):
         for i in range(3):
@@ -192,8 +221,24 @@ def test_storages_that_take_turns_between_few_places_are_not_copied(caplog):
 
 
 @needs_swaps
+def test_the_smallest_parameters_are_copied_soon(caplog):
+    caplog.set_level(logging.INFO, "cgpass")
+    run = runner(lambda x, a, b: [x * a + b[:2]], COPIED, STATIC, STATIC)
+    small, large = Freed([2, 2, 2], 500), Freed([unsettled.TINY] * 3, 3)
+    for _ in range(40):
+        for i in range(3):
+            found = call(run, X, small.next(i), large.next(i))
+            assert found == [[2 * i + 2.0] * 2]
+    assert messages(caplog) == []
+    (message,) = [m for m in messages(caplog, logging.INFO) if "freed and allocated" in m]
+    assert message.endswith("in each of 6 calls. They are copied from now on: 8 bytes a call.")
+    assert run.layout.parameters == (2,)
+
+
+@needs_swaps
 def test_many_bytes_are_not_copied(caplog, monkeypatch):
     monkeypatch.setattr(unsettled, "SMALL", 100)
+    monkeypatch.setattr(unsettled, "TINY", 0)
     run, freed = runner(lambda x, w: [x * w[:2]], COPIED, STATIC), Freed([64], 500)
     for _ in range(40):
         assert call(run, X, freed.next(0)) == [[1.0] * 2]
