@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -29,6 +29,9 @@ from cgpass.telemetry import CallStats, new_call_stats
 from cgpass.tracing import NOWHERE, Source
 
 log = logging.getLogger(__name__)
+
+_CALLS_OF_A_STEP: Final = 256
+"""Calls in which some step of a training should have come to its end."""
 
 
 class PartitionRunner:
@@ -193,7 +196,7 @@ class PartitionRunner:
         action = decide(usable=usable, warm=warm, safe=False, room=room and slot is not None)
         note = self.table.note_unknown
         if action is not Action.PLAIN and (moving := note(shape_key, static_key, args)):
-            self._copy_instead(moving)
+            self._settle(moving)
             return self._run(args)
         if action is Action.RECORD and slot is not None:
             return self._record_call(args, shape_key, static_key, slot)
@@ -251,6 +254,12 @@ class PartitionRunner:
         self.history.forget(f"it {what}")
         self._set_infos(copied_instead(infos, positions))
         self.table.go_on_from(before)
+
+    def _settle(self, moving: Sequence[int]) -> None:
+        """Copy what kept moving; what was recorded meanwhile, in whatever order, is laid out anew between two steps."""
+        if self.owner.recordings():
+            self.owner.ask_to_start_over(patience=_CALLS_OF_A_STEP)
+        self._copy_instead(moving)
 
     def _moves_are_over(
         self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]

@@ -189,6 +189,27 @@ def test_many_layers_whose_parameters_come_to_the_same_places_share_a_pool(caplo
 
 
 @needs_swaps
+def test_what_was_recorded_while_parameters_moved_is_laid_out_anew():
+    """What others recorded, too, as soon as nothing is held: the step's end."""
+    run, freed = runner(lambda x, w: [x * w], COPIED, STATIC), Freed([2] * 3, 500)
+    run.visible, run.read = frozenset(), frozenset({0})
+    other = runner(lambda x: [x + 1], COPIED, owner=run.owner)
+    promoted_in = None
+    for step in range(6):
+        assert call(other, X) == [[2.0] * 2]
+        held = []
+        for i in range(3):
+            held.append(run.run([X, freed.next(i)])[0])
+            if promoted_in is None and run.layout.parameters == ():
+                promoted_in, before = step, other.stats.recordings
+        assert promoted_in is None or step > promoted_in or other.stats.recordings == before
+        held.clear()
+    assert promoted_in == 2
+    assert (before, other.stats.recordings) == (1, 2)
+    assert run.stats.plain_calls == 0
+
+
+@needs_swaps
 def test_storages_that_always_lie_elsewhere_are_copied_if_they_are_few_bytes(caplog, monkeypatch):
     monkeypatch.setattr(unsettled, "TINY", 0)
     run, freed = runner(lambda x, w: [x * w], COPIED, STATIC), Freed([2, 2, 2], 500)
