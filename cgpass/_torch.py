@@ -216,15 +216,17 @@ def finished_work() -> Any:
     return getattr(c10d.Work, "boxed")(getattr(c10d, "FakeWork")())  # noqa: B009  in no stub
 
 
-def wait_when_used(types: Iterable[type]) -> bool:
-    """Whether some of the types are that of a tensor that waits for its collective when it is first used.
+def unwrap_themselves(types: Iterable[type]) -> bool:
+    """Whether some of the types are those of tensors around others, which see to a call themselves.
 
-    A mode that lets it see to the call itself finds the wait among the calls, and tensors in memory.
+    A mode that lets them finds calls of the tensors inside, in memory: of a DTensor's shard, and the wait for the result
+    of a collective that is used for the first time.
 
-    Source: torch/distributed/_functional_collectives.py `AsyncCollectiveTensor`, 2.11 to 2.15.
+    Source: torch/utils/_python_dispatch.py `is_traceable_wrapper_subclass_type`, 2.11 to 2.15.
     """
-    module = sys.modules.get("torch.distributed._functional_collectives")
-    return module is not None and module.AsyncCollectiveTensor in types
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
+
+    return any(map(is_traceable_wrapper_subclass_type, types))
 
 
 @functools.cache

@@ -6,8 +6,9 @@ Note [Graphs and process groups]
     an operator of the user's own), so the first recording that is made while there are process groups has all recordings
     freed before any group shuts down or is aborted, and when the interpreter ends.
 
-On CUDA a replay orders everything by streams; here a call that starts a collective returns once its results are there.
-As on CUDA nothing is communicated while it is recorded. What a capture refuses is refused here, too: work that it starts and does not wait for.
+On CUDA a replay orders everything by streams; here a call that starts a functional collective returns once its results
+are there, and one in place is waited for before the next call that does not communicate. As on CUDA nothing is
+communicated while it is recorded. What a capture refuses is refused here, too: work that it starts and does not wait for.
 """
 
 import functools
@@ -106,22 +107,57 @@ class Alone(_torch.TorchDispatchMode):
 
 
 def completed(func: Callable[..., Any]) -> Callable[..., Any]:
-    """`func`, or what runs it and waits for its results, if it starts a collective."""
-    in_place = _works_in_place(func)
-    if not starts(func) and not in_place:
+    """`func`, or what runs it and waits for its results, if it starts a functional collective."""
+    if not starts(func):
         return func
 
     @functools.wraps(func)
     def run(*args: Any, **kwargs: Any) -> Any:
         results = func(*args, **kwargs)
-        for value in pytree.tree_leaves(results):
-            if not isinstance(value, torch.Tensor):
-                value.wait()  # the work of what was done in place
-            elif not in_place:
-                _torch.wait_tensor()(value)
+        for value in _tensors(results):
+            _torch.wait_tensor()(value)
         return results
 
     return run
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+class UnderWay:
+    """Collectives in place that a replay started: those that follow each other go on together.
+
+    Processes that send to each other before they receive would wait for one another for ever.
+    """
+
+    def __init__(self) -> None:
+        """None is."""
+        self._works: list[Any] = []
+        self._used: set[int] = set()
+        """Addresses of what they read or write."""
+
+    def wait_before(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Wait before a call that may read what they write, or write what they read."""
+        if self._works and not (_works_in_place(func) and self._used.isdisjoint(_addresses(args))):
+            self.wait()
+
+    def note(self, func: Any, args: tuple[Any, ...], results: Any) -> None:
+        """Note what a call started."""
+        if _works_in_place(func):
+            self._works += [v for v in pytree.tree_leaves(results) if hasattr(v, "wait")]
+            self._used |= _addresses(args)
+
+    def wait(self) -> None:
+        """Wait for all."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        self._used.clear()
+
+
+def _addresses(args: tuple[Any, ...]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in _tensors(args)}
 
 
 class Unjoined:

@@ -21,6 +21,7 @@ from cgpass import _torch
 from cgpass.runtime.capturing import capture_runs, no_gc
 from cgpass.runtime.collectives import (
     Alone,
+    UnderWay,
     Unjoined,
     communicates,
     completed,
@@ -134,7 +135,7 @@ class _Tape(_torch.TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _torch.wait_when_used(types):
+        if _torch.unwrap_themselves(types):
             return NotImplemented
         if only_wraps(func):
             return func(*args, **kwargs)
@@ -233,13 +234,17 @@ class SimulatedGraph:
     def replay(self) -> None:
         """Run every call on the memory of the recording."""
         with torch.no_grad(), torch.autocast("cpu", enabled=False):  # casts are calls of their own
+            under_way = UnderWay()
             for func, args, kwargs, grad, recorded in self._calls:
                 # Some operators make less where no backward is to come.
                 torch.set_grad_enabled(grad)
+                under_way.wait_before(func, args)
                 again = func(*args, **kwargs)
+                under_way.note(func, args, again)
                 for old, new in zip(_tensors(recorded), _tensors(again), strict=True):
                     if _address(old) != _address(new):  # whole: elements may share memory
                         old.untyped_storage().copy_(new.untyped_storage())
+            under_way.wait()
 
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
         """Nothing to order: the CPU has one stream."""

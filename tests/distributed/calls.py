@@ -11,9 +11,11 @@ from torch.distributed._functional_collectives import (
     all_reduce,
     reduce_scatter_tensor_autograd,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import cgpass
-from tests.distributed.programs import WIDTH, apart, fragile, train
+from tests.distributed.programs import MLP, WIDTH, apart, fragile, train
 
 
 def other_shards(x):
@@ -107,6 +109,33 @@ def wrapped_in_place(world):
     return wrapped(world, exchange)
 
 
+def wrapped_exchange(world):
+    """Both send before they receive; on CPU they reduce in two groups in orders of their own."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    order = (1, 0) if world.rank == 0 and world.device.type == "cpu" else (0, 1)
+
+    def exchange(x):
+        got, other = torch.empty_like(x), 1 - world.rank
+        both = dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, got, other)
+        for work in dist.batch_isend_irecv(list(both)):
+            work.wait()
+        sums = [x.cos(), got.new_ones(4)]
+        for work in [dist.all_reduce(sums[i], group=groups[i], async_op=True) for i in order]:
+            work.wait()
+        return got.cos() + x + sums[0] * sums[1].sum()
+
+    return wrapped(world, exchange)
+
+
+def wrapped_tensor_parallel(world):
+    """What is captured by hand has DTensors inside."""
+    mesh = init_device_mesh(world.device.type, (2,))
+    torch.manual_seed(0)
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    module = parallelize_module(MLP().to(world.device), mesh, plan)
+    return wrapped(world, lambda x: module(x).cos())
+
+
 def wrapped_functional(world):
     return wrapped(world, lambda x: all_reduce(x, "sum", dist.group.WORLD).cos())
 
@@ -168,6 +197,8 @@ CALLS: dict[str, Callable] = {
         verified_by_all,
         verified_by_one,
         wrapped_in_place,
+        wrapped_exchange,
+        wrapped_tensor_parallel,
         wrapped_functional,
         graphed_in_place,
         graphed_functional,
