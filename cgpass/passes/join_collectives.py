@@ -36,6 +36,8 @@ class JoinCollectives(Pass):
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
         """Add waits to `gm`, in place."""
         del ctx
+        for node in _collectives(gm):
+            _name_all_results(node)
         unjoined = list(_unjoined(gm))
         last = _last_nodes(gm) if unjoined else {}
         for result, tag in unjoined:
@@ -53,18 +55,24 @@ class JoinCollectives(Pass):
     def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         """Nothing that is started is left to others."""
         left = [result.name for result, _ in _unjoined(gm)]
+        left += [node.name for node in _collectives(gm) if _unnamed(node)]
         if left:
             raise PostconditionError(f"nothing waits for {', '.join(left)} where it is started")
 
 
+def _collectives(gm: fx.GraphModule) -> list[fx.Node]:
+    """Those that a partition starts."""
+    return [n for n in gm.graph.nodes if get_tag(n) is not None and values.starts_collective(n)]
+
+
 def _unjoined(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, PartitionTag]]:
     """Results of collectives that their own partition does not wait for."""
-    for node in gm.graph.nodes:
+    for node in _collectives(gm):
         tag = get_tag(node)
-        if tag is not None and values.starts_collective(node):
-            for result in _results(node):
-                if not any(get_tag(wait) == tag for wait in _waits(result)):
-                    yield result, tag
+        assert tag is not None
+        for result in _results(node):
+            if not any(get_tag(wait) == tag for wait in _waits(result)):
+                yield result, tag
 
 
 def _results(node: fx.Node) -> list[fx.Node]:
@@ -72,6 +80,22 @@ def _results(node: fx.Node) -> list[fx.Node]:
     if isinstance(node.meta.get("val"), torch.Tensor):
         return [node]
     return [user for user in node.users if user.target is operator.getitem]
+
+
+def _unnamed(node: fx.Node) -> list[int]:
+    """Positions of results that no node stands for, since nobody reads them."""
+    val = node.meta.get("val")
+    if not isinstance(val, list | tuple):
+        return []
+    return sorted(set(range(len(val))) - {result.args[1] for result in _results(node)})
+
+
+def _name_all_results(node: fx.Node) -> None:
+    for position in _unnamed(node):
+        with node.graph.inserting_after(node):
+            result = node.graph.call_function(operator.getitem, (node, position))
+        inherit_meta(result, node, node.meta["val"][position])
+        set_tag(result, get_tag(node))
 
 
 def _waits(result: fx.Node) -> Iterable[fx.Node]:

@@ -95,6 +95,18 @@ def test_results_that_are_returned_and_lists_of_them():
     assert returned.target is _torch.wait_tensor()
 
 
+def test_a_result_that_nobody_reads_is_joined_too():
+    def fn(x):
+        first, _ = collectives.all_reduce_coalesced([x.sin(), x.cos()], "sum", GROUP)
+        return collectives.wait_tensor(first).exp()
+
+    gm = joined(fn, (4,))
+    started = next(node for node in gm.graph.nodes if values.starts_collective(node))
+    results = [user for user in started.users if user.target is operator.getitem]
+    assert sorted(result.args[1] for result in results) == [0, 1]
+    assert all(any(u.target is _torch.wait_tensor() for u in r.users) for r in results)
+
+
 def test_nothing_is_done_twice():
     gm = joined(waited_elsewhere, (4,))
     before = graph_text(gm)
