@@ -154,7 +154,10 @@ class CUDAGraphWrapper:
             return self._fn(*args)
 
     def _new_runner(self, args: Sequence[Any], device: torch.device) -> PartitionRunner:
-        self._infos = infer_infos(args, self._static, device)
+        try:
+            self._infos = infer_infos(args, self._static, device)
+        except InputError as error:
+            raise InputError(f"{self._name}: {error}") from None
         settings = RunnerSettings.of(self._options, opaque=False, check_layout=True)
         driver = _driver(self._options, device)
         owner = Owner(driver, max_pending_calls=self._options.max_pending_calls)
