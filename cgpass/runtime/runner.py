@@ -70,6 +70,8 @@ class PartitionRunner:
         """Visible outputs that whoever calls `run` has to copy out of the pool. Replaced when that changes."""
         self._first_slot = self._largest = 0
         """Bytes of the inputs that move, of the largest shape recorded."""
+        self._waits = False
+        """Whether nothing is recorded until all recordings are laid out anew."""
         self.fn = fn
         self.settings = settings
         self.is_backward = settings.is_backward
@@ -186,7 +188,8 @@ class PartitionRunner:
             warm, strays = False, []  # what made the inputs was itself warming up
         usable = self._is_usable() and not strays
         if warm and usable:
-            usable = self._moves_are_over(shape_key, static_key, args)
+            self._waits = self._waits and self.owner.wants_start
+            usable = not self._waits and self._moves_are_over(shape_key, static_key, args)
         room = usable and self._make_room(shape_key, static_key, args)
         if warm and room:
             self._make_space(shape_key, args)
@@ -259,6 +262,7 @@ class PartitionRunner:
         """Copy what kept moving; what was recorded meanwhile, in whatever order, is laid out anew between two steps."""
         if self.owner.recordings():
             self.owner.ask_to_start_over(patience=_CALLS_OF_A_STEP)
+            self._waits = True
         self._copy_instead(moving)
 
     def _moves_are_over(
