@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import results
-from benchlib import breakdown, measured, plots, report, taking
+from benchlib import breakdown, goals, measured, plots, report, taking
 
 MACHINE = "h200-torch2.11"
 META = {
@@ -316,3 +316,40 @@ def test_a_sentence_about_graphed_callables():
     assert "direct" not in measured.graphed(found)
     found["results"] = {"cleared": {"torch": us(100.0), "cgpass, direct gradients": us(73.2)}}
     assert measured.graphed(found).endswith(', and 0.73 times with `parameter_grads="direct"`.')
+
+
+def test_goals_say_what_is_reached_and_what_is_not():
+    slow = model("slow", STEPS | {"cgpass": 2.5})
+    fast = model("fast", STEPS | {"cgpass": 2.1})
+    regional = model("r", {"cgpass": 6.0}, title="Llama by layers, B1")
+    found = {"bench": bench(slow, fast, regional), "overhead": overhead()}
+    rows = {line.split(" | ")[0][2:]: line for line in goals.table(found).splitlines()}
+    assert rows["synchronised step, ms over the limit"].endswith(
+        "| 0.15 | 0.10 to 0.50 | 2.00 | not with slow (0.50) |"
+    )
+    assert rows["Llama compiled layer by layer, ms a step"].endswith("| 7.0 | 6.00 | - | reached |")
+    assert rows["one layer, inference, us"].endswith("| 35 | 30 | 40 | reached |")
+    assert not any("reserved" in row or "graphed" in row for row in rows)
+    over = {"bench": bench(slow)}
+    assert goals.table(over).splitlines()[-1].endswith("| 0.50 | 2.00 | not reached |")
+
+
+def test_goals_of_memory_first_steps_and_several_devices():
+    def bytes_of(**arms):
+        return {"arms": {name: {"peak_reserved_bytes": value} for name, value in arms.items()}}
+
+    compared = {"extra_cold_s": 2.5, "first_warm_ratio": 1.5, "partitions": 3}
+    found = {
+        "memory": {"results": [{"model": "m"} | bytes_of(cgpass=90, default=100)]},
+        "start": {"results": [{"model": "m", "title": "m", "compared": compared}]},
+        "dist-bench": {"modes": {"sharded": bytes_of(cgpass=105, default=100)}},
+        "graphed": {"ratio_to_torch": {"cleared": {"both": 0.9}}},
+    }
+    said = [line.split(" | ") for line in goals.table(found).splitlines()[2:]]
+    assert [(row[2], row[-1].removesuffix(" |")) for row in said] == [
+        ("0.90", "reached"),
+        ("1.05", "not reached"),
+        ("1.90", "reached"),  # two pieces more may take 0.3 s each
+        ("1.50", "not reached"),
+        ("0.90", "reached"),
+    ]

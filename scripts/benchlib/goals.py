@@ -1,0 +1,187 @@
+"""What cgpass is to reach, and what it does: a table of docs/performance.md."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from benchlib.measured import Results, short, span
+from benchlib.report import median, number
+
+Figures = dict[str, float]  # by model, say
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure that is to be reached wherever it is measured."""
+
+    what: str
+    goal: str
+    part: str
+    """Which results have it."""
+    at_most: float
+    figures: Callable[[dict[str, Any], str], Figures]
+    """Of an arm."""
+    digits: int = 2
+
+
+def _models(found: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for model in found["results"]:
+        yield model.get("title", model["model"]), model["arms"]
+
+
+def _over_limit(found: dict[str, Any], arm: str) -> Figures:
+    """Milliseconds that a synchronised step takes more than the limit's."""
+    figures = {}
+    for title, arms in _models(found):
+        ours, limit = (median(arms.get(name, {}), "step_ms") for name in (arm, "limit"))
+        if ours is not None and limit is not None and not _is_regional(title):
+            figures[title] = ours - limit
+    return figures
+
+
+def _is_regional(title: str) -> bool:
+    return "by layers" in title
+
+
+def _host(found: dict[str, Any], arm: str) -> Figures:
+    """Milliseconds of the host for a forward and a backward, of models that are one graph each way."""
+    return {
+        title: value
+        for title, arms in _models(found)
+        if "limit" in arms and "error" not in arms["limit"] and not _is_regional(title)
+        if (value := median(arms.get(arm, {}), "host_ms")) is not None
+    }
+
+
+def _regional(found: dict[str, Any], arm: str) -> Figures:
+    return {
+        title: value
+        for title, arms in _models(found)
+        if _is_regional(title) and (value := median(arms.get(arm, {}), "step_ms")) is not None
+    }
+
+
+def _memory(found: dict[str, Any], arm: str) -> Figures:
+    key = "peak_reserved_bytes"
+    return {
+        title: arms[arm][key] / arms["default"][key]
+        for title, arms in _models(found)
+        if arms.get(arm, {}).get(key) and arms.get("default", {}).get(key)
+    }
+
+
+def _call(mode: str, layers: int) -> Callable[[dict[str, Any], str], Figures]:
+    """Microseconds of a call of a stack."""
+
+    def figures(found: dict[str, Any], arm: str) -> Figures:
+        return {
+            f"{layers}": row["us"][arm]
+            for row in found["rows"]
+            if (row["mode"], row["layers"]) == (mode, layers) and arm in row["us"]
+        }
+
+    return figures
+
+
+def _direct(found: dict[str, Any], arm: str) -> Figures:
+    return _call("training", 100)(found, "cgpass-direct") if arm == "cgpass" else {}
+
+
+def _graphed(found: dict[str, Any], arm: str) -> Figures:
+    ratio = found["ratio_to_torch"]["cleared"]["both"]
+    return {"layer": ratio} if arm == "cgpass" else {}
+
+
+def _start(key: str) -> Callable[[dict[str, Any], str], Figures]:
+    def figures(found: dict[str, Any], arm: str) -> Figures:
+        rows = [row for row in found["results"] if "compared" in row and arm == "cgpass"]
+        return {row["title"]: row["compared"][key] - _allowed(row, key) for row in rows}
+
+    return figures
+
+
+def _allowed(row: dict[str, Any], key: str) -> float:
+    """Seconds that the goal adds for each piece but the first."""
+    return 0.3 * (row["compared"]["partitions"] - 1) if key == "extra_cold_s" else 0.0
+
+
+def _memory_of_several(found: dict[str, Any], arm: str) -> Figures:
+    key = "peak_reserved_bytes"
+    return {
+        mode: each["arms"][arm][key] / each["arms"]["default"][key]
+        for mode, each in found["modes"].items()
+        if each["arms"].get(arm, {}).get(key) and each["arms"].get("default", {}).get(key)
+    }
+
+
+GOALS = (
+    Goal("synchronised step, ms over the limit", "0.15", "bench", 0.15, _over_limit),
+    Goal("host, forward and backward, ms", "1.2", "bench", 1.2, _host),
+    Goal("Llama compiled layer by layer, ms a step", "7.0", "bench", 7.0, _regional),
+    Goal("one layer, inference, us", "35", "overhead", 35, _call("inference", 1), 0),
+    Goal("100 layers, inference, us", "110", "overhead", 110, _call("inference", 100), 0),
+    Goal("100 layers, training, us", "2300", "overhead", 2300, _call("training", 100), 0),
+    Goal('the same, `parameter_grads="direct"`', "1200", "overhead", 1200, _direct, 0),
+    Goal("peak reserved, times default's", "1.03", "memory", 1.03, _memory),
+    Goal("on several GPUs, times default's", "1.02", "dist-bench", 1.02, _memory_of_several),
+    Goal(
+        "first steps, s more than default's", "2, 0.3 a piece", "start", 2.0, _start("extra_cold_s")
+    ),
+    Goal(
+        "second process, first step, times default's",
+        "1.3",
+        "start",
+        1.3,
+        _start("first_warm_ratio"),
+    ),
+    Goal("a layer graphed by hand, times torch's host time", "1.0", "graphed", 1.0, _graphed),
+)
+
+
+def _shown(figures: Figures, digits: int) -> str:
+    values = list(figures.values())
+    if digits == 0:
+        return " to ".join(dict.fromkeys(f"{value:.0f}" for value in (min(values), max(values))))
+    return span(values) if values else "-"
+
+
+def _verdict(goal: Goal, figures: Figures) -> str:
+    missed = {name: value for name, value in figures.items() if value > goal.at_most}
+    if not missed:
+        return "reached"
+    if len(missed) == len(figures):
+        return "not reached"
+    names = ", ".join(f"{short(name)} ({number(value)})" for name, value in missed.items())
+    return f"not with {names}"
+
+
+def table(results: Results) -> str:
+    """A row for each goal that there are figures of."""
+    names = ["", "goal, at most", "cgpass", "reduce-overhead, same run", ""]
+    rows = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+    for goal in GOALS:
+        found = results.get(goal.part)
+        ours = goal.figures(found, "cgpass") if found else {}
+        if not found or not ours:
+            continue
+        theirs = goal.figures(found, "reduce-overhead")
+        cells = [goal.what, goal.goal, _shown(ours, goal.digits)]
+        cells += [_shown(theirs, goal.digits) if theirs else "-", _verdict(goal, ours)]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def in_a_loop(bench: dict[str, Any]) -> str:
+    """How near steps come to the limit's where the host does not wait."""
+    ratios = []
+    for _, arms in _models(bench):
+        ours, limit = (median(arms.get(name, {}), "loop_ms") for name in ("cgpass", "limit"))
+        if ours is not None and limit is not None:
+            ratios.append(ours / limit)
+    if not ratios:
+        return ""
+    return (
+        "What a synchronised step takes over the limit is time in which the device waits for the host: before the first "
+        "graph, between the two, and after the second. Where steps follow each other without a wait they take "
+        f"{span(ratios)} times the limit's."
+    )
