@@ -11,6 +11,7 @@ import torch
 from cgpass.errors import ReportError
 from cgpass.report.check import least_share, run_script, verdict, work_done
 from cgpass.report.collect import snapshot
+from cgpass.report.frames import left_to_eager, noted
 from cgpass.report.model import Report, check_ending
 from cgpass.version import VERSION
 
@@ -44,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         help="run a script, and fail if too little of it was captured or something fell back",
         description="Run a script as its own process would. It fails (status 1) if less than a share of the operators "
         "that functions compiled by cgpass ran after their warm-ups was captured, or if something that was to be "
-        "captured ran without a graph. Warm-ups that no recording ever follows count, too. Operators are counted as "
+        "captured ran without a graph; functions that torch.compile left to eager count as such. Warm-ups that no recording ever follows count, too. Operators are counted as "
         "traced, each as often as it ran; kernels are not. A script that fails itself keeps its status.",
     )
     check.add_argument(
@@ -94,15 +95,17 @@ def _check(options: argparse.Namespace) -> int:
     )  # the script may go elsewhere
     if save is not None:
         _check_place(save)
-    status = run_script(options.script, options.arguments, module=options.module)
+    with noted() as before:
+        status = run_script(options.script, options.arguments, module=options.module)
+        left = left_to_eager(before)
     if status:
         sys.stderr.write(
             f"cgpass check: nothing was checked: {options.script} exits with {status}\n"
         )
         return status
     if save is not None:
-        snapshot().save(save)
-    passes, text = verdict(work_done(), least)
+        snapshot(left).save(save)
+    passes, text = verdict(work_done(left), least)
     sys.stdout.write(f"{text}\n")
     return 0 if passes else 1
 

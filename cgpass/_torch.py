@@ -386,6 +386,45 @@ def dynamo_counters() -> MutableMapping[str, Any]:
     return counters
 
 
+def compilations() -> list[Any]:
+    """What torch noted of compilations, oldest first: which function each was of, how it went, why it was needed.
+
+    Backwards that are compiled when they first run are among them, without a function's name. Dynamo is not loaded for
+    it: a script may still set what that reads when it is.
+
+    Source: torch/_dynamo/utils.py `CompilationMetrics`, `get_compilation_metrics`, 2.11 to 2.15.
+    """
+    utils = sys.modules.get("torch._dynamo.utils")
+    return [] if utils is None else list(utils.get_compilation_metrics())
+
+
+def note_compilations(limit: int) -> int | None:
+    """Have torch keep so many of its newest notes; returns how many it kept, None if Dynamo is not loaded.
+
+    Source: torch/_dynamo/utils.py `set_compilation_metrics_limit`, 64 by default, 2.11 to 2.15.
+    """
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        return None
+    before = utils._compilation_metrics.maxlen
+    utils.set_compilation_metrics_limit(limit)
+    return before
+
+
+def was_given_up(compilation: Any) -> bool:
+    """Whether a compilation ended in a function, or what is left of it, that runs in eager.
+
+    Source: torch/_dynamo/convert_frame.py `ConvertFrame.__call__`, 2.11 to 2.15.
+    """
+    from torch._dynamo import exc
+
+    if not compilation.fail_type:
+        return False
+    kind = getattr(exc, compilation.fail_type, None)
+    soft = isinstance(kind, type) and issubclass(kind, (exc.Unsupported, exc.UserError))
+    return soft or bool(compilation.config_suppress_errors)
+
+
 def is_traced() -> bool:
     """Whether torch's structured trace goes to a file (`TORCH_TRACE`). Handlers of others (pytest's) do not count.
 

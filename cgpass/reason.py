@@ -12,6 +12,8 @@ OTHER_FIXES: Final = {
     "not_worth_it": 'capture_policy="always" captures it',
     "capture": "name the operator that is to blame in unsafe_ops to have the rest captured",
     "graph_break": "do what torch hints at, in the report's words; TORCH_LOGS=graph_breaks shows more",
+    "recompile_limit": "keep what changes from call to call the same, or make it a tensor; TORCH_LOGS=recompiles "
+    "names every cause",
 }
 """What a user can do, by code, where no rule about an operator is the reason."""
 

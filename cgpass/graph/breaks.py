@@ -1,6 +1,7 @@
 """Where Dynamo ended a graph before the function's end."""
 
 import os
+import re
 from typing import Any, Final
 
 from torch import fx
@@ -8,6 +9,9 @@ from torch import fx
 from cgpass.reason import Reason
 
 _SEE: Final = "TORCH_LOGS=graph_breaks shows more"
+_LED_TO: Final = re.compile(r"^\*\*\* While handling this graph break.*$", re.MULTILINE)
+_NO_HELP: Final = ("report an issue", "caused by an earlier graph break")
+"""Hints that are none to users."""
 
 
 def graph_break_of(gm: fx.GraphModule) -> Reason | None:
@@ -21,10 +25,25 @@ def graph_break_of(gm: fx.GraphModule) -> Reason | None:
     found: Any = getattr(gm, "compile_subgraph_reason", None)
     if found is None or not getattr(found, "graph_break", False):
         return None
-    first, *others = str(found.reason).splitlines() or ["a graph break"]
-    hints = [line.strip().removeprefix("Hint: ") for line in others if "Hint: " in line]
-    hints = [hint for hint in hints if "report an issue" not in hint]
-    return Reason("graph_break", "", first, " Or: ".join(hints) or _SEE, _line(found))
+    return reason_of(str(found.reason), _line(found))
+
+
+def reason_of(text: str, line: str | None) -> Reason:
+    """A graph break as torch tells of it.
+
+    Args:
+        text: Its message; where it led to others, one after the other.
+        line: The user's.
+
+    Source: torch/_dynamo/exc.py, `format_graph_break_message`, `augment_exc_message`, 2.11 to 2.15.
+    """
+    blocks = [block.strip().splitlines() for block in _LED_TO.split(text)]
+    titles = [block[0] for block in blocks if block] or ["a graph break"]
+    said = [each.strip() for block in blocks for each in block]
+    hints = [each.removeprefix("Hint: ") for each in said if each.startswith("Hint: ")]
+    hints = [hint for hint in hints if not any(each in hint for each in _NO_HELP)]
+    fix = " Or: ".join(dict.fromkeys(hints)) or _SEE
+    return Reason("graph_break", "", "; ".join(dict.fromkeys(titles)), fix, line)
 
 
 def _line(found: Any) -> str | None:

@@ -1,6 +1,7 @@
 """`explain`: runs a function and reports what was captured of it, what was not, and why."""
 
 import contextlib
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -10,7 +11,9 @@ import torch
 from cgpass import _torch, telemetry
 from cgpass.backend import cgpass
 from cgpass.errors import OptionError
+from cgpass.graphed.reach import values_behind
 from cgpass.options import current_defaults
+from cgpass.report import frames
 from cgpass.report.calls import Calls
 from cgpass.report.collect import Measured, called, collect, with_times
 from cgpass.report.measure import RUNS, live_runs, main_device, plainly, profiled, timed
@@ -55,7 +58,7 @@ def explain(
         kwargs: Of one call, by name.
 
     Returns:
-        A report; `print` shows it.
+        A report; `print` shows it. Functions that `torch.compile` left to eager are named beside those that it compiled.
 
     Raises:
         OptionError: `options=`, which the function does not take.
@@ -66,11 +69,16 @@ def explain(
             "cgpass.explain takes no options: give them by cgpass.set_defaults(...), as a statement or around the call"
         )
     with contextlib.ExitStack() as stack:
+        before = stack.enter_context(frames.noted())
         run = fn if reaches_compiled(fn) else stack.enter_context(_compiled(fn))
         state = State(fn)
         stack.callback(state.put_back)
         calls = Calls(run, args, kwargs, state, training=training)
-        return _observe(calls, state.devices | calls.devices)
+        report = _observe(calls, state.devices | calls.devices)
+        behind = frames.codes_of(values_behind(fn))
+        return dataclasses.replace(
+            report, left_to_eager=frames.left_to_eager(before, behind=behind)
+        )
 
 
 def _takes_options(fn: Callable[..., Any] | torch.nn.Module) -> bool:

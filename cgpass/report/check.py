@@ -12,7 +12,8 @@ from cgpass import telemetry
 from cgpass.errors import ReportError
 from cgpass.options import current_defaults
 from cgpass.reason import Reason
-from cgpass.report.words import breaks, many, share
+from cgpass.report.model import EagerFunction
+from cgpass.report.words import breaks, many, share, why_left
 
 _FAILED = frozenset({"capture", "syncs", "failed_capture"})
 """Codes of what turned out not to be capturable only when it was captured."""
@@ -41,9 +42,16 @@ class Work:
     """What was to be captured, and ran without a graph all the same."""
 
 
-def work_done() -> Work:
-    """Count what this process did in functions compiled by cgpass."""
+def work_done(left_to_eager: Sequence[EagerFunction] = ()) -> Work:
+    """Count what this process did in functions compiled by cgpass.
+
+    Args:
+        left_to_eager: Functions that were not compiled; nothing of them is counted.
+    """
     work = Work()
+    for left in left_to_eager:
+        reason = left.reason
+        work.fell_back.append(f"{why_left(left)}; {reason.detail} [{reason.code}]; {reason.fix}")
     for summary, runs in telemetry.graph_runs().values():
         work.graphs += 1
         work.graph_breaks += [] if summary.graph_break is None else [summary.graph_break]
@@ -108,13 +116,8 @@ def verdict(work: Work, least: float) -> tuple[bool, str]:
         work: What was done.
         least: Share of the operators that has to be captured, 0 to 1.
     """
-    if not work.graphs:
-        return False, (
-            'cgpass check: FAILED: nothing was compiled by cgpass: torch.compile(..., backend="cgpass") in this process is '
-            "what is checked, callables graphed by hand are not"
-        )
-    if not work.total:
-        return False, "cgpass check: FAILED: nothing ran more often than to warm up; run more steps"
+    if not work.graphs or not work.total:
+        return False, "\n".join([_nothing(work), *_fell_back(work)])
     enough = work.captured >= least * work.total
     passes = enough and not work.fell_back
     head = (
@@ -126,11 +129,28 @@ def verdict(work: Work, least: float) -> tuple[bool, str]:
         lines.append(f"{work.warmups} more ran to warm up, which counts as neither")
     outside = breaks(work.graph_breaks, "operators")
     lines += [] if outside is None else [outside]
-    if work.fell_back:
-        lines += ["fell back:", *(f"  {line}" for line in work.fell_back)]
+    lines += _fell_back(work)
     if not enough and work.plain:
         lines += ["runs without graphs:", *(f"  {line}" for line in work.plain)]
     return passes, "\n".join(lines)
+
+
+def _nothing(work: Work) -> str:
+    """What is said where nothing can be counted."""
+    head = "cgpass check: FAILED: "
+    if work.graphs:
+        more = "" if work.fell_back else "; run more steps"
+        return f"{head}nothing ran more often than to warm up{more}"
+    if work.fell_back:
+        return f"{head}nothing was compiled by cgpass"
+    return (
+        f'{head}nothing was compiled by cgpass: torch.compile(..., backend="cgpass") in this process is '
+        "what is checked, callables graphed by hand are not"
+    )
+
+
+def _fell_back(work: Work) -> list[str]:
+    return ["fell back:", *(f"  {line}" for line in work.fell_back)] if work.fell_back else []
 
 
 def least_share(text: str) -> float:

@@ -13,6 +13,7 @@ from cgpass.report.kernels import Launches
 from cgpass.report.measure import Key, Times
 from cgpass.report.model import (
     CopiedInput,
+    EagerFunction,
     FunctionReport,
     GraphReport,
     PartitionReport,
@@ -194,9 +195,13 @@ def with_times(functions: Sequence[FunctionReport], measured: Measured) -> Repor
     )
 
 
-def snapshot() -> Report:
-    """A report of all that this process compiled and telemetry still lists, without times."""
-    return with_times(collect(), Measured())
+def snapshot(left_to_eager: tuple[EagerFunction, ...] = ()) -> Report:
+    """A report of all that this process compiled and telemetry still lists, without times.
+
+    Args:
+        left_to_eager: What it did not compile.
+    """
+    return dataclasses.replace(with_times(collect(), Measured()), left_to_eager=left_to_eager)
 
 
 def _device_name(functions: Iterable[FunctionReport], device: torch.device | None) -> str:

@@ -139,6 +139,15 @@ class FunctionReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EagerFunction:
+    """A function, or what is left of it behind a graph break, that `torch.compile` gave back to eager."""
+
+    reason: ReasonReport
+    place: str | None = None
+    """Where it begins, `model.py:41 in forward`; None if that is not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """What `explain` found. `print` shows it as text; `save` writes it as JSON or as a page."""
 
@@ -146,6 +155,8 @@ class Report:
     torch: str
     device: str
     functions: tuple[FunctionReport, ...]
+    left_to_eager: tuple[EagerFunction, ...] = ()
+    """What `torch.compile` was to compile and gave up; nothing of it is in `functions`."""
     settled: bool = True
     """Whether calls recorded nothing new in the end."""
     runs: int = 0

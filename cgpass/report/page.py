@@ -8,10 +8,12 @@ from cgpass.report.style import CSS
 from cgpass.report.words import (
     NONE,
     NOTHING,
+    UNKNOWN,
     alike,
     breaks,
     briefly,
     copied_bytes,
+    left_out,
     listed,
     many,
     milliseconds,
@@ -23,6 +25,7 @@ from cgpass.report.words import (
 
 if TYPE_CHECKING:
     from cgpass.report.model import (
+        EagerFunction,
         FunctionReport,
         GraphReport,
         PartitionReport,
@@ -37,8 +40,9 @@ def html(report: "Report") -> str:
     Args:
         report: The report.
     """
-    body = "\n".join([*_head(report), *(_function(each) for each in report.functions)])
-    if not report.functions:
+    left = map(_left, report.left_to_eager)
+    body = "\n".join([*_head(report), *left, *map(_function, report.functions)])
+    if not report.functions and not report.left_to_eager:
         body += f"<section><p>{NOTHING}</p></section>"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -76,6 +80,9 @@ def _head(report: "Report") -> Iterator[str]:
     outside = breaks((each.graph_break for each in report.functions), report.counted)
     if report.work[1] and outside:
         yield _paragraph(_e(f"{outside}."), "warn")
+    left = left_out(report.left_to_eager, report.counted)
+    if report.work[1] and left:
+        yield _paragraph(_e(f"{left[0].upper()}{left[1:]}."), "warn")
     yield _paragraph(
         '<span class="key graph"></span>in a CUDA graph<span class="key plain"></span>runs plainly'
     )
@@ -113,10 +120,16 @@ def _tile(number: str, what: str) -> str:
     return f'<div class="tile"><b>{_e(number)}</b><span class="soft">{_e(what)}</span></div>'
 
 
-def _function(function: "FunctionReport") -> str:
-    place = (
-        "A function without a line of its own" if function.place is None else _code(function.place)
+def _left(function: "EagerFunction") -> str:
+    place = UNKNOWN.capitalize() if function.place is None else _code(function.place)
+    return (
+        f"<section><h2>{place}</h2>{_paragraph('left to eager because of')}"
+        f"{_reason([function.reason])}</section>"
     )
+
+
+def _function(function: "FunctionReport") -> str:
+    place = UNKNOWN.capitalize() if function.place is None else _code(function.place)
     lines = [f"<section><h2>{place}</h2>"]
     facts = [f"function {function.number}", f"driver {function.driver or 'none'}"]
     if function.pool_bytes is not None:

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Final
 from cgpass.report.words import (
     NONE,
     NOTHING,
+    UNKNOWN,
     alike,
     breaks,
     briefly,
     copied_bytes,
+    left_out,
     listed,
     many,
     milliseconds,
@@ -18,10 +20,12 @@ from cgpass.report.words import (
     size,
     speedup,
     unsettled,
+    why_left,
 )
 
 if TYPE_CHECKING:
     from cgpass.report.model import (
+        EagerFunction,
         FunctionReport,
         GraphReport,
         PartitionReport,
@@ -51,9 +55,11 @@ def text(report: "Report") -> str:
         report: The report.
     """
     lines = [*_head(report)]
+    for left in report.left_to_eager:
+        lines += ["", *_left(left)]
     for function in report.functions:
         lines += ["", *_function(function)]
-    if not report.functions:
+    if not report.functions and not report.left_to_eager:
         lines += ["", *_wrapped(NOTHING, 0)]
     return "\n".join(lines)
 
@@ -87,12 +93,22 @@ def _head(report: "Report") -> Iterator[str]:
     outside = breaks((each.graph_break for each in report.functions), report.counted)
     if work and outside:
         yield from _wrapped(outside, 0)
+    left = left_out(report.left_to_eager, report.counted)
+    if work and left:
+        yield from _wrapped(left, 0)
     if not report.settled:
         yield from _wrapped(f"it did not settle: {unsettled(report)}; see the causes below", 0)
 
 
+def _left(function: "EagerFunction") -> Iterator[str]:
+    reason = function.reason
+    yield from _wrapped(why_left(function), 0)
+    yield from _wrapped(f"{reason.detail} [{reason.code}]", 2)
+    yield from _wrapped(f"fix: {reason.fix}", 2)
+
+
 def _function(function: "FunctionReport") -> Iterator[str]:
-    place = function.place or "a function without a line of its own"
+    place = function.place or UNKNOWN
     yield from _wrapped(f"function {function.number}: {place}", 0)
     if function.pool_bytes is not None:
         yield from _wrapped(f"its graphs' memory pools: {size(function.pool_bytes)}", 2)

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING
 from cgpass.reason import Reason, many
 
 if TYPE_CHECKING:
-    from cgpass.report.model import PartitionReport, ReasonReport, Report
+    from cgpass.report.model import EagerFunction, PartitionReport, ReasonReport, Report
 
 NONE = "-"
 """Stands for what is not known or does not apply."""
+UNKNOWN = "a function without a line of its own"
 NOTHING = (
     "cgpass compiled nothing of it, or nothing that ran. What torch.compile returned for another backend runs as it is: "
-    "give explain the function or module itself."
+    "give explain the function or module itself. What torch.compile gave up long ago stays in eager until "
+    "torch.compiler.reset()."
 )
 """Stands for functions where there are none."""
 
@@ -90,6 +92,25 @@ def breaks(found: Iterable["ReasonReport | Reason | None"], counted: str) -> str
         f"{many(len(lines), 'graph break')}, at {at}: what runs there, outside of compiled functions, is not among "
         f"these {counted}"
     )
+
+
+def left_out(found: Sequence["EagerFunction"], counted: str) -> str | None:
+    """What percentages leave out where functions were left to eager; None where none was.
+
+    Args:
+        found: These functions.
+        counted: What the percentages are of, "kernels" or "operators".
+    """
+    if not found:
+        return None
+    places = listed([*dict.fromkeys(each.place or UNKNOWN for each in found)])
+    return f"left to eager: {places}; what that runs itself is not among these {counted}"
+
+
+def why_left(function: "EagerFunction") -> str:
+    """Which function was left to eager, and because of which line."""
+    line = function.reason.line
+    return f"left to eager: {function.place or UNKNOWN}{f', because of {line}' if line else ''}"
 
 
 def copied_bytes(part: "PartitionReport") -> int | None:

@@ -1,0 +1,176 @@
+"""Functions that `torch.compile` left to eager: no graph of theirs reaches a backend, so torch's own notes tell of them."""
+
+import ast
+import contextlib
+import linecache
+import os
+import re
+import types
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, Final
+
+from cgpass import _torch, telemetry
+from cgpass.graph.breaks import reason_of
+from cgpass.reason import OTHER_FIXES, Reason, many
+from cgpass.report.model import EagerFunction, ReasonReport
+
+_NOTED: Final = 4096
+"""Compilations of a process that are looked through; torch keeps less."""
+_CALLED: Final = (
+    "put what can be compiled into functions of its own: those that a function in eager calls are compiled by "
+    "themselves"
+)
+_AT_LIMIT: Final = "recompile limit exceeded"
+_LIMIT: Final = re.compile(r"exceeding the (\w+) ")
+_RESUMED: Final = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
+_VERSION: Final = re.compile(r"^\[?\d+/\d+\]?: ")
+_HINT: Final = re.compile(r"\(HINT: (.*)\)\s*$")
+_SOURCE: Final = re.compile(r"^(.*?)\s+# (.*?)\s*# (\S+):(\d+) in (\S+)")
+"""A guard, with the line that needs it."""
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[Any]]:
+    """Have torch note more compilations, from the first graph on if Dynamo is not loaded yet; gives what it noted."""
+    before: list[int] = []
+
+    def more(*_: object) -> None:
+        if not before:
+            limit = _torch.note_compilations(_NOTED)
+            before.extend([] if limit is None else [limit])
+
+    end = telemetry.listen(more)
+    more()
+    try:
+        yield _torch.compilations()
+    finally:
+        end()
+        if before:
+            _torch.note_compilations(before[0])
+
+
+def left_to_eager(
+    before: Sequence[Any] = (), *, behind: Collection[types.CodeType] = ()
+) -> tuple[EagerFunction, ...]:
+    """Functions whose last compilation was given up.
+
+    Args:
+        before: What had been noted; what is among it does not count.
+        behind: Code of functions of which it does count.
+    """
+    known = set(map(id, before))
+    functions: dict[str, tuple[Any, ...]] = {}
+    last: dict[tuple[Any, ...], Any] = {}
+    for each in _torch.compilations():
+        frame = str(each.compile_id).rpartition("/")[0]
+        if each.co_name is not None:
+            functions[frame] = each.co_filename, each.co_firstlineno, each.co_name
+        elif not _is_at_limit(each):  # a backward's
+            continue
+        last[functions.get(frame, (frame,))] = each
+    return tuple(
+        _described(function, each)
+        for function, each in last.items()
+        if _torch.was_given_up(each)
+        and (id(each) not in known or any(_is_of(function, code) for code in behind))
+    )
+
+
+def codes_of(values: Iterable[Any]) -> list[types.CodeType]:
+    """Of the functions and methods among some values."""
+    found = (getattr(getattr(value, "__func__", value), "__code__", None) for value in values)
+    return [code for code in found if isinstance(code, types.CodeType)]
+
+
+def _is_of(function: tuple[Any, ...], code: types.CodeType) -> bool:
+    """Whether a function is that of some code, or what is left of it behind a graph break."""
+    if len(function) == 1:
+        return False
+    file, line, name = function
+    last = max((line for *_, line in code.co_lines() if line), default=code.co_firstlineno)
+    return (file, _name(name)) == (code.co_filename, code.co_name) and (
+        code.co_firstlineno <= line <= last
+    )
+
+
+def _name(name: str) -> str:
+    """A function's, of that which is left of it, too."""
+    resumed = _RESUMED.match(name)
+    return resumed.group(1) if resumed else name
+
+
+def _is_at_limit(compilation: Any) -> bool:
+    return _AT_LIMIT in (compilation.fail_reason or "")
+
+
+def _described(function: tuple[Any, ...], compilation: Any) -> EagerFunction:
+    place = None
+    if len(function) > 1:
+        file, line, name = function
+        place = f"{os.path.basename(file)}:{line} in {_name(name)}"
+    found = _at_limit(compilation) if _is_at_limit(compilation) else _broken(compilation)
+    reason = ReasonReport(
+        code=found.code, op=found.op, detail=found.detail, fix=found.fix, line=found.line
+    )
+    return EagerFunction(place=place, reason=reason)
+
+
+def _broken(compilation: Any) -> Reason:
+    file, line = compilation.fail_user_frame_filename, compilation.fail_user_frame_lineno
+    reason = reason_of(compilation.fail_reason or compilation.fail_type, _line(file, line))
+    detail = f"torch.compile can't go on behind this graph break: {reason.detail}"
+    return Reason(reason.code, "", detail, f"{reason.fix} Or: {_CALLED}", reason.line)
+
+
+def _line(file: str | None, number: int | None) -> str | None:
+    """The user's line, `model.py:41 in forward: code`."""
+    if not file or number is None:
+        return None
+    place = f"{os.path.basename(file)}:{number}"
+    name = _function_at(file, number)
+    code = linecache.getline(file, number).strip()
+    return f"{place}{f' in {name}' if name else ''}{f': {code}' if code else ''}"
+
+
+def _function_at(file: str, line: int) -> str | None:
+    """The innermost function that a line is in."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return None
+    around = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.lineno <= line <= (node.end_lineno or node.lineno)
+    ]
+    return max(around, key=lambda node: node.lineno).name if around else None
+
+
+def _at_limit(compilation: Any) -> Reason:
+    limit = _LIMIT.search(compilation.fail_reason)
+    option = f"torch._dynamo.config.{limit.group(1) if limit else 'recompile_limit'}"
+    times = str(compilation.compile_id).rpartition("/")[2]
+    often = many(int(times), "time") if times.isdigit() else "too often"
+    cause, line, hint = _cause(compilation.recompile_reason or "")
+    why = f"; the last time since this did not hold any more: {cause}" if cause else ""
+    detail = f"it was compiled {often}, and {option} allows no more{why}. Calls that fit nothing compiled run in eager"
+    usual = OTHER_FIXES["recompile_limit"]
+    return Reason("recompile_limit", "", detail, f"{hint}. Or: {usual}" if hint else usual, line)
+
+
+def _cause(text: str) -> tuple[str, str | None, str | None]:
+    """Of a recompilation: what changed, the user's line that needs it, and torch's hint.
+
+    Source: torch/_dynamo/guards.py `get_guard_fail_reason_helper`, 2.11 to 2.15.
+    """
+    first = _VERSION.sub("", next(iter(text.splitlines()), ""))
+    hint = _HINT.search(first)
+    first = _HINT.sub("", first).strip()
+    source = _SOURCE.match(first)
+    found = None if hint is None else hint.group(1).rstrip(".")
+    if source is None:
+        return first.partition("  # ")[0].strip(), None, found
+    guard, code, file, line, name = source.groups()
+    place = f"{os.path.basename(file)}:{line} in {name}"
+    return guard, f"{place}: {code}" if code else place, found
