@@ -11,14 +11,13 @@ import torch
 from cgpass import _torch, telemetry
 from cgpass.backend import cgpass
 from cgpass.errors import OptionError
-from cgpass.graphed.reach import values_behind
 from cgpass.options import current_defaults
 from cgpass.report import frames
 from cgpass.report.calls import Calls
 from cgpass.report.collect import Measured, called, collect, with_times
 from cgpass.report.measure import RUNS, live_runs, main_device, plainly, profiled, timed
 from cgpass.report.model import Report
-from cgpass.report.state import State, reaches_compiled
+from cgpass.report.state import Called, State, reaches_compiled
 from cgpass.runtime.owner import Owner
 
 _CALLS: Final = 8
@@ -45,9 +44,10 @@ def explain(
 
     Afterwards all is put back as it was, also when the function raises: parameters, buffers and tensors that modules
     and closures hold (bits, memory and objects), gradients, other attributes of modules with the lists, dictionaries
-    and sets among them, random number states. It is kept in host memory meanwhile. Parameters of lazy modules are
-    initialised afterwards. What else the function changes (optimizers, files, counts of its own, objects of other
-    classes that a module holds, and tensors in them) stays changed.
+    and sets among them, states and groups of `torch.optim` optimizers, random number states; those of modules and
+    optimizers among the arguments, too. It is kept in host memory meanwhile. Parameters of lazy modules are
+    initialised afterwards. What else the function changes (globals that it binds anew, lists and dictionaries that are
+    no module's, schedulers, scalers, files, objects of other classes, and tensors in them) stays changed.
 
     Args:
         fn: A module or function, compiled or not.
@@ -70,12 +70,13 @@ def explain(
         )
     with contextlib.ExitStack() as stack:
         before = stack.enter_context(frames.noted())
-        run = fn if reaches_compiled(fn) else stack.enter_context(_compiled(fn))
-        state = State(fn)
+        call = Called(fn, args, kwargs)
+        run = fn if reaches_compiled(call) else stack.enter_context(_compiled(fn))
+        state = State(call)
         stack.callback(state.put_back)
         calls = Calls(run, args, kwargs, state, training=training)
         report = _observe(calls, state.devices | calls.devices)
-        behind = frames.codes_of(values_behind(fn))
+        behind = frames.codes_of(call.values)
         return dataclasses.replace(
             report, left_to_eager=frames.left_to_eager(before, behind=behind)
         )

@@ -1,11 +1,12 @@
 """What a function changes when it is called, kept to be put back: modules, tensors, gradients, random numbers."""
 
+import functools
 import inspect
 import random
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -28,12 +29,44 @@ _OF_MODULES: Final = frozenset(vars(torch.nn.Module()))
 """Attributes that every module has; what they hold is torch's."""
 
 
-def modules_of(fn: Any) -> list[torch.nn.Module]:
-    """Modules that a callable is or reaches by name, with all that they contain."""
-    found: dict[int, torch.nn.Module] = {}
-    for module in modules_behind(fn, into_forwards=True):
-        found.update((id(each), each) for each in module.modules())
-    return list(found.values())
+class Called:
+    """A function with the arguments that it is called with, and what both reach."""
+
+    def __init__(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Look at nothing yet.
+
+        Args:
+            fn: What is called.
+            args: Given by position.
+            kwargs: Given by name.
+        """
+        self.fn = fn
+        self.arguments = [*args, *kwargs.values()]
+        # The arguments' attributes that count are those whose names the function's own code reads.
+        self._all: Any = (fn, functools.partial(_code_of(fn), *args, **kwargs))
+
+    @functools.cached_property
+    def values(self) -> list[Any]:
+        """Everything that is looked at on the way."""
+        return values_behind(self._all)
+
+    @functools.cached_property
+    def modules(self) -> list[torch.nn.Module]:
+        """Modules that the function is, is given or reaches by name, with all that they contain."""
+        found: dict[int, torch.nn.Module] = {}
+        for module in modules_behind(self._all, into_forwards=True):
+            found.update((id(each), each) for each in module.modules())
+        return list(found.values())
+
+
+def _code_of(fn: Any) -> Callable[..., Any]:
+    """The function that runs when something is called, not bound to anything."""
+    fn = inspect.unwrap(getattr(fn, "_orig_mod", fn))
+    if isinstance(fn, torch.nn.Module):
+        fn = fn.forward
+    elif not isinstance(fn, types.FunctionType | types.MethodType | functools.partial):
+        fn = getattr(type(fn), "__call__", fn)  # noqa: B004  as it is, not whether
+    return inspect.unwrap(getattr(fn, "__func__", fn))
 
 
 def tensors_of(values: Any) -> Iterator[torch.Tensor]:
@@ -171,19 +204,25 @@ class _Attributes:
 class State:
     """Everything that is put back."""
 
-    def __init__(self, fn: Any) -> None:
-        """Keep what a function reaches.
+    def __init__(self, called: Called) -> None:
+        """Keep what a call reaches.
 
         Args:
-            fn: What is called.
+            called: The function and its arguments.
         """
-        self._attributes = [_Attributes(module) for module in modules_of(fn)]
+        self._attributes = [_Attributes(module) for module in called.modules]
+        optimizers = [each for each in called.values if isinstance(each, torch.optim.Optimizer)]
+        self._optimizers = _Containers(
+            [each for found in optimizers for each in (found.state, found.param_groups)]
+        )
         self._tensors: dict[int, _Tensor] = {}
         self._storages: dict[int, _Storage] = {}
         self._grads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._random = _Random()
         held = [value for attributes in self._attributes for value in attributes.values()]
-        held += [value for values in _read_by_name(fn) for value in values.values()]
+        held += [value for values in _read_by_name(called.fn) for value in values.values()]
+        for found in optimizers:
+            held += [*found.param_groups, *found.state.values()]
         self.keep(tensors_of(held))
         self._random.keep_generators(pytree.tree_leaves(held))
 
@@ -233,6 +272,7 @@ class State:
         with torch.no_grad():
             for attributes in self._attributes:
                 attributes.put_back()
+            self._optimizers.put_back()
             for place in self._tensors.values():
                 place.put_back()
             for storage in self._storages.values():
@@ -293,19 +333,21 @@ def _is_filled(cell: types.CellType) -> bool:
         return False
 
 
-def reaches_compiled(fn: Any) -> bool:
-    """Whether a callable, or something that it reaches by name, was given to `torch.compile`, or is not to be.
+def reaches_compiled(called: Called) -> bool:
+    """Whether a callable, or something that it is given or reaches, was given to `torch.compile`, or is not to be.
 
-    Further away than what the callable names itself, only what this backend compiles counts: some library's own helper
-    is no reason to leave the callable as it is.
+    Further away than what the callable is given or names itself, only what this backend compiles counts: some library's
+    own helper is no reason to leave the callable as it is.
     """
+    fn = called.fn
     named = [value for values in _read_by_name(fn) for value in values.values()]
+    named += pytree.tree_leaves(called.arguments)
     functions = [value for value in named if isinstance(value, types.FunctionType)]
     if _torch.is_disabled(fn):  # torch.compile would find what it wraps
         return True
-    if any(map(_torch.is_compiled, [fn, *functions, *modules_of(fn)])):
+    if any(map(_torch.is_compiled, [fn, *functions, *called.modules])):
         return True
-    return any(_torch.is_compiled_by(value, cgpass) for value in values_behind(fn))
+    return any(_torch.is_compiled_by(value, cgpass) for value in called.values)
 
 
 def leaves_behind(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,5 +1,7 @@
 """What `cgpass.explain` puts back besides parameters, gradients and buffers."""
 
+import copy
+import dataclasses
 import random
 from collections import deque
 
@@ -80,3 +82,100 @@ def test_random_numbers_go_on_as_if_nothing_had_run():
     now = [model.own.get_state(), torch.get_rng_state()]
     assert all(map(torch.equal, states, now))
     assert others == [str(np.random.get_state()), random.getstate()]
+
+
+def normed():
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 8))
+
+
+@dataclasses.dataclass
+class Config:
+    model: nn.Module
+
+
+class Slots:
+    __slots__ = ("models",)
+
+    def __init__(self, model):
+        self.models = {"one": model}
+
+    def run(self, config, x):
+        return self.models["one"](x) + config.model(x)
+
+
+class Reads(nn.Module):
+    def forward(self, config, x):
+        return config.model(x)
+
+
+def kept(model):
+    return {name: (value.clone(), value.data_ptr()) for name, value in model.state_dict().items()}
+
+
+def stayed(before, model):
+    now = model.state_dict()
+    return [
+        name
+        for name, (value, address) in before.items()
+        if not torch.equal(value, now[name]) or now[name].data_ptr() != address
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("fn", "hold"),
+    [
+        (lambda model, x: model(x), lambda model: model),
+        (lambda models, x: models[0](x), lambda model: [model]),
+        (lambda models, x: models["a"][0](x), lambda model: {"a": [model]}),
+        (lambda config, x: config.model(x), Config),
+        (Reads(), Config),
+        (Slots(normed()).run, Config),
+        (lambda run, x: run(x), lambda model: model.forward),
+    ],
+    ids=["module", "list", "dictionary", "dataclass", "to a module", "to a method", "method"],
+)
+def test_modules_among_the_arguments_are_put_back(fn, hold):
+    model = normed()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before, grads = kept(model), [parameter.grad for parameter in model.parameters()]
+    cgpass.explain(fn, hold(model), X)
+    assert stayed(before, model)
+    assert all(
+        p.grad is g and (g == 1).all() for p, g in zip(model.parameters(), grads, strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.LBFGS])
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+def test_optimizers_are_put_back(kind, stepped, given):
+    model = normed()
+    options = {"momentum": 0.5} if kind is torch.optim.SGD else {}
+    optimizer = kind(model.parameters(), lr=0.1, **options)
+
+    def trains(model, optimizer, x):
+        def loss():
+            optimizer.zero_grad()
+            found = model(x).square().mean()
+            found.backward()
+            return found
+
+        optimizer.param_groups[0]["lr"] *= 0.5
+        return optimizer.step(loss)
+
+    def trains_too(x):
+        return trains(model, optimizer, x)
+
+    fn, args = (trains, (model, optimizer, X)) if given else (trains_too, (X,))
+    fn = torch.compiler.disable(fn)
+    if stepped:
+        fn(*args)
+    before, state = kept(model), copy.deepcopy(optimizer.state_dict())
+    held = list(optimizer.state.values())
+    cgpass.explain(fn, *args)
+    assert stayed(before, model)
+    assert [*map(id, optimizer.state.values())] == [*map(id, held)]
+    now = optimizer.state_dict()
+    assert now["param_groups"] == state["param_groups"]
+    torch.testing.assert_close(now["state"], state["state"], rtol=0, atol=0)
