@@ -279,6 +279,11 @@ class GraphedFunction:
         """What runs the callable without a graph."""
         return self._plain
 
+    @property
+    def beneath(self) -> Any:
+        """Where it was set as a module's `forward`: what that is without it."""
+        return self._plain
+
     def run_with(self, plain: Any) -> None:
         """Have another function run the callable without a graph, and be recorded."""
         self._plain = self._pass.run = plain

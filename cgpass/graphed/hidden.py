@@ -5,7 +5,7 @@ import logging
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import islice
 from typing import Any, TypeAlias
@@ -136,6 +136,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     yield from ((f".{key}", item) for key, item in getattr(value, "__dict__", {}).items())
 
 
+Containers: TypeAlias = Sequence[tuple[str, Any]]
+"""Lists, dictionaries and such, or `Name`s, with what to call each."""
 _Attribute: TypeAlias = tuple[torch.nn.Module | None, str, str, list[torch.Tensor]]
 """Module and name (if it is a module's), what the user calls it, and the tensors in it."""
 
@@ -150,7 +152,8 @@ class AttributeTensors:
         self,
         name: str,
         modules: Sequence[torch.nn.Module],
-        containers: Sequence[tuple[str, Any]] = (),
+        containers: Containers,
+        find_containers: Callable[[], Containers],
     ) -> None:
         """Describe where they may be.
 
@@ -158,10 +161,12 @@ class AttributeTensors:
             name: Of the callable.
             modules: Whose attributes, and their submodules', are looked at.
             containers: What else is, with what to call it.
+            find_containers: Finds them anew.
         """
         self._name = name
         self._modules = modules
-        self._containers = containers
+        self._containers: Containers | None = containers
+        self._find_containers = find_containers
         self._warned: set[str] = set()
 
     @contextlib.contextmanager
@@ -173,6 +178,8 @@ class AttributeTensors:
 
         What hooks of a module compute for its `forward` before each run is silent: nobody else is meant to read that.
         """
+        if self._containers is None:
+            self._containers = self._find_containers()
         before = {id(t): weakref.ref(t) for *_, tensors in self._attributes() for t in tensors}
         yield
         run, advice = _OF_BACKWARD if of_backward else _OF_FORWARD
@@ -182,6 +189,10 @@ class AttributeTensors:
             refs = [(t, before.get(id(t))) for t in tensors if id(t) not in computed]
             if not all(ref is not None and ref() is tensor for tensor, ref in refs):
                 self._warn(where, advice, run)
+
+    def let_go(self) -> None:
+        """Hold no containers until something is recorded again: hooks that read some may be taken away."""
+        self._containers = None
 
     def note_arguments(self, names: Iterable[str]) -> None:
         """Warn about arguments' places where a run left tensors, each once.
@@ -207,7 +218,7 @@ class AttributeTensors:
                 if key not in _MACHINERY and id(value) not in seen:
                     where = f"{f'{path}.{key}'.lstrip('.')} of {type(top).__name__}"
                     yield module, key, where, _tensors_in(value, seen)
-        for where, container in self._containers:
+        for where, container in self._containers or ():
             if id(container) not in seen:
                 value = container.value() if isinstance(container, Name) else container
                 yield None, "", where, _tensors_in(value, seen)

@@ -36,9 +36,20 @@ class _Forward:
         """What `module` is a copy of, if it has a mode."""
         self._original_mode = self._mode
         self._attributes = None if original is None else Attributes(original, module)
-        self.ungraphed = unpatched(module, self._module, self._attributes)
+        self._plain = unpatched(module, self._module, self._attributes)
         self._before: dict[str, Any] = {}
         """Attributes of the module that others took the place of; None for none."""
+
+    @property
+    def ungraphed(self) -> Any:
+        """What runs the module without a graph. No attribute: `functools.update_wrapper` would copy it."""
+        return self._plain
+
+    @property
+    def beneath(self) -> Any:
+        """The `forward` that the module itself had; `...` for its class's."""
+        found = self._before.get("forward")
+        return ... if found is None else found
 
     @property
     def __code__(self) -> Any:
@@ -48,12 +59,12 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, original = self._module(), self._original
         if module is None:
-            return self.ungraphed(*args, **kwargs)
+            return self._plain(*args, **kwargs)
         if original is not None and original.training is not self._original_mode:
             module.training = self._original_mode = original.training
         if self._mode is not None and module.training is not self._mode:
             self._graphed.count_plain_call()
-            return self.ungraphed(*args, **kwargs)
+            return self._plain(*args, **kwargs)
         return self._graphed(*args, **kwargs)
 
     def patch(self, module: torch.nn.Module) -> None:

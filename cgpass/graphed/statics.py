@@ -1,6 +1,6 @@
 """`Statics`: the tensors that a callable reads besides its arguments, and what its modules were like."""
 
-import operator
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,14 +8,12 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from cgpass.errors import InputError
+from cgpass.graphed.module_hooks import ModuleHooks
 from cgpass.runtime import fast
 from cgpass.runtime.signature import check_tensor
 
 _ACCUMULATED = "main_grad"
 """An attribute of parameters to which the backwards of Megatron and TransformerEngine add gradients."""
-
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class MemberGoneError(InputError):
@@ -58,12 +56,11 @@ class Statics:
         self._modes = _Members()
         self._members = _Members()
         self._all = _Members()
-        self._hook_places: list[tuple[str, list[Any], dict[str, Any]]] = []
-        """Of modules: path, hooks by kind, attributes."""
+        self._hooks = ModuleHooks()
         self._lazy: list[Any] = []
         """Parameters that the first call makes."""
         self._holders: list[Any] = []
-        self._sizes: list[int] = []
+        self._sizes = array("q")
         named = _named(modules)
         tops = {id(top) for top in modules}
         for path, inner in named.values():
@@ -118,8 +115,7 @@ class Statics:
                             attributes, _ACCUMULATED, f"{path}.{key}.{_ACCUMULATED}".lstrip(".")
                         )
         if module is not around:
-            holders = [getattr(module, kind) for kind in _HOOKS]
-            self._hook_places.append((path or type(module).__name__, holders, module.__dict__))
+            self._hooks.watch(module, path or type(module).__name__)
 
     def _add(self, holder: dict[str, Any], key: str, name: str) -> None:
         self._dicts.append(holder)
@@ -157,27 +153,25 @@ class Statics:
         """Whether the modules have the submodules that they had, and parameters and buffers of the same names."""
         if self._lazy and not all(map(is_lazy, self._lazy)):
             return False
-        return self._members.unchanged(self._holders, self._sizes)
+        return self._members.unchanged(self._holders, self._sizes.tobytes())
 
     def note_hooks(self) -> None:
         """Take the hooks that modules have now, and a `forward` of their own, for those that are recorded."""
-        self._hooks = _Members()
-        self._hooked = [
-            (at, each, len(each)) for at, kinds, _ in self._hook_places for each in kinds
-        ]
-        for path, kinds, attributes in self._hook_places:
-            for holder in kinds:
-                for key in holder:
-                    self._hooks.add(holder, key, path)
-            self._hooks.add(attributes, "forward", path)
-        holders = [*self._holders, *(holder for _, holder, _ in self._hooked)]
-        sizes = [*self._sizes, *(size for _, _, size in self._hooked)]
-        self._everything = (*self._all.with_others(self._hooks), holders, sizes)
+        self._hooks.note()
+        self._look_at_all()
+
+    def _look_at_all(self) -> None:
+        dicts, keys, values, holders, sizes = self._hooks.entries
+        ours, sizes = self._all.with_others(dicts, keys, values), self._sizes.tobytes() + sizes
+        self._everything = (*ours, [*self._holders, *holders], sizes)
 
     def other_hooks(self) -> str:
         """Modules that have other hooks than they had, or another `forward` of their own; empty if none has."""
-        changed = [path for path, holder, size in self._hooked if len(holder) != size]
-        return _listed(list(dict.fromkeys([*changed, *self._hooks.changed()])))
+        before = self._hooks.entries
+        changed = self._hooks.changed()
+        if self._hooks.entries is not before:
+            self._look_at_all()
+        return _listed(changed)
 
     def fits(self) -> bool:
         """Whether the modules have all of this, and nothing else."""
@@ -202,7 +196,7 @@ class Statics:
             MemberGoneError: One of them was taken out of its module.
         """
         try:
-            return list(map(operator.getitem, self._dicts, self._keys))
+            return fast.members(self._dicts, self._keys)
         except KeyError as error:
             raise MemberGoneError(
                 f"{self._callable}: parameter or buffer {error} was removed after it was recorded."
@@ -247,29 +241,20 @@ class _Members:
         self._values.append(_entry(holder, key, ...))
         self._names.append(name)
 
-    def with_others(self, others: "_Members") -> tuple[list[Any], list[str], list[Any]]:
-        """Dictionaries, keys and values of both."""
-        return (
-            self._dicts + others._dicts,
-            self._keys + others._keys,
-            self._values + others._values,
-        )
+    def with_others(
+        self, dicts: list[Any], keys: list[str], values: list[Any]
+    ) -> tuple[list[Any], list[str], list[Any]]:
+        """Dictionaries, keys and values: these and others."""
+        return self._dicts + dicts, self._keys + keys, self._values + values
 
-    def unchanged(self, holders: Sequence[Any] = (), sizes: Sequence[int] = ()) -> bool:
+    def unchanged(self, holders: Sequence[Any] = (), sizes: bytes = b"") -> bool:
         return fast.unchanged(self._dicts, self._keys, self._values, holders, sizes)
 
     def changed(self) -> list[str]:
         entries = zip(self._dicts, self._keys, self._values, self._names, strict=True)
         return [
-            name
-            for holder, key, value, name in entries
-            if _unpatched(_entry(holder, key, ...)) is not _unpatched(value)
+            name for holder, key, value, name in entries if _entry(holder, key, ...) is not value
         ]
-
-
-def _unpatched(value: Any) -> Any:
-    """The same for a `forward` that was graphed by hand as for none."""
-    return ... if hasattr(value, "ungraphed") else value
 
 
 def _entry(holder: Any, key: str, missing: Any = None) -> Any:

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,9 @@ class Target:
         self.modules = modules_behind(fn)
         """The module, or those that a function reads by name."""
         self._into_forwards, containers = all_behind(self.fn)
-        self.attributes = AttributeTensors(self.name, self.modules, containers)
+        self.attributes = AttributeTensors(
+            self.name, self.modules, containers, partial(_containers_behind, self.fn)
+        )
         if self.module is not None:
             _check_module(self.name, self.module)
 
@@ -162,6 +165,10 @@ def mode_of(module: torch.nn.Module) -> Any:
 
 def _name_of(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__qualname__", type(fn).__name__).replace("<locals>.", "")
+
+
+def _containers_behind(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
+    return all_behind(fn)[1]
 
 
 def _check_module(name: str, module: torch.nn.Module) -> None:

@@ -178,15 +178,18 @@ PyObject* requiring_grad(PyObject* const* args) {
 }
 
 PyObject* unchanged(PyObject* const* args) {
-  const Items mappings(args[0]), keys(args[1]), values(args[2]), holders(args[3]), sizes(args[4]);
-  if (mappings.size != keys.size || keys.size != values.size || holders.size != sizes.size) {
+  const Items mappings(args[0]), keys(args[1]), values(args[2]), holders(args[3]);
+  if (!PyBytes_Check(args[4])) fail(PyExc_TypeError, "expected bytes");
+  const auto num_sizes = PyBytes_GET_SIZE(args[4]) / static_cast<Py_ssize_t>(sizeof(int64_t));
+  if (mappings.size != keys.size || keys.size != values.size || holders.size != num_sizes) {
     fail(PyExc_ValueError, "as many values as keys expected");
   }
+  const auto* sizes = reinterpret_cast<const int64_t*>(PyBytes_AS_STRING(args[4]));
   for (Py_ssize_t k = 0; k < holders.size; ++k) {
     PyObject* holder = holders.items[k];
-    const Py_ssize_t size = PyDict_Check(holder) ? PyDict_Size(holder) : PyObject_Size(holder);
+    const Py_ssize_t size = PyDict_Check(holder) ? PyDict_GET_SIZE(holder) : PyObject_Size(holder);
     if (size < 0) throw PythonErrorSet();
-    if (size != PyLong_AsSsize_t(sizes.items[k])) Py_RETURN_FALSE;
+    if (size != sizes[k]) Py_RETURN_FALSE;
   }
   for (Py_ssize_t k = 0; k < keys.size; ++k) {
     PyObject* found = nullptr;
@@ -202,6 +205,24 @@ PyObject* unchanged(PyObject* const* args) {
     if ((found != nullptr ? found : Py_Ellipsis) != values.items[k]) Py_RETURN_FALSE;
   }
   Py_RETURN_TRUE;
+}
+
+PyObject* members(PyObject* const* args) {
+  const Items mappings(args[0]), keys(args[1]);
+  if (mappings.size != keys.size) fail(PyExc_ValueError, "as many mappings as keys expected");
+  Owned out(PyList_New(keys.size));
+  for (Py_ssize_t k = 0; k < keys.size; ++k) {
+    PyObject* found = nullptr;
+    if (PyDict_CheckExact(mappings.items[k])) {
+      found = Py_XNewRef(PyDict_GetItemWithError(mappings.items[k], keys.items[k]));
+      if (found == nullptr && !PyErr_Occurred()) PyErr_SetObject(PyExc_KeyError, keys.items[k]);
+    } else {
+      found = PyObject_GetItem(mappings.items[k], keys.items[k]);
+    }
+    if (found == nullptr) throw PythonErrorSet();
+    PyList_SET_ITEM(out.object, k, found);
+  }
+  return out.release();
 }
 
 // References to a storage in C++ and, since its Python object is one of these whoever holds that, to the latter.
@@ -554,6 +575,7 @@ PyMethodDef methods[] = {
     METHOD(layouts, 1),
     METHOD(requiring_grad, 1),
     METHOD(unchanged, 5),
+    METHOD(members, 2),
     METHOD(versions, 2),
     METHOD(in_transform, 0),
     METHOD(any_held, 2),

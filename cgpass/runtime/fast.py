@@ -81,7 +81,7 @@ def unchanged(
     keys: Sequence[str],
     values: Sequence[Any],
     holders: Sequence[Any],
-    sizes: Sequence[int],
+    sizes: bytes,
 ) -> bool:
     """Whether mappings still have the same objects as before.
 
@@ -90,17 +90,28 @@ def unchanged(
         keys: To be looked up.
         values: What was there; compared by identity. `...` for nothing.
         holders: Containers whose sizes are compared.
-        sizes: What they were.
+        sizes: What they were, as `array("q")` keeps them.
     """
-    if not len(mappings) == len(keys) == len(values) or len(holders) != len(sizes):
+    if not len(mappings) == len(keys) == len(values) or 8 * len(holders) != len(sizes):
         raise ValueError("as many values as keys expected")
-    if list(map(len, holders)) != list(sizes):
+    if list(map(len, holders)) != array("q", sizes).tolist():
         return False
     for each, key, value in zip(mappings, keys, values, strict=True):
         found = each[key] if key in each else ...  # noqa: SIM401  TorchScript's have no `get`
         if found is not value:
             return False
     return True
+
+
+def members(mappings: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[Any]:
+    """What each mapping has for its key.
+
+    Raises:
+        KeyError: One has nothing.
+    """
+    if len(mappings) != len(keys):
+        raise ValueError("as many mappings as keys expected")
+    return list(map(operator.getitem, mappings, keys))
 
 
 def in_transform() -> bool:
@@ -338,6 +349,7 @@ PYTHON: Mapping[str, Callable[..., Any]] = {
         layouts,
         requiring_grad,
         unchanged,
+        members,
         versions,
         in_transform,
         any_held,

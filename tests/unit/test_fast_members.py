@@ -1,5 +1,8 @@
 """Keys of tensors' layouts, and comparisons of members, in C++ and in Python."""
 
+from array import array
+from collections import OrderedDict
+
 import pytest
 import torch
 
@@ -46,7 +49,7 @@ def test_members_are_compared_by_identity(functions):
     values = [torch.zeros(2), None, "text"]
     holders = [dict(zip("abc", values, strict=True)), {"d": True}]
     mappings, keys = [holders[0]] * 3 + [holders[1]], list("abcd")
-    given = (mappings, keys, [*values, True], holders, [3, 1])
+    given = (mappings, keys, [*values, True], holders, array("q", [3, 1]).tobytes())
     unchanged = functions["unchanged"]
     assert unchanged(*given) is True
     for change in ({"a": torch.zeros(2)}, {"b": 0}, {"e": 1}):
@@ -60,4 +63,25 @@ def test_members_are_compared_by_identity(functions):
     holders[0]["other"] = values[2]
     assert unchanged(*given) is False
     with pytest.raises(ValueError, match="as many"):
-        unchanged(mappings, keys[1:], values, [], [])
+        unchanged(mappings, keys[1:], values, [], b"")
+    with pytest.raises(ValueError, match="as many"):
+        unchanged(*given[:4], b"")
+
+
+def test_members_are_looked_up(functions):
+    class Scripted:
+        def __getitem__(self, key):
+            return {"c": 3}[key]
+
+    members = functions["members"]
+    first, second = {"a": [], "b": None}, OrderedDict(a=1)
+    mappings = [first, first, second, Scripted()]
+    found = members(mappings, ["b", "a", "a", "c"])
+    assert found == [None, [], 1, 3]
+    assert found[1] is first["a"]
+    assert members([], ()) == []
+    for each in mappings:
+        with pytest.raises(KeyError, match="'d'"):
+            members([first, each], ["a", "d"])
+    with pytest.raises(ValueError, match="as many"):
+        members(mappings, ["a"])
