@@ -1513,6 +1513,22 @@ def in_forward_ad() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+@contextlib.contextmanager
+def no_parametrize_cache() -> Iterator[None]:
+    """A block in which weights are computed whenever they are read, though `torch.nn.utils.parametrize.cached()` is on.
+
+    Source: torch/nn/utils/parametrize.py, `_cache_enabled`, 2.11 to 2.15.
+    """
+    from torch.nn.utils import parametrize
+
+    depth = parametrize._cache_enabled
+    parametrize._cache_enabled -= depth
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled += depth
+
+
 # ---- fake tensors
 
 

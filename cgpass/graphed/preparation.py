@@ -35,6 +35,7 @@ def prepared(passes: Pass | list[Pass], group: Group) -> Iterator[None]:
     with (
         torch.inference_mode(False),
         torch.autograd.set_detect_anomaly(False),  # which would read data in a capture
+        _torch.no_parametrize_cache(),  # which would keep a weight that a warm-up computed, and its graph
         _torch.no_outer_saved_tensors_hooks(),  # a checkpoint's, which expects what a replay saves
         random_state_kept(group.device, named),
         _host_random_state_kept(),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.utils import parametrize
 
 import cgpass
 from tests.graphed.steps import check, net, rng_state, same, same_grads, step, twins
@@ -244,3 +245,26 @@ def test_a_backward_without_any_gradient(setting):
     assert x.grad is None
     graphed(x).sum().backward()
     same(x.grad, x.detach().cos())
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_recorded_while_parametrizations_are_cached(setting, again):
+    """`parametrize.cached()` keeps a weight, with its graph, for the block."""
+    module, plain = twins(setting, torch.nn.Linear(8, 8))
+    for each in (module, plain):
+        parametrize.register_parametrization(each, "weight", torch.nn.Tanh())
+    x = setting.randn(4, 8, grad=True)
+    if again:
+        graphed = setting.graphed(module, (x,))
+        bias = module.bias
+        bias.data = bias.data.clone()
+    with parametrize.cached():
+        kept = module.weight
+        graphed = graphed if again else setting.graphed(module, (x,))
+        check(setting, graphed, plain, x, 1)
+        assert module.weight is kept
+    assert module.weight is not kept
+    check(setting, graphed, plain, x, 2)
+    same_grads(module, plain)
+    stats = graphed.graphed.stats
+    assert (stats.plain_calls, stats.rerecordings) == (0, again)
