@@ -1480,18 +1480,23 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def operators_are_watched() -> bool:
-    """Whether a dispatch mode sees the operators that this thread calls."""
-    return torch._C._len_torch_dispatch_stack() > 0
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes see the operators that this thread calls."""
+
+is_jit_traced: Callable[[], bool] = torch._C._is_tracing
+"""Whether `torch.jit.trace`, or an export to ONNX by it, traces what this thread runs. Half of the cost of
+`torch.jit.is_tracing`.
+
+Source: torch/csrc/jit/python/python_tracer.cpp, 2.11 to 2.15.
+"""
 
 
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 """`torch.set_grad_enabled` as a function, at a tenth of the cost of the context manager."""
 
 
-def in_functorch() -> bool:
-    """Whether a transform of `torch.func` is running: vmap, grad, jvp and what is made of them."""
-    return torch._C._are_functorch_transforms_active()
+in_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether a transform of `torch.func` is running: vmap, grad, jvp and what is made of them."""
 
 
 def in_vmap_or_functorch() -> bool:

@@ -79,12 +79,19 @@ class Binding:
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
         """The tensors of a call, in the order of `samples`; None where other ones are one tensor than in the sample.
 
+        And where they are none, but stand for some that `torch.fx.symbolic_trace` does not know.
+
         Raises:
             InputError: The call does not fit the sample; says where.
         """
-        tensors = self._tensors(args, kwargs)
-        if not fast.fits(tensors, self._likes, self._may_require_grad):
-            raise self._misfit(tensors)
+        try:
+            tensors = self._tensors(args, kwargs)
+            if not fast.fits(tensors, self._likes, self._may_require_grad):
+                raise self._misfit(tensors)
+        except InputError:
+            if _are_symbolic(args, kwargs):
+                return None
+            raise
         for i, first in self._repeats:
             if tensors[i] is not tensors[first]:
                 return None
@@ -94,6 +101,8 @@ class Binding:
 
     def why_unbound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Where `bind` returns None: which arguments are one tensor, or are none."""
+        if _are_symbolic(args, kwargs):
+            return "torch.fx.symbolic_trace, which would keep no replay, traces it"
         names = [self._names[i] for i in self._places]
         firsts = _firsts(self._tensors(args, kwargs))
         pairs = zip(names, firsts, self._firsts, strict=True)
@@ -239,6 +248,12 @@ class Binding:
                     "sample that requires grad, or detach it."
                 )
         raise AssertionError("some tensor does not fit")
+
+
+def _are_symbolic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether arguments stand for what `torch.fx.symbolic_trace` will be called with."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    return any(isinstance(leaf, torch.fx.Proxy) for leaf in leaves)
 
 
 def _firsts(tensors: Sequence[torch.Tensor]) -> list[int]:

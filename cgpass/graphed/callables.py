@@ -31,7 +31,7 @@ class GraphedFunction:
     """Runs one callable from its recordings, or plainly where that would be wrong.
 
     It runs plainly inside a capture of the user's own, in transforms of `torch.func` and forward-mode AD, in dispatch
-    modes and `torch.export`, under other autocast settings than it was recorded with, in another fork of its
+    modes, `torch.export` and other tracers, under other autocast settings than it was recorded with, in another fork of its
     `rng_tracker`, where a module is in another mode (training or eval), where other arguments are one tensor than in
     the sample, for arguments that share memory in ways that no graph can follow, once closed, and at unknown addresses
     of parameters past `max_rerecords`.
@@ -91,7 +91,7 @@ class GraphedFunction:
         stats.calls += 1
         if group is None or group.driver.is_capturing() or group.owner.closed:
             return self._run_plainly(None, args, kwargs)
-        if _torch.in_functorch() or _torch.in_forward_ad() or _torch.operators_are_watched():
+        if _is_watched():
             why_unseen = None if is_preparing() else _why_unseen()
             return self._run_plainly(why_unseen, args, kwargs)
         tensors = self._pass.binding.bind(args, kwargs)
@@ -343,8 +343,20 @@ def _computed(statics: Statics) -> str | None:
     return next((name for name, tensor in pairs if tensor.grad_fn is not None), None)
 
 
+def _is_watched() -> int:
+    """Whether something is on that would not see a replay."""
+    return (
+        _torch.in_functorch()
+        or _torch.in_forward_ad()
+        or _torch.num_dispatch_modes()
+        or _torch.is_jit_traced()
+    )
+
+
 def _why_unseen() -> str:
     """What is on that would not see a replay."""
+    if _torch.is_jit_traced():
+        return "torch.jit.trace, which would keep a replay's result as a constant, is on"
     if _torch.in_functorch() or _torch.in_forward_ad():
         return "a transform of torch.func or forward-mode AD, which a replay would leave out, is on"
     return "a dispatch mode (a tracer, a counter of operators, fake tensors), which sees no replay, is on"

@@ -24,14 +24,14 @@ def get_state(generator: torch.Generator) -> torch.Tensor:
     Returns:
         uint8 `(state_bytes,)` on the CPU. **Lifetime:** the caller's own.
     """
-    if generator.device.type == "cpu" and _torch.operators_are_watched():
+    if generator.device.type == "cpu" and _torch.num_dispatch_modes():
         return rng_ops.get_state(generator)
     return generator.get_state()
 
 
 def set_state(generator: torch.Generator, state: torch.Tensor) -> None:
     """Put a state back that `get_state` gave."""
-    if generator.device.type == "cpu" and _torch.operators_are_watched():
+    if generator.device.type == "cpu" and _torch.num_dispatch_modes():
         rng_ops.set_state(generator, state)
     else:
         generator.set_state(state)
