@@ -84,11 +84,10 @@ def _runs(attributes: dict[str, Any]) -> _Runs:
 
 
 def _hooks(attributes: dict[str, Any]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    full = attributes.get("_is_full_backward_hook")
     for kind in _KINDS:
         for key, hook in attributes.get(kind, {}).items():
             ways = [key in attributes.get(f"{kind}{way}", ()) for way in _WAYS]
-            yield hook, (kind, *ways, full)
+            yield hook, (kind, *ways)
 
 
 def _own_forward(attributes: dict[str, Any]) -> Any:

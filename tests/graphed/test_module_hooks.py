@@ -267,3 +267,30 @@ def test_what_has_no_weak_references_is_compared_all_the_same():
     handle.remove()
     module.register_forward_hook(Hook())
     assert hooks.changed() == ["path"]
+
+
+def test_parameters_that_became_none_are_recorded_with_other_hooks(setting):
+    module, plain = twins(setting, three())
+    x = setting.randn(4, 8)
+    graphed = setting.graphed(module, (x,), patch_modules=True)
+    for each in (module, plain):
+        each[0].bias = None
+        each[1].register_forward_hook(scaled)
+    check(setting, graphed, plain, x, 2)
+    stats = graphed.graphed.stats
+    assert (stats.rerecordings, stats.plain_calls) == (1, 0)
+
+
+def test_hooks_of_a_module_whose_forward_is_called_are_not_looked_at(setting):
+    module, plain = twins(setting, three())
+    graphed = setting.graphed(module.forward, (setting.randn(4, 8),))
+    for each in (module, plain):
+        each.register_forward_hook(scaled)
+    for _ in range(2):
+        x = setting.randn(4, 8)
+        same(graphed(x), plain.forward(x))
+    assert graphed.stats.plain_calls == 0
+    module[1].register_forward_hook(scaled)
+    plain[1].register_forward_hook(scaled)
+    same(graphed(x), plain.forward(x))
+    assert graphed.stats.plain_calls == 1

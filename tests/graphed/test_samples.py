@@ -116,6 +116,16 @@ def test_a_callable_that_is_reset_leaves_its_sample_to_others(setting):
     assert copied_by_a_call_with(x, second) == 0
 
 
+def test_a_sample_is_free_after_a_capture_that_failed(setting):
+    """Though the error, which somebody may keep, holds the frames that it came through."""
+    x = setting.randn(4, 8)
+    with pytest.raises(cgpass.errors.CaptureError, match="can't be captured") as raised:
+        setting.graphed(lambda x: x * x.sum().item(), (x,))
+    second = setting.graphed(setting.module(net()), (x,))
+    assert copied_by_a_call_with(x, second) == 0
+    assert raised.tb is not None
+
+
 @pytest.mark.parametrize("owner", ["graphed", "compiled"])
 def test_a_sample_that_is_the_result_of_another_graph(setting, owner):
     """It is moved when that one is replayed, so it is not read where it lies."""

@@ -234,3 +234,36 @@ def test_contexts_that_are_made_anew(setting):
             setting.graphed(another, (x,))
     finally:
         pytree._deregister_pytree_node(Odd)
+
+
+@pytest.mark.parametrize(
+    ("warm", "captured"),
+    [
+        (lambda y: (y, y), lambda y: (y, None)),
+        (lambda y: (y, None), lambda y: (y, y)),
+        (lambda y: (y,), lambda y: (y, 3)),
+        (lambda y: {"a": y}, lambda y: {"a": y, "b": {"c": None}}),
+    ],
+)
+def test_a_result_whose_first_tensors_are_alike(setting, warm, captured):
+    runs = []
+
+    def fn(x):
+        runs.append(len(runs))
+        return (captured if len(runs) == 4 else warm)(x * 2)
+
+    with pytest.raises(cgpass.errors.GraphedArgumentError, match=r"fn returned .* when it was cap"):
+        setting.graphed(fn, (setting.randn(4),))
+
+
+def test_a_result_of_other_leaves_in_the_same_places(setting):
+    runs = []
+
+    def fn(x):
+        runs.append(len(runs))
+        return x * 2, len(runs)
+
+    x = setting.randn(4)
+    found, number = setting.graphed(fn, (x,))(x)
+    same(found, x * 2)
+    assert number == 4
