@@ -276,6 +276,7 @@ class GraphBuilder:
             place=self.source.place,
             function=self.function,
             graph_break=self.graph_break,
+            driver=self.target.driver,
         )
         log.info("%s", str(summary).splitlines()[0])
         return telemetry.add_graph(summary)

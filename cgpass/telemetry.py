@@ -97,6 +97,8 @@ class GraphSummary:
     """The compiled function that it belongs to, as `new_function` numbers them."""
     graph_break: Reason | None = None
     """Why Dynamo ended the function there, if it goes on in another one."""
+    driver: str | None = None
+    """What records it, "cuda" or "simulated", if anything does."""
 
     def __str__(self) -> str:
         head = self.direction if self.place is None else f"{self.direction} of {self.place}"

@@ -15,6 +15,13 @@ class Target:
     skip: str | None = None
     """Why nothing of it can be captured, if so; `device` then means nothing."""
 
+    @property
+    def driver(self) -> str | None:
+        """What records it there, "cuda" or "simulated"; None if nothing does."""
+        if not self.records:
+            return None
+        return "cuda" if self.device.type == "cuda" else "simulated"
+
 
 def _skipped(why: str) -> Target:
     return Target(torch.device("cpu"), records=False, skip=why)

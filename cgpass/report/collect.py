@@ -24,7 +24,6 @@ from cgpass.report.model import (
 from cgpass.runtime.executor import Executor
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner
-from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.version import VERSION
 
 
@@ -69,16 +68,13 @@ def _function(
     members: Sequence[tuple[GraphReport, telemetry.GraphSummary, Owner | None]],
 ) -> FunctionReport:
     owner = next((owner for *_, owner in members if owner is not None), None)
-    driver = None
-    if owner is not None:
-        driver = "simulated" if isinstance(owner.driver, SimulatedDriver) else "cuda"
     first = members[0][1]
     return FunctionReport(
         number=first.function if first.function is not None else -1,
         place=first.place,
         graphs=tuple(graph for graph, *_ in members),
         graph_break=next(iter(_reasons([first.graph_break])), None) if first.graph_break else None,
-        driver=driver,
+        driver=next((each.driver for _, each, _ in members if each.driver is not None), None),
         pool_bytes=None if owner is None else owner.driver.pool_bytes(),
     )
 
