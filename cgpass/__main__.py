@@ -61,11 +61,12 @@ def _parser() -> argparse.ArgumentParser:
         "-m", dest="module", action="store_true", help="what follows is a module, as for python -m"
     )
     check.add_argument("script", help="a file or a folder that python can run")
-    check.add_argument(
+    rest = check.add_argument(
         "arguments",
         nargs=argparse.REMAINDER,
         help="of the script: all that stands behind it, so options of check go before it",
     )
+    rest.required = False  # argparse names it among what is missing, though none may be
     return parser
 
 

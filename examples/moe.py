@@ -48,9 +48,8 @@ def main() -> None:
         print(f"experts as {experts}: {captured} of {all_of_it} {report.counted} in CUDA graphs")
         for graph in report.graphs:
             plain = [part for part in graph.partitions if not part.captured]
-            print(
-                f"  {graph.direction}: {len(graph.partitions)} partitions, run plainly: {len(plain)}"
-            )
+            parts = len(graph.partitions)
+            print(f"  {graph.direction}: {parts} partition{'s' * (parts != 1)}, {len(plain)} plain")
             for reason in plain[0].reasons if plain else ():
                 print(f"    {reason.op} [{reason.code}]: {reason.detail}")
 

@@ -121,8 +121,8 @@ def verdict(work: Work, least: float) -> tuple[bool, str]:
     enough = work.captured >= least * work.total
     passes = enough and not work.fell_back
     head = (
-        f"cgpass check: {'passed' if passes else 'FAILED'}: {share(work.captured, work.total)} of the {work.total} "
-        f"operators that compiled functions ran after their warm-ups were captured, {share(least, 1)} are wanted"
+        f"cgpass check: {'passed' if passes else 'FAILED'}: {share(work.captured, work.total)} of the "
+        f"{many(work.total, 'operator')} that compiled functions ran after their warm-ups were captured, {share(least, 1)} are wanted"
     )
     lines = [head]
     if work.warmups > _MANY * (work.warmups + work.total):

@@ -10,6 +10,7 @@ from cgpass.report.words import (
     NOTHING,
     UNKNOWN,
     alike,
+    amount,
     breaks,
     briefly,
     copied_bytes,
@@ -100,7 +101,7 @@ def _tiles(report: "Report") -> Iterator[str]:
         when = "" if report.settled else " if it settled"
         yield _tile(
             share(done, work),
-            f"of the {work} {report.counted} of compiled functions in graphs{when}",
+            f"of the {amount(work, report.counted)} of compiled functions in graphs{when}",
         )
     if report.gpu_share is not None:
         yield _tile(share(report.gpu_share, 1), "of the call's GPU time in graphs")
@@ -186,11 +187,11 @@ def _bar(
     total: str,
 ) -> str:
     pieces = []
-    for part, amount in zip(parts, amounts, strict=True):
+    for part, value in zip(parts, amounts, strict=True):
         kind = "graph" if part.captured and title != "without" else "plain"
-        number = f"{milliseconds(amount)} ms" if title != "operators" else f"{part.num_ops} ops"
+        number = f"{milliseconds(value)} ms" if title != "operators" else f"{part.num_ops} ops"
         pieces.append(
-            f'<i class="{kind}" style="flex-grow:{max(amount or 0.0, 1e-4):.4f}" '
+            f'<i class="{kind}" style="flex-grow:{max(value or 0.0, 1e-4):.4f}" '
             f'title="{_e(part.name)}: {_e(number)}">{_e(part.name)}</i>'
         )
     width = max(1.0, 100 * _total(amounts) / scale)

@@ -9,6 +9,7 @@ from cgpass.report.words import (
     NOTHING,
     UNKNOWN,
     alike,
+    amount,
     breaks,
     briefly,
     copied_bytes,
@@ -86,7 +87,7 @@ def _head(report: "Report") -> Iterator[str]:
         than = f", {milliseconds(report.plain_ms)} ms without ({faster})" if faster else ""
         yield from _wrapped(f"one call: {milliseconds(report.ms)} ms with CUDA graphs{than}", 0)
     if work:
-        line = f"in graphs{'' if report.settled else ' if it settled'}: {share(done, work)} of the {work} {report.counted} of compiled functions"
+        line = f"in graphs{'' if report.settled else ' if it settled'}: {share(done, work)} of the {amount(work, report.counted)} of compiled functions"
         if report.gpu_share is not None:
             line += f", {share(report.gpu_share, 1)} of the call's GPU time"
         yield from _wrapped(line, 0)

@@ -113,10 +113,15 @@ def why_left(function: "EagerFunction") -> str:
     return f"left to eager: {function.place or UNKNOWN}{f', because of {line}' if line else ''}"
 
 
+def amount(work: int, counted: str) -> str:
+    """So many "operators" or "kernels", `1 operator`."""
+    return many(work, counted.removesuffix("s"))
+
+
 def copied_bytes(part: "PartitionReport") -> int | None:
-    """What each replay of a partition copies; None where no recording is left that would tell."""
+    """What each replay of a partition copies, of the newest recording that is or was; None where there was none."""
     if not part.live_recordings and not part.copied_inputs:
-        return None
+        return part.recordings[-1].copied_bytes if part.recordings else None
     return sum(each.num_bytes for each in part.copied_inputs)
 
 

@@ -11,6 +11,8 @@ from cgpass import __main__ as command
 from cgpass import telemetry
 from cgpass.errors import ReportError
 from cgpass.report import check
+from cgpass.report.collect import snapshot
+from cgpass.report.page import html
 from tests.report.samples import sample
 
 SCRIPT = """
@@ -296,3 +298,31 @@ def test_where_to_save_is_looked_at_before_the_script_runs(tmp_path, capsys, sav
 def test_a_script_that_is_missing(tmp_path, capsys):
     assert command.main(["check", str(tmp_path / "no.py")]) == 2
     assert "there is no script" in capsys.readouterr().err
+
+
+def test_a_report_of_functions_that_are_gone_says_what_recorded_them(registry):
+    did(lambda x: x.sin().cos().exp().tanh(), X, X, X)
+    torch.compiler.reset()
+    report = snapshot()
+    (function,) = report.functions
+    (part,) = function.graphs[0].partitions
+    assert part.live_recordings == 0
+    assert function.driver == "simulated"
+    assert report.device.startswith("cpu (simulated graphs: ")
+    (row,) = [line for line in str(report).splitlines() if line.startswith("    captured_0  ")]
+    assert row.split() == ["captured_0", "graph", "4", "-", "2", "16", "B", "1", "-", "-"]
+
+
+def test_one_operator_is_no_operators(registry):
+    work = did(lambda x: x.sin(), X, X, X)
+    assert "FAILED: 0% of the 3 operators" in check.verdict(work, 0.95)[1]
+    assert "0% of the 1 operator that" in check.verdict(check.Work(total=1, graphs=1), 0.95)[1]
+    report = cgpass.explain(lambda x: x.sin(), X)
+    assert "in graphs: 0% of the 1 operator of compiled functions" in str(report)
+    assert "of the 1 operator of compiled functions" in html(report)
+
+
+def test_a_script_is_all_that_has_to_be_given(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["check"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: script\n")
