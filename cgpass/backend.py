@@ -14,10 +14,11 @@ from cgpass.compile import Boxed, Compiler
 from cgpass.errors import CaptureError, DoubleBackwardError, DriverUnavailableError
 from cgpass.graph.ancestry import names_behind
 from cgpass.graph.breaks import graph_break_of
+from cgpass.graph.lines import begins_at
 from cgpass.graph.origins import Origins
 from cgpass.graph.partition_tag import get_tag
 from cgpass.graph.target import devices, find_target
-from cgpass.graph.values import begins_at, graph_outputs, has_nested_ints
+from cgpass.graph.values import graph_outputs, has_nested_ints
 from cgpass.inputs import InputKind
 from cgpass.option_names import check_names, overloads, parse_options
 from cgpass.options import Options

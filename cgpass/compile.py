@@ -10,7 +10,8 @@ from torch import fx
 
 from cgpass import _torch
 from cgpass.graph.inputs import seed_positions
-from cgpass.graph.values import graph_outputs, module_of
+from cgpass.graph.lines import module_of
+from cgpass.graph.values import graph_outputs
 from cgpass.runtime.seeds import read_on_the_host
 
 Boxed = Callable[[list[Any]], Sequence[Any]]

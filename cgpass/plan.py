@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import fx
 
-from cgpass.graph.values import attribute, graph_outputs, user_line
+from cgpass.graph.lines import user_line
+from cgpass.graph.values import attribute, graph_outputs
 from cgpass.runtime.executor import Plan, Step
 from cgpass.runtime.runner import PartitionRunner
 from cgpass.telemetry import PartitionSummary

@@ -17,6 +17,7 @@ from cgpass import _torch
 from cgpass.graph import op_tables, stand_ins, values
 from cgpass.graph.ancestry import names_behind, operator_names
 from cgpass.graph.conditional_syncs import why_it_syncs
+from cgpass.graph.lines import user_line
 from cgpass.graph.quantised import quantised_nodes
 from cgpass.reason import Reason
 
@@ -85,7 +86,7 @@ def why_not_capturable(
         if found is not None:
             code, detail = found
             fix = op_tables.FIXES[code]
-            return Reason(code, _op_name(node), detail, fix, values.user_line(node))
+            return Reason(code, _op_name(node), detail, fix, user_line(node))
     return None
 
 

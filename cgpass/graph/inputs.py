@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from cgpass.graph import values
+from cgpass.graph.lines import user_line
 from cgpass.inputs import InputInfo, InputKind
 
 _AS_STRIDED = frozenset({"as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter"})
@@ -111,5 +112,5 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def _first_line(node: fx.Node) -> str | None:
-    lines = (values.user_line(user) for user in node.users)
+    lines = (user_line(user) for user in node.users)
     return next((line for line in lines if line is not None), None)

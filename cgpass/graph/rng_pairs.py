@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from cgpass import _torch
 from cgpass.errors import CheckpointError
 from cgpass.graph import values
+from cgpass.graph.lines import user_line
 
 PAIR = "cgpass_rng_pair"
 """Key of `node.meta`: a pair's number."""
@@ -86,7 +87,7 @@ def require_drawn_once(
     again = {n.name for n in drawn if _needs_saving(n) or (_draws(n) and n.name in names)}
     for node in fw.graph.nodes:
         if node.name in again and (_needs_saving(node) or node.name in names):
-            line = values.user_line(node)
+            line = user_line(node)
             raise CheckpointError(
                 f"the checkpoint or memory budget around {values.called(node)[0]}{f' ({line})' if line else ''} would "
                 f"draw other random numbers in the backward: its results can be neither saved nor drawn again. Move it "

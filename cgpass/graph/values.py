@@ -1,12 +1,9 @@
-"""Facts about a node's value: tensors, storages, mutation, randomness, symbols, the user's line.
+"""Facts about a node's value: tensors, storages, mutation, randomness, symbols.
 
 Everything here reads `node.meta["val"]`, the fake value that tracing left, and operator schemas.
 """
 
-import itertools
 import operator
-import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from cgpass.graph import op_tables
+from cgpass.graph.lines import user_line
 
 _SCALARS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)
 _SHAPE_READERS = frozenset(
@@ -39,10 +37,6 @@ _OPERATOR_WRAPPERS = {
 }
 """Higher-order operators that run one operator, with its place among their arguments; behind it come its own."""
 _EFFECT_HOPS = frozenset({"with_effects", "print", "call_torchbind", "aoti_call_delegate"})
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)')
-_WRAPPER = re.compile(r" in \w*(wrap|inner|decorat)\w*$")
-_HANDS_ON = re.compile(r"\*\w+, \*\*\w+\)")
-_TORCH_ROOT = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
 def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
@@ -340,53 +334,3 @@ def unbacked_symbols(node: fx.Node) -> tuple[sympy.Symbol, ...]:
 
 def _has_symbols(value: object) -> bool:
     return isinstance(value, (torch.Tensor, *_SCALARS))
-
-
-def module_of(node: fx.Node) -> str | None:
-    """The innermost module whose forward a node is from, or is the backward of: "L['self'].layers.0"."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    return str(list(stack.values())[-1][0]) if stack else None
-
-
-def user_line(node: fx.Node) -> str | None:
-    """Where the user wrote what a node does: `model.py:41 in forward: code`.
-
-    The innermost frame of the node's stack trace that isn't torch's own.
-    """
-    found = None
-    for place, source in _user_frames(node):
-        found = f"{place}: {source}" if source else place
-    return found
-
-
-def begins_at(gm: fx.GraphModule) -> str | None:
-    """Where the user's function begins that Dynamo made a graph of: `model.py:41 in forward`.
-
-    The outermost frame that isn't torch's own, nor a decorator's, of the first node that has one. Where there is none,
-    as in a `torch.nn.Sequential`, the outermost module: `module Sequential`.
-    """
-    for node in gm.graph.nodes:
-        frames = list(_user_frames(node))
-        for place, code in frames:
-            if place is frames[-1][0] or not _is_wrapper(place, code):
-                return place
-    stacks = (node.meta.get("nn_module_stack") for node in gm.graph.nodes)
-    for _, kind in (entry for stack in stacks if stack for entry in stack.values()):
-        return f"module {getattr(kind, '__name__', str(kind).rpartition('.')[2])}"
-    return None
-
-
-def _is_wrapper(place: str, code: str) -> bool:
-    """Whether a frame is that of a decorator, which hands on all that it was given."""
-    return _WRAPPER.search(place) is not None and _HANDS_ON.search(code) is not None
-
-
-def _user_frames(node: fx.Node) -> Iterator[tuple[str, str]]:
-    """Frames of a node's stack trace that aren't torch's own, outermost first: place and code."""
-    lines = (node.stack_trace or "").splitlines()
-    for frame, code in itertools.zip_longest(lines, lines[1:], fillvalue=""):
-        match = _FRAME.search(frame)
-        if match is None or match["file"].startswith((_TORCH_ROOT, "<frozen")):
-            continue
-        place = f"{os.path.basename(match['file'])}:{match['line']} in {match['name'].strip()}"
-        yield place, "" if _FRAME.search(code) else code.strip()

@@ -12,6 +12,7 @@ from torch import fx
 from cgpass.errors import PostconditionError
 from cgpass.graph import values
 from cgpass.graph.capturability import why_not_capturable
+from cgpass.graph.lines import user_line
 from cgpass.graph.partition_tag import PartitionTag, get_tag, set_reason, set_tag
 from cgpass.passes.base import Pass, PassContext, PassResult
 from cgpass.passes.ordering import OrderingProblem, find_order
@@ -258,7 +259,7 @@ def _launches(node: fx.Node) -> bool:
 
 
 def _too_small(node: fx.Node, count: int, minimum: int) -> Reason:
-    line = values.user_line(node)
+    line = user_line(node)
     if not count:
         detail = "it launches no work on the device"
         return Reason("no_work", str(node.target), detail, OTHER_FIXES["no_work"], line)

@@ -338,6 +338,20 @@ def test_another_backend_leaves_nothing_to_report():
     assert text.endswith("stays in eager until torch.compiler.reset().")
 
 
+def test_reasons_in_a_sequential_name_the_module():
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.GELU(), nn.Linear(8, 8)))
+    with cgpass.set_defaults(min_partition_ops=50):
+        report = cgpass.explain(layers, X)
+    reasons = [reason for graph in report.graphs for reason in graph.reasons]
+    assert {reason.line for reason in reasons} <= {
+        "module 0 (Linear)",
+        "module 1.0 (GELU)",
+        "module 1.1 (Linear)",
+    }
+    assert "aten.t.default at module 0 (Linear) (2 times)" in str(report)
+    assert "aten.gelu.default (module 1.0 (GELU))" in " ".join(str(report).split())
+
+
 def test_a_function_that_never_settles_says_so():
     numbers = iter(range(1000))
 

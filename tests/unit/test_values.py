@@ -185,40 +185,6 @@ def test_arguments_are_found_by_name():
     assert values.argument(one(gm, aten.histc.default), "bins") == 100
 
 
-def test_user_line_is_the_innermost_frame_outside_of_torch():
-    gm = fake_cuda_graph(lambda x: x.sin(), (3,))
-    sin = one(gm, aten.sin.default)
-    sin.meta["stack_trace"] = (
-        '  File "/a/train.py", line 7, in step\n    loss = model(x)\n'
-        '  File "/a/model.py", line 41, in forward\n    return torch.sin(x)\n               ^^^^\n'
-        f'  File "{torch.__file__}", line 3, in sin\n    inner()\n'
-    )
-    assert values.user_line(sin) == "model.py:41 in forward: return torch.sin(x)"
-    sin.meta["stack_trace"] = '  File "/a/model.py", line 41, in <lambda>'
-    assert values.user_line(sin) == "model.py:41 in <lambda>"
-    sin.meta.pop("stack_trace")
-    assert values.user_line(sin) is None
-
-
-def test_a_function_begins_where_no_decorator_only_hands_on():
-    gm = fake_cuda_graph(lambda x: x.sin(), (3,))
-    for node in gm.graph.nodes:
-        node.meta.pop("stack_trace", None)
-        node.meta.pop("nn_module_stack", None)
-    assert values.begins_at(gm) is None
-    sin = one(gm, aten.sin.default)
-    sin.meta["nn_module_stack"] = {"1": ("L['fn']", torch.nn.Sequential), "2": ("", torch.nn.ReLU)}
-    assert values.begins_at(gm) == "module Sequential"
-    wrapper = '  File "/a/generic.py", line 9, in wrapper\n    out = func(self, *args, **kwargs)\n'
-    forward = '  File "/a/model.py", line 41, in forward\n    return torch.sin(x)\n'
-    sin.meta["stack_trace"] = wrapper + forward
-    assert values.begins_at(gm) == "model.py:41 in forward"
-    sin.meta["stack_trace"] = wrapper
-    assert values.begins_at(gm) == "generic.py:9 in wrapper"
-    sin.meta["stack_trace"] = wrapper.replace("func(self, *args, **kwargs)", "x + 1") + forward
-    assert values.begins_at(gm) == "generic.py:9 in wrapper"
-
-
 def test_getitem_itself_has_no_effect():
     gm = fake_cuda_graph(lambda x: x.sort()[1], (3,))
     assert not any(values.has_side_effect(n) for n in calls(gm, operator.getitem))

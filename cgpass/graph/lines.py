@@ -1,0 +1,86 @@
+"""Where the user wrote what a node does: a line, or a module."""
+
+import itertools
+import os
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)')
+_WRAPPER = re.compile(r" in \w*(wrap|inner|decorat)\w*$")
+_HANDS_ON = re.compile(r"\*\w+, \*\*\w+\)")
+_ROOT = re.compile(r"^L\['\w+'\]\.?")
+"""Of a module's path: what the compiled function calls the module that holds it."""
+_TORCH_ROOT = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+
+def module_of(node: fx.Node) -> str | None:
+    """The innermost module whose forward a node is from, or is the backward of: "L['self'].layers.0"."""
+    stack = _modules(node)
+    return stack[-1][0] if stack else None
+
+
+def user_line(node: fx.Node) -> str | None:
+    """Where the user wrote what a node does: `model.py:41 in forward: code`.
+
+    The innermost frame of the node's stack trace that isn't torch's own. Where there is none, as in a
+    `torch.nn.Sequential`, the innermost module: `module layers.0 (Linear)`.
+    """
+    found = None
+    for place, source in _user_frames(node):
+        found = f"{place}: {source}" if source else place
+    return _module_line(node) if found is None else found
+
+
+def _module_line(node: fx.Node) -> str | None:
+    """The innermost module that a node is of, `module layers.0 (Linear)`."""
+    stack = _modules(node)
+    if not stack:
+        return None
+    path, kind = stack[-1]
+    path = _ROOT.sub("", path)
+    return f"module {path} ({_class_name(kind)})" if path else f"module {_class_name(kind)}"
+
+
+def _class_name(kind: object) -> str:
+    return getattr(kind, "__name__", str(kind).rpartition(".")[2])
+
+
+def _modules(node: fx.Node) -> list[tuple[str, object]]:
+    """Modules whose forward a node is from, or is the backward of, outermost first: path and class."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return [(str(path), kind) for path, kind, *_ in stack.values()]
+
+
+def begins_at(gm: fx.GraphModule) -> str | None:
+    """Where the user's function begins that Dynamo made a graph of: `model.py:41 in forward`.
+
+    The outermost frame that isn't torch's own, nor a decorator's, of the first node that has one. Where there is none,
+    as in a `torch.nn.Sequential`, the outermost module: `module Sequential`.
+    """
+    for node in gm.graph.nodes:
+        frames = list(_user_frames(node))
+        for place, code in frames:
+            if place is frames[-1][0] or not _is_wrapper(place, code):
+                return place
+    for _, kind in (entry for node in gm.graph.nodes for entry in _modules(node)):
+        return f"module {_class_name(kind)}"
+    return None
+
+
+def _is_wrapper(place: str, code: str) -> bool:
+    """Whether a frame is that of a decorator, which hands on all that it was given."""
+    return _WRAPPER.search(place) is not None and _HANDS_ON.search(code) is not None
+
+
+def _user_frames(node: fx.Node) -> Iterator[tuple[str, str]]:
+    """Frames of a node's stack trace that aren't torch's own, outermost first: place and code."""
+    lines = (node.stack_trace or "").splitlines()
+    for frame, code in itertools.zip_longest(lines, lines[1:], fillvalue=""):
+        match = _FRAME.search(frame)
+        if match is None or match["file"].startswith((_TORCH_ROOT, "<frozen")):
+            continue
+        place = f"{os.path.basename(match['file'])}:{match['line']} in {match['name'].strip()}"
+        yield place, "" if _FRAME.search(code) else code.strip()

@@ -1,0 +1,56 @@
+"""Where users wrote what a node does."""
+
+import pytest
+import torch
+
+from cgpass.graph import lines
+from tests.graphs import calls, fake_cuda_graph
+
+aten = torch.ops.aten
+
+
+def test_user_line_is_the_innermost_frame_outside_of_torch():
+    gm = fake_cuda_graph(lambda x: x.sin(), (3,))
+    (sin,) = calls(gm, aten.sin.default)
+    sin.meta["stack_trace"] = (
+        '  File "/a/train.py", line 7, in step\n    loss = model(x)\n'
+        '  File "/a/model.py", line 41, in forward\n    return torch.sin(x)\n               ^^^^\n'
+        f'  File "{torch.__file__}", line 3, in sin\n    inner()\n'
+    )
+    assert lines.user_line(sin) == "model.py:41 in forward: return torch.sin(x)"
+    sin.meta["stack_trace"] = '  File "/a/model.py", line 41, in <lambda>'
+    assert lines.user_line(sin) == "model.py:41 in <lambda>"
+    sin.meta.pop("stack_trace")
+    assert lines.user_line(sin) is None
+
+
+@pytest.mark.parametrize("key", ["nn_module_stack", "fwd_nn_module_stack"])
+def test_without_a_frame_the_innermost_module_is_named(key):
+    gm = fake_cuda_graph(lambda x: x.sin(), (3,))
+    (sin,) = calls(gm, aten.sin.default)
+    sin.meta = {"val": sin.meta["val"]}
+    root = ("L['self']", torch.nn.Sequential)
+    sin.meta[key] = {"1": root, "2": ("L['self'].layers.0", "torch.nn.modules.linear.Linear")}
+    assert lines.user_line(sin) == "module layers.0 (Linear)"
+    assert lines.module_of(sin) == "L['self'].layers.0"
+    sin.meta[key] = {"1": root}
+    assert lines.user_line(sin) == "module Sequential"
+
+
+def test_a_function_begins_where_no_decorator_only_hands_on():
+    gm = fake_cuda_graph(lambda x: x.sin(), (3,))
+    for node in gm.graph.nodes:
+        node.meta.pop("stack_trace", None)
+        node.meta.pop("nn_module_stack", None)
+    assert lines.begins_at(gm) is None
+    (sin,) = calls(gm, aten.sin.default)
+    sin.meta["nn_module_stack"] = {"1": ("L['fn']", torch.nn.Sequential), "2": ("", torch.nn.ReLU)}
+    assert lines.begins_at(gm) == "module Sequential"
+    wrapper = '  File "/a/generic.py", line 9, in wrapper\n    out = func(self, *args, **kwargs)\n'
+    forward = '  File "/a/model.py", line 41, in forward\n    return torch.sin(x)\n'
+    sin.meta["stack_trace"] = wrapper + forward
+    assert lines.begins_at(gm) == "model.py:41 in forward"
+    sin.meta["stack_trace"] = wrapper
+    assert lines.begins_at(gm) == "generic.py:9 in wrapper"
+    sin.meta["stack_trace"] = wrapper.replace("func(self, *args, **kwargs)", "x + 1") + forward
+    assert lines.begins_at(gm) == "generic.py:9 in wrapper"
