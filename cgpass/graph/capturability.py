@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import sympy
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
@@ -19,6 +20,7 @@ from cgpass.graph.ancestry import names_behind, operator_names
 from cgpass.graph.conditional_syncs import why_it_syncs
 from cgpass.graph.lines import user_line
 from cgpass.graph.quantised import quantised_nodes
+from cgpass.graph.size_makers import place_of, size_maker
 from cgpass.reason import Reason
 
 LIFTED = "cgpass_lifted"
@@ -284,11 +286,19 @@ def _scalars(query: _Query) -> Iterator[fx.Node]:
     return (arg for arg in query.node.all_input_nodes if values.is_scalar(arg))
 
 
+def _made_by(node: fx.Node, symbol: sympy.Symbol) -> str:
+    """What made a size: the same words for every size that one place makes, whatever tracing calls it."""
+    maker = size_maker(node, symbol)
+    if maker is None or maker is node:
+        return ""
+    return f", which {_op_name(maker)}{place_of(maker)} made"
+
+
 def _unbacked(query: _Query) -> _Found:
     for node in (*query.node.all_input_nodes, query.node):
         symbols = values.unbacked_symbols(node)
         if symbols and values.tensors(node):
-            return "unbacked_size", f"the size {symbols[0]} depends on data"
+            return "unbacked_size", f"a size depends on data{_made_by(query.node, symbols[0])}"
     for scalar in _scalars(query):
         if values.unbacked_symbols(scalar):
             return "host_scalar", f"it gets the number {scalar.name}, which depends on data"

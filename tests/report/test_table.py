@@ -57,7 +57,7 @@ function 0: model.py:38 in forward
 
 def test_reasons_that_say_the_same_are_together():
     def reason(op, line, count=1, code="unbacked_size"):
-        detail, fix = "the size u0 depends on data", "use a form with a fixed size"
+        detail, fix = "a size depends on data", "use a form with a fixed size"
         return ReasonReport(code=code, op=op, detail=detail, fix=fix, line=line, count=count)
 
     first, other = reason("aten.cos", "a.py:1 in f: x.cos()"), reason("aten.max", None, code="sync")

@@ -313,6 +313,28 @@ def test_message_names_operator_line_detail_and_fix():
     )
 
 
+def test_sizes_that_one_operator_makes_are_told_alike_whatever_tracing_calls_them():
+    def fn(x):
+        for _ in range(2):
+            x = x + x.nonzero().sin().sum()
+        return x
+
+    found = [r for r in reasons(fn, (3,)) if r.code == "unbacked_size"]
+    assert len(found) >= 4
+    assert {r.detail for r in found} == {"a size depends on data, which aten.nonzero.default made"}
+
+
+def test_a_size_that_came_in_has_no_maker_here():
+    whole = fake_cuda_graph(lambda x: x.nonzero().sin(), (3,))
+    (nonzero,) = calls(whole, aten.nonzero.default)
+    with whole.graph.inserting_before(nonzero):
+        given = whole.graph.placeholder("given")
+    given.meta["val"] = nonzero.meta["val"]
+    nonzero.replace_all_uses_with(given)
+    (sin,) = calls(whole, aten.sin.default)
+    assert why(sin).detail == "a size depends on data"
+
+
 def test_zeros_without_memory():
     zeros = aten._efficientzerotensor.default
     (found,) = reasons(lambda x: x.sin() + zeros([3], device=x.device), (3,))
