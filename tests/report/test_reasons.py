@@ -12,7 +12,7 @@ from cgpass.report.collect import _reasons
 from cgpass.report.model import FunctionReport, GraphReport, PartitionReport, Report
 from cgpass.report.page import html
 from cgpass.runtime.simulated import is_recording
-from tests.unit.test_capturability import PROVOKED
+from tests.unit.test_capturability import BLAMED, PROVOKED, written_at
 
 X = torch.linspace(0.1, 0.9, 16).view(4, 4)
 
@@ -173,7 +173,9 @@ def test_reasons_of_compiled_functions(code):
 @pytest.mark.parametrize("code", sorted(BY_HAND | ON_CUDA))
 def test_reasons_of_graphs_that_no_function_here_is_compiled_to(code):
     (reason,) = _reasons(PROVOKED[code]())
+    op, line = BLAMED[code]
     assert (reason.code, reason.fix) == (code, op_tables.FIXES[code])
+    assert (reason.op, reason.line) == (op, written_at(line))
     part = PartitionReport(name="eager_1", captured=False, num_ops=1, reasons=(reason,))
     graph = GraphReport(number=0, direction="forward", calls=1, num_ops=1, partitions=(part,))
     function = FunctionReport(number=0, place=None, graphs=(graph,))
@@ -207,7 +209,8 @@ def test_reasons_between_devices():
     reasons = {reason.code: reason for part in parts for reason in part.reasons}
     assert {"cpu_tensor", "host_to_device", "device_to_host", "lifted"} <= reasons.keys()
     for reason in reasons.values():
-        assert reason.line is None or "test_reasons.py:" in reason.line
+        assert reason.line is not None
+        assert "test_reasons.py:" in reason.line
         said(report, reason)
 
 
