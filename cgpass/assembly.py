@@ -150,11 +150,11 @@ class GraphBuilder:
         infos = self._infos(gm)
         static = [i for i, info in enumerate(infos) if info.kind is InputKind.STATIC]
         place = Place(graph, name if of is None else f"{of}.{name}", num_ops(gm))
-        original = self._kept(gm) if of is None else gm
+        original = self._kept(gm)
         fn = self.compiler.captured(gm, static)
         if not self.target.records:
             return fn
-        resplit = self._resplitter(original, place, infos, visible) if of is None else GiveUp(place)
+        resplit = self._resplitter(original, place, infos, visible, is_part=of is not None)
         return self._runner(place.name, fn, infos, resplit, original)
 
     def _eager(self, gm: fx.GraphModule) -> Boxed:
@@ -190,14 +190,17 @@ class GraphBuilder:
         infos: Sequence[InputInfo],
         visible: frozenset[int],
         notes: StrideNotes | None = None,
+        is_part: bool = False,
     ) -> Resplit:
-        """What splits a partition whose capture failed.
+        """What splits a partition whose capture failed, once.
 
         Not one that communicates: other processes take no part in the runs that find the culprit.
         """
-        if any(map(is_collective, gm.graph.nodes)):
-            return GiveUp(place)
-        device, context = self.target.device, self._context("resplit")
+        communicates = any(map(is_collective, gm.graph.nodes))
+        driver = None if communicates else functools.partial(self._driver, self.target.device)
+        if driver is None or is_part:
+            return GiveUp(gm, place, driver)
+        context = self._context("resplit")
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         kinds = {name: info.kind for name, info in zip(names, infos, strict=True)}
 
@@ -217,7 +220,6 @@ class GraphBuilder:
                 boxed = notes.matching(boxed)
             return boxed, check if check.has_conditions else None
 
-        driver = functools.partial(self._driver, device)
         return Resplitter(gm, place, self.options, context, driver, rebuild)
 
     def _driver(self, device: torch.device) -> GraphDriver:

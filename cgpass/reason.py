@@ -11,6 +11,9 @@ OTHER_FIXES: Final = {
     "no_work": "leave it: nothing is lost",
     "not_worth_it": 'capture_policy="always" captures it',
     "capture": "name the operator that is to blame in unsafe_ops to have the rest captured",
+    "out_of_memory": "free memory, or keep fewer recordings (max_recordings, max_static_sets); after cgpass.reset() the next "
+    "calls try again",
+    "no_placeholder": "pass the input as a dense tensor",
     "graph_break": "do what torch hints at, in the report's words; TORCH_LOGS=graph_breaks shows more",
     "recompile_limit": "keep what changes from call to call the same, or make it a tensor; TORCH_LOGS=recompiles "
     "names every cause",
@@ -28,8 +31,8 @@ class Reason:
     """Why a node runs outside of any CUDA graph."""
 
     code: str
-    """Stable name of the rule, a key of `graph.op_tables.FIXES` or of `OTHER_FIXES`; "capture" where a capture failed
-    and nothing tells which operator is to blame."""
+    """Stable name of the rule, a key of `graph.op_tables.FIXES` or of `OTHER_FIXES`; "capture" where the capture of a
+    whole partition failed, which is not split."""
     op: str
     """What the node calls; empty if no single operator is to blame."""
     detail: str

@@ -1,5 +1,6 @@
 """Capturing the rest of a partition whose capture failed: what `PartitionRunner` asks for then."""
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from cgpass.compile import Boxed
 from cgpass.culprits import Finding, find_culprits, first_line
 from cgpass.errors import CaptureError, StagingError
 from cgpass.graph import values
-from cgpass.graph.capturability import PROVEN
+from cgpass.graph.capturability import PROVEN, op_name
+from cgpass.graph.lines import spans, user_line
 from cgpass.graph.partition_tag import get_tag
 from cgpass.graph.size_check import SizeCheck
 from cgpass.options import Options
@@ -56,16 +58,15 @@ class Place:
     """The partition's name among all of the graph, `captured_0` or `captured_0.captured_2`."""
     num_ops: int
 
-    def runs_plainly(self, why: str, reasons: Sequence[Reason] = ()) -> None:
+    def runs_plainly(self, why: str, reasons: Sequence[Reason]) -> None:
         """Note that the partition is not captured after all.
 
         Args:
             why: In a line.
-            reasons: One for each operator to blame; none if that is not known.
+            reasons: One for each operator to blame, or one for all of it.
         """
-        found = tuple(reasons) or (Reason("capture", "", why, OTHER_FIXES["capture"]),)
         part = telemetry.PartitionSummary(
-            self.name, False, self.num_ops, (why,), skipped=True, why=found
+            self.name, False, self.num_ops, (why,), skipped=True, why=tuple(reasons)
         )
         telemetry.replace_partition(self.graph, self.name, (part,))
 
@@ -87,25 +88,54 @@ class Place:
         telemetry.replace_partition(self.graph, self.name, (part,))
 
 
+def _whole(gm: fx.GraphModule, error: Exception) -> Reason:
+    """Why a partition is not captured where nothing tells which operator is to blame, and where that is."""
+    code = "capture"
+    if isinstance(error, torch.OutOfMemoryError):
+        code = "out_of_memory"
+    elif isinstance(error, StagingError):
+        code = "no_placeholder"
+    return Reason(code, "", first_line(error), OTHER_FIXES[code], spans(gm))
+
+
 class GiveUp:
     """For a partition that is not split again: it runs plainly."""
 
     checks_warm_ups = False
 
-    def __init__(self, place: Place) -> None:
-        """Args: place: of the partition."""
+    def __init__(
+        self, gm: fx.GraphModule, place: Place, driver: Callable[[], GraphDriver] | None
+    ) -> None:
+        """Keep what tells who is to blame.
+
+        Args:
+            gm: The partition as it was before it was compiled.
+            place: Of the partition.
+            driver: Gives what records it; None if it may not run once more than it is called.
+        """
+        self._gm = gm
         self._place = place
+        self._driver = driver
         self._failed = False
 
     def __call__(self, args: list[Any], error: Exception | None) -> Outcome:
         """See `Resplit`."""
-        del args
         if error is not None:
-            known = isinstance(error, StagingError) or is_capture_error(error)
-            if self._failed or known:
-                self._place.runs_plainly(first_line(error))
+            none_to_blame = isinstance(error, torch.OutOfMemoryError | StagingError)
+            if self._failed or none_to_blame or is_capture_error(error):
+                self._place.runs_plainly(first_line(error), self._reasons(args, error))
         self._failed = True  # the runner tries once more after an error that is not a capture's
         return Outcome()
+
+    def _reasons(self, args: list[Any], error: Exception) -> list[Reason]:
+        finding = Finding()
+        if self._driver is not None and is_capture_error(error):
+            with contextlib.suppress(torch.OutOfMemoryError):
+                finding = find_culprits(self._gm, args, self._driver(), trial=True)
+        return [
+            Reason("capture", op_name(node), detail, OTHER_FIXES["capture"], user_line(node))
+            for node, (_, detail) in finding.culprits.items()
+        ] or [_whole(self._gm, error)]
 
     def note_left_plain(self, why: str) -> None:
         """See `Resplit`."""
@@ -151,7 +181,7 @@ class Resplitter:
     def __call__(self, args: list[Any], error: Exception | None) -> Outcome:
         """See `Resplit`."""
         if isinstance(error, torch.OutOfMemoryError | StagingError):
-            self._is_not_captured(first_line(error))
+            self._is_not_captured(first_line(error), [_whole(self._gm, error)])
             return Outcome()
         gm = copy_of(self._gm)
         try:
@@ -164,7 +194,7 @@ class Resplitter:
             if finding.clean and not is_capture_error(error):
                 raise error  # it comes from neither the partition nor the capture
             if is_capture_error(error):
-                self._is_not_captured(first_line(error))
+                self._is_not_captured(first_line(error), [_whole(self._gm, error)])
             return Outcome()
         for node, found in finding.culprits.items():
             node.meta[PROVEN] = found
@@ -178,7 +208,7 @@ class Resplitter:
         """See `Resplit`."""
         self._place.is_tried_again()
 
-    def _is_not_captured(self, why: str, reasons: Sequence[Reason] = ()) -> None:
+    def _is_not_captured(self, why: str, reasons: Sequence[Reason]) -> None:
         refused = self._options.on_skip == "raise"
         why = f'on_skip="raise" refuses its calls: {why}' if refused else why
         self._place.runs_plainly(why, reasons)

@@ -88,11 +88,12 @@ def why_not_capturable(
         if found is not None:
             code, detail = found
             fix = op_tables.FIXES[code]
-            return Reason(code, _op_name(node), detail, fix, user_line(node))
+            return Reason(code, op_name(node), detail, fix, user_line(node))
     return None
 
 
-def _op_name(node: fx.Node) -> str:
+def op_name(node: fx.Node) -> str:
+    """What a node calls, as messages name it."""
     op = values.called(node)[0]
     name = values.hop_name(node)
     if name is not None:
@@ -291,7 +292,7 @@ def _made_by(node: fx.Node, symbol: sympy.Symbol) -> str:
     maker = size_maker(node, symbol)
     if maker is None or maker is node:
         return ""
-    return f", which {_op_name(maker)}{place_of(maker)} made"
+    return f", which {op_name(maker)}{place_of(maker)} made"
 
 
 def _unbacked(query: _Query) -> _Found:

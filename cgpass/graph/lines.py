@@ -54,6 +54,16 @@ def _modules(node: fx.Node) -> list[tuple[str, object]]:
     return [(str(path), kind) for path, kind, *_ in stack.values()]
 
 
+def spans(gm: fx.GraphModule) -> str | None:
+    """Where the user wrote the first and the last of what a graph calls: `model.py:41 to model.py:47`, or the one line."""
+    calls = (node for node in gm.graph.nodes if node.op == "call_function")
+    lines = [line for line in map(user_line, calls) if line is not None]
+    if not lines:
+        return None
+    first, last = (line.partition(": ")[0].partition(" in ")[0] for line in (lines[0], lines[-1]))
+    return lines[0] if first == last else f"{first} to {last}"
+
+
 def begins_at(gm: fx.GraphModule) -> str | None:
     """Where the user's function begins that Dynamo made a graph of: `model.py:41 in forward`.
 

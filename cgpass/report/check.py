@@ -15,7 +15,7 @@ from cgpass.reason import Reason
 from cgpass.report.model import EagerFunction
 from cgpass.report.words import breaks, many, share, why_left
 
-_FAILED = frozenset({"capture", "syncs", "failed_capture"})
+_FAILED = frozenset({"capture", "failed_capture", "no_placeholder", "out_of_memory", "syncs"})
 """Codes of what turned out not to be capturable only when it was captured."""
 
 

@@ -21,6 +21,7 @@ from cgpass.report.words import (
     share,
     size,
     speedup,
+    subject,
     unsettled,
 )
 
@@ -290,13 +291,13 @@ def _recordings(part: "PartitionReport") -> str:
 def _reason(reasons: Sequence["ReasonReport"]) -> str:
     """One reason, and what else has it."""
     reason, *others = reasons
-    what = _code(reason.op) if reason.op else ""
+    what = _code(reason.op) if reason.op else _e(subject(reason))
     place = f" at {_code(reason.line)}" if reason.line else ""
     times = f" ({reason.count} times)" if reason.count > 1 else ""
     head = f"{what}{place}{times}".strip()
     same = f"<br>The same holds for {_e(listed([*map(briefly, others)], 12))}." if others else ""
     return (
-        f'<div class="reason">{head}{"<br>" * bool(head)}{_e(reason.detail)} '
+        f'<div class="reason">{head}<br>{_e(reason.detail)} '
         f'<span class="soft">[{_e(reason.code)}]</span><br>'
         f'<span class="fix">{_e(reason.fix)}</span>{same}</div>'
     )

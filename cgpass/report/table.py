@@ -20,6 +20,7 @@ from cgpass.report.words import (
     share,
     size,
     speedup,
+    subject,
     unsettled,
     why_left,
 )
@@ -260,7 +261,7 @@ def _reasons(reasons: Sequence["ReasonReport"], indent: int) -> list[str]:
     for reason, *others in alike(reasons):
         place = f" at {reason.line}" if reason.line else ""
         times = f" ({reason.count} times)" if reason.count > 1 else ""
-        lines += _wrapped(f"{reason.op or 'capture failed'}{place}{times}", indent)
+        lines += _wrapped(f"{subject(reason)}{place}{times}", indent)
         lines += _wrapped(f"{reason.detail} [{reason.code}]", indent + 2)
         lines += _wrapped(f"fix: {reason.fix}", indent + 2)
         if others:

@@ -1,7 +1,7 @@
 """Numbers as reports show them."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from cgpass.reason import Reason, many
 
@@ -17,6 +17,14 @@ NOTHING = (
     "torch.compiler.reset()."
 )
 """Stands for functions where there are none."""
+
+_WITHOUT_OPERATOR: Final = {
+    "capture": "capture failed",
+    "out_of_memory": "capture failed",
+    "no_placeholder": "capture failed",
+    "graph_break": "a graph break",
+}
+"""What reasons are said of that blame no operator, by code."""
 
 
 def size(num_bytes: int | None) -> str:
@@ -69,12 +77,19 @@ def alike(reasons: Iterable["ReasonReport"]) -> list[list["ReasonReport"]]:
     return list(groups.values())
 
 
+def subject(reason: "ReasonReport") -> str:
+    """What a reason is said of: an operator, or all of a partition."""
+    if reason.op:
+        return reason.op
+    return _WITHOUT_OPERATOR.get(reason.code, "all of it")
+
+
 def briefly(reason: "ReasonReport") -> str:
     """Operator and place of one of several that are alike, `aten.mm.default (model.py:9, 4 times)`."""
     place = [] if reason.line is None else [reason.line.partition(" in ")[0]]
     times = [f"{reason.count} times"] if reason.count > 1 else []
     where = ", ".join(place + times)
-    return f"{reason.op}{f' ({where})' if where else ''}"
+    return f"{subject(reason)}{f' ({where})' if where else ''}"
 
 
 def breaks(found: Iterable["ReasonReport | Reason | None"], counted: str) -> str | None:

@@ -5,13 +5,15 @@ import torch
 from torch._library.effects import EffectType
 
 import cgpass
-from cgpass import _torch
+from cgpass import _torch, resplit
+from cgpass.culprits import Finding
 from cgpass.graph import op_tables
 from cgpass.reason import CHOSEN, OTHER_FIXES, Reason
 from cgpass.report.collect import _reasons
 from cgpass.report.model import FunctionReport, GraphReport, PartitionReport, Report
 from cgpass.report.page import html
-from cgpass.runtime.simulated import is_recording
+from cgpass.runtime import recorder
+from cgpass.runtime.simulated import SimulatedDriver, is_recording
 from tests.unit.test_capturability import BLAMED, PROVOKED, written_at
 
 X = torch.linspace(0.1, 0.9, 16).view(4, 4)
@@ -34,6 +36,13 @@ def fails(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
+@torch.library.custom_op("reports::fails_too", mutates_args=())
+def fails_too(x: torch.Tensor) -> torch.Tensor:
+    if is_recording():
+        raise RuntimeError("operation not permitted when stream is capturing")
+    return x * 2
+
+
 @torch.library.custom_op("reports::notes", mutates_args=())
 def notes(x: torch.Tensor) -> torch.Tensor:
     return x * 2
@@ -49,7 +58,7 @@ def _reading_backward(ctx, grad):
     return grad * x.sum().item()
 
 
-for each in (unsafe, waits, fails, notes, opaque):
+for each in (unsafe, waits, fails, fails_too, notes, opaque):
     each.register_fake(torch.empty_like)
 opaque.register_autograd(
     _reading_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
@@ -124,7 +133,8 @@ BY_HAND = {"python_call", "effect_token", "higher_order_op", "nested_graph", "ho
 
 
 def test_every_code_is_here():
-    assert {*COMPILED, *BY_HAND, *ON_CUDA, "not_worth_it"} == {*op_tables.FIXES, *CHOSEN}
+    others = {*WHOLE, "not_worth_it", "graph_break"}
+    assert {*COMPILED, *BY_HAND, *ON_CUDA, *others} == {*op_tables.FIXES, *OTHER_FIXES}
     assert {*op_tables.FIXES, *OTHER_FIXES} >= CHOSEN
     assert not op_tables.FIXES.keys() & OTHER_FIXES.keys()
 
@@ -182,6 +192,69 @@ def test_reasons_of_graphs_that_no_function_here_is_compiled_to(code):
     said(Report(cgpass="1", torch="2", device="cuda", functions=(function,)), reason)
 
 
+def chain(x):
+    x = (x * 2).sin()
+    return x.cos().exp().tanh()
+
+
+def test_a_second_operator_that_cannot_be_captured_is_named():
+    def fn(x):
+        x = fails(chain(x))
+        x = chain(x)
+        x = fails_too(x)
+        return chain(x)
+
+    with cgpass.set_defaults(driver="simulated", compiler="eager", on_skip="silent"):
+        report = cgpass.explain(fn, X)
+    (graph,) = report.graphs
+    assert [part.captured for part in graph.partitions] == [True, False, False]
+    (reason,) = graph.partitions[-1].reasons
+    line = fn.__code__.co_firstlineno + 3
+    assert (reason.code, reason.op) == ("capture", "reports.fails_too.default")
+    assert reason.line == f"test_reasons.py:{line} in fn: x = fails_too(x)"
+    assert reason.detail == (
+        "capturing it failed (RuntimeError: operation not permitted when stream is capturing)"
+    )
+    assert reason.fix == OTHER_FIXES["capture"]
+    said(report, reason)
+
+
+def unable(*args, **kwargs):
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def out_of_memory(*args, **kwargs):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+# Code: what is put in whose place, and what the text begins with.
+WHOLE = {
+    "capture": (SimulatedDriver, "record", unable, "RuntimeError: operation not permitted"),
+    "out_of_memory": (SimulatedDriver, "record", out_of_memory, "OutOfMemoryError: CUDA out of"),
+    "no_placeholder": (recorder, "Placeholder", unable, "StagingError: L['x'] can't be given"),
+}
+
+
+@pytest.mark.parametrize("code", WHOLE)
+def test_a_partition_of_which_no_operator_is_to_blame_names_its_lines(code, monkeypatch):
+    owner, name, instead, begins = WHOLE[code]
+    monkeypatch.setattr(owner, name, instead)
+    if code == "capture":
+        monkeypatch.setattr(resplit, "find_culprits", lambda *_, **__: Finding(clean=False))
+    with cgpass.set_defaults(driver="simulated", compiler="eager", on_skip="silent"):
+        report = cgpass.explain(chain, X)
+    (part,) = report.graphs[0].partitions
+    (reason,) = part.reasons
+    line = chain.__code__.co_firstlineno + 1
+    assert (reason.code, reason.op) == (code, "")
+    assert reason.line == f"test_reasons.py:{line} to test_reasons.py:{line + 1}"
+    assert reason.detail.startswith(begins)
+    assert reason.fix == OTHER_FIXES[code]
+    said(report, reason)
+    assert f"capture failed at {reason.line} {reason.detail}" in " ".join(str(report).split())
+    assert f"capture failed at <code>{reason.line}</code>" in html(report)
+
+
 def test_what_is_not_worth_a_graph_says_what_it_would_cost(monkeypatch):
     monkeypatch.setattr(_torch, "memory_bandwidth", lambda device: 1.0)
     with cgpass.set_defaults(driver="simulated", compiler="eager"):
@@ -190,6 +263,7 @@ def test_what_is_not_worth_a_graph_says_what_it_would_cost(monkeypatch):
     (part,) = graph.partitions
     (reason,) = part.reasons
     assert not part.captured
+    assert "capture failed" not in str(report)
     assert (reason.code, reason.fix) == ("not_worth_it", 'capture_policy="always" captures it')
     assert "copying 4 MiB of inputs into its graph would take the device about" in reason.detail
     said(report, reason)
