@@ -353,7 +353,9 @@ def run_plainly(graph: int, fn: Boxed) -> Boxed:
 def _tracked(executor: Executor, graph: int, prefix: str = "") -> Boxed:
     """A callable that telemetry knows of."""
     parts = {
-        prefix + step.name: telemetry.PartitionRun(step.run.stats, step.run.history.notes)
+        prefix + step.name: telemetry.PartitionRun(
+            step.run.stats, step.run.history.notes, step.run.reasons
+        )
         for step in executor.plan.steps
         if isinstance(step.run, PartitionRunner)
     }

@@ -1,5 +1,7 @@
 """Why something runs outside of CUDA graphs: what messages, summaries and reports say of it."""
 
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +16,19 @@ OTHER_FIXES: Final = {
     "out_of_memory": "free memory, or keep fewer recordings (max_recordings, max_static_sets); after cgpass.reset() the next "
     "calls try again",
     "no_placeholder": "pass the input as a dense tensor",
+    "max_recordings": "pad inputs to a few sizes, or raise max_recordings",
+    "max_static_sets": "write new values into parameters and buffers (copy_) instead of replacing them; if so many modules "
+    "share the code, raise max_static_sets",
+    "max_rerecords": "write new values into it (copy_) instead of moving it, or raise max_rerecords",
+    "max_pending_calls": "call it under torch.no_grad() if no backward is meant, detach what is kept, or raise "
+    "max_pending_calls",
+    "not_in_the_pool": "see why what makes it ran without a graph",
+    "transform": "call it outside of transforms (torch.func, vmap, batched gradients)",
+    "outer_capture": "leave it: the graph that is being captured holds it",
+    "other_sizes": "name the operator that can't be captured in unsafe_ops to have such calls captured, too",
+    "passing": "leave it, unless it goes on: recordings were being laid out anew, or a capture failed once",
+    "new_tensor": "write into it in place (copy_) instead of replacing it",
+    "new_shape": "keep to a few sizes (pad), and pass a number that changes as a 0-dim tensor on the device",
     "graph_break": "do what torch hints at, in the report's words; TORCH_LOGS=graph_breaks shows more",
     "recompile_limit": "keep what changes from call to call the same, or make it a tensor; TORCH_LOGS=recompiles "
     "names every cause",
@@ -56,4 +71,92 @@ class Reason:
     def __str__(self) -> str:
         """One line for messages and reports."""
         place = f" at {self.line}" if self.line else ""
-        return f"{self.op}{place}: {self.detail} [{self.code}]; {self.fix}"
+        about = f"{self.op}{place}: " if self.op or place else ""
+        return f"{about.lstrip()}{self.detail} [{self.code}]; {self.fix}"
+
+
+_FEW: Final = 4
+"""Warm-ups without a recording after them that any partition may have."""
+_MANY: Final = 0.2
+"""Share of calls from which on such warm-ups are worth a word."""
+
+
+class CallReasons:
+    """Why calls of a captured partition ran without a graph, and what was new in calls that only warmed up.
+
+    Holds text alone, for reports that outlive the partition.
+    """
+
+    def __init__(self) -> None:
+        """Nothing ran yet."""
+        self._details: dict[str, tuple[str, str | None]] = {}
+        self._counts: Counter[str] = Counter()
+        self._changed: Counter[tuple[str, str, str | None]] = Counter()
+
+    def note(self, code: str, detail: Callable[[], tuple[str, str | None]]) -> None:
+        """Note a call without a graph.
+
+        Args:
+            code: Of the reason.
+            detail: Gives the first such call's cause, and the user's line if there is one.
+        """
+        if code not in self._details:
+            self._details[code] = detail()
+        self._counts[code] += 1
+
+    def note_changed(self, code: str, inputs: Iterable[tuple[str, str | None]]) -> None:
+        """Note what was new in a call that can't be replayed.
+
+        Args:
+            code: "new_tensor" or "new_shape".
+            inputs: Names of the inputs, and the user's lines that read them.
+        """
+        self._changed.update((code, *each) for each in inputs)
+
+    def forget_changes(self) -> None:
+        """Forget what was new in calls: it is copied from now on."""
+        self._changed.clear()
+
+    def told(
+        self, *, calls: int, plain_calls: int, warmups: int, recordings: int
+    ) -> tuple[Reason, ...]:
+        """All of it as reasons.
+
+        Args:
+            calls: All that were made.
+            plain_calls: Those that ran without a graph after their warm-up.
+            warmups: Those that warmed up.
+            recordings: Made after them.
+        """
+        counts = dict(self._counts)
+        details = dict(self._details)
+        left = plain_calls - sum(counts.values())
+        if left > 0:
+            counts["passing"], details["passing"] = (
+                left,
+                ("they could not be recorded just then", None),
+            )
+        found = [
+            _without_a_graph(code, count, calls, *details[code]) for code, count in counts.items()
+        ]
+        idle = warmups - recordings
+        if idle <= _FEW or idle <= _MANY * calls:
+            return tuple(found)
+        changed = self._changed.items()
+        return (*found, *(_new(*key, count, calls) for key, count in changed if 2 * count > idle))
+
+
+def _without_a_graph(code: str, count: int, calls: int, detail: str, line: str | None) -> Reason:
+    detail = f"{count} of {many(calls, 'call')} ran without a graph: {detail}"
+    return Reason(code, "", detail, OTHER_FIXES[code], line)
+
+
+def _new(code: str, name: str, line: str | None, count: int, calls: int) -> Reason:
+    detail = (
+        f"{NEW[code]} in {count} of {many(calls, 'call')}: such calls warm up, or are recorded each"
+    )
+    return Reason(code, name, detail, OTHER_FIXES[code], line)
+
+
+NEW: Final = {"new_tensor": "is a new tensor", "new_shape": "has another value or layout"}
+"""Codes of what is new in calls that warm up, and what they say of an input."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from cgpass.reason import Reason, many
+from cgpass.reason import CallReasons, Reason, many
 
 GRAPHS_KEPT: Final = 1024
 """Graphs that the summary lists; older ones are counted."""
@@ -143,14 +143,18 @@ class RecordingNote:
 class PartitionRun:
     """What is known of a captured partition's calls; its counts stay when it is gone."""
 
-    def __init__(self, stats: CallStats, notes: Sequence[RecordingNote]) -> None:
+    def __init__(
+        self, stats: CallStats, notes: Sequence[RecordingNote], reasons: CallReasons | None = None
+    ) -> None:
         """Keep what a report needs.
 
         Args:
             stats: From `new_call_stats`; the partition keeps them alive.
             notes: Of its newest recordings, oldest first, at most `RECORDINGS_KEPT`.
+            reasons: Why calls ran without a graph.
         """
         self.notes = notes
+        self._reasons = CallReasons() if reasons is None else reasons
         self._live = weakref.ref(stats)
         self._past = CallStats()
         if isinstance(stats, _TrackedStats):
@@ -161,6 +165,17 @@ class PartitionRun:
         """Its counts, the last ones if it is gone."""
         live = self._live()
         return self._past if live is None else live
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Why calls of it ran without a graph, or warmed up again and again."""
+        stats = self.stats
+        return self._reasons.told(
+            calls=stats.calls,
+            plain_calls=stats.plain_calls,
+            warmups=stats.warmups,
+            recordings=stats.recordings,
+        )
 
     def end(self, counts: Sequence[int]) -> None:
         """Keep what was counted in the end, in the order of `_COUNTS`."""
@@ -347,8 +362,8 @@ def counters() -> dict[str, int]:
 def summary() -> str:
     """Every graph compiled in this process: partitions captured and eager, and why. Very old ones are only counted.
 
-    Below each graph, the graph break it ends at, and partitions some of whose calls ran without a graph. Then what `make_graphed_callables` returned,
-    as long as it lives, and how it was called.
+    Below each graph, the graph break it ends at, and partitions some of whose calls ran without a graph or warmed up
+    again and again, and why. Then what `make_graphed_callables` returned, as long as it lives, and how it was called.
     """
     listed = graph_runs().values()
     older = compile_stats.graphs - len(listed)
@@ -360,12 +375,8 @@ def summary() -> str:
 
 
 def _plain_calls(runs: Sequence[GraphRun]) -> list[str]:
-    parts = {name: part.stats for run in runs for name, part in run.parts.items()}
-    return [
-        f"  {name}: {stats.plain_calls} of {many(stats.calls, 'call')} ran without a graph"
-        for name, stats in parts.items()
-        if stats.plain_calls
-    ]
+    parts = {name: part for run in runs for name, part in run.parts.items()}
+    return [f"  {name}: {why}" for name, part in parts.items() for why in part.reasons]
 
 
 def _by_hand() -> list[str]:

@@ -114,6 +114,7 @@ def _observe(calls: Calls, devices: set[torch.device]) -> Report:
     if found:  # it was given nothing there
         devices |= found
         measured.captured = timed(calls, devices)
+    measured.settled = measured.settled and not measured.captured.warmups
     measured.device = main_device(devices)
     if measured.device.type == "cuda":
         measured.launches = profiled(calls, devices)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from cgpass import telemetry
 from cgpass.errors import ReportError
-from cgpass.options import current_defaults
-from cgpass.reason import Reason
+from cgpass.reason import NEW, OTHER_FIXES, Reason
 from cgpass.report.model import EagerFunction
+from cgpass.report.ran import Ran, calls_of_parts
 from cgpass.report.words import breaks, many, share, why_left
 
 _FAILED = frozenset({"capture", "failed_capture", "no_placeholder", "out_of_memory", "syncs"})
@@ -21,8 +21,6 @@ _FAILED = frozenset({"capture", "failed_capture", "no_placeholder", "out_of_memo
 
 _MANY = 0.2
 """Share of calls from which on warm-ups are worth a word."""
-_FEW = 4
-"""Warm-ups without a recording after them that any partition may have."""
 
 
 @dataclass
@@ -61,46 +59,40 @@ def work_done(left_to_eager: Sequence[EagerFunction] = ()) -> Work:
             else f"{summary.direction} of {summary.place}"
         )
         parts = {name: part for run in runs for name, part in run.parts.items()}
-        warmups = max((_excused(part.stats) for part in parts.values()), default=0)
-        calls = {run.prefix: run.tally.calls for run in runs}
+        ran = calls_of_parts(summary, runs)
         if summary.skip is not None:
-            work.total += calls.get("", 0) * summary.num_ops
+            whole = sum(run.tally.calls for run in runs if not run.prefix)
+            work.total += whole * summary.num_ops
             work.plain.append(f"{where} ({many(summary.num_ops, 'operator')}): {summary.skip}")
         for each in summary.partitions:
+            work.total += ran[each.name].calls * each.num_ops
             if each.captured and each.name in parts:
-                _add_captured(work, each, parts[each.name].stats, where)
+                _add_captured(work, each, ran[each.name], parts[each.name], where)
             else:
-                prefix = each.name.rpartition(".")[0]
-                made = calls.get(f"{prefix}." if prefix else "", 0)
-                work.total += max(0, made - warmups) * each.num_ops
                 _add_eager(work, each, where)
     return work
 
 
 def _add_captured(
-    work: Work, part: telemetry.PartitionSummary, stats: telemetry.CallStats, where: str
+    work: Work,
+    part: telemetry.PartitionSummary,
+    ran: Ran,
+    run: telemetry.PartitionRun,
+    where: str,
 ) -> None:
-    excused = _excused(stats)
-    work.warmups += excused * part.num_ops
-    work.total += (stats.calls - excused) * part.num_ops
-    if excused < stats.warmups:
+    work.warmups += ran.warmups * part.num_ops
+    work.captured += ran.replays * part.num_ops
+    stats, reasons = run.stats, run.reasons
+    if ran.warmups < stats.warmups:
+        causes = (
+            "; ".join(str(why) for why in reasons if why.code in NEW) or OTHER_FIXES["new_shape"]
+        )
         work.plain.append(
             f"{where}, {part.name}: {stats.warmups} of {many(stats.calls, 'call')} were warm-ups, most with no recording "
-            "after them, since hardly a call was like one before it: pad inputs to a few shapes"
+            f"after them, since hardly a call was like one before it: {causes}"
         )
-    work.captured += stats.replays * part.num_ops
-    if stats.plain_calls:
-        work.fell_back.append(
-            f"{where}, {part.name}: {stats.plain_calls} of {many(stats.calls, 'call')} ran without a graph"
-        )
-
-
-def _excused(stats: telemetry.CallStats) -> int:
-    """Warm-ups that do not count: all, unless calls go on warming up what is never recorded."""
-    each = max(1, current_defaults().num_warmup_calls)
-    needed = stats.recordings * each
-    idle = stats.warmups - needed
-    return needed if idle > _FEW * each and idle > _MANY * stats.calls else stats.warmups
+    told = [why for why in reasons if why.code not in NEW]
+    work.fell_back += [f"{where}, {part.name}: {why}" for why in told]
 
 
 def _add_eager(work: Work, part: telemetry.PartitionSummary, where: str) -> None:

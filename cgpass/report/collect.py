@@ -21,6 +21,7 @@ from cgpass.report.model import (
     RecordingReport,
     Report,
 )
+from cgpass.report.ran import Ran, calls_of_parts
 from cgpass.runtime.executor import Executor
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner
@@ -107,6 +108,21 @@ def _graph(
     )
 
 
+def _with_calls(graph: GraphReport, ran: Mapping[str, Ran]) -> GraphReport:
+    """Add how often each partition ran since it was compiled, and how often of that in graphs."""
+    parts = tuple(
+        dataclasses.replace(
+            part,
+            calls=float(each.calls),
+            graphed=each.replays / each.calls if each.calls and part.captured else 0.0,
+        )
+        if (each := ran.get(part.name)) is not None
+        else part
+        for part in graph.partitions
+    )
+    return dataclasses.replace(graph, partitions=parts)
+
+
 def _partition(
     part: telemetry.PartitionSummary,
     run: telemetry.PartitionRun | None,
@@ -121,6 +137,8 @@ def _partition(
             counts=dataclasses.asdict(run.stats),
             recordings=tuple(RecordingReport(**dataclasses.asdict(note)) for note in run.notes),
         )
+        if part.captured:
+            report = dataclasses.replace(report, reasons=_reasons(run.reasons))
     return report if runner is None else _with_inputs(report, runner)
 
 
@@ -197,7 +215,18 @@ def snapshot(left_to_eager: tuple[EagerFunction, ...] = ()) -> Report:
     Args:
         left_to_eager: What it did not compile.
     """
-    return dataclasses.replace(with_times(collect(), Measured()), left_to_eager=left_to_eager)
+    functions = collect()
+    ran = {number: calls_of_parts(*found) for number, found in telemetry.graph_runs().items()}
+    counted = [
+        dataclasses.replace(
+            function,
+            graphs=tuple(
+                _with_calls(graph, ran.get(graph.number, {})) for graph in function.graphs
+            ),
+        )
+        for function in functions
+    ]
+    return dataclasses.replace(with_times(counted, Measured()), left_to_eager=left_to_eager)
 
 
 def _device_name(functions: Iterable[FunctionReport], device: torch.device | None) -> str:
@@ -232,6 +261,7 @@ def _part_with_times(number: int, part: PartitionReport, measured: Measured) -> 
     launches = measured.launches
     return dataclasses.replace(
         part,
+        graphed=measured.captured.graphed.get(key, part.graphed),
         ms=measured.captured.parts.get(key),
         plain_ms=measured.plain.parts.get(key),
         kernels=None if launches is None else launches.kernels.get(key, 0),

@@ -32,6 +32,10 @@ class Times:
     """Median over the calls of what each partition took in one."""
     steps: dict[Key, float] = field(default_factory=dict)
     """How often one call runs each partition."""
+    graphed: dict[Key, float] = field(default_factory=dict)
+    """Share of the calls of each captured partition that a graph made, warm-ups left out."""
+    warmups: int = 0
+    """Calls of partitions that warmed up."""
 
 
 def live_runs() -> Iterator[tuple[int, telemetry.GraphRun, Any]]:
@@ -129,6 +133,7 @@ def timed(call: Callable[[], None], devices: Iterable[torch.device], runs: int =
     totals: list[float] = []
     sums: dict[Key, list[float]] = defaultdict(list)
     counts: dict[Key, int] = defaultdict(int)
+    before: dict[Key, _Counts] = {}
     with watched(lambda key, device: _Step(noted, key, device or usual)):
         for number in range(runs + 1):
             noted.clear()
@@ -137,6 +142,7 @@ def timed(call: Callable[[], None], devices: Iterable[torch.device], runs: int =
             call()
             synchronise(devices)
             if number == 0:
+                before = _counts()
                 continue
             totals.append((time.perf_counter() - start) * 1e3)
             once: dict[Key, float] = defaultdict(float)
@@ -145,11 +151,44 @@ def timed(call: Callable[[], None], devices: Iterable[torch.device], runs: int =
                 counts[key] += 1
             for key, ms in once.items():
                 sums[key].append(ms)
+    made = {key: after - before[key] for key, after in _counts().items() if key in before}
     return Times(
         statistics.median(totals),
         {key: statistics.median(values) for key, values in sums.items()},
         {key: count / runs for key, count in counts.items()},
+        {key: each.share for key, each in made.items() if each.calls},
+        sum(each.warmups for each in made.values()),
     )
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Of a captured partition."""
+
+    calls: int
+    replays: int
+    warmups: int
+
+    def __sub__(self, other: "_Counts") -> "_Counts":
+        return _Counts(
+            self.calls - other.calls, self.replays - other.replays, self.warmups - other.warmups
+        )
+
+    @property
+    def share(self) -> float:
+        """Of the calls but for warm-ups, those that a graph made."""
+        counted = self.calls - self.warmups
+        return self.replays / counted if counted else 1.0
+
+
+def _counts() -> dict[Key, _Counts]:
+    """Counts of every captured partition."""
+    return {
+        (number, name): _Counts(part.stats.calls, part.stats.replays, part.stats.warmups)
+        for number, (_, runs) in telemetry.graph_runs().items()
+        for run in runs
+        for name, part in run.parts.items()
+    }
 
 
 @contextlib.contextmanager

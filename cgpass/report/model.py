@@ -73,8 +73,12 @@ class PartitionReport:
     (copies of inputs, offsets of random numbers) is not among them."""
     kernels_in_graphs: int | None = None
     """Those among them that a CUDA graph launched."""
+    calls: float | None = None
+    """In a report of all that a process did: its calls but for warm-ups."""
+    graphed: float | None = None
+    """Share of its calls that CUDA graphs made, of those measured or of `calls`."""
     reasons: tuple[ReasonReport, ...] = ()
-    """Why it is not captured."""
+    """Why it is not captured, or why some of its calls ran without a graph."""
     copied_inputs: tuple[CopiedInput, ...] = ()
     """Of its newest recording, largest first."""
     read_in_place: tuple[str, ...] = ()
@@ -117,9 +121,28 @@ class GraphReport:
     """Of a graph that runs plainly; else its partitions have them."""
 
     @property
-    def captured_ops(self) -> int:
-        """Operators in captured partitions."""
-        return sum(part.num_ops for part in self.partitions if part.captured)
+    def captured_ops(self) -> float:
+        """Operators in captured partitions, each counted by the share of its calls that graphs made."""
+        return sum(
+            part.num_ops * (1 if part.graphed is None else part.graphed)
+            for part in self.partitions
+            if part.captured
+        )
+
+    @property
+    def work(self) -> tuple[float, float]:
+        """Operators that CUDA graphs ran, and all that ran, in one call of what was explained."""
+        weight = 1 if self.calls_per_run is None else self.calls_per_run
+        return weight * self.captured_ops, weight * self.num_ops
+
+    @property
+    def work_of_all_calls(self) -> tuple[float, float]:
+        """The same in all calls after warm-ups, of a report of all that a process did."""
+        if self.skip is not None:
+            return 0, self.calls * self.num_ops
+        ran = [(part.num_ops * (part.calls or 0), part) for part in self.partitions]
+        done = sum(ops * (part.graphed or 0) for ops, part in ran if part.captured)
+        return done, sum(ops for ops, _ in ran)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +197,11 @@ class Report:
         return tuple(graph for function in self.functions for graph in function.graphs)
 
     @property
+    def of_all_calls(self) -> bool:
+        """Whether it is of all that a process did, without times."""
+        return any(part.calls is not None for graph in self.graphs for part in graph.partitions)
+
+    @property
     def counted(self) -> str:
         """What `work` counts: "kernels" where a profiler told of them, else "operators"."""
         parts = [part.kernels for graph in self.graphs for part in graph.partitions]
@@ -181,19 +209,19 @@ class Report:
         return "kernels" if any(number is not None for number in found) else "operators"
 
     @property
-    def work(self) -> tuple[int, int]:
+    def work(self) -> tuple[float, int]:
         """How much of one call's work inside compiled functions CUDA graphs launch, and how much there is.
 
-        What runs between these functions, at graph breaks, is in neither.
+        In a report of all that a process did, it is the work of all calls after warm-ups. What runs between these functions, at graph breaks, is in neither.
         """
         if self.counted == "kernels":
             parts = [part for graph in self.graphs for part in graph.partitions]
             captured = sum(part.kernels_in_graphs or 0 for part in parts)
             plain = sum(graph.kernels or 0 for graph in self.graphs)
             return captured, plain + sum(part.kernels or 0 for part in parts)
-        weights = [(1 if g.calls_per_run is None else g.calls_per_run, g) for g in self.graphs]
-        captured = round(sum(weight * graph.captured_ops for weight, graph in weights))
-        return captured, round(sum(weight * graph.num_ops for weight, graph in weights))
+        each = [g.work_of_all_calls if self.of_all_calls else g.work for g in self.graphs]
+        done, work = (sum(amounts) for amounts in zip((0, 0), *each, strict=True))
+        return round(done) if abs(done - round(done)) < 1e-6 else done, round(work)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -10,10 +10,10 @@ from cgpass.report.words import (
     NOTHING,
     UNKNOWN,
     alike,
-    amount,
     breaks,
     briefly,
     copied_bytes,
+    in_graphs,
     left_out,
     listed,
     many,
@@ -75,9 +75,7 @@ def _head(report: "Report") -> Iterator[str]:
     versions = f"cgpass {report.cgpass}, torch {report.torch}, {report.device}"
     yield f"<h1>What CUDA graphs hold of it</h1>{_paragraph(_e(versions))}"
     if not report.settled:
-        yield _paragraph(
-            _e(f"It did not settle: {unsettled(report)}. The causes are below."), "warn"
-        )
+        yield _paragraph(_e(f"It did not settle: {unsettled(report)}."), "warn")
     yield f'<div class="tiles">{"".join(_tiles(report))}</div>'
     outside = breaks((each.graph_break for each in report.functions), report.counted)
     if report.work[1] and outside:
@@ -102,7 +100,7 @@ def _tiles(report: "Report") -> Iterator[str]:
         when = "" if report.settled else " if it settled"
         yield _tile(
             share(done, work),
-            f"of the {amount(work, report.counted)} of compiled functions in graphs{when}",
+            f"{in_graphs(report)} in graphs{when}",
         )
     if report.gpu_share is not None:
         yield _tile(share(report.gpu_share, 1), "of the call's GPU time in graphs")

@@ -9,10 +9,10 @@ from cgpass.report.words import (
     NOTHING,
     UNKNOWN,
     alike,
-    amount,
     breaks,
     briefly,
     copied_bytes,
+    in_graphs,
     left_out,
     listed,
     many,
@@ -88,7 +88,7 @@ def _head(report: "Report") -> Iterator[str]:
         than = f", {milliseconds(report.plain_ms)} ms without ({faster})" if faster else ""
         yield from _wrapped(f"one call: {milliseconds(report.ms)} ms with CUDA graphs{than}", 0)
     if work:
-        line = f"in graphs{'' if report.settled else ' if it settled'}: {share(done, work)} of the {amount(work, report.counted)} of compiled functions"
+        line = f"in graphs{'' if report.settled else ' if it settled'}: {share(done, work)} {in_graphs(report)}"
         if report.gpu_share is not None:
             line += f", {share(report.gpu_share, 1)} of the call's GPU time"
         yield from _wrapped(line, 0)
@@ -99,7 +99,7 @@ def _head(report: "Report") -> Iterator[str]:
     if work and left:
         yield from _wrapped(left, 0)
     if not report.settled:
-        yield from _wrapped(f"it did not settle: {unsettled(report)}; see the causes below", 0)
+        yield from _wrapped(f"it did not settle: {unsettled(report)}", 0)
 
 
 def _left(function: "EagerFunction") -> Iterator[str]:

@@ -23,6 +23,7 @@ _WITHOUT_OPERATOR: Final = {
     "out_of_memory": "capture failed",
     "no_placeholder": "capture failed",
     "graph_break": "a graph break",
+    "not_worth_it": "all of it",
 }
 """What reasons are said of that blame no operator, by code."""
 
@@ -81,7 +82,7 @@ def subject(reason: "ReasonReport") -> str:
     """What a reason is said of: an operator, or all of a partition."""
     if reason.op:
         return reason.op
-    return _WITHOUT_OPERATOR.get(reason.code, "all of it")
+    return _WITHOUT_OPERATOR.get(reason.code, "some calls")
 
 
 def briefly(reason: "ReasonReport") -> str:
@@ -128,16 +129,19 @@ def why_left(function: "EagerFunction") -> str:
     return f"left to eager: {function.place or UNKNOWN}{f', because of {line}' if line else ''}"
 
 
-def amount(work: int, counted: str) -> str:
-    """So many "operators" or "kernels", `1 operator`."""
-    return many(work, counted.removesuffix("s"))
-
-
 def copied_bytes(part: "PartitionReport") -> int | None:
     """What each replay of a partition copies, of the newest recording that is or was; None where there was none."""
     if not part.live_recordings and not part.copied_inputs:
         return part.recordings[-1].copied_bytes if part.recordings else None
     return sum(each.num_bytes for each in part.copied_inputs)
+
+
+def in_graphs(report: "Report") -> str:
+    """What the share of work in CUDA graphs is a share of."""
+    amount = many(report.work[1], report.counted.removesuffix("s"))
+    if report.of_all_calls:
+        return f"of the {amount} that compiled functions ran after their warm-ups"
+    return f"of the {amount} of compiled functions"
 
 
 def unsettled(report: "Report") -> str:
@@ -147,6 +151,10 @@ def unsettled(report: "Report") -> str:
         sum(each.get(name, 0) for each in counts) for name in ("calls", "replays", "warmups")
     )
     what = "calls went on recording or compiling"
-    if not calls:
-        return what
-    return f"{what}; of {many(calls, 'call')} of partitions, {replays} replayed and {warmups} warmed up"
+    if calls:
+        what += (
+            f"; of {many(calls, 'call')} of partitions, {replays} replayed and {warmups} warmed up"
+        )
+    parts = [part for graph in report.graphs for part in graph.partitions if part.captured]
+    causes = report.left_to_eager or any(part.reasons or len(part.recordings) > 1 for part in parts)
+    return f"{what}; see the causes below" if causes else what

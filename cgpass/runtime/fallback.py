@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from cgpass.errors import CaptureError, StagingError
+from cgpass.reason import CallReasons
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.failures import Resplit
 from cgpass.runtime.syncs import is_capture_error
@@ -36,6 +37,7 @@ class Fallback:
         on_skip: str,
         resplit: Resplit | None,
         capture_policy: str = "always",
+        reasons: CallReasons | None = None,
     ) -> None:
         """Nothing failed yet.
 
@@ -46,8 +48,10 @@ class Fallback:
             on_skip: "warn", "raise" or "silent".
             resplit: What to do when a capture fails; default: run plainly from then on.
             capture_policy: As the field of `cgpass.Options`.
+            reasons: Told why calls run without a graph.
         """
         self._name = name
+        self._reasons = CallReasons() if reasons is None else reasons
         self._fn = fn
         self._stats = stats
         self._on_skip = on_skip
@@ -137,6 +141,8 @@ class Fallback:
 
     def run_bypassed(self, args: list[Any], *, asked: bool) -> Sequence[Any]:
         """Run a call that is to run plainly, or one inside a transform, whose tensors need have no memory; said once."""
+        if not asked:
+            self._reasons.note("transform", lambda: ("they came from inside of a transform", None))
         if not asked and not self._said_transform:
             self._said_transform = True
             log.log(
@@ -165,7 +171,8 @@ class Fallback:
         outputs = self.run(args)  # if this raises, the error is the user's own
         self._failed_once = True
         if not passing:
-            self.failure = _text_of(error)
+            self.failure = why = _text_of(error)
+            self._reasons.note("capture", lambda: (why, None))
             self._say_it_runs_plainly(self.failure, self._advice(error))
         return outputs
 
@@ -201,21 +208,29 @@ class Fallback:
         return _NO_SYNCS if self._resplit is None else _NAME_IT
 
     def _say_it_is_uncovered(self, args: Sequence[Any]) -> None:
+        self._reasons.note("other_sizes", lambda: _uncovered(args))
         if self._said_uncovered:
             return
         self._said_uncovered = True
-        numbers = [a for a in args if isinstance(a, int)]
-        sizes = numbers or [tuple(a.shape) for a in args if isinstance(a, torch.Tensor)]
         log.log(
             self._level,
             "%s: the kernels of its parts are not made for inputs of sizes %s: such calls run without a graph. Name "
             'the operator that can\'t be captured in options={"unsafe_ops": (...)} to have them captured too.',
             self._name,
-            sizes,
+            _sizes(args),
         )
 
     def _say_it_runs_plainly(self, why: str, advice: str) -> None:
         log.log(self._level, "%s", self._message(why, advice))
+
+
+def _sizes(args: Sequence[Any]) -> list[Any]:
+    numbers = [a for a in args if isinstance(a, int)]
+    return numbers or [tuple(a.shape) for a in args if isinstance(a, torch.Tensor)]
+
+
+def _uncovered(args: Sequence[Any]) -> tuple[str, None]:
+    return f"the kernels of its parts are not made for inputs of such sizes ({_sizes(args)})", None
 
 
 def _text_of(error: Exception) -> str:

@@ -46,6 +46,8 @@ class History:
         self._shapes: dict[ShapeKey, dict[int, StaticKey]] = {}
         """Where each set of parameters lay, by the identities of its tensors, per shape."""
         self._num_sets = 0
+        self._ids: tuple[int, ...] = ()
+        """Which tensors the parameters of the call recorded last were."""
         self._why_anew: str | None = None
 
     def forget(self, why: str) -> None:
@@ -112,6 +114,7 @@ class History:
         self._num_sets += identity not in sets
         sets[identity] = keys[1]
         self._why_anew = None
+        self._ids = _ids(layout, args)
 
     def _announce(self, note: RecordingNote) -> None:
         self._causes[note.cause] += 1
@@ -140,8 +143,16 @@ class History:
             return self._new_shape(layout, shape_key)
         before = sets.get(_identity(layout, args))
         if before is None:
-            return "other tensors", "the first call with these parameters and buffers"
+            return "other tensors", self._others(layout, args)
         return _moves(layout, before, static_key, args)
+
+    def _others(self, layout: Layout, args: Sequence[Any]) -> str:
+        """Parameters and buffers that are other tensors than in the call recorded last."""
+        now = _ids(layout, args)
+        new = [i for i, a, b in zip(layout.parameters, self._ids, now, strict=False) if a != b]
+        if not new or len(self._ids) != len(now) or len(new) == len(now) > _NAMED:
+            return "the first call with these parameters and buffers"
+        return f"the first call with {'this tensor' if len(new) == 1 else 'these tensors'} for {_names(layout, new)}"
 
     def _new_shape(self, layout: Layout, shape_key: ShapeKey) -> tuple[str, str]:
         if not self._shapes:
@@ -192,4 +203,8 @@ def _more(positions: Sequence[int]) -> str:
 
 def _identity(layout: Layout, args: Sequence[Any]) -> int:
     """Which tensors a call's parameters are."""
-    return hash(tuple(id(args[i]) for i in layout.parameters))
+    return hash(_ids(layout, args))
+
+
+def _ids(layout: Layout, args: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(id(args[i]) for i in layout.parameters)

@@ -93,7 +93,7 @@ class Owner:
             max_pending_calls: Its pools: how many calls' results may be held while the function still replays.
         """
         self.driver = driver
-        self._max_slots = max_pending_calls
+        self.max_pending_calls = max_pending_calls
         self.lock = threading.RLock()
         self.closed = False
         self._slots = [_Slot()]
@@ -180,7 +180,7 @@ class Owner:
             shared = number == first and num_recordings < 2
             if (shared and self._rescue_lost(slot)) or slot.live.youngest() < 0:
                 return number
-        if len(self._slots) >= self._max_slots + first:
+        if len(self._slots) >= self.max_pending_calls + first:
             return None
         self._slots.append(_Slot())
         return len(self._slots) - 1
@@ -195,8 +195,8 @@ class Owner:
             "not come yet), so calls run without a graph until some are dropped. Call it under torch.no_grad() if no "
             'backward is meant, detach what is kept, or raise the limit: options={"max_pending_calls": %d}.',
             name,
-            self._max_slots,
-            2 * self._max_slots,
+            self.max_pending_calls,
+            2 * self.max_pending_calls,
         )
 
     def new_slot(self) -> int:

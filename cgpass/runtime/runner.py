@@ -9,7 +9,8 @@ import torch
 
 from cgpass import errors, progress
 from cgpass.inputs import InputInfo
-from cgpass.runtime import fast
+from cgpass.reason import CallReasons
+from cgpass.runtime import fast, plain_reasons
 from cgpass.runtime.actions import Action, decide
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.failures import Resplit, give_memory_back
@@ -81,7 +82,9 @@ class PartitionRunner:
             fn, owner, opaque=settings.opaque, finds_writes=settings.check_layout, stats=self.stats
         )
         self._strays = Strays(owner)
-        self._fallback = settings.fallback(name, fn, self.stats, resplit)
+        self.reasons = CallReasons()
+        """Why calls ran without a graph, or warmed up again and again."""
+        self._fallback = settings.fallback(name, fn, self.stats, resplit, self.reasons)
         self._warm_ups = WarmUp(fn, owner)
         self.history = History(name, self._warm_ups, source)
         self._told = partial(progress.shown, f"recording {source.of(name)}", settings.progress)
@@ -103,7 +106,7 @@ class PartitionRunner:
 
     def _set_infos(self, infos: Sequence[InputInfo]) -> None:
         self.layout = self.settings.layout(infos)
-        self.table = self.settings.table(self.name, self.layout, self.stats)
+        self.table = self.settings.table(self.name, self.layout, self.stats, self.reasons)
         self._last: tuple[ShapeKey, StaticKey, list[Recording]] | None = None
 
     # ---- a call
@@ -194,6 +197,7 @@ class PartitionRunner:
         if warm and room:
             self._make_space(shape_key, args)
         slot = self._slot(shape_key, static_key, args) if warm and room else 0
+        held = slot is None
         if warm and room and self.layout.static_key(args) != static_key:
             slot = None  # room was made by moving what this call reads
         action = decide(usable=usable, warm=warm, safe=False, room=room and slot is not None)
@@ -209,8 +213,25 @@ class PartitionRunner:
             self.table.add_warmup(shape_key, static_key, identities)
             self.stats.warmups += 1
         else:
+            self._note_plain(strays, refused=usable and not room, held=held)
             outputs = self._fallback.run(args)
         return outputs, None
+
+    def _note_plain(self, strays: Sequence[int], *, refused: bool, held: bool) -> None:
+        """Note why a call runs without a graph."""
+        note, infos = self.reasons.note, self.layout.infos
+        if (failure := self._fallback.failure) is not None:
+            note("capture", lambda: (failure, None))
+        elif self.owner.driver.is_capturing():
+            note("outer_capture", lambda: ("somebody else captured a graph of them", None))
+        elif strays:
+            note(
+                "not_in_the_pool", lambda: plain_reasons.not_in_the_pool([infos[i] for i in strays])
+            )
+        elif refused and (refusal := self.table.refusal) is not None:
+            note(refusal.option, lambda: plain_reasons.refused(refusal, infos))
+        elif held:
+            note("max_pending_calls", lambda: plain_reasons.held(self.owner.max_pending_calls))
 
     def _record_call(
         self, args: list[Any], shape_key: ShapeKey, static_key: StaticKey, slot: int
@@ -260,6 +281,7 @@ class PartitionRunner:
 
     def _settle(self, moving: Sequence[int]) -> None:
         """Copy what kept moving; what was recorded meanwhile, in whatever order, is laid out anew between two steps."""
+        self.reasons.forget_changes()
         if self.owner.recordings():
             self.owner.ask_to_start_over(patience=_CALLS_OF_A_STEP)
             self._waits = True

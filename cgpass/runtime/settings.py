@@ -9,6 +9,7 @@ import torch
 from cgpass.inputs import InputInfo
 from cgpass.options import Options
 from cgpass.progress import Setting
+from cgpass.reason import CallReasons
 from cgpass.runtime.driver import BoxedCallable, CUDADriver
 from cgpass.runtime.failures import Resplit
 from cgpass.runtime.fallback import Fallback
@@ -80,7 +81,12 @@ class RunnerSettings:
         )
 
     def fallback(
-        self, name: str, fn: BoxedCallable, stats: CallStats, resplit: Resplit | None
+        self,
+        name: str,
+        fn: BoxedCallable,
+        stats: CallStats,
+        resplit: Resplit | None,
+        reasons: CallReasons,
     ) -> Fallback:
         """What takes a partition's place where it is not captured; see there for the arguments."""
         return Fallback(
@@ -90,6 +96,7 @@ class RunnerSettings:
             on_skip=self.on_skip,
             resplit=resplit,
             capture_policy=self.capture_policy,
+            reasons=reasons,
         )
 
     def layout(self, infos: Sequence[InputInfo]) -> Layout:
@@ -100,13 +107,16 @@ class RunnerSettings:
             check_layout=self.check_layout,
         )
 
-    def table(self, name: str, layout: Layout, stats: CallStats) -> RecordingTable:
+    def table(
+        self, name: str, layout: Layout, stats: CallStats, reasons: CallReasons
+    ) -> RecordingTable:
         """An empty table of recordings.
 
         Args:
             name: Of the partition, for messages.
             layout: Of its inputs.
             stats: Where it counts.
+            reasons: Told what is new in calls.
         """
         return RecordingTable(
             name,
@@ -116,6 +126,7 @@ class RunnerSettings:
             on_moved=self.static_input_check,
             other_sets=self.other_sets,
             on_skip=self.on_skip,
+            reasons=reasons,
         )
 
 

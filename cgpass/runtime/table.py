@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cgpass.errors import StaticInputMovedError
+from cgpass.reason import CallReasons
 from cgpass.runtime.owner import Limits
+from cgpass.runtime.plain_reasons import Refusal
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe_moved
 from cgpass.runtime.stationary import Watch
@@ -74,6 +76,7 @@ class RecordingTable:
         on_moved: str,
         other_sets: bool = False,
         on_skip: str = "warn",
+        reasons: CallReasons | None = None,
     ) -> None:
         """An empty table.
 
@@ -86,6 +89,7 @@ class RecordingTable:
             other_sets: Whether other tensors in the parameters' places are another module's that shares the code: no
                 move. Else they are one.
             on_skip: "warn", "raise" or "silent".
+            reasons: Told what is new in calls.
         """
         self._name = name
         self._layout = layout
@@ -94,7 +98,7 @@ class RecordingTable:
         self._on_moved = on_moved
         self._other_sets = other_sets
         level = logging.WARNING if on_skip == "warn" else logging.INFO
-        self._unsettled = Unsettled(name, layout, limits, stats, level)
+        self._unsettled = Unsettled(name, layout, limits, stats, level, reasons)
         self._shapes: dict[ShapeKey, _Shape] = {}
         self._seen: dict[int, int] = {}
         """Which object each parameter was, by `id`: a reference, weak or not, would be in the user's way."""
@@ -107,6 +111,8 @@ class RecordingTable:
         """How often each parameter moved."""
         self._warned: set[str] = set()
         """Options whose limits were reached."""
+        self.refusal: Refusal | None = None
+        """Why `make_room` found none the last time that it did not."""
 
     def find(self, shape_key: ShapeKey, static_key: StaticKey) -> list[Recording]:
         """Recordings of a signature, oldest first."""
@@ -263,7 +269,7 @@ class RecordingTable:
         self._refuse_moved(moved, static_key, args)
         dropped = [] if self.find(shape_key, static_key) else self._drop_orphans()
         if shape is None or not shape.sets:
-            room, idle = self._room_for_shape()
+            room, idle = self._room_for_shape(shape_key)
             if room and shape is not None and shape.lost:
                 room = self._count_rerecord(moved, args)
             return room, dropped + idle
@@ -279,7 +285,7 @@ class RecordingTable:
             return True, dropped  # these parameters came before: nothing moved
         return self._count_rerecord(moved, args), dropped
 
-    def _room_for_shape(self) -> tuple[bool, list[Recording]]:
+    def _room_for_shape(self, shape_key: ShapeKey) -> tuple[bool, list[Recording]]:
         limit = self._limits.max_recordings
         recorded = [key for key, shape in self._shapes.items() if shape.sets]
         if len(recorded) < limit:
@@ -290,6 +296,8 @@ class RecordingTable:
                 del self._shapes[key]
                 return True, recordings
         self._warn("max_recordings", limit, [], ())
+        changed = self._layout.changed(recorded[-1], shape_key)
+        self.refusal = Refusal("max_recordings", limit, tuple(changed))
         return False, []
 
     def _moved(self, shape: _Shape | None, static_key: StaticKey) -> list[int]:
@@ -375,6 +383,7 @@ class RecordingTable:
         return describe_moved(self._layout.infos, args, {i: self._moves[i] for i in moved})
 
     def _warn(self, option: str, limit: int, moved: Sequence[int], args: Sequence[Any]) -> None:
+        self.refusal = Refusal(option, limit, tuple(moved))
         if option in self._warned:
             return
         self._warned.add(option)

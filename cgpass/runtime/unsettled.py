@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
+from cgpass.reason import CallReasons
 from cgpass.runtime.owner import Limits
 from cgpass.runtime.placeholders import num_bytes
 from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe, describe_moved
@@ -56,9 +57,18 @@ class Unsettled:
     """Counts what changed from one call without a recording to the next; warns once."""
 
     def __init__(
-        self, name: str, layout: Layout, limits: Limits, stats: CallStats, level: int
+        self,
+        name: str,
+        layout: Layout,
+        limits: Limits,
+        stats: CallStats,
+        level: int,
+        reasons: CallReasons | None = None,
     ) -> None:
         """Args: name: of the partition. level: to log at. The others: as for `RecordingTable`."""
+        self._reasons = CallReasons() if reasons is None else reasons
+        self._before: tuple[ShapeKey, StaticKey] | None = None
+        """Of the last call noted."""
         self._name = name
         self._layout = layout
         self._limits = limits
@@ -98,6 +108,7 @@ class Unsettled:
         Returns:
             Parameters that are better copied. See Note [Inputs that always move].
         """
+        self._note_changed(shape_key, static_key)
         freed = self._note_freed(static_key, args)
         if freed:
             return freed
@@ -121,6 +132,18 @@ class Unsettled:
         elif self._sets >= WARM_UPS:
             return self._better_copied(args)
         return []
+
+    def _note_changed(self, shape_key: ShapeKey, static_key: StaticKey) -> None:
+        """Note what is new in a call, for reports."""
+        before, self._before = self._before, (shape_key, static_key)
+        if before is None:
+            return
+        if before[0] != shape_key:
+            code, changed = "new_shape", self._layout.changed(before[0], shape_key)
+        else:
+            code, changed = "new_tensor", self._layout.parameters_moved(before[1], static_key)
+        infos = self._layout.infos
+        self._reasons.note_changed(code, [(infos[i].name, infos[i].line) for i in changed])
 
     def _note_reuses(self) -> None:
         """Note replays, but for those that recordings begin with."""

@@ -364,8 +364,12 @@ def test_a_function_that_never_settles_says_so():
     assert "it did not settle: calls went on recording or compiling; of " in str(report)
     assert "in graphs if it settled: 100%" in str(report)
     assert "warm-up calls" in str(report)
-    causes = [each.cause for each in report.graphs[-1].partitions[0].recordings]
-    assert causes in ([], ["first"])
+    (part,) = report.graphs[-1].partitions
+    (reason,) = part.reasons
+    assert (part.recordings, reason.code) == ((), "new_shape")
+    assert reason.op == "L['n']"
+    assert "has another value or layout in " in reason.detail
+    assert "see the causes below" in " ".join(str(report).split())
 
 
 def test_calls_that_are_compared_warn_of_nothing(caplog):
