@@ -743,15 +743,17 @@ def backend_for_once(backend: Callable[..., Any]) -> Iterator[Callable[..., Any]
     """A backend that does what another one does, but shares nothing that Dynamo compiled with it.
 
     Afterwards Dynamo knows nothing of what it compiled with it, so that it does not count towards `recompile_limit`
-    either: entries that are invalid do, unless they guard on another object.
+    either: entries that are invalid do, unless they guard on another object. Where it reached that limit, Dynamo would
+    compile nothing of the function any more.
 
-    Source: torch/_dynamo/guards.py `CheckFunctionManager.invalidate`, cache_size.py `_has_same_id_matched_objs`, 2.11
-    to 2.15.
+    Source: torch/_dynamo/guards.py `CheckFunctionManager.invalidate`, cache_size.py `_has_same_id_matched_objs`,
+    convert_frame.py `FrameAction.RUN_ONLY`, 2.11 to 2.15.
     """
-    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, set_code_exec_strategy
     from torch._dynamo.backends import registry
     from torch._dynamo.convert_frame import register_bytecode_hook
     from torch._dynamo.guards import DeletedGuardManagerWrapper
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
 
     once: Any = functools.partial(backend)
     codes, nothing_like_it = set[types.CodeType](), object()
@@ -771,6 +773,10 @@ def backend_for_once(backend: Callable[..., Any]) -> Iterator[Callable[..., Any]
         hook.remove()
         del registry._COMPILER_FNS[name]
         for code in codes:
+            # It compiled something of it, so this is what it did before.
+            set_code_exec_strategy(
+                code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
+            )
             for entry in _debug_get_cache_entry_list(code):
                 if _innermost_backend(entry.backend) is once:
                     deleted: Any = DeletedGuardManagerWrapper("it was compiled to be explained")

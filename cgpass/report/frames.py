@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from cgpass import _torch, telemetry
 from cgpass.graph.breaks import reason_of
-from cgpass.reason import OTHER_FIXES, Reason, many
+from cgpass.reason import OTHER_FIXES, Reason
 from cgpass.report.model import EagerFunction, ReasonReport
 
 _NOTED: Final = 4096
@@ -21,7 +21,7 @@ _CALLED: Final = (
     "themselves"
 )
 _AT_LIMIT: Final = "recompile limit exceeded"
-_LIMIT: Final = re.compile(r"exceeding the (\w+) ")
+_LIMIT: Final = re.compile(r"exceeding the (\w+) .*currently set to (\d+)")
 _RESUMED: Final = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
 _VERSION: Final = re.compile(r"^\[?\d+/\d+\]?: ")
 _HINT: Final = re.compile(r"\(HINT: (.*)\)\s*$")
@@ -149,12 +149,11 @@ def _function_at(file: str, line: int) -> str | None:
 
 def _at_limit(compilation: Any) -> Reason:
     limit = _LIMIT.search(compilation.fail_reason)
-    option = f"torch._dynamo.config.{limit.group(1) if limit else 'recompile_limit'}"
-    times = str(compilation.compile_id).rpartition("/")[2]
-    often = many(int(times), "time") if times.isdigit() else "too often"
+    option, times = limit.groups() if limit else ("recompile_limit", "so many")
     cause, line, hint = _cause(compilation.recompile_reason or "")
-    why = f"; the last time since this did not hold any more: {cause}" if cause else ""
-    detail = f"it was compiled {often}, and {option} allows no more{why}. Calls that fit nothing compiled run in eager"
+    why = f"; the guard that failed last: {cause}" if cause else ""
+    often = f"{times} times, as often as torch._dynamo.config.{option} allows"
+    detail = f"it was compiled {often}{why}. Calls that fit nothing compiled run in eager"
     usual = OTHER_FIXES["recompile_limit"]
     return Reason("recompile_limit", "", detail, f"{hint}. Or: {usual}" if hint else usual, line)
 

@@ -12,6 +12,7 @@ from cgpass import _torch, telemetry
 from cgpass.report import frames
 from cgpass.report.model import Report
 from cgpass.report.page import html
+from tests.usage.programs import counted
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
 CALLED = "functions of its own: those that a function in eager calls are compiled by themselves"
@@ -186,12 +187,22 @@ def test_the_recompile_limit_is_named_with_what_changed():
     assert left.reason.code == "recompile_limit"
     assert left.reason.line.startswith(f"test_frames.py:{line} in forward: self.calls += 1")
     assert left.reason.detail == (
-        "it was compiled 8 times, and torch._dynamo.config.recompile_limit allows no more; the last time since this did "
-        "not hold any more: self.calls == 7. Calls that fit nothing compiled run in eager"
+        "it was compiled 8 times, as often as torch._dynamo.config.recompile_limit allows; the guard that failed last: "
+        "self.calls == 7. Calls that fit nothing compiled run in eager"
     )
     assert "convert this integer into a tensor. Or: keep what changes" in left.reason.fix
     assert "TORCH_LOGS=recompiles" in left.reason.fix
     assert "[recompile_limit] fix: " in shown(report)
+
+
+def test_a_function_at_the_limit_in_explain_is_compiled_afterwards():
+    (left,) = cgpass.explain(Counts(), X).left_to_eager
+    with counted() as counters:
+        torch.compile(Counts(), backend="cgpass")(X).sum().backward()
+    assert counters["graphs"] == 2
+    (again,) = cgpass.explain(Counts(), X).left_to_eager
+    assert again.place == left.place
+    assert "compiled 8 times, as often" in again.reason.detail
 
 
 @pytest.mark.parametrize(
