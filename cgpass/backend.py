@@ -247,14 +247,14 @@ class Compilation:
         gm = result.gm
         tags = {tag for tag in map(get_tag, gm.graph.nodes) if tag is not None}
         reasons = [note for note in result.notes if isinstance(note, Reason)]
+        origins = Origins(gm, self._placeholder_kinds(gm, direction))
+        if direction == "forward":
+            self._saved = origins.by_name()
         if not any(tag.captured for tag in tags):
             return self._run_uncaptured(gm, example_inputs, direction, compiler, reasons)
         if target.records:
             self._warn_of_replaced(gm, direction)
             self._report_reasons(reasons, direction)
-        origins = Origins(gm, self._placeholder_kinds(gm, direction))
-        if direction == "forward":
-            self._saved = origins.by_name()
         build = GraphBuilder(
             options=self.options,
             owner=self._owner_on,

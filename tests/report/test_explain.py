@@ -352,6 +352,17 @@ def test_reasons_in_a_sequential_name_the_module():
     assert "aten.gelu.default (module 1.0 (GELU))" in " ".join(str(report).split())
 
 
+def test_a_backward_reads_parameters_in_place_though_its_forward_is_too_small_to_be_captured():
+    layers = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    report = cgpass.explain(layers, X.clone().requires_grad_())
+    forward, backward = report.graphs
+    (part,) = backward.partitions
+    assert forward.skip is not None
+    assert part.captured
+    assert part.static_inputs == 2
+    assert not [each.name for each in part.copied_inputs if "weight" in each.name]
+
+
 def test_a_function_that_never_settles_says_so():
     numbers = iter(range(1000))
 
