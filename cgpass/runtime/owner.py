@@ -110,6 +110,8 @@ class Owner:
         self.wants_start = False
         """Whether `start_over_if_idle` is to be called before the next replay."""
         self._refusals = 0
+        self._settles = False
+        """Whether it is asked for by what comes to an end by itself."""
         self._all_go = False
         """Whether every recording is being dropped."""
         self._members: list[Member] = []
@@ -236,15 +238,19 @@ class Owner:
         """Whether anything is recorded in the first slot."""
         return bool(self._slots[0].recordings)
 
-    def ask_to_start_over(self, *, patience: int = PATIENCE) -> None:
+    def ask_to_start_over(self, *, patience: int = PATIENCE, settles: bool = False) -> None:
         """Have every recording made anew as soon as nothing is held.
 
         Args:
-            patience: Calls that wait for that; after them, what is held is moved, once it can be.
+            patience: Calls that wait for that; after them, what is held is moved, once it can be. The least counts.
+            settles: Whether that comes to an end by itself, so that it counts for nothing in `MAX_STARTS`.
         """
-        if not self.wants_start and self._starts < MAX_STARTS:
-            self.wants_start = True
-            self._refusals = PATIENCE - patience
+        refusals = PATIENCE - patience
+        if self.wants_start:
+            self._refusals = max(self._refusals, refusals)
+        elif settles or self._starts < MAX_STARTS:
+            self.wants_start, self._refusals = True, refusals
+        self._settles |= settles and self.wants_start
 
     def start_over_if_idle(self) -> bool:
         """Do what was asked for, unless outputs are held; where some always are, do it all the same after a while."""
@@ -253,11 +259,12 @@ class Owner:
             if self._refusals <= PATIENCE:
                 return False
             self.wants_start = self._refusals <= 2 * PATIENCE
+            self._settles &= self.wants_start
         return self.start_over()
 
     def start_over(self) -> bool:
         """Drop every recording to have its memory laid out anew, unless some of it is needed where it lies."""
-        if self._starts >= MAX_STARTS:
+        if self._starts >= MAX_STARTS and not self._settles:
             self.wants_start = False
             return False
         for slot in self._slots:
@@ -265,13 +272,13 @@ class Owner:
                 held = recording.memory.held()
                 if held and not recording.memory.can_rescue(held):
                     return False
-        self._starts += 1
+        self._starts += not self._settles
         self._drop_all()
         return True
 
     def _drop_all(self) -> None:
         """Drop every recording; who holds outputs keeps them, and a backward that reads some runs without its own."""
-        self.wants_start = False
+        self.wants_start = self._settles = False
         with self._dropping_all():
             for member in self._members:
                 member.forget_recordings()

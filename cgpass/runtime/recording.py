@@ -31,7 +31,7 @@ class Recording:
     note: RecordingNote | None = None
     """Why and how it was made, if that is known."""
     made_for: frozenset[int] = frozenset()
-    """Which parameters the call had that it was made in, as their storages' addresses."""
+    """See `Gathered.module`: of the call that it was made in."""
 
     def __init__(
         self,

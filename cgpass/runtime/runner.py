@@ -14,6 +14,7 @@ from cgpass.runtime import fast, plain_reasons
 from cgpass.runtime.actions import Action, decide
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.failures import Resplit, give_memory_back
+from cgpass.runtime.gathered import Gathered
 from cgpass.runtime.history import History
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recorder import Recorder
@@ -71,8 +72,10 @@ class PartitionRunner:
         """Visible outputs that whoever calls `run` has to copy out of the pool. Replaced when that changes."""
         self._first_slot = self._largest = 0
         """Bytes of the inputs that move, of the largest shape recorded."""
-        self._waits = False
-        """Whether nothing is recorded until all recordings are laid out anew."""
+        self._waits = 0
+        """Calls that record nothing unless all recordings were laid out anew before."""
+        self._asked = False
+        """Whether that was asked for since stationary inputs moved."""
         self.fn = fn
         self.settings = settings
         self.is_backward = settings.is_backward
@@ -89,8 +92,7 @@ class PartitionRunner:
         self.history = History(name, self._warm_ups, source)
         self._told = partial(progress.shown, f"recording {source.of(name)}", settings.progress)
         self._set_infos(infos)
-        self._owned = self.layout.parameters
-        """Inputs by which modules that share the code differ, copied or not."""
+        self._gathered = Gathered(self.layout.parameters)
         owner.add(self)
         fast.start()
 
@@ -182,6 +184,7 @@ class PartitionRunner:
         self._fallback.raise_refusal()
         if self._fallback.replacement is not None:
             return self._fallback.run(args), None
+        self._gathered.note(args)
         warm = self.table.is_warm(shape_key, static_key, args)
         strays = self._find_strays(args) if warm else []
         if strays:  # which may have changed what is copied
@@ -191,8 +194,9 @@ class PartitionRunner:
             warm, strays = False, []  # what made the inputs was itself warming up
         usable = self._is_usable() and not strays
         if warm and usable:
-            self._waits = self._waits and self.owner.wants_start
-            usable = not self._waits and self._moves_are_over(shape_key, static_key, args)
+            waits = self._waits > 0 and self.owner.wants_start
+            self._waits = self._waits - 1 if waits else 0
+            usable = not waits and self._moves_are_over(shape_key, static_key, args)
         room = usable and self._make_room(shape_key, static_key, args)
         if warm and room:
             self._make_space(shape_key, args)
@@ -282,9 +286,9 @@ class PartitionRunner:
     def _settle(self, moving: Sequence[int]) -> None:
         """Copy what kept moving; what was recorded meanwhile, in whatever order, is laid out anew between two steps."""
         self.reasons.forget_changes()
-        if self.owner.recordings():
-            self.owner.ask_to_start_over(patience=_CALLS_OF_A_STEP)
-            self._waits = True
+        self._waits = len(self.owner.recordings())
+        if self._waits:
+            self.owner.ask_to_start_over(patience=_CALLS_OF_A_STEP, settles=True)
         self._copy_instead(moving)
 
     def _moves_are_over(
@@ -293,13 +297,16 @@ class PartitionRunner:
         """Whether a call may be recorded: not while recordings whose stationary inputs moved wait to be made anew."""
         recordings = self.table.find(shape_key, static_key)
         moved = sorted({i for recording in recordings for i in recording.moved(args)})
+        was_asked, self._asked = self._asked, bool(moved)
         if not moved:
             return True
-        names = describe(self.layout.infos[i] for i in moved)
-        log.info("%s: %s moved, and is copied from now on", self.name, names)
-        self.table.watch(shape_key, static_key, args).stationary(args)  # leaves them out
-        self.owner.ask_to_start_over()
-        return self.owner.start_over_if_idle() or not self.owner.wants_start
+        if not was_asked:
+            names = describe(self.layout.infos[i] for i in moved)
+            log.info("%s: %s moved, and is copied from now on", self.name, names)
+            self.table.watch(shape_key, static_key, args).stationary(args)  # leaves them out
+            self.owner.ask_to_start_over()
+        self._asked = not self.owner.start_over_if_idle() and self.owner.wants_start
+        return not self._asked
 
     def _make_room(self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]) -> bool:
         room, dropped = self.table.make_room(shape_key, static_key, args)
@@ -322,14 +329,10 @@ class PartitionRunner:
 
         Layers whose parameters come to one place in turn have the first pool for all of their recordings.
         """
-        mine = self._module(args)
-        own = [r for r in self.table.find(shape_key, static_key) if r.made_for == mine]
+        mine, found = self._gathered.module(args), self.table.find(shape_key, static_key)
+        own = [r for r in found if not r.made_for or r.made_for == mine]
         slot = self.owner.slot_for(len(own), self._first_slot)
         return slot if slot is not None else self.owner.warn_of_held(self.name)
-
-    def _module(self, args: Sequence[Any]) -> frozenset[int]:
-        """What tells the modules apart that share the code, wherever their parameters lie."""
-        return frozenset(args[i].untyped_storage()._cdata for i in self._owned)
 
     def _record(self, args: list[Any], slot: int, watch: Watch) -> Recording | None:
         """A recording, None if this call is none for it."""
@@ -350,7 +353,7 @@ class PartitionRunner:
         if not self._is_of_use(recording, args):
             recording.close(whole_pool=False)
             return None
-        recording.made_for = self._module(args)
+        recording.made_for = self._gathered.module(args)
         if not watch.settled:
             recording.watch = watch
         if not recording.memory.is_lean or self.owns_outputs:

@@ -177,32 +177,42 @@ class Unsettled:
         self._freed.update(moved)
         sets = len(self._homes)
         moving = sorted(i for i, count in self._freed.items() if 2 * count > self._freed_calls)
-        if self._freed_calls >= SOON * sets and (tiny := self._tiny(moving, args)):
-            return self._copied(tiny, args, logging.INFO)
+        if self._freed_calls >= SOON * sets:
+            tiny = self._tiny(moving, args)
+            if tiny and self._why_not_copied(tiny, args) is None:
+                return self._copied(tiny, args, logging.INFO)
         if self._freed_calls < PLACES * sets:
             return []
         self._said = True
-        copied = self._copied(moving, args, self._level)
-        if not copied:
-            log.log(
-                self._level,
-                "%s They have %d bytes, too many to be copied: such calls run without a graph. What is gathered in the "
-                "compiled function itself is replayed: see simple_fsdp in examples/train_distributed.py.",
-                self._told_freed(moving, args),
-                sum(num_bytes(args[i]) for i in moving),
-            )
-        return copied
+        why = self._why_not_copied(moving, args)
+        if why is None:
+            return self._copied(moving, args, self._level)
+        log.log(
+            self._level,
+            "%s %s: such calls run without a graph. What is gathered in the compiled function itself is replayed: see "
+            "simple_fsdp in examples/train_distributed.py.",
+            self._told_freed(moving, args),
+            why,
+        )
+        return []
 
     def _tiny(self, moving: Sequence[int], args: Sequence[Any]) -> list[int]:
         tiny = [i for i in moving if num_bytes(args[i]) <= TINY]
         return tiny if sum(num_bytes(args[i]) for i in tiny) <= 16 * TINY else []
 
-    def _copied(self, moving: list[int], args: Sequence[Any], level: int) -> list[int]:
-        """Parameters whose storages are freed, if they may be copied; then it says so."""
+    def _why_not_copied(self, moving: Sequence[int], args: Sequence[Any]) -> str | None:
         size = sum(num_bytes(args[i]) for i in moving)
-        whole = any(self._layout.infos[i].whole_storage for i in moving)
-        if size > SMALL or whole or shares_memory(args, self._layout.mutated):
-            return []
+        if size > SMALL:
+            return f"They have {size} bytes, too many to be copied"
+        if any(self._layout.infos[i].whole_storage for i in moving):
+            return "They can't be copied, since more of their storages is read than they are"
+        if shares_memory(args, self._layout.mutated):
+            return "They can't be copied, since an input that is written shares memory with another"
+        return None
+
+    def _copied(self, moving: list[int], args: Sequence[Any], level: int) -> list[int]:
+        """Say that parameters whose storages are freed are copied."""
+        size = sum(num_bytes(args[i]) for i in moving)
         told = self._told_freed(moving, args)
         log.log(level, "%s They are copied from now on: %d bytes a call.", told, size)
         return moving

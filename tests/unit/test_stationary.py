@@ -237,6 +237,23 @@ def test_where_something_is_always_held_the_call_is_recorded_beside():
     assert held[0].tolist() == (x * w).tolist()
 
 
+def test_where_other_results_are_always_held_the_call_is_recorded_beside():
+    """Those of another partition, which change from call to call."""
+    run = runner(times, COPIED, STATIC)
+    other = runner(lambda x: [x - 1], COPIED, owner=run.owner)
+    other.visible, other.read = frozenset(), frozenset({0})
+    x, w, y = tensors(3)
+    for _ in range(40):
+        call(run, x, w)
+    assert run.stats.promotions == 1
+    held = []
+    for step in range(90):
+        held = [*held[-1:], other.run([x])[0]]
+        given = x if step < 10 else y
+        assert call(run, given, w) == [(given * w).tolist()]
+    assert 0 < run.stats.plain_calls <= 2 * PATIENCE + 2
+
+
 def test_an_input_in_the_pool_is_read_there_and_rescued():
     """A function of its own result: what it reads is what its replay would overwrite."""
     run = runner(lambda x: [x + 1], COPIED)

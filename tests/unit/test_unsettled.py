@@ -16,7 +16,7 @@ needs_swaps = pytest.mark.skipif("not fast.can_swap()", reason="storages can't b
 
 def messages(caplog, level=logging.WARNING):
     found = [r.getMessage() for r in caplog.records if r.levelno == level]
-    said = ("never recorded", "copied from now", "too many to be copied")
+    said = ("never recorded", "copied from now", "to be copied", "can't be copied")
     return [text for text in found if any(words in text for words in said)]
 
 
@@ -156,13 +156,16 @@ class Freed:
         self.number += 1
         if len(place) != len(parameter):
             place = self.places[self.number % len(self.places)] = torch.zeros(len(parameter))
+        if not parameter.untyped_storage().nbytes():
+            parameter.untyped_storage().resize_(place.nbytes)
         fast.swap_storages([parameter], [place])
         self.lies_in = place
         return parameter.fill_(value)
 
     def put_away(self, i):
-        """Have the last place free again."""
+        """Have the last place free again, and the parameter without memory."""
         fast.swap_storages([self.parameters[i]], [self.lies_in])
+        self.parameters[i].untyped_storage().resize_(0)
 
 
 @needs_swaps
@@ -186,6 +189,33 @@ def test_many_layers_whose_parameters_come_to_the_same_places_share_a_pool(caplo
     assert run.stats.plain_calls == 0
     assert slots == {0}
     assert "still held" not in caplog.text
+
+
+def test_modules_whose_buffers_are_always_new_get_pools_for_what_is_held():
+    """They are no layers that are gathered in one place."""
+    run = runner(lambda x, w, b: [x * w + b], COPIED, STATIC, STATIC)
+    run.visible, run.read = frozenset(), frozenset({0})
+    weight, held = torch.ones(2), []
+    for i in range(600):
+        (out,), _ = run.run([X, weight, torch.full((2,), float(i))])
+        held = [*held[-2:], (out, i)]
+        for value, expected in held:
+            assert value.tolist() == [expected + 1.0] * 2
+        del out, value
+    assert run.stats.recordings < 60
+    assert run.stats.plain_calls == 0
+
+
+@needs_swaps
+def test_small_parameters_that_may_not_be_copied_are_said_so(caplog):
+    """A written input shares memory with another."""
+    run = runner(lambda x, y, w: [x.add_(w), y * 1], STATIC, STATIC, STATIC, mutated=(0,))
+    memory, freed = torch.zeros(4), Freed([2], 500)
+    for _ in range(20):
+        call(run, memory[:2], memory[1:3], freed.next(0))
+    (message,) = messages(caplog)
+    assert "They can't be copied, since an input that is written shares memory with" in message
+    assert run.layout.parameters == (0, 1, 2)
 
 
 @needs_swaps
