@@ -216,17 +216,14 @@ def finished_work() -> Any:
     return getattr(c10d.Work, "boxed")(getattr(c10d, "FakeWork")())  # noqa: B009  in no stub
 
 
-def unwrap_themselves(types: Iterable[type]) -> bool:
-    """Whether some of the types are those of tensors around others, which see to a call themselves.
+def see_to_calls(types: Iterable[type]) -> bool:
+    """Whether some of the types are those of tensors that see to calls themselves, as tensors around others do.
 
     A mode that lets them finds calls of the tensors inside, in memory: of a DTensor's shard, and the wait for the result
     of a collective that is used for the first time.
-
-    Source: torch/utils/_python_dispatch.py `is_traceable_wrapper_subclass_type`, 2.11 to 2.15.
     """
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
-
-    return any(map(is_traceable_wrapper_subclass_type, types))
+    default = torch.Tensor.__torch_dispatch__
+    return any(getattr(each, "__torch_dispatch__", default) != default for each in types)
 
 
 @functools.cache

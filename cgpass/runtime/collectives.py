@@ -12,7 +12,7 @@ communicated while it is recorded. What a capture refuses is refused here, too: 
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from cgpass import _torch, registration
 from cgpass.graph import op_tables
+from cgpass.runtime.writes import extent, has_place, written_by
 
 _FUNCTIONAL, _IN_PLACE = "_c10d_functional", "c10d"
 
@@ -126,7 +127,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 class UnderWay:
-    """Collectives in place that a replay started: those that follow each other go on together.
+    """Collectives in place that a replay started: those that have nothing to do with each other go on together.
 
     Processes that send to each other before they receive would wait for one another for ever.
     """
@@ -134,30 +135,41 @@ class UnderWay:
     def __init__(self) -> None:
         """None is."""
         self._works: list[Any] = []
-        self._used: set[int] = set()
-        """Addresses of what they read or write."""
+        self._read: list[tuple[int, int]] = []
+        self._written: list[tuple[int, int]] = []
 
     def wait_before(self, func: Any, args: tuple[Any, ...]) -> None:
         """Wait before a call that may read what they write, or write what they read."""
-        if self._works and not (_works_in_place(func) and self._used.isdisjoint(_addresses(args))):
-            self.wait()
+        if not self._works:
+            return
+        if _works_in_place(func):
+            reads, writes = _extents(_tensors(args)), _extents(written_by(func, args, {}))
+            if not (_overlap(writes, self._read) or _overlap(reads, self._written)):
+                return
+        self.wait()
 
     def note(self, func: Any, args: tuple[Any, ...], results: Any) -> None:
         """Note what a call started."""
         if _works_in_place(func):
             self._works += [v for v in pytree.tree_leaves(results) if hasattr(v, "wait")]
-            self._used |= _addresses(args)
+            self._read += _extents(_tensors(args))
+            self._written += _extents(written_by(func, args, {}))
 
     def wait(self) -> None:
         """Wait for all."""
         for work in self._works:
             work.wait()
         self._works.clear()
-        self._used.clear()
+        self._read.clear()
+        self._written.clear()
 
 
-def _addresses(args: tuple[Any, ...]) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in _tensors(args)}
+def _extents(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    return [extent(tensor) for tensor in tensors if has_place(tensor)]
+
+
+def _overlap(some: Iterable[tuple[int, int]], others: Sequence[tuple[int, int]]) -> bool:
+    return any(a < d and c < b for a, b in some for c, d in others)
 
 
 class Unjoined:

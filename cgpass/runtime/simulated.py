@@ -135,7 +135,7 @@ class _Tape(_torch.TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _torch.unwrap_themselves(types):
+        if _torch.see_to_calls(types):
             return NotImplemented
         if only_wraps(func):
             return func(*args, **kwargs)

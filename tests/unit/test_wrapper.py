@@ -355,3 +355,28 @@ def test_calls_without_tensors_say_that_they_run_plainly(caplog):
     assert caplog.text.count("no input is a tensor, so calls run without a graph") == 1
     assert wrap(lambda: X)().tolist() == [1.0] * 3
     assert caplog.text.count("no input is a tensor") == 1
+
+
+class Logged(torch.Tensor):
+    """A tensor around another that sees to every call, and can't be flattened."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        def inner(value):
+            return value.inner if isinstance(value, Logged) else value
+
+        return Logged(func(*map(inner, args), **(kwargs or {})))
+
+
+def test_tensors_around_others_inside():
+    call = wrap(lambda x: Logged(x * 2).exp().mul_(3).inner + 1)
+    for value in range(4):
+        x = X * value
+        assert torch.equal(call(x), (x * 2).exp() * 3 + 1)
+    assert counts(call) == (1, 1, 3, 0)
