@@ -84,11 +84,16 @@ class _Forward:
         vars(module).update(added)
 
     def undo(self, attributes: dict[str, Any]) -> None:
-        """Undo `patch` in a dictionary of the module's attributes."""
+        """Undo `patch` in a dictionary of the module's attributes, but for what others put in its place."""
         for name, value in self._before.items():
-            attributes.pop(name, None)
-            if value is not None:
-                attributes[name] = value
+            if self._put(attributes.get(name)):
+                del attributes[name]
+                if value is not None:
+                    attributes[name] = value
+
+    def _put(self, value: Any) -> bool:
+        """Whether `patch` put it there."""
+        return any(each is self or each is self._graphed for each in (value, _holder(value)))
 
     def _alone(self) -> torch.nn.Module:
         """The module without graphs, for copies and pickles."""
@@ -107,12 +112,24 @@ class _Forward:
             self._attributes.follow(module)
         return type(module).state_dict(module, *args, **kwargs)
 
+    def __reduce__(self) -> Any:
+        """Copies and pickles, of what was put around it (accelerate's hooks), are of the copied module's own."""
+        return _own_forward, (self._module(), self._before.get("forward"))
+
     def _reduce(self, protocol: Any) -> Any:
         return self._alone().__reduce_ex__(protocol)
 
     def _deepcopy(self, memo: Any) -> Any:
         alone: Any = self._alone()
         return alone.__deepcopy__(memo)
+
+
+def _holder(value: Any) -> Any:
+    return getattr(value, "__self__", None)
+
+
+def _own_forward(module: torch.nn.Module, own: Any) -> Any:
+    return types.MethodType(type(module).forward, module) if own is None else own
 
 
 def _rebind(module: torch.nn.Module, original: torch.nn.Module) -> None:

@@ -1,6 +1,7 @@
 """What is returned for modules; freeing it; threads, streams, compiled callables."""
 
 import copy
+import functools
 import gc
 import pickle
 import threading
@@ -304,3 +305,30 @@ def test_a_lazy_module_is_called_before(setting):
         setting.graphed(module, (x,))
     expected = module(x)
     same(setting.graphed(module, (x,))(x), expected)
+
+
+class Doubled:
+    """What accelerate's hooks put over a module's `forward`."""
+
+    def __init__(self, module):
+        module.kept_forward = module.forward
+        module.forward = functools.partial(Doubled.forward, module)
+
+    @staticmethod
+    def forward(module, x):
+        return module.kept_forward(x) * 2
+
+
+@pytest.mark.parametrize("patch", [True, False])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_keep_what_was_put_over_a_graphed_forward(setting, patch, copied):
+    module, x = setting.module(torch.nn.Linear(4, 4)), setting.randn(2, 4)
+    graphed = setting.graphed(module, (x,), patch_modules=patch)
+    Doubled(graphed)
+    other = copied(graphed)
+    expected = graphed(x).detach().clone()
+    same(other(x), expected)
+    with torch.no_grad():
+        graphed.weight.zero_()
+    same(other(x), expected)  # of its own weights
+    assert not hasattr(other, "graphed")
