@@ -151,8 +151,13 @@ def _verdict(goal: Goal, figures: Figures) -> str:
         return "reached"
     if len(missed) == len(figures):
         return "not reached"
-    names = ", ".join(f"{short(name)} ({number(value)})" for name, value in missed.items())
+    names = ", ".join(f"{short(name)} ({_above(value, goal)})" for name, value in missed.items())
     return f"not with {names}"
+
+
+def _above(value: float, goal: Goal) -> str:
+    """A figure with as many digits as show that it is above the goal."""
+    return number(value) if round(value, 2) > goal.at_most else number(value, 3)
 
 
 def table(results: Results) -> str:

@@ -182,8 +182,10 @@ def overhead(found: dict[str, Any]) -> str:
 
 def distributed(found: dict[str, Any]) -> str:
     """Steps, memory and bits of training on several devices."""
-    said, ratios, unequal, lost = [], [], [], []
+    said, ratios, unequal, lost, hung = [], [], [], [], []
     for mode, data in found["modes"].items():
+        if data["arms"].get("reduce-overhead", {}).get("process_group_ended") is False:
+            hung.append(mode)
         ms = {arm: median(entry, "step_ms") for arm, entry in data["arms"].items()}
         ours, default = (data["arms"].get(arm, {}) for arm in ("cgpass", "default"))
         if ms.get("cgpass") is None:
@@ -210,6 +212,8 @@ def distributed(found: dict[str, Any]) -> str:
     text += f", but not with {listed(unequal)}" if unequal else ""
     if ratios:
         text += f", and peak reserved memory is {span(ratios)} times that of plain `torch.compile`"
+    if hung:
+        text += f". In reduce-overhead `destroy_process_group` never returned with {listed(hung)}"
     return text + "."
 
 
