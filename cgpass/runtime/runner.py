@@ -205,8 +205,9 @@ class PartitionRunner:
         if warm and room and self.layout.static_key(args) != static_key:
             slot = None  # room was made by moving what this call reads
         action = decide(usable=usable, warm=warm, safe=False, room=room and slot is not None)
-        note = self.table.note_unknown
-        if action is not Action.PLAIN and (moving := note(shape_key, static_key, args)):
+        full = warm and usable and not room
+        note = self.table.note_full if full else self.table.note_unknown
+        if (full or action is not Action.PLAIN) and (moving := note(shape_key, static_key, args)):
             self._settle(moving)
             return self._run(args)
         if action is Action.RECORD and slot is not None:

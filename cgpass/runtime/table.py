@@ -171,6 +171,13 @@ class RecordingTable:
         same = self._seen == self.identities(args)
         return self._unsettled.note(shape_key, static_key, args, same_objects=same)
 
+    def note_full(
+        self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]
+    ) -> list[int]:
+        """Note a call that there was no room for; returns parameters that are better copied from now on."""
+        del shape_key
+        return self._unsettled.note_full(static_key, args)
+
     def _forget_a_shape(self) -> None:
         """Forget the oldest shape that was never recorded; there are fewer recorded ones than the limit."""
         oldest = next((key for key, shape in self._shapes.items() if not shape.sets), None)

@@ -20,7 +20,8 @@ Note [Storages that are freed and allocated again]
     bytes are not: their copy would take the memory that freeing them saves.
 
     The smallest, as weights of norms, come back late or never, since the allocator has many places for them, and each
-    time a whole graph would be recorded for a copy saved that costs less than its launch. They are copied soon.
+    time a whole graph would be recorded for a copy saved that costs less than its launch. They are copied soon, whatever
+    is replayed in between. And once there are as many recordings as may be, all that are few bytes are copied.
 """
 
 import logging
@@ -53,6 +54,28 @@ TINY: Final = 64 << 10
 _HOMES_KEPT: Final = 1024
 
 
+class _Tally:
+    """Calls in which parameters moved, and how often each did."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.moves: Counter[int] = Counter()
+
+    def add(self, moved: Sequence[int]) -> None:
+        self.calls += 1
+        self.moves.update(moved)
+
+    def take_back(self, calls: int) -> None:
+        """Count so many calls less, and begin anew where none are left."""
+        self.calls = max(0, self.calls - calls)
+        if not self.calls:
+            self.moves.clear()
+
+    def moving(self) -> list[int]:
+        """Those that moved in most of the calls."""
+        return sorted(i for i, count in self.moves.items() if 2 * count > self.calls)
+
+
 class Unsettled:
     """Counts what changed from one call without a recording to the next; warns once."""
 
@@ -81,9 +104,10 @@ class Unsettled:
         self._sets = 0
         self._homes: dict[tuple[int, ...], StaticKey] = {}
         """Where the storages of each set of parameters lay last."""
-        self._freed: Counter[int] = Counter()
-        """How often the storage of each parameter was freed and lay elsewhere."""
-        self._freed_calls = 0
+        self._freed = _Tally()
+        """Of storages that were freed and lay elsewhere; a replay makes up for one call."""
+        self._ever_freed = _Tally()
+        """Of the same, whatever was replayed."""
         self._others = False
         """Whether some of these calls came with other tensors, not with the same ones elsewhere."""
         self._moves: Counter[int] = Counter()
@@ -151,7 +175,7 @@ class Unsettled:
         if reuses != self._reuses:
             self._shapes = 0
             self._sets = max(0, self._sets - (reuses - self._reuses))
-            self._freed_calls = max(0, self._freed_calls - (reuses - self._reuses))
+            self._freed.take_back(reuses - self._reuses)
             self._reuses = reuses
 
     def freed(self, static_key: StaticKey, args: Sequence[Any]) -> list[int]:
@@ -171,17 +195,15 @@ class Unsettled:
         if self._said or not moved:
             return []
         self._note_reuses()
-        if not self._freed_calls:
-            self._freed.clear()
-        self._freed_calls += 1
-        self._freed.update(moved)
+        self._freed.add(moved)
+        self._ever_freed.add(moved)
         sets = len(self._homes)
-        moving = sorted(i for i, count in self._freed.items() if 2 * count > self._freed_calls)
-        if self._freed_calls >= SOON * sets:
-            tiny = self._tiny(moving, args)
+        if self._ever_freed.calls >= SOON * sets:
+            tiny = self._tiny(args)
             if tiny and self._why_not_copied(tiny, args) is None:
                 return self._copied(tiny, args, logging.INFO)
-        if self._freed_calls < PLACES * sets:
+        moving = self._freed.moving()
+        if self._freed.calls < PLACES * sets:
             return []
         self._said = True
         why = self._why_not_copied(moving, args)
@@ -196,8 +218,17 @@ class Unsettled:
         )
         return []
 
-    def _tiny(self, moving: Sequence[int], args: Sequence[Any]) -> list[int]:
-        tiny = [i for i in moving if num_bytes(args[i]) <= TINY]
+    def note_full(self, static_key: StaticKey, args: Sequence[Any]) -> list[int]:
+        """Note a call at a place for which there is no recording any more; returns parameters that are better copied."""
+        moved = self.freed(static_key, args)
+        if self._said or not moved or self._why_not_copied(moved, args) is not None:
+            return []
+        self._ever_freed.add(moved)
+        self._said = True
+        return self._copied(moved, args, self._level)
+
+    def _tiny(self, args: Sequence[Any]) -> list[int]:
+        tiny = [i for i in self._ever_freed.moving() if num_bytes(args[i]) <= TINY]
         return tiny if sum(num_bytes(args[i]) for i in tiny) <= 16 * TINY else []
 
     def _why_not_copied(self, moving: Sequence[int], args: Sequence[Any]) -> str | None:
@@ -218,10 +249,11 @@ class Unsettled:
         return moving
 
     def _told_freed(self, moving: Sequence[int], args: Sequence[Any]) -> str:
-        names = describe_moved(self._layout.infos, args, {i: self._freed[i] for i in moving})
+        moves = self._ever_freed.moves
+        names = describe_moved(self._layout.infos, args, {i: moves[i] for i in moving})
         return (
             f"{self._name}: the storages of {names} are freed and allocated again between calls (as FSDP does), and lay "
-            f"elsewhere in each of {self._freed_calls} calls."
+            f"elsewhere in {self._ever_freed.calls} calls."
         )
 
     def _better_copied(self, args: Sequence[Any]) -> list[int]:

@@ -1,6 +1,7 @@
 """Calls that do nothing but warm up: what is remembered of them, and what is said."""
 
 import logging
+from random import Random
 
 import pytest
 import torch
@@ -251,7 +252,7 @@ def test_storages_that_always_lie_elsewhere_are_copied_if_they_are_few_bytes(cap
     (message,) = messages(caplog)
     assert_expected_inline(
         message,
-        """forward captured_0: the storages of x1 (float32[2], moved 18 times, read at model.py:1 in forward: code) are freed and allocated again between calls (as FSDP does), and lay elsewhere in each of 18 calls. They are copied from now on: 8 bytes a call.""",
+        """forward captured_0: the storages of x1 (float32[2], moved 18 times, read at model.py:1 in forward: code) are freed and allocated again between calls (as FSDP does), and lay elsewhere in 18 calls. They are copied from now on: 8 bytes a call.""",
     )
     assert run.layout.parameters == ()
     # warm-ups: a first one each, five moves each, then some as copied; one recording for all, once more as X never moves
@@ -284,7 +285,7 @@ def test_the_smallest_parameters_are_copied_soon(caplog):
             assert found == [[2 * i + 2.0] * 2]
     assert messages(caplog) == []
     (message,) = [m for m in messages(caplog, logging.INFO) if "freed and allocated" in m]
-    assert message.endswith("in each of 6 calls. They are copied from now on: 8 bytes a call.")
+    assert message.endswith("in 6 calls. They are copied from now on: 8 bytes a call.")
     assert run.layout.parameters == (2,)
 
 
@@ -305,7 +306,31 @@ def test_many_bytes_are_not_copied(caplog, monkeypatch):
 
 
 @needs_swaps
-def test_storages_that_come_back_once_are_recorded_again():
+@pytest.mark.parametrize(("num_places", "tiny"), [(18, unsettled.TINY), (20, 0)])
+def test_many_layers_at_random_places_settle(monkeypatch, num_places, tiny):
+    """More combinations of places than may be recorded, each of which comes back at times."""
+    monkeypatch.setattr(unsettled, "TINY", tiny)
+    run = runner(lambda x, a, b: [x * a + b], COPIED, STATIC, STATIC)
+    freed, random = [Freed([2] * 70, num_places) for _ in range(2)], Random(1)
+    plain = 0
+    for _ in range(45):
+        for i in range(70):
+            for each in freed:
+                each.number = random.randrange(num_places)
+            given = [each.next(i) for each in freed]
+            assert call(run, X, *given) == [[2 * i + 2.0] * 2]
+            for each in freed:
+                each.put_away(i)
+        before, plain = plain, run.stats.plain_calls
+    assert run.layout.parameters == ()
+    assert plain == before, "nothing runs plainly in the end"
+    if tiny:
+        assert counts(run)[1] < 140
+
+
+@needs_swaps
+def test_storages_that_come_back_once_are_recorded_again(monkeypatch):
+    monkeypatch.setattr(unsettled, "TINY", 0)
     run, freed = runner(lambda x, w: [x * w], COPIED, STATIC), Freed([2], 500)
     for _ in range(3):
         parameter = freed.next(0)
