@@ -138,12 +138,22 @@ class UnderWay:
         self._read: list[tuple[int, int]] = []
         self._written: list[tuple[int, int]] = []
 
-    def wait_before(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Wait before a call that may read what they write, or write what they read."""
-        if not self._works:
+    def wait_before(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any
+    ) -> None:
+        """Wait before a call that may read what they write, or write what they read.
+
+        Args:
+            func: What is called.
+            args: With what.
+            kwargs: With what.
+            results: Where its results go.
+        """
+        if not self._works or _only_views(func):
             return
-        if _works_in_place(func):
-            reads, writes = _extents(_tensors(args)), _extents(written_by(func, args, {}))
+        if isinstance(func, torch._ops.OpOverload):
+            reads = _extents(_tensors((args, kwargs)))
+            writes = _extents([*written_by(func, args, kwargs), *_tensors(results)])
             if not (_overlap(writes, self._read) or _overlap(reads, self._written)):
                 return
         self.wait()
@@ -162,6 +172,13 @@ class UnderWay:
         self._works.clear()
         self._read.clear()
         self._written.clear()
+
+
+def _only_views(func: Any) -> bool:
+    """Whether a call reads and writes no memory."""
+    schema = getattr(func, "_schema", None)
+    infos = [each.alias_info for each in schema.returns] if schema is not None else []
+    return bool(infos) and all(info is not None and not info.is_write for info in infos)
 
 
 def _extents(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:

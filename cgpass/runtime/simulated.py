@@ -238,7 +238,7 @@ class SimulatedGraph:
             for func, args, kwargs, grad, recorded in self._calls:
                 # Some operators make less where no backward is to come.
                 torch.set_grad_enabled(grad)
-                under_way.wait_before(func, args)
+                under_way.wait_before(func, args, kwargs, recorded)
                 again = func(*args, **kwargs)
                 under_way.note(func, args, again)
                 for old, new in zip(_tensors(recorded), _tensors(again), strict=True):

@@ -9,12 +9,15 @@ from torch import nn
 
 import cgpass
 from cgpass import _torch
+from cgpass.runtime.collectives import UnderWay
 
 if _torch.wait_tensor() is None:
     pytest.skip("no torch.distributed", allow_module_level=True)
 
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.distributed_c10d import _abort_process_group
+
+aten = torch.ops.aten
 
 
 @pytest.fixture
@@ -155,3 +158,50 @@ def test_no_graph_has_the_host_wait_for_others(alone, caplog):
         wrapped(torch.ones(4))
     assert wrapped.stats.replays == 0
     assert "operation not permitted when stream is capturing: c10d.barrier" in caplog.text
+
+
+class Work:
+    """Of a collective in place."""
+
+    def __init__(self):
+        self.waited = False
+
+    def wait(self):
+        self.waited = True
+
+
+AFTER_A_SEND = {
+    "memory is made": (aten.empty.memory_format, lambda sent, got: ([4],), False),
+    "a view": (aten.slice.Tensor, lambda sent, got: (sent, 0, 0, 2), False),
+    "read": (aten.sin.default, lambda sent, got: (sent,), False),
+    "written": (aten.mul_.Tensor, lambda sent, got: (sent, 2), True),
+    "something else is written": (aten.mul_.Tensor, lambda sent, got: (got, 2), False),
+    "sent again": (torch.ops.c10d.send.default, lambda sent, got: ([sent],), False),
+    "received elsewhere": (torch.ops.c10d.recv_.default, lambda sent, got: ([got],), False),
+    "received there": (torch.ops.c10d.recv_.default, lambda sent, got: ([sent],), True),
+    "unknown code": (lambda x: x, lambda sent, got: (got,), True),
+}
+
+
+@pytest.mark.parametrize("name", AFTER_A_SEND)
+def test_a_send_is_waited_for_before_its_tensor_is_written(name):
+    func, args_of, waits = AFTER_A_SEND[name]
+    sent, got, work, under_way = torch.ones(4), torch.ones(4), Work(), UnderWay()
+    under_way.note(torch.ops.c10d.send.default, ([sent],), work)
+    under_way.wait_before(func, args_of(sent, got), {}, torch.ones(4))
+    assert work.waited is waits
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_is_received_is_waited_for_before_it_is_read_or_written(waits):
+    whole = torch.ones(8)
+    got, rest = whole[:4], whole[4:]
+    for use in ("read", "result"):
+        work, under_way = Work(), UnderWay()
+        under_way.note(torch.ops.c10d.recv_.default, ([got],), work)
+        used = got if waits else rest
+        args, result = (used, torch.ones(4)) if use == "read" else (torch.ones(4), used)
+        under_way.wait_before(aten.sin.default, (args,), {}, result)
+        assert work.waited is waits
+    under_way.wait()
+    assert work.waited
