@@ -30,6 +30,7 @@ class StubGraph:
     """A graph of nothing."""
 
     instantiate_ms = None
+    run_us = 0.0
 
     def replay(self) -> None:
         pass
