@@ -43,6 +43,7 @@ from cgpass.runtime.plain import PlainGraph
 from cgpass.runtime.runner import PartitionRunner
 from cgpass.runtime.settings import RunnerSettings
 from cgpass.runtime.timeouts import CollectiveCall, timeouts_told
+from cgpass.summaries import GraphSummary, PartitionSummary
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ class GraphBuilder:
         outlined: fx.GraphModule,
         parts: Mapping[str, fx.GraphModule],
         graph: int,
-        summaries: Sequence[telemetry.PartitionSummary],
+        summaries: Sequence[PartitionSummary],
         of: str | None = None,
     ) -> Boxed:
         """Compile the parts, those of the partition `of` if it was split, and plan their calls."""
@@ -268,9 +269,9 @@ class GraphBuilder:
             source=self.source,
         )
 
-    def _add_summary(self, partitions: tuple[telemetry.PartitionSummary, ...]) -> int:
+    def _add_summary(self, partitions: tuple[PartitionSummary, ...]) -> int:
         records = self.target.records
-        summary = telemetry.GraphSummary(
+        summary = GraphSummary(
             self.direction,
             partitions if records else (),
             skip=None if records else OFF,
@@ -292,9 +293,7 @@ class GraphBuilder:
         """What profiles call partitions, by their names in a plan."""
         return {name: self.source.of(f"cgpass: {self.direction} {prefix}{name}") for name in parts}
 
-    def _trace_plan(
-        self, plan: Plan, parts: Sequence[telemetry.PartitionSummary], prefix: str = ""
-    ) -> None:
+    def _trace_plan(self, plan: Plan, parts: Sequence[PartitionSummary], prefix: str = "") -> None:
         named = {part.name.removeprefix(prefix): part for part in parts}
         name = f"{self.direction}_{prefix.replace('.', '_')}plan"
         tracing.add_json(name, lambda: plan_as_dict(plan, named), self.source.trace_id)
@@ -320,9 +319,9 @@ def _positions_of(shown: Collection[fx.Node], call: fx.Node) -> frozenset[int]:
 
 def _summaries(
     parts: Mapping[str, fx.GraphModule], reasons: Mapping[str, Sequence[Reason]], prefix: str = ""
-) -> tuple[telemetry.PartitionSummary, ...]:
+) -> tuple[PartitionSummary, ...]:
     return tuple(
-        telemetry.PartitionSummary(
+        PartitionSummary(
             prefix + name,
             name.startswith("captured"),
             num_ops(gm),

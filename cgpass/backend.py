@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from cgpass import _torch, live_counter, progress, telemetry, tracing
+from cgpass import _torch, live_counter, progress, summaries, telemetry, tracing
 from cgpass.assembly import OFF, GraphBuilder, num_ops, passes_for, run_plainly
 from cgpass.compile import Boxed, Compiler
 from cgpass.errors import CaptureError, DoubleBackwardError, DriverUnavailableError
@@ -357,7 +357,7 @@ class Compilation:
         if self.options.driver == "none":
             skip, reasons = OFF, ()
         found, ops = tuple(reasons), num_ops(gm)
-        summary = telemetry.GraphSummary(
+        summary = summaries.GraphSummary(
             direction, (), skip, ops, self._source.place, found, self._function, self._graph_break
         )
         told = {"runs_without_cuda_graphs": skip, "num_ops": ops, "reasons": list(map(str, found))}

@@ -10,7 +10,7 @@ from cgpass.graph.lines import user_line
 from cgpass.graph.values import attribute, graph_outputs
 from cgpass.runtime.executor import Plan, Step
 from cgpass.runtime.runner import PartitionRunner
-from cgpass.telemetry import PartitionSummary
+from cgpass.summaries import PartitionSummary
 
 Run = Any
 """A CUDAGraphWrapper or a boxed callable."""

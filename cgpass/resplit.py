@@ -25,6 +25,7 @@ from cgpass.reason import OTHER_FIXES, Reason, many
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.failures import Outcome
 from cgpass.runtime.syncs import is_capture_error
+from cgpass.summaries import PartitionSummary
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Place:
             why: In a line.
             reasons: One for each operator to blame, or one for all of it.
         """
-        part = telemetry.PartitionSummary(
+        part = PartitionSummary(
             self.name, False, self.num_ops, (why,), skipped=True, why=tuple(reasons)
         )
         telemetry.replace_partition(self.graph, self.name, (part,))
@@ -77,14 +78,14 @@ class Place:
             why: In a line.
         """
         reason = Reason("not_worth_it", "", why, OTHER_FIXES["not_worth_it"])
-        part = telemetry.PartitionSummary(
+        part = PartitionSummary(
             self.name, False, self.num_ops, (f"{why} [not_worth_it]",), why=(reason,)
         )
         telemetry.replace_partition(self.graph, self.name, (part,))
 
     def is_tried_again(self) -> None:
         """Note that the partition may be captured, whatever came of it before."""
-        part = telemetry.PartitionSummary(self.name, True, self.num_ops)
+        part = PartitionSummary(self.name, True, self.num_ops)
         telemetry.replace_partition(self.graph, self.name, (part,))
 
 

@@ -1,4 +1,4 @@
-"""Counters and summaries: what was captured, what was not, how often. No policy."""
+"""Counters, and the graphs that they are of: what was captured, what was not, how often. No policy."""
 
 import collections
 import dataclasses
@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from cgpass.reason import CallReasons, Reason, many
+from cgpass.summaries import GraphSummary, PartitionSummary, RecordingNote
 
 GRAPHS_KEPT: Final = 1024
 """Graphs that the summary lists; older ones are counted."""
-RECORDINGS_KEPT: Final = 64
-"""Recordings of a partition of which it is known why they were made."""
 
 
 @dataclass(slots=True)
@@ -63,81 +62,11 @@ class CompileStats:
     can't be captured. Partitions that cgpass itself leaves out, too small ones, are none."""
 
 
-@dataclass(frozen=True)
-class PartitionSummary:
-    """One partition of a compiled graph, for reports."""
-
-    name: str
-    captured: bool
-    num_ops: int
-    reasons: tuple[str, ...] = ()
-    """Why it is not captured, one line a node."""
-    skipped: bool = False
-    """Whether something in it can't be captured."""
-    why: tuple[Reason, ...] = ()
-    """Why it is not captured, one for each operator to blame."""
-
-
-@dataclass(frozen=True)
-class GraphSummary:
-    """One compiled graph, for reports."""
-
-    direction: str
-    """"forward", "backward" or "inference"."""
-    partitions: tuple[PartitionSummary, ...]
-    skip: str | None = None
-    """Why the whole graph runs plainly, if it does."""
-    num_ops: int = 0
-    """Operators of a graph that runs plainly."""
-    place: str | None = None
-    """Where the function that it belongs to begins, `model.py:41 in forward`."""
-    why: tuple[Reason, ...] = ()
-    """Why the whole graph runs plainly, one for each operator to blame."""
-    function: int | None = None
-    """The compiled function that it belongs to, as `new_function` numbers them."""
-    graph_break: Reason | None = None
-    """Why Dynamo ended the function there, if it goes on in another one."""
-    driver: str | None = None
-    """What records it, "cuda" or "simulated", if anything does."""
-
-    def __str__(self) -> str:
-        head = self.direction if self.place is None else f"{self.direction} of {self.place}"
-        if self.skip is not None:
-            return f"{head}: runs without CUDA graphs ({self.num_ops} ops): {self.skip}"
-        captured = [p for p in self.partitions if p.captured]
-        eager = [p for p in self.partitions if not p.captured]
-        head += (
-            f": {many(len(captured), 'partition')} captured ({sum(p.num_ops for p in captured)} ops), "
-            f"{len(eager)} eager ({sum(p.num_ops for p in eager)} ops)"
-        )
-        return "\n".join([head, *(f"  {p.name}: {reason}" for p in eager for reason in p.reasons)])
-
-
 @dataclass(slots=True)
 class Tally:
     """Calls of one graph. A plain integer: the hot path adds to it."""
 
     calls: int = 0
-
-
-@dataclass(frozen=True)
-class RecordingNote:
-    """Why and how one recording was made."""
-
-    cause: str
-    """What was new: "first", "shape", "moved", "other tensors", "memory", "held", "input", "anew"."""
-    detail: str
-    """The same as a sentence, with names, addresses and lines."""
-    copied_bytes: int
-    """Bytes that each replay copies."""
-    pool: int
-    """Which of the function's pools it lies in."""
-    record_ms: float
-    """Host time of capturing and instantiating it."""
-    instantiate_ms: float | None = None
-    """Host time of ending the capture, in which the graph is instantiated; None if no device does that."""
-    warm_up_ms: float | None = None
-    """Host time of the last warm-up call before it, None if there was none."""
 
 
 class PartitionRun:

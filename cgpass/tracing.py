@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cgpass import _torch
-from cgpass.telemetry import RecordingNote
+from cgpass.summaries import RecordingNote
 
 
 @dataclass(frozen=True)

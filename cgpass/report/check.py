@@ -14,6 +14,7 @@ from cgpass.reason import NEW, OTHER_FIXES, Reason
 from cgpass.report.model import EagerFunction
 from cgpass.report.ran import Ran, calls_of_parts
 from cgpass.report.words import breaks, many, share, why_left
+from cgpass.summaries import PartitionSummary
 
 _FAILED = frozenset({"capture", "failed_capture", "no_placeholder", "out_of_memory", "syncs"})
 """Codes of what turned out not to be capturable only when it was captured."""
@@ -75,7 +76,7 @@ def work_done(left_to_eager: Sequence[EagerFunction] = ()) -> Work:
 
 def _add_captured(
     work: Work,
-    part: telemetry.PartitionSummary,
+    part: PartitionSummary,
     ran: Ran,
     run: telemetry.PartitionRun,
     where: str,
@@ -95,7 +96,7 @@ def _add_captured(
     work.fell_back += [f"{where}, {part.name}: {why}" for why in told]
 
 
-def _add_eager(work: Work, part: telemetry.PartitionSummary, where: str) -> None:
+def _add_eager(work: Work, part: PartitionSummary, where: str) -> None:
     for reason in dict.fromkeys(part.why):
         failed = reason.code in _FAILED
         (work.fell_back if failed else work.plain).append(f"{where}, {part.name}: {reason}")

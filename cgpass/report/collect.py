@@ -25,6 +25,7 @@ from cgpass.report.ran import Ran, calls_of_parts
 from cgpass.runtime.executor import Executor
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner
+from cgpass.summaries import GraphSummary, PartitionSummary
 from cgpass.version import VERSION
 
 
@@ -53,7 +54,7 @@ def collect(numbers: Collection[int] | None = None) -> tuple[FunctionReport, ...
     Args:
         numbers: Of the graphs to report; None for all that telemetry still lists.
     """
-    functions: dict[Any, list[tuple[GraphReport, telemetry.GraphSummary, Owner | None]]] = {}
+    functions: dict[Any, list[tuple[GraphReport, GraphSummary, Owner | None]]] = {}
     for number, (summary, runs) in telemetry.graph_runs().items():
         if numbers is not None and number not in numbers:
             continue
@@ -66,7 +67,7 @@ def collect(numbers: Collection[int] | None = None) -> tuple[FunctionReport, ...
 
 
 def _function(
-    members: Sequence[tuple[GraphReport, telemetry.GraphSummary, Owner | None]],
+    members: Sequence[tuple[GraphReport, GraphSummary, Owner | None]],
 ) -> FunctionReport:
     owner = next((owner for *_, owner in members if owner is not None), None)
     first = members[0][1]
@@ -82,7 +83,7 @@ def _function(
 
 def _graph(
     number: int,
-    summary: telemetry.GraphSummary,
+    summary: GraphSummary,
     runs: Sequence[telemetry.GraphRun],
 ) -> GraphReport:
     runners = {
@@ -124,7 +125,7 @@ def _with_calls(graph: GraphReport, ran: Mapping[str, Ran]) -> GraphReport:
 
 
 def _partition(
-    part: telemetry.PartitionSummary,
+    part: PartitionSummary,
     run: telemetry.PartitionRun | None,
     runner: PartitionRunner | None,
 ) -> PartitionReport:

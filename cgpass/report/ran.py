@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from cgpass import telemetry
 from cgpass.options import current_defaults
+from cgpass.summaries import GraphSummary
 
 _MANY = 0.2
 """Share of calls from which on warm-ups are worth a word."""
@@ -24,9 +25,7 @@ class Ran:
     """Warm-ups, which count as neither; some count as calls, see `excused`."""
 
 
-def calls_of_parts(
-    summary: telemetry.GraphSummary, runs: Sequence[telemetry.GraphRun]
-) -> dict[str, Ran]:
+def calls_of_parts(summary: GraphSummary, runs: Sequence[telemetry.GraphRun]) -> dict[str, Ran]:
     """Calls of each partition of a graph, by name.
 
     Args:

@@ -12,7 +12,7 @@ from cgpass import tracing
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe
 from cgpass.runtime.warmup import WarmUp
-from cgpass.telemetry import RECORDINGS_KEPT, RecordingNote
+from cgpass.summaries import RECORDINGS_KEPT, RecordingNote
 from cgpass.tracing import NOWHERE, Source
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,8 @@ from cgpass.runtime.output_memory import OutputMemory
 from cgpass.runtime.outputs import CopyOut, InputAlias, alias_of_input, part_of
 from cgpass.runtime.placeholders import Placeholder, copies_in, num_bytes
 from cgpass.runtime.topology import Topology
-from cgpass.telemetry import CallStats, RecordingNote
+from cgpass.summaries import RecordingNote
+from cgpass.telemetry import CallStats
 
 if TYPE_CHECKING:
     from cgpass.runtime.stationary import Watch

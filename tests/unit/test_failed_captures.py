@@ -11,6 +11,7 @@ from cgpass.resplit import StrideNotes, has_unvetted_ops
 from cgpass.runtime.capturing import is_any_capture_running
 from cgpass.runtime.failures import Outcome
 from cgpass.runtime.simulated import SimulatedDriver
+from cgpass.summaries import GraphSummary, PartitionSummary
 from tests.unit.runners import COPIED, call, counts, runner
 
 CPU = torch.device("cpu")
@@ -233,11 +234,11 @@ def test_an_odd_error_is_tolerated_once():
 
 def test_a_split_partition_shows_in_the_summary():
     def part(name, captured, *reasons):
-        return telemetry.PartitionSummary(name, captured, 3, reasons)
+        return PartitionSummary(name, captured, 3, reasons)
 
     before = telemetry.counters()
     parts = (part("captured_0", True), part("eager_1", False, "old"))
-    graph = telemetry.add_graph(telemetry.GraphSummary("forward", parts))
+    graph = telemetry.add_graph(GraphSummary("forward", parts))
     new = (part("captured_0.captured_0", True), part("captured_0.eager_1", False, "because"))
     telemetry.replace_partition(graph, "captured_0", new)
     assert str(telemetry.graphs(graph)[0]) == (

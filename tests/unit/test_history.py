@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from cgpass import telemetry
+from cgpass import summaries
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runners import COPIED, POOLED, STATIC, SYMINT, call, runner
@@ -101,11 +101,11 @@ def test_inputs_that_never_move_and_memory_that_was_freed():
 def test_the_newest_causes_are_kept_and_logged(caplog):
     run = runner(lambda x, n: [x * n], COPIED, SYMINT, max_recordings=1000)
     with caplog.at_level(logging.INFO, "cgpass"):
-        for n in range(telemetry.RECORDINGS_KEPT + 6):
+        for n in range(summaries.RECORDINGS_KEPT + 6):
             call(run, torch.ones(2), n)
             call(run, torch.ones(2), n)
-    assert len(run.history.notes) == telemetry.RECORDINGS_KEPT
-    assert causes(run) == ["shape"] * telemetry.RECORDINGS_KEPT
+    assert len(run.history.notes) == summaries.RECORDINGS_KEPT
+    assert causes(run) == ["shape"] * summaries.RECORDINGS_KEPT
     assert "forward captured_0: recording 1 made: the first call after the warm-up" in caplog.text
 
 

@@ -20,6 +20,7 @@ LAYERS = {
     "reason": 1,
     "registration": 1,
     "options": 1,
+    "summaries": 1,
     "telemetry": 1,
     "progress": 1,
     "tracing": 1,

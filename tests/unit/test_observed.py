@@ -10,6 +10,7 @@ from cgpass.runtime.executor import Executor, Plan, Step
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.plain import PlainGraph
 from cgpass.runtime.simulated import SimulatedDriver
+from cgpass.summaries import GraphSummary
 from tests.unit.runners import COPIED, counts, runner
 
 
@@ -93,7 +94,7 @@ def test_telemetry_forgets_what_ran_graphs_that_it_lists_no_more(monkeypatch):
     monkeypatch.setattr(telemetry, "compile_stats", telemetry._registry.compiled)
     monkeypatch.setattr(telemetry, "GRAPHS_KEPT", 2)
     for _ in range(4):
-        number = telemetry.add_graph(telemetry.GraphSummary("forward", ()))
+        number = telemetry.add_graph(GraphSummary("forward", ()))
         graph = PlainGraph(list)
         run = telemetry.GraphRun("", graph.tally, {}, telemetry.weakref.ref(graph))
         telemetry.add_run(number, run)
