@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 from cgpass.errors import InputError
 from cgpass.graphed.module_hooks import ModuleHooks
 from cgpass.runtime import fast
+from cgpass.runtime.fast_python import read_layouts
 from cgpass.runtime.signature import check_tensor
 
 _ACCUMULATED = "main_grad"
@@ -222,7 +223,7 @@ class Statics:
 
     def moved(self, old: bytes, new: bytes) -> str:
         """Names of those that differ between two keys."""
-        pairs = zip(self.names, fast.read_layouts(old), fast.read_layouts(new), strict=False)
+        pairs = zip(self.names, read_layouts(old), read_layouts(new), strict=False)
         return _listed([name for name, before, after in pairs if before != after])
 
 

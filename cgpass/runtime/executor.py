@@ -10,6 +10,7 @@ import torch
 
 from cgpass import _torch
 from cgpass.runtime import fast
+from cgpass.runtime.fast_python import taker
 from cgpass.runtime.outputs import CopyOut
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recording
@@ -252,7 +253,7 @@ class Executor:
         self._bare_steps: list[tuple[Any, ...]] = [
             (
                 step.run.run if isinstance(step.run, PartitionRunner) else _plainly(step.run),
-                fast.taker(step.inputs),
+                taker(step.inputs),
                 step.drops,
                 (None,) * len(step.drops),
                 step.outputs,
@@ -262,7 +263,7 @@ class Executor:
         ]
         self._steps = self._bare_steps
         self._wraps: list[Callable[[Step, Run], Run]] = []
-        self._take_outputs = fast.taker(plan.outputs)
+        self._take_outputs = taker(plan.outputs)
         runners = [step.run for step in plan.steps if isinstance(step.run, PartitionRunner)]
         self._is_backward = any(runner.is_backward for runner in runners)
         self._copy_rest = None if owner is None else _CopyRest(plan, owner)

@@ -28,6 +28,7 @@ import torch
 
 from cgpass import _torch
 from cgpass.runtime import fast
+from cgpass.runtime.fast_python import count_users, watched
 from cgpass.runtime.placeholders import bytes_of
 
 
@@ -86,7 +87,7 @@ class OutputMemory:
         self._storages: tuple[torch.UntypedStorage, ...] = ()
         """Of the stand-ins: whoever gets one of these objects counts as holding it."""
         self._watched = b""
-        """See `fast.watched`."""
+        """See `watched`."""
         self._addresses = tuple(block.address for block in self._blocks)
         self._users: tuple[int, ...] = ()
 
@@ -187,13 +188,13 @@ class OutputMemory:
     def _count_again(self, blocks: Collection[int]) -> None:
         """Count references to the stand-ins of blocks that nobody holds."""
         self._storages = tuple([block.base.untyped_storage() for block in self._blocks])
-        users = fast.count_users(self._storages)
+        users = count_users(self._storages)
         known = range(len(self._users))
         self._users = tuple(
             self._users[k] if k in known and k not in blocks else users[k]
             for k in range(len(self._blocks))
         )
-        self._watched = fast.watched(self._storages, self._users)
+        self._watched = watched(self._storages, self._users)
 
     # ---- who owns it
 

@@ -9,6 +9,7 @@ import torch
 
 from cgpass import _torch
 from cgpass.runtime import fast
+from cgpass.runtime.fast_python import ViewSpec
 from cgpass.runtime.placeholders import num_bytes, overlaps_itself
 
 
@@ -31,7 +32,7 @@ class InputAlias:
         lazy = self.conj or self.neg or value.is_conj() or value.is_neg()
         return not self.identity and not lazy and self.dtype == value.dtype
 
-    def as_view(self) -> fast.ViewSpec:
+    def as_view(self) -> ViewSpec:
         """This output, for `fast.views`."""
         return self.index, self.size, self.stride, self.offset_bytes // self.dtype.itemsize
 
@@ -161,7 +162,7 @@ class CopyOut:
             results[n] = results[twin]
 
 
-def part_of(leader: torch.Tensor, tensor: torch.Tensor, position: int) -> fast.ViewSpec | None:
+def part_of(leader: torch.Tensor, tensor: torch.Tensor, position: int) -> ViewSpec | None:
     """How to make `tensor` of `leader`, the output at `position` on the same storage; None if that is no plain view."""
     lazy = any(t.is_conj() or t.is_neg() for t in (leader, tensor))
     if lazy or leader.dtype != tensor.dtype:
@@ -172,10 +173,10 @@ def part_of(leader: torch.Tensor, tensor: torch.Tensor, position: int) -> fast.V
 
 def _leaders_and_parts(
     tensors: Sequence[tuple[int, torch.Tensor]],
-) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[int, fast.ViewSpec]]]:
+) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[int, ViewSpec]]]:
     """Tensors to be laid on a storage, and those that are views of these: they share the count of writes."""
     leaders: list[tuple[int, torch.Tensor]] = []
-    parts: list[tuple[int, fast.ViewSpec]] = []
+    parts: list[tuple[int, ViewSpec]] = []
     first: dict[int, tuple[int, torch.Tensor]] = {}
     for n, tensor in tensors:
         position, leader = first.setdefault(tensor.untyped_storage().data_ptr(), (n, tensor))

@@ -9,6 +9,7 @@ import torch
 from cgpass import _torch
 from cgpass.runtime import fast
 from cgpass.runtime.driver import CapturedGraph
+from cgpass.runtime.fast_python import ViewSpec, taker
 from cgpass.runtime.output_memory import OutputMemory
 from cgpass.runtime.outputs import CopyOut, InputAlias, alias_of_input, part_of
 from cgpass.runtime.placeholders import Placeholder, copies_in, num_bytes
@@ -131,7 +132,7 @@ class Recording:
         self.viewed = frozenset(a.index for _, a in aliases if not a.identity)
         """Inputs that outputs are views of; such outputs are laid out as if the inputs were as they were."""
         self._same_at = tuple(n for n, _ in same)
-        self._same_of = fast.taker(tuple(a.index for _, a in same))
+        self._same_of = taker(tuple(a.index for _, a in same))
         others = {n for n, _ in aliases} - {*self._views_at, *self._same_at}
         self._other_aliases = [(n, a) for n, a in aliases if n in others]
         self._retyped = [a for _, a in aliases if a.dtype != staged[a.index].dtype]
@@ -207,7 +208,7 @@ class Recording:
                     self._twins.append((n, first[number]))
                 first.setdefault(number, n)
         leaders: dict[int, int] = {}
-        self._followers: list[tuple[int, fast.ViewSpec]] = []
+        self._followers: list[tuple[int, ViewSpec]] = []
         for number, n in list(first.items()):
             tensor = self.memory.tensors[number]
             leader = leaders.setdefault(tensor.untyped_storage()._cdata, n)

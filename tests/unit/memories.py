@@ -4,6 +4,7 @@ import torch
 
 from cgpass import _torch
 from cgpass.runtime import fast
+from cgpass.runtime.fast_python import count_users
 from cgpass.runtime.output_memory import OutputMemory
 
 SHOWN, BOTH, INTERNAL = (True, False), (True, True), (False, True)
@@ -55,4 +56,4 @@ def found_by_backward(loss):
 
 def users(tensor):
     """References to a storage, without the one that counting takes."""
-    return fast.count_users((tensor.untyped_storage(),))[0] - 1
+    return count_users((tensor.untyped_storage(),))[0] - 1

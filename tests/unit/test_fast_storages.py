@@ -8,12 +8,13 @@ import torch
 
 from cgpass import _torch
 from cgpass.runtime import fast
+from cgpass.runtime.fast_python import count_users
 
 PYTHON = fast.PYTHON
 
 
 def references(tensor):
-    (count,) = fast.count_users((tensor.untyped_storage(),))
+    (count,) = count_users((tensor.untyped_storage(),))
     return count - 1  # that tuple's
 
 
