@@ -3,22 +3,22 @@
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
-import torch
-
-from cgpass import errors, progress
+from cgpass import progress
 from cgpass.inputs import InputInfo
 from cgpass.reason import CallReasons
 from cgpass.runtime import fast, plain_reasons
 from cgpass.runtime.actions import Action, decide
+from cgpass.runtime.attempts import Attempts
 from cgpass.runtime.driver import BoxedCallable
-from cgpass.runtime.failures import Resplit, give_memory_back
+from cgpass.runtime.failures import Resplit
 from cgpass.runtime.gathered import Gathered
 from cgpass.runtime.history import History
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recorder import Recorder
 from cgpass.runtime.recording import Recording
+from cgpass.runtime.rerecording import Rerecording
 from cgpass.runtime.rng_states import forward_states, note_positions
 from cgpass.runtime.seeds import put_on_the_device
 from cgpass.runtime.settings import RunnerSettings
@@ -31,9 +31,6 @@ from cgpass.telemetry import CallStats, new_call_stats
 from cgpass.tracing import NOWHERE, Source
 
 log = logging.getLogger(__name__)
-
-_CALLS_OF_A_STEP: Final = 256
-"""Calls in which some step of a training should have come to its end."""
 
 
 class PartitionRunner:
@@ -72,10 +69,6 @@ class PartitionRunner:
         """Visible outputs that whoever calls `run` has to copy out of the pool. Replaced when that changes."""
         self._first_slot = self._largest = 0
         """Bytes of the inputs that move, of the largest shape recorded."""
-        self._waits = 0
-        """Calls that record nothing unless all recordings were laid out anew before."""
-        self._asked = False
-        """Whether that was asked for since stationary inputs moved."""
         self.fn = fn
         self.settings = settings
         self.is_backward = settings.is_backward
@@ -85,12 +78,14 @@ class PartitionRunner:
             fn, owner, opaque=settings.opaque, finds_writes=settings.check_layout, stats=self.stats
         )
         self._strays = Strays(owner)
+        self._rerecording = Rerecording(name, owner)
         self.reasons = CallReasons()
         """Why calls ran without a graph, or warmed up again and again."""
         self._fallback = settings.fallback(name, fn, self.stats, resplit, self.reasons)
         self._warm_ups = WarmUp(fn, owner)
         self.history = History(name, self._warm_ups, source)
-        self._told = partial(progress.shown, f"recording {source.of(name)}", settings.progress)
+        told = partial(progress.shown, f"recording {source.of(name)}", settings.progress)
+        self._attempts = Attempts(owner, self._warm_ups, self._fallback, self.stats, told)
         self._set_infos(infos)
         self._gathered = Gathered(self.layout.parameters)
         owner.add(self)
@@ -194,9 +189,8 @@ class PartitionRunner:
             warm, strays = False, []  # what made the inputs was itself warming up
         usable = self._is_usable() and not strays
         if warm and usable:
-            waits = self._waits > 0 and self.owner.wants_start
-            self._waits = self._waits - 1 if waits else 0
-            usable = not waits and self._moves_are_over(shape_key, static_key, args)
+            keys = (shape_key, static_key)
+            usable = self._rerecording.is_over(self.table, self.layout, keys, args)
         room = usable and self._make_room(shape_key, static_key, args)
         if warm and room:
             self._make_space(shape_key, args)
@@ -243,11 +237,12 @@ class PartitionRunner:
     ) -> tuple[Sequence[Any], Recording | None]:
         watch, keys = self.table.watch(shape_key, static_key, args), (shape_key, static_key)
         cause = self.history.cause(self.layout, keys, args, self.table.find(*keys))
-        recording = self._try_to_record(args, slot, watch)
+        record = partial(self._record, args, slot, watch)
+        recording = self._attempts.make(record, args, self.close)
         if not isinstance(recording, Recording):
             error, recording = recording, None
             try:
-                return self._not_recorded(args, error), None
+                return self._attempts.run_without(args, error, self.close), None
             finally:
                 del error  # its traceback holds this frame, and with it this call's inputs
         self.history.add(cause, self.layout, keys, args, recording)
@@ -285,29 +280,10 @@ class PartitionRunner:
         self.table.go_on_from(before)
 
     def _settle(self, moving: Sequence[int]) -> None:
-        """Copy what kept moving; what was recorded meanwhile, in whatever order, is laid out anew between two steps."""
+        """Copy what kept moving, and have what was recorded meanwhile recorded anew."""
         self.reasons.forget_changes()
-        self._waits = len(self.owner.recordings())
-        if self._waits:
-            self.owner.ask_to_start_over(patience=_CALLS_OF_A_STEP, settles=True)
+        self._rerecording.begin()
         self._copy_instead(moving)
-
-    def _moves_are_over(
-        self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]
-    ) -> bool:
-        """Whether a call may be recorded: not while recordings whose stationary inputs moved wait to be made anew."""
-        recordings = self.table.find(shape_key, static_key)
-        moved = sorted({i for recording in recordings for i in recording.moved(args)})
-        was_asked, self._asked = self._asked, bool(moved)
-        if not moved:
-            return True
-        if not was_asked:
-            names = describe(self.layout.infos[i] for i in moved)
-            log.info("%s: %s moved, and is copied from now on", self.name, names)
-            self.table.watch(shape_key, static_key, args).stationary(args)  # leaves them out
-            self.owner.ask_to_start_over()
-        self._asked = not self.owner.start_over_if_idle() and self.owner.wants_start
-        return not self._asked
 
     def _make_room(self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]) -> bool:
         room, dropped = self.table.make_room(shape_key, static_key, args)
@@ -401,40 +377,6 @@ class PartitionRunner:
             self.owner.ask_to_start_over(patience=0)
         else:
             self._copy_from_now_on(victim.positions_on(blocks))
-
-    def _try_to_record(
-        self, args: list[Any], slot: int, watch: Watch
-    ) -> Recording | Exception | None:
-        """A recording, what it failed with, or None if this partition was not to be recorded after all."""
-        if self._warm_ups.found_syncs:
-            self._warm_ups.found_syncs = False
-            if self._fallback.split(args, None):
-                self.close()
-                return None
-        try:
-            # Memory of recordings is written in whatever mode later calls come: no inference tensors.
-            with self._told(), torch.inference_mode(False), torch.no_grad():
-                return self._record(args, slot, watch)
-        except errors.CollectiveTimeoutError:
-            raise  # not one to be tried again on this process alone
-        except Exception as error:
-            return error
-
-    def _not_recorded(self, args: list[Any], error: Exception | None) -> Sequence[Any]:
-        """Make a call without a recording: that raised `error`, or (None) was not to be made after all."""
-        if error is None:
-            return self._fallback.run(args)
-        if isinstance(error, torch.OutOfMemoryError):
-            self.close()
-            give_memory_back(error, self.owner.driver.device)
-        elif self._warm_ups.first_here():
-            outputs = self._warm_ups.run(args, check_syncs=False)
-            self.stats.warmups += 1
-            return outputs
-        if self._fallback.split(args, error):
-            self.close()
-            return self._fallback.run(args)
-        return self._fallback.run_again(args, error)
 
     def _close(self, recordings: Iterable[Recording]) -> None:
         self._last = None

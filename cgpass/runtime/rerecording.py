@@ -1,0 +1,76 @@
+"""`Rerecording`: has what was recorded before inputs moved recorded anew, and calls wait for that."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Final
+
+from cgpass.runtime.owner import Owner
+from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe
+from cgpass.runtime.table import RecordingTable
+
+log = logging.getLogger(__name__)
+
+_CALLS_OF_A_STEP: Final = 256
+"""Calls in which some step of a training should have come to its end."""
+
+
+class Rerecording:
+    """Asks for all recordings to be laid out anew, for one partition. See Note [Inputs that never move]."""
+
+    def __init__(self, name: str, owner: Owner) -> None:
+        """Nothing moved yet.
+
+        Args:
+            name: Of the partition, for messages.
+            owner: Of all recordings.
+        """
+        self._name = name
+        self._owner = owner
+        self._waits = 0
+        """Calls that record nothing unless all recordings were laid out anew before."""
+        self._asked = False
+        """Whether that was asked for since stationary inputs moved."""
+
+    def begin(self) -> None:
+        """Have what was recorded so far, in whatever order, laid out anew between two steps."""
+        self._waits = len(self._owner.recordings())
+        if self._waits:
+            self._owner.ask_to_start_over(patience=_CALLS_OF_A_STEP, settles=True)
+
+    def is_over(
+        self,
+        table: RecordingTable,
+        layout: Layout,
+        keys: tuple[ShapeKey, StaticKey],
+        args: Sequence[Any],
+    ) -> bool:
+        """Whether a call may be recorded: not while recordings wait to be made anew.
+
+        Args:
+            table: The partition's recordings. Stationary inputs of theirs that moved are known as moving afterwards.
+            layout: Of its inputs.
+            keys: The call's signature.
+            args: Its inputs.
+        """
+        waits = self._waits > 0 and self._owner.wants_start
+        self._waits = self._waits - 1 if waits else 0
+        return not waits and self._moves_are_over(table, layout, keys, args)
+
+    def _moves_are_over(
+        self,
+        table: RecordingTable,
+        layout: Layout,
+        keys: tuple[ShapeKey, StaticKey],
+        args: Sequence[Any],
+    ) -> bool:
+        moved = sorted({i for recording in table.find(*keys) for i in recording.moved(args)})
+        was_asked, self._asked = self._asked, bool(moved)
+        if not moved:
+            return True
+        if not was_asked:
+            names = describe(layout.infos[i] for i in moved)
+            log.info("%s: %s moved, and is copied from now on", self._name, names)
+            table.watch(*keys, args).stationary(args)  # leaves them out
+            self._owner.ask_to_start_over()
+        self._asked = not self._owner.start_over_if_idle() and self._owner.wants_start
+        return not self._asked
