@@ -13,6 +13,7 @@ import inspect
 import logging
 import sys
 import threading
+import traceback
 import types
 from collections.abc import (
     Callable,
@@ -25,7 +26,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # for all others
@@ -420,6 +421,53 @@ def was_given_up(compilation: Any) -> bool:
     kind = getattr(exc, compilation.fail_type, None)
     soft = isinstance(kind, type) and issubclass(kind, (exc.Unsupported, exc.UserError))
     return soft or bool(compilation.config_suppress_errors)
+
+
+class GraphBreak(NamedTuple):
+    """What Dynamo said of a graph break."""
+
+    function: tuple[str, str]
+    """That it was in or led to: file and name."""
+    text: str
+    line: traceback.FrameSummary | None
+    """The user's innermost."""
+
+
+_newest_break = threading.local()
+
+
+def note_graph_breaks() -> None:
+    """Have the newest graph break of each thread noted from now on; nothing happens as long as Dynamo is not loaded.
+
+    Where Dynamo can't go on behind one, the graph that it compiles before it carries no word of it.
+
+    Source: torch/_dynamo/symbolic_convert.py `InstructionTranslatorBase.log_graph_break`, 2.11 to 2.15.
+    """
+    convert = sys.modules.get("torch._dynamo.symbolic_convert")
+    kind = getattr(convert, "InstructionTranslatorBase", None)
+    log = getattr(kind, "log_graph_break", None)
+    if kind is None or log is None or hasattr(log, "_notes_for_cgpass"):
+        return
+
+    @functools.wraps(log)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        error = kwargs.get("exc", args[-1] if args else None)
+        stack = list(getattr(error, "real_stack", None) or ())
+        code = self.f_code
+        _newest_break.note = GraphBreak(
+            (code.co_filename, code.co_name),
+            str(getattr(error, "msg", None) or error),
+            stack[-1] if stack else None,
+        )
+        return log(self, *args, **kwargs)
+
+    noting._notes_for_cgpass = True  # pyrefly: ignore[missing-attribute]
+    kind.log_graph_break = noting
+
+
+def newest_graph_break() -> GraphBreak | None:
+    """Of this thread; None if it had none since they are noted."""
+    return getattr(_newest_break, "note", None)
 
 
 def is_traced() -> bool:

@@ -65,6 +65,7 @@ def cgpass(
     """
     del name
     _torch.register_backend("cgpass", cgpass)
+    _torch.note_graph_breaks()
     live_counter.show()
     parsed = parse_options(options, mode)
     if parsed.driver == "cuda" and not torch.cuda.is_available():
@@ -84,6 +85,7 @@ def reset() -> None:
 
 
 setattr(cgpass, "reset", reset)  # noqa: B010  torch._dynamo.reset() looks for this attribute
+_torch.note_graph_breaks()  # torch.compile loads this module for what it compiles afterwards
 
 
 class Compilation:

@@ -41,6 +41,15 @@ def many(count: float, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def ways(hints: Iterable[str]) -> str:
+    """Several things that a user can do, as one text: each a sentence of its own."""
+    first, *others = dict.fromkeys(hint.strip() for hint in hints)
+    text = first
+    for hint in others:
+        text = f"{text.rstrip('.')}. Or: {hint}"
+    return text
+
+
 @dataclass(frozen=True)
 class Reason:
     """Why a node runs outside of any CUDA graph."""
@@ -56,6 +65,9 @@ class Reason:
     """What the user can do about it."""
     line: str | None = None
     """The user's line, `model.py:41 in forward: code`."""
+    rest: str | None = None
+    """Of a graph break that `torch.compile` can't go on behind: what it left to eager, `the rest of forward from
+    model.py:40 on`."""
 
     @property
     def is_chosen(self) -> bool:
@@ -66,7 +78,8 @@ class Reason:
     def ending(self) -> str:
         """Of a graph break, that a function ends there."""
         place = f" at {self.line}" if self.line else ""
-        return f"ends at a graph break{place}: {self.detail}"
+        left = f"; {self.rest} is left to eager" if self.rest else ""
+        return f"ends at a graph break{place}: {self.detail}{left}"
 
     def __str__(self) -> str:
         """One line for messages and reports."""

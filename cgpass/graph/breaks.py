@@ -6,12 +6,35 @@ from typing import Any, Final
 
 from torch import fx
 
-from cgpass.reason import Reason
+from cgpass import _torch
+from cgpass.graph.lines import function_name
+from cgpass.reason import Reason, ways
 
 _SEE: Final = "TORCH_LOGS=graph_breaks shows more"
+_CALLED: Final = (
+    "put what can be compiled into functions of its own: those that a function in eager calls are compiled by "
+    "themselves"
+)
 _LED_TO: Final = re.compile(r"^\*\*\* While handling this graph break.*$", re.MULTILINE)
 _NO_HELP: Final = ("report an issue", "caused by an earlier graph break")
 """Hints that are none to users."""
+_STEP: Final = "step_unsupported"
+"""What torch says where it compiles what is before a line and leaves all from there on to eager."""
+_WORDS: Final = {
+    "generic_jump": (
+        "a branch on a tensor's value",
+        "choose between both results on the device: torch.where, or torch.cond for more than that",
+    ),
+    "comprehension_graph_break": (
+        "a graph break in a comprehension",
+        f"take what breaks the graph out of the comprehension, or write a loop in a function of its own; {_SEE}",
+    ),
+}
+"""What torch has an internal word for instead of a message, and what to do.
+
+Source: torch/_dynamo/symbolic_convert.py, comprehension_graph_break.py, calls of `GraphCompileReason`, 2.11 to 2.15.
+"""
+_IN_A_BLOCK: Final = "what is from there on is in a block (try:, with) that has a graph break"
 
 
 def graph_break_of(gm: fx.GraphModule) -> Reason | None:
@@ -25,7 +48,15 @@ def graph_break_of(gm: fx.GraphModule) -> Reason | None:
     found: Any = getattr(gm, "compile_subgraph_reason", None)
     if found is None or not getattr(found, "graph_break", False):
         return None
-    return reason_of(str(found.reason), _line(found))
+    stack = list(getattr(found, "user_stack", None) or ())
+    frame = stack[-1] if stack else None
+    text = str(found.reason)
+    if text == _STEP:
+        return _cut_short(frame)
+    word = text.partition(" ")[0]
+    if word not in _WORDS:
+        return reason_of(text, _line(frame))
+    return Reason("graph_break", "", *_WORDS[word], _line(frame))
 
 
 def reason_of(text: str, line: str | None) -> Reason:
@@ -42,14 +73,39 @@ def reason_of(text: str, line: str | None) -> Reason:
     said = [each.strip() for block in blocks for each in block]
     hints = [each.removeprefix("Hint: ") for each in said if each.startswith("Hint: ")]
     hints = [hint for hint in hints if not any(each in hint for each in _NO_HELP)]
-    fix = " Or: ".join(dict.fromkeys(hints)) or _SEE
-    return Reason("graph_break", "", "; ".join(dict.fromkeys(titles)), fix, line)
+    return Reason("graph_break", "", "; ".join(dict.fromkeys(titles)), ways(hints or [_SEE]), line)
 
 
-def _line(found: Any) -> str | None:
-    stack = list(getattr(found, "user_stack", None) or ())
-    if not stack:
+def given_up(text: str, line: str | None, rest: str | None = None) -> Reason:
+    """A graph break that Dynamo can't go on behind.
+
+    Args:
+        text: Its message.
+        line: The user's.
+        rest: What of a function is left to eager, if not all of it.
+    """
+    reason = reason_of(text, line)
+    detail = f"torch.compile can't go on behind this graph break: {reason.detail}"
+    return Reason(reason.code, "", detail, ways([reason.fix, _CALLED]), line, rest)
+
+
+def _cut_short(frame: Any) -> Reason:
+    """Of a graph that ends at a line, since a break further on is in a block that Dynamo can't go on in.
+
+    Source: torch/_dynamo/symbolic_convert.py `InstructionTranslatorBase.step`, `step_graph_break`, 2.11 to 2.15.
+    """
+    if frame is None:
+        return given_up(_IN_A_BLOCK, None, "the rest of a function")
+    name = function_name(frame.name)
+    rest = f"the rest of {name} from {os.path.basename(frame.filename)}:{frame.lineno} on"
+    found = _torch.newest_graph_break()
+    if found is None or found.function != (frame.filename, frame.name):
+        return given_up(_IN_A_BLOCK, _line(frame), rest)
+    return given_up(found.text, _line(found.line or frame), rest)
+
+
+def _line(frame: Any) -> str | None:
+    if frame is None:
         return None
-    frame = stack[-1]
-    place = f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
+    place = f"{os.path.basename(frame.filename)}:{frame.lineno} in {function_name(frame.name)}"
     return f"{place}: {frame.line}" if frame.line else place

@@ -13,6 +13,7 @@ _WRAPPER = re.compile(r" in \w*(wrap|inner|decorat)\w*$")
 _HANDS_ON = re.compile(r"\*\w+, \*\*\w+\)")
 _ROOT = re.compile(r"^L\['\w+'\]\.?")
 """Of a module's path: what the compiled function calls the module that holds it."""
+_RESUMED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
 _TORCH_ROOT = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
@@ -20,6 +21,17 @@ def module_of(node: fx.Node) -> str | None:
     """The innermost module whose forward a node is from, or is the backward of: "L['self'].layers.0"."""
     stack = _modules(node)
     return stack[-1][0] if stack else None
+
+
+def function_name(name: str) -> str:
+    """The user's own name of a function, of what is left of it behind a graph break, too.
+
+    Source: torch/_dynamo/resume_execution.py `TORCH_DYNAMO_RESUME_IN_PREFIX`, 2.11 to 2.15.
+    """
+    resumed = _RESUMED.match(name)
+    if resumed is None:
+        return name
+    return {"_lambda_": "<lambda>"}.get(resumed.group(1), resumed.group(1))
 
 
 def user_line(node: fx.Node) -> str | None:
@@ -92,5 +104,6 @@ def _user_frames(node: fx.Node) -> Iterator[tuple[str, str]]:
         match = _FRAME.search(frame)
         if match is None or match["file"].startswith((_TORCH_ROOT, "<frozen")):
             continue
-        place = f"{os.path.basename(match['file'])}:{match['line']} in {match['name'].strip()}"
+        name = function_name(match["name"].strip())
+        place = f"{os.path.basename(match['file'])}:{match['line']} in {name}"
         yield place, "" if _FRAME.search(code) else code.strip()

@@ -77,9 +77,8 @@ def explain(
         calls = Calls(run, args, kwargs, state, training=training)
         report = _observe(calls, state.devices | calls.devices)
         behind = frames.codes_of(call.values)
-        return dataclasses.replace(
-            report, left_to_eager=frames.left_to_eager(before, behind=behind)
-        )
+        left = frames.left_to_eager(before, behind=behind)
+        return dataclasses.replace(report, left_to_eager=(*left, *report.left_to_eager))
 
 
 def _takes_options(fn: Callable[..., Any] | torch.nn.Module) -> bool:
@@ -98,6 +97,7 @@ def _compiled(fn: Callable[..., Any] | torch.nn.Module) -> Iterator[Callable[...
     """What `torch.compile` makes of it with the options of now; afterwards nothing of it is left."""
     before = telemetry.counters()["graphs"]
     with _torch.backend_for_once(cgpass) as backend:
+        _torch.note_graph_breaks()  # Dynamo is loaded by now
         try:
             yield torch.compile(fn, backend=backend)
         finally:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from cgpass import telemetry
 from cgpass.errors import ReportError
 from cgpass.reason import NEW, OTHER_FIXES, Reason
-from cgpass.report.model import EagerFunction
+from cgpass.report.model import EagerFunction, ReasonReport
 from cgpass.report.ran import Ran, calls_of_parts
-from cgpass.report.words import breaks, many, share, why_left
+from cgpass.report.words import breaks, many, ran, share, why_left
 from cgpass.summaries import PartitionSummary
 
 _FAILED = frozenset({"capture", "failed_capture", "no_placeholder", "out_of_memory", "syncs"})
@@ -39,6 +39,8 @@ class Work:
     """What ran there is not counted."""
     fell_back: list[str] = field(default_factory=list)
     """What was to be captured, and ran without a graph all the same."""
+    in_eager: bool = False
+    """Whether something of it was left to eager; it is not counted."""
 
 
 def work_done(left_to_eager: Sequence[EagerFunction] = ()) -> Work:
@@ -47,31 +49,43 @@ def work_done(left_to_eager: Sequence[EagerFunction] = ()) -> Work:
     Args:
         left_to_eager: Functions that were not compiled; nothing of them is counted.
     """
-    work = Work()
-    for left in left_to_eager:
-        reason = left.reason
-        work.fell_back.append(f"{why_left(left)}; {reason.detail} [{reason.code}]; {reason.fix}")
+    work = Work(in_eager=bool(left_to_eager))
+    work.fell_back += [_left(each.place, each.reason) for each in left_to_eager]
     for summary, runs in telemetry.graph_runs().values():
         work.graphs += 1
-        work.graph_breaks += [] if summary.graph_break is None else [summary.graph_break]
+        _add_break(work, summary.graph_break)
         where = (
             summary.direction
             if summary.place is None
             else f"{summary.direction} of {summary.place}"
         )
         parts = {name: part for run in runs for name, part in run.parts.items()}
-        ran = calls_of_parts(summary, runs)
+        known = calls_of_parts(summary, runs)
         if summary.skip is not None:
             whole = sum(run.tally.calls for run in runs if not run.prefix)
             work.total += whole * summary.num_ops
             work.plain.append(f"{where} ({many(summary.num_ops, 'operator')}): {summary.skip}")
         for each in summary.partitions:
-            work.total += ran[each.name].calls * each.num_ops
+            work.total += known[each.name].calls * each.num_ops
             if each.captured and each.name in parts:
-                _add_captured(work, each, ran[each.name], parts[each.name], where)
+                _add_captured(work, each, known[each.name], parts[each.name], where)
             else:
                 _add_eager(work, each, where)
     return work
+
+
+def _left(place: str | None, reason: Reason | ReasonReport) -> str:
+    return f"{why_left(place, reason)}; {reason.detail} [{reason.code}]; {reason.fix}"
+
+
+def _add_break(work: Work, reason: Reason | None) -> None:
+    if reason is None:
+        return
+    work.graph_breaks.append(reason)
+    if reason.rest is not None:
+        work.in_eager = True
+        left = _left(reason.rest, reason)
+        work.fell_back += [] if left in work.fell_back else [left]
 
 
 def _add_captured(
@@ -115,7 +129,7 @@ def verdict(work: Work, least: float) -> tuple[bool, str]:
     passes = enough and not work.fell_back
     head = (
         f"cgpass check: {'passed' if passes else 'FAILED'}: {share(work.captured, work.total)} of the "
-        f"{many(work.total, 'operator')} that compiled functions ran after their warm-ups were captured, {share(least, 1)} are wanted"
+        f"{many(work.total, 'operator')} that {ran(in_eager=work.in_eager)} were captured, {share(least, 1)} are wanted"
     )
     lines = [head]
     if work.warmups > _MANY * (work.warmups + work.total):

@@ -181,6 +181,7 @@ def _reasons(reasons: Iterable[Reason]) -> tuple[ReasonReport, ...]:
             fix=reason.fix,
             line=reason.line,
             count=counts[key],
+            rest=reason.rest,
         )
         for key, reason in found
     )
@@ -197,11 +198,14 @@ def with_times(functions: Sequence[FunctionReport], measured: Measured) -> Repor
         )
         for function in functions
     )
+    breaks = [each.graph_break for each in found]
+    rests = dict.fromkeys(each for each in breaks if each is not None and each.rest is not None)
     return Report(
         cgpass=VERSION,
         torch=torch.__version__,
         device=_device_name(found, measured.device),
         functions=found,
+        left_to_eager=tuple(EagerFunction(reason=each, place=each.rest) for each in rests),
         settled=measured.settled,
         runs=measured.runs,
         ms=measured.captured.ms,
@@ -227,7 +231,8 @@ def snapshot(left_to_eager: tuple[EagerFunction, ...] = ()) -> Report:
         )
         for function in functions
     ]
-    return dataclasses.replace(with_times(counted, Measured()), left_to_eager=left_to_eager)
+    report = with_times(counted, Measured())
+    return dataclasses.replace(report, left_to_eager=(*left_to_eager, *report.left_to_eager))
 
 
 def _device_name(functions: Iterable[FunctionReport], device: torch.device | None) -> str:

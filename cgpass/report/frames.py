@@ -10,19 +10,15 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from cgpass import _torch, telemetry
-from cgpass.graph.breaks import reason_of
-from cgpass.reason import OTHER_FIXES, Reason
+from cgpass.graph.breaks import given_up
+from cgpass.graph.lines import function_name
+from cgpass.reason import OTHER_FIXES, Reason, ways
 from cgpass.report.model import EagerFunction, ReasonReport
 
 _NOTED: Final = 4096
 """Compilations of a process that are looked through; torch keeps less."""
-_CALLED: Final = (
-    "put what can be compiled into functions of its own: those that a function in eager calls are compiled by "
-    "themselves"
-)
 _AT_LIMIT: Final = "recompile limit exceeded"
 _LIMIT: Final = re.compile(r"exceeding the (\w+) .*currently set to (\d+)")
-_RESUMED: Final = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
 _VERSION: Final = re.compile(r"^\[?\d+/\d+\]?: ")
 _HINT: Final = re.compile(r"\(HINT: (.*)\)\s*$")
 _SOURCE: Final = re.compile(r"^(.*?)\s+# (.*?)\s*# (\S+):(\d+) in (\S+)")
@@ -88,15 +84,9 @@ def _is_of(function: tuple[Any, ...], code: types.CodeType) -> bool:
         return False
     file, line, name = function
     last = max((line for *_, line in code.co_lines() if line), default=code.co_firstlineno)
-    return (file, _name(name)) == (code.co_filename, code.co_name) and (
+    return (file, function_name(name)) == (code.co_filename, code.co_name) and (
         code.co_firstlineno <= line <= last
     )
-
-
-def _name(name: str) -> str:
-    """A function's, of that which is left of it, too."""
-    resumed = _RESUMED.match(name)
-    return resumed.group(1) if resumed else name
 
 
 def _is_at_limit(compilation: Any) -> bool:
@@ -107,7 +97,7 @@ def _described(function: tuple[Any, ...], compilation: Any) -> EagerFunction:
     place = None
     if len(function) > 1:
         file, line, name = function
-        place = f"{os.path.basename(file)}:{line} in {_name(name)}"
+        place = f"{os.path.basename(file)}:{line} in {function_name(name)}"
     found = _at_limit(compilation) if _is_at_limit(compilation) else _broken(compilation)
     reason = ReasonReport(
         code=found.code, op=found.op, detail=found.detail, fix=found.fix, line=found.line
@@ -117,9 +107,7 @@ def _described(function: tuple[Any, ...], compilation: Any) -> EagerFunction:
 
 def _broken(compilation: Any) -> Reason:
     file, line = compilation.fail_user_frame_filename, compilation.fail_user_frame_lineno
-    reason = reason_of(compilation.fail_reason or compilation.fail_type, _line(file, line))
-    detail = f"torch.compile can't go on behind this graph break: {reason.detail}"
-    return Reason(reason.code, "", detail, f"{reason.fix} Or: {_CALLED}", reason.line)
+    return given_up(compilation.fail_reason or compilation.fail_type, _line(file, line))
 
 
 def _line(file: str | None, number: int | None) -> str | None:
@@ -155,7 +143,7 @@ def _at_limit(compilation: Any) -> Reason:
     often = f"{times} times, as often as torch._dynamo.config.{option} allows"
     detail = f"it was compiled {often}{why}. Calls that fit nothing compiled run in eager"
     usual = OTHER_FIXES["recompile_limit"]
-    return Reason("recompile_limit", "", detail, f"{hint}. Or: {usual}" if hint else usual, line)
+    return Reason("recompile_limit", "", detail, ways([*([hint] if hint else []), usual]), line)
 
 
 def _cause(text: str) -> tuple[str, str | None, str | None]:

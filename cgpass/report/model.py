@@ -29,6 +29,8 @@ class ReasonReport:
     """The user's line, `model.py:41 in forward: code`."""
     count: int = 1
     """Operators that this is said of."""
+    rest: str | None = None
+    """Of a graph break that `torch.compile` can't go on behind: what of the function it left to eager."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +169,8 @@ class EagerFunction:
 
     reason: ReasonReport
     place: str | None = None
-    """Where it begins, `model.py:41 in forward`; None if that is not known."""
+    """Where it begins, `model.py:41 in forward`, or `the rest of forward from model.py:41 on`; None if that is not
+    known."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from cgpass.report.words import (
     alike,
     breaks,
     briefly,
+    but_for,
     copied_bytes,
     in_graphs,
     left_out,
@@ -130,15 +131,17 @@ def _left(function: "EagerFunction") -> str:
 
 def _function(function: "FunctionReport") -> str:
     place = UNKNOWN.capitalize() if function.place is None else _code(function.place)
-    lines = [f"<section><h2>{place}</h2>"]
+    lines = [f"<section><h2>{place}{_e(but_for(function))}</h2>"]
     facts = [f"function {function.number}", f"driver {function.driver or 'none'}"]
     if function.pool_bytes is not None:
         facts.append(f"memory pools {size(function.pool_bytes)}")
     lines.append(_paragraph(_e(", ".join(facts))))
     lines += map(_graph, function.graphs)
-    if function.graph_break is not None:
-        lines.append("<h3>It ends at a graph break</h3>")
-        lines.append(_reason([function.graph_break]))
+    found = function.graph_break
+    if found is not None and found.rest is not None:
+        lines.append(_paragraph(_e(f"{found.rest} is left to eager, see above"), "warn"))
+    elif found is not None:
+        lines += ["<h3>It ends at a graph break</h3>", _reason([found])]
     return "\n".join([*lines, "</section>"])
 
 

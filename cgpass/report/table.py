@@ -11,6 +11,7 @@ from cgpass.report.words import (
     alike,
     breaks,
     briefly,
+    but_for,
     copied_bytes,
     in_graphs,
     left_out,
@@ -104,20 +105,22 @@ def _head(report: "Report") -> Iterator[str]:
 
 def _left(function: "EagerFunction") -> Iterator[str]:
     reason = function.reason
-    yield from _wrapped(why_left(function), 0)
+    yield from _wrapped(why_left(function.place, reason), 0)
     yield from _wrapped(f"{reason.detail} [{reason.code}]", 2)
     yield from _wrapped(f"fix: {reason.fix}", 2)
 
 
 def _function(function: "FunctionReport") -> Iterator[str]:
     place = function.place or UNKNOWN
-    yield from _wrapped(f"function {function.number}: {place}", 0)
+    yield from _wrapped(f"function {function.number}: {place}{but_for(function)}", 0)
     if function.pool_bytes is not None:
         yield from _wrapped(f"its graphs' memory pools: {size(function.pool_bytes)}", 2)
     for graph in function.graphs:
         yield from _graph(graph)
-    if function.graph_break is not None:
-        reason = function.graph_break
+    reason = function.graph_break
+    if reason is not None and reason.rest is not None:
+        yield from _wrapped(f"{reason.rest} is left to eager, see above", 2)
+    elif reason is not None:
         place = f" at {reason.line}" if reason.line else ""
         yield from _wrapped(f"ends at a graph break{place}: {reason.detail}", 2)
         yield from _wrapped(f"fix: {reason.fix}", 4)

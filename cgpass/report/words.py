@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Final
 from cgpass.reason import Reason, many
 
 if TYPE_CHECKING:
-    from cgpass.report.model import EagerFunction, PartitionReport, ReasonReport, Report
+    from cgpass.report.model import (
+        EagerFunction,
+        FunctionReport,
+        PartitionReport,
+        ReasonReport,
+        Report,
+    )
 
 NONE = "-"
 """Stands for what is not known or does not apply."""
@@ -101,7 +107,11 @@ def breaks(found: Iterable["ReasonReport | Reason | None"], counted: str) -> str
         found: The graph break that each function ends at, if any.
         counted: What the percentages are of, "kernels" or "operators".
     """
-    lines = dict.fromkeys(reason.line or "no known line" for reason in found if reason is not None)
+    lines = dict.fromkeys(
+        reason.line or "no known line"
+        for reason in found
+        if reason is not None and reason.rest is None  # else it stands among what was left to eager
+    )
     if not lines:
         return None
     at = listed([line.partition(" in ")[0] for line in lines])
@@ -124,10 +134,16 @@ def left_out(found: Sequence["EagerFunction"], counted: str) -> str | None:
     return f"left to eager: {places}; what that runs itself is not among these {counted}"
 
 
-def why_left(function: "EagerFunction") -> str:
+def why_left(place: str | None, reason: "ReasonReport | Reason") -> str:
     """Which function was left to eager, and because of which line."""
-    line = function.reason.line
-    return f"left to eager: {function.place or UNKNOWN}{f', because of {line}' if line else ''}"
+    because = f", because of {reason.line}" if reason.line else ""
+    return f"left to eager: {place or UNKNOWN}{because}"
+
+
+def but_for(function: "FunctionReport") -> str:
+    """What the figures of a function leave out of it, to stand behind its name."""
+    found = function.graph_break
+    return f", but for {found.rest}" if found is not None and found.rest is not None else ""
 
 
 def copied_bytes(part: "PartitionReport") -> int | None:
@@ -141,8 +157,14 @@ def in_graphs(report: "Report") -> str:
     """What the share of work in CUDA graphs is a share of."""
     amount = many(report.work[1], report.counted.removesuffix("s"))
     if report.of_all_calls:
-        return f"of the {amount} that compiled functions ran after their warm-ups"
-    return f"of the {amount} of compiled functions"
+        return f"of the {amount} that {ran(in_eager=bool(report.left_to_eager))}"
+    return f"of the {amount} of compiled {'code' if report.left_to_eager else 'functions'}"
+
+
+def ran(*, in_eager: bool) -> str:
+    """What is counted of all calls; where parts of functions are left to eager, not what functions ran."""
+    which = "code ran after its" if in_eager else "functions ran after their"
+    return f"compiled {which} warm-ups"
 
 
 def unsettled(report: "Report") -> str:

@@ -150,7 +150,7 @@ def test_what_an_eager_loop_calls_is_compiled_and_the_rest_not_counted():
         f"left to eager: test_frames.py:{first} in forward; what that runs itself is not among these "
         "operators"
     )
-    assert f"operators of compiled functions {outside} left to eager: " in shown(report)
+    assert f"operators of compiled code {outside} left to eager: " in shown(report)
     assert f'<p class="warn">L{outside[1:]}.</p>' in html(report)
 
 

@@ -1,5 +1,8 @@
 """Every reason code is provoked; reports name the operator, the user's line and what to do."""
 
+import traceback
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._library.effects import EffectType
@@ -8,6 +11,7 @@ import cgpass
 from cgpass import _torch, resplit
 from cgpass.culprits import Finding
 from cgpass.graph import op_tables
+from cgpass.graph.breaks import graph_break_of
 from cgpass.reason import CHOSEN, OTHER_FIXES, Reason
 from cgpass.report.collect import _reasons
 from cgpass.report.model import FunctionReport, GraphReport, PartitionReport, Report
@@ -310,6 +314,41 @@ def test_a_graph_break_names_its_line_and_what_to_do():
     )
     assert f"in graphs: 100% of the 8 operators of compiled functions {outside}" in text
     assert f'<p class="warn">{outside}.</p>' in html(report)
+
+
+def test_a_branch_on_a_tensor_is_told_in_words():
+    def fn(x):
+        y = (x * 2).sin().cos().exp()
+        if y.sum() > 0:
+            y = y + 1
+        return y.sin().cos().exp().tanh()
+
+    with cgpass.set_defaults(driver="simulated", compiler="eager"):
+        report = cgpass.explain(fn, X)
+    first, second = report.functions
+    line = fn.__code__.co_firstlineno + 2
+    assert first.graph_break.line == f"test_reasons.py:{line} in fn: if y.sum() > 0:"
+    assert first.graph_break.detail == "a branch on a tensor's value"
+    assert first.graph_break.fix.startswith(
+        "choose between both results on the device: torch.where"
+    )
+    assert second.place == f"test_reasons.py:{line + 1} in fn"  # not torch's own name of the rest
+    assert "generic_jump" not in str(report)
+    assert "resume" not in str(report)
+
+
+@pytest.mark.parametrize("word", ["generic_jump TensorVariable()", "comprehension_graph_break"])
+@pytest.mark.parametrize("line", [True, False])
+def test_words_of_torchs_own_are_no_details(word, line):
+    gm = torch.fx.symbolic_trace(lambda x: x)
+    frames = [traceback.FrameSummary("a/model.py", 41, "torch_dynamo_resume_in__lambda__at_3")]
+    gm.compile_subgraph_reason = SimpleNamespace(
+        reason=word, user_stack=frames if line else [], graph_break=True
+    )
+    reason = graph_break_of(gm)
+    assert reason.line == ("model.py:41 in <lambda>" if line else None)
+    assert "torch." in reason.fix or "take what breaks" in reason.fix
+    assert "_" not in reason.detail
 
 
 def test_sizes_of_many_symbols_are_one_block_that_names_what_made_them():

@@ -1,0 +1,174 @@
+"""Graph breaks behind which `torch.compile` leaves the rest of a function to eager, though the beginning is compiled."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+import cgpass
+from cgpass import __main__ as command
+from cgpass import _torch, telemetry
+from cgpass.report.model import Report
+from cgpass.report.page import html
+
+X = torch.linspace(-1, 1, 16).view(4, 4)
+
+
+@pytest.fixture(autouse=True)
+def simulated(monkeypatch):
+    monkeypatch.setattr(telemetry, "_registry", telemetry._Registry())
+    monkeypatch.setattr(telemetry, "compile_stats", telemetry._registry.compiled)
+    with cgpass.set_defaults(driver="simulated", compiler="eager", on_skip="silent"):
+        yield
+
+
+@contextlib.contextmanager
+def block():
+    yield
+
+
+def tries(x):
+    y = x.sin().cos().exp().tanh()
+    try:  # from here on
+        if y.sum() > 1e9:  # the line to name
+            raise ValueError("too large")  # noqa: TRY301
+    except ValueError:
+        y = y * 2
+    return y.sin().cos().exp().tanh()
+
+
+def within(x):
+    y = x.sin().cos().exp().tanh()
+    with block():  # from here on
+        s = y.sum().item()  # the line to name
+    return y.sin().cos().exp().tanh() * s
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.layer(x).sin().cos().tanh()
+        with block():  # from here on
+            torch._dynamo.graph_break()  # the line to name
+        return x.sin().cos()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head, self.last = nn.Linear(4, 4), Head(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(self.head(self.first(x).sin().cos().tanh())).sin().cos().tanh()
+
+
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, labels=None):
+        x = self.layer(x).sin().cos().tanh()
+        try:  # from here on
+            torch._dynamo.graph_break()  # the line to name
+            loss = (x - labels).square().mean()
+        finally:
+            pass
+        return loss
+
+
+def step(model, x, labels):
+    loss = model(x, labels=labels)
+    loss.backward()
+    return loss.detach()
+
+
+# What is explained with which arguments, and whose rest is left to eager.
+GIVEN = {
+    "try": (tries, (X,), tries, "Data-dependent"),
+    "with": (within, (X,), within, "Unsupported Tensor.item() call"),
+    "a sub-module": (Model, (X,), Head.forward, "torch._dynamo.graph_break()"),
+    "labels": (step, (WithLoss, X, X * 2), WithLoss.forward, "torch._dynamo.graph_break()"),
+}
+
+
+def made(value):
+    return value() if isinstance(value, type) else value
+
+
+def lines_of(fn):
+    """Where the rest begins, and the line to name."""
+    with open(__file__) as file:
+        source = file.read().splitlines()
+    begin = fn.__code__.co_firstlineno
+    ends = ("# from here on", "# the line to name")
+    return [next(i for i in range(begin, 999) if source[i - 1].endswith(end)) for end in ends]
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_rest_of_a_function_behind_a_break_in_a_block_is_left_to_eager(given, compiled):
+    what, args, cut, why = GIVEN[given]
+    fn, args = made(what), [made(arg) for arg in args]
+    if compiled:
+        args = [torch.compile(a, backend="cgpass") if callable(a) else a for a in args]
+        fn = fn if fn is step else torch.compile(fn, backend="cgpass")
+        fn(*args)  # long before
+    report = cgpass.explain(fn, *args)
+    (left,) = report.left_to_eager
+    rest, line = lines_of(cut)
+    name = cut.__name__
+    assert left.place == f"the rest of {name} from test_breaks.py:{rest} on"
+    assert left.reason.code == "graph_break"
+    assert left.reason.line.startswith(f"test_breaks.py:{line} in {name}: ")
+    assert why in left.reason.detail
+    assert "functions of its own" in left.reason.fix
+    assert "step_unsupported" not in str(report)
+    text = " ".join(str(report).split())
+    assert f"left to eager: {left.place}; what that runs itself is not among these" in text
+    assert "% of the" in text
+    assert "operators of compiled functions" not in text
+    assert f", but for {left.place}" in text
+    assert f"test_breaks.py:{line}" in html(report)
+    assert f", but for {left.place}" in html(report)
+    assert f"{left.place} is left to eager" in cgpass.summary()
+    assert Report.from_dict(report.to_dict()) == report
+
+
+def test_a_break_that_nobody_noted_names_the_block(monkeypatch):
+    monkeypatch.setattr(_torch, "newest_graph_break", lambda: None)
+    (left,) = cgpass.explain(tries, X).left_to_eager
+    rest, _ = lines_of(tries)
+    assert left.place == f"the rest of tries from test_breaks.py:{rest} on"
+    assert left.reason.line.startswith(f"test_breaks.py:{rest} in tries: try:")
+    assert "is in a block (try:, with) that has a graph break" in left.reason.detail
+    assert "TORCH_LOGS=graph_breaks shows more. Or: put what can be" in left.reason.fix
+
+
+SCRIPT = """
+import torch
+from tests.report import test_breaks
+
+call = torch.compile(test_breaks.tries, backend="cgpass")
+for _ in range(10):
+    call(test_breaks.X)
+"""
+
+
+def test_a_script_the_rest_of_whose_function_is_left_to_eager_fails(tmp_path, capsys):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    saved = tmp_path / "all.json"
+    assert command.main(["check", "--save", str(saved), str(tmp_path / "script.py")]) == 1
+    said = capsys.readouterr().out
+    rest, line = lines_of(tries)
+    left = f"left to eager: the rest of tries from test_breaks.py:{rest} on, because of test_breaks.py:{line} in tries: "
+    assert said.startswith("cgpass check: FAILED: 100% of the 36 operators that compiled code ran")
+    assert f"fell back:\n  {left}" in said
+    assert said.count("left to eager") == 1
+    assert "graph break, at" not in said
+    assert command.main(["report", str(saved), "-o", "-"]) == 0
+    assert left[:60] in capsys.readouterr().out
