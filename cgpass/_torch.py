@@ -396,6 +396,14 @@ def compilations() -> list[Any]:
     return [] if utils is None else list(utils.get_compilation_metrics())
 
 
+def frames_compiled() -> int:
+    """Functions that Dynamo was to compile since `torch.compiler.reset()`; their numbers in notes are below it.
+
+    Source: torch/_dynamo/convert_frame.py `FRAME_COUNTER`, 2.11 to 2.15.
+    """
+    return getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)
+
+
 def note_compilations(limit: int) -> int | None:
     """Have torch keep so many of its newest notes; returns how many it kept, None if Dynamo is not loaded.
 

@@ -75,9 +75,9 @@ def explain(
         state = State(call)
         stack.callback(state.put_back)
         calls = Calls(run, args, kwargs, state, training=training)
-        report = _observe(calls, state.devices | calls.devices)
-        behind = frames.codes_of(call.values)
-        left = frames.left_to_eager(before, behind=behind)
+        long_ago = frames.Before(before, frames.codes_of(call.values))
+        report = _observe(calls, state.devices | calls.devices, long_ago)
+        left = frames.left_to_eager(before, again=long_ago.functions)
         return dataclasses.replace(report, left_to_eager=(*left, *report.left_to_eager))
 
 
@@ -105,8 +105,8 @@ def _compiled(fn: Callable[..., Any] | torch.nn.Module) -> Iterator[Callable[...
                 owner.release()
 
 
-def _observe(calls: Calls, devices: set[torch.device]) -> Report:
-    measured = Measured(settled=_settle(calls), runs=RUNS)
+def _observe(calls: Calls, devices: set[torch.device], before: frames.Before) -> Report:
+    measured = Measured(settled=_settle(calls, before), runs=RUNS)
     measured.captured = timed(calls, devices)
     numbers = called(measured.captured)
     owners = _owners(among=numbers)
@@ -124,12 +124,13 @@ def _observe(calls: Calls, devices: set[torch.device]) -> Report:
     return with_times(functions, measured)
 
 
-def _settle(calls: Calls) -> bool:
+def _settle(calls: Calls, long_ago: frames.Before) -> bool:
     """Call until two calls in a row recorded and compiled nothing; returns whether they did in the end."""
     quiet = 0
-    for _ in range(_CALLS + current_defaults().num_warmup_calls):
+    for number in range(_CALLS + current_defaults().num_warmup_calls):
         before = telemetry.counters()
-        calls()
+        with long_ago.watching() if number == 1 else contextlib.nullcontext():  # compiled by now
+            calls()
         after = telemetry.counters()
         quiet = quiet + 1 if all(before[name] == after[name] for name in _CHANGES) else 0
         if quiet == 2:

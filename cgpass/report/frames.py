@@ -5,6 +5,7 @@ import contextlib
 import linecache
 import os
 import re
+import sys
 import types
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
@@ -45,31 +46,92 @@ def noted() -> Iterator[list[Any]]:
             _torch.note_compilations(before[0])
 
 
+Function = tuple[Any, ...]
+"""File, first line and name; of a function that is not known, what torch numbers it."""
+
+
 def left_to_eager(
-    before: Sequence[Any] = (), *, behind: Collection[types.CodeType] = ()
+    before: Sequence[Any] = (), *, again: Collection[Function] = ()
 ) -> tuple[EagerFunction, ...]:
     """Functions whose last compilation was given up.
 
     Args:
         before: What had been noted; what is among it does not count.
-        behind: Code of functions of which it does count.
+        again: Functions of which it does count.
     """
     known = set(map(id, before))
-    functions: dict[str, tuple[Any, ...]] = {}
-    last: dict[tuple[Any, ...], Any] = {}
-    for each in _torch.compilations():
+    return tuple(
+        _described(function, each)
+        for function, each in _last(_torch.compilations()).items()
+        if _torch.was_given_up(each) and (id(each) not in known or function in again)
+    )
+
+
+class Before:
+    """Functions that were given up some time ago, and so are not tried again: torch notes nothing of them any more."""
+
+    def __init__(self, notes: Sequence[Any], behind: Collection[types.CodeType]) -> None:
+        """Find those that may still be in eager.
+
+        Args:
+            notes: Of compilations until now, oldest first.
+            behind: Code of the functions in question.
+        """
+        self.functions = {
+            function
+            for function, each in _last(_since_reset(notes)).items()
+            if _torch.was_given_up(each) and any(_is_of(function, code) for code in behind)
+        }
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Keep those alone that are called inside: others are parts of what calls them by now, and compiled with it."""
+        if not self.functions or sys.getprofile() is not None:  # somebody else's stays
+            yield
+            return
+        called = set()
+
+        def note(frame: types.FrameType, event: str, _: object) -> None:
+            if event == "call":
+                code = frame.f_code
+                called.add((code.co_filename, code.co_firstlineno, code.co_name))
+
+        sys.setprofile(note)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+        self.functions &= called
+
+
+def _since_reset(notes: Sequence[Any]) -> Sequence[Any]:
+    """The newest of some notes of compilations: those since `torch.compiler.reset()`, which numbers functions anew."""
+    newest: dict[str, int] = {}
+    for i in range(len(notes) - 1, -1, -1):
+        frame, _, number = str(notes[i].compile_id).rpartition("/")
+        if notes[i].co_name is None or not (frame and number.isdecimal()):
+            continue
+        _, _, of_frame = frame.rpartition("/")
+        if of_frame.isdecimal() and int(of_frame) >= _torch.frames_compiled():
+            return notes[i + 1 :]
+        if frame in newest and int(number) >= newest[frame]:
+            return notes[i + 1 :]
+        newest[frame] = int(number)
+    return notes
+
+
+def _last(notes: Iterable[Any]) -> dict[Function, Any]:
+    """The last compilation of each function."""
+    functions: dict[str, Function] = {}
+    last: dict[Function, Any] = {}
+    for each in notes:
         frame = str(each.compile_id).rpartition("/")[0]
         if each.co_name is not None:
             functions[frame] = each.co_filename, each.co_firstlineno, each.co_name
         elif not _is_at_limit(each):  # a backward's
             continue
         last[functions.get(frame, (frame,))] = each
-    return tuple(
-        _described(function, each)
-        for function, each in last.items()
-        if _torch.was_given_up(each)
-        and (id(each) not in known or any(_is_of(function, code) for code in behind))
-    )
+    return last
 
 
 def codes_of(values: Iterable[Any]) -> list[types.CodeType]:
@@ -78,7 +140,7 @@ def codes_of(values: Iterable[Any]) -> list[types.CodeType]:
     return [code for code in found if isinstance(code, types.CodeType)]
 
 
-def _is_of(function: tuple[Any, ...], code: types.CodeType) -> bool:
+def _is_of(function: Function, code: types.CodeType) -> bool:
     """Whether a function is that of some code, or what is left of it behind a graph break."""
     if len(function) == 1:
         return False
@@ -93,7 +155,7 @@ def _is_at_limit(compilation: Any) -> bool:
     return _AT_LIMIT in (compilation.fail_reason or "")
 
 
-def _described(function: tuple[Any, ...], compilation: Any) -> EagerFunction:
+def _described(function: Function, compilation: Any) -> EagerFunction:
     place = None
     if len(function) > 1:
         file, line, name = function

@@ -1,6 +1,7 @@
 """Functions that `torch.compile` leaves to eager: no graph tells of them, `explain` and `check` do."""
 
 import contextlib
+import sys
 
 import pytest
 import torch
@@ -278,3 +279,72 @@ def test_a_script_with_functions_in_eager_fails(tmp_path, capsys, monkeypatch, n
     assert "fell back:\n" in said
     assert command.main(["report", str(saved), "-o", "-"]) == 0
     assert f"left to eager: test_frames.py:{first} in {kind}" in capsys.readouterr().out
+
+
+def called_with(x, n):
+    return x.sin().cos().exp().tanh() * n
+
+
+def inlines(x):
+    return called_with(x, 3).sin().cos().exp().tanh()
+
+
+def at_limit():
+    compiled = torch.compile(called_with, backend="eager", dynamic=False)
+    for n in range(12):
+        compiled(X, n)
+
+
+def test_what_is_inlined_by_now_is_not_left_to_eager():
+    at_limit()
+    report = cgpass.explain(inlines, X, training=False)
+    assert report.left_to_eager == ()
+    assert report.work == (9, 9)
+    assert sys.getprofile() is None
+
+
+def test_a_module_that_was_given_up_is_inlined_in_a_step():
+    model = nn.Linear(4, 4)
+    forward = torch.compile(lambda x: model(x).sin(), backend="eager", dynamic=False)
+    for rows in range(2, 14):
+        forward(torch.ones(rows, 4))
+    inner = forward._torchdynamo_orig_callable
+
+    def step(x):
+        loss = inner(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    assert cgpass.explain(step, X).left_to_eager == ()
+
+
+@pytest.mark.parametrize("more", [0, 1, 9])
+def test_what_was_given_up_before_a_reset_is_not_left_to_eager(more):
+    at_limit()
+    torch.compiler.reset()
+    for n in range(more):
+        torch.compile(eval("lambda x: x + 1"), backend="eager")(X + n)
+
+    @torch.compiler.disable
+    def calls(x):  # called as a function of its own, which nobody compiles
+        return called_with(x, 3)
+
+    cgpass.explain(lambda x: calls(x).sin().cos().exp().tanh(), X, training=False)
+    assert frames.Before(_torch.compilations(), [called_with.__code__]).functions == set()
+
+
+def test_under_a_profiler_of_the_users_what_is_reached_counts():
+    at_limit()
+    seen = []
+
+    def profile(*event):
+        seen.append(event[1])
+
+    sys.setprofile(profile)
+    try:
+        report = cgpass.explain(inlines, X, training=False)
+        assert sys.getprofile() is profile
+    finally:
+        sys.setprofile(None)
+    assert [left.place.partition(" in ")[2] for left in report.left_to_eager] == ["called_with"]
+    assert seen
