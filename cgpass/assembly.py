@@ -353,7 +353,10 @@ def _tracked(executor: Executor, graph: int, prefix: str = "") -> Boxed:
     """A callable that telemetry knows of."""
     parts = {
         prefix + step.name: telemetry.PartitionRun(
-            step.run.stats, step.run.history.notes, step.run.reasons
+            step.run.stats,
+            step.run.history.notes,
+            step.run.reasons,
+            step.run.settings.limits.num_warmup_calls,
         )
         for step in executor.plan.steps
         if isinstance(step.run, PartitionRunner)

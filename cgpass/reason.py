@@ -131,7 +131,13 @@ class CallReasons:
         self._changed.clear()
 
     def told(
-        self, *, calls: int, plain_calls: int, warmups: int, recordings: int
+        self,
+        *,
+        calls: int,
+        plain_calls: int,
+        warmups: int,
+        recordings: int,
+        num_warmup_calls: int = 1,
     ) -> tuple[Reason, ...]:
         """All of it as reasons.
 
@@ -140,6 +146,7 @@ class CallReasons:
             plain_calls: Those that ran without a graph after their warm-up.
             warmups: Those that warmed up.
             recordings: Made after them.
+            num_warmup_calls: Those that one recording needs.
         """
         counts = dict(self._counts)
         details = dict(self._details)
@@ -152,8 +159,8 @@ class CallReasons:
         found = [
             _without_a_graph(code, count, calls, *details[code]) for code, count in counts.items()
         ]
-        idle = warmups - recordings
-        if idle <= _FEW or idle <= _MANY * calls:
+        idle = warmups - recordings * num_warmup_calls
+        if idle <= _FEW * num_warmup_calls or idle <= _MANY * calls:
             return tuple(found)
         changed = self._changed.items()
         return (*found, *(_new(*key, count, calls) for key, count in changed if 2 * count > idle))

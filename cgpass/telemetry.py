@@ -73,7 +73,11 @@ class PartitionRun:
     """What is known of a captured partition's calls; its counts stay when it is gone."""
 
     def __init__(
-        self, stats: CallStats, notes: Sequence[RecordingNote], reasons: CallReasons | None = None
+        self,
+        stats: CallStats,
+        notes: Sequence[RecordingNote],
+        reasons: CallReasons | None = None,
+        num_warmup_calls: int = 1,
     ) -> None:
         """Keep what a report needs.
 
@@ -81,7 +85,9 @@ class PartitionRun:
             stats: From `new_call_stats`; the partition keeps them alive.
             notes: Of its newest recordings, oldest first, at most `RECORDINGS_KEPT`.
             reasons: Why calls ran without a graph.
+            num_warmup_calls: Calls that warm up for each shape, by the options that it was compiled with.
         """
+        self.num_warmup_calls = num_warmup_calls
         self.notes = notes
         self._reasons = CallReasons() if reasons is None else reasons
         self._live = weakref.ref(stats)
@@ -104,6 +110,7 @@ class PartitionRun:
             plain_calls=stats.plain_calls,
             warmups=stats.warmups,
             recordings=stats.recordings,
+            num_warmup_calls=self.num_warmup_calls,
         )
 
     def end(self, counts: Sequence[int]) -> None:

@@ -11,11 +11,19 @@ import torch
 from cgpass import _torch, telemetry
 from cgpass.backend import cgpass
 from cgpass.errors import OptionError
-from cgpass.options import current_defaults
 from cgpass.report import frames
 from cgpass.report.calls import Calls
 from cgpass.report.collect import Measured, called, collect, with_times
-from cgpass.report.measure import RUNS, live_runs, main_device, plainly, profiled, timed
+from cgpass.report.measure import (
+    RUNS,
+    calls_made,
+    live_runs,
+    main_device,
+    most_warm_ups,
+    plainly,
+    profiled,
+    timed,
+)
 from cgpass.report.model import Report
 from cgpass.report.state import Called, State, reaches_compiled
 from cgpass.runtime.owner import Owner
@@ -127,10 +135,14 @@ def _observe(calls: Calls, devices: set[torch.device], before: frames.Before) ->
 def _settle(calls: Calls, long_ago: frames.Before) -> bool:
     """Call until two calls in a row recorded and compiled nothing; returns whether they did in the end."""
     quiet = 0
-    for number in range(_CALLS + current_defaults().num_warmup_calls):
+    made = calls_made()
+    number = warm_ups = 0
+    while number < _CALLS + warm_ups:
         before = telemetry.counters()
         with long_ago.watching() if number == 1 else contextlib.nullcontext():  # compiled by now
             calls()
+        number += 1
+        warm_ups = most_warm_ups(since=made)
         after = telemetry.counters()
         quiet = quiet + 1 if all(before[name] == after[name] for name in _CHANGES) else 0
         if quiet == 2:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cgpass import telemetry
-from cgpass.options import current_defaults
 from cgpass.summaries import GraphSummary
 
 _MANY = 0.2
@@ -32,14 +31,14 @@ def calls_of_parts(summary: GraphSummary, runs: Sequence[telemetry.GraphRun]) ->
         summary: Of the graph.
         runs: What runs it.
     """
-    parts = {name: part.stats for run in runs for name, part in run.parts.items()}
+    parts = {name: part for run in runs for name, part in run.parts.items()}
     warmups = max(map(excused, parts.values()), default=0)
     calls = {run.prefix: run.tally.calls for run in runs}
     found = {}
     for part in summary.partitions:
-        stats = parts.get(part.name) if part.captured else None
-        if stats is not None:
-            free = excused(stats)
+        known = parts.get(part.name) if part.captured else None
+        if known is not None:
+            stats, free = known.stats, excused(known)
             found[part.name] = Ran(stats.calls - free, stats.replays, free)
         else:
             prefix = part.name.rpartition(".")[0]
@@ -48,9 +47,9 @@ def calls_of_parts(summary: GraphSummary, runs: Sequence[telemetry.GraphRun]) ->
     return found
 
 
-def excused(stats: telemetry.CallStats) -> int:
+def excused(part: telemetry.PartitionRun) -> int:
     """Warm-ups that do not count: all, unless calls go on warming up what is never recorded."""
-    each = max(1, current_defaults().num_warmup_calls)
+    stats, each = part.stats, part.num_warmup_calls
     needed = stats.recordings * each
     idle = stats.warmups - needed
     return needed if idle > _FEW * each and idle > _MANY * stats.calls else stats.warmups
