@@ -24,6 +24,11 @@ _SIMPLE: Final = (
     *(list, tuple, dict, set, deque),
 )
 """Attributes of these types that a call adds to a module are taken away again."""
+_NOT_LOOKED_INTO: Final = (
+    *(torch.nn.Module, torch.Tensor, torch.optim.Optimizer),
+    *(type, types.ModuleType, types.FunctionType),
+)
+"""Modules and optimizers are kept as such."""
 _MISSING: Final = object()
 _OF_MODULES: Final = frozenset(vars(torch.nn.Module()))
 """Attributes that every module has; what they hold is torch's."""
@@ -57,6 +62,14 @@ class Called:
         for module in modules_behind(self._all, into_forwards=True):
             found.update((id(each), each) for each in module.modules())
         return list(found.values())
+
+    @functools.cached_property
+    def held(self) -> list[Any]:
+        """What objects that are called or given have in attributes of their own, whoever reads them by which name."""
+        given = [self.fn, getattr(self.fn, "__self__", None), *pytree.tree_leaves(self.arguments)]
+        objects = [each for each in given if not isinstance(each, _NOT_LOOKED_INTO)]
+        own = [getattr(each, "__dict__", None) for each in objects]
+        return pytree.tree_leaves([list(each.values()) for each in own if type(each) is dict])
 
 
 def _code_of(fn: Any) -> Callable[..., Any]:
@@ -210,8 +223,18 @@ class State:
         Args:
             called: The function and its arguments.
         """
-        self._attributes = [_Attributes(module) for module in called.modules]
-        optimizers = [each for each in called.values if isinstance(each, torch.optim.Optimizer)]
+        modules = {id(each): each for each in called.modules}
+        for value in called.held:
+            if isinstance(value, torch.nn.Module):
+                modules.update((id(each), each) for each in value.modules())
+        self._attributes = [_Attributes(module) for module in modules.values()]
+        optimizers = list(
+            {
+                id(each): each
+                for each in (*called.values, *called.held)
+                if isinstance(each, torch.optim.Optimizer)
+            }.values()
+        )
         self._optimizers = _Containers(
             [each for found in optimizers for each in (found.state, found.param_groups)]
         )

@@ -179,3 +179,45 @@ def test_optimizers_are_put_back(kind, stepped, given):
     now = optimizer.state_dict()
     assert now["param_groups"] == state["param_groups"]
     torch.testing.assert_close(now["state"], state["state"], rtol=0, atol=0)
+
+
+class Trainer:
+    def __init__(self):
+        self.parts = {"model": normed()}
+        self.optimizer = torch.optim.Adam(self.parts["model"].parameters(), lr=0.1)
+
+    def step(self, x):
+        return trained_by_name(self, x)
+
+    __call__ = step
+
+
+def trained_by_name(trainer, x):
+    model, optimizer = getattr(trainer, "par" + "ts")["model"], getattr(trainer, "optim" + "izer")
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("how", ["argument", "in a list", "method", "callable"])
+def test_what_an_object_holds_is_put_back_whatever_name_it_is_read_by(how):
+    trainer = Trainer()
+    before = kept(trainer.parts["model"])
+    given = {
+        "argument": (trained_by_name, trainer),
+        "in a list": (lambda trainers, x: trained_by_name(trainers[0], x), [trainer]),
+        "method": (trainer.step,),
+        "callable": (trainer,),
+    }
+    report = cgpass.explain(*given[how], X)
+    assert report.functions
+    assert stayed(before, trainer.parts["model"])
+    assert not trainer.optimizer.state
+
+
+def test_what_an_object_holds_compiled_and_nobody_calls_is_no_hindrance():
+    trainer = Trainer()
+    trainer.compiled = torch.compile(normed(), backend="cgpass")
+    assert cgpass.explain(trained_by_name, trainer, X).functions
