@@ -16,7 +16,11 @@ _CALLED: Final = (
     "themselves"
 )
 _LED_TO: Final = re.compile(r"^\*\*\* While handling this graph break.*$", re.MULTILINE)
-_NO_HELP: Final = ("report an issue", "caused by an earlier graph break")
+_NO_HELP: Final = (
+    "report an issue",
+    "caused by an earlier graph break",
+    "This graph break is fundamental",
+)
 """Hints that are none to users."""
 _STEP: Final = "step_unsupported"
 """What torch says where it compiles what is before a line and leaves all from there on to eager."""

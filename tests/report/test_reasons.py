@@ -11,7 +11,7 @@ import cgpass
 from cgpass import _torch, resplit
 from cgpass.culprits import Finding
 from cgpass.graph import op_tables
-from cgpass.graph.breaks import graph_break_of
+from cgpass.graph.breaks import given_up, graph_break_of
 from cgpass.reason import CHOSEN, OTHER_FIXES, Reason
 from cgpass.report.collect import _reasons
 from cgpass.report.model import FunctionReport, GraphReport, PartitionReport, Report
@@ -335,6 +335,16 @@ def test_a_branch_on_a_tensor_is_told_in_words():
     assert second.place == f"test_reasons.py:{line + 1} in fn"  # not torch's own name of the rest
     assert "generic_jump" not in str(report)
     assert "resume" not in str(report)
+
+
+def test_hints_are_sentences_and_those_without_help_left_out():
+    text = "Data-dependent branching\n  Hint: This graph break is fundamental - no.\n  Hint: Remove the call\n  Hint: Use torch.cond."
+    found = given_up(text, "model.py:41 in forward")
+    assert found.fix.startswith("Remove the call. Or: Use torch.cond. Or: put what can be compiled")
+    assert "fundamental" not in found.fix
+    assert given_up("Unsupported", None).fix.startswith(
+        "TORCH_LOGS=graph_breaks shows more. Or: put"
+    )
 
 
 @pytest.mark.parametrize("word", ["generic_jump TensorVariable()", "comprehension_graph_break"])
