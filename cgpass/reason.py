@@ -175,8 +175,12 @@ def _new(code: str, name: str, line: str | None, count: int, calls: int) -> Reas
     detail = (
         f"{NEW[code]} in {count} of {many(calls, 'call')}: such calls warm up, or are recorded each"
     )
-    return Reason(code, name, detail, OTHER_FIXES[code], line)
+    fix = _KEEP_GRADIENTS if code == "new_tensor" and name.endswith(".grad") else OTHER_FIXES[code]
+    return Reason(code, name, detail, fix, line)
 
 
+_KEEP_GRADIENTS: Final = (
+    "keep gradients where they lie: zero_grad(set_to_none=False), so that backwards add to them"
+)
 NEW: Final = {"new_tensor": "is a new tensor", "new_shape": "has another value or layout"}
 """Codes of what is new in calls that warm up, and what they say of an input."""

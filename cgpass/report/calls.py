@@ -44,6 +44,8 @@ class Calls:
         self._state = state
         self._training = training
         self._last: list[Any] = []
+        self._keeps_gradients: bool | None = None
+        """Whether those that a call leaves behind stay, as in a loop that zeroes them in place; None if not known yet."""
         self._copied = [i for i, leaf in enumerate(self._leaves) if _is_data(leaf, state)]
         self.devices = {self._leaves[i].device for i in self._copied}
         """Of the inputs that are copied."""
@@ -61,7 +63,10 @@ class Calls:
                 with torch.no_grad():
                     self._fn(*args, **kwargs)
         finally:
-            self._state.drop_gradients()
+            if self._keeps_gradients is None:
+                self._keeps_gradients = self._state.gradients_are_zero()
+            if not self._keeps_gradients:
+                self._state.drop_gradients()
         self._last = inputs  # so that those of the next call lie elsewhere
 
     def _inputs(self) -> list[Any]:
@@ -84,6 +89,7 @@ class Calls:
         if of_mine or self._state.have_gradients(leaves):  # the function ran a backward itself
             return
         self._state.put_gradients_aside(leaves)
+        self._keeps_gradients = False  # the function's own backward would have left some
         try:
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
         except RuntimeError as error:

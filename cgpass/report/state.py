@@ -285,6 +285,11 @@ class State:
         """Whether tensors that are known, and so had none, have gradients now."""
         return any(leaf.grad is not None for leaf in leaves if id(leaf) in self._grads)
 
+    def gradients_are_zero(self) -> bool:
+        """Whether there are gradients, and no number but zero in them: the function itself zeroed them in place."""
+        grads = [leaf.grad for leaf, _ in self._grads.values() if leaf.grad is not None]
+        return bool(grads) and not any(not has_storage(grad) or bool(grad.any()) for grad in grads)
+
     def drop_gradients(self) -> None:
         """As `zero_grad` does."""
         for leaf, _ in self._grads.values():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import cgpass
-from cgpass.reason import NEW, OTHER_FIXES
+from cgpass.reason import NEW, OTHER_FIXES, CallReasons
 from cgpass.report import check
 from cgpass.report.collect import snapshot
 from cgpass.runtime.failures import Outcome
@@ -253,6 +253,16 @@ def test_why_calls_ran_without_a_graph(code):
     assert code in NEW or f"{run.stats.plain_calls} of " in reason.detail
 
 
+def test_new_gradients_are_told_how_to_stay():
+    reasons = CallReasons()
+    for _ in range(6):
+        reasons.note_changed("new_tensor", [("L['m'].weight.grad", None), ("L['m'].weight", None)])
+    grad, weight = reasons.told(calls=20, plain_calls=0, warmups=6, recordings=1)
+    assert (grad.code, weight.code) == ("new_tensor", "new_tensor")
+    assert grad.fix.startswith("keep gradients where they lie: zero_grad(set_to_none=False)")
+    assert weight.fix == OTHER_FIXES["new_tensor"]
+
+
 def test_what_replays_has_no_reasons_however_it_began():
     run = runner(scaled, COPIED, STATIC, settings={"other_sets": True})
     for weight in [torch.ones(2) for _ in range(30)] * 3:
@@ -349,7 +359,14 @@ class Cache(nn.Module):
 
 
 def test_a_cache_that_each_call_replaces_is_named(simulated):
-    report = cgpass.explain(Cache(), torch.randn(4, 8), training=False)
+    model, kept = Cache(), []
+    compiled = torch.compile(model, backend="cgpass")
+
+    def calls(x):
+        compiled(x)
+        kept.append(model.k)  # the next one can't lie where it does
+
+    report = cgpass.explain(calls, torch.randn(4, 8), training=False)
     assert not report.settled
     assert "warmed up; see the causes below" in joined(report)
     (part,) = report.graphs[0].partitions

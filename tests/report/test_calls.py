@@ -160,3 +160,30 @@ def test_a_backward_that_only_arguments_have_gradients_of_is_noticed():
 
     report = cgpass.explain(fn, X.clone().requires_grad_())
     assert [graph.calls_per_run for graph in report.graphs] == [1, 1]
+
+
+@pytest.mark.parametrize("none", [False, True])
+def test_gradients_that_a_step_zeroes_in_place_stay_where_they_are(none):
+    model, seen = nn.Linear(8, 8), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @torch.compiler.disable
+    def step(x):
+        seen.append(model.weight.grad)
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=none)
+
+    cgpass.explain(step, X)
+    first, *others = seen
+    assert first is None
+    assert len({id(grad) for grad in others}) == 1
+    assert (others[0] is None) is none
+    assert model.weight.grad is None
+
+
+def test_gradients_of_zero_are_computed_in_each_call():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    report = cgpass.explain(lambda x: (model(x) * 0).sin().cos(), X)
+    assert [graph.direction for graph in report.graphs] == ["forward", "backward"]
+    assert report.graphs[0].calls == report.graphs[1].calls
