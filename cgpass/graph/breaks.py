@@ -1,9 +1,13 @@
 """Where Dynamo ended a graph before the function's end."""
 
+import itertools
 import os
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
+import torch
 from torch import fx
 
 from cgpass import _torch
@@ -38,6 +42,7 @@ _WORDS: Final = {
 
 Source: torch/_dynamo/symbolic_convert.py, comprehension_graph_break.py, calls of `GraphCompileReason`, 2.11 to 2.15.
 """
+_LOOP: Final = "loop over a torch.nn.ModuleList in a forward of your own instead of calling a container of torch's"
 _IN_A_BLOCK: Final = "what is from there on is in a block (try:, with) that has a graph break"
 
 
@@ -58,9 +63,29 @@ def graph_break_of(gm: fx.GraphModule) -> Reason | None:
     if text == _STEP:
         return _cut_short(frame)
     word = text.partition(" ")[0]
-    if word not in _WORDS:
-        return reason_of(text, _line(frame))
-    return Reason("graph_break", "", *_WORDS[word], _line(frame))
+    reason = reason_of(text, _line(frame))
+    if word in _WORDS:
+        reason = Reason("graph_break", "", *_WORDS[word], _line(frame))
+    called = _left_by_torch(stack)
+    return reason if called is None else replace(reason, fix=ways([reason.fix, _LOOP]), rest=called)
+
+
+def _left_by_torch(stack: Sequence[Any]) -> str | None:
+    """Which of torch's own modules lies between a graph's function and a break in what it called: it runs in eager.
+
+    Dynamo compiles functions of users by themselves where those that call them run in eager, but none of torch's.
+    """
+    for caller, frame in itertools.pairwise(stack):
+        if _is_of_torchs_modules(frame.filename):
+            place = f"{os.path.basename(caller.filename)}:{caller.lineno}"
+            name = f"torch/nn/modules/{os.path.basename(frame.filename)}"
+            return f"what {name} runs, called at {place} in {function_name(caller.name)}"
+    return None
+
+
+def _is_of_torchs_modules(filename: str) -> bool:
+    directory, name = os.path.split(filename)
+    return directory == os.path.dirname(torch.nn.modules.__file__) and name != "module.py"
 
 
 def reason_of(text: str, line: str | None) -> Reason:

@@ -1,6 +1,7 @@
 """Graph breaks behind which `torch.compile` leaves the rest of a function to eager, though the beginning is compiled."""
 
 import contextlib
+import inspect
 
 import pytest
 import torch
@@ -172,3 +173,52 @@ def test_a_script_the_rest_of_whose_function_is_left_to_eager_fails(tmp_path, ca
     assert "graph break, at" not in said
     assert command.main(["report", str(saved), "-o", "-"]) == 0
     assert left[:60] in capsys.readouterr().out
+
+
+class Logs(nn.Module):
+    """A layer that reads a value on the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.seen = {}
+
+    def forward(self, x):
+        x = self.layer(x).sin().cos().tanh()
+        self.seen["mean"] = x.mean().item()  # the line to name
+        return x.sin().cos().exp().tanh()
+
+
+class Net(nn.Module):
+    def __init__(self, features):
+        super().__init__()
+        self.features = features
+
+    def forward(self, x):
+        x = x.sin().cos().tanh().exp()
+        x = self.features(x)  # what is called
+        return x.tanh().sin().cos().exp()
+
+
+def line_of(kind, comment):
+    lines, first = inspect.getsourcelines(kind)
+    return first + next(i for i, text in enumerate(lines) if comment in text)
+
+
+def test_layers_beside_one_with_a_break_in_a_container_of_torchs_are_left_to_eager():
+    """Dynamo compiles none of torch's own functions by themselves, as what calls them ends at the break."""
+    report = cgpass.explain(
+        Net(nn.Sequential(nn.Linear(4, 4), Logs(), nn.Linear(4, 4))), X, training=False
+    )
+    (found,) = report.left_to_eager
+    called = f"test_breaks.py:{line_of(Net, 'what is called')} in forward"
+    assert found.place == f"what torch/nn/modules/container.py runs, called at {called}"
+    assert f"test_breaks.py:{line_of(Logs, 'the line to name')} in forward" in found.reason.line
+    assert found.reason.fix.endswith("instead of calling a container of torch's")
+    assert "operators of compiled code" in str(report)
+
+
+def test_a_layer_with_a_break_that_is_called_by_itself_leaves_nothing_else():
+    module = Net(Logs())
+    module.features.register_forward_hook(lambda module, args, out: out.exp())
+    assert cgpass.explain(module, X, training=False).left_to_eager == ()
