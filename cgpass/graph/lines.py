@@ -80,16 +80,21 @@ def begins_at(gm: fx.GraphModule) -> str | None:
     """Where the user's function begins that Dynamo made a graph of: `model.py:41 in forward`.
 
     The outermost frame that isn't torch's own, nor a decorator's, of the first node that has one. Where there is none,
-    as in a `torch.nn.Sequential`, the outermost module: `module Sequential`.
+    as in a `torch.nn.Sequential`, the outermost module: `module Sequential`. If that was compiled in place, torch names
+    its layers only: `modules Linear to Tanh`.
     """
     for node in gm.graph.nodes:
         frames = list(_user_frames(node))
         for place, code in frames:
             if place is frames[-1][0] or not _is_wrapper(place, code):
                 return place
-    for _, kind in (entry for node in gm.graph.nodes for entry in _modules(node)):
-        return f"module {_class_name(kind)}"
-    return None
+    outermost = list(
+        dict.fromkeys(found[0] for node in gm.graph.nodes if (found := _modules(node)))
+    )
+    names = [_class_name(kind) for _, kind in outermost]
+    if len(names) > 1:
+        return f"modules {names[0]} to {names[-1]}"
+    return f"module {names[0]}" if names else None
 
 
 def _is_wrapper(place: str, code: str) -> bool:

@@ -54,3 +54,21 @@ def test_a_function_begins_where_no_decorator_only_hands_on():
     assert lines.begins_at(gm) == "generic.py:9 in wrapper"
     sin.meta["stack_trace"] = wrapper.replace("func(self, *args, **kwargs)", "x + 1") + forward
     assert lines.begins_at(gm) == "generic.py:9 in wrapper"
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_layers_of_a_container_that_was_compiled(in_place):
+    """If it was so in place, torch does not say of which container they are."""
+    found = []
+
+    def backend(gm, inputs):
+        found.append(lines.begins_at(gm))
+        return gm
+
+    nn = torch.nn
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh())
+    if in_place:
+        model.compile(backend=backend)
+    call = model if in_place else torch.compile(model, backend=backend)
+    call(torch.ones(2, 4))
+    assert found == ["modules Linear to Tanh" if in_place else "module Sequential"]
