@@ -15,6 +15,7 @@ import sys
 import threading
 import traceback
 import types
+from collections import deque
 from collections.abc import (
     Callable,
     Iterable,
@@ -439,6 +440,8 @@ class GraphBreak(NamedTuple):
     text: str
     line: traceback.FrameSummary | None
     """The user's innermost."""
+    stack: tuple[traceback.FrameSummary, ...] = ()
+    """All frames that it was traced through, outermost first."""
 
 
 _newest_break = threading.local()
@@ -466,11 +469,29 @@ def note_graph_breaks() -> None:
             (code.co_filename, code.co_name),
             str(getattr(error, "msg", None) or error),
             stack[-1] if stack else None,
+            tuple(stack),
         )
+        _breaks_within().append(_newest_break.note)
         return log(self, *args, **kwargs)
 
     noting._notes_for_cgpass = True  # pyrefly: ignore[missing-attribute]
     kind.log_graph_break = noting
+
+
+def _breaks_within() -> deque[GraphBreak]:
+    found: deque[GraphBreak] | None = getattr(_newest_break, "several", None)
+    if found is None:
+        found = _newest_break.several = deque(maxlen=64)
+    return found
+
+
+def take_graph_break(wanted: Callable[[GraphBreak], bool]) -> GraphBreak | None:
+    """The newest of this thread that is wanted, if there is one; it is not given again."""
+    breaks = _breaks_within()
+    found = next((each for each in reversed(breaks) if wanted(each)), None)
+    if found is not None:
+        breaks.remove(found)
+    return found
 
 
 def newest_graph_break() -> GraphBreak | None:

@@ -66,7 +66,7 @@ def graph_break_of(gm: fx.GraphModule) -> Reason | None:
     reason = reason_of(text, _line(frame))
     if word in _WORDS:
         reason = Reason("graph_break", "", *_WORDS[word], _line(frame))
-    called = _left_by_torch(stack)
+    called = _left_by_torch(stack) or _given_container(frame)
     return reason if called is None else replace(reason, fix=ways([reason.fix, _LOOP]), rest=called)
 
 
@@ -81,6 +81,31 @@ def _left_by_torch(stack: Sequence[Any]) -> str | None:
             name = f"torch/nn/modules/{os.path.basename(frame.filename)}"
             return f"what {name} runs, called at {place} in {function_name(caller.name)}"
     return None
+
+
+def _given_container(frame: Any) -> str | None:
+    """As `_left_by_torch`, where the module itself is what was compiled: no graph of it reaches a backend."""
+    if frame is None:
+        return None
+    found = _torch.take_graph_break(
+        lambda each: _container(each) is not None and _is_place_of(each.stack[-1], frame)
+    )
+    return f"what torch/nn/modules/{_container(found)} runs besides" if found is not None else None
+
+
+def _container(found: _torch.GraphBreak) -> str | None:
+    """The file of torch's module that a break was traced through from the outside, None if there is none."""
+    files = [each.filename for each in found.stack[:-1] if not _is_wrapper(each.filename)]
+    return os.path.basename(files[0]) if files and _is_of_torchs_modules(files[0]) else None
+
+
+def _is_place_of(line: Any, frame: Any) -> bool:
+    return (line.filename, line.lineno) == (frame.filename, frame.lineno)
+
+
+def _is_wrapper(filename: str) -> bool:
+    """Whether it is what `torch.compile` puts around a module of torch's."""
+    return os.path.basename(filename) == "external_utils.py"
 
 
 def _is_of_torchs_modules(filename: str) -> bool:

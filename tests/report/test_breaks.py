@@ -218,6 +218,18 @@ def test_layers_beside_one_with_a_break_in_a_container_of_torchs_are_left_to_eag
     assert "operators of compiled code" in str(report)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_container_of_torchs_that_is_given_itself_is_left_to_eager(compiled):
+    module = nn.Sequential(nn.Linear(4, 4), Logs(), nn.Linear(4, 4))
+    if compiled:
+        module = torch.compile(module, backend="cgpass")
+        for _ in range(3):
+            module(X)
+    (found,) = cgpass.explain(module, X, training=False).left_to_eager
+    assert found.place == "what torch/nn/modules/container.py runs besides"
+    assert f"test_breaks.py:{line_of(Logs, 'the line to name')} in forward" in found.reason.line
+
+
 def test_a_layer_with_a_break_that_is_called_by_itself_leaves_nothing_else():
     module = Net(Logs())
     module.features.register_forward_hook(lambda module, args, out: out.exp())
