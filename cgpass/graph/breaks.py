@@ -22,6 +22,7 @@ _CALLED: Final = (
 _LED_TO: Final = re.compile(r"^\*\*\* While handling this graph break.*$", re.MULTILINE)
 _NO_HELP: Final = (
     "report an issue",
+    "file an issue",
     "caused by an earlier graph break",
     "This graph break is fundamental",
 )
