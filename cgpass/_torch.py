@@ -494,6 +494,11 @@ def take_graph_break(wanted: Callable[[GraphBreak], bool]) -> GraphBreak | None:
     return found
 
 
+def forget_graph_breaks() -> None:
+    """Have this thread's forgotten: what comes is not to be taken for what they led to."""
+    _breaks_within().clear()
+
+
 def newest_graph_break() -> GraphBreak | None:
     """Of this thread; None if it had none since they are noted."""
     return getattr(_newest_break, "note", None)

@@ -67,7 +67,11 @@ def graph_break_of(gm: fx.GraphModule) -> Reason | None:
     reason = reason_of(text, _line(frame))
     if word in _WORDS:
         reason = Reason("graph_break", "", *_WORDS[word], _line(frame))
-    called = _left_by_torch(stack) or _given_container(frame)
+    called = _left_by_torch(stack)
+    unseen = _left_without_a_graph(
+        frame
+    )  # taken in any case: the layer's own graph shall not tell of it again
+    called = called or unseen
     return reason if called is None else replace(reason, fix=ways([reason.fix, _LOOP]), rest=called)
 
 
@@ -76,42 +80,38 @@ def _left_by_torch(stack: Sequence[Any]) -> str | None:
 
     Dynamo compiles functions of users by themselves where those that call them run in eager, but none of torch's.
     """
-    for caller, frame in itertools.pairwise(stack):
+    frames = [each for each in stack if os.path.basename(each.filename) != "module.py"]
+    for caller, frame in itertools.pairwise(frames):
         if _is_of_torchs_modules(frame.filename):
-            place = f"{os.path.basename(caller.filename)}:{caller.lineno}"
             name = f"torch/nn/modules/{os.path.basename(frame.filename)}"
+            if caller.filename.startswith(os.path.dirname(torch.__file__) + os.sep):
+                return f"what {name} runs besides"
+            place = f"{os.path.basename(caller.filename)}:{caller.lineno}"
             return f"what {name} runs, called at {place} in {function_name(caller.name)}"
     return None
 
 
-def _given_container(frame: Any) -> str | None:
-    """As `_left_by_torch`, where the module itself is what was compiled: no graph of it reaches a backend."""
+def _left_without_a_graph(frame: Any) -> str | None:
+    """As `_left_by_torch`, where nothing lies before the call, so that no graph of what called it reaches a backend."""
     if frame is None:
         return None
     found = _torch.take_graph_break(
-        lambda each: _container(each) is not None and _is_place_of(each.stack[-1], frame)
+        lambda each: (
+            len(each.stack) > 1
+            and _is_place_of(each.stack[-1], frame)
+            and _left_by_torch(each.stack) is not None
+        )
     )
-    return f"what torch/nn/modules/{_container(found)} runs besides" if found is not None else None
-
-
-def _container(found: _torch.GraphBreak) -> str | None:
-    """The file of torch's module that a break was traced through from the outside, None if there is none."""
-    files = [each.filename for each in found.stack[:-1] if not _is_wrapper(each.filename)]
-    return os.path.basename(files[0]) if files and _is_of_torchs_modules(files[0]) else None
+    return None if found is None else _left_by_torch(found.stack)
 
 
 def _is_place_of(line: Any, frame: Any) -> bool:
     return (line.filename, line.lineno) == (frame.filename, frame.lineno)
 
 
-def _is_wrapper(filename: str) -> bool:
-    """Whether it is what `torch.compile` puts around a module of torch's."""
-    return os.path.basename(filename) == "external_utils.py"
-
-
 def _is_of_torchs_modules(filename: str) -> bool:
-    directory, name = os.path.split(filename)
-    return directory == os.path.dirname(torch.nn.modules.__file__) and name != "module.py"
+    directory, _ = os.path.split(filename)
+    return directory == os.path.dirname(torch.nn.modules.__file__)
 
 
 def reason_of(text: str, line: str | None) -> Reason:

@@ -106,6 +106,7 @@ def _compiled(fn: Callable[..., Any] | torch.nn.Module) -> Iterator[Callable[...
     before = telemetry.counters()["graphs"]
     with _torch.backend_for_once(cgpass) as backend:
         _torch.note_graph_breaks()  # Dynamo is loaded by now
+        _torch.forget_graph_breaks()
         try:
             yield torch.compile(fn, backend=backend)
         finally:

@@ -230,6 +230,26 @@ def test_a_container_of_torchs_that_is_given_itself_is_left_to_eager(compiled):
     assert f"test_breaks.py:{line_of(Logs, 'the line to name')} in forward" in found.reason.line
 
 
+class Calls(nn.Module):
+    """Nothing lies before the call, so no graph is made of this forward before it."""
+
+    def __init__(self, features):
+        super().__init__()
+        self.features = features
+
+    def forward(self, x):
+        return self.features(x).sin().cos().tanh()  # what is called
+
+
+def test_a_container_of_torchs_that_is_called_first_is_named_once():
+    module = Calls(nn.Sequential(nn.Linear(4, 4), Logs(), nn.Linear(4, 4)))
+    for given in (module, module.features[1]):  # the layer alone has none around it
+        places = [each.place for each in cgpass.explain(given, X, training=False).left_to_eager]
+        called = f"test_breaks.py:{line_of(Calls, 'what is called')} in forward"
+        runs = f"what torch/nn/modules/container.py runs, called at {called}"
+        assert places == ([runs] if given is module else [])
+
+
 def test_a_layer_with_a_break_that_is_called_by_itself_leaves_nothing_else():
     module = Net(Logs())
     module.features.register_forward_hook(lambda module, args, out: out.exp())
