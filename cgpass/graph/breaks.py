@@ -44,6 +44,8 @@ _WORDS: Final = {
 Source: torch/_dynamo/symbolic_convert.py, comprehension_graph_break.py, calls of `GraphCompileReason`, 2.11 to 2.15.
 """
 _LOOP: Final = "loop over a torch.nn.ModuleList in a forward of your own instead of calling a container of torch's"
+_CALLS_HOOKS: Final = os.path.join(os.path.dirname(torch.nn.modules.__file__), "module.py")
+"""What lies between any two modules."""
 _IN_A_BLOCK: Final = "what is from there on is in a block (try:, with) that has a graph break"
 
 
@@ -67,11 +69,8 @@ def graph_break_of(gm: fx.GraphModule) -> Reason | None:
     reason = reason_of(text, _line(frame))
     if word in _WORDS:
         reason = Reason("graph_break", "", *_WORDS[word], _line(frame))
-    called = _left_by_torch(stack)
-    unseen = _left_without_a_graph(
-        frame
-    )  # taken in any case: the layer's own graph shall not tell of it again
-    called = called or unseen
+    unseen = _left_without_a_graph(frame)  # taken in any case: no other graph is to tell of it
+    called = _left_by_torch(stack) or unseen
     return reason if called is None else replace(reason, fix=ways([reason.fix, _LOOP]), rest=called)
 
 
@@ -80,7 +79,7 @@ def _left_by_torch(stack: Sequence[Any]) -> str | None:
 
     Dynamo compiles functions of users by themselves where those that call them run in eager, but none of torch's.
     """
-    frames = [each for each in stack if os.path.basename(each.filename) != "module.py"]
+    frames = [each for each in stack if each.filename != _CALLS_HOOKS]
     for caller, frame in itertools.pairwise(frames):
         if _is_of_torchs_modules(frame.filename):
             name = f"torch/nn/modules/{os.path.basename(frame.filename)}"

@@ -7,7 +7,7 @@ Note [Graphs and process groups]
     freed before any group shuts down or is aborted, and when the interpreter ends.
 
 On CUDA a replay orders everything by streams; here a call that starts a functional collective returns once its results
-are there, and one in place is waited for before the next call that does not communicate. As on CUDA nothing is
+are there, and one in place is waited for before the next call that uses its memory. As on CUDA nothing is
 communicated while it is recorded. What a capture refuses is refused here, too: work that it starts and does not wait for.
 """
 

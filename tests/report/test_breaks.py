@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import traceback
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 import cgpass
 from cgpass import __main__ as command
 from cgpass import _torch, telemetry
+from cgpass.graph import breaks
 from cgpass.report.model import Report
 from cgpass.report.page import html
 
@@ -254,3 +256,16 @@ def test_a_layer_with_a_break_that_is_called_by_itself_leaves_nothing_else():
     module = Net(Logs())
     module.features.register_forward_hook(lambda module, args, out: out.exp())
     assert cgpass.explain(module, X, training=False).left_to_eager == ()
+
+
+def test_a_users_file_may_have_the_name_of_one_of_torchs():
+    places = [
+        ("/a/module.py", 3),
+        (nn.modules.module.__file__, 9),
+        (nn.modules.container.__file__, 1),
+    ]
+    frames = [traceback.FrameSummary(file, line, "forward") for file, line in places]
+    last = traceback.FrameSummary("/a/layer.py", 7, "forward")
+    runs = "what torch/nn/modules/container.py runs, called at module.py:3 in forward"
+    assert breaks._left_by_torch([*frames, last]) == runs
+    assert breaks._left_by_torch([*frames[:2], last]) is None
