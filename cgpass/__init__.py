@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from cgpass.recorded_graphs import dump_graph, recordings
     from cgpass.report.api import explain
     from cgpass.report.model import Report
+    from cgpass.report.summary import summary
     from cgpass.runtime.wrapper import CUDAGraphWrapper
-    from cgpass.telemetry import counters, summary
+    from cgpass.telemetry import counters
     from cgpass.verification import verify
 
 __all__ = [
@@ -60,7 +61,7 @@ _HOMES: Final = {
     "make_graphed_callables": "cgpass.graphed.api",
     "recordings": "cgpass.recorded_graphs",
     "reset": "cgpass.backend",
-    "summary": "cgpass.telemetry",
+    "summary": "cgpass.report.summary",
     "verify": "cgpass.verification",
 }
 

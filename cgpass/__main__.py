@@ -8,11 +8,13 @@ from pathlib import Path
 
 import torch
 
+from cgpass import _torch
 from cgpass.errors import ReportError
 from cgpass.report.check import least_share, run_script, verdict, work_done
 from cgpass.report.collect import snapshot
-from cgpass.report.frames import left_to_eager, noted
+from cgpass.report.frames import left_to_eager, new_breaks, noted
 from cgpass.report.model import Report, check_ending
+from cgpass.report.outside import with_outside
 from cgpass.version import VERSION
 
 
@@ -96,6 +98,7 @@ def _check(options: argparse.Namespace) -> int:
     )  # the script may go elsewhere
     if save is not None:
         _check_place(save)
+    breaks = _torch.graph_breaks()
     with noted() as before:
         status = run_script(options.script, options.arguments, module=options.module)
         left = left_to_eager(before)
@@ -104,9 +107,10 @@ def _check(options: argparse.Namespace) -> int:
             f"cgpass check: nothing was checked: {options.script} exits with {status}\n"
         )
         return status
+    report = with_outside(snapshot(), left, new_breaks(breaks))
     if save is not None:
-        snapshot(left).save(save)
-    passes, text = verdict(work_done(left), least)
+        report.save(save)
+    passes, text = verdict(work_done(report.left_to_eager, report.graph_breaks), least)
     sys.stdout.write(f"{text}\n")
     return 0 if passes else 1
 

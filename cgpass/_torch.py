@@ -27,7 +27,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # for all others
@@ -432,25 +432,35 @@ def was_given_up(compilation: Any) -> bool:
     return soft or bool(compilation.config_suppress_errors)
 
 
-class GraphBreak(NamedTuple):
+@dataclass(eq=False, slots=True)
+class GraphBreak:
     """What Dynamo said of a graph break."""
 
-    function: tuple[str, str]
-    """That it was in or led to: file and name."""
+    function: tuple[str, int, str]
+    """That was compiled and had it, in its own code or in what it calls: file, first line and name."""
     text: str
-    line: traceback.FrameSummary | None
-    """The user's innermost."""
-    stack: tuple[traceback.FrameSummary, ...] = ()
+    stack: tuple[traceback.FrameSummary, ...]
     """All frames that it was traced through, outermost first."""
+    thread: int
+    frames: int
+    """`frames_compiled()` when it was met."""
+    told: bool = False
+    """Whether a graph tells of it."""
+
+    @property
+    def line(self) -> traceback.FrameSummary | None:
+        """The innermost."""
+        return self.stack[-1] if self.stack else None
 
 
-_newest_break = threading.local()
+_graph_breaks: deque[GraphBreak] = deque(maxlen=1024)
 
 
 def note_graph_breaks() -> None:
-    """Have the newest graph break of each thread noted from now on; nothing happens as long as Dynamo is not loaded.
+    """Have graph breaks noted from now on; nothing happens as long as Dynamo is not loaded.
 
-    Where Dynamo can't go on behind one, the graph that it compiles before it carries no word of it.
+    Where Dynamo can't go on behind one, the graph that it compiles before it carries no word of it; where no operator
+    is before it there is no such graph. Those of functions that are compiled for a backend of torch's are left out.
 
     Source: torch/_dynamo/symbolic_convert.py `InstructionTranslatorBase.log_graph_break`, 2.11 to 2.15.
     """
@@ -462,46 +472,39 @@ def note_graph_breaks() -> None:
 
     @functools.wraps(log)
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        error = kwargs.get("exc", args[-1] if args else None)
-        stack = list(getattr(error, "real_stack", None) or ())
-        code = self.f_code
-        _newest_break.note = GraphBreak(
-            (code.co_filename, code.co_name),
-            str(getattr(error, "msg", None) or error),
-            stack[-1] if stack else None,
-            tuple(stack),
-        )
-        _breaks_within().append(_newest_break.note)
+        if not _is_for_another_backend(self):
+            error = kwargs.get("exc", args[-1] if args else None)
+            code = self.f_code
+            _graph_breaks.append(
+                GraphBreak(
+                    (code.co_filename, code.co_firstlineno, code.co_name),
+                    str(getattr(error, "msg", None) or error),
+                    tuple(getattr(error, "real_stack", None) or ()),
+                    threading.get_ident(),
+                    frames_compiled(),
+                )
+            )
         return log(self, *args, **kwargs)
 
     noting._notes_for_cgpass = True  # pyrefly: ignore[missing-attribute]
     kind.log_graph_break = noting
 
 
-def _breaks_within() -> deque[GraphBreak]:
-    found: deque[GraphBreak] | None = getattr(_newest_break, "several", None)
-    if found is None:
-        found = _newest_break.several = deque(maxlen=64)
-    return found
+def _is_for_another_backend(translator: Any) -> bool:
+    """Whether what is compiled goes to a backend that torch knows by another name than ours.
+
+    Source: torch/_dynamo/repro/after_dynamo.py `WrapBackendDebug`, backends/registry.py `_BACKENDS`, 2.11 to 2.15.
+    """
+    from torch._dynamo.backends import registry
+
+    backend = getattr(getattr(translator, "output", None), "compiler_fn", None)
+    name = str(getattr(backend, "_compiler_name", None))
+    return name in registry._BACKENDS and not name.startswith("cgpass")
 
 
-def take_graph_break(wanted: Callable[[GraphBreak], bool]) -> GraphBreak | None:
-    """The newest of this thread that is wanted, if there is one; it is not given again."""
-    breaks = _breaks_within()
-    found = next((each for each in reversed(breaks) if wanted(each)), None)
-    if found is not None:
-        breaks.remove(found)
-    return found
-
-
-def forget_graph_breaks() -> None:
-    """Have this thread's forgotten: what comes is not to be taken for what they led to."""
-    _breaks_within().clear()
-
-
-def newest_graph_break() -> GraphBreak | None:
-    """Of this thread; None if it had none since they are noted."""
-    return getattr(_newest_break, "note", None)
+def graph_breaks() -> list[GraphBreak]:
+    """The newest of this process since they are noted, oldest first."""
+    return list(_graph_breaks)
 
 
 def is_traced() -> bool:

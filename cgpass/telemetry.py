@@ -295,19 +295,15 @@ def counters() -> dict[str, int]:
     return totals
 
 
-def summary() -> str:
-    """Every graph compiled in this process: partitions captured and eager, and why. Very old ones are only counted.
-
-    Below each graph, the graph break it ends at, and partitions some of whose calls ran without a graph or warmed up
-    again and again, and why. Then what `make_graphed_callables` returned, as long as it lives, and how it was called.
-    """
+def graphs_summary() -> str:
+    """Every graph compiled in this process that is listed, a few lines each."""
     listed = graph_runs().values()
     older = compile_stats.graphs - len(listed)
     lines = [many(older, "older graph")] if older else []
     for graph, runs in listed:
         broken = None if graph.direction == "backward" else graph.graph_break
         lines += [str(graph), *([f"  {broken.ending}"] if broken else []), *_plain_calls(runs)]
-    return "\n".join([*lines, *_by_hand()]) or "no graph was compiled"
+    return "\n".join(lines)
 
 
 def _plain_calls(runs: Sequence[GraphRun]) -> list[str]:
@@ -315,15 +311,16 @@ def _plain_calls(runs: Sequence[GraphRun]) -> list[str]:
     return [f"  {name}: {why}" for name, part in parts.items() for why in part.reasons]
 
 
-def _by_hand() -> list[str]:
+def by_hand_summary() -> str:
+    """What was graphed by hand and lives, a line each."""
     with _registry.lock:
         named = list(_registry.named)
-    return [
+    return "\n".join(
         f"{name}, graphed by hand: {many(stats.recordings, 'recording')}, {many(stats.calls, 'call')}, "
         f"{stats.plain_calls} of them without a graph"
         for ref, name in named
         if (stats := ref()) is not None
-    ]
+    )
 
 
 def graphs(since: int = 0) -> tuple[GraphSummary, ...]:

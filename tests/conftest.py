@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 
-from cgpass import options
+from cgpass import _torch, options
 from cgpass.runtime import fast, node
 
 SCRIPTS_OWN = {"CGPASS_VENV", "CGPASS_FAST"}
@@ -120,3 +120,9 @@ def builtin_defaults(monkeypatch):
         if name.startswith("CGPASS_"):
             monkeypatch.delenv(name)
     monkeypatch.setattr(options, "_overrides", {})
+
+
+@pytest.fixture(autouse=True)
+def no_graph_breaks_of_others():
+    """Summaries tell of all that the process met."""
+    _torch._graph_breaks.clear()

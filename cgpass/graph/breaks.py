@@ -3,7 +3,9 @@
 import itertools
 import os
 import re
-from collections.abc import Sequence
+import sysconfig
+import threading
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -24,7 +26,7 @@ _NO_HELP: Final = (
     "report an issue",
     "file an issue",
     "caused by an earlier graph break",
-    "This graph break is fundamental",
+    "this graph break is fundamental",
 )
 """Hints that are none to users."""
 _STEP: Final = "step_unsupported"
@@ -46,6 +48,15 @@ Source: torch/_dynamo/symbolic_convert.py, comprehension_graph_break.py, calls o
 _LOOP: Final = "loop over a torch.nn.ModuleList in a forward of your own instead of calling a container of torch's"
 _CALLS_HOOKS: Final = os.path.join(os.path.dirname(torch.nn.modules.__file__), "module.py")
 """What lies between any two modules."""
+_TORCH: Final = os.path.dirname(torch.__file__) + os.sep
+_PYTHON: Final = sysconfig.get_path("stdlib") + os.sep
+_OURS: Final = os.path.dirname(_torch.__file__) + os.sep
+_INSTALLED: Final = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_LEAVE_IT: Final = {
+    "Unsupported Tensor.backward() call": "leave it: the backward has graphs of its own",
+    "`Optimizer.zero_grad`": "leave it: it launches little",
+}
+"""What a training step has anyway, as torch tells of it, and what to do."""
 _IN_A_BLOCK: Final = "what is from there on is in a block (try:, with) that has a graph break"
 
 
@@ -61,17 +72,103 @@ def graph_break_of(gm: fx.GraphModule) -> Reason | None:
     if found is None or not getattr(found, "graph_break", False):
         return None
     stack = list(getattr(found, "user_stack", None) or ())
-    frame = stack[-1] if stack else None
     text = str(found.reason)
     if text == _STEP:
-        return _cut_short(frame)
+        return _cut_short(stack[-1] if stack else None)
     word = text.partition(" ")[0]
-    reason = reason_of(text, _line(frame))
+    reason = _of_stack(text, stack)
     if word in _WORDS:
-        reason = Reason("graph_break", "", *_WORDS[word], _line(frame))
-    unseen = _left_without_a_graph(frame)  # taken in any case: no other graph is to tell of it
-    called = _left_by_torch(stack) or unseen
-    return reason if called is None else replace(reason, fix=ways([reason.fix, _LOOP]), rest=called)
+        reason = Reason("graph_break", "", *_WORDS[word], reason.line)
+    unseen = _left_without_a_graph(
+        stack
+    )  # noted as told in any case: no other graph is to tell of it
+    rest = _left_by_torch(stack) or unseen
+    return (
+        replace(reason, detail=reason.detail + _reached(stack))
+        if rest is None
+        else _leaves(reason, rest)
+    )
+
+
+def untold(
+    noted: Iterable[_torch.GraphBreak], told: Iterable[str | None], places: Iterable[str | None]
+) -> list[Reason]:
+    """Graph breaks that no graph tells of: nothing was before them in the function that has them.
+
+    Libraries that run in eager anyway, as what logs or shows progress, have breaks of their own: they are left out.
+
+    Args:
+        noted: All of them, as torch met them.
+        told: Lines that others name, `model.py:41 in forward: code`.
+        places: Where functions begin that were compiled, `model.py:39 in forward`.
+    """
+    known = {place_of(line) for line in told}
+    files = {place_of(place).rpartition(":")[0] for place in places}
+    found: dict[Any, Reason] = {}
+    for each in noted:
+        users = [frame for frame in each.stack if _is_users(frame)]
+        rest = _left_by_torch(each.stack)
+        if each.told or not each.stack or (rest is None and not _matters(users, files)):
+            continue
+        reason = _leaves(_of_stack(each.text, each.stack), rest)
+        found.setdefault((place_of(reason.line), rest), reason)
+    known |= {place for place, rest in found if rest is not None}
+    return [
+        reason for (place, rest), reason in found.items() if rest is not None or place not in known
+    ]
+
+
+def _matters(users: Sequence[Any], files: Collection[str]) -> bool:
+    return any(
+        _INSTALLED.search(frame.filename) is None or os.path.basename(frame.filename) in files
+        for frame in users
+    )
+
+
+def place_of(line: str | None) -> str:
+    """Of a line, `model.py:41`."""
+    return (line or "").partition(" in ")[0].partition(": ")[0]
+
+
+def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
+    """A graph break, by the innermost line that isn't torch's, if there is one."""
+    last: Any = stack[-1] if stack else None
+    frame = next(filter(_is_users, reversed(stack)), last)
+    reason = reason_of(text, _line(frame))
+    inside = "" if frame is last else f", in {_library_file(last.filename)}:{last.lineno}"
+    fix = next((fix for said, fix in _LEAVE_IT.items() if said in text), reason.fix)
+    if inside and "torch._dynamo.graph_break()" in text:
+        fix = "leave it: torch compiles what is called there by itself"
+    return replace(reason, detail=f"{reason.detail}{inside}", fix=fix)
+
+
+def _reached(stack: Sequence[Any]) -> str:
+    """From which of the user's lines a break was reached, if it is in what that calls."""
+    users = [each for each in stack if _is_users(each)]
+    if len(users) < 2:
+        return ""
+    caller = users[0]
+    return f", reached from {os.path.basename(caller.filename)}:{caller.lineno} in {function_name(caller.name)}"
+
+
+def _is_users(frame: Any) -> bool:
+    """Whether a frame is neither torch's, nor ours, nor Python's own."""
+    file = frame.filename
+    if file.startswith((_TORCH, _OURS)):
+        return False
+    return not file.startswith(_PYTHON) or _INSTALLED.search(file) is not None
+
+
+def _library_file(filename: str) -> str:
+    """`torch/optim/optimizer.py`, `logging/__init__.py`."""
+    if filename.startswith(_TORCH):
+        filename = f"torch{os.sep}{filename.removeprefix(_TORCH)}"
+    return filename.removeprefix(_PYTHON).replace(os.sep, "/")
+
+
+def _leaves(reason: Reason, rest: str | None) -> Reason:
+    """A graph break, with what of torch's own code it left to eager."""
+    return reason if rest is None else replace(reason, fix=ways([reason.fix, _LOOP]), rest=rest)
 
 
 def _left_by_torch(stack: Sequence[Any]) -> str | None:
@@ -82,26 +179,30 @@ def _left_by_torch(stack: Sequence[Any]) -> str | None:
     frames = [each for each in stack if each.filename != _CALLS_HOOKS]
     for caller, frame in itertools.pairwise(frames):
         if _is_of_torchs_modules(frame.filename):
-            name = f"torch/nn/modules/{os.path.basename(frame.filename)}"
-            if caller.filename.startswith(os.path.dirname(torch.__file__) + os.sep):
+            name = _library_file(frame.filename)
+            if caller.filename.startswith(_TORCH):
                 return f"what {name} runs besides"
             place = f"{os.path.basename(caller.filename)}:{caller.lineno}"
             return f"what {name} runs, called at {place} in {function_name(caller.name)}"
     return None
 
 
-def _left_without_a_graph(frame: Any) -> str | None:
+def _left_without_a_graph(stack: Sequence[Any]) -> str | None:
     """As `_left_by_torch`, where nothing lies before the call, so that no graph of what called it reaches a backend."""
-    if frame is None:
+    if not stack:
         return None
-    found = _torch.take_graph_break(
-        lambda each: (
-            len(each.stack) > 1
-            and _is_place_of(each.stack[-1], frame)
-            and _left_by_torch(each.stack) is not None
-        )
-    )
-    return None if found is None else _left_by_torch(found.stack)
+    thread = threading.get_ident()
+    for each in reversed(_torch.graph_breaks()):
+        if (
+            not each.told
+            and each.thread == thread
+            and len(each.stack) > 1
+            and _is_place_of(each.stack[-1], stack[-1])
+            and (rest := _left_by_torch(each.stack)) is not None
+        ):
+            each.told = True
+            return rest
+    return None
 
 
 def _is_place_of(line: Any, frame: Any) -> bool:
@@ -126,7 +227,7 @@ def reason_of(text: str, line: str | None) -> Reason:
     titles = [block[0] for block in blocks if block] or ["a graph break"]
     said = [each.strip() for block in blocks for each in block]
     hints = [each.removeprefix("Hint: ") for each in said if each.startswith("Hint: ")]
-    hints = [hint for hint in hints if not any(each in hint for each in _NO_HELP)]
+    hints = [hint for hint in hints if not any(each in hint.lower() for each in _NO_HELP)]
     return Reason("graph_break", "", "; ".join(dict.fromkeys(titles)), ways(hints or [_SEE]), line)
 
 
@@ -152,10 +253,16 @@ def _cut_short(frame: Any) -> Reason:
         return given_up(_IN_A_BLOCK, None, "the rest of a function")
     name = function_name(frame.name)
     rest = f"the rest of {name} from {os.path.basename(frame.filename)}:{frame.lineno} on"
-    found = _torch.newest_graph_break()
-    if found is None or found.function != (frame.filename, frame.name):
+    found = _newest()
+    if found is None or (found.function[0], found.function[2]) != (frame.filename, frame.name):
         return given_up(_IN_A_BLOCK, _line(frame), rest)
     return given_up(found.text, _line(found.line or frame), rest)
+
+
+def _newest() -> _torch.GraphBreak | None:
+    """Of this thread."""
+    thread = threading.get_ident()
+    return next((each for each in reversed(_torch.graph_breaks()) if each.thread == thread), None)
 
 
 def _line(frame: Any) -> str | None:

@@ -94,7 +94,18 @@ def begins_at(gm: fx.GraphModule) -> str | None:
     names = [_class_name(kind) for _, kind in outermost]
     if len(names) > 1:
         return f"modules {names[0]} to {names[-1]}"
-    return f"module {names[0]}" if names else None
+    if names:
+        return f"module {names[0]}"
+    return next(filter(None, map(_torchs_own, gm.graph.nodes)), None)
+
+
+def _torchs_own(node: fx.Node) -> str | None:
+    """Where torch's own function begins that a node is of, as an optimizer's: `torch/optim/adam.py:245 in step`."""
+    match = _FRAME.search(node.stack_trace or "")
+    if match is None or not match["file"].startswith(_TORCH_ROOT):
+        return None
+    file = os.path.relpath(match["file"], _TORCH_ROOT).replace(os.sep, "/")
+    return f"torch/{file}:{match['line']} in {function_name(match['name'].strip())}"
 
 
 def _is_wrapper(place: str, code: str) -> bool:

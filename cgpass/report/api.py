@@ -1,7 +1,6 @@
 """`explain`: runs a function and reports what was captured of it, what was not, and why."""
 
 import contextlib
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -25,6 +24,7 @@ from cgpass.report.measure import (
     timed,
 )
 from cgpass.report.model import Report
+from cgpass.report.outside import with_outside
 from cgpass.report.state import Called, State, reaches_compiled
 from cgpass.runtime.owner import Owner
 
@@ -78,15 +78,16 @@ def explain(
         )
     with contextlib.ExitStack() as stack:
         before = stack.enter_context(frames.noted())
+        breaks_before = _torch.graph_breaks()
         call = Called(fn, args, kwargs)
         run = fn if reaches_compiled(call) else stack.enter_context(_compiled(fn))
         state = State(call)
         stack.callback(state.put_back)
         calls = Calls(run, args, kwargs, state, training=training)
-        long_ago = frames.Before(before, frames.codes_of(call.values))
+        long_ago = frames.Before(before, frames.codes_of(call.values), breaks_before)
         report = _observe(calls, state.devices | calls.devices, long_ago)
         left = frames.left_to_eager(before, again=long_ago.functions)
-        return dataclasses.replace(report, left_to_eager=(*left, *report.left_to_eager))
+        return with_outside(report, left, [*long_ago.breaks, *frames.new_breaks(breaks_before)])
 
 
 def _takes_options(fn: Callable[..., Any] | torch.nn.Module) -> bool:
@@ -106,7 +107,6 @@ def _compiled(fn: Callable[..., Any] | torch.nn.Module) -> Iterator[Callable[...
     before = telemetry.counters()["graphs"]
     with _torch.backend_for_once(cgpass) as backend:
         _torch.note_graph_breaks()  # Dynamo is loaded by now
-        _torch.forget_graph_breaks()
         try:
             yield torch.compile(fn, backend=backend)
         finally:

@@ -13,7 +13,7 @@ from cgpass.errors import ReportError
 from cgpass.reason import NEW, OTHER_FIXES, Reason
 from cgpass.report.model import EagerFunction, ReasonReport
 from cgpass.report.ran import Ran, calls_of_parts
-from cgpass.report.words import breaks, many, ran, share, why_left
+from cgpass.report.words import breaks, many, only_breaks, ran, share, why_left
 from cgpass.summaries import PartitionSummary
 
 _FAILED = frozenset({"capture", "failed_capture", "no_placeholder", "out_of_memory", "syncs"})
@@ -35,7 +35,7 @@ class Work:
     graphs: int = 0
     plain: list[str] = field(default_factory=list)
     """What ran without graphs by design, and why."""
-    graph_breaks: list[Reason] = field(default_factory=list)
+    graph_breaks: list[Reason | ReasonReport] = field(default_factory=list)
     """What ran there is not counted."""
     fell_back: list[str] = field(default_factory=list)
     """What was to be captured, and ran without a graph all the same."""
@@ -43,13 +43,16 @@ class Work:
     """Whether something of it was left to eager; it is not counted."""
 
 
-def work_done(left_to_eager: Sequence[EagerFunction] = ()) -> Work:
+def work_done(
+    left_to_eager: Sequence[EagerFunction] = (), graph_breaks: Sequence[ReasonReport] = ()
+) -> Work:
     """Count what this process did in functions compiled by cgpass.
 
     Args:
         left_to_eager: Functions that were not compiled; nothing of them is counted.
+        graph_breaks: Those that no graph tells of.
     """
-    work = Work(in_eager=bool(left_to_eager))
+    work = Work(in_eager=bool(left_to_eager), graph_breaks=[*graph_breaks])
     work.fell_back += [_left(each.place, each.reason) for each in left_to_eager]
     for summary, runs in telemetry.graph_runs().values():
         work.graphs += 1
@@ -148,6 +151,8 @@ def _nothing(work: Work) -> str:
     if work.graphs:
         more = "" if work.fell_back else "; run more steps"
         return f"{head}nothing ran more often than to warm up{more}"
+    if at := only_breaks(work.graph_breaks):
+        return f"{head}nothing was compiled by cgpass: {at} left nothing to compile"
     if work.fell_back:
         return f"{head}nothing was compiled by cgpass"
     return (

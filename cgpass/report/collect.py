@@ -75,7 +75,7 @@ def _function(
         number=first.function if first.function is not None else -1,
         place=first.place,
         graphs=tuple(graph for graph, *_ in members),
-        graph_break=next(iter(_reasons([first.graph_break])), None) if first.graph_break else None,
+        graph_break=next(iter(reasons([first.graph_break])), None) if first.graph_break else None,
         driver=next((each.driver for _, each, _ in members if each.driver is not None), None),
         pool_bytes=None if owner is None else owner.driver.pool_bytes(),
     )
@@ -101,7 +101,7 @@ def _graph(
         calls=sum(run.tally.calls for run in whole),
         num_ops=summary.num_ops or sum(part.num_ops for part in summary.partitions),
         skip=summary.skip,
-        reasons=_reasons(summary.why),
+        reasons=reasons(summary.why),
         partitions=tuple(
             _partition(part, known.get(part.name), runners.get(part.name))
             for part in summary.partitions
@@ -130,7 +130,7 @@ def _partition(
     runner: PartitionRunner | None,
 ) -> PartitionReport:
     report = PartitionReport(
-        name=part.name, captured=part.captured, num_ops=part.num_ops, reasons=_reasons(part.why)
+        name=part.name, captured=part.captured, num_ops=part.num_ops, reasons=reasons(part.why)
     )
     if run is not None:
         report = dataclasses.replace(
@@ -139,7 +139,7 @@ def _partition(
             recordings=tuple(RecordingReport(**dataclasses.asdict(note)) for note in run.notes),
         )
         if part.captured:
-            report = dataclasses.replace(report, reasons=_reasons(run.reasons))
+            report = dataclasses.replace(report, reasons=reasons(run.reasons))
     return report if runner is None else _with_inputs(report, runner)
 
 
@@ -164,15 +164,15 @@ def _with_inputs(report: PartitionReport, runner: PartitionRunner) -> PartitionR
     )
 
 
-def _reasons(reasons: Iterable[Reason]) -> tuple[ReasonReport, ...]:
+def reasons(found: Iterable[Reason]) -> tuple[ReasonReport, ...]:
     """Each once, with how often it was found; what was chosen once for each operator, wherever it is."""
     counts: dict[Any, int] = {}
     first: dict[Any, Reason] = {}
-    for reason in reasons:
+    for reason in found:
         key = (reason.code, reason.detail, reason.op) if reason.is_chosen else reason
         counts[key] = counts.get(key, 0) + 1
         first.setdefault(key, reason)
-    found = sorted(first.items(), key=lambda item: item[1].is_chosen)  # what matters comes first
+    ordered = sorted(first.items(), key=lambda item: item[1].is_chosen)  # what matters comes first
     return tuple(
         ReasonReport(
             code=reason.code,
@@ -183,7 +183,7 @@ def _reasons(reasons: Iterable[Reason]) -> tuple[ReasonReport, ...]:
             count=counts[key],
             rest=reason.rest,
         )
-        for key, reason in found
+        for key, reason in ordered
     )
 
 
@@ -214,12 +214,8 @@ def with_times(functions: Sequence[FunctionReport], measured: Measured) -> Repor
     )
 
 
-def snapshot(left_to_eager: tuple[EagerFunction, ...] = ()) -> Report:
-    """A report of all that this process compiled and telemetry still lists, without times.
-
-    Args:
-        left_to_eager: What it did not compile.
-    """
+def snapshot() -> Report:
+    """A report of all that this process compiled and telemetry still lists, without times."""
     functions = collect()
     ran = {number: calls_of_parts(*found) for number, found in telemetry.graph_runs().items()}
     counted = [
@@ -231,8 +227,7 @@ def snapshot(left_to_eager: tuple[EagerFunction, ...] = ()) -> Report:
         )
         for function in functions
     ]
-    report = with_times(counted, Measured())
-    return dataclasses.replace(report, left_to_eager=(*left_to_eager, *report.left_to_eager))
+    return with_times(counted, Measured())
 
 
 def _device_name(functions: Iterable[FunctionReport], device: torch.device | None) -> str:

@@ -68,26 +68,39 @@ def left_to_eager(
 
 
 class Before:
-    """Functions that were given up some time ago, and so are not tried again: torch notes nothing of them any more."""
+    """What torch noted some time ago and does not note again: functions that were given up, and graph breaks.
 
-    def __init__(self, notes: Sequence[Any], behind: Collection[types.CodeType]) -> None:
-        """Find those that may still be in eager.
+    Attributes:
+        functions: Those given up; once calls were watched, those among them that ran.
+        breaks: Graph breaks; once calls were watched, of functions that ran, else none.
+    """
+
+    def __init__(
+        self,
+        notes: Sequence[Any],
+        behind: Collection[types.CodeType],
+        breaks: Sequence[_torch.GraphBreak],
+    ) -> None:
+        """Find what may still hold.
 
         Args:
             notes: Of compilations until now, oldest first.
             behind: Code of the functions in question.
+            breaks: Graph breaks until now, oldest first.
         """
         self.functions = {
             function
             for function, each in _last(_since_reset(notes)).items()
             if _torch.was_given_up(each) and any(_is_of(function, code) for code in behind)
         }
+        self._breaks = _breaks_since_reset(breaks)
+        self.breaks: list[_torch.GraphBreak] = []
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Keep those alone that are called inside: others are parts of what calls them by now, and compiled with it."""
-        if not self.functions or sys.getprofile() is not None:  # somebody else's stays
-            yield
+        """Keep what functions that are called inside are of: others are parts of what calls them by now."""
+        if not (self.functions or self._breaks) or sys.getprofile() is not None:
+            yield  # somebody else's profiler stays
             return
         called = set()
 
@@ -102,6 +115,31 @@ class Before:
         finally:
             sys.setprofile(None)
         self.functions &= called
+        names = {(file, function_name(name)) for file, _, name in called}
+        self.breaks = [
+            each
+            for each in self._breaks
+            if each.function in called
+            and (each.line is None or (each.line.filename, function_name(each.line.name)) in names)
+        ]
+
+
+def new_breaks(before: Sequence[_torch.GraphBreak]) -> list[_torch.GraphBreak]:
+    """Graph breaks that were met since others were all."""
+    known = set(map(id, before))
+    return [each for each in _torch.graph_breaks() if id(each) not in known]
+
+
+def _breaks_since_reset(noted: Sequence[_torch.GraphBreak]) -> list[_torch.GraphBreak]:
+    """The newest of some, oldest first: those since `torch.compiler.reset()`, which numbers functions anew."""
+    frames = _torch.frames_compiled()
+    found: list[_torch.GraphBreak] = []
+    for each in reversed(noted):
+        if each.frames > frames:
+            break
+        frames = each.frames
+        found.append(each)
+    return found[::-1]
 
 
 def _since_reset(notes: Sequence[Any]) -> Sequence[Any]:

@@ -183,6 +183,8 @@ class Report:
     functions: tuple[FunctionReport, ...]
     left_to_eager: tuple[EagerFunction, ...] = ()
     """What `torch.compile` was to compile and gave up; nothing of it is in `functions`."""
+    graph_breaks: tuple[ReasonReport, ...] = ()
+    """Those at which no function ends: no operator of the user's function was before them."""
     settled: bool = True
     """Whether calls recorded nothing new in the end."""
     runs: int = 0
@@ -198,6 +200,12 @@ class Report:
     def graphs(self) -> tuple[GraphReport, ...]:
         """Those of all functions."""
         return tuple(graph for function in self.functions for graph in function.graphs)
+
+    @property
+    def all_graph_breaks(self) -> tuple[ReasonReport, ...]:
+        """Those that functions end at, and others."""
+        ends = (each.graph_break for each in self.functions)
+        return *(each for each in ends if each is not None), *self.graph_breaks
 
     @property
     def of_all_calls(self) -> bool:

@@ -43,9 +43,9 @@ def html(report: "Report") -> str:
     Args:
         report: The report.
     """
-    left = map(_left, report.left_to_eager)
+    left = [*map(_left, report.left_to_eager), *_graph_breaks(report)]
     body = "\n".join([*_head(report), *left, *map(_function, report.functions)])
-    if not report.functions and not report.left_to_eager:
+    if not report.functions and not left:
         body += f"<section><p>{NOTHING}</p></section>"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -78,7 +78,7 @@ def _head(report: "Report") -> Iterator[str]:
     if not report.settled:
         yield _paragraph(_e(f"It did not settle: {unsettled(report)}."), "warn")
     yield f'<div class="tiles">{"".join(_tiles(report))}</div>'
-    outside = breaks((each.graph_break for each in report.functions), report.counted)
+    outside = breaks(report.all_graph_breaks, report.counted)
     if report.work[1] and outside:
         yield _paragraph(_e(f"{outside}."), "warn")
     left = left_out(report.left_to_eager, report.counted)
@@ -127,6 +127,12 @@ def _left(function: "EagerFunction") -> str:
         f"<section><h2>{place}</h2>{_paragraph('left to eager because of')}"
         f"{_reason([function.reason])}</section>"
     )
+
+
+def _graph_breaks(report: "Report") -> Iterator[str]:
+    if report.graph_breaks:
+        listing = "".join(_reason([each]) for each in report.graph_breaks)
+        yield f"<section><h2>Graph breaks at which no function ends</h2>{listing}</section>"
 
 
 def _function(function: "FunctionReport") -> str:

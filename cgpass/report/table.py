@@ -60,9 +60,12 @@ def text(report: "Report") -> str:
     lines = [*_head(report)]
     for left in report.left_to_eager:
         lines += ["", *_left(left)]
+    for found in report.graph_breaks:
+        lines += ["", *_wrapped(f"graph break at {found.line}: {found.detail}", 0)]
+        lines += _wrapped(f"fix: {found.fix}", 2)
     for function in report.functions:
         lines += ["", *_function(function)]
-    if not report.functions and not report.left_to_eager:
+    if not report.functions and not report.left_to_eager and not report.graph_breaks:
         lines += ["", *_wrapped(NOTHING, 0)]
     return "\n".join(lines)
 
@@ -93,7 +96,7 @@ def _head(report: "Report") -> Iterator[str]:
         if report.gpu_share is not None:
             line += f", {share(report.gpu_share, 1)} of the call's GPU time"
         yield from _wrapped(line, 0)
-    outside = breaks((each.graph_break for each in report.functions), report.counted)
+    outside = breaks(report.all_graph_breaks, report.counted)
     if work and outside:
         yield from _wrapped(outside, 0)
     left = left_out(report.left_to_eager, report.counted)

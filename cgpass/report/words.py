@@ -100,25 +100,40 @@ def briefly(reason: "ReasonReport") -> str:
     return f"{subject(reason)}{f' ({where})' if where else ''}"
 
 
-def breaks(found: Iterable["ReasonReport | Reason | None"], counted: str) -> str | None:
+def breaks(found: Iterable["ReasonReport | Reason"], counted: str) -> str | None:
     """What percentages leave out where functions end at graph breaks; None where none does.
 
     Args:
-        found: The graph break that each function ends at, if any.
+        found: The graph breaks.
         counted: What the percentages are of, "kernels" or "operators".
     """
+    at = _lines(found)
+    if not at:
+        return None
+    return (
+        f"graph breaks at {many(len(at), 'line')} ({listed(at)}): what runs there, outside of compiled functions, is "
+        f"not among these {counted}"
+    )
+
+
+def only_breaks(found: Iterable["ReasonReport | Reason"]) -> str | None:
+    """What is said where nothing but graph breaks was met; None if there is none."""
+    at = _lines(found)
+    return f"graph breaks at {many(len(at), 'line')} ({listed(at)})" if at else None
+
+
+def _lines(found: Iterable["ReasonReport | Reason"]) -> list[str]:
     lines = dict.fromkeys(
         reason.line or "no known line"
         for reason in found
-        if reason is not None and reason.rest is None  # else it stands among what was left to eager
+        if reason.rest is None  # else it stands among what was left to eager
     )
-    if not lines:
-        return None
-    at = listed([line.partition(" in ")[0] for line in lines])
-    return (
-        f"{many(len(lines), 'graph break')}, at {at}: what runs there, outside of compiled functions, is not among "
-        f"these {counted}"
-    )
+    return sorted((line.partition(" in ")[0] for line in lines), key=_by_number)
+
+
+def _by_number(place: str) -> tuple[str, int]:
+    file, _, number = place.rpartition(":")
+    return file, int(number) if number.isdecimal() else 0
 
 
 def left_out(found: Sequence["EagerFunction"], counted: str) -> str | None:

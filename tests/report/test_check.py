@@ -273,7 +273,7 @@ def test_graph_breaks_are_named_and_not_counted(registry):
     assert passes
     assert "100% of the 16 operators" in text
     assert (
-        f"\n1 graph break, at test_check.py:{line}: what runs there, outside of compiled functions, is not among these operators"
+        f"\ngraph breaks at 1 line (test_check.py:{line}): what runs there, outside of compiled functions, is not among these operators"
         in text
     )
     first, broken, second = cgpass.summary().splitlines()

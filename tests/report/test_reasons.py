@@ -13,7 +13,7 @@ from cgpass.culprits import Finding
 from cgpass.graph import op_tables
 from cgpass.graph.breaks import given_up, graph_break_of
 from cgpass.reason import CHOSEN, OTHER_FIXES, Reason
-from cgpass.report.collect import _reasons
+from cgpass.report.collect import reasons as _reasons
 from cgpass.report.model import FunctionReport, GraphReport, PartitionReport, Report
 from cgpass.report.page import html
 from cgpass.runtime import recorder
@@ -309,7 +309,7 @@ def test_a_graph_break_names_its_line_and_what_to_do():
     assert f"ends at a graph break at test_reasons.py:{line} in fn: torch._dynamo" in text
     assert "fix: " + " ".join(first.graph_break.fix.split()) in text
     outside = (
-        f"1 graph break, at test_reasons.py:{line}: what runs there, outside of compiled functions, is not among these"
+        f"graph breaks at 1 line (test_reasons.py:{line}): what runs there, outside of compiled functions, is not among these"
         " operators"
     )
     assert f"in graphs: 100% of the 8 operators of compiled functions {outside}" in text

@@ -20,8 +20,8 @@ def test_text():
 cgpass 0.1.0, torch 2.11.0+cu130, NVIDIA H200
 one call: 1.500 ms with CUDA graphs, 4.500 ms without (3.00x)
 in graphs: 66.7% of the 18 kernels of compiled functions, 90% of the call's GPU time
-1 graph break, at no known line: what runs there, outside of compiled functions, is not among these
-  kernels
+graph breaks at 1 line (no known line): what runs there, outside of compiled functions, is not among
+  these kernels
 
 function 0: model.py:38 in forward
   its graphs' memory pools: 96.0 MiB

@@ -68,7 +68,9 @@ def test_only_the_newest_graphs_are_listed(registry, monkeypatch):
     assert numbers == [0, 1, 2, 3, 4]
     assert [graph.direction for graph in telemetry.graphs()] == ["graph2", "graph3", "graph4"]
     assert [graph.direction for graph in telemetry.graphs(since=4)] == ["graph4"]
-    assert telemetry.summary().startswith("2 older graphs\ngraph2: 1 partition captured (4 ops)")
+    assert telemetry.graphs_summary().startswith(
+        "2 older graphs\ngraph2: 1 partition captured (4 ops)"
+    )
     assert telemetry.counters()["graphs"] == telemetry.counters()["partitions_captured"] == 5
     telemetry.replace_partition(0, "captured_0", ())
     assert telemetry.counters()["partitions_captured"] == 5
@@ -90,12 +92,12 @@ def test_a_skip_is_counted_for_as_long_as_it_lasts(registry):
 
 
 def test_a_summary_says_where_the_function_begins(registry):
-    assert telemetry.summary() == "no graph was compiled"
+    assert telemetry.graphs_summary() == ""
     place = "model.py:41 in forward"
     telemetry.add_graph(GraphSummary("forward", (), place=place))
     telemetry.add_graph(GraphSummary("inference", (), skip="no", num_ops=7, place=place))
     telemetry.add_graph(GraphSummary("backward", (), skip="no"))
-    assert telemetry.summary().splitlines() == [
+    assert telemetry.graphs_summary().splitlines() == [
         "forward of model.py:41 in forward: 0 partitions captured (0 ops), 0 eager (0 ops)",
         "inference of model.py:41 in forward: runs without CUDA graphs (7 ops): no",
         "backward: runs without CUDA graphs (0 ops): no",
