@@ -322,7 +322,8 @@ class PartitionRunner:
         if not self._warm_ups.ran_here:
             self.owner.driver.prepare_thread()
         self._largest = max(self._largest, self.layout.bytes_that_move(args))
-        stationary = watch.stationary(args, {*self.layout.mutated, *self.written})
+        written = {*self.layout.mutated, *self.written}
+        stationary = watch.stationary(args, written, self.owner.is_pool_storage)
         if stationary:
             self.stats.promotions += 1
         recording = self._recorder.record(

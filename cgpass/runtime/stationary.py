@@ -13,7 +13,7 @@ Note [Inputs that never move]
 
 import itertools
 from array import array
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Final
 
 from cgpass.runtime import fast
@@ -55,17 +55,34 @@ class Watch:
         self._calls = 0
         self.settled = not self.positions
 
-    def stationary(self, args: Sequence[Any], written: Container[int] = ()) -> tuple[int, ...]:
-        """Which inputs a recording made now reads where they lie; those that moved since they settled never will be.
+    def stationary(
+        self,
+        args: Sequence[Any],
+        written: Container[int] = (),
+        is_handed_on: Callable[[Any], bool] = lambda value: False,
+    ) -> tuple[int, ...]:
+        """Which inputs a recording made now reads where they lie.
 
-        Nor are those that are written and were made in inference mode: a capture may not write them.
+        Those that moved since they settled never will be, nor those that are written and were made in inference mode: a
+        capture may not write them.
+
+        Args:
+            args: Inputs of the call that is recorded.
+            written: Those that it writes.
+            is_handed_on: Whether an input is a recording's result: where all are made anew, it lies elsewhere, and stays
+                there.
         """
         if not self.settled and self._calls < max(1, CALLS // 2):
             return ()
         self.settled = True
         addresses = fast.static_key(args, self.positions)
         if addresses != self._addresses:
-            self._keep(addresses, [a == b for a, b in _pairs(self._addresses, addresses)])
+            pairs = _pairs(self._addresses, addresses)
+            stay = [
+                a == b or is_handed_on(args[i])
+                for i, (a, b) in zip(self.positions, pairs, strict=True)
+            ]
+            self._keep(addresses, stay)
         return tuple(i for i in self.positions if i not in written or not args[i].is_inference())
 
     def _keep(self, addresses: bytes, which: Sequence[bool]) -> None:

@@ -73,6 +73,15 @@ def test_settled_inputs_that_move_are_copied_for_good():
     assert watch.stationary([a, b]) == (0,)
 
 
+def test_what_a_recording_hands_on_may_lie_elsewhere_once_all_are_made_anew():
+    a, b, c = tensors(3)
+    watch = Watch((0, 1))
+    noted(watch, *[[a, b]] * (CALLS + 1))
+    assert watch.stationary([a, c], is_handed_on=lambda value: value is c) == (0, 1)
+    assert watch.stationary([a, c]) == (0, 1)
+    assert watch.stationary([a, b]) == (0,)
+
+
 def test_a_watch_of_nothing_is_settled():
     watch = Watch(())
     assert not watch.note([])

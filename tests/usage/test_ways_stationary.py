@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from cgpass.runtime import stationary
+from cgpass.runtime import signature, stationary
 from tests.usage import programs
 from tests.usage.programs import MLP, Block, Counter, ReadsValue, assert_replays
 
@@ -273,3 +273,35 @@ def test_a_loss_whose_gradient_moves(way):
     counters = way.compare(program)
     assert_replays(counters)
     assert (counters["recordings"], counters["promotions"]) == (2 * 2, 2)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_that_share_code_read_what_they_hand_on_where_it_lies(way, training, monkeypatch):
+    """Where all recordings are made anew, what one hands to the next lies elsewhere, and stays there."""
+    monkeypatch.setattr(signature, "_SMALL_TANGENT", 1)
+    steps, num_layers, shape = 24, 4, (2, 6, 16)
+
+    def program(session):
+        layers = [session.compiled(Block) for _ in range(num_layers)]
+        values = []
+        for batch in session.batches(*shape, count=steps):
+            with torch.set_grad_enabled(training):
+                x = batch
+                for _, call in layers:
+                    x = call(x)
+                values.append(x.detach().clone())
+                if training:
+                    x.square().mean().backward()
+                    for module, _ in layers:
+                        values += programs.gradients(module)
+                        module.zero_grad(set_to_none=True)
+                del x
+        return values
+
+    counters = way.compare(program)
+    assert_replays(counters)
+    size = 2 * 6 * 16 * 4
+    each = 3 if training else 1  # the batch, for the backward, too, and the last gradient
+    at_first = each * num_layers * (CALLS + stationary.MOVES + 4) * size
+    assert counters["promotions"] >= num_layers - 1
+    assert counters["copied_bytes"] <= at_first + steps * each * size
