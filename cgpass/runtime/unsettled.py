@@ -20,9 +20,8 @@ Note [Storages that are freed and allocated again]
     bytes are not: their copy would take the memory that freeing them saves.
 
     The smallest, as weights of norms, come back late or never, since the allocator has many places for them, and each
-    time a whole graph would be recorded for a copy saved that costs less than its launch. All that ever moved are
-    copied soon, whatever is replayed in between. And once there are as many recordings as may be, all that are few
-    bytes are copied.
+    time a whole graph would be recorded for a copy saved that costs less than its launch. All that ever moved are copied soon, whatever
+    is replayed in between. And once there are as many recordings as may be, all that are few bytes are copied.
 """
 
 import logging
