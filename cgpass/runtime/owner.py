@@ -23,7 +23,6 @@ from cgpass.runtime import fast
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.liveness import LiveOutputs
 from cgpass.runtime.recording import Recording
-from cgpass.runtime.starting_over import StartingOver
 from cgpass.runtime.writes import has_place
 
 if TYPE_CHECKING:
@@ -34,6 +33,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_STARTS = 8
+"""Times that all recordings are dropped to be made anew."""
+PATIENCE = 8
+"""Calls that wait for nothing to be held."""
 _ADDRESSES_KEPT = 4096
 """Places of warm-ups' outputs that are remembered."""
 RESCUES_IN_A_ROW = 3
@@ -95,8 +98,7 @@ class Owner:
         self.closed = False
         self._slots = [_Slot()]
         self._births = 0
-        self.starting_over = StartingOver()
-        """Whether and when `start_over_if_it_is_time` is to be called before a replay."""
+        self._starts = 0
         self._warned_held = False
         self._thread: int | None = None
         self.several_threads = False
@@ -105,6 +107,11 @@ class Owner:
         """Whether all calls are to run plainly, to be compared with those that replay."""
         self.bypassed = False
         """Whether this call runs plainly: it is to, or is made inside a transform, whose tensors need have no memory."""
+        self.wants_start = False
+        """Whether `start_over_if_idle` is to be called before the next replay."""
+        self._refusals = 0
+        self._settles = False
+        """Whether it is asked for by what comes to an end by itself."""
         self._all_go = False
         """Whether every recording is being dropped."""
         self._members: list[Member] = []
@@ -231,32 +238,47 @@ class Owner:
         """Whether anything is recorded in the first slot."""
         return bool(self._slots[0].recordings)
 
-    def start_over_if_it_is_time(self, *, is_backward: bool = False) -> bool:
-        """Do what was asked for, if it is time.
+    def ask_to_start_over(self, *, patience: int = PATIENCE, settles: bool = False) -> None:
+        """Have every recording made anew as soon as nothing is held.
 
         Args:
-            is_backward: Whether the call that begins is a backward.
+            patience: Calls that wait for that; after them, what is held is moved, once it can be. The least counts.
+            settles: Whether that comes to an end by itself, so that it counts for nothing in `MAX_STARTS`.
         """
-        held = any(slot.live.youngest() >= 0 for slot in self._slots)
-        return self.starting_over.is_time(held=held, is_backward=is_backward) and self.start_over()
+        refusals = PATIENCE - patience
+        if self.wants_start:
+            self._refusals = max(self._refusals, refusals)
+        elif settles or self._starts < MAX_STARTS:
+            self.wants_start, self._refusals = True, refusals
+        self._settles |= settles and self.wants_start
+
+    def start_over_if_idle(self) -> bool:
+        """Do what was asked for, unless outputs are held; where some always are, do it all the same after a while."""
+        if any(slot.live.youngest() >= 0 for slot in self._slots):
+            self._refusals += 1
+            if self._refusals <= PATIENCE:
+                return False
+            self.wants_start = self._refusals <= 2 * PATIENCE
+            self._settles &= self.wants_start
+        return self.start_over()
 
     def start_over(self) -> bool:
         """Drop every recording to have its memory laid out anew, unless some of it is needed where it lies."""
-        if self.starting_over.is_spent:
-            self.starting_over.give_up()
+        if self._starts >= MAX_STARTS and not self._settles:
+            self.wants_start = False
             return False
         for slot in self._slots:
             for recording in slot.recordings:
                 held = recording.memory.held()
                 if held and not recording.memory.can_rescue(held):
                     return False
-        self.starting_over.note_done()
+        self._starts += not self._settles
         self._drop_all()
         return True
 
     def _drop_all(self) -> None:
         """Drop every recording; who holds outputs keeps them, and a backward that reads some runs without its own."""
-        self.starting_over.give_up()
+        self.wants_start = self._settles = False
         with self._dropping_all():
             for member in self._members:
                 member.forget_recordings()
@@ -332,8 +354,8 @@ class Owner:
                     if not self.closed:
                         member.forget_failures()
             self._slots = [_Slot()]
-            self.starting_over.forget()
-            self._warned_held = False
+            self._starts = self._refusals = 0
+            self.wants_start = self._warned_held = False
             self._pool_addresses.clear()
             self.driver.end_warm_ups()
 

@@ -34,8 +34,6 @@ class Recording:
     """Why and how it was made, if that is known."""
     made_for: frozenset[int] = frozenset()
     """See `Gathered.module`: of the call that it was made in."""
-    _module_of: Callable[[Sequence[Any]], frozenset[int]] | None = None
-    """`Gathered.module`, if it is replayed for no other."""
 
     def __init__(
         self,
@@ -138,7 +136,6 @@ class Recording:
         others = {n for n, _ in aliases} - {*self._views_at, *self._same_at}
         self._other_aliases = [(n, a) for n, a in aliases if n in others]
         self._retyped = [a for _, a in aliases if a.dtype != staged[a.index].dtype]
-        self._is_choosy = bool(self._retyped)
 
     def _take_over(
         self,
@@ -239,24 +236,6 @@ class Recording:
             self.watch = None
         return ready
 
-    def note_module(
-        self,
-        module_of: Callable[[Sequence[Any]], frozenset[int]],
-        args: Sequence[Any],
-        *,
-        only: bool,
-    ) -> None:
-        """Note which module it was made for.
-
-        Args:
-            module_of: `Gathered.module`.
-            args: Of the call that it was made in.
-            only: Whether it is replayed for no other.
-        """
-        self.made_for = module_of(args)
-        if only and self.made_for:
-            self._module_of, self._is_choosy = module_of, True
-
     def note_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
         """Note what it reads where it lies, without keeping it: whoever owns the module does."""
         storages = {s._cdata: s for s in (p.untyped_storage() for p in parameters)}
@@ -278,14 +257,11 @@ class Recording:
 
         Stationary inputs must not have moved.
         """
-        if self._is_choosy and not (self.fits(args) and self._is_for(args)):
+        if self._retyped and not self.fits(args):
             return False
         if self.stationary and fast.static_key(args, self.stationary) != self._lie_at:
             return False
         return not self._consumed or fast.exclusive(args, self._consumed, self._users)
-
-    def _is_for(self, args: Sequence[Any]) -> bool:
-        return self._module_of is None or self._module_of(args) == self.made_for
 
     def fits(self, args: Sequence[Any]) -> bool:
         """Whether outputs that are inputs seen as another dtype can be made of these; without graphs they raise."""

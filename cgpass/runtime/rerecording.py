@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe
@@ -10,35 +10,32 @@ from cgpass.runtime.table import RecordingTable
 
 log = logging.getLogger(__name__)
 
+_CALLS_OF_A_STEP: Final = 256
+"""Calls in which some step of a training should have come to its end."""
+
 
 class Rerecording:
     """Asks for all recordings to be laid out anew, for one partition. See Note [Inputs that never move]."""
 
-    def __init__(self, name: str, owner: Owner, *, is_backward: bool) -> None:
+    def __init__(self, name: str, owner: Owner) -> None:
         """Nothing moved yet.
 
         Args:
             name: Of the partition, for messages.
             owner: Of all recordings.
-            is_backward: Whether it is a backward.
         """
         self._name = name
         self._owner = owner
-        self._starting_over = owner.starting_over
-        self._is_backward = is_backward
+        self._waits = 0
+        """Calls that record nothing unless all recordings were laid out anew before."""
         self._asked = False
         """Whether that was asked for since stationary inputs moved."""
 
     def begin(self) -> None:
-        """Have what was recorded so far, in whatever order, laid out anew as a step begins."""
-        if self._owner.recordings():
-            self._starting_over.ask_for_order(is_backward=self._is_backward)
-
-    def begin_once_more(self) -> bool:
-        """Before a recording gets a pool of its own, have all laid out anew; returns whether it is to wait for that."""
-        return self._starting_over.ask_once_more(
-            len(self._owner.recordings()), is_backward=self._is_backward
-        )
+        """Have what was recorded so far, in whatever order, laid out anew between two steps."""
+        self._waits = len(self._owner.recordings())
+        if self._waits:
+            self._owner.ask_to_start_over(patience=_CALLS_OF_A_STEP, settles=True)
 
     def is_over(
         self,
@@ -55,7 +52,9 @@ class Rerecording:
             keys: The call's signature.
             args: Its inputs.
         """
-        return not self._starting_over.waits and self._moves_are_over(table, layout, keys, args)
+        waits = self._waits > 0 and self._owner.wants_start
+        self._waits = self._waits - 1 if waits else 0
+        return not waits and self._moves_are_over(table, layout, keys, args)
 
     def _moves_are_over(
         self,
@@ -72,7 +71,6 @@ class Rerecording:
             names = describe(layout.infos[i] for i in moved)
             log.info("%s: %s moved, and is copied from now on", self._name, names)
             table.watch(*keys, args).stationary(args)  # leaves them out
-            self._starting_over.ask()
-        done = self._owner.start_over_if_it_is_time(is_backward=self._is_backward)
-        self._asked = not done and self._starting_over.wanted
+            self._owner.ask_to_start_over()
+        self._asked = not self._owner.start_over_if_idle() and self._owner.wants_start
         return not self._asked

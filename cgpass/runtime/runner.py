@@ -78,9 +78,7 @@ class PartitionRunner:
             fn, owner, opaque=settings.opaque, finds_writes=settings.check_layout, stats=self.stats
         )
         self._strays = Strays(owner)
-        self._starting_over = owner.starting_over
-        self._starting_over.add(self.stats, is_backward=self.is_backward)
-        self._rerecording = Rerecording(name, owner, is_backward=self.is_backward)
+        self._rerecording = Rerecording(name, owner)
         self.reasons = CallReasons()
         """Why calls ran without a graph, or warmed up again and again."""
         self._fallback = settings.fallback(name, fn, self.stats, resplit, self.reasons)
@@ -132,8 +130,8 @@ class PartitionRunner:
     def _run(self, args: list[Any]) -> tuple[Sequence[Any], Recording | None]:
         if self.owner.bypassed:
             return self._fallback.run_bypassed(args, asked=self.owner.plain), None
-        if self._starting_over.wanted:
-            self.owner.start_over_if_it_is_time(is_backward=self.is_backward)
+        if self.owner.wants_start:
+            self.owner.start_over_if_idle()
         layout = self.layout
         shape_key, static_key = layout.shape_key(args), layout.static_key(args)
         last = self._last
@@ -145,7 +143,7 @@ class PartitionRunner:
             recording = self._choose(recordings, args, static_key)
             if recording is not None:
                 if recording.watch is not None and recording.stays(args):
-                    self._starting_over.ask()
+                    self.owner.ask_to_start_over()
                 self._last = (shape_key, static_key, recordings)
                 return self._replay(recording, args), recording
         return self._without_recording(args, shape_key, static_key)
@@ -197,12 +195,11 @@ class PartitionRunner:
         if warm and room:
             self._make_space(shape_key, args)
         slot = self._slot(shape_key, static_key, args) if warm and room else 0
-        held = slot is None and not self._starting_over.waits
+        held = slot is None
         if warm and room and self.layout.static_key(args) != static_key:
             slot = None  # room was made by moving what this call reads
         action = decide(usable=usable, warm=warm, safe=False, room=room and slot is not None)
-        refusal = self.table.refusal if warm and usable and not room else None
-        full = refusal is not None and refusal.option == "max_static_sets"
+        full = warm and usable and not room
         note = self.table.note_full if full else self.table.note_unknown
         if (full or action is not Action.PLAIN) and (moving := note(shape_key, static_key, args)):
             self._settle(moving)
@@ -305,16 +302,13 @@ class PartitionRunner:
         self._largest = 0
 
     def _slot(self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]) -> int | None:
-        """Where to record this signature once more, None if results of too many calls are held, or it waits.
+        """Where to record this signature once more, None if results of too many calls are held.
 
-        Layers whose parameters come to one place in turn have the first pool. See Note [In the order of a step].
+        Layers whose parameters come to one place in turn have the first pool for all of their recordings.
         """
         mine, found = self._gathered.module(args), self.table.find(shape_key, static_key)
         own = [r for r in found if not r.made_for or r.made_for == mine]
         slot = self.owner.slot_for(len(own), self._first_slot)
-        in_the_way = slot != self._first_slot and len(own) < 2  # what others left, not its own
-        if mine and in_the_way and self._rerecording.begin_once_more():
-            return None
         return slot if slot is not None else self.owner.warn_of_held(self.name)
 
     def _record(self, args: list[Any], slot: int, watch: Watch) -> Recording | None:
@@ -337,7 +331,7 @@ class PartitionRunner:
         if not self._is_of_use(recording, args):
             recording.close(whole_pool=False)
             return None
-        recording.note_module(self._gathered.module, args, only=self._starting_over.binds)
+        recording.made_for = self._gathered.module(args)
         if not watch.settled:
             recording.watch = watch
         if not recording.memory.is_lean or self.owns_outputs:
@@ -359,7 +353,7 @@ class PartitionRunner:
         """See `Candidate`."""
         self._fallback.leave_plain(why)
         if self.table.all():
-            self._starting_over.ask(patience=0)
+            self.owner.ask_to_start_over(patience=0)
 
     def _copy_from_now_on(self, positions: frozenset[int]) -> None:
         """Have more of the visible outputs copied out by whoever calls."""
@@ -381,7 +375,7 @@ class PartitionRunner:
             self._first_slot = 1
             self.table.remove(victim)
             self._close([victim])
-            self._starting_over.ask(patience=0)
+            self.owner.ask_to_start_over(patience=0)
         else:
             self._copy_from_now_on(victim.positions_on(blocks))
 

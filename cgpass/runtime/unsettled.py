@@ -20,7 +20,7 @@ Note [Storages that are freed and allocated again]
     bytes are not: their copy would take the memory that freeing them saves.
 
     The smallest, as weights of norms, come back late or never, since the allocator has many places for them, and each
-    time a whole graph would be recorded for a copy saved that costs less than its launch. All that ever moved are copied soon, whatever
+    time a whole graph would be recorded for a copy saved that costs less than its launch. They are copied soon, whatever
     is replayed in between. And once there are as many recordings as may be, all that are few bytes are copied.
 """
 
@@ -192,7 +192,7 @@ class Unsettled:
         if len(self._homes) >= _HOMES_KEPT:
             self._homes.clear()
         self._homes[self._storages(args)] = static_key
-        if not moved:
+        if self._said or not moved:
             return []
         self._note_reuses()
         self._freed.add(moved)
@@ -202,9 +202,9 @@ class Unsettled:
             tiny = self._tiny(args)
             if tiny and self._why_not_copied(tiny, args) is None:
                 return self._copied(tiny, args, logging.INFO)
-        if self._said or self._freed.calls < PLACES * sets:
-            return []
         moving = self._freed.moving()
+        if self._freed.calls < PLACES * sets:
+            return []
         self._said = True
         why = self._why_not_copied(moving, args)
         if why is None:
@@ -221,20 +221,15 @@ class Unsettled:
     def note_full(self, static_key: StaticKey, args: Sequence[Any]) -> list[int]:
         """Note a call at a place for which there is no recording any more; returns parameters that are better copied."""
         moved = self.freed(static_key, args)
-        if moved:
-            self._ever_freed.add(moved)
-        for found in (moved or sorted(self._ever_freed.moves), self._tiny(args)):
-            if found and self._why_not_copied(found, args) is None:
-                return self._copied(found, args, self._level)
-        return []
+        if self._said or not moved or self._why_not_copied(moved, args) is not None:
+            return []
+        self._ever_freed.add(moved)
+        self._said = True
+        return self._copied(moved, args, self._level)
 
     def _tiny(self, args: Sequence[Any]) -> list[int]:
-        """The smallest of those that ever moved; if they are too many, of those that do in most calls."""
-        for found in (sorted(self._ever_freed.moves), self._ever_freed.moving()):
-            tiny = [i for i in found if num_bytes(args[i]) <= TINY]
-            if sum(num_bytes(args[i]) for i in tiny) <= 16 * TINY:
-                return tiny
-        return []
+        tiny = [i for i in self._ever_freed.moving() if num_bytes(args[i]) <= TINY]
+        return tiny if sum(num_bytes(args[i]) for i in tiny) <= 16 * TINY else []
 
     def _why_not_copied(self, moving: Sequence[int], args: Sequence[Any]) -> str | None:
         size = sum(num_bytes(args[i]) for i in moving)

@@ -9,9 +9,8 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 
 from cgpass.runtime import fast
-from cgpass.runtime.owner import Owner
+from cgpass.runtime.owner import MAX_STARTS, PATIENCE, Owner
 from cgpass.runtime.simulated import SimulatedDriver
-from cgpass.runtime.starting_over import PATIENCE
 from tests.unit.runners import COPIED, POOLED, call, counts, runner
 
 X = torch.ones(2)
@@ -293,14 +292,26 @@ def test_who_asks_with_less_patience_is_not_kept_waiting():
     run = partition(owner=owner, visible=(), read=(0,))
     recorded(run)
     out = held(run)
-    owner.starting_over.ask(patience=100)
-    owner.starting_over.ask(patience=0)
-    assert not owner.start_over_if_it_is_time()
+    owner.ask_to_start_over(patience=100)
+    owner.ask_to_start_over(patience=0)
+    assert not owner.start_over_if_idle()
     for _ in range(PATIENCE):
-        owner.start_over_if_it_is_time()
-    assert not owner.starting_over.wanted, (
-        "what is read may not be moved: it was tried often enough"
-    )
+        owner.start_over_if_idle()
+    assert not owner.wants_start, "what is read may not be moved: it was tried often enough"
     del out
-    owner.starting_over.ask(patience=100)
-    assert owner.start_over_if_it_is_time()
+    owner.ask_to_start_over(patience=100)
+    assert owner.start_over_if_idle()
+
+
+def test_what_settles_starts_over_as_often_as_it_must():
+    owner = Owner(SimulatedDriver())
+    for _ in range(MAX_STARTS + 2):
+        owner.ask_to_start_over(settles=True)
+        assert owner.start_over_if_idle()
+    for _ in range(MAX_STARTS):
+        owner.ask_to_start_over()
+        assert owner.start_over_if_idle()
+    owner.ask_to_start_over()
+    assert not owner.wants_start
+    owner.ask_to_start_over(settles=True)
+    assert owner.start_over_if_idle()

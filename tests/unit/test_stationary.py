@@ -7,10 +7,9 @@ import torch
 
 from cgpass.inputs import InputInfo
 from cgpass.runtime import stationary
-from cgpass.runtime.owner import Owner
+from cgpass.runtime.owner import PATIENCE, Owner
 from cgpass.runtime.signature import Layout
 from cgpass.runtime.simulated import SimulatedDriver
-from cgpass.runtime.starting_over import PATIENCE
 from cgpass.runtime.stationary import Watch
 from tests.unit.runners import COPIED, POOLED, STATIC, call, counts, runner
 
