@@ -23,6 +23,11 @@ class Gathered:
         self._looks = 0
         self._positions: frozenset[int] = frozenset()
 
+    @property
+    def any(self) -> bool:
+        """Whether some were found."""
+        return bool(self._positions)
+
     def note(self, args: Sequence[Any]) -> None:
         """Note a call's inputs, and what became of the last one's. **Lifetime:** holds none of them."""
         if self._looks >= _LOOKS:

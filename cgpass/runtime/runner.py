@@ -317,7 +317,8 @@ class PartitionRunner:
             self.owner.driver.prepare_thread()
         self._largest = max(self._largest, self.layout.bytes_that_move(args))
         written = {*self.layout.mutated, *self.written}
-        stationary = watch.stationary(args, written, self.owner.is_pool_storage)
+        moves_with = None if self._gathered.any else self.owner.is_pool_storage
+        stationary = watch.stationary(args, written, moves_with)
         if stationary:
             self.stats.promotions += 1
         recording = self._recorder.record(

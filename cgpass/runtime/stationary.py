@@ -59,7 +59,7 @@ class Watch:
         self,
         args: Sequence[Any],
         written: Container[int] = (),
-        is_handed_on: Callable[[Any], bool] = lambda value: False,
+        is_handed_on: Callable[[Any], bool] | None = None,
     ) -> tuple[int, ...]:
         """Which inputs a recording made now reads where they lie.
 
@@ -70,7 +70,7 @@ class Watch:
             args: Inputs of the call that is recorded.
             written: Those that it writes.
             is_handed_on: Whether an input is a recording's result: where all are made anew, it lies elsewhere, and stays
-                there.
+                there. None where some calls are not recorded, and so leave their results in other places.
         """
         if not self.settled and self._calls < max(1, CALLS // 2):
             return ()
@@ -79,7 +79,7 @@ class Watch:
         if addresses != self._addresses:
             pairs = _pairs(self._addresses, addresses)
             stay = [
-                a == b or is_handed_on(args[i])
+                a == b or (is_handed_on is not None and is_handed_on(args[i]))
                 for i, (a, b) in zip(self.positions, pairs, strict=True)
             ]
             self._keep(addresses, stay)
