@@ -18,6 +18,7 @@ import types
 from collections import deque
 from collections.abc import (
     Callable,
+    Container,
     Iterable,
     Iterator,
     Mapping,
@@ -436,21 +437,40 @@ def was_given_up(compilation: Any) -> bool:
 class GraphBreak:
     """What Dynamo said of a graph break."""
 
-    function: tuple[str, int, str]
-    """That was compiled and had it, in its own code or in what it calls: file, first line and name."""
+    code: types.CodeType
+    """Of the function that was compiled and had it, in itself or in what it calls."""
+    compile_id: str
     text: str
     stack: tuple[traceback.FrameSummary, ...]
     """All frames that it was traced through, outermost first."""
     thread: int
-    frames: int
-    """`frames_compiled()` when it was met."""
     told: bool = False
     """Whether a graph tells of it."""
+    over: bool = False
+    """Whether Dynamo forgot since what it compiled."""
+
+    @property
+    def function(self) -> tuple[str, str]:
+        """File and name."""
+        return self.code.co_filename, self.code.co_name
 
     @property
     def line(self) -> traceback.FrameSummary | None:
         """The innermost."""
         return self.stack[-1] if self.stack else None
+
+    def was_met_by(self, ran: Container[types.CodeType]) -> bool:
+        """Whether what was compiled when it was met, or left to eager for it, is among code that ran.
+
+        Source: torch/csrc/dynamo/cache_entry.h, `CacheEntry`, 2.11 to 2.15.
+        """
+        from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+        if self.over:
+            return False
+        entries = _debug_get_cache_entry_list(self.code)
+        made = [entry.code for entry in entries if str(entry.compile_id) == self.compile_id]
+        return any(code in ran for code in made or [self.code])
 
 
 _graph_breaks: deque[GraphBreak] = deque(maxlen=1024)
@@ -460,7 +480,7 @@ def note_graph_breaks() -> None:
     """Have graph breaks noted from now on; nothing happens as long as Dynamo is not loaded.
 
     Where Dynamo can't go on behind one, the graph that it compiles before it carries no word of it; where no operator
-    is before it there is no such graph. Those of functions that are compiled for a backend of torch's are left out.
+    is before it there is no such graph. Those of functions that are compiled for another backend are left out.
 
     Source: torch/_dynamo/symbolic_convert.py `InstructionTranslatorBase.log_graph_break`, 2.11 to 2.15.
     """
@@ -469,19 +489,19 @@ def note_graph_breaks() -> None:
     log = getattr(kind, "log_graph_break", None)
     if kind is None or log is None or hasattr(log, "_notes_for_cgpass"):
         return
+    from torch._guards import CompileContext
 
     @functools.wraps(log)
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_for_another_backend(self):
+        if _is_for_us(self):
             error = kwargs.get("exc", args[-1] if args else None)
-            code = self.f_code
             _graph_breaks.append(
                 GraphBreak(
-                    (code.co_filename, code.co_firstlineno, code.co_name),
+                    self.f_code,
+                    str(CompileContext.current_compile_id()),
                     str(getattr(error, "msg", None) or error),
                     tuple(getattr(error, "real_stack", None) or ()),
                     threading.get_ident(),
-                    frames_compiled(),
                 )
             )
         return log(self, *args, **kwargs)
@@ -490,21 +510,30 @@ def note_graph_breaks() -> None:
     kind.log_graph_break = noting
 
 
-def _is_for_another_backend(translator: Any) -> bool:
-    """Whether what is compiled goes to a backend that torch knows by another name than ours.
+def _is_for_us(translator: Any) -> bool:
+    """Whether what is compiled goes to our backend, by whatever name.
 
-    Source: torch/_dynamo/repro/after_dynamo.py `WrapBackendDebug`, backends/registry.py `_BACKENDS`, 2.11 to 2.15.
+    Source: torch/_dynamo/repro/after_dynamo.py `WrapBackendDebug`, 2.11 to 2.15.
     """
-    from torch._dynamo.backends import registry
-
     backend = getattr(getattr(translator, "output", None), "compiler_fn", None)
-    name = str(getattr(backend, "_compiler_name", None))
-    return name in registry._BACKENDS and not name.startswith("cgpass")
+    while backend is not None:
+        name = getattr(backend, "_compiler_name", None) or getattr(backend, "__name__", None)
+        if str(name).startswith("cgpass"):
+            return True
+        inside = ("_torchdynamo_orig_backend", "compiler_fn", "func")
+        backend = next((found for each in inside if (found := getattr(backend, each, None))), None)
+    return False
 
 
 def graph_breaks() -> list[GraphBreak]:
     """The newest of this process since they are noted, oldest first."""
     return list(_graph_breaks)
+
+
+def end_graph_breaks() -> None:
+    """Note that Dynamo forgets all that it compiled so far."""
+    for each in graph_breaks():
+        each.over = True
 
 
 def is_traced() -> bool:

@@ -84,7 +84,12 @@ def reset() -> None:
     release_all()
 
 
-setattr(cgpass, "reset", reset)  # noqa: B010  torch._dynamo.reset() looks for this attribute
+def _reset_with_torch() -> None:
+    _torch.end_graph_breaks()
+    reset()
+
+
+setattr(cgpass, "reset", _reset_with_torch)  # noqa: B010  torch._dynamo.reset() looks for this attribute
 _torch.note_graph_breaks()  # torch.compile loads this module for what it compiles afterwards
 
 

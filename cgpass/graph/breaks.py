@@ -75,6 +75,9 @@ def graph_break_of(gm: fx.GraphModule) -> Reason | None:
     text = str(found.reason)
     if text == _STEP:
         return _cut_short(stack[-1] if stack else None)
+    newest = _newest()
+    if newest is not None and stack and newest.line and _is_place_of(newest.line, stack[-1]):
+        newest.told = True
     word = text.partition(" ")[0]
     reason = _of_stack(text, stack)
     if word in _WORDS:
@@ -254,8 +257,9 @@ def _cut_short(frame: Any) -> Reason:
     name = function_name(frame.name)
     rest = f"the rest of {name} from {os.path.basename(frame.filename)}:{frame.lineno} on"
     found = _newest()
-    if found is None or (found.function[0], found.function[2]) != (frame.filename, frame.name):
+    if found is None or found.function != (frame.filename, frame.name):
         return given_up(_IN_A_BLOCK, _line(frame), rest)
+    found.told = True
     return given_up(found.text, _line(found.line or frame), rest)
 
 

@@ -78,16 +78,15 @@ def explain(
         )
     with contextlib.ExitStack() as stack:
         before = stack.enter_context(frames.noted())
-        breaks_before = _torch.graph_breaks()
         call = Called(fn, args, kwargs)
         run = fn if reaches_compiled(call) else stack.enter_context(_compiled(fn))
         state = State(call)
         stack.callback(state.put_back)
         calls = Calls(run, args, kwargs, state, training=training)
-        long_ago = frames.Before(before, frames.codes_of(call.values), breaks_before)
-        report = _observe(calls, state.devices | calls.devices, long_ago)
-        left = frames.left_to_eager(before, again=long_ago.functions)
-        return with_outside(report, left, [*long_ago.breaks, *frames.new_breaks(breaks_before)])
+        watch = frames.Watch(before, frames.codes_of(call.values))
+        report = _observe(calls, state.devices | calls.devices, watch)
+        left = frames.left_to_eager(before, again=watch.given_up)
+        return with_outside(report, left, watch.graph_breaks())
 
 
 def _takes_options(fn: Callable[..., Any] | torch.nn.Module) -> bool:
@@ -114,8 +113,8 @@ def _compiled(fn: Callable[..., Any] | torch.nn.Module) -> Iterator[Callable[...
                 owner.release()
 
 
-def _observe(calls: Calls, devices: set[torch.device], before: frames.Before) -> Report:
-    measured = Measured(settled=_settle(calls, before), runs=RUNS)
+def _observe(calls: Calls, devices: set[torch.device], watch: frames.Watch) -> Report:
+    measured = Measured(settled=_settle(calls, watch), runs=RUNS)
     measured.captured = timed(calls, devices)
     numbers = called(measured.captured)
     owners = _owners(among=numbers)
@@ -133,14 +132,14 @@ def _observe(calls: Calls, devices: set[torch.device], before: frames.Before) ->
     return with_times(functions, measured)
 
 
-def _settle(calls: Calls, long_ago: frames.Before) -> bool:
+def _settle(calls: Calls, watch: frames.Watch) -> bool:
     """Call until two calls in a row recorded and compiled nothing; returns whether they did in the end."""
     quiet = 0
     made = calls_made()
     number = warm_ups = 0
     while number < _CALLS + warm_ups:
         before = telemetry.counters()
-        with long_ago.watching() if number == 1 else contextlib.nullcontext():  # compiled by now
+        with watch.watching() if number else contextlib.nullcontext():  # compiled by now
             calls()
         number += 1
         warm_ups = most_warm_ups(since=made)

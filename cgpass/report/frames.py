@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from cgpass import _torch, telemetry
@@ -67,79 +67,82 @@ def left_to_eager(
     )
 
 
-class Before:
-    """What torch noted some time ago and does not note again: functions that were given up, and graph breaks.
+class Watch:
+    """Looks which functions calls run, and by that knows what torch noted some time ago and still holds.
 
-    Attributes:
-        functions: Those given up; once calls were watched, those among them that ran.
-        breaks: Graph breaks; once calls were watched, of functions that ran, else none.
+    Torch notes nothing again of functions that were given up, nor of graph breaks of what is compiled.
     """
 
-    def __init__(
-        self,
-        notes: Sequence[Any],
-        behind: Collection[types.CodeType],
-        breaks: Sequence[_torch.GraphBreak],
-    ) -> None:
+    def __init__(self, notes: Sequence[Any], behind: Collection[types.CodeType]) -> None:
         """Find what may still hold.
 
         Args:
             notes: Of compilations until now, oldest first.
             behind: Code of the functions in question.
-            breaks: Graph breaks until now, oldest first.
         """
-        self.functions = {
+        self._given_up = {
             function
             for function, each in _last(_since_reset(notes)).items()
             if _torch.was_given_up(each) and any(_is_of(function, code) for code in behind)
         }
-        self._breaks = _breaks_since_reset(breaks)
-        self.breaks: list[_torch.GraphBreak] = []
+        self._before = _torch.graph_breaks()
+        self._seen: list[_torch.GraphBreak] | None = None
+        """Graph breaks that were noted before calls were watched; None if none were."""
+        self._ran: set[types.CodeType] = set()
+        self._met: set[int] = set()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Keep what functions that are called inside are of: others are parts of what calls them by now."""
-        if not (self.functions or self._breaks) or sys.getprofile() is not None:
-            yield  # somebody else's profiler stays
+        """Watch the calls that are made inside, unless somebody else's profiler does."""
+        seen = _torch.graph_breaks()
+        if not (self._given_up or seen) or sys.getprofile() is not None:
+            yield
             return
-        called = set()
+        self._seen = seen if self._seen is None else self._seen
+        ran: dict[int, types.CodeType] = {}
 
         def note(frame: types.FrameType, event: str, _: object) -> None:
             if event == "call":
-                code = frame.f_code
-                called.add((code.co_filename, code.co_firstlineno, code.co_name))
+                ran[id(frame.f_code)] = frame.f_code
 
         sys.setprofile(note)
         try:
             yield
         finally:
             sys.setprofile(None)
-        self.functions &= called
-        names = {(file, function_name(name)) for file, _, name in called}
-        self.breaks = [
-            each
-            for each in self._breaks
-            if each.function in called
-            and (each.line is None or (each.line.filename, function_name(each.line.name)) in names)
-        ]
+        codes = _Identities(ran)
+        self._met |= {id(each) for each in self._seen if each.was_met_by(codes)}
+        self._ran |= set(ran.values())
+
+    @property
+    def given_up(self) -> set[Function]:
+        """Functions that were given up before, and ran in eager: others are parts of what calls them by now."""
+        if self._seen is None:
+            return self._given_up
+        called = {(c.co_filename, c.co_firstlineno, c.co_name) for c in self._ran}
+        return self._given_up & called
+
+    def graph_breaks(self) -> list[_torch.GraphBreak]:
+        """Those that calls met which were watched, and those noted since; without a watch, all that are new."""
+        known = self._before if self._seen is None else self._seen
+        new = new_breaks(known)
+        return [each for each in known if id(each) in self._met] + new
+
+
+class _Identities:
+    """Code objects by identity: two of the same source are equal."""
+
+    def __init__(self, by_id: Mapping[int, types.CodeType]) -> None:
+        self._by_id = by_id
+
+    def __contains__(self, code: object) -> bool:
+        return id(code) in self._by_id
 
 
 def new_breaks(before: Sequence[_torch.GraphBreak]) -> list[_torch.GraphBreak]:
     """Graph breaks that were met since others were all."""
     known = set(map(id, before))
     return [each for each in _torch.graph_breaks() if id(each) not in known]
-
-
-def _breaks_since_reset(noted: Sequence[_torch.GraphBreak]) -> list[_torch.GraphBreak]:
-    """The newest of some, oldest first: those since `torch.compiler.reset()`, which numbers functions anew."""
-    frames = _torch.frames_compiled()
-    found: list[_torch.GraphBreak] = []
-    for each in reversed(noted):
-        if each.frames > frames:
-            break
-        frames = each.frames
-        found.append(each)
-    return found[::-1]
 
 
 def _since_reset(notes: Sequence[Any]) -> Sequence[Any]:

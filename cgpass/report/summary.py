@@ -1,8 +1,7 @@
 """`summary`: what this process compiled, in a few lines."""
 
 from cgpass import _torch, telemetry
-from cgpass.report.collect import snapshot
-from cgpass.report.outside import with_outside
+from cgpass.graph.breaks import untold
 from cgpass.report.words import why_left
 
 
@@ -14,17 +13,18 @@ def summary() -> str:
     functions that `torch.compile` gave up as a whole are named by `explain` alone. Then what
     `make_graphed_callables` returned, as long as it lives, and how it was called.
     """
-    ends = {
-        reason.rest
-        for graph, _ in telemetry.graph_runs().values()
-        if (reason := graph.graph_break) is not None
-    }
-    report = with_outside(snapshot(), (), _torch.graph_breaks())
+    graphs = [graph for graph, _ in telemetry.graph_runs().values()]
+    ends = [graph.graph_break for graph in graphs if graph.graph_break is not None]
+    known = {reason.rest for reason in ends}
+    found = untold(
+        _torch.graph_breaks(), [end.line for end in ends], [graph.place for graph in graphs]
+    )
     lines = [
-        f"{why_left(left.place, left.reason)}: {left.reason.detail}"
-        for left in report.left_to_eager
-        if left.place not in ends
+        f"graph break at {each.line}: {each.detail}"
+        if each.rest is None
+        else f"{why_left(each.rest, each)}: {each.detail}"
+        for each in found
+        if each.rest is None or each.rest not in known
     ]
-    lines += [f"graph break at {found.line}: {found.detail}" for found in report.graph_breaks]
     parts = [telemetry.graphs_summary(), *lines, telemetry.by_hand_summary()]
     return "\n".join(filter(None, parts)) or "no graph was compiled"

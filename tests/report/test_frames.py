@@ -330,7 +330,7 @@ def test_what_was_given_up_before_a_reset_is_not_left_to_eager(more):
         return called_with(x, 3)
 
     cgpass.explain(lambda x: calls(x).sin().cos().exp().tanh(), X, training=False)
-    assert frames.Before(_torch.compilations(), [called_with.__code__], ()).functions == set()
+    assert frames.Watch(_torch.compilations(), [called_with.__code__]).given_up == set()
 
 
 def test_under_a_profiler_of_the_users_what_is_reached_counts():

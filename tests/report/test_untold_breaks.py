@@ -257,3 +257,100 @@ def test_check_of_a_script_that_only_breaks_names_the_line(tmp_path):
     assert done.returncode == 1
     expected = "nothing was compiled by cgpass: graph breaks at 1 line (script.py:4) left nothing to compile"
     assert expected in done.stdout
+
+
+class Sometimes(nn.Module):
+    """Says something unless it is told not to."""
+
+    def __init__(self, says=True, late=False):
+        super().__init__()
+        self.layer, self.says, self.late = nn.Linear(4, 4), says, late
+
+    def forward(self, x):
+        x = x.sin().cos().exp().tanh() if self.late else x
+        if self.says:
+            print("says")  # noqa: T201  the line to name
+        return self.layer(x).sin().cos().exp().tanh()
+
+
+def breaks_of(call, training=False):
+    report = cgpass.explain(call, X, training=training)
+    return [each.line.partition(" in ")[0] for each in report.all_graph_breaks]
+
+
+NAMED = [f"test_untold_breaks.py:{line_of(Sometimes)}"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_break_that_is_there_no_more_is_not_named(late, compiled):
+    module = Sometimes(late=late)
+    call = torch.compile(module, backend="cgpass") if compiled else module
+    for _ in range(3):
+        call(X)
+    assert breaks_of(call) == NAMED
+    module.says = False
+    assert breaks_of(call) == []
+    module.says = True
+    assert breaks_of(call) == NAMED
+
+
+def test_a_break_of_another_module_of_the_class_is_not_named():
+    says, silent = (torch.compile(Sometimes(each), backend="cgpass") for each in (True, False))
+    for _ in range(3):
+        says(X), silent(X)
+    assert breaks_of(silent) == []
+    assert breaks_of(says) == NAMED
+    assert breaks_of(Sometimes(False)) == []
+
+
+def test_a_break_in_training_alone_is_not_named_in_evaluation():
+    class InTraining(Sometimes):
+        def forward(self, x):
+            self.says = self.training
+            return super().forward(x)
+
+    module = InTraining()
+    call = torch.compile(module, backend="cgpass")
+    call(X).sum().backward()
+    module.eval()
+    assert breaks_of(call) == []
+    module.train()
+    assert breaks_of(call, training=True) == NAMED
+
+
+def test_a_break_from_before_a_reset_is_not_named():
+    module = Sometimes()
+    torch.compile(module, backend="cgpass")(X)
+    torch.compiler.reset()
+    module.says = False
+    call = torch.compile(module, backend="cgpass")
+    call(X)
+    assert breaks_of(call) == []
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_break_of_the_first_call_alone_is_not_named(late):
+    class Once(Sometimes):
+        def forward(self, x):
+            x = x.sin().cos().exp().tanh() if late else x
+            if self.says:
+                print("says")  # noqa: T201
+                self.says = False
+            return self.layer(x).sin().cos().exp().tanh()
+
+    assert breaks_of(Once()) == []
+
+
+def test_a_backend_of_the_users_own_is_not_ours():
+    torch.compile(Sometimes(), backend=lambda gm, inputs: gm)(X)
+    assert _torch.graph_breaks() == []
+    assert cgpass.summary() == "no graph was compiled"
+
+
+def test_a_break_whose_graph_is_counted_only_is_not_told_of_without_it(monkeypatch):
+    monkeypatch.setattr(telemetry, "GRAPHS_KEPT", 2)
+    torch.compile(Sometimes(late=True), backend="cgpass")(X)
+    for n in range(3):
+        torch.compile(eval(f"lambda x: x.sin().cos().exp() + {n}"), backend="cgpass")(X)
+    assert "graph break" not in cgpass.summary()
