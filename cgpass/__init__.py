@@ -7,7 +7,7 @@ from cgpass import errors, last_resort, registration, version
 from cgpass.options import Options, set_defaults
 
 if TYPE_CHECKING:
-    from cgpass.backend import cgpass, reset
+    from cgpass.backend import cgpass
     from cgpass.expectations import expect
     from cgpass.graphed.api import make_graphed_callables
     from cgpass.graphed.options import GraphedOptions
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cgpass.report.api import explain
     from cgpass.report.model import Report
     from cgpass.report.summary import summary
+    from cgpass.resetting import reset
     from cgpass.runtime.wrapper import CUDAGraphWrapper
     from cgpass.telemetry import counters
     from cgpass.verification import verify
@@ -60,7 +61,7 @@ _HOMES: Final = {
     "explain": "cgpass.report.api",
     "make_graphed_callables": "cgpass.graphed.api",
     "recordings": "cgpass.recorded_graphs",
-    "reset": "cgpass.backend",
+    "reset": "cgpass.resetting",
     "summary": "cgpass.report.summary",
     "verify": "cgpass.verification",
 }

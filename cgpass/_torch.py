@@ -209,6 +209,73 @@ def before_process_groups_end(hook: Callable[[], None], abort_hook: Callable[[],
     atexit.register(hook)
 
 
+def around_gathering(
+    begin: Callable[[torch.device], Callable[[], None] | None],
+    note: Callable[[torch.UntypedStorage], None],
+) -> None:
+    """Be told when FSDP2 makes memory for what it gathers; nothing happens where it isn't loaded.
+
+    It empties the storages of gathered parameters after use, and enlarges them again before the next one.
+
+    Args:
+        begin: Called before memory is made, with the device; what it returns is called afterwards.
+        note: Called with a storage that is gathered into, before it is used.
+
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py and _fsdp_param_group.py, `alloc_storage`,
+    `FSDPParam.init_all_gather_outputs`, 2.11 to 2.15.
+    """
+    package = "torch.distributed.fsdp._fully_shard"
+    modules = [
+        sys.modules.get(f"{package}.{name}") for name in ("_fsdp_param", "_fsdp_param_group")
+    ]
+    alloc: Any = getattr(modules[0], "alloc_storage", None)
+    kind: Any = getattr(modules[0], "FSDPParam", None)
+    init: Any = getattr(kind, "init_all_gather_outputs", None)
+    if alloc is None or init is None or hasattr(alloc, "_is_of_cgpass"):
+        return
+
+    @functools.wraps(alloc)
+    def alloc_storage(tensor: torch.Tensor) -> None:
+        if torch.compiler.is_compiling():
+            alloc(tensor)
+            return
+        note(tensor.untyped_storage())
+        with _Until(begin(tensor.device)):
+            alloc(tensor)
+
+    @functools.wraps(init)
+    def init_all_gather_outputs(
+        self: Any, numels: Any, dtypes: Any, world_size: int, device: torch.device, **kwargs: Any
+    ) -> None:
+        is_first = not self.all_gather_outputs and not torch.compiler.is_compiling()
+        with _Until(begin(torch.device(device)) if is_first else None):
+            init(self, numels, dtypes, world_size, device, **kwargs)
+        for tensor in self.all_gather_outputs if is_first else ():
+            note(tensor.untyped_storage())
+
+    alloc_storage._is_of_cgpass = True  # pyrefly: ignore[missing-attribute]
+    kind.init_all_gather_outputs = init_all_gather_outputs
+    for module in modules:
+        if getattr(module, "alloc_storage", None) is alloc:
+            setattr(module, "alloc_storage", alloc_storage)  # noqa: B010  in no stub
+
+
+class _Until:
+    """Calls something afterwards, if there is anything to call. Made for each tensor that is gathered: no generator."""
+
+    __slots__ = ("_end",)
+
+    def __init__(self, end: Callable[[], None] | None) -> None:
+        self._end = end
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        if self._end is not None:
+            self._end()
+
+
 def finished_work() -> Any:
     """What an operator of `c10d` returns for work that is done.
 

@@ -27,8 +27,10 @@ from cgpass.passes.base import PassContext, run_passes
 from cgpass.passes.functionalize_rng import RngPairs
 from cgpass.passes.split_joint import split_joint
 from cgpass.reason import Reason
+from cgpass.resetting import reset_with_torch
 from cgpass.runtime.driver import GraphDriver
-from cgpass.runtime.owner import Owner, release_all
+from cgpass.runtime.gathered import give_gathered_a_pool
+from cgpass.runtime.owner import Owner
 from cgpass.runtime.rng_states import caller_of
 from cgpass.runtime.settings import cuda_driver
 from cgpass.runtime.simulated import SimulatedDriver
@@ -66,6 +68,7 @@ def cgpass(
     del name
     _torch.register_backend("cgpass", cgpass)
     _torch.note_graph_breaks()
+    give_gathered_a_pool()
     live_counter.show()
     parsed = parse_options(options, mode)
     if parsed.driver == "cuda" and not torch.cuda.is_available():
@@ -76,20 +79,7 @@ def cgpass(
     return Compilation(parsed).compile(gm, example_inputs)
 
 
-def reset() -> None:
-    """Free every recording of this process; `torch.compiler.reset()` calls it too.
-
-    Compiled functions stay usable: their next calls warm up and record again.
-    """
-    release_all()
-
-
-def _reset_with_torch() -> None:
-    _torch.end_graph_breaks()
-    reset()
-
-
-setattr(cgpass, "reset", _reset_with_torch)  # noqa: B010  torch._dynamo.reset() looks for this attribute
+setattr(cgpass, "reset", reset_with_torch)  # noqa: B010  torch._dynamo.reset() looks for this attribute
 _torch.note_graph_breaks()  # torch.compile loads this module for what it compiles afterwards
 
 

@@ -1,18 +1,77 @@
-"""`Gathered`: parameters that have memory only while they are used, as FSDP's."""
+"""Parameters that have memory only while they are used, as FSDP's.
 
-from collections.abc import Iterable, Sequence
+Note [Gathered parameters have a pool of their own]
+    FSDP2 frees what it gathered after a layer, and allocates it again for the next one. Among all other tensors it would
+    come to a new place in many steps, each of which needs a recording: with 16 layers of a Llama some 200 until all was
+    recorded or copied. In a pool that holds nothing else the places are the same in every step.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
+import torch
+
 from cgpass import _torch
+
+_gathered: dict[int, _torch.WeakStorage] = {}
+"""Storages that FSDP2 gathers into, by address of the object."""
+
+
+def give_gathered_a_pool() -> None:
+    """Have FSDP2 gather into memory of its own from now on. See Note [Gathered parameters have a pool of their own]."""
+    _torch.around_gathering(_begin, _note)
+
+
+def _note(storage: torch.UntypedStorage) -> None:
+    if storage._cdata in _gathered:
+        return
+    for key in [key for key, ref in _gathered.items() if ref.expired]:
+        del _gathered[key]
+    _gathered[storage._cdata] = _torch.WeakStorage(storage)
+
+
+def _begin(device: torch.device) -> Callable[[], None] | None:
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    pool = _pool(index)
+    _torch.begin_allocating_to_pool(index, pool.id)
+    return functools.partial(_end, index, pool.id)
+
+
+def _end(device: int, handle: Any) -> None:
+    _torch.end_allocating_to_pool(device, handle)
+    _torch.release_pool(device, handle)
+
+
+@functools.cache
+def _pool(device: int) -> torch.cuda.MemPool:
+    with torch.cuda.device(device):
+        return torch.cuda.MemPool()
+
+
+def give_pool_back() -> None:
+    """Let the pool's memory go, unless something that lies in it is in use."""
+    if not any(
+        (storage := ref.get()) is not None and storage.nbytes() for ref in _gathered.values()
+    ):
+        _pool.cache_clear()
+
+
+def _is_gathered(storage: torch.UntypedStorage) -> bool:
+    ref = _gathered.get(storage._cdata)
+    return ref is not None and not ref.expired
+
 
 _LOOKS: Final = 256
 """Calls without a replay in which it is looked for."""
 
 
 class Gathered:
-    """Finds inputs whose storages were emptied after a call, and by them tells modules apart that share the code.
+    """Finds inputs that FSDP2 gathers, or whose storages were emptied after a call; tells modules apart by them.
 
-    Layers whose parameters are gathered in one place have one signature, but recordings of their own: they run one
+    Layers that share code, and whose parameters are gathered in one place, have one signature, but recordings of their own: they run one
     after the other, with what the ones before left for the backward.
     """
 
@@ -34,6 +93,7 @@ class Gathered:
             return
         self._looks += 1
         self._positions |= {i for i, ref in self._last if _is_empty(ref)}
+        self._positions |= {i for i in self._watched if _is_gathered(args[i].untyped_storage())}
         self._last = [(i, _torch.WeakStorage(args[i].untyped_storage())) for i in self._watched]
 
     def module(self, args: Sequence[Any]) -> frozenset[int]:

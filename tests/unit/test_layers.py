@@ -36,6 +36,7 @@ LAYERS = {
     "resplit": 4,
     "assembly": 4,
     "training": 4,
+    "resetting": 4,
     "backend": 5,
     "recompute": 5,
     "recorded_graphs": 5,
