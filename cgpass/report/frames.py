@@ -6,6 +6,7 @@ import linecache
 import os
 import re
 import sys
+import threading
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -109,7 +110,8 @@ class Watch:
         try:
             yield
         finally:
-            sys.setprofile(None)
+            if sys.getprofile() is note:  # else what was called began to profile
+                sys.setprofile(None)
         codes = _Identities(ran)
         self._met |= {id(each) for each in self._seen if each.was_met_by(codes)}
         self._ran |= set(ran.values())
@@ -123,10 +125,19 @@ class Watch:
         return self._given_up & called
 
     def graph_breaks(self) -> list[_torch.GraphBreak]:
-        """Those that calls met which were watched, and those noted since; without a watch, all that are new."""
-        known = self._before if self._seen is None else self._seen
-        new = new_breaks(known)
-        return [each for each in known if id(each) in self._met] + new
+        """Those that calls met which were watched, and those noted since; without a watch, all that are new.
+
+        So for other threads, which are not watched.
+        """
+        if self._seen is None:
+            return new_breaks(self._before)
+        before, mine = set(map(id, self._before)), threading.get_ident()
+        met = [
+            each
+            for each in self._seen
+            if id(each) in self._met or (id(each) not in before and each.thread != mine)
+        ]
+        return met + new_breaks(self._seen)
 
 
 class _Identities:

@@ -5,6 +5,7 @@ import inspect
 import logging
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -340,6 +341,40 @@ def test_a_break_of_the_first_call_alone_is_not_named(late):
             return self.layer(x).sin().cos().exp().tanh()
 
     assert breaks_of(Once()) == []
+
+
+def test_a_break_in_another_thread_is_named():
+    call = torch.compile(Sometimes(), backend="cgpass")
+
+    def in_a_thread(x):
+        found = []
+        thread = threading.Thread(target=lambda: found.append(call(x)))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    assert breaks_of(torch.compiler.disable(in_a_thread)) == NAMED
+
+
+def test_a_profiler_that_a_call_begins_goes_on():
+    calls = []
+
+    def profile(*event):
+        calls.append(event[1])
+
+    @torch.compiler.disable
+    def begins():
+        sys.setprofile(profile)
+
+    def fn(x):
+        begins()
+        return x.sin().cos().exp().tanh()
+
+    try:
+        cgpass.explain(fn, X, training=False)
+        assert sys.getprofile() is profile
+    finally:
+        sys.setprofile(None)
 
 
 def test_a_backend_of_the_users_own_is_not_ours():
