@@ -1,6 +1,7 @@
 """Reports as text of at most 100 columns."""
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -33,10 +34,13 @@ if TYPE_CHECKING:
         GraphReport,
         PartitionReport,
         ReasonReport,
+        RecordingReport,
         Report,
     )
 
 WIDTH: Final = 100
+_SHOWN: Final = 6
+"""Recordings of a partition that are all listed."""
 _NAME: Final = 24
 """Width of the names of partitions; longer ones have a line of their own."""
 _COLUMNS: Final = (
@@ -246,20 +250,35 @@ def _memory(part: "PartitionReport") -> Iterator[str]:
 
 
 def _recordings(part: "PartitionReport") -> Iterator[str]:
+    """The first and the last ones; of those between how many have which cause."""
     made = part.counts.get("recordings", len(part.recordings))
     left = made - len(part.recordings)
     if left > 0:
         yield from _wrapped(f"{many(left, 'older recording')}", 6)
-    for number, each in enumerate(part.recordings, left + 1):
-        facts = [f"{milliseconds(each.record_ms)} ms"]
-        if each.instantiate_ms is not None:
-            facts.append(f"instantiate {milliseconds(each.instantiate_ms)}")
-        if each.warm_up_ms is not None:
-            facts.append(f"warm-up {milliseconds(each.warm_up_ms)}")
-        if each.pool:
-            facts.append(f"pool {each.pool}")
-        words = f"recording {number} ({', '.join(facts)}): {each.cause}: {each.detail}"
-        yield from _wrapped(words, 6)
+    numbered = list(enumerate(part.recordings, left + 1))
+    first, last = (numbered, []) if len(numbered) <= _SHOWN else (numbered[:3], numbered[-2:])
+    for number, each in first:
+        yield from _recording(number, each)
+    if last:
+        between = numbered[3:-2]
+        causes = Counter(each.cause for _, each in between)
+        counts = ", ".join(
+            f"{cause} {many(count, 'time')}" for cause, count in causes.most_common()
+        )
+        yield from _wrapped(f"recordings {between[0][0]} to {between[-1][0]}: {counts}", 6)
+    for number, each in last:
+        yield from _recording(number, each)
+
+
+def _recording(number: int, each: "RecordingReport") -> list[str]:
+    facts = [f"{milliseconds(each.record_ms)} ms"]
+    if each.instantiate_ms is not None:
+        facts.append(f"instantiate {milliseconds(each.instantiate_ms)}")
+    if each.warm_up_ms is not None:
+        facts.append(f"warm-up {milliseconds(each.warm_up_ms)}")
+    if each.pool:
+        facts.append(f"pool {each.pool}")
+    return _wrapped(f"recording {number} ({', '.join(facts)}): {each.cause}: {each.detail}", 6)
 
 
 def _reasons(reasons: Sequence["ReasonReport"], indent: int) -> list[str]:

@@ -58,7 +58,7 @@ class PartitionRunner:
             resplit: What to do when a capture fails; default: run plainly from then on.
             source: What it is a part of.
         """
-        self.name = name
+        self.name = source.of(name)
         self.owner = owner
         self.stats: CallStats = new_call_stats()
         self.visible: frozenset[int] | None = None
@@ -78,13 +78,13 @@ class PartitionRunner:
             fn, owner, opaque=settings.opaque, finds_writes=settings.check_layout, stats=self.stats
         )
         self._strays = Strays(owner)
-        self._rerecording = Rerecording(name, owner)
+        self._rerecording = Rerecording(self.name, owner)
         self.reasons = CallReasons()
         """Why calls ran without a graph, or warmed up again and again."""
-        self._fallback = settings.fallback(name, fn, self.stats, resplit, self.reasons)
+        self._fallback = settings.fallback(self.name, fn, self.stats, resplit, self.reasons)
         self._warm_ups = WarmUp(fn, owner)
         self.history = History(name, self._warm_ups, source)
-        told = partial(progress.shown, f"recording {source.of(name)}", settings.progress)
+        told = partial(progress.shown, f"recording {self.name}", settings.progress)
         self._attempts = Attempts(owner, self._warm_ups, self._fallback, self.stats, told)
         self._set_infos(infos)
         self._gathered = Gathered(self.layout.parameters)

@@ -99,6 +99,33 @@ def test_shares_never_round_to_what_is_not_so():
     assert found == ["-", "0%", "0.1%", "33.3%", "99.9%", "100%"]
 
 
+def test_of_many_recordings_those_in_between_are_counted_by_cause():
+    report = sample()
+    (graph, *graphs) = report.functions[0].graphs
+    part = next(each for each in graph.partitions if each.captured)
+    causes = ["first", *["other tensors"] * 40, "shape", *["other tensors"] * 8]
+    made = tuple(
+        dataclasses.replace(part.recordings[0], cause=cause, detail=f"number {n}")
+        for n, cause in enumerate(causes, 1)
+    )
+
+    def shown(recordings):
+        counts = part.counts | {"recordings": len(recordings)}
+        changed = dataclasses.replace(part, recordings=recordings, counts=counts)
+        function = dataclasses.replace(
+            report.functions[0],
+            graphs=(dataclasses.replace(graph, partitions=(changed,)), *graphs),
+        )
+        text = str(dataclasses.replace(report, functions=(function,)))
+        return [line.strip() for line in text.splitlines() if line.strip().startswith("recording")]
+
+    first, *others = shown(made)
+    assert first.startswith("recording 1 (8.500 ms")
+    assert "recordings 4 to 48: other tensors 44 times, shape 1 time" in others[2]
+    assert [line.split(" (")[0] for line in others[3:]] == ["recording 49", "recording 50"]
+    assert len(shown(made[:6])) == 6
+
+
 def test_what_gone_recordings_copied_is_not_known():
     gone = PartitionReport(name="captured_0", captured=True, num_ops=4, counts={"replays": 9})
     assert words.copied_bytes(gone) is None

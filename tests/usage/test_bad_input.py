@@ -198,8 +198,10 @@ def test_an_input_that_gets_no_placeholder_is_our_failure_not_the_users(caplog, 
     result, said, counters = plainly(caplog, long_enough, X)
     assert torch.equal(result, long_enough(X))
     (message,) = said
+    line = long_enough.__code__.co_firstlineno + 1
     assert message == (
-        "inference captured_0 can't be captured and runs without a graph from now on: StagingError: L['x'] can't be "
+        f"inference captured_0 of test_bad_input.py:{line} in long_enough can't be captured and runs without a graph "
+        "from now on: StagingError: L['x'] can't be "
         "given memory of fixed address (RuntimeError: no such memory). Pass it as a dense tensor to have the partition "
         "captured."
     )

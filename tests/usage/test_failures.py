@@ -199,7 +199,8 @@ def test_what_fails_after_the_split_runs_plainly(setting, caplog):
     assert counters["replays"] >= 4
     first, second = warned(caplog)
     assert "failures.fails.default" in first
-    assert second.startswith("inference captured_0.captured_2 can't be captured")
+    assert second.startswith("inference captured_0.captured_2 of ")
+    assert "can't be captured and runs without a graph" in second
 
 
 def test_all_that_waits_is_found_before_anything_is_captured(setting):
