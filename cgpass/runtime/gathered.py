@@ -26,8 +26,9 @@ def give_gathered_a_pool() -> None:
 def _note(storage: torch.UntypedStorage) -> None:
     if storage._cdata in _gathered:
         return
-    for key in [key for key, ref in _gathered.items() if ref.expired]:
-        del _gathered[key]
+    if len(_gathered) & (len(_gathered) - 1) == 0:  # a power of two: not for each of thousands
+        for key in [key for key, ref in list(_gathered.items()) if ref.expired]:
+            _gathered.pop(key, None)
     _gathered[storage._cdata] = _torch.WeakStorage(storage)
 
 
@@ -53,9 +54,8 @@ def _pool(device: int) -> torch.cuda.MemPool:
 
 def give_pool_back() -> None:
     """Let the pool's memory go, unless something that lies in it is in use."""
-    if not any(
-        (storage := ref.get()) is not None and storage.nbytes() for ref in _gathered.values()
-    ):
+    alive = (ref.get() for ref in list(_gathered.values()))
+    if not any(storage is not None and storage.nbytes() for storage in alive):
         _pool.cache_clear()
 
 
@@ -71,8 +71,8 @@ _LOOKS: Final = 256
 class Gathered:
     """Finds inputs that FSDP2 gathers, or whose storages were emptied after a call; tells modules apart by them.
 
-    Layers that share code, and whose parameters are gathered in one place, have one signature, but recordings of their own: they run one
-    after the other, with what the ones before left for the backward.
+    Layers that share code, and whose parameters are gathered in one place, have one signature, but recordings of their
+    own: they run one after the other, with what the ones before left for the backward.
     """
 
     def __init__(self, parameters: Iterable[int]) -> None:
