@@ -231,49 +231,60 @@ def around_gathering(
     alloc: Any = getattr(modules[0], "alloc_storage", None)
     kind: Any = getattr(modules[0], "FSDPParam", None)
     init: Any = getattr(kind, "init_all_gather_outputs", None)
-    if alloc is None or init is None or hasattr(alloc, "_is_of_cgpass"):
-        return
 
-    @functools.wraps(alloc)
     def alloc_storage(tensor: torch.Tensor) -> None:
         if torch.compiler.is_compiling():
             alloc(tensor)
             return
         note(tensor.untyped_storage())
-        with _Until(begin(tensor.device)):
-            alloc(tensor)
+        _make(begin, tensor.device, alloc, tensor)
 
-    @functools.wraps(init)
-    def init_all_gather_outputs(
-        self: Any, numels: Any, dtypes: Any, world_size: int, device: torch.device, **kwargs: Any
-    ) -> None:
-        is_first = not self.all_gather_outputs and not torch.compiler.is_compiling()
-        with _Until(begin(torch.device(device)) if is_first else None):
-            init(self, numels, dtypes, world_size, device, **kwargs)
-        for tensor in self.all_gather_outputs if is_first else ():
+    def init_all_gather_outputs(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.all_gather_outputs or torch.compiler.is_compiling():
+            init(self, *args, **kwargs)
+            return
+        given = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.device))
+        _make(begin, next(given, None), init, self, *args, **kwargs)
+        for tensor in self.all_gather_outputs:
             note(tensor.untyped_storage())
 
-    alloc_storage._is_of_cgpass = True  # pyrefly: ignore[missing-attribute]
-    kind.init_all_gather_outputs = init_all_gather_outputs
-    for module in modules:
-        if getattr(module, "alloc_storage", None) is alloc:
-            setattr(module, "alloc_storage", alloc_storage)  # noqa: B010  in no stub
+    for name, made, ours in (
+        ("alloc_storage", alloc, alloc_storage),
+        ("init_all_gather_outputs", init, init_all_gather_outputs),
+    ):
+        if made is None or hasattr(made, "_is_of_cgpass"):
+            continue
+        replacement: Any = functools.wraps(made)(ours)
+        replacement._is_of_cgpass = True
+        for place in (*modules, kind):
+            if getattr(place, name, None) is made:
+                setattr(place, name, replacement)
 
 
-class _Until:
-    """Calls something afterwards, if there is anything to call. Made for each tensor that is gathered: no generator."""
+def _make(
+    begin: Callable[[torch.device], Callable[[], None] | None],
+    device: torch.device | None,
+    make: Callable[..., None],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Call `make` between `begin` and what that returns; if there is no memory, once more without.
 
-    __slots__ = ("_end",)
+    In a pool the allocator does not look for what others have cached.
 
-    def __init__(self, end: Callable[[], None] | None) -> None:
-        self._end = end
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        if self._end is not None:
-            self._end()
+    Source: c10/cuda/CUDACachingAllocator.cpp `DeviceCachingAllocator::malloc`, 2.11 to 2.15; pytorch#159674.
+    """
+    end = None if device is None else begin(device)
+    if end is not None:
+        try:
+            make(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            pass
+        else:
+            return
+        finally:
+            end()
+    make(*args, **kwargs)
 
 
 def finished_work() -> Any:

@@ -7,6 +7,7 @@ Note [Gathered parameters have a pool of their own]
 """
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -16,6 +17,8 @@ from cgpass import _torch
 
 _gathered: dict[int, _torch.WeakStorage] = {}
 """Storages that FSDP2 gathers into, by address of the object."""
+_is_in_use = threading.Lock()
+"""Held while something is allocated in a pool."""
 
 
 def give_gathered_a_pool() -> None:
@@ -33,17 +36,38 @@ def _note(storage: torch.UntypedStorage) -> None:
 
 
 def _begin(device: torch.device) -> Callable[[], None] | None:
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    """Have this thread's allocations come from the pool until what is returned is called; None if they do not."""
+    if device.type != "cuda" or not _has_pools() or torch.cuda.is_current_stream_capturing():
         return None
-    index = torch.cuda.current_device() if device.index is None else device.index
-    pool = _pool(index)
-    _torch.begin_allocating_to_pool(index, pool.id)
+    if not _is_in_use.acquire(
+        blocking=False
+    ):  # a device's allocator is told of a pool once at a time
+        return None
+    try:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        pool = _pool(index)
+        _torch.begin_allocating_to_pool(index, pool.id)
+    except BaseException:
+        _is_in_use.release()
+        raise
     return functools.partial(_end, index, pool.id)
 
 
 def _end(device: int, handle: Any) -> None:
-    _torch.end_allocating_to_pool(device, handle)
-    _torch.release_pool(device, handle)
+    try:
+        _torch.end_allocating_to_pool(device, handle)
+        _torch.release_pool(device, handle)
+    finally:
+        _is_in_use.release()
+
+
+@functools.cache
+def _has_pools() -> bool:
+    """Whether the allocator knows pools: CUDA's own asynchronous one and those of users don't."""
+    try:
+        return torch.cuda.get_allocator_backend() == "native"
+    except RuntimeError:  # a user's
+        return False
 
 
 @functools.cache

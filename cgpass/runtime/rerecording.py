@@ -30,6 +30,8 @@ class Rerecording:
         """Calls that record nothing unless all recordings were laid out anew before."""
         self._asked = False
         """Whether that was asked for since stationary inputs moved."""
+        self.results_move = False
+        """Whether results of recordings that inputs were taken to be lay elsewhere in some call: layers left out, say."""
 
     def begin(self) -> None:
         """Have what was recorded so far, in whatever order, laid out anew between two steps."""
@@ -70,7 +72,9 @@ class Rerecording:
         if not was_asked:
             names = describe(layout.infos[i] for i in moved)
             log.info("%s: %s moved, and is copied from now on", self._name, names)
-            table.watch(*keys, args).stationary(args)  # leaves them out
+            watch = table.watch(*keys, args)
+            self.results_move |= not watch.handed_on.isdisjoint(moved)
+            watch.stationary(args)  # leaves them out
             self._owner.ask_to_start_over()
         self._asked = not self._owner.start_over_if_idle() and self._owner.wants_start
         return not self._asked

@@ -317,8 +317,9 @@ class PartitionRunner:
             self.owner.driver.prepare_thread()
         self._largest = max(self._largest, self.layout.bytes_that_move(args))
         written = {*self.layout.mutated, *self.written}
-        moves_with = None if self._gathered.any else self.owner.is_pool_storage
-        stationary = watch.stationary(args, written, moves_with)
+        may_move = self._gathered.any or self._rerecording.results_move
+        is_handed_on = None if may_move else self.owner.is_pool_storage
+        stationary = watch.stationary(args, written, is_handed_on)
         if stationary:
             self.stats.promotions += 1
         recording = self._recorder.record(

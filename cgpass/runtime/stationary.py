@@ -27,7 +27,7 @@ MOVES: Final = 2
 class Watch:
     """Where the copied inputs of one signature lie, call after call. See Note [Inputs that never move]."""
 
-    __slots__ = ("_addresses", "_calls", "_moves", "positions", "settled")
+    __slots__ = ("_addresses", "_calls", "_moves", "handed_on", "positions", "settled")
 
     def __init__(self, positions: Iterable[int]) -> None:
         """Args: positions: inputs that may turn out not to move."""
@@ -35,6 +35,8 @@ class Watch:
         """Inputs that did not move so far; none once it is known that all do."""
         self.settled = not self.positions
         """Whether nothing more is to be found out."""
+        self.handed_on: set[int] = set()
+        """Inputs that moved as all recordings were made anew, and were taken to stay since they are results of some."""
         self._addresses = b""
         self._calls = 0
         self._moves = dict.fromkeys(self.positions, -1)  # the first address is no move
@@ -78,11 +80,12 @@ class Watch:
         addresses = fast.static_key(args, self.positions)
         if addresses != self._addresses:
             pairs = _pairs(self._addresses, addresses)
-            stay = [
-                a == b or (is_handed_on is not None and is_handed_on(args[i]))
-                for i, (a, b) in zip(self.positions, pairs, strict=True)
-            ]
-            self._keep(addresses, stay)
+            moved = [i for i, (a, b) in zip(self.positions, pairs, strict=True) if a != b]
+            if is_handed_on is not None:
+                results = {i for i in moved if is_handed_on(args[i])}
+                self.handed_on |= results
+                moved = [i for i in moved if i not in results]
+            self._keep(addresses, [i not in moved for i in self.positions])
         return tuple(i for i in self.positions if i not in written or not args[i].is_inference())
 
     def _keep(self, addresses: bytes, which: Sequence[bool]) -> None:

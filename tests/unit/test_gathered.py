@@ -12,6 +12,7 @@ from cgpass.runtime import gathered
 PARAM = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param"]
 GROUP = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param_group"]
 assert fsdp.fully_shard
+BEGIN = gathered._begin
 
 
 class Param(PARAM.FSDPParam):
@@ -79,6 +80,35 @@ def test_it_ends_after_an_error_too(gathers):
     assert gathers == [("begin", "cpu"), ("end", "cpu")]
 
 
+def test_where_the_pool_can_not_grow_memory_is_made_outside_of_it(gathers, monkeypatch):
+    """The allocator doesn't look for what others have cached as long as it is told of a pool."""
+    _, tensor = made()
+    PARAM.free_storage(tensor)
+    alloc, tries = PARAM.alloc_storage.__wrapped__, []
+
+    def full(tensor):
+        tries.append(len(gathers))
+        if len(tries) == 1:
+            raise torch.OutOfMemoryError("the pool is full")
+        alloc(tensor)
+
+    monkeypatch.setattr(PARAM, "alloc_storage", full)
+    monkeypatch.setattr(GROUP, "alloc_storage", full)
+    gathered.give_gathered_a_pool()
+    PARAM.alloc_storage(tensor)
+    assert tensor.untyped_storage().nbytes() == 32
+    assert tries == [3, 4]  # behind a "begin", then behind its "end"
+
+
+def test_what_others_replaced_is_patched_by_itself(gathers, monkeypatch):
+    ours = PARAM.alloc_storage
+    monkeypatch.setattr(PARAM, "alloc_storage", ours.__wrapped__)
+    gathered.give_gathered_a_pool()
+    assert PARAM.alloc_storage is not ours
+    made()
+    assert gathers == [("begin", "cpu"), ("end", "cpu")]
+
+
 def test_what_is_gathered_is_known_before_it_is_emptied():
     _, tensor = made()
     known, other = gathered.Gathered([0, 1]), torch.zeros(8)
@@ -114,6 +144,68 @@ def test_nothing_is_patched_without_fsdp(monkeypatch):
     monkeypatch.delitem(sys.modules, PARAM.__name__)
     _torch.around_gathering(lambda device: None, lambda storage: None)
     assert gathered._gathered == {}
+
+
+class Pool:
+    id = (0, 7)
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What the allocator of a GPU that isn't there is told."""
+    calls = []
+    for name in ("begin_allocating_to_pool", "end_allocating_to_pool", "release_pool"):
+        monkeypatch.setattr(
+            _torch, name, lambda device, handle, name=name: calls.append((name, device))
+        )
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(gathered, "_has_pools", lambda: True)
+    monkeypatch.setattr(gathered, "_pool", lambda device: Pool)
+    return calls
+
+
+CUDA = torch.device("cuda", 1)
+
+
+def test_a_device_is_told_of_the_pool_once_at_a_time(told):
+    end = BEGIN(CUDA)
+    assert BEGIN(CUDA) is None  # another thread, or a function that is patched twice
+    end()
+    assert told == [
+        ("begin_allocating_to_pool", 1),
+        ("end_allocating_to_pool", 1),
+        ("release_pool", 1),
+    ]
+    BEGIN(CUDA)()
+    assert len(told) == 6
+
+
+def test_there_is_no_pool_on_cpu_in_captures_or_for_other_allocators(told, monkeypatch):
+    assert BEGIN(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert BEGIN(CUDA) is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(gathered, "_has_pools", lambda: False)
+    assert BEGIN(CUDA) is None
+    assert told == []
+
+
+def test_a_pool_that_can_not_be_made_leaves_nothing_locked(told, monkeypatch):
+    def fails(device):
+        raise RuntimeError("no pool")
+
+    monkeypatch.setattr(gathered, "_pool", fails)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no pool"):
+            BEGIN(CUDA)
+
+
+@pytest.mark.parametrize(("backend", "has"), [("native", True), ("cudaMallocAsync", False)])
+def test_which_allocators_have_pools(backend, has, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    gathered._has_pools.cache_clear()
+    assert gathered._has_pools() is has
+    gathered._has_pools.cache_clear()
 
 
 def test_the_pool_is_given_back_once_nothing_lies_in_it(monkeypatch):
