@@ -78,9 +78,10 @@ def stepped(training: parallel.Training, device: str, count: int) -> dict[str, A
     """Times of steps, and what they needed."""
     found: dict[str, Any] = {"ms": [training.step() for _ in range(count)]}
     found["counters"] = cgpass.counters()
-    if device == "cuda":
+    if device == "cuda":  # of these steps; of the first ones, all that was before, too
         found["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
         found["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
     return found
 
 
@@ -93,7 +94,8 @@ def summary(first: list[dict[str, Any]], turns: list[list[dict[str, Any]]]) -> d
     }
     for key in ("peak_reserved_bytes", "peak_allocated_bytes"):
         if key in turns[-1][0]:
-            found[key] = max(each[key] for each in turns[-1])
+            found[key] = max(each[key] for turn in turns for each in turn)
+            found[f"steady_{key}"] = max(each[key] for turn in turns[1:] for each in turn)
     if last["calls"]:
         found["warmup_counters"] = warm
         found["counters"] = {key: last[key] - warm[key] for key in last}
@@ -209,7 +211,7 @@ def state_after(crew: Crew, steps: int) -> tuple[list[list[str]], int]:
 
 def table(modes: dict[str, Any]) -> str:
     """All arms as Markdown."""
-    rows = ["| | arm | step ms (p10 to p90) | peak reserved MiB | captured/eager | note |"]
+    rows = ["| | arm | step ms (p10 to p90) | peak reserved MiB (steady) | captured/eager | note |"]
     rows.append("|---" * 6 + "|")
     for mode, found in modes.items():
         for arm, entry in found["arms"].items():
@@ -218,7 +220,9 @@ def table(modes: dict[str, Any]) -> str:
                 rows.append(f"| {mode} | {arm} | - | - | - | failed: {error} |")
                 continue
             ms, counters = entry["step_ms"], entry.get("warmup_counters", {})
-            memory = entry.get("peak_reserved_bytes")
+            memory, steady = (
+                entry.get(f"{when}peak_reserved_bytes", 0) / 2**20 for when in ("", "steady_")
+            )
             parts = f"{counters.get('partitions_captured')}/{counters.get('partitions_eager')}"
             notes = []
             if "check" in entry:
@@ -232,7 +236,7 @@ def table(modes: dict[str, Any]) -> str:
                 notes.append("destroy_process_group never returned")
             rows.append(
                 f"| {mode} | {arm} | {ms['median']:.2f} ({ms['p10']:.2f} to {ms['p90']:.2f}) | "
-                f"{'-' if memory is None else f'{memory / 2**20:.0f}'} | {parts if counters else '-'} | "
+                f"{f'{memory:.0f} ({steady:.0f})' if memory else '-'} | {parts if counters else '-'} | "
                 f"{'; '.join(notes)} |"
             )
     return "\n".join(rows)

@@ -81,11 +81,12 @@ def test_unknown_modes_are_refused(bench, capsys):
 
 
 def test_processes_are_told_of_as_one(bench):
-    turns = [turn([50.0], 4, 1 << 20), turn([3.0, 5.0], 8, 1 << 20), turn([4.0], 12, 2 << 20)]
+    turns = [turn([50.0], 4, 3 << 20), turn([3.0, 5.0], 8, 1 << 20), turn([4.0], 12, 2 << 20)]
     found = bench.summary(FIRST, turns)
     assert found["first_step_s"] == 4.0
     assert found["step_ms"]["median"] == 4.0
-    assert found["peak_reserved_bytes"] == 4 << 20
+    assert found["peak_reserved_bytes"] == 6 << 20
+    assert found["steady_peak_reserved_bytes"] == 4 << 20
     assert (found["warmup_counters"]["replays"], found["counters"]["replays"]) == (4, 8)
 
 
@@ -109,12 +110,13 @@ def test_what_the_table_says_of_bits(bench, check, note):
     entry = {
         "step_ms": {"median": 4.0, "p10": 3.0, "p90": 5.0},
         "peak_reserved_bytes": 2 << 20,
+        "steady_peak_reserved_bytes": 1 << 20,
         "warmup_counters": counters,
         "check": check,
         "process_group_ended": False,
     }
     assert bench.table({"FSDP2": {"arms": {"cgpass": entry}}}).splitlines()[-1] == (
-        f"| FSDP2 | cgpass | 4.00 (3.00 to 5.00) | 2 | 2/1 | {note}; destroy_process_group never returned |"
+        f"| FSDP2 | cgpass | 4.00 (3.00 to 5.00) | 2 (1) | 2/1 | {note}; destroy_process_group never returned |"
     )
 
 
