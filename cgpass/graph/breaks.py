@@ -82,15 +82,11 @@ def graph_break_of(gm: fx.GraphModule) -> Reason | None:
     reason = _of_stack(text, stack)
     if word in _WORDS:
         reason = Reason("graph_break", "", *_WORDS[word], reason.line)
-    unseen = _left_without_a_graph(
-        stack
-    )  # noted as told in any case: no other graph is to tell of it
+    unseen = _left_without_a_graph(stack)  # told of in any case: no other graph is to do it
     rest = _left_by_torch(stack) or unseen
-    return (
-        replace(reason, detail=reason.detail + _reached(stack))
-        if rest is None
-        else _leaves(reason, rest)
-    )
+    if rest is not None:
+        return _leaves(reason, rest)
+    return replace(reason, detail=reason.detail + _reached(stack))
 
 
 def untold(

@@ -39,9 +39,7 @@ def _begin(device: torch.device) -> Callable[[], None] | None:
     """Have this thread's allocations come from the pool until what is returned is called; None if they do not."""
     if device.type != "cuda" or not _has_pools() or torch.cuda.is_current_stream_capturing():
         return None
-    if not _is_in_use.acquire(
-        blocking=False
-    ):  # a device's allocator is told of a pool once at a time
+    if not _is_in_use.acquire(blocking=False):  # the allocator is told of a pool once at a time
         return None
     try:
         index = torch.cuda.current_device() if device.index is None else device.index
