@@ -7,6 +7,7 @@ Note [Gathered parameters have a pool of their own]
 """
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
@@ -14,6 +15,8 @@ from typing import Any, Final
 import torch
 
 from cgpass import _torch
+
+log = logging.getLogger(__name__)
 
 _gathered: dict[int, _torch.WeakStorage] = {}
 """Storages that FSDP2 gathers into, by address of the object."""
@@ -41,14 +44,26 @@ def _begin(device: torch.device) -> Callable[[], None] | None:
         return None
     if not _is_in_use.acquire(blocking=False):  # the allocator is told of a pool once at a time
         return None
+    index = torch.cuda.current_device() if device.index is None else device.index
     try:
-        index = torch.cuda.current_device() if device.index is None else device.index
         pool = _pool(index)
         _torch.begin_allocating_to_pool(index, pool.id)
-    except BaseException:
+    except BaseException as error:
         _is_in_use.release()
-        raise
+        if not isinstance(error, RuntimeError):
+            raise
+        _note_refusal(str(error))
+        return None
     return functools.partial(_end, index, pool.id)
+
+
+@functools.cache
+def _note_refusal(why: str) -> None:
+    log.warning(
+        "what FSDP2 gathers lies among other tensors, since torch gives it no memory pool of its own (%s): layers may "
+        "take more steps until they are recorded",
+        why.partition("\n")[0],
+    )
 
 
 def _end(device: int, handle: Any) -> None:

@@ -190,13 +190,26 @@ def test_there_is_no_pool_on_cpu_in_captures_or_for_other_allocators(told, monke
     assert told == []
 
 
-def test_a_pool_that_can_not_be_made_leaves_nothing_locked(told, monkeypatch):
-    def fails(device):
-        raise RuntimeError("no pool")
+def test_where_torch_refuses_a_pool_there_is_none_and_a_warning_says_so_once(
+    told, monkeypatch, caplog
+):
+    def refuses(device):
+        raise RuntimeError("no pool\nmore")
 
-    monkeypatch.setattr(gathered, "_pool", fails)
+    monkeypatch.setattr(gathered, "_pool", refuses)
+    with caplog.at_level("WARNING", "cgpass"):
+        assert [BEGIN(CUDA), BEGIN(CUDA)] == [None, None]
+    (record,) = caplog.records
+    assert "since torch gives it no memory pool of its own (no pool): layers may" in record.message
+
+
+def test_what_interrupts_it_leaves_nothing_locked(told, monkeypatch):
+    def stops(device):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gathered, "_pool", stops)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="no pool"):
+        with pytest.raises(KeyboardInterrupt):
             BEGIN(CUDA)
 
 
