@@ -10,7 +10,7 @@ from torch import nn
 
 import cgpass
 from cgpass import __main__ as command
-from cgpass import _torch, telemetry
+from cgpass import _torch
 from cgpass.graph import breaks
 from cgpass.report.model import Report
 from cgpass.report.page import html
@@ -18,12 +18,7 @@ from cgpass.report.page import html
 X = torch.linspace(-1, 1, 16).view(4, 4)
 
 
-@pytest.fixture(autouse=True)
-def simulated(monkeypatch):
-    monkeypatch.setattr(telemetry, "_registry", telemetry._Registry())
-    monkeypatch.setattr(telemetry, "compile_stats", telemetry._registry.compiled)
-    with cgpass.set_defaults(driver="simulated", compiler="eager", on_skip="silent"):
-        yield
+pytestmark = pytest.mark.usefixtures("simulated", "counted_alone")
 
 
 @contextlib.contextmanager
@@ -202,7 +197,7 @@ class Net(nn.Module):
         return x.tanh().sin().cos().exp()
 
 
-def line_of(kind, comment):
+def line_of(kind, comment="the line to name"):
     lines, first = inspect.getsourcelines(kind)
     return first + next(i for i, text in enumerate(lines) if comment in text)
 

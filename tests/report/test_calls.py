@@ -13,10 +13,7 @@ from tests.usage.programs import counted
 X = torch.linspace(-1, 1, 32).view(4, 8)
 
 
-@pytest.fixture(autouse=True)
-def simulated():
-    with cgpass.set_defaults(driver="simulated", compiler="eager", on_skip="silent"):
-        yield
+pytestmark = pytest.mark.usefixtures("simulated")
 
 
 def handed_on(*args, look):

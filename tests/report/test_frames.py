@@ -19,10 +19,7 @@ X = torch.linspace(-1, 1, 16).view(4, 4)
 CALLED = "functions of its own: those that a function in eager calls are compiled by themselves"
 
 
-@pytest.fixture(autouse=True)
-def simulated():
-    with cgpass.set_defaults(driver="simulated", compiler="eager", on_skip="silent"):
-        yield
+pytestmark = pytest.mark.usefixtures("simulated")
 
 
 class Block(nn.Module):

@@ -1,7 +1,6 @@
 """Graph breaks with no operator before them: no graph ends there, and all the same they are named."""
 
 import contextlib
-import inspect
 import logging
 import subprocess
 import sys
@@ -16,22 +15,13 @@ from cgpass import __main__ as command
 from cgpass import _torch, telemetry
 from cgpass.report.model import Report
 from cgpass.report.page import html
+from tests.report.test_breaks import Calls, line_of
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
 log = logging.getLogger(__name__)
 
 
-@pytest.fixture(autouse=True)
-def simulated(monkeypatch):
-    monkeypatch.setattr(telemetry, "_registry", telemetry._Registry())
-    monkeypatch.setattr(telemetry, "compile_stats", telemetry._registry.compiled)
-    with cgpass.set_defaults(driver="simulated", compiler="eager", on_skip="silent"):
-        yield
-
-
-def line_of(kind, comment="the line to name"):
-    lines, first = inspect.getsourcelines(kind)
-    return f"{first + next(i for i, text in enumerate(lines) if comment in text)}"
+pytestmark = pytest.mark.usefixtures("simulated", "counted_alone")
 
 
 def first_reads(x, start):
@@ -54,15 +44,6 @@ class Says(nn.Module):
     def forward(self, x):
         self.how("a layer %s", x.shape)  # the line to name
         return self.layer(x).sin().cos().tanh()
-
-
-class Calls(nn.Module):
-    def __init__(self, features):
-        super().__init__()
-        self.features = features
-
-    def forward(self, x):
-        return self.features(x).sin().cos().tanh()  # what is called
 
 
 GIVEN = {
@@ -111,7 +92,7 @@ def test_a_container_with_a_layer_that_begins_with_a_break_is_left_to_eager(how,
     besides = "besides"
     if around == "a module":
         module = Calls(module)
-        besides = f"called at test_untold_breaks.py:{line_of(Calls, 'what is called')} in forward"
+        besides = f"called at test_breaks.py:{line_of(Calls, 'what is called')} in forward"
     call = torch.compile(module, backend="cgpass") if compiled else module
     for _ in range(3 if compiled else 0):
         call(X)

@@ -6,19 +6,13 @@ import pytest
 import torch
 
 import cgpass
-from cgpass import telemetry
 from cgpass.reason import CallReasons
 from cgpass.report import check
 
 X = torch.ones(4)
 
 
-@pytest.fixture(autouse=True)
-def simulated(monkeypatch):
-    monkeypatch.setattr(telemetry, "_registry", telemetry._Registry())
-    monkeypatch.setattr(telemetry, "compile_stats", telemetry._registry.compiled)
-    with cgpass.set_defaults(driver="simulated", compiler="eager", on_skip="silent"):
-        yield
+pytestmark = pytest.mark.usefixtures("simulated", "counted_alone")
 
 
 def chain(x):
