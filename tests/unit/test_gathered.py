@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed import fsdp
 
+import cgpass
 from cgpass import _torch
 from cgpass.runtime import gathered
 
@@ -230,3 +231,5 @@ def test_the_pool_is_given_back_once_nothing_lies_in_it(monkeypatch):
     PARAM.free_storage(tensor)
     gathered.give_pool_back()
     assert cleared == [1]
+    cgpass.reset()
+    assert cleared == [1, 1]

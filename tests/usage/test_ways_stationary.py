@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from cgpass.runtime import signature, stationary
+from cgpass.runtime import gathered, signature, stationary
 from tests.usage import programs
 from tests.usage.programs import MLP, Block, Counter, ReadsValue, assert_replays
 
@@ -328,3 +328,29 @@ def test_layers_that_are_left_out_later_have_it_all_made_anew_once(way, monkeypa
     assert counters["promotions"] > 0
     assert counters["plain_calls"] <= 12
     assert counters["recordings"] <= 4 * 2 * 6
+
+
+def test_layers_that_are_gathered_copy_what_others_hand_on(way, monkeypatch):
+    """Some of their calls may not be recorded, and leave their results elsewhere."""
+    monkeypatch.setattr(signature, "_SMALL_TANGENT", 1)
+    promotions = []
+    for is_gathered in (False, True):
+        monkeypatch.setattr(gathered, "_is_gathered", lambda storage, found=is_gathered: found)
+
+        def program(session):
+            layers, values = [session.compiled(Block) for _ in range(4)], []
+            for x in session.batches(2, 6, 16, count=24):
+                for _, call in layers:
+                    x = call(x)
+                x.square().mean().backward()
+                for module, _ in layers:
+                    values += programs.gradients(module)
+                    module.zero_grad(set_to_none=True)
+                del x
+            return values
+
+        counters = way.compare(program)
+        assert_replays(counters)
+        promotions.append(counters["promotions"])
+    handed_on, gathered_ones = promotions
+    assert gathered_ones < handed_on / 2
