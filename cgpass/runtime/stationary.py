@@ -36,7 +36,7 @@ class Watch:
         self.settled = not self.positions
         """Whether nothing more is to be found out."""
         self.handed_on: set[int] = set()
-        """Inputs that moved as all recordings were made anew, and were taken to stay since they are results of some."""
+        """Inputs that are taken to stay since they are results of recordings."""
         self._addresses = b""
         self._calls = 0
         self._moves = dict.fromkeys(self.positions, -1)  # the first address is no move
@@ -62,6 +62,8 @@ class Watch:
         args: Sequence[Any],
         written: Container[int] = (),
         is_handed_on: Callable[[Any], bool] | None = None,
+        *,
+        results_stay: bool = True,
     ) -> tuple[int, ...]:
         """Which inputs a recording made now reads where they lie.
 
@@ -71,21 +73,21 @@ class Watch:
         Args:
             args: Inputs of the call that is recorded.
             written: Those that it writes.
-            is_handed_on: Whether an input is a recording's result: where all are made anew, it lies elsewhere, and stays
-                there. None where some calls are not recorded, and so leave their results in other places.
+            is_handed_on: Whether an input is a recording's result: where all are made anew, it may lie elsewhere, and
+                stays there.
+            results_stay: Whether results do. If some were found not to, none is read where it lies.
         """
         if not self.settled and self._calls < max(1, CALLS // 2):
             return ()
         self.settled = True
         addresses = fast.static_key(args, self.positions)
-        if addresses != self._addresses:
-            pairs = _pairs(self._addresses, addresses)
-            moved = [i for i, (a, b) in zip(self.positions, pairs, strict=True) if a != b]
-            if is_handed_on is not None:
-                results = {i for i in moved if is_handed_on(args[i])}
-                self.handed_on |= results
-                moved = [i for i in moved if i not in results]
-            self._keep(addresses, [i not in moved for i in self.positions])
+        pairs = _pairs(self._addresses, addresses)
+        moved = {i for i, (a, b) in zip(self.positions, pairs, strict=True) if a != b}
+        if is_handed_on is not None:
+            results = {i for i in self.positions if is_handed_on(args[i])}
+            moved = moved - results if results_stay else moved | results
+            self.handed_on |= results - moved
+        self._keep(addresses, [i not in moved for i in self.positions])
         return tuple(i for i in self.positions if i not in written or not args[i].is_inference())
 
     def _keep(self, addresses: bytes, which: Sequence[bool]) -> None:

@@ -77,7 +77,24 @@ def test_what_a_recording_hands_on_may_lie_elsewhere_once_all_are_made_anew():
     watch = Watch((0, 1))
     noted(watch, *[[a, b]] * (CALLS + 1))
     assert watch.stationary([a, c], is_handed_on=lambda value: value is c) == (0, 1)
+    assert watch.handed_on == {1}
     assert watch.stationary([a, c]) == (0, 1)
+
+
+def test_results_that_were_made_anew_in_the_same_place_are_known_as_such():
+    a, b = tensors(2)
+    watch = Watch((0, 1))
+    noted(watch, *[[a, b]] * (CALLS + 1))
+    assert watch.stationary([a, b], is_handed_on=lambda value: value is b) == (0, 1)
+    assert watch.handed_on == {1}
+
+
+def test_where_results_were_found_to_move_none_is_read_where_it_lies():
+    a, b = tensors(2)
+    watch = Watch((0, 1))
+    noted(watch, *[[a, b]] * (CALLS + 1))
+    found = watch.stationary([a, b], is_handed_on=lambda value: value is b, results_stay=False)
+    assert (found, watch.handed_on) == ((0,), set())
     assert watch.stationary([a, b]) == (0,)
 
 
