@@ -80,7 +80,9 @@ def cgpass(
 
 
 setattr(cgpass, "reset", reset_with_torch)  # noqa: B010  torch._dynamo.reset() looks for this attribute
-_torch.note_graph_breaks()  # torch.compile loads this module for what it compiles afterwards
+# torch.compile loads this module for what it compiles afterwards
+_torch.note_graph_breaks()
+give_gathered_a_pool()
 
 
 class Compilation:

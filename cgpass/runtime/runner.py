@@ -179,8 +179,8 @@ class PartitionRunner:
         self._fallback.raise_refusal()
         if self._fallback.replacement is not None:
             return self._fallback.run(args), None
-        self._gathered.note(args)
-        warm = self.table.is_warm(shape_key, static_key, args)
+        new_module = self._gathered.note(args)
+        warm = not new_module and self.table.is_warm(shape_key, static_key, args)
         strays = self._find_strays(args) if warm else []
         if strays:  # which may have changed what is copied
             static_key = self.layout.static_key(args)
@@ -317,9 +317,14 @@ class PartitionRunner:
             self.owner.driver.prepare_thread()
         self._largest = max(self._largest, self.layout.bytes_that_move(args))
         written = {*self.layout.mutated, *self.written}
-        may_move = self._gathered.any or self._rerecording.results_move
-        is_handed_on = None if may_move else self.owner.is_pool_storage
-        stationary = watch.stationary(args, written, is_handed_on)
+        stationary: tuple[int, ...] = ()
+        if not self._gathered.any:
+            stationary = watch.stationary(
+                args,
+                written,
+                self.owner.is_pool_storage,
+                results_stay=not self._rerecording.results_move,
+            )
         if stationary:
             self.stats.promotions += 1
         recording = self._recorder.record(
@@ -334,7 +339,7 @@ class PartitionRunner:
             recording.close(whole_pool=False)
             return None
         recording.made_for = self._gathered.module(args)
-        if not watch.settled:
+        if not (watch.settled or self._gathered.any):
             recording.watch = watch
         if not recording.memory.is_lean or self.owns_outputs:
             self._copy_from_now_on(recording.visible)

@@ -30,15 +30,31 @@ class Layer(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
 
+    def forward(self, x, scale):
+        return x + 0.1 * self.down(nn.functional.gelu(self.up(self.norm(x))) * scale)
+
+
+class Model(nn.Module):
+    """All layers read one tensor that is new in each step, as rotary embeddings."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+
     def forward(self, x):
-        return x + 0.1 * self.down(nn.functional.gelu(self.up(self.norm(x))))
+        x = self.embed(x)
+        scale = x[:1].detach().cos()
+        for layer in self.layers:
+            x = layer(x, scale)
+        return x
 
 
 def train(driver):
     """Losses, and what was counted after each step."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer() for _ in range(LAYERS)))
-    for layer in model:
+    model = Model()
+    for layer in model.layers:
         layer.compile(backend="cgpass", options={"driver": driver, "compiler": "eager"})
         fully_shard(layer)
     fully_shard(model)

@@ -14,7 +14,7 @@ COMPILER = shutil.which("cc")
 
 
 @pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="needs a C compiler, Linux")
-def test_each_layer_is_recorded_once_in_the_first_steps(tmp_path):
+def test_each_layer_warms_up_in_the_first_step_and_is_recorded_in_the_second(tmp_path):
     library = tmp_path / "places.so"
     command = [COMPILER, "-O2", "-Wall", "-Werror", "-shared", "-fPIC"]
     command += ["-o", str(library), str(HERE / "places.c"), "-ldl", "-lpthread"]
@@ -24,12 +24,11 @@ def test_each_layer_is_recorded_once_in_the_first_steps(tmp_path):
     done = subprocess.run(line, env=env, capture_output=True, text=True, check=True)
     for rank in json.loads(done.stdout):
         assert rank["equal"]
-        first, second, *others = rank["steps"]
         calls = 2 * 18
-        assert second["recordings"] == calls
-        assert first["warmups"] + first["recordings"] == calls
-        for n, step in enumerate(others, 1):
-            assert step["recordings"] == calls
-            assert step["warmups"] == first["warmups"]
-            assert step["replays"] == second["replays"] + n * calls
+        for n, step in enumerate(rank["steps"]):
+            assert (
+                step["warmups"] == calls
+            )  # all in the first step, and all are recorded in the second one
+            assert step["recordings"] == calls * min(n, 1)
+            assert step["replays"] == calls * n
             assert step["plain_calls"] == 0

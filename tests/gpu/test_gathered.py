@@ -29,7 +29,8 @@ class Layer(_fsdp_param.FSDPParam):
         return [tensor.fill_(1.0) for tensor in self.all_gather_outputs]
 
     def free(self):
-        self.free_all_gather_outputs()
+        for tensor in self.all_gather_outputs:
+            _fsdp_param.free_storage(tensor)
 
 
 def step(layers, rng, kept):

@@ -122,6 +122,21 @@ def test_what_is_gathered_is_known_before_it_is_emptied():
     assert known.module([second, other]) != known.module([tensor, other])
 
 
+def test_a_module_that_is_gathered_is_new_once():
+    _, tensor = made()
+    _, second = made()
+    known, other = gathered.Gathered([0, 1]), torch.zeros(8)
+    assert [known.note([each, other]) for each in (tensor, second, tensor)] == [True, True, False]
+    plain = gathered.Gathered([0])
+    assert not plain.note([other])
+
+
+def test_modules_that_are_new_all_the_time_are_so_for_a_while():
+    known = gathered.Gathered([0])
+    kept = [made()[1] for _ in range(gathered._LOOKS + 1)]
+    assert [known.note([each]) for each in kept] == [True] * gathered._LOOKS + [False]
+
+
 def test_what_died_is_forgotten():
     param, tensor = made()
     assert len(gathered._gathered) == 1
