@@ -6,6 +6,7 @@ first and at the version second.
 """
 
 import contextlib
+import contextvars
 import ctypes
 import functools
 import importlib.util
@@ -1084,6 +1085,10 @@ class _OnlyOnce(torch.autograd.Function):
         raise ctx.error()
 
 
+Restore = Callable[[Any, Mapping[str, Any]], Callable[[list[Any]], Any]]
+_restore: contextvars.ContextVar[Restore | None] = contextvars.ContextVar("_restore", default=None)
+
+
 def compile_with_inductor(
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -1091,10 +1096,20 @@ def compile_with_inductor(
     inner_compile: Callable[..., Any],
     partition_fn: Callable[..., Any],
     config_patches: Mapping[str, Any],
+    cache_key: str | None = None,
+    restore: Restore | None = None,
 ) -> Callable[..., Any]:
     """Run `compile_fx` with our split and our compiler of the split graphs.
 
-    AOTAutograd's cache must be off, since a hit never calls `inner_compile`.
+    Args:
+        gm: Dynamo's graph.
+        example_inputs: Its inputs.
+        inner_compile: Makes a forward, backward or inference graph callable. With a cache key: by `cached_code`.
+        partition_fn: Splits a joint graph.
+        config_patches: Inductor's settings.
+        cache_key: What AOTAutograd's cache adds to its own key. None to leave that cache off: a hit calls neither of
+            the two.
+        restore: Called on a hit for each graph, with what `cached_code` was given and what the graph is compiled with.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
@@ -1105,18 +1120,148 @@ def compile_with_inductor(
             return partition_fn(*args, **kwargs)
 
         def uuid(self) -> str:
-            return "cgpass-split-1"
+            return str(cache_key)
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return str, (self.uuid(),)
 
     patches = {
         **config_patches,
         "triton.cudagraphs": False,
         "custom_partitioner_fn": Partitioner(),
     }
-    with functorch_config.patch(enable_autograd_cache=False):
-        compiled: Any = compile_fx(
-            gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches
-        )
+    settings = {"enable_autograd_cache": False}
+    if cache_key is not None:
+        # What is kept is what the compiler gave, forward and backward together: both are compiled at once.
+        names = ("enable_autograd_cache", "bundled_autograd_cache")
+        settings = dict.fromkeys((*names, "force_non_lazy_backward_lowering"), True)
+    token = _restore.set(restore)
+    try:
+        with functorch_config.patch(settings):
+            compiled: Any = compile_fx(
+                gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches
+            )
+    finally:
+        _restore.reset(token)
     return compiled
+
+
+# ---- AOTAutograd's cache
+
+
+def keeps_graphs() -> bool:
+    """Whether AOTAutograd's cache is on, and nothing here and now is traced that its key doesn't know of."""
+    from torch._dynamo import config as dynamo_config
+    from torch._functorch import config
+    from torch._inductor import config as inductor_config
+
+    return (
+        config.enable_autograd_cache
+        and not torch.compiler.config.force_disable_caches
+        and inductor_config.fx_graph_cache
+        and not getattr(dynamo_config, "caching_precompile", False)
+        and not uses_compiled_autograd()
+        and not _has_default_saved_tensors_hooks()
+        and not _knows_external_objects()
+        and not has_process_groups()
+    )
+
+
+def is_plain_tensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, fake or real, is strided, no subclass's, and of known size."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    kinds = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+    if type(tensor) not in kinds or tensor.layout != torch.strided or tensor.is_quantized:
+        return False
+    return not tensor._has_symbolic_sizes_strides
+
+
+def attention_order() -> Any:
+    """In which order kernels of attention are tried."""
+    return torch._C._get_sdp_priority_order()
+
+
+def pickled(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> bytes:
+    """A graph with all that is known of its nodes, and its fake inputs. Raises what pickle does."""
+    from torch.fx._graph_pickler import GraphPickler, Options
+
+    options = Options(ops_filter=None, node_metadata_key_filter=None)
+    return GraphPickler.dumps((gm, tuple(inputs)), options=options)
+
+
+def unpickled(data: bytes) -> tuple[torch.fx.GraphModule, tuple[Any, ...]]:
+    """What `pickled` was given, in the fake mode of what is being compiled."""
+    from torch._guards import TracingContext
+    from torch.fx._graph_pickler import GraphPickler
+
+    mode: Any = TracingContext.get().fake_mode
+    found: Any = GraphPickler.loads(data, mode)
+    gm, inputs = found
+    gm.recompile()
+    return gm, inputs
+
+
+def forward_metadata() -> Any:
+    """What AOTAutograd knows of the inputs and outputs of the graphs that it compiles now."""
+    from torch._guards import TracingContext
+
+    return TracingContext.get().fw_metadata
+
+
+def set_forward_metadata(metadata: Any) -> None:
+    """Have it known again where AOTAutograd did not trace."""
+    from torch._guards import TracingContext
+
+    TracingContext.get().fw_metadata = metadata
+
+
+def cached_code(fn: Callable[[list[Any]], Any] | None, kept: Any) -> Any:
+    """A compiled graph that AOTAutograd's cache keeps as `kept`, which has to be picklable; None to keep nothing.
+
+    Source: torch/_inductor/output_code.py `OutputCode` and torch/_functorch/_aot_autograd/aot_autograd_result.py
+    `BundledOutputCodeLoadable`, 2.11 to 2.15.
+    """
+    return _cached_code_type()(fn, kept)
+
+
+@functools.cache
+def _cached_code_type() -> Any:
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+    from torch._inductor.output_code import OutputCode
+
+    class CachedCode(OutputCode):
+        def __init__(self, fn: Callable[[list[Any]], Any] | None, kept: Any) -> None:
+            self.fn = fn
+            self.kept = kept
+            self._boxed_call = True  # who wraps it copies what it has of its own
+
+        def __call__(self, inputs: Any) -> Any:
+            assert self.fn is not None
+            return self.fn(inputs)
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return cached_code, (None, self.kept)
+
+        def prepare_for_serialization(self) -> None:
+            if self.kept is None:
+                raise BypassAOTAutogradCache("cgpass can't keep this graph")
+
+        def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
+            restore = _restore.get()
+            assert restore is not None
+            self.fn = restore(self.kept, graph_kwargs)
+
+    return CachedCode
+
+
+@contextlib.contextmanager
+def compiled_by_themselves() -> Iterator[None]:
+    """Have Inductor use its own cache for graphs that AOTAutograd's keeps before they are compiled."""
+    from torch._functorch import config
+
+    with config.patch(bundled_autograd_cache=False):
+        yield
 
 
 def compile_with_aten(

@@ -35,6 +35,7 @@ from cgpass.runtime.rng_states import caller_of
 from cgpass.runtime.settings import cuda_driver
 from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.training import TrainingCall
+from cgpass.warm_start import GraphCache
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ class Compilation:
         self._function = telemetry.new_function()
         self._graph_break: Reason | None = None
         self._training = TrainingCall(direct=options.parameter_grads == "direct")
+        self._cache = GraphCache(self._inductor_compile)
 
     # ---- wiring
 
@@ -122,12 +124,15 @@ class Compilation:
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if self.options.compiler == "inductor":
+            self._cache.find_key(gm, example_inputs, self.options)
             return _torch.compile_with_inductor(
                 gm,
                 example_inputs,
                 inner_compile=self._inner_compile,
                 partition_fn=functools.partial(self._split, compiler="inductor"),
                 config_patches=self.options.inductor,
+                cache_key=self._cache.key,
+                restore=self._cache.restore,
             )
         return _torch.compile_with_aten(
             gm,
@@ -146,7 +151,17 @@ class Compilation:
 
     def _inner_compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any
+    ) -> Any:
+        return self._cache.compile(gm, example_inputs, settings, self._num_fwd_outputs)
+
+    def _inductor_compile(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        settings: Mapping[str, Any],
+        num_fwd_outputs: int,
     ) -> Boxed:
+        self._num_fwd_outputs = num_fwd_outputs
         direction: Direction = "forward"
         if settings.get("is_backward"):
             direction = "backward"

@@ -51,6 +51,8 @@ class CompileStats:
 
     joint_graphs: int = 0
     """Joint graphs split into forward and backward."""
+    graphs_kept: int = 0
+    """Graphs that AOTAutograd's cache had from an earlier compilation, traced and split."""
     graphs: int = 0
     """Graphs compiled: forward, backward and inference graphs count one each."""
     partitions_captured: int = 0

@@ -31,6 +31,7 @@ LAYERS = {
     "runtime": 3,
     "option_names": 4,
     "compile": 4,
+    "warm_start": 4,
     "plan": 4,
     "culprits": 4,
     "resplit": 4,

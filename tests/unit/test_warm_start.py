@@ -1,0 +1,303 @@
+"""Graphs that AOTAutograd's cache keeps: what a second compilation has from there, and what it may not have."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+from torch.nn import functional as F
+
+import cgpass
+from cgpass import _torch, warm_start
+from cgpass.options import Options
+
+SIMULATED = {"driver": "simulated"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache():
+    """One for all, since kernels take seconds: what is to be compiled for the first time has options of its own."""
+    with fresh_cache():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    yield
+    torch.compiler.reset()
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, bias=False)
+        self.norm = torch.nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        x = F.dropout(self.norm(self.first(x)).relu(), 0.5, self.training)
+        return self.second(x).sin()
+
+
+def train(module, **options):
+    """Results of a module that is compiled anew, what was counted, and what is told of its graphs."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    call = torch.compile(module, backend="cgpass", options=SIMULATED | options)
+    before = cgpass.counters()
+    values = []
+    for _ in range(4):
+        out = call(torch.randn(4, 8))
+        out.square().sum().backward()
+        values += [out.detach(), *(p.grad.clone() for p in module.parameters())]
+        module.zero_grad()
+    with torch.no_grad():
+        values += [call(torch.randn(4, 8)) for _ in range(3)]
+    counted = {name: n - before[name] for name, n in cgpass.counters().items()}
+    return values, counted, cgpass.summary().splitlines()[-3:]
+
+
+def made():
+    torch.manual_seed(1)
+    return Net()
+
+
+# ---- a hit
+
+
+@pytest.mark.parametrize("options", [{}, {"parameter_grads": "direct"}])
+def test_a_second_compilation_traces_nothing_and_is_the_same(options):
+    values, first, told = train(made(), **options)
+    assert (first["joint_graphs"], first["graphs_kept"], first["graphs"]) == (1, 0, 3)
+    misses = counters["inductor"]["fxgraph_cache_miss"]
+    again, second, told_again = train(made(), **options)
+    assert (second["joint_graphs"], second["graphs_kept"], second["graphs"]) == (0, 3, 3)
+    assert len(values) == len(again)
+    assert all(map(torch.equal, values, again))
+    for counted in (first, second):
+        del counted["joint_graphs"], counted["graphs_kept"]
+    assert first == second
+    assert second["replays"] > 0
+    assert told == told_again
+    assert counters["inductor"]["fxgraph_cache_miss"] == misses
+
+
+PROGRAM = """
+import sys, torch, cgpass
+torch._inductor.config.compile_threads = 1
+torch.manual_seed(0)
+module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.LayerNorm(8))
+call = torch.compile(module, backend="cgpass", options={"driver": "simulated"})
+for _ in range(3):
+    out = call(torch.randn(4, 8))
+    out.square().sum().backward()
+import json
+print(json.dumps([cgpass.counters(), out.tolist(), module[0].weight.grad.tolist()]))
+"""
+
+
+def test_another_process_traces_nothing(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    found = []
+    for seed in ("1", "2"):
+        env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"), PYTHONHASHSEED=seed)
+        env["PYTHONPATH"] = str(Path(cgpass.__file__).parents[1])
+        done = subprocess.run(
+            [sys.executable, str(program)], env=env, capture_output=True, text=True, check=True
+        )
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    (cold, *values), (warm, *again) = found
+    assert values == again
+    assert (cold["joint_graphs"], cold["graphs_kept"]) == (1, 0)
+    assert (warm["joint_graphs"], warm["graphs_kept"]) == (0, 2)
+    assert warm["replays"] == cold["replays"] > 0
+
+
+def test_what_can_not_be_read_is_traced_again(monkeypatch):
+    values, *_ = train(made(), max_recordings=60)
+
+    def broken(data):
+        monkeypatch.undo()
+        raise ValueError("of another version")
+
+    monkeypatch.setattr(_torch, "unpickled", broken)
+    again, counted, _ = train(made(), max_recordings=60)
+    assert all(map(torch.equal, values, again))
+    assert counted["joint_graphs"] == 1
+    assert counted["graphs_kept"] == 2  # one that was broken; the inference graph was not
+
+
+# ---- what is kept
+
+
+def compiled(fn, *inputs, **options):
+    """Whether graphs of a function were kept, looked up in a second compilation."""
+    found = []
+    for _ in range(2):
+        torch.compiler.reset()
+        before = cgpass.counters()
+        torch.compile(fn, backend="cgpass", options=SIMULATED | options)(*inputs)
+        found.append(cgpass.counters()["graphs_kept"] - before["graphs_kept"])
+    assert found[0] == 0
+    return bool(found[1])
+
+
+X = torch.ones(4, 8)
+
+
+def test_constants_are_not_kept(caplog):
+    def fn(x):
+        return x * torch.tensor([1.0, 2.0] * 4)
+
+    saved = counters["aot_autograd"]["autograd_cache_saved"]
+    with caplog.at_level("WARNING"):
+        assert not compiled(fn, X)
+    assert not caplog.records
+    assert counters["aot_autograd"]["autograd_cache_saved"] == saved
+
+
+def test_classes_that_can_not_be_found_again_are_no_harm():
+    class Local(torch.nn.Module):
+        def forward(self, x):
+            return x.sin() + 1
+
+    assert not compiled(torch.nn.Sequential(Local()), X)
+
+
+# ---- the key
+
+
+def key_of(fn, *inputs, **options):
+    """The key that AOTAutograd's cache is given for a function, without compiling it."""
+    found = []
+
+    def backend(gm, example_inputs):
+        cache = warm_start.GraphCache(lambda *_: None)
+        cache.find_key(gm, example_inputs, Options(**options))
+        found.append(cache.key)
+        return gm
+
+    torch.compiler.reset()
+    torch.compile(fn, backend=backend)(*inputs)
+    (key,) = found
+    return key
+
+
+def sine(x):
+    return x.sin() + 1
+
+
+def test_a_key_is_the_same_for_the_same():
+    assert key_of(sine, X) == key_of(sine, X) is not None
+
+
+@contextlib.contextmanager
+def changed(module, name, value):
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+@contextlib.contextmanager
+def default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.autocast("cpu", torch.float16),
+        lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        lambda: changed(torch.backends.cudnn, "enabled", False),
+        lambda: changed(torch.backends.opt_einsum, "strategy", "greedy"),
+        default_dtype,
+    ],
+)
+def test_keys_tell_apart_what_torchs_may_not(context):
+    key = key_of(sine, X)
+    with context():
+        other = key_of(sine, X)
+    assert None is not other != key
+
+
+def test_keys_tell_options_apart():
+    keys = {key_of(sine, X), key_of(sine, X, rng="paired"), key_of(sine, X, min_partition_ops=3)}
+    assert len(keys) == 3
+
+
+def test_keys_tell_lines_apart():
+    source, found = "def fn(x):\n    return x.sin() + 1\n", []
+    for number in range(2):
+        space = {}
+        exec(compile("\n" * number + source, "<given>", "exec"), space)
+        found.append(key_of(space["fn"], X))
+    assert found[0] != found[1]
+
+
+@torch.library.custom_op("cgpass_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+doubled.register_fake(torch.empty_like)
+
+
+def packs(x):
+    return x
+
+
+@pytest.mark.parametrize(
+    ("fn", "inputs"),
+    [
+        (lambda x: doubled(x) + 1, [X]),
+        (lambda x, y: x.add_(1) + y, [X, X.view(8, 4).view(4, 8)]),
+    ],
+    ids=["operators of others", "shared memory"],
+)
+def test_what_has_no_key(fn, inputs):
+    assert key_of(fn, *inputs) is None
+
+
+def test_symbolic_sizes_have_no_key():
+    x = X.clone()
+    torch._dynamo.mark_dynamic(x, 0)
+    assert key_of(sine, x) is None
+
+
+def test_hooks_on_saved_tensors_leave_no_key():
+    with torch.autograd.graph.saved_tensors_hooks(packs, packs):
+        assert key_of(sine, X) is None
+
+
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning")
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        (torch._functorch.config, "enable_autograd_cache", False),
+        (torch._inductor.config, "fx_graph_cache", False),
+        (torch.compiler.config, "force_disable_caches", True),
+        (torch._dynamo.config, "compiled_autograd", True),
+    ],
+)
+def test_where_caches_are_off_there_is_no_key(module, name, value):
+    with module.patch({name: value}):
+        assert key_of(sine, X) is None
+
+
+def test_in_a_process_of_several_there_is_no_key(monkeypatch):
+    monkeypatch.setattr(_torch, "has_process_groups", lambda: True)
+    assert key_of(sine, X) is None
