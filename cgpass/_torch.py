@@ -1250,7 +1250,7 @@ def _cached_code_type() -> Any:
         def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
             restore = _restore.get()
             assert restore is not None
-            self.fn = restore(self.kept, graph_kwargs)
+            self.fn, self.kept = restore(self.kept, graph_kwargs), None
 
     return CachedCode
 

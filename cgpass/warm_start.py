@@ -14,6 +14,7 @@ Note [Graphs in AOTAutograd's cache]
     Others are traced in each process, as all are where AOTAutograd's cache is off.
 """
 
+import functools
 import hashlib
 import itertools
 import logging
@@ -21,6 +22,7 @@ import operator
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -33,8 +35,6 @@ from cgpass.version import VERSION
 
 log = logging.getLogger(__name__)
 
-_FORMAT: Final = 1
-"""To be raised where `KeptGraph` or the split changes."""
 _NAMESPACES: Final = frozenset({"aten", "prims", "inductor_prims"})
 _OF_THE_CALL: Final = frozenset(
     {"cudagraphs", "boxed_forward_device_index", "compile_region_name", "graph_id"}
@@ -124,8 +124,17 @@ def _key(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> str:
     devices = sorted(
         {i.device.type for i in inputs if isinstance(i, torch.Tensor)} | {"cpu", "cuda"}
     )
-    parts = (_FORMAT, VERSION, repr(options), *_settings(devices), *_places(gm))
+    parts = (_own_code(), repr(options), *_settings(devices), *_places(gm))
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
+
+
+@functools.cache
+def _own_code() -> str:
+    """Tells versions of cgpass apart, those that are being worked on, too."""
+    code = hashlib.sha256(VERSION.encode())
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        code.update(path.read_bytes())
+    return code.hexdigest()
 
 
 def _kept(

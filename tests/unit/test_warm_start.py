@@ -170,6 +170,23 @@ def test_classes_that_can_not_be_found_again_are_no_harm():
     assert not compiled(torch.nn.Sequential(Local()), X)
 
 
+def test_what_was_marked_static_since_is_no_hit():
+    def fn(x, cache):
+        return (x + cache).sin()
+
+    cache, found = torch.ones(4, 8), []
+    for _ in range(2):
+        torch.compiler.reset()
+        before = cgpass.counters()
+        call = torch.compile(fn, backend="cgpass", options=SIMULATED | {"min_partition_ops": 1})
+        results = [call(torch.full((4, 8), float(n)), cache) for n in range(3)]
+        assert all(map(torch.equal, results, [(n + cache).sin() for n in range(3)]))
+        after = cgpass.counters()
+        found.append([after[name] - before[name] for name in ("graphs_kept", "copied_bytes")])
+        torch._dynamo.mark_static_address(cache)
+    assert found == [[0, 2 * 2 * 128], [0, 2 * 128]]
+
+
 # ---- the key
 
 
