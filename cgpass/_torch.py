@@ -1464,6 +1464,14 @@ def dynamo_source_name(node: torch.fx.Node) -> str | None:
     return name() if callable(name) else name
 
 
+def static_mark(node: torch.fx.Node) -> str | None:
+    """How a placeholder of Dynamo's graph was said to keep its address, None if it was not.
+
+    Source: torch/_dynamo/decorators.py `mark_static_address`, 2.11 to 2.15.
+    """
+    return node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
+
+
 def boxed_graph_module(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     """`gm` as generated Python that takes one list, empties it, and drops values at their last use."""
     from torch.fx.graph import _BoxedCodeGen

@@ -124,7 +124,8 @@ def _key(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> str:
     devices = sorted(
         {i.device.type for i in inputs if isinstance(i, torch.Tensor)} | {"cpu", "cuda"}
     )
-    parts = (_own_code(), repr(options), *_settings(devices), *_places(gm))
+    marks = map(_torch.static_mark, gm.graph.find_nodes(op="placeholder"))
+    parts = (_own_code(), repr(options), *marks, *_settings(devices), *_places(gm))
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
 
 
