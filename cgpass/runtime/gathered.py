@@ -109,9 +109,9 @@ class Gathered:
     """Finds inputs that FSDP2 gathers, or whose storages were emptied after a call; tells modules apart by them.
 
     Layers that share code, and whose parameters are gathered in one place, have one signature, but recordings of their
-    own: they run one after the other, with what the ones before left for the backward. Each layer warms up for itself,
-    so that all of them are recorded in the order of one step: a layer that came later than the others would need memory
-    apart from theirs.
+    own: they run one after the other, with what the ones before left for the backward. In the first round each layer
+    warms up for itself, so that all of them are recorded in the order of one step: a layer that came later than the
+    others would need memory apart from theirs.
     """
 
     def __init__(self, parameters: Iterable[int]) -> None:
@@ -120,34 +120,46 @@ class Gathered:
         self._last: list[tuple[int, _torch.WeakStorage]] = []
         self._looks = 0
         self._positions: frozenset[int] = frozenset()
+        self.begin()
+
+    def begin(self) -> None:
+        """Have every module warm up again."""
         self._seen: set[tuple[int, ...]] = set()
+        self._is_first_round = bool(self._watched)
 
     @property
     def any(self) -> bool:
         """Whether some were found."""
         return bool(self._positions)
 
-    def note(self, args: Sequence[Any]) -> bool:
+    def note(self, args: Sequence[Any], *, is_late: bool = False) -> bool:
         """Note a call's inputs, and what became of the last one's. **Lifetime:** holds none of them.
 
+        Args:
+            args: The inputs.
+            is_late: Whether this can't be the first round any more.
+
         Returns:
-            Whether they are gathered, and of a module that did not call before.
+            Whether they are gathered, and the module is to warm up for itself.
         """
-        if self._looks >= _LOOKS:
+        if self._looks >= _LOOKS and not self._is_first_round:
             return False
-        self._looks += 1
         storages = [args[i].untyped_storage() for i in self._watched]
-        self._positions |= {i for i, ref in self._last if _is_empty(ref)}
-        found = zip(self._watched, storages, strict=True)
-        self._positions |= {i for i, storage in found if _is_gathered(storage)}
-        self._last = [
-            (i, _torch.WeakStorage(storage))
-            for i, storage in zip(self._watched, storages, strict=True)
-        ]
+        if self._looks < _LOOKS:
+            self._looks += 1
+            found = list(zip(self._watched, storages, strict=True))
+            self._positions |= {i for i, ref in self._last if _is_empty(ref)}
+            self._positions |= {i for i, storage in found if _is_gathered(storage)}
+            self._last = [(i, _torch.WeakStorage(storage)) for i, storage in found]
+        if not self._is_first_round:
+            return False
         module = tuple(storage._cdata for storage in storages)
-        new = module not in self._seen
+        if is_late or module in self._seen:
+            self._is_first_round = False
+            self._seen.clear()
+            return False
         self._seen.add(module)
-        return new and self.any
+        return self.any
 
     def module(self, args: Sequence[Any]) -> frozenset[int]:
         """Which module a call is of, by its gathered parameters' storages; nothing where none are gathered."""

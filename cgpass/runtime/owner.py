@@ -107,6 +107,8 @@ class Owner:
         """Whether all calls are to run plainly, to be compared with those that replay."""
         self.bypassed = False
         """Whether this call runs plainly: it is to, or is made inside a transform, whose tensors need have no memory."""
+        self.ran_backward = False
+        """Whether a backward was called."""
         self.wants_start = False
         """Whether `start_over_if_idle` is to be called before the next replay."""
         self._refusals = 0
@@ -131,8 +133,11 @@ class Owner:
         """
         self.bypassed = self.plain or fast.in_transform()
         self.driver.enter_call()
+        if is_backward:
+            self.ran_backward = True
+            return
         thread = threading.get_ident()
-        if thread != self._thread and not is_backward:
+        if thread != self._thread:
             if self._thread is not None and not self.several_threads:
                 self._note_several_threads()
             self._thread = thread
@@ -355,7 +360,7 @@ class Owner:
                         member.forget_failures()
             self._slots = [_Slot()]
             self._starts = self._refusals = 0
-            self.wants_start = self._warned_held = False
+            self.wants_start = self._warned_held = self.ran_backward = False
             self._pool_addresses.clear()
             self.driver.end_warm_ups()
 

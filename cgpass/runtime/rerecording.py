@@ -11,7 +11,9 @@ from cgpass.runtime.table import RecordingTable
 log = logging.getLogger(__name__)
 
 _CALLS_OF_A_STEP: Final = 256
-"""Calls in which some step of a training should have come to its end."""
+"""Calls in which some step of a training should have come to its end, where more were not recorded."""
+_ORDERS: Final = 4
+"""Times that recordings are made anew since one came late."""
 
 
 class Rerecording:
@@ -28,6 +30,7 @@ class Rerecording:
         self._owner = owner
         self._waits = 0
         """Calls that record nothing unless all recordings were laid out anew before."""
+        self._orders = 0
         self._asked = False
         """Whether that was asked for since stationary inputs moved."""
         self.results_move = False
@@ -37,7 +40,21 @@ class Rerecording:
         """Have what was recorded so far, in whatever order, laid out anew between two steps."""
         self._waits = len(self._owner.recordings())
         if self._waits:
-            self._owner.ask_to_start_over(patience=_CALLS_OF_A_STEP, settles=True)
+            patience = max(_CALLS_OF_A_STEP, 2 * self._waits)
+            self._owner.ask_to_start_over(patience=patience, settles=True)
+
+    def begin_in_order(self) -> bool:
+        """As `begin`, for a recording that would lie apart since it comes later than others; returns whether it waits."""
+        self._orders += 1
+        if self._orders > _ORDERS:
+            return False
+        self.begin()
+        return self.waits
+
+    @property
+    def waits(self) -> bool:
+        """Whether calls are not recorded before all recordings were laid out anew."""
+        return self._waits > 0 and self._owner.wants_start
 
     def is_over(
         self,
@@ -54,7 +71,7 @@ class Rerecording:
             keys: The call's signature.
             args: Its inputs.
         """
-        waits = self._waits > 0 and self._owner.wants_start
+        waits = self.waits
         self._waits = self._waits - 1 if waits else 0
         return not waits and self._moves_are_over(table, layout, keys, args)
 

@@ -179,7 +179,9 @@ class PartitionRunner:
         self._fallback.raise_refusal()
         if self._fallback.replacement is not None:
             return self._fallback.run(args), None
-        new_module = self._gathered.note(args)
+        ran_backward = self.owner.ran_backward and not self.is_backward
+        is_late = ran_backward or self.owner.has_recordings()
+        new_module = self._gathered.note(args, is_late=is_late)
         warm = not new_module and self.table.is_warm(shape_key, static_key, args)
         strays = self._find_strays(args) if warm else []
         if strays:  # which may have changed what is copied
@@ -195,7 +197,7 @@ class PartitionRunner:
         if warm and room:
             self._make_space(shape_key, args)
         slot = self._slot(shape_key, static_key, args) if warm and room else 0
-        held = slot is None
+        held = slot is None and not self._rerecording.waits
         if warm and room and self.layout.static_key(args) != static_key:
             slot = None  # room was made by moving what this call reads
         action = decide(usable=usable, warm=warm, safe=False, room=room and slot is not None)
@@ -302,13 +304,17 @@ class PartitionRunner:
         self._largest = 0
 
     def _slot(self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]) -> int | None:
-        """Where to record this signature once more, None if results of too many calls are held.
+        """Where to record this signature once more, None if results of too many calls are held, or it is to wait.
 
-        Layers whose parameters come to one place in turn have the first pool for all of their recordings.
+        Layers whose parameters come to one place in turn have the first pool for all of their recordings: one that comes
+        late waits until all are made anew.
         """
         mine, found = self._gathered.module(args), self.table.find(shape_key, static_key)
         own = [r for r in found if not r.made_for or r.made_for == mine]
         slot = self.owner.slot_for(len(own), self._first_slot)
+        late = bool(mine) and len(own) < 2 and slot != self._first_slot
+        if late and self._rerecording.begin_in_order():
+            return None
         return slot if slot is not None else self.owner.warn_of_held(self.name)
 
     def _record(self, args: list[Any], slot: int, watch: Watch) -> Recording | None:
@@ -394,6 +400,7 @@ class PartitionRunner:
     def close(self) -> None:
         """Drop every recording; the next calls warm up again unless the owner is closed."""
         self._close(self.table.clear())
+        self._gathered.begin()
         self.history.forget("recordings were freed: cgpass.reset(), or a failed capture")
 
     def forget_failures(self) -> None:

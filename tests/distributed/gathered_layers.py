@@ -1,8 +1,9 @@
 """Trains layers sharded by FSDP2 in two processes, and prints what each step recorded; to be run by its path.
 
-    LD_PRELOAD=places.so python gathered_layers.py places.so own|shared
+    LD_PRELOAD=places.so python gathered_layers.py places.so own|shared FORWARDS
 
 Memory lies where CUDA's caching allocator would put it, what FSDP2 gathers in a pool of its own or in the one of all.
+Each step has so many forwards, and one backward.
 """
 
 import ctypes
@@ -50,7 +51,7 @@ class Model(nn.Module):
         return x
 
 
-def train(driver):
+def train(driver, forwards):
     """Losses, and what was counted after each step."""
     torch.manual_seed(0)
     model = Model()
@@ -62,7 +63,8 @@ def train(driver):
     losses, counted = [], []
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(STEPS):
-        loss = model(torch.randn(2, 64, WIDTH, generator=generator)).square().mean()
+        batches = [torch.randn(2, 64, WIDTH, generator=generator) for _ in range(forwards)]
+        loss = sum(model(batch).square().mean() for batch in batches)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -71,7 +73,7 @@ def train(driver):
     return losses, counted
 
 
-def process(rank, library, pool, store, queue):
+def process(rank, library, pool, forwards, store, queue):
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -85,10 +87,10 @@ def process(rank, library, pool, store, queue):
         gathered._begin = begin
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     init_device_mesh("cpu", (2,))
-    plain, _ = train("none")
+    plain, _ = train("none", forwards)
     torch.compiler.reset()
     before = cgpass.counters()
-    losses, counted = train("simulated")
+    losses, counted = train("simulated", forwards)
     names = ("recordings", "replays", "plain_calls", "warmups")
     steps = [{name: each[name] - before[name] for name in names} for each in counted]
     queue.put((rank, {"equal": losses == plain, "steps": steps}))
@@ -96,11 +98,11 @@ def process(rank, library, pool, store, queue):
 
 
 def main():
-    library, pool = sys.argv[1:]
+    library, pool, forwards = sys.argv[1:]
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as directory:
-        args = (library, pool, f"{directory}/store", queue)
+        args = (library, pool, int(forwards), f"{directory}/store", queue)
         ranks = [context.Process(target=process, args=(rank, *args)) for rank in range(2)]
         for each in ranks:
             each.start()

@@ -13,22 +13,47 @@ HERE = Path(__file__).parent
 COMPILER = shutil.which("cc")
 
 
-@pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="needs a C compiler, Linux")
-def test_each_layer_warms_up_in_the_first_step_and_is_recorded_in_the_second(tmp_path):
-    library = tmp_path / "places.so"
+pytestmark = pytest.mark.skipif(
+    COMPILER is None or sys.platform != "linux", reason="needs a C compiler, Linux"
+)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """The allocator, to be loaded before all else."""
+    path = tmp_path_factory.mktemp("places") / "places.so"
     command = [COMPILER, "-O2", "-Wall", "-Werror", "-shared", "-fPIC"]
-    command += ["-o", str(library), str(HERE / "places.c"), "-ldl", "-lpthread"]
+    command += ["-o", str(path), str(HERE / "places.c"), "-ldl", "-lpthread"]
     subprocess.run(command, check=True)
+    return path
+
+
+def steps(library, forwards):
+    """What was counted up to each step, by rank; losses are checked."""
     env = dict(os.environ, LD_PRELOAD=str(library), PYTHONPATH=str(HERE.parents[1]))
-    line = [sys.executable, str(HERE / "gathered_layers.py"), str(library), "own"]
+    program = HERE / "gathered_layers.py"
+    line = [sys.executable, str(program), str(library), "own", str(forwards)]
     done = subprocess.run(line, env=env, capture_output=True, text=True, check=True)
-    for rank in json.loads(done.stdout):
-        assert rank["equal"]
-        calls = 2 * 18
-        for n, step in enumerate(rank["steps"]):
-            assert (
-                step["warmups"] == calls
-            )  # all in the first step, and all are recorded in the second one
+    found = json.loads(done.stdout)
+    assert all(rank["equal"] for rank in found)
+    return [rank["steps"] for rank in found]
+
+
+def test_each_layer_warms_up_in_the_first_step_and_is_recorded_in_the_second(library):
+    calls = 2 * 18
+    for rank in steps(library, 1):
+        for n, step in enumerate(rank):
+            assert step["warmups"] == calls
             assert step["recordings"] == calls * min(n, 1)
             assert step["replays"] == calls * n
             assert step["plain_calls"] == 0
+
+
+def test_layers_that_come_in_another_order_than_they_were_recorded_in_are_so_anew(library):
+    """Two forwards ahead of the backward: the second ones are recorded before the first ones are."""
+    calls = 2 * 2 * 18
+    for rank in steps(library, 2):
+        *_, before, last = rank
+        assert last["replays"] == before["replays"] + calls
+        assert last["recordings"] == before["recordings"]
+        assert last["plain_calls"] == before["plain_calls"] < calls

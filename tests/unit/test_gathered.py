@@ -122,19 +122,21 @@ def test_what_is_gathered_is_known_before_it_is_emptied():
     assert known.module([second, other]) != known.module([tensor, other])
 
 
-def test_a_module_that_is_gathered_is_new_once():
-    _, tensor = made()
-    _, second = made()
+def test_modules_warm_up_in_the_first_round():
+    tensors = [made()[1] for _ in range(4)]
     known, other = gathered.Gathered([0, 1]), torch.zeros(8)
-    assert [known.note([each, other]) for each in (tensor, second, tensor)] == [True, True, False]
+    calls = [0, 1, 2, 0, 3, 1]  # once one comes back, whoever is new is late
+    found = [known.note([tensors[n], other]) for n in calls]
+    assert found == [True, True, True, False, False, False]
+    known.begin()
+    assert [known.note([tensors[n], other]) for n in (0, 0)] == [True, False]
+    late = gathered.Gathered([0])
+    assert [late.note([each], is_late=late.any) for each in tensors] == [True, False, False, False]
+
+
+def test_modules_whose_parameters_stay_do_not_warm_up_for_themselves():
     plain = gathered.Gathered([0])
-    assert not plain.note([other])
-
-
-def test_modules_that_are_new_all_the_time_are_so_for_a_while():
-    known = gathered.Gathered([0])
-    kept = [made()[1] for _ in range(gathered._LOOKS + 1)]
-    assert [known.note([each]) for each in kept] == [True] * gathered._LOOKS + [False]
+    assert not any(plain.note([torch.zeros(8)]) for _ in range(3))
 
 
 def test_what_died_is_forgotten():
