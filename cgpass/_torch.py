@@ -1184,10 +1184,30 @@ def attention_order() -> Any:
 
 def pickled(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> bytes:
     """A graph with all that is known of its nodes, and its fake inputs. Raises what pickle does."""
-    from torch.fx._graph_pickler import GraphPickler, Options
+    from torch.fx._graph_pickler import Options
 
     options = Options(ops_filter=None, node_metadata_key_filter=None)
-    return GraphPickler.dumps((gm, tuple(inputs)), options=options)
+    return _pickler_type().dumps((gm, tuple(inputs)), options=options)
+
+
+@functools.cache
+def _pickler_type() -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx._graph_pickler import GraphPickler
+
+    class Pickler(GraphPickler):
+        """Fake tensors that are views know the mode of what they are views of: torch pickles that from 2.15 on."""
+
+        def reducer_override(self, obj: object) -> Any:
+            if isinstance(obj, FakeTensorMode):
+                return _mode_of, (self._unpickle_state,)
+            return super().reducer_override(obj)
+
+    return Pickler
+
+
+def _mode_of(state: Any) -> Any:
+    return state.fake_mode
 
 
 def unpickled(data: bytes) -> tuple[torch.fx.GraphModule, tuple[Any, ...]]:
