@@ -28,7 +28,7 @@ class Attention(torch.nn.Module):
 def train(module):
     torch.compiler.reset()
     torch.manual_seed(0)
-    call = torch.compile(module, backend="cgpass")
+    call = torch.compile(module, backend=cgpass.cgpass)
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
     before, losses = cgpass.counters(), []
     for _ in range(6):

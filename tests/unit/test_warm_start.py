@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import fx
 from torch._dynamo.utils import counters
+from torch._guards import TracingContext, tracing
 from torch._inductor.utils import fresh_cache
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 
 import cgpass
@@ -131,6 +135,29 @@ def test_what_can_not_be_read_is_traced_again(monkeypatch):
     assert all(map(torch.equal, values, again))
     assert counted["joint_graphs"] == 1
     assert counted["graphs_kept"] == 2  # one that was broken; the inference graph was not
+
+
+def test_fake_tensors_that_are_views_stay_so():
+    """What attention on CUDA returns, say: they know the mode of what they are views of."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        base = torch.randn(4, 4)
+        views = [base.view(16), base.t()]
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = base
+    nodes = [graph.call_function(torch.ops.aten.alias.default, (x,)) for _ in views]
+    for node, view in zip(nodes, views, strict=True):
+        node.meta["val"] = view
+    graph.output(tuple(nodes))
+    with tracing(TracingContext(mode)):
+        found, (read,) = _torch.unpickled(_torch.pickled(fx.GraphModule({}, graph), [base]))
+    again = [node.meta["val"] for node in found.graph.find_nodes(op="call_function")]
+    for view, new in zip(views, again, strict=True):
+        assert (view.shape, view.stride()) == (new.shape, new.stride())
+        assert new.untyped_storage()._cdata == read.untyped_storage()._cdata
+        assert new._is_view()
+        assert new.fake_mode is new._base.fake_mode is mode
 
 
 # ---- what is kept
