@@ -1157,6 +1157,7 @@ def keeps_graphs() -> bool:
 
     return (
         config.enable_autograd_cache
+        and not config.strict_autograd_cache  # which takes a graph that can't be kept for an error
         and not torch.compiler.config.force_disable_caches
         and inductor_config.fx_graph_cache
         and not getattr(dynamo_config, "caching_precompile", False)
@@ -1164,7 +1165,24 @@ def keeps_graphs() -> bool:
         and not _has_default_saved_tensors_hooks()
         and not _knows_external_objects()
         and not has_process_groups()
+        and not _has_formulas_of_others()
     )
+
+
+def _has_formulas_of_others() -> bool:
+    """Whether somebody put formulas of his own in the place of those of torch's operators.
+
+    Source: torch/library.py `_impls` and torch/_inductor/decomposition.py, 2.11 to 2.15.
+    """
+    from torch._inductor.decomposition import decompositions
+
+    formulas: Any = getattr(torch.library, "_impls", ())
+    kinds = ("Autograd", "Composite")
+    if any(n.startswith("aten/") and n.rpartition("/")[2].startswith(kinds) for n in formulas):
+        return True
+    made = (fn.func if isinstance(fn, functools.partial) else fn for fn in decompositions.values())
+    homes = {str(getattr(fn, "__module__", "")).partition(".")[0] for fn in made}
+    return not homes <= {"torch"}
 
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
@@ -1262,6 +1280,10 @@ def _cached_code_type() -> Any:
 
         def __reduce__(self) -> tuple[Any, ...]:
             return cached_code, (None, self.kept)
+
+        def __copy__(self) -> Any:  # the copy is what is saved, which this one need not be any more
+            kept, self.kept = self.kept, None
+            return cached_code(None, kept)
 
         def prepare_for_serialization(self) -> None:
             if self.kept is None:

@@ -45,6 +45,11 @@ class TrainingCall:
         self._detached: tuple[int, ...] = ()
         """Inputs that require grad and get none: what is saved of them must not hold their history."""
 
+    def forget(self) -> None:
+        """Nothing is compiled after all."""
+        self._forward = self._backward = self._layout = None
+        self._num_forwards = 0
+
     def note_forward(self, fn: Boxed, static: Sequence[int]) -> None:
         """Note the forward graph; to be called while AOTAutograd compiles it.
 

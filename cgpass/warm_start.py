@@ -70,6 +70,8 @@ class GraphCache:
         """
         self.key: str | None = None
         """What AOTAutograd's cache is to add to its own key; None where it is to keep nothing."""
+        self.failed = False
+        """Whether a graph could not be had from there; another one of the same function may have been."""
         self._compile = compile_graph
 
     def find_key(self, gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> None:
@@ -80,7 +82,10 @@ class GraphCache:
             inputs: Its inputs, fake or real.
             options: What it is compiled with.
         """
-        self.key = _key(gm, inputs, options) if _may_be_kept(gm, inputs) else None
+        try:
+            self.key = _key(gm, inputs, options) if _may_be_kept(gm, inputs) else None
+        except Exception as error:
+            log.info("AOTAutograd's cache is left out: %s", error)
 
     def compile(
         self,
@@ -104,12 +109,15 @@ class GraphCache:
             kept: The graph.
             settings: This compilation's own.
         """
+        self.failed = True
         _torch.set_forward_metadata(kept.metadata)
-        telemetry.compile_stats.graphs_kept += 1
         gm, inputs = _torch.unpickled(kept.data)
         own = {name: value for name, value in settings.items() if name in _OF_THE_CALL}
         with _torch.compiled_by_themselves():
-            return self._compile(gm, inputs, {**kept.settings, **own}, kept.num_fwd_outputs)
+            fn = self._compile(gm, inputs, {**kept.settings, **own}, kept.num_fwd_outputs)
+        self.failed = False
+        telemetry.compile_stats.graphs_kept += 1
+        return fn
 
 
 def _may_be_kept(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
@@ -121,11 +129,11 @@ def _may_be_kept(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
 
 
 def _key(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> str:
-    devices = sorted(
-        {i.device.type for i in inputs if isinstance(i, torch.Tensor)} | {"cpu", "cuda"}
-    )
+    tensors = [i for i in inputs if isinstance(i, torch.Tensor)]
+    devices = sorted({tensor.device.type for tensor in tensors} | {"cpu", "cuda"})
     marks = map(_torch.static_mark, gm.graph.find_nodes(op="placeholder"))
-    parts = (_own_code(), repr(options), *marks, *_settings(devices), *_places(gm))
+    leaves = (tensor.is_leaf for tensor in tensors)
+    parts = (_own_code(), repr(options), *marks, *leaves, *_settings(devices), *_places(gm))
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
 
 
@@ -198,12 +206,14 @@ def _share_memory(inputs: Sequence[Any]) -> bool:
 
 def _settings(devices: Iterable[str]) -> Iterator[Any]:
     """What a trace depends on beside what AOTAutograd's key has in every version."""
-    for device in devices:
+    for device in filter(torch.amp.is_autocast_available, devices):
         yield torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     yield torch.is_autocast_cache_enabled()
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     yield from (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled())
     yield from (cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(), _torch.attention_order())
+    yield cuda.fp16_bf16_reduction_math_sdp_allowed()
+    yield str(cuda.preferred_linalg_library()), torch.backends.mha.get_fastpath_enabled()
     yield from (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32)
     yield from (torch.backends.mkldnn.enabled, torch.get_default_dtype())
     yield from (torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy)

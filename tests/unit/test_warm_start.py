@@ -133,8 +133,31 @@ def test_what_can_not_be_read_is_traced_again(monkeypatch):
     monkeypatch.setattr(_torch, "unpickled", broken)
     again, counted, _ = train(made(), max_recordings=60)
     assert all(map(torch.equal, values, again))
+    assert (counted["joint_graphs"], counted["graphs_kept"]) == (
+        1,
+        1,
+    )  # the inference graph's is whole
+
+
+def test_where_the_backward_can_not_be_read_the_forward_counts_as_not_read(monkeypatch):
+    options = {"max_recordings": 59, "parameter_grads": "direct"}
+    values, first, _ = train(made(), **options)
+    read, calls = _torch.unpickled, []
+
+    def broken(data):
+        calls.append(data)
+        if len(calls) == 2:
+            raise ValueError("of another version")
+        return read(data)
+
+    monkeypatch.setattr(_torch, "unpickled", broken)
+    module = made()
+    again, counted, _ = train(module, **options)
+    assert all(map(torch.equal, values, again))
     assert counted["joint_graphs"] == 1
-    assert counted["graphs_kept"] == 2  # one that was broken; the inference graph was not
+    assert counted["replays"] == first["replays"]
+    out = torch.compile(module, backend="cgpass", options=SIMULATED | options)(torch.randn(4, 8))
+    assert not any("AccumulateGrad" in str(node) for node, _ in out.grad_fn.next_functions)
 
 
 def test_fake_tensors_that_are_views_stay_so():
@@ -260,6 +283,15 @@ def default_dtype():
         torch.set_default_dtype(torch.float32)
 
 
+@contextlib.contextmanager
+def half_sums():
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
+
+
 @pytest.mark.parametrize(
     "context",
     [
@@ -269,6 +301,7 @@ def default_dtype():
         lambda: changed(torch.backends.cudnn, "enabled", False),
         lambda: changed(torch.backends.opt_einsum, "strategy", "greedy"),
         default_dtype,
+        half_sums,
     ],
 )
 def test_keys_tell_apart_what_torchs_may_not(context):
@@ -290,6 +323,47 @@ def test_keys_tell_lines_apart():
         exec(compile("\n" * number + source, "<given>", "exec"), space)
         found.append(key_of(space["fn"], X))
     assert found[0] != found[1]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's own
+def test_keys_tell_leaves_apart():
+    leaf = torch.ones(4, 8, requires_grad=True)
+    keys = {key_of(sine, leaf), key_of(sine, leaf * 1)}
+    assert len(keys) == 2
+    assert None not in keys
+
+
+def test_what_has_no_autocast_has_a_key_all_the_same():
+    assert key_of(sine, torch.ones(3, device="meta")) is not None
+
+
+def test_formulas_of_others_leave_no_key():
+    sine_of = torch._inductor.decomposition.decompositions
+    op = torch.ops.aten.gelu.default
+    assert op not in sine_of or sine_of[op].__module__.startswith("torch")
+    before = sine_of.get(op)
+    sine_of[op] = lambda x, approximate="none": x
+    try:
+        assert key_of(sine, X) is None
+    finally:
+        sine_of.pop(op)
+        if before is not None:
+            sine_of[op] = before
+    assert key_of(sine, X) is not None
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("special_erfcx", lambda x: x, "AutogradMeta")
+        assert key_of(sine, X) is None
+    finally:
+        library._destroy()
+    assert key_of(sine, X) is not None
+
+
+def test_an_error_leaves_no_key(monkeypatch, caplog):
+    monkeypatch.setattr(warm_start, "_settings", lambda devices: 1 / 0)
+    with caplog.at_level("INFO", "cgpass"):
+        assert key_of(sine, X) is None
+    assert "AOTAutograd's cache is left out: division by zero" in caplog.text
 
 
 @torch.library.custom_op("cgpass_tests::doubled", mutates_args=())
@@ -332,6 +406,7 @@ def test_hooks_on_saved_tensors_leave_no_key():
     ("module", "name", "value"),
     [
         (torch._functorch.config, "enable_autograd_cache", False),
+        (torch._functorch.config, "strict_autograd_cache", True),
         (torch._inductor.config, "fx_graph_cache", False),
         (torch.compiler.config, "force_disable_caches", True),
         (torch._dynamo.config, "compiled_autograd", True),
