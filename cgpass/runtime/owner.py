@@ -99,6 +99,8 @@ class Owner:
         self._slots = [_Slot()]
         self._births = 0
         self._starts = 0
+        self.num_drops = 0
+        """Times that all recordings were dropped to be made anew."""
         self._warned_held = False
         self._thread: int | None = None
         self.several_threads = False
@@ -284,6 +286,7 @@ class Owner:
     def _drop_all(self) -> None:
         """Drop every recording; who holds outputs keeps them, and a backward that reads some runs without its own."""
         self.wants_start = self._settles = False
+        self.num_drops += 1
         with self._dropping_all():
             for member in self._members:
                 member.forget_recordings()

@@ -190,6 +190,7 @@ class PartitionRunner:
         if strays and (new or self._strays.are_of_warm_up(args, strays)):
             warm, strays = False, []  # what made the inputs was itself warming up
         usable = self._is_usable() and not strays
+        waits = self._rerecording.waits
         if warm and usable:
             keys = (shape_key, static_key)
             usable = self._rerecording.is_over(self.table, self.layout, keys, args)
@@ -215,8 +216,14 @@ class PartitionRunner:
             self.stats.warmups += 1
         else:
             self._note_plain(strays, refused=usable and not room, held=held)
-            outputs = self._fallback.run(args)
+            outputs = self._run_unrecorded(args, waits=waits or self._rerecording.waits)
         return outputs, None
+
+    def _run_unrecorded(self, args: list[Any], *, waits: bool) -> Sequence[Any]:
+        outputs = self._fallback.run(args)
+        if waits:  # whoever reads them is to be recorded later, too
+            self.owner.note_warm_up(outputs)
+        return outputs
 
     def _note_plain(self, strays: Sequence[int], *, refused: bool, held: bool) -> None:
         """Note why a call runs without a graph."""
@@ -267,7 +274,7 @@ class PartitionRunner:
     def _find_strays(self, args: Sequence[Any]) -> list[int]:
         """Pooled inputs that are not where a recording put them; if that goes on, they become copied ones."""
         strays = self._strays.find(args, self.layout.pooled, self.stats.calls)
-        if strays and self._strays.persist():
+        if strays and self._strays.persist(args, strays):
             self._copy_instead(strays)
         return strays
 

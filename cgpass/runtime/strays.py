@@ -9,6 +9,8 @@ from cgpass.runtime.owner import Owner
 
 _CALLS_UNTIL_COPIED: Final = 8
 """Calls in a row with strays before these are copied from then on."""
+_PASSING: Final = 1024
+"""Calls that don't count since what made their strays is taken to be recorded soon."""
 
 
 class Strays:
@@ -19,6 +21,7 @@ class Strays:
         self._owner = owner
         self._last_call = 0
         self._in_a_row = 0
+        self._passing = 0
 
     def find(self, args: Sequence[Any], pooled: Sequence[int], call: int) -> list[int]:
         """Those among one call's inputs.
@@ -34,8 +37,15 @@ class Strays:
             self._last_call = call
         return found
 
-    def persist(self) -> bool:
-        """Whether they were found in so many calls in a row that they are better copied."""
+    def persist(self, args: Sequence[Any], strays: Sequence[int]) -> bool:
+        """Whether they were found in so many calls in a row that they are better copied.
+
+        Calls don't count where a warm-up made the strays, or while all recordings wait to be made anew.
+        """
+        passing = self._owner.wants_start or self.are_of_warm_up(args, strays)
+        if passing and self._passing < _PASSING:
+            self._passing += 1
+            self._in_a_row -= 1
         return self._in_a_row >= _CALLS_UNTIL_COPIED
 
     def are_of_warm_up(self, args: Sequence[Any], strays: Sequence[int]) -> bool:

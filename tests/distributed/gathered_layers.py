@@ -91,7 +91,7 @@ def process(rank, library, pool, forwards, store, queue):
     torch.compiler.reset()
     before = cgpass.counters()
     losses, counted = train("simulated", forwards)
-    names = ("recordings", "replays", "plain_calls", "warmups")
+    names = ("recordings", "replays", "plain_calls", "warmups", "copied_bytes")
     steps = [{name: each[name] - before[name] for name in names} for each in counted]
     queue.put((rank, {"equal": losses == plain, "steps": steps}))
     dist.destroy_process_group()

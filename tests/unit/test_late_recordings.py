@@ -1,0 +1,157 @@
+"""Recordings of gathered layers that come late: what waits for all to be made anew, how often, and what is forgiven."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from cgpass.runtime import gathered, rerecording, strays
+from cgpass.runtime.owner import Owner
+from cgpass.runtime.rerecording import Rerecording
+from cgpass.runtime.simulated import SimulatedDriver
+from cgpass.runtime.strays import Strays
+from tests.unit.runners import COPIED, STATIC, call, counts, runner
+
+
+@pytest.fixture
+def owner():
+    """With a recording whose output is held."""
+    owner = Owner(SimulatedDriver())
+    run = runner(lambda x, w: [x * w + 1], COPIED, STATIC, owner=owner)
+    x, w = torch.ones(4), torch.ones(4)
+    call(run, x, w)
+    owner.held = run.run([x, w])[0]
+    assert owner.recordings()
+    return owner
+
+
+def waits_out(order, owner):
+    """As if as many late calls came as it waits for."""
+    order._waits = 0
+    owner.wants_start = False
+
+
+def test_late_recordings_wait_for_all_to_be_made_anew(owner):
+    order = Rerecording("a", owner)
+    assert order.begin_in_order()
+    assert order.waits
+    assert owner.wants_start
+    assert order.begin_in_order()  # still
+    assert order._orders == 1
+    del owner.held
+    assert owner.start_over_if_idle()
+    assert not order.waits
+
+
+def test_what_is_never_idle_waits_twice(owner):
+    order = Rerecording("a", owner)
+    found = []
+    for _ in range(4):
+        found.append(order.begin_in_order())
+        waits_out(order, owner)
+    assert found == [True] * rerecording._UNMET + [False, False]
+
+
+def test_all_are_made_anew_a_few_times_at_most(owner):
+    order = Rerecording("a", owner)
+    found = []
+    for _ in range(6):
+        found.append(order.begin_in_order())
+        waits_out(order, owner)
+        owner.num_drops += 1
+    assert found == [True] * rerecording._ORDERS + [False, False]
+
+
+def test_a_step_of_many_calls_is_waited_for(owner, monkeypatch):
+    monkeypatch.setattr(owner, "recordings", lambda: [None] * 300)
+    order = Rerecording("a", owner)
+    assert order.begin_in_order()
+    assert not any(owner.start_over_if_idle() for _ in range(599))
+    assert owner.wants_start
+
+
+def test_nothing_waits_where_nothing_is_recorded():
+    assert not Rerecording("a", Owner(SimulatedDriver())).begin_in_order()
+
+
+# ---- inputs that what waits has made
+
+
+def stray_calls(owner, count):
+    """Whether inputs that lie in no pool are to be copied, call after call."""
+    found, tensor = Strays(owner), torch.ones(4)
+    said = []
+    for number in range(count):
+        assert found.find([tensor], [0], number) == [0]
+        said.append(found.persist([tensor], [0]))
+    return said
+
+
+def test_strays_are_copied_after_some_calls_in_a_row():
+    said = stray_calls(Owner(SimulatedDriver()), 10)
+    assert said.index(True) == strays._CALLS_UNTIL_COPIED - 1
+
+
+def test_strays_do_not_count_while_all_wait_to_be_made_anew(monkeypatch):
+    owner = Owner(SimulatedDriver())
+    owner.wants_start = True
+    assert not any(stray_calls(owner, 20))
+    monkeypatch.setattr(strays, "_PASSING", 5)
+    said = stray_calls(owner, 20)
+    assert said.index(True) == 5 + strays._CALLS_UNTIL_COPIED - 1
+
+
+def test_strays_of_warm_ups_do_not_count(monkeypatch):
+    owner = Owner(SimulatedDriver())
+    monkeypatch.setattr(owner, "is_of_warm_up", lambda tensor: True)
+    assert not any(stray_calls(owner, 20))
+
+
+# ---- the first round
+
+
+def test_modules_warm_up_again_after_a_reset(monkeypatch):
+    monkeypatch.setattr(gathered, "_is_gathered", lambda storage: True)
+    run = runner(lambda x, w: [x * w + 1], COPIED, STATIC)
+    x, weights = torch.ones(4), [torch.full((4,), float(n)) for n in range(3)]
+    for expected in ((3, 0, 0, 0), (3, 3, 3, 0)):
+        for w in weights:
+            call(run, x, w)
+        assert counts(run) == expected
+    run.close()
+    for w in weights:
+        call(run, x, w)
+    assert counts(run) == (6, 3, 3, 0)
+
+
+def test_the_first_round_ends_with_a_backward(monkeypatch):
+    monkeypatch.setattr(gathered, "_is_gathered", lambda storage: True)
+    owner = Owner(SimulatedDriver())
+    run = runner(lambda x, w: [x * w + 1], COPIED, STATIC, owner=owner)
+    x, weights = torch.ones(4), [torch.full((4,), float(n)) for n in range(4)]
+    for w in weights[:2]:
+        call(run, x, w)
+    owner.enter_call(is_backward=True)
+    asked = []
+    note = run._gathered.note
+    monkeypatch.setattr(
+        run._gathered,
+        "note",
+        lambda args, *, is_late: asked.append(is_late) or note(args, is_late=is_late),
+    )
+    call(run, x, weights[2])
+    assert asked == [True]
+    assert not run._gathered._is_first_round
+
+
+def test_the_pool_is_there_once_the_backend_is_named():
+    program = """
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+assert not hasattr(_fsdp_param.alloc_storage, "_is_of_cgpass")
+import cgpass.backend
+assert _fsdp_param.alloc_storage._is_of_cgpass
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
