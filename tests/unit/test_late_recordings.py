@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -75,6 +76,33 @@ def test_nothing_waits_where_nothing_is_recorded():
     assert not Rerecording("a", Owner(SimulatedDriver())).begin_in_order()
 
 
+def late(run, owner):
+    """As if all were to be made anew."""
+    run._rerecording._waits = 5
+    owner.wants_start = True
+
+
+def test_what_a_waiting_call_made_counts_as_a_warm_ups(owner):
+    run = runner(lambda x, w: [x * w + 2], COPIED, STATIC, owner=owner)
+    x, w = torch.ones(4), torch.ones(4)
+    call(run, x, w)
+    late(run, owner)
+    (out,), recording = run.run([x, w])
+    assert recording is None
+    assert counts(run) == (1, 0, 0, 1)
+    assert owner.is_of_warm_up(out)
+
+
+def test_a_call_that_begins_to_wait_is_not_said_to_be_held_up(owner, monkeypatch):
+    run = runner(lambda x, w: [x * w + 2], COPIED, STATIC, owner=owner)
+    x, w = torch.ones(4), torch.ones(4)
+    call(run, x, w)
+    monkeypatch.setattr(run, "_slot", lambda *_: late(run, owner))
+    call(run, x, w)
+    assert counts(run) == (1, 0, 0, 1)
+    assert not run.reasons._counts
+
+
 # ---- inputs that what waits has made
 
 
@@ -114,15 +142,16 @@ def test_strays_of_warm_ups_do_not_count(monkeypatch):
 def test_modules_warm_up_again_after_a_reset(monkeypatch):
     monkeypatch.setattr(gathered, "_is_gathered", lambda storage: True)
     run = runner(lambda x, w: [x * w + 1], COPIED, STATIC)
-    x, weights = torch.ones(4), [torch.full((4,), float(n)) for n in range(3)]
-    for expected in ((3, 0, 0, 0), (3, 3, 3, 0)):
+    x, place = torch.ones(4), np.ones(4, np.float32)
+    weights = [torch.from_numpy(place) for _ in range(3)]  # gathered in one place
+    for expected in ((3, 0, 0, 0), (3, 1, 3, 0)):
         for w in weights:
             call(run, x, w)
         assert counts(run) == expected
     run.close()
     for w in weights:
         call(run, x, w)
-    assert counts(run) == (6, 3, 3, 0)
+    assert counts(run) == (6, 1, 3, 0)
 
 
 def test_the_first_round_ends_with_a_backward(monkeypatch):
