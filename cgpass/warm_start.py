@@ -70,8 +70,8 @@ class GraphCache:
         """
         self.key: str | None = None
         """What AOTAutograd's cache is to add to its own key; None where it is to keep nothing."""
-        self.failed = False
-        """Whether a graph could not be had from there; another one of the same function may have been."""
+        self.restored = False
+        """Whether graphs were had from there, or tried to: what is split afterwards could not be."""
         self._compile = compile_graph
 
     def find_key(self, gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> None:
@@ -109,13 +109,12 @@ class GraphCache:
             kept: The graph.
             settings: This compilation's own.
         """
-        self.failed = True
+        self.restored = True
         _torch.set_forward_metadata(kept.metadata)
         gm, inputs = _torch.unpickled(kept.data)
         own = {name: value for name, value in settings.items() if name in _OF_THE_CALL}
         with _torch.compiled_by_themselves():
             fn = self._compile(gm, inputs, {**kept.settings, **own}, kept.num_fwd_outputs)
-        self.failed = False
         telemetry.compile_stats.graphs_kept += 1
         return fn
 

@@ -27,10 +27,15 @@ def owner():
     return owner
 
 
-def waits_out(order, owner):
-    """As if as many late calls came as it waits for."""
-    order._waits = 0
-    owner.wants_start = False
+def asked(order, owner, count, *, drops):
+    """Whether each of so many late recordings waits, where the wait before it ran out, with all made anew or not."""
+    found = []
+    for _ in range(count):
+        found.append(order.begin_in_order())
+        order._waits = 0
+        owner.wants_start = False
+        owner.num_drops += drops
+    return found
 
 
 def test_late_recordings_wait_for_all_to_be_made_anew(owner):
@@ -46,21 +51,12 @@ def test_late_recordings_wait_for_all_to_be_made_anew(owner):
 
 
 def test_what_is_never_idle_waits_twice(owner):
-    order = Rerecording("a", owner)
-    found = []
-    for _ in range(4):
-        found.append(order.begin_in_order())
-        waits_out(order, owner)
+    found = asked(Rerecording("a", owner), owner, 4, drops=0)
     assert found == [True] * rerecording._UNMET + [False, False]
 
 
 def test_all_are_made_anew_a_few_times_at_most(owner):
-    order = Rerecording("a", owner)
-    found = []
-    for _ in range(6):
-        found.append(order.begin_in_order())
-        waits_out(order, owner)
-        owner.num_drops += 1
+    found = asked(Rerecording("a", owner), owner, 6, drops=1)
     assert found == [True] * rerecording._ORDERS + [False, False]
 
 
