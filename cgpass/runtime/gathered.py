@@ -15,27 +15,19 @@ from typing import Any, Final
 import torch
 
 from cgpass import _torch
+from cgpass.runtime.storage_set import StorageSet
 
 log = logging.getLogger(__name__)
 
-_gathered: dict[int, _torch.WeakStorage] = {}
-"""Storages that FSDP2 gathers into, by address of the object."""
+_gathered = StorageSet()
+"""Storages that FSDP2 gathers into."""
 _is_in_use = threading.Lock()
 """Held while something is allocated in a pool."""
 
 
 def give_gathered_a_pool() -> None:
     """Have FSDP2 gather into memory of its own from now on. See Note [Gathered parameters have a pool of their own]."""
-    _torch.around_gathering(_begin, _note)
-
-
-def _note(storage: torch.UntypedStorage) -> None:
-    if storage._cdata in _gathered:
-        return
-    if len(_gathered) & (len(_gathered) - 1) == 0:  # a power of two: not for each of thousands
-        for key in [key for key, ref in list(_gathered.items()) if ref.expired]:
-            _gathered.pop(key, None)
-    _gathered[storage._cdata] = _torch.WeakStorage(storage)
+    _torch.around_gathering(_begin, _gathered.add)
 
 
 def _begin(device: torch.device) -> Callable[[], None] | None:
@@ -91,14 +83,8 @@ def _pool(device: int) -> torch.cuda.MemPool:
 
 def give_pool_back() -> None:
     """Let the pool's memory go, unless something that lies in it is in use."""
-    alive = (ref.get() for ref in list(_gathered.values()))
-    if not any(storage is not None and storage.nbytes() for storage in alive):
+    if not any(storage.nbytes() for storage in _gathered):
         _pool.cache_clear()
-
-
-def _is_gathered(storage: torch.UntypedStorage) -> bool:
-    ref = _gathered.get(storage._cdata)
-    return ref is not None and not ref.expired
 
 
 _LOOKS: Final = 256
@@ -149,7 +135,7 @@ class Gathered:
             self._looks += 1
             found = list(zip(self._watched, storages, strict=True))
             self._positions |= {i for i, ref in self._last if _is_empty(ref)}
-            self._positions |= {i for i, storage in found if _is_gathered(storage)}
+            self._positions |= {i for i, storage in found if storage in _gathered}
             self._last = [(i, _torch.WeakStorage(storage)) for i, storage in found]
         if not self._is_first_round:
             return False

@@ -22,7 +22,9 @@ from cgpass import _torch
 from cgpass.runtime import fast
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.liveness import LiveOutputs
+from cgpass.runtime.orders import Orders
 from cgpass.runtime.recording import Recording
+from cgpass.runtime.storage_set import StorageSet
 from cgpass.runtime.writes import has_place
 
 if TYPE_CHECKING:
@@ -37,8 +39,6 @@ MAX_STARTS = 8
 """Times that all recordings are dropped to be made anew."""
 PATIENCE = 8
 """Calls that wait for nothing to be held."""
-_ADDRESSES_KEPT = 4096
-"""Places of warm-ups' outputs that are remembered."""
 RESCUES_IN_A_ROW = 3
 """Rescues of a recording's outputs, call after call, after which they are laid elsewhere."""
 
@@ -101,6 +101,8 @@ class Owner:
         self._starts = 0
         self.num_drops = 0
         """Times that all recordings were dropped to be made anew."""
+        self.orders = Orders()
+        """Those since some recording came late."""
         self._warned_held = False
         self._thread: int | None = None
         self.several_threads = False
@@ -124,7 +126,8 @@ class Owner:
         )
         """Memory of copied inputs, kept alive by the recordings that read it. See Note [Placeholders are shared]."""
         self._pool_addresses: Counter[int] = Counter()
-        self._warm_addresses: set[int] = set()
+        self._warm_ups = StorageSet()
+        """Storages of what warm-ups returned."""
         _owners.add(self)
 
     def enter_call(self, *, is_backward: bool = False) -> None:
@@ -337,15 +340,14 @@ class Owner:
         return any(each.is_pool_storage(tensor) for each in list(_owners))
 
     def note_warm_up(self, outputs: Iterable[Any]) -> None:
-        """Note where a warm-up's outputs lie."""
-        if len(self._warm_addresses) > _ADDRESSES_KEPT:
-            self._warm_addresses.clear()
-        tensors = (value for value in outputs if has_place(value))
-        self._warm_addresses.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        """Note what a warm-up returned."""
+        for value in outputs:
+            if has_place(value):
+                self._warm_ups.add(value.untyped_storage())
 
     def is_of_warm_up(self, tensor: "torch.Tensor") -> bool:
-        """Whether `tensor` lies where a warm-up's output lay."""
-        return tensor.untyped_storage().data_ptr() in self._warm_addresses
+        """Whether `tensor` shares the memory of what a warm-up returned."""
+        return tensor.untyped_storage() in self._warm_ups
 
     # ---- end
 
@@ -363,6 +365,7 @@ class Owner:
                         member.forget_failures()
             self._slots = [_Slot()]
             self._starts = self._refusals = 0
+            self.orders = Orders()
             self.wants_start = self._warned_held = self.ran_backward = False
             self._pool_addresses.clear()
             self.driver.end_warm_ups()

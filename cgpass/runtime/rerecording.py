@@ -12,10 +12,6 @@ log = logging.getLogger(__name__)
 
 _CALLS_OF_A_STEP: Final = 256
 """Calls in which some step of a training should have come to its end."""
-_UNMET: Final = 2
-"""Such times in a row in which nothing was made anew, since outputs are held at all times: then it waits no more."""
-_ORDERS: Final = 4
-"""Times that recordings are made anew since one came late."""
 
 
 class Rerecording:
@@ -32,9 +28,6 @@ class Rerecording:
         self._owner = owner
         self._waits = 0
         """Calls that record nothing unless all recordings were laid out anew before."""
-        self._orders = 0
-        self._drops = -1
-        self._unmet = 0
         self._asked = False
         """Whether that was asked for since stationary inputs moved."""
         self.results_move = False
@@ -51,11 +44,8 @@ class Rerecording:
         """As `begin`, for a recording that would lie apart since it comes later than others; returns whether it waits."""
         if self.waits:
             return True
-        self._unmet = self._unmet + 1 if self._drops == self._owner.num_drops else 0
-        if self._orders >= _ORDERS or self._unmet >= _UNMET:
+        if not self._owner.orders.add(self._owner.num_drops, waits=self._owner.wants_start):
             return False
-        self._orders += 1
-        self._drops = self._owner.num_drops
         self.begin()
         return self.waits
 

@@ -77,8 +77,7 @@ class PartitionRunner:
         self._recorder = Recorder(
             fn, owner, opaque=settings.opaque, finds_writes=settings.check_layout, stats=self.stats
         )
-        self._strays = Strays(owner)
-        self._rerecording = Rerecording(self.name, owner)
+        self._forget_moves()
         self.reasons = CallReasons()
         """Why calls ran without a graph, or warmed up again and again."""
         self._fallback = settings.fallback(self.name, fn, self.stats, resplit, self.reasons)
@@ -413,3 +412,8 @@ class PartitionRunner:
     def forget_failures(self) -> None:
         """See `Member`."""
         self._fallback.forget()
+        self._forget_moves()
+
+    def _forget_moves(self) -> None:
+        self._strays = Strays(self.owner)
+        self._rerecording = Rerecording(self.name, self.owner)

@@ -49,7 +49,7 @@ class Strays:
         return self._in_a_row >= _CALLS_UNTIL_COPIED
 
     def are_of_warm_up(self, args: Sequence[Any], strays: Sequence[int]) -> bool:
-        """Whether a warm-up made them, as far as their places tell."""
+        """Whether a warm-up made them."""
         return all(self._owner.is_of_warm_up(args[i]) for i in strays)
 
 

@@ -9,6 +9,7 @@ from torch.distributed import fsdp
 import cgpass
 from cgpass import _torch
 from cgpass.runtime import gathered
+from cgpass.runtime.storage_set import StorageSet
 
 PARAM = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param"]
 GROUP = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param_group"]
@@ -32,7 +33,7 @@ def gathers(monkeypatch):
     init = PARAM.FSDPParam.init_all_gather_outputs
     init = getattr(init, "__wrapped__", init)
     monkeypatch.setattr(PARAM.FSDPParam, "init_all_gather_outputs", init)
-    monkeypatch.setattr(gathered, "_gathered", {})
+    monkeypatch.setattr(gathered, "_gathered", StorageSet())
     events = []
 
     def begin(device):
@@ -161,7 +162,7 @@ def test_what_is_traced_is_left_alone(gathers, monkeypatch):
 def test_nothing_is_patched_without_fsdp(monkeypatch):
     monkeypatch.delitem(sys.modules, PARAM.__name__)
     _torch.around_gathering(lambda device: None, lambda storage: None)
-    assert gathered._gathered == {}
+    assert not gathered._gathered
 
 
 class Pool:

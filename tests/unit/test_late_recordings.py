@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from cgpass.runtime import gathered, rerecording, strays
+from cgpass.runtime import gathered, orders, strays
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.rerecording import Rerecording
 from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.runtime.strays import Strays
-from tests.unit.runners import COPIED, STATIC, call, counts, runner
+from tests.unit.runners import COPIED, POOLED, STATIC, call, counts, runner
 
 
 @pytest.fixture
@@ -27,10 +27,11 @@ def owner():
     return owner
 
 
-def asked(order, owner, count, *, drops):
+def asked(owner, count, *, drops):
     """Whether each of so many late recordings waits, where the wait before it ran out, with all made anew or not."""
-    found = []
-    for _ in range(count):
+    found, partitions = [], [Rerecording("a", owner), Rerecording("b", owner)]
+    for number in range(count):
+        order = partitions[number % 2]
         found.append(order.begin_in_order())
         order._waits = 0
         owner.wants_start = False
@@ -44,20 +45,40 @@ def test_late_recordings_wait_for_all_to_be_made_anew(owner):
     assert order.waits
     assert owner.wants_start
     assert order.begin_in_order()  # still
-    assert order._orders == 1
+    assert owner.orders.count == 1
     del owner.held
     assert owner.start_over_if_idle()
     assert not order.waits
 
 
 def test_what_is_never_idle_waits_twice(owner):
-    found = asked(Rerecording("a", owner), owner, 4, drops=0)
-    assert found == [True] * rerecording._UNMET + [False, False]
+    found = asked(owner, 4, drops=0)
+    assert found == [True] * orders.MOST_UNMET + [False, False]
 
 
 def test_all_are_made_anew_a_few_times_at_most(owner):
-    found = asked(Rerecording("a", owner), owner, 6, drops=1)
-    assert found == [True] * rerecording._ORDERS + [False, False]
+    found = asked(owner, 6, drops=1)
+    assert found == [True] * orders.MOST_ORDERS + [False, False]
+
+
+def test_partitions_that_are_late_for_one_step_ask_once(owner):
+    for number in range(6):
+        assert Rerecording(str(number), owner).begin_in_order()
+    assert owner.orders.count == 1
+
+
+def test_what_was_asked_for_is_forgotten_by_a_reset(owner):
+    asked(owner, 6, drops=1)
+    run = runner(lambda x, w: [x * w + 2], COPIED, STATIC, owner=owner)
+    run._rerecording.results_move = True
+    run._strays._passing = 9
+    owner.release()
+    assert not run._rerecording.results_move
+    assert not run._strays._passing
+    x, w = torch.ones(4), torch.ones(4)
+    call(run, x, w)
+    call(run, x, w)
+    assert Rerecording("a", owner).begin_in_order()
 
 
 def test_a_step_of_many_calls_is_waited_for(owner, monkeypatch):
@@ -102,9 +123,9 @@ def test_a_call_that_begins_to_wait_is_not_said_to_be_held_up(owner, monkeypatch
 # ---- inputs that what waits has made
 
 
-def stray_calls(owner, count):
+def stray_calls(owner, count, tensor=None):
     """Whether inputs that lie in no pool are to be copied, call after call."""
-    found, tensor = Strays(owner), torch.ones(4)
+    found, tensor = Strays(owner), torch.ones(4) if tensor is None else tensor
     said = []
     for number in range(count):
         assert found.find([tensor], [0], number) == [0]
@@ -126,20 +147,47 @@ def test_strays_do_not_count_while_all_wait_to_be_made_anew(monkeypatch):
     assert said.index(True) == 5 + strays._CALLS_UNTIL_COPIED - 1
 
 
-def test_strays_of_warm_ups_do_not_count(monkeypatch):
-    owner = Owner(SimulatedDriver())
-    monkeypatch.setattr(owner, "is_of_warm_up", lambda tensor: True)
-    assert not any(stray_calls(owner, 20))
+def test_strays_of_warm_ups_do_not_count():
+    owner, tensor = Owner(SimulatedDriver()), torch.ones(4)
+    owner.note_warm_up([tensor])
+    assert not any(stray_calls(owner, 20, tensor))
+
+
+def test_what_lies_where_a_warm_ups_output_lay_is_none():
+    owner, memory = Owner(SimulatedDriver()), np.ones(4, np.float32)
+    first = torch.from_numpy(memory)
+    owner.note_warm_up([first])
+    assert owner.is_of_warm_up(first[1:])
+    del first
+    for _ in range(50):  # none of which has the first one's storage, either
+        assert not owner.is_of_warm_up(torch.from_numpy(memory))
+
+
+def test_a_plain_forward_whose_results_lie_where_its_warm_ups_lay_has_them_copied():
+    owner, memory = Owner(SimulatedDriver()), np.ones(4, np.float32)
+    backward = runner(lambda y: [y * 2], POOLED, owner=owner)
+    saved = torch.from_numpy(memory)
+    owner.note_warm_up([saved])
+    for _ in range(strays._CALLS_UNTIL_COPIED + 4):
+        assert call(backward, saved) == [[2.0] * 4]
+        saved = torch.from_numpy(memory)
+    assert counts(backward)[1:3] == (1, 3)
 
 
 # ---- the first round
 
 
-def test_modules_warm_up_again_after_a_reset(monkeypatch):
-    monkeypatch.setattr(gathered, "_is_gathered", lambda storage: True)
+def gather(weights):
+    """As FSDP2 does."""
+    for weight in weights:
+        gathered._gathered.add(weight.untyped_storage())
+
+
+def test_modules_warm_up_again_after_a_reset():
     run = runner(lambda x, w: [x * w + 1], COPIED, STATIC)
     x, place = torch.ones(4), np.ones(4, np.float32)
-    weights = [torch.from_numpy(place) for _ in range(3)]  # gathered in one place
+    weights = [torch.from_numpy(place) for _ in range(3)]  # in one place
+    gather(weights)
     for expected in ((3, 0, 0, 0), (3, 1, 3, 0)):
         for w in weights:
             call(run, x, w)
@@ -151,10 +199,10 @@ def test_modules_warm_up_again_after_a_reset(monkeypatch):
 
 
 def test_the_first_round_ends_with_a_backward(monkeypatch):
-    monkeypatch.setattr(gathered, "_is_gathered", lambda storage: True)
     owner = Owner(SimulatedDriver())
     run = runner(lambda x, w: [x * w + 1], COPIED, STATIC, owner=owner)
     x, weights = torch.ones(4), [torch.full((4,), float(n)) for n in range(4)]
+    gather(weights)
     for w in weights[:2]:
         call(run, x, w)
     owner.enter_call(is_backward=True)

@@ -1,5 +1,7 @@
 """Inputs that stay where they are: they are copied no more, until they move."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -338,7 +340,9 @@ def test_layers_that_are_left_out_later_have_it_all_made_anew_once(way, monkeypa
 def test_layers_that_are_gathered_copy_what_they_share_and_hand_on(way, monkeypatch):
     """They have one signature: that all of them read something in one place says nothing of the next step."""
     monkeypatch.setattr(signature, "_SMALL_TANGENT", 1)
-    monkeypatch.setattr(gathered, "_is_gathered", lambda storage: True)
+    monkeypatch.setattr(
+        gathered, "_gathered", mock.MagicMock(**{"__contains__.return_value": True})
+    )
     steps, num_layers = 24, 4
 
     def program(session):
