@@ -1192,7 +1192,12 @@ def is_plain_tensor(tensor: torch.Tensor) -> bool:
     kinds = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
     if type(tensor) not in kinds or tensor.layout != torch.strided or tensor.is_quantized:
         return False
-    return not tensor._has_symbolic_sizes_strides
+    return not has_symbolic_sizes(tensor)
+
+
+def has_symbolic_sizes(tensor: torch.Tensor) -> bool:
+    """Whether a size, stride or offset of a tensor is symbolic; of some that are not strided it is said, too."""
+    return tensor._has_symbolic_sizes_strides
 
 
 def attention_order() -> Any:
@@ -1236,8 +1241,7 @@ def unpickled(data: bytes) -> tuple[torch.fx.GraphModule, tuple[Any, ...]]:
     mode: Any = TracingContext.get().fake_mode
     found: Any = GraphPickler.loads(data, mode)
     gm, inputs = found
-    gm.recompile()
-    return gm, inputs
+    return lazy_graph_module(gm, gm.graph), inputs
 
 
 def forward_metadata() -> Any:
@@ -1512,6 +1516,18 @@ def static_mark(node: torch.fx.Node) -> str | None:
     Source: torch/_dynamo/decorators.py `mark_static_address`, 2.11 to 2.15.
     """
     return node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
+
+
+def lazy_graph_module(
+    root: torch.nn.Module | dict[str, Any], graph: torch.fx.Graph, name: str = "GraphModule"
+) -> torch.fx.GraphModule:
+    """A `GraphModule` whose Python is generated when it is asked for: Inductor reads the graph alone.
+
+    Source: torch/fx/_lazy_graph_module.py, 2.11 to 2.15.
+    """
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(root, graph, name)
 
 
 def boxed_graph_module(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:

@@ -102,7 +102,7 @@ class Compiler:
             path = module_of(node)
             if path is not None and isinstance(node.target, torch._ops.OpOverload):
                 node.target = _torch.belonging_to({"module": path}, node.target)
-        return fx.GraphModule(gm, graph)
+        return _torch.lazy_graph_module(gm, graph)
 
     def eager(self, gm: fx.GraphModule) -> Boxed:
         """A partition that no graph can hold: generated Python over its operators."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgpass import telemetry
+from cgpass import _torch, telemetry
 from cgpass.compile import Boxed
 from cgpass.culprits import Finding, find_culprits, first_line
 from cgpass.errors import CaptureError, StagingError
@@ -46,7 +46,7 @@ def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     graph.output_node().meta.update(gm.graph.output_node().meta)
-    return fx.GraphModule(gm, graph)
+    return _torch.lazy_graph_module(gm, graph)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
+from cgpass import _torch
 from cgpass.graph import op_tables
 from cgpass.graph.lines import user_line
 
@@ -333,4 +334,6 @@ def unbacked_symbols(node: fx.Node) -> tuple[sympy.Symbol, ...]:
 
 
 def _has_symbols(value: object) -> bool:
-    return isinstance(value, (torch.Tensor, *_SCALARS))
+    if isinstance(value, torch.Tensor):
+        return _torch.has_symbolic_sizes(value)
+    return isinstance(value, _SCALARS)

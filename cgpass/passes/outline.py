@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import fx
 
+from cgpass import _torch
 from cgpass.errors import PostconditionError, PreconditionError
 from cgpass.graph import values
 from cgpass.graph.partition_tag import KEY, PartitionTag, get_tag, set_tag
@@ -140,7 +141,7 @@ class _Outliner:
         result.meta = dict(output.meta)
         for node in self._graph.find_nodes(op="get_attr"):
             self._modules[str(node.target)] = values.attribute(self._gm, str(node.target))
-        outlined = fx.GraphModule(self._modules, self._graph, type(self._gm).__name__)
+        outlined = _torch.lazy_graph_module(self._modules, self._graph, type(self._gm).__name__)
         outlined.training = self._gm.training
         outlined.meta.update(self._gm.meta)
         return outlined
@@ -249,7 +250,7 @@ class _Body:
         results = tuple(mapped(node) for node in outputs)
         graph.output(results).meta["val"] = tuple(node.meta.get("val") for node in results)
         graph.lint()
-        return fx.GraphModule(self._gm, graph, name)
+        return _torch.lazy_graph_module(self._gm, graph, name)
 
 
 def _behind(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
