@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,6 +68,7 @@ class Arm:
         name: The arm's name.
         module: The model on the device.
         optimizer: Fused AdamW over the model's parameters.
+        compile_s: Seconds that `torch.compile` took, with what it imports; nothing is traced yet.
     """
 
     def __init__(self, name: str, workload: Workload) -> None:
@@ -76,11 +78,13 @@ class Arm:
         self.module = workload.instance(name.replace("-", "_"))
         self.optimizer = self._new_optimizer()
         self._call: Callable[..., torch.Tensor] = self.module
+        start = time.perf_counter()
         if settings is not None and workload.spec.regions is not None:
             for region in workload.spec.regions(self.module):
                 region.compile(**settings)
         elif settings is not None:
             self._call = torch.compile(self.module, **settings)
+        self.compile_s = time.perf_counter() - start
         self._marks_steps = name in ("reduce-overhead", "cudagraphs")
 
     def _new_optimizer(self) -> torch.optim.Optimizer:

@@ -155,8 +155,8 @@ def start(found: dict[str, Any]) -> str:
     extra = span([row["extra_cold_s"] for row in rows])
     ratio = span([row["first_warm_ratio"] for row in rows])
     return (
-        f"Until all of a step is replayed the first steps take {extra} s longer than in default with nothing cached; in a "
-        f"second process the first one takes {ratio} times as long."
+        f"From `torch.compile` until all of a step is replayed it takes {extra} s longer than in default with nothing cached; in a "
+        f"second process the first step is done after {ratio} times the time."
     )
 
 
