@@ -11,6 +11,7 @@ import ctypes
 import functools
 import importlib.util
 import inspect
+import itertools
 import logging
 import sys
 import threading
@@ -1166,7 +1167,17 @@ def keeps_graphs() -> bool:
         and not _knows_external_objects()
         and not has_process_groups()
         and not _has_formulas_of_others()
+        and not _has_patterns_of_others()
     )
+
+
+_KERNELS = frozenset(
+    {
+        *("CPU", "CUDA", "MPS", "Meta", "Python", "BackendSelect", "ADInplaceOrView"),
+        *("PythonTLSSnapshot", "FuncTorchDynamicLayerFrontMode"),  # torch's own are in Python
+    }
+)
+"""Dispatch keys whose kernels leave a trace as it is."""
 
 
 def _has_formulas_of_others() -> bool:
@@ -1177,12 +1188,42 @@ def _has_formulas_of_others() -> bool:
     from torch._inductor.decomposition import decompositions
 
     formulas: Any = getattr(torch.library, "_impls", ())
-    kinds = ("Autograd", "Composite")
-    if any(n.startswith("aten/") and n.rpartition("/")[2].startswith(kinds) for n in formulas):
+    if any(n.startswith("aten/") and n.rpartition("/")[2] not in _KERNELS for n in formulas):
         return True
-    made = (fn.func if isinstance(fn, functools.partial) else fn for fn in decompositions.values())
-    homes = {str(getattr(fn, "__module__", "")).partition(".")[0] for fn in made}
-    return not homes <= {"torch"}
+    return not _are_torchs(decompositions.values())
+
+
+def _has_patterns_of_others() -> bool:
+    """Whether somebody has Inductor replace what he chose in joint graphs.
+
+    Source: torch/_inductor/fx_passes/joint_graph.py and torch/_inductor/pattern_matcher.py, 2.11 to 2.15.
+    """
+    from torch._inductor.fx_passes import joint_graph
+
+    for patterns in (joint_graph.early_patterns, *joint_graph.pass_patterns):
+        for entry in itertools.chain.from_iterable(patterns.patterns.values()):
+            if not _are_torchs(filter(callable, vars(entry).values())):
+                return True
+    return False
+
+
+def _are_torchs(found: Iterable[Any]) -> bool:
+    """Whether callables are torch's, and functions that they were made with."""
+    waiting, seen = list(found), set[int]()
+    while waiting:
+        value = waiting.pop()
+        value = value.func if isinstance(value, functools.partial) else value
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if str(getattr(value, "__module__", "")).partition(".")[0] != "torch":
+            return False
+        for cell in getattr(value, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # of a name that is not bound
+                held = cell.cell_contents
+                if isinstance(held, (types.FunctionType, functools.partial)):
+                    waiting.append(held)
+    return True
 
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ Note [Graphs in AOTAutograd's cache]
     Others are traced in each process, as all are where AOTAutograd's cache is off.
 """
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -131,8 +132,9 @@ def _key(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> str:
     tensors = [i for i in inputs if isinstance(i, torch.Tensor)]
     devices = sorted({tensor.device.type for tensor in tensors} | {"cpu", "cuda"})
     marks = map(_torch.static_mark, gm.graph.find_nodes(op="placeholder"))
-    leaves = (tensor.is_leaf for tensor in tensors)
-    parts = (_own_code(), repr(options), *marks, *leaves, *_settings(devices), *_places(gm))
+    facts = ((tensor.is_leaf, tensor.storage_offset()) for tensor in tensors)
+    own = dataclasses.replace(options, inductor={})  # those for Inductor are in AOTAutograd's key
+    parts = (_own_code(), repr(own), *marks, *facts, *_settings(devices), *_places(gm))
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
 
 
