@@ -14,8 +14,10 @@ Note [Graphs in AOTAutograd's cache]
     Others are traced in each process, as all are where AOTAutograd's cache is off.
 """
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
 import itertools
 import logging
@@ -112,12 +114,29 @@ class GraphCache:
         """
         self.restored = True
         _torch.set_forward_metadata(kept.metadata)
-        gm, inputs = _torch.unpickled(kept.data)
         own = {name: value for name, value in settings.items() if name in _OF_THE_CALL}
-        with _torch.compiled_by_themselves():
+        with _collecting_later(), _torch.compiled_by_themselves():
+            gm, inputs = _torch.unpickled(kept.data)
             fn = self._compile(gm, inputs, {**kept.settings, **own}, kept.num_fwd_outputs)
         telemetry.compile_stats.graphs_kept += 1
         return fn
+
+
+@contextlib.contextmanager
+def _collecting_later() -> Iterator[None]:
+    """Have Python look for garbage afterwards.
+
+    So many objects come at once that it would look through all that there are, a third of a second each time where
+    libraries of models are loaded.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _may_be_kept(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:

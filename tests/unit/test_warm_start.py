@@ -1,5 +1,6 @@
 """Graphs that AOTAutograd's cache keeps: what a second compilation has from there, and what it may not have."""
 
+import gc
 import json
 import os
 import subprocess
@@ -135,6 +136,42 @@ def test_what_can_not_be_read_is_traced_again(monkeypatch):
         1,
         1,
     )  # the inference graph's is whole
+
+
+def collects():
+    """Turns Python's garbage collection on again, whatever is left of it."""
+    was = gc.isenabled()
+    gc.enable()
+    return was
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_garbage_is_collected_after_graphs_were_had_from_the_cache(monkeypatch, fails):
+    train(made(), max_recordings=58)
+    read, found = _torch.unpickled, []
+
+    def noting(data):
+        found.append(gc.isenabled())
+        if fails and len(found) == 1:
+            raise ValueError("of another version")
+        return read(data)
+
+    monkeypatch.setattr(_torch, "unpickled", noting)
+    train(made(), max_recordings=58)
+    assert collects()
+    assert found[0] is False
+    assert found[1] is fails  # that is traced then
+
+
+def test_who_collects_no_garbage_goes_on_so():
+    train(made(), max_recordings=58)
+    gc.disable()
+    try:
+        _, counted, _ = train(made(), max_recordings=58)
+    finally:
+        was = collects()
+    assert counted["graphs_kept"] == 3
+    assert not was
 
 
 def test_where_the_backward_can_not_be_read_the_forward_counts_as_not_read(monkeypatch):
