@@ -56,8 +56,9 @@ class Partition(Pass):
         modified = False
         if not _is_tagged(gm, groups, segments):
             captured = tuple(reason is None for reason in reasons)
-            order = find_order(_problem(gm, groups, captured), self.max_memory_increase).order
-            segments = _cut(groups, reasons, order, self.min_partition_ops)
+            if len(set(captured)) > 1:
+                order = find_order(_problem(gm, groups, captured), self.max_memory_increase).order
+                segments = _cut(groups, reasons, order, self.min_partition_ops)
             _apply(gm, groups, segments)
             modified = True
         notes = [one.reason for segment in segments for one in segment if one.reason is not None]
@@ -113,8 +114,10 @@ def _with_views(
 
     In a captured partition they would be outputs that need no kernel, but an input that is copied in.
     """
-    home = {node: at for at, group in enumerate(groups) for node in group}
     eager = {at for at, reason in enumerate(reasons) if reason is not None}
+    if not eager:
+        return list(groups), list(reasons)
+    home = {node: at for at, group in enumerate(groups) for node in group}
     sources = _Inputs(gm)
     base: dict[int, int] = {}
     for at, group in enumerate(groups):
@@ -240,7 +243,8 @@ def _cut(
     segments: list[Segment] = []
     for captured, run in itertools.groupby(order, key=lambda at: reasons[at] is None):
         members = [_Member(at, reasons[at]) for at in run]
-        count = sum(_launches(groups[member.group][0]) for member in members)
+        launching = (member for member in members if _launches(groups[member.group][0]))
+        count = len(tuple(itertools.islice(launching, minimum)))
         if captured and count < minimum:
             members = [
                 dataclasses.replace(one, reason=_too_small(groups[one.group][0], count, minimum))
