@@ -11,6 +11,7 @@ from cgpass.runtime import gathered, orders, strays
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.rerecording import Rerecording
 from cgpass.runtime.simulated import SimulatedDriver
+from cgpass.runtime.storage_set import StorageSet
 from cgpass.runtime.strays import Strays
 from tests.unit.runners import COPIED, POOLED, STATIC, call, counts, runner
 
@@ -59,6 +60,15 @@ def test_what_is_never_idle_waits_twice(owner):
 def test_all_are_made_anew_a_few_times_at_most(owner):
     found = asked(owner, 6, drops=1)
     assert found == [True] * orders.MOST_ORDERS + [False, False]
+
+
+def test_what_others_ask_for_is_no_order(owner):
+    for _ in range(orders.MOST_ORDERS):
+        owner.ask_to_start_over()
+        assert Rerecording("a", owner).begin_in_order()
+        owner.num_drops += 1
+    owner.ask_to_start_over()
+    assert not Rerecording("a", owner).begin_in_order()
 
 
 def test_partitions_that_are_late_for_one_step_ask_once(owner):
@@ -145,6 +155,22 @@ def test_strays_do_not_count_while_all_wait_to_be_made_anew(monkeypatch):
     monkeypatch.setattr(strays, "_PASSING", 5)
     said = stray_calls(owner, 20)
     assert said.index(True) == 5 + strays._CALLS_UNTIL_COPIED - 1
+
+
+def test_storages_of_what_has_memory_are_noted():
+    owner, tensor = Owner(SimulatedDriver()), torch.ones(4)
+    owner.note_warm_up([None, 3, tensor, torch.ones(4).to_sparse()])
+    assert list(owner._warm_ups) == [tensor.untyped_storage()]
+    owner.note_warm_up([tensor[1:], tensor])
+    assert len(owner._warm_ups) == 1
+
+
+def test_storages_that_died_are_not_told_of():
+    found, kept = StorageSet(), [torch.ones(4).untyped_storage() for _ in range(3)]
+    for storage in kept:
+        found.add(storage)
+    del kept[1], storage
+    assert [each.data_ptr() for each in found] == [each.data_ptr() for each in kept]
 
 
 def test_strays_of_warm_ups_do_not_count():

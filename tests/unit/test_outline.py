@@ -47,6 +47,22 @@ def sync_between(x, w):
     return i, (a * 2).relu(), where
 
 
+def test_python_of_submodules_is_generated_when_it_is_asked_for(monkeypatch):
+    generate, made = fx.GraphModule.recompile, []
+
+    def recompile(module):
+        made.append(module)
+        return generate(module)
+
+    gm = on_cpu(lambda x: (x + 1).relu() * 2, torch.ones(4), mode="real")
+    monkeypatch.setattr(fx.GraphModule, "recompile", recompile)
+    outlined = outline(gm, device=CPU)
+    outlined.captured_0.recompile()
+    assert made == [gm]  # which was given
+    assert torch.equal(outlined(torch.ones(4)), torch.full((4,), 4.0))
+    assert made[1:] == [outlined, outlined.captured_0]
+
+
 def test_submodules_take_and_return_what_is_used():
     gm = fake_cuda_graph(sync_between, (4, 4), (4, 4))
     assert_expected_inline(

@@ -171,12 +171,15 @@ def keep(match, x):
     return x
 
 
-@pytest.mark.parametrize("made", ["entry", "replacement"])
+@pytest.mark.parametrize("made", ["entry", "early", "replacement"])
 def test_patterns_of_others_leave_no_key(made, monkeypatch):
     passes = pattern_matcher.PatternMatcherPass()
-    monkeypatch.setattr(joint_graph, "pass_patterns", [*joint_graph.pass_patterns, passes])
+    if made == "early":
+        monkeypatch.setattr(joint_graph, "early_patterns", passes)
+    else:
+        monkeypatch.setattr(joint_graph, "pass_patterns", [*joint_graph.pass_patterns, passes])
     assert key_of(sine, X) is not None
-    if made == "entry":
+    if made != "replacement":
         pattern = pattern_matcher.CallFunction(torch.ops.aten.erf.default, pattern_matcher.Arg())
         pattern_matcher.register_graph_pattern(pattern, pass_dict=passes)(keep)
     else:
@@ -184,6 +187,21 @@ def test_patterns_of_others_leave_no_key(made, monkeypatch):
             lambda x: x.erf(), lambda x: x.cos(), [X], pattern_matcher.fwd_only, passes
         )
     assert key_of(sine, X) is None
+
+
+def test_functions_that_refer_to_themselves_are_looked_at():
+    def own(x, times=0):
+        return own(x) if times else unbound  # noqa: F821
+
+    def closed(x):
+        return own(x) if x else late
+
+    if not own:
+        late = 0
+    own.__module__ = closed.__module__ = "torch.nn"
+    assert _torch._are_torchs([own, closed])
+    own.__module__ = "torchvision"
+    assert not _torch._are_torchs([closed])
 
 
 def test_torchs_own_patterns_leave_a_key():
