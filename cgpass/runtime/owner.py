@@ -366,7 +366,7 @@ class Owner:
             self._slots = [_Slot()]
             self._starts = self._refusals = 0
             self.orders = Orders()
-            self.wants_start = self._warned_held = self.ran_backward = False
+            self.wants_start = self._settles = self._warned_held = self.ran_backward = False
             self._pool_addresses.clear()
             self.driver.end_warm_ups()
 

@@ -28,25 +28,36 @@ class Rerecording:
         self._owner = owner
         self._waits = 0
         """Calls that record nothing unless all recordings were laid out anew before."""
+        self._order = 0
+        """The last order that was waited for."""
         self._asked = False
         """Whether that was asked for since stationary inputs moved."""
         self.results_move = False
         """Whether results of recordings that inputs were taken to be lay elsewhere in some call: layers left out, say."""
 
-    def begin(self) -> None:
-        """Have what was recorded so far, in whatever order, laid out anew between two steps."""
-        self._waits = len(self._owner.recordings())
-        if self._waits:
-            patience = max(_CALLS_OF_A_STEP, 2 * self._waits)
+    def begin(self, rounds: int = 1) -> None:
+        """Have what was recorded so far, in whatever order, laid out anew between two steps.
+
+        Args:
+            rounds: How many times as many calls as there are recordings wait for that.
+        """
+        count = len(self._owner.recordings())
+        self._waits = rounds * count
+        if count:
+            patience = max(_CALLS_OF_A_STEP, 2 * count)
             self._owner.ask_to_start_over(patience=patience, settles=True)
 
     def begin_in_order(self) -> bool:
         """As `begin`, for a recording that would lie apart since it comes later than others; returns whether it waits."""
         if self.waits:
             return True
-        if not self._owner.orders.add(self._owner.num_drops, waits=self._owner.wants_start):
+        orders = self._owner.orders
+        if not orders.add(self._owner.num_drops, waits=self._owner.wants_start):
             return False
-        self.begin()
+        if self._order == orders.count:  # waited for it as long as it was worth
+            return False
+        self._order = orders.count
+        self.begin(rounds=2)
         return self.waits
 
     @property

@@ -1,14 +1,18 @@
 """`StorageSet`: storages known as the objects that they are, not by where they lie."""
 
+import threading
 from collections.abc import Iterator
 
 import torch
 
 from cgpass import _torch
 
+_FEWEST = 16
+"""Storages among which it is not worth it to look for those that died."""
+
 
 class StorageSet:
-    """Holds no storage: those that died are in it no more.
+    """Holds no storage: those that died are in it no more. Any thread may use it.
 
     Addresses come back in other tensors' storages, and so would the addresses of storage objects, had not each a weak
     reference here.
@@ -17,23 +21,26 @@ class StorageSet:
     def __init__(self) -> None:
         """Nothing is in it."""
         self._refs: dict[int, _torch.WeakStorage] = {}
+        self._full = _FEWEST
+        """How many there are when those that died are left out next."""
+        self._lock = threading.Lock()
 
     def add(self, storage: torch.UntypedStorage) -> None:
         """Have a storage in it as long as it lives."""
-        if storage._cdata in self._refs:
-            return
-        if (
-            len(self._refs) & (len(self._refs) - 1) == 0
-        ):  # a power of two: not for each of thousands
-            for key in [key for key, ref in list(self._refs.items()) if ref.expired]:
-                self._refs.pop(key, None)
-        self._refs[storage._cdata] = _torch.WeakStorage(storage)
+        with self._lock:
+            if storage._cdata in self._refs:
+                return
+            if len(self._refs) >= self._full:
+                self._refs = {key: ref for key, ref in self._refs.items() if not ref.expired}
+                self._full = max(_FEWEST, 2 * len(self._refs))
+            self._refs[storage._cdata] = _torch.WeakStorage(storage)
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._refs
 
     def __iter__(self) -> Iterator[torch.UntypedStorage]:
-        alive = (ref.get() for ref in list(self._refs.values()))
+        with self._lock:
+            alive = [ref.get() for ref in self._refs.values()]
         return (storage for storage in alive if storage is not None)
 
     def __len__(self) -> int:

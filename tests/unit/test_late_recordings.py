@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
 import torch
 
+from cgpass import _torch
 from cgpass.runtime import gathered, orders, strays
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.rerecording import Rerecording
@@ -52,9 +54,8 @@ def test_late_recordings_wait_for_all_to_be_made_anew(owner):
     assert not order.waits
 
 
-def test_what_is_never_idle_waits_twice(owner):
-    found = asked(owner, 4, drops=0)
-    assert found == [True] * orders.MOST_UNMET + [False, False]
+def test_what_is_never_idle_waits_once(owner):
+    assert asked(owner, 4, drops=0) == [True, False, False, False]
 
 
 def test_all_are_made_anew_a_few_times_at_most(owner):
@@ -69,6 +70,16 @@ def test_what_others_ask_for_is_no_order(owner):
         owner.num_drops += 1
     owner.ask_to_start_over()
     assert not Rerecording("a", owner).begin_in_order()
+
+
+def test_no_partition_waits_for_one_order_for_good(owner):
+    order, waits = Rerecording("a", owner), []
+    for _ in range(10):
+        owner.wants_start = True  # whoever wants that again and again
+        waits.append(order.begin_in_order())
+        order._waits = max(0, order._waits - 1)
+    assert waits == [True] * 2 * len(owner.recordings()) + [False] * 8
+    assert Rerecording("b", owner).begin_in_order()
 
 
 def test_partitions_that_are_late_for_one_step_ask_once(owner):
@@ -171,6 +182,46 @@ def test_storages_that_died_are_not_told_of():
         found.add(storage)
     del kept[1], storage
     assert [each.data_ptr() for each in found] == [each.data_ptr() for each in kept]
+
+
+def test_storages_that_died_are_looked_for_when_as_many_were_added(monkeypatch):
+    found, looks = StorageSet(), []
+    is_expired = _torch.WeakStorage.expired.fget
+    monkeypatch.setattr(
+        _torch.WeakStorage, "expired", property(lambda ref: looks.append(1) or is_expired(ref))
+    )
+    alive = [torch.ones(4).untyped_storage() for _ in range(63)]
+    for storage in alive:
+        found.add(storage)
+    for _ in range(640):
+        found.add(torch.ones(4).untyped_storage())
+    assert len(looks) < 2 * (63 + 640)
+    assert len(found) < 4 * 63
+    assert all(storage in found for storage in alive)
+
+
+def test_storages_come_from_several_threads():
+    found, alive = StorageSet(), []
+
+    def add():
+        for number in range(400):
+            storage = torch.ones(4).untyped_storage()
+            found.add(storage)
+            if number % 8 == 0:
+                alive.append(storage)
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(alive) == 200
+    assert all(storage in found for storage in alive)
 
 
 def test_strays_of_warm_ups_do_not_count():
