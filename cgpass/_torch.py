@@ -20,6 +20,7 @@ import types
 from collections import deque
 from collections.abc import (
     Callable,
+    Collection,
     Container,
     Iterable,
     Iterator,
@@ -1166,9 +1167,38 @@ def keeps_graphs() -> bool:
         and not _has_default_saved_tensors_hooks()
         and not _knows_external_objects()
         and not has_process_groups()
+        and not any(map(callable, settings_of_no_key()))
         and not _has_formulas_of_others()
         and not _has_patterns_of_others()
     )
+
+
+def settings_of_no_key() -> tuple[Any, ...]:
+    """AOTAutograd's settings that its key leaves out: passes and solvers, which may be callables.
+
+    Source: torch/_functorch/config.py `_save_config_ignore`, 2.11 to 2.15.
+    """
+    from torch._functorch import config
+
+    return tuple(getattr(config, name) for name in config._save_config_ignore)
+
+
+def formulas(namespaces: Collection[str]) -> Iterator[str]:
+    """Which formula Inductor has for each operator of some namespaces, which no key of torch's tells.
+
+    Source: torch/_inductor/decomposition.py `decompositions`, 2.11 to 2.15.
+    """
+    from torch._inductor.decomposition import decompositions
+
+    for op, fn in decompositions.items():
+        if getattr(op, "namespace", None) not in namespaces:
+            continue
+        given: tuple[Any, ...] = ()
+        while isinstance(fn, functools.partial):
+            given += (fn.args, sorted(fn.keywords.items()))
+            fn = fn.func
+        name = getattr(fn, "__qualname__", type(fn).__qualname__)
+        yield f"{op} {getattr(fn, '__module__', '')}.{name} {given or ''}"
 
 
 _KERNELS = frozenset(
@@ -1187,8 +1217,12 @@ def _has_formulas_of_others() -> bool:
     """
     from torch._inductor.decomposition import decompositions
 
-    formulas: Any = getattr(torch.library, "_impls", ())
-    if any(n.startswith("aten/") and n.rpartition("/")[2] not in _KERNELS for n in formulas):
+    made: Any = getattr(torch.library, "_impls", frozenset())
+    vmap = sys.modules.get(
+        "torch._functorch.predispatch"
+    )  # whose formulas come with the first call
+    made = made - getattr(getattr(vmap, "VMAP_DECOMPOSITIONS_LIB", None), "_op_impls", set())
+    if any(n.startswith("aten/") and n.rpartition("/")[2] not in _KERNELS for n in made):
         return True
     return not _are_torchs(decompositions.values())
 

@@ -14,10 +14,8 @@ Note [Graphs in AOTAutograd's cache]
     Others are traced in each process, as all are where AOTAutograd's cache is off.
 """
 
-import contextlib
 import dataclasses
 import functools
-import gc
 import hashlib
 import itertools
 import logging
@@ -34,6 +32,7 @@ from torch import fx
 from cgpass import _torch, telemetry
 from cgpass.compile import Boxed
 from cgpass.options import Options
+from cgpass.runtime.capturing import no_gc
 from cgpass.version import VERSION
 
 log = logging.getLogger(__name__)
@@ -115,28 +114,13 @@ class GraphCache:
         self.restored = True
         _torch.set_forward_metadata(kept.metadata)
         own = {name: value for name, value in settings.items() if name in _OF_THE_CALL}
-        with _collecting_later(), _torch.compiled_by_themselves():
+        # So many objects come at once that Python would look through all there are again and again, a third of a second
+        # each time where libraries of models are loaded.
+        with no_gc(), _torch.compiled_by_themselves():
             gm, inputs = _torch.unpickled(kept.data)
             fn = self._compile(gm, inputs, {**kept.settings, **own}, kept.num_fwd_outputs)
         telemetry.compile_stats.graphs_kept += 1
         return fn
-
-
-@contextlib.contextmanager
-def _collecting_later() -> Iterator[None]:
-    """Have Python look for garbage afterwards.
-
-    So many objects come at once that it would look through all that there are, a third of a second each time where
-    libraries of models are loaded.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _may_be_kept(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
@@ -153,7 +137,12 @@ def _key(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> str:
     marks = map(_torch.static_mark, gm.graph.find_nodes(op="placeholder"))
     facts = ((tensor.is_leaf, tensor.storage_offset()) for tensor in tensors)
     own = dataclasses.replace(options, inductor={})  # those for Inductor are in AOTAutograd's key
-    parts = (_own_code(), repr(own), *marks, *facts, *_settings(devices), *_places(gm))
+    ambient = (
+        *_settings(devices),
+        *_torch.settings_of_no_key(),
+        *sorted(_torch.formulas(_NAMESPACES)),
+    )
+    parts = (_own_code(), repr(own), *marks, *facts, *ambient, *_places(gm))
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
 
 

@@ -25,6 +25,10 @@ _running = 0
 _stale_followed = False
 """What the user has set, while a capture runs. See Note [Streams of autograd's nodes]."""
 _waiting: list[Callable[[], None]] = []
+_pauses = 0
+"""How many want no garbage collection now."""
+_collects = True
+"""Whether it went on before the first of them came."""
 
 
 @contextlib.contextmanager
@@ -68,14 +72,23 @@ def _run_waiting() -> None:
 
 @contextlib.contextmanager
 def no_gc() -> Iterator[None]:
-    """No garbage collection inside: a collected tensor's or graph's destructor may touch the device."""
-    enabled = gc.isenabled()
-    gc.disable()
+    """No garbage collection inside: a collected tensor's or graph's destructor may touch the device.
+
+    The last thread that leaves has it go on, if it went on before the first one came.
+    """
+    global _pauses, _collects
+    with _lock:
+        if not _pauses:
+            _collects = gc.isenabled()
+        _pauses += 1
+        gc.disable()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        with _lock:
+            _pauses -= 1
+            if not _pauses and _collects:
+                gc.enable()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import threading
 
 import pytest
 import torch
@@ -24,6 +25,25 @@ def test_no_gc_switches_back_on_after_an_error():
 
     with pytest.raises(ValueError, match="inside"):
         fail()
+    assert seen == [False]
+    assert gc.isenabled()
+
+
+def test_no_gc_ends_when_the_last_thread_leaves():
+    inside, leave, seen = threading.Event(), threading.Event(), []
+
+    def first():
+        with no_gc():
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert inside.wait(10)
+    with no_gc():
+        leave.set()
+        thread.join()
+        seen.append(gc.isenabled())
     assert seen == [False]
     assert gc.isenabled()
 

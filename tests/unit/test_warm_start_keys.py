@@ -1,6 +1,7 @@
 """What AOTAutograd's key is given of ours: what tells graphs apart that it would not, and when nothing is kept."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -202,6 +203,51 @@ def test_functions_that_refer_to_themselves_are_looked_at():
     assert _torch._are_torchs([own, closed])
     own.__module__ = "torchvision"
     assert not _torch._are_torchs([closed])
+
+
+def first_formula(x):
+    return x + 1
+
+
+first_formula.__module__ = "torch.of_ours"
+
+
+def second_formula(x, by=1):
+    return x + by
+
+
+second_formula.__module__ = "torch.of_ours"
+
+
+def test_keys_tell_formulas_apart(monkeypatch):
+    table, op = torch._inductor.decomposition.decompositions, torch.ops.aten.special_erfcx.default
+    assert op not in table
+    keys = [key_of(sine, X)]
+    wrapped = functools.partial(second_formula, by=2)
+    for formula in (first_formula, second_formula, wrapped, functools.partial(wrapped, by=3)):
+        monkeypatch.setitem(table, op, formula)
+        keys += [key_of(sine, X), key_of(sine, X)]
+    assert keys[1::2] == keys[2::2]
+    assert len(set(keys)) == 5
+    assert None not in keys
+
+
+def test_formulas_that_vmap_brings_leave_a_key():
+    torch.vmap(torch.sin)(X)
+    assert any(name.endswith("/FuncTorchBatched") for name in torch.library._impls)
+    assert key_of(sine, X) is not None
+
+
+@pytest.mark.parametrize("name", ["joint_custom_pass", "activation_memory_budget_solver"])
+def test_passes_that_torchs_key_leaves_out_leave_none(name):
+    with torch._functorch.config.patch({name: lambda *args: None}):
+        assert key_of(sine, X) is None
+
+
+def test_keys_tell_solvers_apart():
+    with torch._functorch.config.patch(activation_memory_budget_solver="greedy"):
+        key = key_of(sine, X)
+    assert None is not key != key_of(sine, X)
 
 
 def test_torchs_own_patterns_leave_a_key():
