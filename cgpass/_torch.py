@@ -1218,9 +1218,8 @@ def _has_formulas_of_others() -> bool:
     from torch._inductor.decomposition import decompositions
 
     made: Any = getattr(torch.library, "_impls", frozenset())
-    vmap = sys.modules.get(
-        "torch._functorch.predispatch"
-    )  # whose formulas come with the first call
+    # torch.vmap's formulas come with its first call
+    vmap = sys.modules.get("torch._functorch.predispatch")
     made = made - getattr(getattr(vmap, "VMAP_DECOMPOSITIONS_LIB", None), "_op_impls", set())
     if any(n.startswith("aten/") and n.rpartition("/")[2] not in _KERNELS for n in made):
         return True

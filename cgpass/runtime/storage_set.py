@@ -23,7 +23,7 @@ class StorageSet:
         self._refs: dict[int, _torch.WeakStorage] = {}
         self._full = _FEWEST
         """How many there are when those that died are left out next."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection inside may come back here
 
     def add(self, storage: torch.UntypedStorage) -> None:
         """Have a storage in it as long as it lives."""
