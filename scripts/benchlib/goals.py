@@ -61,6 +61,17 @@ def _regional(found: dict[str, Any], arm: str) -> Figures:
     }
 
 
+def _of_pieces(found: dict[str, Any], arm: str) -> Figures:
+    """How many times what its eager partitions, graphs and optimizer take alone a synchronised step takes."""
+    figures = {}
+    for title, arms in _models(found):
+        pieces = arms.get("cgpass", {}).get("alone", {})
+        step = median(arms.get(arm, {}), "step_ms")
+        if pieces and "error" not in pieces and step is not None:
+            figures[title] = step / sum(pieces.values())
+    return figures
+
+
 def _memory(found: dict[str, Any], arm: str) -> Figures:
     key = "peak_reserved_bytes"
     return {
@@ -118,6 +129,7 @@ GOALS = (
     Goal("synchronised step, ms over the limit", "0.15", "bench", 0.15, _over_limit),
     Goal("host, forward and backward, ms", "1.2", "bench", 1.2, _host),
     Goal("Llama compiled layer by layer, ms a step", "7.0", "bench", 7.0, _regional),
+    Goal("step with eager partitions, times its pieces alone", "1.15", "bench", 1.15, _of_pieces),
     Goal("one layer, inference, us", "35", "overhead", 35, _call("inference", 1), 0),
     Goal("100 layers, inference, us", "110", "overhead", 110, _call("inference", 100), 0),
     Goal("100 layers, training, us", "2300", "overhead", 2300, _call("training", 100), 0),

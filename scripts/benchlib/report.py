@@ -34,6 +34,16 @@ def mark(name: str, entry: dict[str, Any]) -> str:
         notes.append(f"losses bitwise equal{mode}")
     if found and not found.get("plain_repeatable", True):
         notes.append("the plain runs differ too")
+    pieces = entry.get("alone", {})
+    if "error" in pieces:
+        notes.append(
+            "pieces not timed: " + " ".join(pieces["error"].split())[:110].replace("|", "/")
+        )
+    elif pieces:
+        notes.append(
+            f"alone: eager partitions {pieces['eager_ms']:.2f} ms, graphs {pieces['graphs_ms']:.2f}, optimizer "
+            f"{pieces['optimizer_ms']:.2f}"
+        )
     return "; ".join(notes)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import cgpass
-from benchlib import arms, measure, models
+from benchlib import alone, arms, measure, models
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +207,18 @@ def count_kernels(ready: dict[str, arms.Arm], results: Results) -> None:
         results.write()
 
 
+def time_pieces(ready: dict[str, arms.Arm], results: Results) -> None:
+    """What the pieces of a step take alone, of arms with eager partitions; last, since it overwrites gradients."""
+    for name, arm in ready.items():
+        entry = results.arm(name)
+        if entry.get("warmup_counters", {}).get("partitions_eager"):
+            try:
+                entry["alone"] = alone.times(arm)
+            except Exception as error:
+                entry["alone"] = failure(error)
+            results.write()
+
+
 def run_time(job: Job, workload: models.Workload, results: Results) -> None:
     """All arms of a model in one process."""
     ready = prepare(job, workload, results)
@@ -219,6 +231,7 @@ def run_time(job: Job, workload: models.Workload, results: Results) -> None:
     take_turn(job)
     measure_times(job, ready, results)
     count_kernels(ready, results)
+    time_pieces(ready, results)
 
 
 def run_memory(job: Job, workload: models.Workload, results: Results) -> None:

@@ -338,6 +338,32 @@ def test_goals_say_what_is_reached_and_what_is_not():
     assert goals.table(over).splitlines()[-1].endswith("| 0.50 | 2.00 | not reached |")
 
 
+def test_a_step_with_eager_partitions_is_held_against_its_pieces():
+    found = model("m", STEPS | {"cgpass": 2.3})
+    pieces = {"eager_ms": 1.0, "optimizer_ms": 0.4, "graphs_ms": 0.6}
+    found["arms"]["cgpass"]["alone"] = pieces
+    table = goals.table({"bench": bench(found)})
+    ratio = STEPS["reduce-overhead"] / 2.0
+    assert (
+        f"| step with eager partitions, times its pieces alone | 1.15 | 1.15 | {ratio:.2f} | reached |"
+        in table
+    )
+    found["arms"]["cgpass"] |= {"step_ms": {"median": 2.4}}
+    assert "pieces alone | 1.15 | 1.20 |" in goals.table({"bench": bench(found)})
+    note = report.mark("cgpass", found["arms"]["cgpass"])
+    assert note == "alone: eager partitions 1.00 ms, graphs 0.60, optimizer 0.40"
+
+
+def test_pieces_that_could_not_be_timed_are_named():
+    found = model("m", STEPS)
+    found["arms"]["cgpass"]["alone"] = {"error": "RuntimeError: no\nreplay"}
+    assert "pieces alone" not in goals.table({"bench": bench(found)})
+    assert (
+        report.mark("cgpass", found["arms"]["cgpass"])
+        == "pieces not timed: RuntimeError: no replay"
+    )
+
+
 def test_goals_of_memory_first_steps_and_several_devices():
     def bytes_of(**arms):
         return {"arms": {name: {"peak_reserved_bytes": value} for name, value in arms.items()}}
