@@ -10,7 +10,8 @@ import warnings
 import pytest
 import torch
 
-from cgpass import _torch, options
+from cgpass import options
+from cgpass._torch import frames
 from cgpass.runtime import fast, node
 
 SCRIPTS_OWN = {"CGPASS_VENV", "CGPASS_FAST"}
@@ -125,4 +126,4 @@ def builtin_defaults(monkeypatch):
 @pytest.fixture(autouse=True)
 def no_graph_breaks_of_others():
     """Summaries tell of all that the process met."""
-    _torch._graph_breaks.clear()
+    frames._graph_breaks.clear()

@@ -7,6 +7,7 @@ import sysconfig
 import threading
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -50,7 +51,7 @@ _CALLS_HOOKS: Final = os.path.join(os.path.dirname(torch.nn.modules.__file__), "
 """What lies between any two modules."""
 _TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 _PYTHON: Final = sysconfig.get_path("stdlib") + os.sep
-_OURS: Final = os.path.dirname(_torch.__file__) + os.sep
+_OURS: Final = str(Path(__file__).parents[1]) + os.sep
 _INSTALLED: Final = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _LEAVE_IT: Final = {
     "Unsupported Tensor.backward() call": "leave it: the backward has graphs of its own",

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cgpass import _torch
+from cgpass._torch import graphs
 from cgpass.runtime.driver import CUDADriver
 from tests.unit.fake_cuda import DEVICE
 
@@ -72,12 +73,12 @@ def test_a_snapshot_that_drops_references_is_given_more(monkeypatch, drops):
         return [handle == pool]
 
     monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
-    _torch._drops_references.cache_clear()
+    graphs._drops_references.cache_clear()
     try:
         assert _torch.pool_segments(pool) == [True]
-        assert _torch._drops_references() is drops
+        assert graphs._drops_references() is drops
     finally:
-        _torch._drops_references.cache_clear()
+        graphs._drops_references.cache_clear()
     assert not {*map(id, pool)} & {*map(id, held)}
     others = [object(), object()]
     assert list(map(sys.getrefcount, held)) == list(map(sys.getrefcount, others))

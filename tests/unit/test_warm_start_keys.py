@@ -9,7 +9,8 @@ from torch._inductor import pattern_matcher
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.fx_passes import joint_graph
 
-from cgpass import _torch, warm_start
+from cgpass import warm_start
+from cgpass._torch import kept_graphs
 from cgpass.options import Options
 
 X = torch.ones(4, 8)
@@ -200,9 +201,9 @@ def test_functions_that_refer_to_themselves_are_looked_at():
     if not own:
         late = 0
     own.__module__ = closed.__module__ = "torch.nn"
-    assert _torch._are_torchs([own, closed])
+    assert kept_graphs._are_torchs([own, closed])
     own.__module__ = "torchvision"
-    assert not _torch._are_torchs([closed])
+    assert not kept_graphs._are_torchs([closed])
 
 
 def first_formula(x):
@@ -315,5 +316,5 @@ def test_where_caches_are_off_there_is_no_key(module, name, value):
 
 
 def test_in_a_process_of_several_there_is_no_key(monkeypatch):
-    monkeypatch.setattr(_torch, "has_process_groups", lambda: True)
+    monkeypatch.setattr(kept_graphs, "has_process_groups", lambda: True)
     assert key_of(sine, X) is None

@@ -1,0 +1,325 @@
+"""Compiling with AOTAutograd and Inductor."""
+
+import contextlib
+import contextvars
+import functools
+import inspect
+from collections.abc import (
+    Callable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    MutableSet,
+    Sequence,
+)
+from typing import Any
+
+import torch
+
+Restore = Callable[[Any, Mapping[str, Any]], Callable[[list[Any]], Any]]
+
+
+restoring: contextvars.ContextVar[Restore | None] = contextvars.ContextVar(
+    "restoring", default=None
+)
+
+
+def compile_with_inductor(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    inner_compile: Callable[..., Any],
+    partition_fn: Callable[..., Any],
+    config_patches: Mapping[str, Any],
+    cache_key: str | None = None,
+    restore: Restore | None = None,
+) -> Callable[..., Any]:
+    """Run `compile_fx` with our split and our compiler of the split graphs.
+
+    Args:
+        gm: Dynamo's graph.
+        example_inputs: Its inputs.
+        inner_compile: Makes a forward, backward or inference graph callable. With a cache key: by `cached_code`.
+        partition_fn: Splits a joint graph.
+        config_patches: Inductor's settings.
+        cache_key: What AOTAutograd's cache adds to its own key. None to leave that cache off: a hit calls neither of
+            the two.
+        restore: Called on a hit for each graph, with what `cached_code` was given and what the graph is compiled with.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return partition_fn(*args, **kwargs)
+
+        def uuid(self) -> str:
+            return str(cache_key)
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return str, (self.uuid(),)
+
+    patches = {
+        **config_patches,
+        "triton.cudagraphs": False,
+        "custom_partitioner_fn": Partitioner(),
+    }
+    settings = {"enable_autograd_cache": False}
+    if cache_key is not None:
+        # What is kept is what the compiler gave, forward and backward together: both are compiled at once.
+        names = ("enable_autograd_cache", "bundled_autograd_cache")
+        settings = dict.fromkeys((*names, "force_non_lazy_backward_lowering"), True)
+    token = restoring.set(restore)
+    try:
+        with functorch_config.patch(settings):
+            compiled: Any = compile_fx(
+                gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches
+            )
+    finally:
+        restoring.reset(token)
+    return compiled
+
+
+@contextlib.contextmanager
+def compiled_by_themselves() -> Iterator[None]:
+    """Have Inductor use its own cache for graphs that AOTAutograd's keeps before they are compiled."""
+    from torch._functorch import config
+
+    with config.patch(bundled_autograd_cache=False):
+        yield
+
+
+def compile_with_aten(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    inference: Callable[..., Any],
+    partition_fn: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Run AOTAutograd without Inductor and without decompositions.
+
+    Tokens that order effects are made in the graph, as for Inductor: as inputs of the graph they would shift what
+    AOTAutograd says of inputs and outputs by their positions.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config as functorch_config
+
+    backend = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        partition_fn=partition_fn,
+        keep_inference_input_mutations=True,
+    )
+    with functorch_config.patch(enable_autograd_cache=False, unlift_effect_tokens=True):
+        return backend(gm, list(example_inputs))
+
+
+def inductor_inner(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+) -> Callable[[list[Any]], Any]:
+    """`compile_fx_inner` with Inductor's own CUDA graphs off; boxed.
+
+    Our split is taken out of Inductor's configuration: it has done its work, and Inductor's code cache can't pickle it.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import BoxedBool
+
+    kwargs["cudagraphs"] = BoxedBool(False)
+    with config.patch(custom_partitioner_fn=None):
+        return compile_fx_inner(gm, example_inputs, **kwargs)
+
+
+@contextlib.contextmanager
+def own_tracing_context(
+    inputs: Sequence[Any], late: Mapping[str, Any] | None = None
+) -> Iterator[None]:
+    """A fresh TracingContext with the ambient fake mode, for compiling one piece of a graph.
+
+    A second piece in the same context trips Inductor's check that output strides are reported once, and a piece
+    would read the whole backward graph's donated buffers by position.
+
+    Args:
+        inputs: Of the piece, fake: their mode is taken where there is no ambient one.
+        late: Inductor's settings, if torch.compile is done and the piece is compiled in the middle of a call.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config
+
+    outer = TracingContext.try_get()
+    mode = None if outer is None else outer.fake_mode
+    if mode is None:
+        modes = (getattr(value, "fake_mode", None) for value in inputs)
+        mode = next((found for found in modes if found is not None), None)
+    with contextlib.ExitStack() as stack:
+        if late is not None:
+            stack.enter_context(config.patch(dict(late)))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch._C._DisableAutocast())
+        stack.enter_context(tracing(TracingContext(mode)))
+        yield
+
+
+@contextlib.contextmanager
+def sizes_assumed(values: Sequence[Any]) -> Iterator[list[Any]]:
+    """Note what compiling assumes of symbolic sizes, and have torch forget it afterwards.
+
+    Once Dynamo has written its guards, nobody checks what is assumed later. It is undone so that nothing else that
+    is compiled relies on it: only who gets the notes knows of them.
+
+    Args:
+        values: A graph's inputs, fake.
+
+    Returns:
+        In a context, a list that is filled at its end: conditions on symbols, beyond those that Dynamo checks.
+
+    Source: torch/fx/experimental/symbolic_shapes.py `ShapeEnv`, `_check_frozen`, `_lru_cache`, 2.11 to 2.15.
+    """
+    found = (_shape_env(value) for value in values)
+    env = next((env for env in found if env is not None), None)
+    assumed: list[Any] = []
+    if env is None:
+        yield assumed
+        return
+    before = {name: _copied_state(value) for name, value in vars(env).items()}
+    num_known = len(env.guards)
+    env.frozen = False
+    _forget_evaluated(env)
+    try:
+        yield assumed
+        assumed += [guard.expr for guard in env.guards[num_known:]]
+    finally:
+        # Caches go by these numbers, which must not come back.
+        versions = {k: v + 1 for k, v in vars(env).items() if k.endswith("version_counter")}
+        vars(env).clear()
+        vars(env).update(before | versions)
+        _forget_evaluated(env)
+
+
+def _forget_evaluated(env: Any) -> None:
+    """Empty the caches of a ShapeEnv's methods: an answer from there leaves no guard."""
+    for method in vars(type(env)).values():
+        clear = getattr(method, "cache_clear", None)
+        if clear is not None:
+            clear()
+
+
+def _shape_env(value: Any) -> Any:
+    if isinstance(value, torch.SymInt):
+        return value.node.shape_env
+    return getattr(getattr(value, "fake_mode", None), "shape_env", None)
+
+
+def _copied_state(value: Any) -> Any:
+    """A copy of a collection and, in a dict, of the collections in it; anything else as it is."""
+    if not isinstance(value, (MutableMapping, MutableSequence, MutableSet)):
+        return value
+    collection: Any = value
+    copied = collection.copy()
+    if isinstance(value, MutableMapping):
+        for key, inner in value.items():
+            copied[key] = _copied_state(inner)
+    return copied
+
+
+def report_output_strides(strides: Sequence[tuple[Any, ...] | None]) -> None:
+    """Tell AOTAutograd the strides of a forward graph's outputs, so that the backward is compiled for them."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides is not None and not context.output_strides:
+        context.output_strides.extend(strides)
+
+
+def static_input_indices(gm: torch.fx.GraphModule, *, inference: bool) -> tuple[int, ...]:
+    """Positions of a forward or inference graph's inputs that AOTAutograd knows to keep their address."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    if metadata is None:
+        return ()
+    shift = 0
+    if inference and _counts_tokens_as_inputs():
+        made = (str(node.target) for node in gm.graph.nodes)
+        shift = sum(name == "prims._make_token.default" for name in made)
+    return tuple(i - shift for i in metadata.static_input_indices or ())
+
+
+@functools.cache
+def _counts_tokens_as_inputs() -> bool:
+    """Whether tokens that order effects still count as an inference graph's first inputs once they are none.
+
+    Source: torch/_functorch/_aot_autograd/graph_capture_wrappers.py `handle_effect_tokens_fn`, which counts them from
+    2.13 on, and graph_capture.py, which takes that back in 2.15.
+    """
+    from torch._functorch._aot_autograd import graph_capture, graph_capture_wrappers
+
+    counts = "idx + num_tokens" in inspect.getsource(graph_capture_wrappers)
+    return counts and "idx - num_tokens" not in inspect.getsource(graph_capture)
+
+
+def donate_no_buffers() -> None:
+    """Have AOTAutograd know that this backward takes no memory of its saved tensors.
+
+    With donated buffers `retain_graph=True` raises, and pieces of a backward graph would donate the wrong inputs.
+    To be called when the forward graph is compiled: its split has made the list by then, and nobody has read it.
+    Turning the setting off instead leaves no list, which is not an empty one to whoever checks before a backward.
+
+    Source: torch/_functorch/_aot_autograd/graph_compile.py `fw_metadata.bw_donated_idxs`, 2.11 to 2.15.
+    """
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    donated = None if context is None else getattr(context.fw_metadata, "bw_donated_idxs", None)
+    if donated is not None:
+        donated.clear()  # the metadata of wrapped and of plain tensors share this list
+
+
+def lazy_graph_module(
+    root: torch.nn.Module | dict[str, Any], graph: torch.fx.Graph, name: str = "GraphModule"
+) -> torch.fx.GraphModule:
+    """A `GraphModule` whose Python is generated when it is asked for: Inductor reads the graph alone.
+
+    Source: torch/fx/_lazy_graph_module.py, 2.11 to 2.15.
+    """
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(root, graph, name)
+
+
+def boxed_graph_module(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """`gm` as generated Python that takes one list, empties it, and drops values at their last use."""
+    from torch.fx.graph import _BoxedCodeGen
+
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+    _ = gm.code  # a lazy GraphModule generates its forward only now
+    forward = type(gm).forward
+
+    def boxed(args: list[Any]) -> Any:
+        return forward(gm, args)
+
+    return mark_boxed(boxed)
+
+
+def mark_boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Tell AOTAutograd that `fn`, a plain function, takes one list. Dynamo's wrappers carry the mark along."""
+    setattr(fn, "_boxed_call", True)  # noqa: B010  functions take attributes
+    return fn
+
+
+def inductor_option_names() -> list[str]:
+    """Every name that Inductor's configuration knows, `triton.cudagraphs` and the like included.
+
+    Source: torch/utils/_config_module.py, `ConfigModule._config`, 2.11 to 2.15.
+    """
+    from torch._inductor import config
+
+    return list(getattr(config, "_config"))  # noqa: B009  in no stub

@@ -1,0 +1,145 @@
+"""Dynamo: backends, what is compiled by which, and its graphs' inputs."""
+
+import contextlib
+import functools
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_registering = threading.Lock()
+
+
+def register_backend(name: str, backend: Callable[..., Any]) -> None:
+    """Have Dynamo know a backend that was given as a function.
+
+    For backends that it knows, newer versions drop the weak references to parameters that tracing leaves behind;
+    with them `torch.utils.swap_tensors` refuses the parameters.
+
+    Source: torch/_dynamo/convert_frame.py, `_is_registered_backend`, 2.15; the registry is the same from 2.11 on.
+    """
+    from torch._dynamo.backends import registry
+
+    with _registering:
+        if name not in registry._COMPILER_FNS:
+            registry.register_backend(backend, name=name)
+
+
+@contextlib.contextmanager
+def backend_for_once(backend: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """A backend that does what another one does, but shares nothing that Dynamo compiled with it.
+
+    Afterwards Dynamo knows nothing of what it compiled with it, so that it does not count towards `recompile_limit`
+    either: entries that are invalid do, unless they guard on another object. Where it reached that limit, Dynamo would
+    compile nothing of the function any more.
+
+    Source: torch/_dynamo/guards.py `CheckFunctionManager.invalidate`, cache_size.py `_has_same_id_matched_objs`,
+    convert_frame.py `FrameAction.RUN_ONLY`, 2.11 to 2.15.
+    """
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, set_code_exec_strategy
+    from torch._dynamo.backends import registry
+    from torch._dynamo.convert_frame import register_bytecode_hook
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    once: Any = functools.partial(backend)
+    codes, nothing_like_it = set[types.CodeType](), object()
+
+    def note(code: types.CodeType, new_code: types.CodeType) -> None:
+        del new_code
+        codes.add(code)
+
+    functools.update_wrapper(once, backend)  # messages name it
+    del once.__wrapped__
+    name = f"{backend.__name__}_{id(once)}"
+    registry._COMPILER_FNS[name] = once  # as of `register_backend`
+    hook = register_bytecode_hook(note)
+    try:
+        yield once
+    finally:
+        hook.remove()
+        del registry._COMPILER_FNS[name]
+        for code in codes:
+            # It compiled something of it, so this is what it did before.
+            set_code_exec_strategy(
+                code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
+            )
+            for entry in _debug_get_cache_entry_list(code):
+                if _innermost_backend(entry.backend) is once:
+                    deleted: Any = DeletedGuardManagerWrapper("it was compiled to be explained")
+                    deleted.id_matched_objs = {"": lambda: nothing_like_it}
+                    manager: Any = entry.guard_manager
+                    manager.extra_state.invalidate(entry, deleted)
+
+
+def _innermost_backend(backend: Any) -> Any:
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return getattr(backend, "compiler_fn", backend)
+
+
+def is_compiled(fn: Any) -> bool:
+    """Whether `torch.compile` returned a callable, or was called on a module in place.
+
+    What `torch.compiler.disable` returns carries its original, too, and a mark.
+
+    Source: torch/_dynamo/eval_frame.py `OptimizedModule`, `_TorchDynamoContext.__call__`, 2.11 to 2.15.
+    """
+    if isinstance(fn, torch.nn.Module):
+        from torch._dynamo.eval_frame import OptimizedModule
+
+        return isinstance(fn, OptimizedModule) or fn._compiled_call_impl is not None
+    return hasattr(fn, "_torchdynamo_orig_callable") and not is_disabled(fn)
+
+
+def is_compiled_by(fn: Any, backend: Callable[..., Any]) -> bool:
+    """Whether `torch.compile` returned a function or module that a backend compiles, as far as that can be seen.
+
+    Source: torch/_dynamo/eval_frame.py `OptimizedModule`, `_TorchDynamoContext.__call__`, 2.11 to 2.15.
+    """
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    if isinstance(fn, OptimizedModule):
+        return _innermost_backend(getattr(fn.dynamo_ctx, "callback", None)) is backend
+    if not isinstance(fn, types.FunctionType) or not is_compiled(fn):
+        return False
+    cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+    around = {name: cell for name, cell in cells if name == "callback"}
+    return any(_innermost_backend(cell.cell_contents) is backend for cell in around.values())
+
+
+def is_disabled(fn: Any) -> bool:
+    """Whether `torch.compiler.disable` returned a function."""
+    return bool(getattr(fn, "_torchdynamo_disable", False))
+
+
+def dynamo_source_name(node: torch.fx.Node) -> str | None:
+    """What a placeholder of Dynamo's graph stands for in the user's words, `L['self'].fc.weight`."""
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    if source is None:
+        return None
+    name = source.name
+    return name() if callable(name) else name
+
+
+def static_mark(node: torch.fx.Node) -> str | None:
+    """How a placeholder of Dynamo's graph was said to keep its address, None if it was not.
+
+    Source: torch/_dynamo/decorators.py `mark_static_address`, 2.11 to 2.15.
+    """
+    return node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
+
+
+def input_position(node: torch.fx.Node) -> int | None:
+    """Position among Dynamo's inputs of what a placeholder of AOTAutograd's graph stands for, if it is one of them."""
+    return getattr(node.meta.get("desc"), "idx", None)
+
+
+def handles_subclasses(gm: torch.fx.GraphModule) -> bool:
+    """Whether inputs or outputs of Dynamo's graph are tensors that AOTAutograd takes apart (DTensor)."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    nodes = [*gm.graph.find_nodes(op="placeholder"), *gm.graph.output_node().all_input_nodes]
+    return any(is_traceable_wrapper_subclass(node.meta.get("example_value")) for node in nodes)

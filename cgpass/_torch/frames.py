@@ -1,0 +1,168 @@
+"""What Dynamo counts, gives up, and breaks at."""
+
+import functools
+import sys
+import threading
+import traceback
+import types
+from collections import deque
+from collections.abc import Container, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+
+def dynamo_counters() -> MutableMapping[str, Any]:
+    """What torch counts, by who does: `collections.Counter`s."""
+    from torch._dynamo.utils import counters
+
+    return counters
+
+
+def compilations() -> list[Any]:
+    """What torch noted of compilations, oldest first: which function each was of, how it went, why it was needed.
+
+    Backwards that are compiled when they first run are among them, without a function's name. Dynamo is not loaded for
+    it: a script may still set what that reads when it is.
+
+    Source: torch/_dynamo/utils.py `CompilationMetrics`, `get_compilation_metrics`, 2.11 to 2.15.
+    """
+    utils = sys.modules.get("torch._dynamo.utils")
+    return [] if utils is None else list(utils.get_compilation_metrics())
+
+
+def frames_compiled() -> int:
+    """Functions that Dynamo was to compile since `torch.compiler.reset()`; their numbers in notes are below it.
+
+    Source: torch/_dynamo/convert_frame.py `FRAME_COUNTER`, 2.11 to 2.15.
+    """
+    return getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)
+
+
+def note_compilations(limit: int) -> int | None:
+    """Have torch keep so many of its newest notes; returns how many it kept, None if Dynamo is not loaded.
+
+    Source: torch/_dynamo/utils.py `set_compilation_metrics_limit`, 64 by default, 2.11 to 2.15.
+    """
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        return None
+    before = utils._compilation_metrics.maxlen
+    utils.set_compilation_metrics_limit(limit)
+    return before
+
+
+def was_given_up(compilation: Any) -> bool:
+    """Whether a compilation ended in a function, or what is left of it, that runs in eager.
+
+    Source: torch/_dynamo/convert_frame.py `ConvertFrame.__call__`, 2.11 to 2.15.
+    """
+    from torch._dynamo import exc
+
+    if not compilation.fail_type:
+        return False
+    kind = getattr(exc, compilation.fail_type, None)
+    soft = isinstance(kind, type) and issubclass(kind, (exc.Unsupported, exc.UserError))
+    return soft or bool(compilation.config_suppress_errors)
+
+
+@dataclass(eq=False, slots=True)
+class GraphBreak:
+    """What Dynamo said of a graph break."""
+
+    code: types.CodeType
+    """Of the function that was compiled and had it, in itself or in what it calls."""
+    compile_id: str
+    text: str
+    stack: tuple[traceback.FrameSummary, ...]
+    """All frames that it was traced through, outermost first."""
+    thread: int
+    told: bool = False
+    """Whether a graph tells of it."""
+    over: bool = False
+    """Whether Dynamo forgot since what it compiled."""
+
+    @property
+    def function(self) -> tuple[str, str]:
+        """File and name."""
+        return self.code.co_filename, self.code.co_name
+
+    @property
+    def line(self) -> traceback.FrameSummary | None:
+        """The innermost."""
+        return self.stack[-1] if self.stack else None
+
+    def was_met_by(self, ran: Container[types.CodeType]) -> bool:
+        """Whether what was compiled when it was met, or left to eager for it, is among code that ran.
+
+        Source: torch/csrc/dynamo/cache_entry.h, `CacheEntry`, 2.11 to 2.15.
+        """
+        from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+        if self.over:
+            return False
+        entries = _debug_get_cache_entry_list(self.code)
+        made = [entry.code for entry in entries if str(entry.compile_id) == self.compile_id]
+        return any(code in ran for code in made or [self.code])
+
+
+_graph_breaks: deque[GraphBreak] = deque(maxlen=1024)
+
+
+def note_graph_breaks() -> None:
+    """Have graph breaks noted from now on; nothing happens as long as Dynamo is not loaded.
+
+    Where Dynamo can't go on behind one, the graph that it compiles before it carries no word of it; where no operator
+    is before it there is no such graph. Those of functions that are compiled for another backend are left out.
+
+    Source: torch/_dynamo/symbolic_convert.py `InstructionTranslatorBase.log_graph_break`, 2.11 to 2.15.
+    """
+    convert = sys.modules.get("torch._dynamo.symbolic_convert")
+    kind = getattr(convert, "InstructionTranslatorBase", None)
+    log = getattr(kind, "log_graph_break", None)
+    if kind is None or log is None or hasattr(log, "_notes_for_cgpass"):
+        return
+    from torch._guards import CompileContext
+
+    @functools.wraps(log)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_for_us(self):
+            error = kwargs.get("exc", args[-1] if args else None)
+            _graph_breaks.append(
+                GraphBreak(
+                    self.f_code,
+                    str(CompileContext.current_compile_id()),
+                    str(getattr(error, "msg", None) or error),
+                    tuple(getattr(error, "real_stack", None) or ()),
+                    threading.get_ident(),
+                )
+            )
+        return log(self, *args, **kwargs)
+
+    noting._notes_for_cgpass = True  # pyrefly: ignore[missing-attribute]
+    kind.log_graph_break = noting
+
+
+def _is_for_us(translator: Any) -> bool:
+    """Whether what is compiled goes to our backend, by whatever name.
+
+    Source: torch/_dynamo/repro/after_dynamo.py `WrapBackendDebug`, 2.11 to 2.15.
+    """
+    backend = getattr(getattr(translator, "output", None), "compiler_fn", None)
+    while backend is not None:
+        name = getattr(backend, "_compiler_name", None) or getattr(backend, "__name__", None)
+        if str(name).startswith("cgpass"):
+            return True
+        inside = ("_torchdynamo_orig_backend", "compiler_fn", "func")
+        backend = next((found for each in inside if (found := getattr(backend, each, None))), None)
+    return False
+
+
+def graph_breaks() -> list[GraphBreak]:
+    """The newest of this process since they are noted, oldest first."""
+    return list(_graph_breaks)
+
+
+def end_graph_breaks() -> None:
+    """Note that Dynamo forgets all that it compiled so far."""
+    for each in graph_breaks():
+        each.over = True

@@ -1,0 +1,158 @@
+"""Process groups, their collectives, and what FSDP2 gathers."""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def has_process_groups() -> bool:
+    """Whether this process may communicate with others."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+@functools.cache
+def before_process_groups_end(hook: Callable[[], None], abort_hook: Callable[[], None]) -> None:
+    """Have `hook` called before a process group shuts down, and when the interpreter ends; the other before one is aborted.
+
+    torch (2.11 to 2.15) has no such hooks. `destroy_process_group` may have been imported from anywhere, so what it
+    calls is replaced: `ProcessGroup.shutdown` and, for `_abort_process_group`, `ProcessGroup.abort`; once for all.
+    """
+    import atexit
+
+    from torch.distributed import ProcessGroup
+
+    def replace(name: str, before: Callable[[], None]) -> None:
+        method = getattr(ProcessGroup, name)
+
+        @functools.wraps(method)
+        def wrapper(self: Any) -> None:
+            before()
+            method(self)
+
+        setattr(ProcessGroup, name, wrapper)
+
+    replace("shutdown", hook)
+    replace("abort", abort_hook)
+    atexit.register(hook)
+
+
+def around_gathering(
+    begin: Callable[[torch.device], Callable[[], None] | None],
+    note: Callable[[torch.UntypedStorage], None],
+) -> None:
+    """Be told when FSDP2 makes memory for what it gathers; nothing happens where it isn't loaded.
+
+    It empties the storages of gathered parameters after use, and enlarges them again before the next one.
+
+    Args:
+        begin: Called before memory is made, with the device; what it returns is called afterwards.
+        note: Called with a storage that is gathered into, before it is used.
+
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py and _fsdp_param_group.py, `alloc_storage`,
+    `FSDPParam.init_all_gather_outputs`, 2.11 to 2.15.
+    """
+    package = "torch.distributed.fsdp._fully_shard"
+    modules = [
+        sys.modules.get(f"{package}.{name}") for name in ("_fsdp_param", "_fsdp_param_group")
+    ]
+    alloc: Any = getattr(modules[0], "alloc_storage", None)
+    kind: Any = getattr(modules[0], "FSDPParam", None)
+    init: Any = getattr(kind, "init_all_gather_outputs", None)
+
+    def alloc_storage(tensor: torch.Tensor) -> None:
+        if torch.compiler.is_compiling():
+            alloc(tensor)
+            return
+        note(tensor.untyped_storage())
+        _make(begin, tensor.device, alloc, tensor)
+
+    def init_all_gather_outputs(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.all_gather_outputs or torch.compiler.is_compiling():
+            init(self, *args, **kwargs)
+            return
+        given = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.device))
+        _make(begin, next(given, None), init, self, *args, **kwargs)
+        for tensor in self.all_gather_outputs:
+            note(tensor.untyped_storage())
+
+    for name, made, ours in (
+        ("alloc_storage", alloc, alloc_storage),
+        ("init_all_gather_outputs", init, init_all_gather_outputs),
+    ):
+        if made is None or hasattr(made, "_is_of_cgpass"):
+            continue
+        replacement: Any = functools.wraps(made)(ours)
+        replacement._is_of_cgpass = True
+        for place in (*modules, kind):
+            if getattr(place, name, None) is made:
+                setattr(place, name, replacement)
+
+
+def _make(
+    begin: Callable[[torch.device], Callable[[], None] | None],
+    device: torch.device | None,
+    make: Callable[..., None],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Call `make` between `begin` and what that returns; if there is no memory, once more without.
+
+    In a pool the allocator does not look for what others have cached.
+
+    Source: c10/cuda/CUDACachingAllocator.cpp `DeviceCachingAllocator::malloc`, 2.11 to 2.15; pytorch#159674.
+    """
+    end = None if device is None else begin(device)
+    if end is not None:
+        try:
+            make(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            pass
+        else:
+            return
+        finally:
+            end()
+    make(*args, **kwargs)
+
+
+def finished_work() -> Any:
+    """What an operator of `c10d` returns for work that is done.
+
+    Source: torch/csrc/distributed/c10d/init.cpp, `FakeWork` and `Work.boxed`, 2.11 to 2.15.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    return getattr(c10d.Work, "boxed")(getattr(c10d, "FakeWork")())  # noqa: B009  in no stub
+
+
+@functools.cache
+def wait_tensor() -> Any:
+    """The operator that waits for a functional collective; None in a torch without them."""
+    import torch.distributed
+
+    if not torch.distributed.is_available():
+        return None
+    import torch.distributed._functional_collectives
+
+    return torch.ops._c10d_functional.wait_tensor.default
+
+
+def nccl_communicates() -> bool:
+    """Whether a process group has a communicator of NCCL's; one that is being made counts."""
+    from torch.distributed import distributed_c10d, is_available, is_nccl_available
+
+    if not is_available() or not is_nccl_available():
+        return False
+    device = torch.device("cuda")
+    for group in distributed_c10d._world.pg_map:
+        with contextlib.suppress(RuntimeError):  # of other devices only
+            backend: Any = group._get_backend(device)
+            backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+            if isinstance(backend, distributed_c10d.ProcessGroupNCCL):
+                is_initialized = getattr(backend, "_is_initialized", None)
+                if is_initialized is None or is_initialized():
+                    return True
+    return False

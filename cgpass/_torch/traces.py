@@ -1,0 +1,101 @@
+"""Structured traces (TORCH_TRACE)."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+
+def is_traced() -> bool:
+    """Whether torch's structured trace goes to a file (`TORCH_TRACE`). Handlers of others (pytest's) do not count.
+
+    Source: torch/_logging/_internal.py `trace_log`, `LazyTraceHandler`, 2.11 to 2.15.
+    """
+    handlers = logging.getLogger("torch.__trace").handlers
+    return bool(handlers) and any(map(_writes_a_trace, handlers))
+
+
+def _writes_a_trace(handler: logging.Handler) -> bool:
+    from torch._logging._internal import LazyTraceHandler
+
+    return isinstance(handler, LazyTraceHandler) and bool(handler.root_dir or handler.stream)
+
+
+def current_trace_id() -> Any:
+    """What traces list the compilation that runs now under, None outside of one."""
+    from torch._guards import CompileContext
+
+    return CompileContext.current_trace_id()
+
+
+@contextlib.contextmanager
+def traced_under(trace_id: Any) -> Iterator[None]:
+    """A block whose traces are listed under a compilation that is over; None: under none.
+
+    Source: torch/_guards.py `CompileContext`, 2.11 to 2.15.
+    """
+    from torch._guards import CompileContext, compile_context
+
+    if trace_id is None:
+        yield
+        return
+    context = CompileContext(trace_id.compile_id)
+    context.attempt = trace_id.attempt
+    with compile_context(context):
+        yield
+
+
+def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
+    """Add a text to the structured trace.
+
+    Args:
+        name: Of the text; tlparse makes it a file's name.
+        encoding: "string" or "json".
+        payload: Makes it; not called while nothing is traced.
+
+    Source: torch/_logging/_internal.py `trace_structured_artifact`, 2.11 to 2.15.
+    """
+    from torch._logging import trace_structured
+
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": encoding},
+        payload_fn=payload,
+        expect_trace_id=False,
+    )
+
+
+def traced_event(name: str) -> contextlib.AbstractContextManager[Any]:
+    """A block that is an event of the structured trace's timeline.
+
+    Source: torch/_dynamo/utils.py `chromium_event_timed`, 2.11 to 2.15.
+    """
+    from torch._dynamo.utils import chromium_event_timed
+
+    return chromium_event_timed(name)
+
+
+def trace_past_event(
+    name: str,
+    span_ns: tuple[int, int],
+    metadata: Mapping[str, Any],
+    inner: Sequence[tuple[str, tuple[int, int]]] = (),
+) -> None:
+    """Add an event that is over to the structured trace's timeline.
+
+    Args:
+        name: Of the event.
+        span_ns: When it began and ended, by `time.time_ns`.
+        metadata: What else is known of it.
+        inner: Names and spans of events within it, one after the other.
+
+    Source: torch/_dynamo/utils.py `ChromiumEventLogger`, 2.11 to 2.15.
+    """
+    from torch._dynamo.utils import get_chromium_event_logger
+
+    log = get_chromium_event_logger()
+    log.log_event_start(name, span_ns[0], dict(metadata))
+    for each, (start, end) in inner:
+        log.log_event_start(each, start, {})
+        log.log_event_end(each, end, {}, start, False)
+    log.log_event_end(name, span_ns[1], {}, span_ns[0], False)
