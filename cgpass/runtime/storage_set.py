@@ -31,7 +31,10 @@ class StorageSet:
             if storage._cdata in self._refs:
                 return
             if len(self._refs) >= self._full:
-                self._refs = {key: ref for key, ref in self._refs.items() if not ref.expired}
+                self._full = 2 * len(self._refs)  # whoever comes back here does not look, too
+                for key, ref in self._refs.copy().items():
+                    if ref.expired:
+                        self._refs.pop(key, None)
                 self._full = max(_FEWEST, 2 * len(self._refs))
             self._refs[storage._cdata] = _torch.WeakStorage(storage)
 
@@ -40,7 +43,7 @@ class StorageSet:
 
     def __iter__(self) -> Iterator[torch.UntypedStorage]:
         with self._lock:
-            alive = [ref.get() for ref in self._refs.values()]
+            alive = [ref.get() for ref in self._refs.copy().values()]
         return (storage for storage in alive if storage is not None)
 
     def __len__(self) -> int:

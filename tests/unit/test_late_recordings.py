@@ -200,6 +200,32 @@ def test_storages_that_died_are_looked_for_when_as_many_were_added(monkeypatch):
     assert all(storage in found for storage in alive)
 
 
+@pytest.mark.parametrize("method", ["expired", "get", "__init__"])
+def test_a_collection_inside_may_add_storages(method, monkeypatch):
+    found, alive = StorageSet(), [torch.ones(4).untyped_storage() for _ in range(32)]
+    for storage in alive[:16]:
+        found.add(storage)
+    late, inside = alive[16:24], []
+    made = getattr(_torch.WeakStorage, method)
+    work = made.fget if isinstance(made, property) else made
+
+    def collecting(*args):
+        if late and not inside:
+            inside.append(True)
+            found.add(late.pop())
+            inside.pop()
+        return work(*args)
+
+    replaced = property(collecting) if isinstance(made, property) else collecting
+    monkeypatch.setattr(_torch.WeakStorage, method, replaced)
+    for storage in alive[24:]:
+        found.add(storage)
+        assert {each.data_ptr() for each in found} >= {each.data_ptr() for each in alive[:16]}
+    added = [storage for storage in alive if all(storage is not each for each in late)]
+    assert len(added) > 24
+    assert all(storage in found for storage in added)
+
+
 def test_storages_come_from_several_threads():
     found, alive = StorageSet(), []
 
