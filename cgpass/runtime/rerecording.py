@@ -12,6 +12,8 @@ log = logging.getLogger(__name__)
 
 _CALLS_OF_A_STEP: Final = 256
 """Calls in which some step of a training should have come to its end."""
+_MOST_MOVES: Final = 8
+"""Times that stationary inputs of one partition may move without it counting in `MAX_STARTS`."""
 
 
 class Rerecording:
@@ -32,6 +34,8 @@ class Rerecording:
         """The last order that was waited for."""
         self._asked = False
         """Whether that was asked for since stationary inputs moved."""
+        self._num_moves = 0
+        """Times that some of them moved and are copied for good since."""
         self.results_move = False
         """Whether results of recordings that inputs were taken to be lay elsewhere in some call: layers left out, say."""
 
@@ -100,7 +104,10 @@ class Rerecording:
             log.info("%s: %s moved, and is copied from now on", self._name, names)
             watch = table.watch(*keys, args)
             self.results_move |= not watch.handed_on.isdisjoint(moved)
+            watched = watch.positions
             watch.stationary(args)  # leaves them out
-            self._owner.ask_to_start_over()
+            self._num_moves += watch.positions != watched
+            settles = watch.positions != watched and self._num_moves <= _MOST_MOVES
+            self._owner.ask_to_start_over(settles=settles)
         self._asked = not self._owner.start_over_if_idle() and self._owner.wants_start
         return not self._asked

@@ -150,6 +150,33 @@ def test_an_input_that_moves_after_all_is_copied_again(caplog):
     assert run.stats.recordings == 3
 
 
+def recordings_after_moves(moves):
+    """How many there are, and how many pools, after one of so many inputs that stayed moved, and then the next one."""
+    owner = Owner(SimulatedDriver())
+    run = runner(lambda *args: [sum(args)], *[COPIED] * moves, owner=owner)
+    places = tensors(moves)
+    for _ in range(10):
+        call(run, *places)
+    found = []
+    for number in range(moves):
+        places[number] = torch.ones(3)
+        for _ in range(3):
+            assert call(run, *places) == [sum(places).tolist()]
+        found.append((len(run.table.all()), len(owner._slots)))
+    return found
+
+
+def test_inputs_may_move_one_after_the_other_with_one_recording_left(monkeypatch):
+    monkeypatch.setattr("cgpass.runtime.owner.MAX_STARTS", 1)
+    assert recordings_after_moves(4) == [(1, 1)] * 4
+
+
+def test_moves_without_end_leave_recordings_beside(monkeypatch):
+    monkeypatch.setattr("cgpass.runtime.owner.MAX_STARTS", 1)
+    monkeypatch.setattr("cgpass.runtime.rerecording._MOST_MOVES", 2)
+    assert [recordings for recordings, _ in recordings_after_moves(4)] == [1, 1, 2, 3]
+
+
 def test_only_what_moves_is_copied_again():
     run = runner(lambda x, y: [x * y], COPIED, COPIED)
     x, y, z = tensors(3)
