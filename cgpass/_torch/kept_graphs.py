@@ -6,6 +6,7 @@ import itertools
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,13 +50,8 @@ def settings_of_no_key() -> tuple[Any, ...]:
 
 
 def formulas(namespaces: Collection[str]) -> Iterator[str]:
-    """Which formula Inductor has for each operator of some namespaces, which no key of torch's tells.
-
-    Source: torch/_inductor/decomposition.py `decompositions`, 2.11 to 2.15.
-    """
-    from torch._inductor.decomposition import decompositions
-
-    for op, fn in decompositions.items():
+    """Which formula Inductor has for each operator of some namespaces, which no key of torch's tells."""
+    for op, fn in _tables_of_formulas():
         if getattr(op, "namespace", None) not in namespaces:
             continue
         given: tuple[Any, ...] = ()
@@ -64,6 +60,18 @@ def formulas(namespaces: Collection[str]) -> Iterator[str]:
             fn = fn.func
         name = getattr(fn, "__qualname__", type(fn).__qualname__)
         yield f"{op} {getattr(fn, '__module__', '')}.{name} {given or ''}"
+
+
+def _tables_of_formulas() -> Iterator[tuple[Any, Any]]:
+    """Operators with their formulas, from the table that anybody may change and from the copy that traces read.
+
+    Source: torch/_inductor/decomposition.py `decompositions` and `fast_random_decomps`, which makes the copy when the
+    process compiles for the first time, 2.11 to 2.15.
+    """
+    from torch._inductor.decomposition import decompositions, fast_random_decomps
+
+    yield from decompositions.items()
+    yield from fast_random_decomps().items()
 
 
 _KERNELS = frozenset(
@@ -78,17 +86,32 @@ _KERNELS = frozenset(
 def _has_formulas_of_others() -> bool:
     """Whether somebody put formulas of his own in the place of those of torch's operators.
 
-    Source: torch/library.py `_impls` and torch/_inductor/decomposition.py, 2.11 to 2.15.
+    Source: torch/library.py `_impls`, 2.11 to 2.15.
     """
-    from torch._inductor.decomposition import decompositions
-
     made: Any = getattr(torch.library, "_impls", frozenset())
-    # torch.vmap's formulas come with its first call
-    vmap = sys.modules.get("torch._functorch.predispatch")
-    made = made - getattr(getattr(vmap, "VMAP_DECOMPOSITIONS_LIB", None), "_op_impls", set())
-    if any(n.startswith("aten/") and n.rpartition("/")[2] not in _KERNELS for n in made):
+    found = [n for n in made if n.startswith("aten/") and n.rpartition("/")[2] not in _KERNELS]
+    if not all(map(_is_of_vmap, found)):
         return True
-    return not _are_torchs(decompositions.values())
+    return not _are_torchs(fn for _, fn in _tables_of_formulas())
+
+
+def _is_of_vmap(implementation: str) -> bool:
+    """Whether torch.vmap's formula, which comes with its first call, is the one in force for "aten/op/key".
+
+    Source: torch/_functorch/predispatch.py `VMAP_DECOMPOSITIONS_LIB`; what the dispatcher tells of an operator names the
+    file that registered each kernel (aten/src/ATen/core/dispatch/OperatorEntry.cpp `dumpState`), 2.11 to 2.15.
+    """
+    vmap = sys.modules.get("torch._functorch.predispatch")
+    library = getattr(vmap, "VMAP_DECOMPOSITIONS_LIB", None)
+    if implementation not in getattr(library, "_op_impls", ()):
+        return False
+    _, op, key = implementation.split("/")
+    told = torch._C._dispatch_dump(f"aten::{op}").splitlines()
+    in_force = f"{key}: registered at {getattr(vmap, '__file__', None)}:"
+    return any(line.startswith(in_force) for line in told)
+
+
+_ROOT = str(Path(torch.__file__).parent)
 
 
 def _has_patterns_of_others() -> bool:
@@ -116,6 +139,9 @@ def _are_torchs(found: Iterable[Any]) -> bool:
         seen.add(id(value))
         if str(getattr(value, "__module__", "")).partition(".")[0] != "torch":
             return False
+        code = getattr(value, "__code__", None)
+        if code is not None and not code.co_filename.startswith(_ROOT):
+            return False  # functools.wraps copies the module's name
         for cell in getattr(value, "__closure__", None) or ():
             with contextlib.suppress(ValueError):  # of a name that is not bound
                 held = cell.cell_contents

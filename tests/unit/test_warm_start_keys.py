@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 
 import pytest
 import torch
@@ -191,6 +192,13 @@ def test_patterns_of_others_leave_no_key(made, monkeypatch):
     assert key_of(sine, X) is None
 
 
+def as_torchs(fn, module="torch.nn"):
+    """A function that says it is torch's."""
+    fn.__module__ = module
+    fn.__code__ = fn.__code__.replace(co_filename=torch.nn.__file__)
+    return fn
+
+
 def test_functions_that_refer_to_themselves_are_looked_at():
     def own(x, times=0):
         return own(x) if times else unbound  # noqa: F821
@@ -200,7 +208,7 @@ def test_functions_that_refer_to_themselves_are_looked_at():
 
     if not own:
         late = 0
-    own.__module__ = closed.__module__ = "torch.nn"
+    as_torchs(own), as_torchs(closed)
     assert kept_graphs._are_torchs([own, closed])
     own.__module__ = "torchvision"
     assert not kept_graphs._are_torchs([closed])
@@ -210,14 +218,14 @@ def first_formula(x):
     return x + 1
 
 
-first_formula.__module__ = "torch.of_ours"
+as_torchs(first_formula, "torch.of_ours")
 
 
 def second_formula(x, by=1):
     return x + by
 
 
-second_formula.__module__ = "torch.of_ours"
+as_torchs(second_formula, "torch.of_ours")
 
 
 def test_keys_tell_formulas_apart(monkeypatch):
@@ -233,10 +241,54 @@ def test_keys_tell_formulas_apart(monkeypatch):
     assert None not in keys
 
 
+def test_a_formula_around_one_of_torchs_leaves_no_key(monkeypatch):
+    table, op = torch._inductor.decomposition.decompositions, torch.ops.aten.silu.default
+    before = table[op]
+
+    @functools.wraps(before)
+    def twice(*args, **kwargs):
+        return 2 * before(*args, **kwargs)
+
+    assert key_of(sine, X) is not None
+    monkeypatch.setitem(table, op, twice)
+    assert key_of(sine, X) is None
+
+
+@pytest.mark.parametrize("table", ["decompositions", "extra_random_decomps"])
+def test_keys_know_formulas_that_the_next_compilation_does_not_read(table, monkeypatch):
+    """The first compilation of a process makes a copy of both tables."""
+    found, op = getattr(torch._inductor.decomposition, table), torch.ops.aten.special_erfcx.default
+    copy = torch._inductor.decomposition.fast_random_decomps()
+    key = key_of(sine, X)
+    monkeypatch.setitem(found, op, first_formula)
+    after = key_of(sine, X)
+    monkeypatch.setitem(copy, op, first_formula)
+    both = key_of(sine, X)
+    assert None not in (key, after, both)
+    assert both not in (key, after)
+    assert (after == key) == (table == "extra_random_decomps")
+
+
 def test_formulas_that_vmap_brings_leave_a_key():
     torch.vmap(torch.sin)(X)
     assert any(name.endswith("/FuncTorchBatched") for name in torch.library._impls)
     assert key_of(sine, X) is not None
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators:UserWarning")
+def test_formulas_in_the_place_of_those_that_vmap_brings_leave_none():
+    torch.vmap(torch.sin)(X)
+    library = torch.library.Library("aten", "IMPL")
+    more = (
+        {"allow_override": True}
+        if "allow_override" in inspect.signature(library.impl).parameters
+        else {}
+    )
+    try:
+        library.impl("addr", lambda *args, **kwargs: args[0], "FuncTorchBatched", **more)
+        assert key_of(sine, X) is None
+    finally:
+        library._destroy()
 
 
 @pytest.mark.parametrize("name", ["joint_custom_pass", "activation_memory_budget_solver"])
