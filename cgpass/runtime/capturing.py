@@ -14,6 +14,7 @@ Note [Streams of autograd's nodes]
 
 import contextlib
 import gc
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,8 +26,8 @@ _running = 0
 _stale_followed = False
 """What the user has set, while a capture runs. See Note [Streams of autograd's nodes]."""
 _waiting: list[Callable[[], None]] = []
-_pauses = 0
-"""How many want no garbage collection now."""
+_pausing: list[int] = []
+"""Threads that want no garbage collection now."""
 _collects = True
 """Whether it went on before the first of them came."""
 
@@ -76,19 +77,34 @@ def no_gc() -> Iterator[None]:
 
     The last thread that leaves has it go on, if it went on before the first one came.
     """
-    global _pauses, _collects
+    global _collects
+    thread = threading.get_ident()
     with _lock:
-        if not _pauses:
+        if not _pausing:
             _collects = gc.isenabled()
-        _pauses += 1
+        _pausing.append(thread)
         gc.disable()
     try:
         yield
     finally:
         with _lock:
-            _pauses -= 1
-            if not _pauses and _collects:
+            _pausing.remove(thread)
+            if not _pausing and _collects:
                 gc.enable()
+
+
+def _go_on_without_others() -> None:
+    """In a process that was forked: the threads that want no garbage collection, or hold the lock, are not in it."""
+    global _lock
+    _lock = threading.RLock()
+    mine = [thread for thread in _pausing if thread == threading.get_ident()]
+    if _pausing and not mine and _collects:
+        gc.enable()
+    _pausing[:] = mine
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_go_on_without_others)
 
 
 @contextlib.contextmanager

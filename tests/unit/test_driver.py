@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import threading
 
 import pytest
@@ -45,6 +46,29 @@ def test_no_gc_ends_when_the_last_thread_leaves():
         thread.join()
         seen.append(gc.isenabled())
     assert seen == [False]
+    assert gc.isenabled()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("own", [False, True])
+def test_a_forked_process_collects_though_another_thread_wanted_none(own):
+    entered, leave = threading.Event(), threading.Event()
+
+    def pause():
+        with no_gc():
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=pause)
+    thread.start()
+    entered.wait(60)
+    with no_gc() if own else contextlib.nullcontext():
+        child = os.fork()
+        if child == 0:
+            os._exit(gc.isenabled())
+    leave.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (not own)
     assert gc.isenabled()
 
 
