@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from benchlib.measure import synchronize
+from benchlib.measure import counted, synchronize
 from cgpass.runtime.executor import Executor
 from cgpass.runtime.runner import PartitionRunner
 
@@ -39,46 +39,61 @@ def followed(wrap: Callable[[Step, Run], Run]) -> Iterator[None]:
         yield
 
 
-def pieces_of(arm: Arm) -> tuple[list[Call], list[Callable[[], None]]]:
-    """What a step of a warmed-up arm runs: eager partitions with copies of their inputs, and replays of graphs.
-
-    Raises:
-        RuntimeError: A partition ran plainly.
-    """
-    eager: list[Call] = []
-    replays: list[Callable[[], None]] = []
+def eager_partitions(arm: Arm) -> list[Call]:
+    """What a step runs without a graph since it can't be captured, with copies of the inputs."""
+    found: list[Call] = []
 
     def wrap(step: Step, run: Run) -> Run:
-        if not isinstance(step.run, PartitionRunner):
+        if isinstance(step.run, PartitionRunner):
+            return run
 
-            def keep(inputs: list[Any]) -> Any:
-                copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
-                eager.append((run, copies))
-                return run(inputs)
+        def keep(inputs: list[Any]) -> Any:
+            found.append((run, [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]))
+            return run(inputs)
 
-            return keep
-
-        def note(inputs: list[Any]) -> Any:
-            outputs, recording = run(inputs)
-            if recording is None:
-                raise RuntimeError(f"{step.name} was not replayed: the arm is not warmed up")
-            replays.append(recording.replay)
-            return outputs, recording
-
-        return note
+        return keep
 
     with followed(wrap):
         arm.step(arm.workload.batches[0])
-    synchronize(arm.workload.device)
-    return eager, replays
+    return found
+
+
+def replays(arm: Arm, *, attempts: int = 40) -> list[Callable[[], None]]:
+    """The replays of a step, in order: of the first one in which all that can be captured is replayed.
+
+    Raises:
+        RuntimeError: There is none. Copies of inputs take memory in whose place others lay, so there are some attempts.
+    """
+    for _ in range(attempts):
+        found: list[Callable[[], None]] = []
+
+        def wrap(step: Step, run: Run, found: list[Callable[[], None]] = found) -> Run:
+            def note(inputs: list[Any]) -> Any:
+                outputs, recording = run(inputs)
+                if recording is not None:
+                    found.append(recording.replay)
+                return outputs, recording
+
+            return note
+
+        with followed(wrap), counted() as counters:
+            arm.step(arm.workload.batches[0])
+        others = ("warmups", "recordings", "plain_calls")
+        if found and len(found) == counters["replays"] and not any(counters[n] for n in others):
+            return found
+    raise RuntimeError(f"not all of a step was replayed in {attempts} steps")
 
 
 def times(arm: Arm, *, repeats: int = 9) -> dict[str, float]:
     """Milliseconds of a step's eager partitions, of its graphs and of its optimizer, each alone and waited for.
 
     What the graphs write is of no use afterwards, gradients among it, so gradients are dropped.
+
+    Raises:
+        RuntimeError: The arm is not warmed up.
     """
-    eager, replays = pieces_of(arm)
+    eager = eager_partitions(arm)
+    launches = replays(arm)  # last: whatever is recorded anew has others
 
     @torch.no_grad()
     def run_eager() -> None:
@@ -86,7 +101,7 @@ def times(arm: Arm, *, repeats: int = 9) -> dict[str, float]:
             run(list(inputs))
 
     def replay() -> None:
-        for launch in replays:
+        for launch in launches:
             launch()
 
     parts = {"eager_ms": run_eager, "optimizer_ms": arm.finish, "graphs_ms": replay}

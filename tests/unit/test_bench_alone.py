@@ -68,12 +68,11 @@ def arm():
 
 
 def test_eager_partitions_and_replays_of_a_step_are_told_apart(arm):
-    eager, replays = alone.pieces_of(arm)
-    assert (len(eager), len(replays)) == (2, 4)
+    assert (len(alone.eager_partitions(arm)), len(alone.replays(arm))) == (2, 4)
 
 
-def test_pieces_run_alone_with_what_the_step_gave_them(arm):
-    eager, _ = alone.pieces_of(arm)
+def test_eager_partitions_run_alone_with_what_the_step_gave_them(arm):
+    eager = alone.eager_partitions(arm)
     given = calls[-2:]
     for run, inputs in eager:
         run(list(inputs))
@@ -83,7 +82,7 @@ def test_pieces_run_alone_with_what_the_step_gave_them(arm):
 def test_each_piece_is_timed_by_itself(arm):
     before = len(calls)
     found = alone.times(arm, repeats=3)
-    assert len(calls) - before == 2 * (3 + 1)
+    assert len(calls) - before == 2 * (3 + 2)
     assert found["eager_ms"] >= 2 * seconds * 1e3
     assert set(found) == {"eager_ms", "optimizer_ms", "graphs_ms"}
     assert all(value > 0 for value in found.values())
@@ -91,12 +90,16 @@ def test_each_piece_is_timed_by_itself(arm):
 
 
 def test_a_step_goes_on_as_before_afterwards(arm):
-    found = cgpass.counters()["replays"]
     alone.times(arm, repeats=1)
+    found = cgpass.counters()["replays"]
     arm.step(arm.workload.batches[0])
-    assert cgpass.counters()["replays"] - found == 8  # of the step that was looked at, and of this
+    assert cgpass.counters()["replays"] - found == 4
 
 
-def test_partitions_that_ran_plainly_are_refused():
-    with pytest.raises(RuntimeError, match="was not replayed: the arm is not warmed up"):
-        alone.pieces_of(Arm())
+def test_steps_are_made_until_all_is_replayed():
+    assert len(alone.replays(Arm())) == 4
+
+
+def test_what_is_never_replayed_is_refused():
+    with pytest.raises(RuntimeError, match="not all of a step was replayed in 1 steps"):
+        alone.replays(Arm(), attempts=1)
