@@ -121,6 +121,9 @@ def main(arguments: list[str] | None = None) -> int:
     what.add_argument("--check", action="store_true", help="fail if something is out of step")
     what.add_argument("--write", action="store_true", help="update README, tables and plots")
     what.add_argument("--take", type=Path, nargs="+", metavar="FOLDER", help="or files: keep them")
+    parser.add_argument(
+        "--into", action="store_true", help="keep models that were not measured as they are"
+    )
     parser.add_argument("--commit", default="", help="of the results, where they don't say it")
     parser.add_argument(
         "--redraw", action="store_true", help="plots whose figures are the same, too"
@@ -132,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(line, file=sys.stderr)
         return 1 if said else 0
     if args.take:
-        for path in taking.store(taking.taken(args.take, args.commit), RESULTS):
+        for path in taking.store(taking.taken(args.take, args.commit), RESULTS, into=args.into):
             print(f"kept {path.name}")
     return write(redraw=args.redraw)
 

@@ -217,11 +217,21 @@ def distributed(found: dict[str, Any]) -> str:
     return text + "."
 
 
+def commits(found: dict[str, Any]) -> str:
+    """Of which commit results are, and models that were measured later."""
+    said = [found.get("meta", found)["commit"]]
+    said += [
+        f"{short(model['title'])}: {model['commit']}"
+        for model in found.get("results", ())
+        if "commit" in model
+    ]
+    return "; ".join(said)
+
+
 def links(results: Results, machine: str) -> str:
     """Where all figures are, and of which commit."""
     said = [
-        f"[{text}](docs/results/{part}-{machine}.{ending}) "
-        f"({results[part].get('meta', results[part])['commit']})"
+        f"[{text}](docs/results/{part}-{machine}.{ending}) ({commits(results[part])})"
         for part, (text, ending) in LINKS.items()
         if part in results
     ]

@@ -182,6 +182,13 @@ def command_text(command: str) -> str:
     return shlex.join(map(without_directories, words)).replace("'&&'", "&&")
 
 
+def of_its_own(model: dict[str, Any]) -> list[str]:
+    """Of which commit a model's figures are, where that is not the others'."""
+    if "commit" not in model:
+        return []
+    return [f"Commit {model['commit']}, command: `{command_text(model['command'])}`.", ""]
+
+
 def render(data: dict[str, Any]) -> str:
     """The whole report."""
     meta = data["meta"]
@@ -199,5 +206,6 @@ def render(data: dict[str, Any]) -> str:
     body = [*summary_rows(data["results"]), ""]
     for model in data["results"]:
         error = f" (stopped: {model['error'][:120]})" if "error" in model else ""
-        body += [f"## {model.get('title', model['model'])}{error}", "", *time_rows(model), ""]
+        body += [f"## {model.get('title', model['model'])}{error}", "", *of_its_own(model)]
+        body += [*time_rows(model), ""]
     return "\n".join([*head, *body])

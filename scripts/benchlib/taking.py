@@ -125,6 +125,20 @@ def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return kept | {"meta": meta, entries: list(joined.values())} | left_out
 
 
+def put_into(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Results of a few models in the place of those that are kept, each with the commit and command of its own."""
+    if "results" not in new or "meta" not in new:
+        raise SystemExit(f"{part(new)}: holds no models")
+    for key in ("kind", "torch", "gpu", "driver"):
+        before, now = ({**facts(data), **data}[key] for data in (old, new))
+        if before != now:
+            raise SystemExit(f"{key}: {now} is not put into results with {before}")
+    own = {key: new["meta"][key] for key in ("commit", "command", "time")}
+    entries = {entry["model"]: entry for entry in old["results"]}
+    entries |= {entry["model"]: entry | own for entry in new["results"]}
+    return old | {"results": list(entries.values())}
+
+
 def taken(places: list[Path], given: str) -> Results:
     """Results ready to be kept, by part."""
     found = found_in(places)
@@ -143,11 +157,19 @@ def taken(places: list[Path], given: str) -> Results:
     return results
 
 
-def store(results: Results, directory: Path) -> list[Path]:
-    """Writes them, and says which files; models stay in the order that an older result has."""
+def store(results: Results, directory: Path, *, into: bool = False) -> list[Path]:
+    """Writes them, and says which files; models stay in the order that an older result has.
+
+    Args:
+        results: By part.
+        directory: Of what is kept.
+        into: Whether models that were not measured stay as they are kept. See `put_into`.
+    """
     paths = []
     for name, data in results.items():
         path = directory / f"{name}-{machine(data)}.json"
+        if into:
+            data = put_into(json.loads(path.read_text()), data)
         if path.exists() and "results" in data and "meta" in data:
             old = [model["model"] for model in json.loads(path.read_text())["results"]]
             data["results"].sort(
