@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import signal
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from cgpass import _torch
 from cgpass.errors import CaptureError
+from cgpass.runtime import capturing
 from cgpass.runtime import driver as driver_module
 from cgpass.runtime.capturing import no_gc
 from cgpass.runtime.driver import CUDADriver
@@ -70,6 +72,29 @@ def test_a_forked_process_collects_though_another_thread_wanted_none(own):
     thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (not own)
     assert gc.isenabled()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_process_waits_for_no_thread_that_is_not_in_it():
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold():
+        with capturing._lock:
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    entered.wait(60)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        with no_gc():
+            pass
+        os._exit(0)
+    leave.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_no_gc_leaves_it_off_where_it_was_off():
