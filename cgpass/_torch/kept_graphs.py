@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import os
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -111,7 +112,7 @@ def _is_of_vmap(implementation: str) -> bool:
     return any(line.startswith(in_force) for line in told)
 
 
-_ROOT = str(Path(torch.__file__).parent)
+_ROOT = str(Path(torch.__file__).parent) + os.sep
 
 
 def _has_patterns_of_others() -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import os
 
 import pytest
 import torch
@@ -251,6 +252,10 @@ def test_a_formula_around_one_of_torchs_leaves_no_key(monkeypatch):
 
     assert key_of(sine, X) is not None
     monkeypatch.setitem(table, op, twice)
+    assert key_of(sine, X) is None
+    # of a package whose name begins as torch's
+    directory = os.path.dirname(torch.__file__) + "foo"
+    twice.__code__ = twice.__code__.replace(co_filename=os.path.join(directory, "ops.py"))
     assert key_of(sine, X) is None
 
 
