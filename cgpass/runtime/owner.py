@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 MAX_STARTS = 8
 """Times that all recordings are dropped to be made anew."""
-PATIENCE = 8
-"""Calls that wait for nothing to be held."""
+PATIENCE = 4
+"""Steps that wait for nothing to be held, and as many more in which what is held is moved."""
 RESCUES_IN_A_ROW = 3
 """Rescues of a recording's outputs, call after call, after which they are laid elsewhere."""
 
@@ -101,6 +101,8 @@ class Owner:
         self._starts = 0
         self.num_drops = 0
         """Times that all recordings were dropped to be made anew."""
+        self.num_moves = 0
+        """Times that inputs which stayed moved after all, and are copied for good since."""
         self.orders = Orders()
         """Those since some recording came late."""
         self._warned_held = False
@@ -116,6 +118,8 @@ class Owner:
         self.wants_start = False
         """Whether `start_over_if_idle` is to be called before the next replay."""
         self._refusals = 0
+        self._patience = PATIENCE
+        """Calls in `PATIENCE` steps, when it was asked for."""
         self._settles = False
         """Whether it is asked for by what comes to an end by itself."""
         self._all_go = False
@@ -188,6 +192,8 @@ class Owner:
             num_recordings: Of the signature.
             first: Slots before this one do not suit.
         """
+        while len(self._slots) < first:
+            self._slots.append(_Slot())
         for number, slot in enumerate(self._slots[first:], first):
             shared = number == first and num_recordings < 2
             if (shared and self._rescue_lost(slot)) or slot.live.youngest() < 0:
@@ -248,33 +254,42 @@ class Owner:
         """Whether anything is recorded in the first slot."""
         return bool(self._slots[0].recordings)
 
-    def ask_to_start_over(self, *, patience: int = PATIENCE, settles: bool = False) -> None:
+    def ask_to_start_over(self, *, patience: int | None = None, settles: bool = False) -> None:
         """Have every recording made anew as soon as nothing is held.
 
         Args:
             patience: Calls that wait for that; after them, what is held is moved, once it can be. The least counts.
+                By default as many as `PATIENCE` steps have: what a step saves is held until its end.
             settles: Whether that comes to an end by itself, so that it counts for nothing in `MAX_STARTS`.
         """
-        refusals = PATIENCE - patience
+        if not self.wants_start:
+            # those in other slots are made in place of these
+            self._patience = PATIENCE * max(1, len(self._slots[0].recordings))
+        refusals = 0 if patience is None else self._patience - patience
         if self.wants_start:
             self._refusals = max(self._refusals, refusals)
-        elif settles or self._starts < MAX_STARTS:
+        elif settles or self.may_start_over:
             self.wants_start, self._refusals = True, refusals
         self._settles |= settles and self.wants_start
+
+    @property
+    def may_start_over(self) -> bool:
+        """Whether what does not come to an end by itself may ask for it once more."""
+        return self._starts < MAX_STARTS
 
     def start_over_if_idle(self) -> bool:
         """Do what was asked for, unless outputs are held; where some always are, do it all the same after a while."""
         if any(slot.live.youngest() >= 0 for slot in self._slots):
             self._refusals += 1
-            if self._refusals <= PATIENCE:
+            if self._refusals <= self._patience:
                 return False
-            self.wants_start = self._refusals <= 2 * PATIENCE
+            self.wants_start = self._refusals <= 2 * self._patience
             self._settles &= self.wants_start
         return self.start_over()
 
     def start_over(self) -> bool:
         """Drop every recording to have its memory laid out anew, unless some of it is needed where it lies."""
-        if self._starts >= MAX_STARTS and not self._settles:
+        if not (self.may_start_over or self._settles):
             self.wants_start = False
             return False
         for slot in self._slots:
@@ -364,7 +379,7 @@ class Owner:
                     if not self.closed:
                         member.forget_failures()
             self._slots = [_Slot()]
-            self._starts = self._refusals = 0
+            self._starts = self._refusals = self.num_moves = 0
             self.orders = Orders()
             self.wants_start = self._settles = self._warned_held = self.ran_backward = False
             self._pool_addresses.clear()

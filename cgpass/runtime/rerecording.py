@@ -12,8 +12,8 @@ log = logging.getLogger(__name__)
 
 _CALLS_OF_A_STEP: Final = 256
 """Calls in which some step of a training should have come to its end."""
-_MOST_MOVES: Final = 8
-"""Times that stationary inputs of one partition may move without it counting in `MAX_STARTS`."""
+_MOST_MOVES: Final = 32
+"""Times that stationary inputs may move without it counting in `MAX_STARTS`."""
 
 
 class Rerecording:
@@ -34,8 +34,8 @@ class Rerecording:
         """The last order that was waited for."""
         self._asked = False
         """Whether that was asked for since stationary inputs moved."""
-        self._num_moves = 0
-        """Times that some of them moved and are copied for good since."""
+        self._in_vain = -1
+        """`num_drops` when that was waited for and outputs were held all the time."""
         self.results_move = False
         """Whether results of recordings that inputs were taken to be lay elsewhere in some call: layers left out, say."""
 
@@ -97,7 +97,7 @@ class Rerecording:
     ) -> bool:
         moved = sorted({i for recording in table.find(*keys) for i in recording.moved(args)})
         was_asked, self._asked = self._asked, bool(moved)
-        if not moved:
+        if not moved or self._in_vain == self._owner.num_drops:
             return True
         if not was_asked:
             names = describe(layout.infos[i] for i in moved)
@@ -106,8 +106,12 @@ class Rerecording:
             self.results_move |= not watch.handed_on.isdisjoint(moved)
             watched = watch.positions
             watch.stationary(args)  # leaves them out
-            self._num_moves += watch.positions != watched
-            settles = watch.positions != watched and self._num_moves <= _MOST_MOVES
+            left_out = watch.positions != watched
+            self._owner.num_moves += left_out
+            settles = left_out and self._owner.num_moves <= _MOST_MOVES
             self._owner.ask_to_start_over(settles=settles)
-        self._asked = not self._owner.start_over_if_idle() and self._owner.wants_start
+        started = self._owner.start_over_if_idle()
+        self._asked = not started and self._owner.wants_start
+        if not (started or self._asked):
+            self._in_vain = self._owner.num_drops
         return not self._asked

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 
 from cgpass.runtime import fast
+from cgpass.runtime import owner as owner_module
 from cgpass.runtime.owner import MAX_STARTS, PATIENCE, Owner
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runners import COPIED, POOLED, call, counts, runner
@@ -197,6 +199,26 @@ def test_three_rescues_in_a_row_move_gradients_to_a_pool_of_their_own(can_swap):
     assert [r.slot for r in backward.table.all()] == [1]
     assert [r.slot for r in forward.table.all()] == [0]
     assert backward.copied == frozenset()
+
+
+def test_gradients_that_are_rescued_in_that_pool_too_move_to_the_next_one(can_swap):
+    forward, backward = held_gradients(is_backward=True)
+    (recording,) = backward.table.all()
+    blocks = range(len(recording.memory.addresses()))
+    backward.plan_around(recording, blocks, SimpleNamespace(slot=recording.slot))
+    assert backward.table.all() == []
+    for _ in range(3):
+        assert call(forward, X) == [[2, 2]]
+        assert call(backward, X) == [[3, 3]]
+    assert [r.slot for r in backward.table.all()] == [2]
+    assert [r.slot for r in forward.table.all()] == [0]
+
+
+def test_gradients_are_copied_out_where_nothing_may_be_made_anew_any_more(can_swap, monkeypatch):
+    monkeypatch.setattr(owner_module, "MAX_STARTS", 0)
+    _, backward = held_gradients(is_backward=True)
+    assert counts(backward) == (1, 1, 9, 0)
+    assert backward.copied == {0}
 
 
 def test_three_rescues_in_a_row_have_outputs_copied_out_that_are_no_gradients(can_swap):

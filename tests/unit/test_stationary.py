@@ -274,6 +274,29 @@ def test_a_call_runs_plainly_where_nothing_can_be_dropped():
     assert {r.slot for run in (forward, backward) for r in run.table.all()} == {0}
 
 
+def test_a_move_in_a_long_step_is_over_after_it():
+    """What is held until the step's end is not held for ever, however many partitions run before that."""
+    owner = Owner(SimulatedDriver())
+    runs = [runner(times, COPIED, STATIC, owner=owner) for _ in range(6 * PATIENCE)]
+    for run in runs:
+        run.visible, run.read = frozenset(), frozenset({0})
+    inputs, w = tensors(len(runs)), torch.ones(3)
+
+    def plain_calls():
+        before = sum(run.stats.plain_calls for run in runs)
+        held = [run.run([x, w])[0][0] for run, x in zip(runs, inputs, strict=True)]
+        assert [out.tolist() for out in held] == [x.tolist() for x in inputs]
+        return sum(run.stats.plain_calls for run in runs) - before
+
+    for _ in range(3 * CALLS):
+        plain_calls()
+    assert all(run.stats.promotions == 1 for run in runs)
+    inputs[1] = torch.full((3,), 7.0)
+    assert [plain_calls() for _ in range(4)] == [1, 0, 0, 0]
+    assert [len(run.table.all()) for run in runs] == [1] * len(runs)
+    assert len(owner._slots) == 1
+
+
 def test_where_something_is_always_held_the_call_is_recorded_beside():
     run = runner(times, COPIED, STATIC)
     x, w, y = tensors(3)
