@@ -268,14 +268,13 @@ class Owner:
         refusals = 0 if patience is None else self._patience - patience
         if self.wants_start:
             self._refusals = max(self._refusals, refusals)
-        elif settles or self.may_start_over:
+        elif settles or self._starts < MAX_STARTS:
             self.wants_start, self._refusals = True, refusals
         self._settles |= settles and self.wants_start
 
-    @property
-    def may_start_over(self) -> bool:
-        """Whether what does not come to an end by itself may ask for it once more."""
-        return self._starts < MAX_STARTS
+    def may_lie_behind(self, slot: int) -> bool:
+        """Whether all may be made anew for something to have the slot after another one."""
+        return self._starts < MAX_STARTS and slot + 1 < self.max_pending_calls
 
     def start_over_if_idle(self) -> bool:
         """Do what was asked for, unless outputs are held; where some always are, do it all the same after a while."""
@@ -289,7 +288,7 @@ class Owner:
 
     def start_over(self) -> bool:
         """Drop every recording to have its memory laid out anew, unless some of it is needed where it lies."""
-        if not (self.may_start_over or self._settles):
+        if self._starts >= MAX_STARTS and not self._settles:
             self.wants_start = False
             return False
         for slot in self._slots:

@@ -35,7 +35,7 @@ class Rerecording:
         self._asked = False
         """Whether that was asked for since stationary inputs moved."""
         self._in_vain = -1
-        """`num_drops` when that was waited for and outputs were held all the time."""
+        """`num_drops` when that was waited for and outputs were held all the time: nothing waits before the next one."""
         self.results_move = False
         """Whether results of recordings that inputs were taken to be lay elsewhere in some call: layers left out, say."""
 
@@ -97,21 +97,39 @@ class Rerecording:
     ) -> bool:
         moved = sorted({i for recording in table.find(*keys) for i in recording.moved(args)})
         was_asked, self._asked = self._asked, bool(moved)
-        if not moved or self._in_vain == self._owner.num_drops:
+        if not moved:
             return True
-        if not was_asked:
-            names = describe(layout.infos[i] for i in moved)
-            log.info("%s: %s moved, and is copied from now on", self._name, names)
-            watch = table.watch(*keys, args)
-            self.results_move |= not watch.handed_on.isdisjoint(moved)
-            watched = watch.positions
-            watch.stationary(args)  # leaves them out
-            left_out = watch.positions != watched
-            self._owner.num_moves += left_out
-            settles = left_out and self._owner.num_moves <= _MOST_MOVES
+        in_vain = self._in_vain == self._owner.num_drops
+        if (in_vain or not was_asked) and self._leave_out(moved, table, layout, keys, args):
+            settles = self._owner.num_moves <= _MOST_MOVES
             self._owner.ask_to_start_over(settles=settles)
+        elif not was_asked and not in_vain:
+            self._owner.ask_to_start_over()
+        if in_vain:
+            self._asked = False
+            return True
         started = self._owner.start_over_if_idle()
         self._asked = not started and self._owner.wants_start
         if not (started or self._asked):
             self._in_vain = self._owner.num_drops
         return not self._asked
+
+    def _leave_out(
+        self,
+        moved: Sequence[int],
+        table: RecordingTable,
+        layout: Layout,
+        keys: tuple[ShapeKey, StaticKey],
+        args: Sequence[Any],
+    ) -> bool:
+        """Have stationary inputs that moved copied for good; returns whether some were not known to move."""
+        watch = table.watch(*keys, args)
+        self.results_move |= not watch.handed_on.isdisjoint(moved)
+        before = watch.positions
+        watch.stationary(args)
+        if watch.positions == before:
+            return False
+        names = describe(layout.infos[i] for i in moved)
+        log.info("%s: %s moved, and is copied from now on", self._name, names)
+        self._owner.num_moves += 1
+        return True

@@ -390,8 +390,8 @@ class PartitionRunner:
         if victim not in own:
             return
         most = 2 * victim.memory.num_bytes(blocks) >= victim.memory.num_bytes()
-        if most and self.is_backward and by not in own and self.owner.may_start_over:
-            self._first_slot = by.slot + 1
+        if most and self.is_backward and by not in own and self.owner.may_lie_behind(by.slot):
+            self._first_slot = max(self._first_slot, by.slot + 1)
             self.table.remove(victim)
             self._close([victim])
             self.owner.ask_to_start_over(patience=0)
@@ -406,6 +406,7 @@ class PartitionRunner:
     def close(self) -> None:
         """Drop every recording; the next calls warm up again unless the owner is closed."""
         self._close(self.table.clear())
+        self._first_slot = 0
         self._gathered.begin()
         self.history.forget("recordings were freed: cgpass.reset(), or a failed capture")
 

@@ -313,6 +313,26 @@ def test_where_something_is_always_held_the_call_is_recorded_beside():
     assert held[0].tolist() == (x * w).tolist()
 
 
+def test_what_was_recorded_beside_goes_once_nothing_is_held_and_another_input_moves():
+    run = runner(lambda x, y: [x * y], COPIED, COPIED)
+    other = runner(lambda x: [x - 1], COPIED, owner=run.owner)
+    other.visible, other.read = frozenset(), frozenset({0})
+    x, y, *others = tensors(4)
+    for _ in range(20):
+        call(other, x)
+        call(run, x, y)
+    held, _ = other.run([x])
+    for _ in range(2 * PATIENCE + 4):
+        assert call(run, others[0], y) == [(others[0] * y).tolist()]
+    plain = run.stats.plain_calls
+    assert len(run.table.all()) > 1
+    del held
+    for _ in range(4):
+        assert call(run, *others) == [(others[0] * others[1]).tolist()]
+    assert run.stats.plain_calls == plain, "it is recorded at once"
+    assert (len(run.table.all()), len(run.owner._slots)) == (1, 1)
+
+
 def test_where_other_results_are_always_held_the_call_is_recorded_beside():
     """Those of another partition, which change from call to call."""
     run = runner(times, COPIED, STATIC)
