@@ -214,6 +214,24 @@ def test_gradients_that_are_rescued_in_that_pool_too_move_to_the_next_one(can_sw
     assert [r.slot for r in forward.table.all()] == [0]
 
 
+def test_there_is_no_pool_behind_the_last_one(can_swap):
+    _, backward = held_gradients(is_backward=True)
+    (recording,) = backward.table.all()
+    backward.owner.max_pending_calls = 2
+    blocks = range(len(recording.memory.addresses()))
+    backward.plan_around(recording, blocks, SimpleNamespace(slot=recording.slot))
+    assert backward.table.all() == [recording]
+    assert backward.copied == {0}
+
+
+def test_a_release_forgets_that_gradients_had_a_pool_of_their_own(can_swap):
+    _, backward = held_gradients(is_backward=True)
+    backward.owner.release()
+    for _ in range(3):
+        assert call(backward, X) == [[3, 3]]
+    assert [r.slot for r in backward.table.all()] == [0]
+
+
 def test_gradients_are_copied_out_where_nothing_may_be_made_anew_any_more(can_swap, monkeypatch):
     monkeypatch.setattr(owner_module, "MAX_STARTS", 0)
     _, backward = held_gradients(is_backward=True)
