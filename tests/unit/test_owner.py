@@ -343,6 +343,26 @@ def test_who_asks_with_less_patience_is_not_kept_waiting():
     assert owner.start_over_if_idle()
 
 
+def test_what_is_held_is_tried_to_be_moved_for_as_long_as_it_was_waited_for():
+    owner = Owner(SimulatedDriver())
+    run = partition(owner=owner, visible=(), read=(0,))
+    recorded(run)
+    out = held(run)
+    owner.ask_to_start_over()
+    tried = []
+    while owner.wants_start:
+        tried.append(owner.start_over_if_idle())
+    assert tried == [False] * (2 * PATIENCE + 1)
+    assert out.tolist() == [2, 2]
+
+
+def test_a_release_forgets_how_often_inputs_moved():
+    owner = Owner(SimulatedDriver())
+    owner.num_moves = 5
+    owner.release()
+    assert owner.num_moves == 0
+
+
 def test_what_settles_starts_over_as_often_as_it_must():
     owner = Owner(SimulatedDriver())
     for _ in range(MAX_STARTS + 2):
