@@ -15,7 +15,6 @@ from cgpass._torch.backward import (
     graph_task,
     kept_by_checkpoint,
     no_outer_saved_tensors_hooks,
-    only_once,
     outside_dynamo,
     saved_on,
     saved_tensor,
@@ -23,7 +22,6 @@ from cgpass._torch.backward import (
     unpack_hook,
 )
 from cgpass._torch.compiling import (
-    Restore,
     boxed_graph_module,
     compile_with_aten,
     compile_with_inductor,
@@ -97,7 +95,6 @@ from cgpass._torch.kept_graphs import (
 from cgpass._torch.modes import (
     autograd_is_plain,
     autograd_keys_on,
-    compiled_autograd_is_on,
     direct_apply,
     in_forward_ad,
     in_functorch,

@@ -80,6 +80,7 @@ def _leave_random_ops(
 
 @contextlib.contextmanager
 def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Have a module's global be another value inside."""
     before = getattr(module, name)
     setattr(module, name, value)
     try:

@@ -83,6 +83,9 @@ _KERNELS = frozenset(
 )
 """Dispatch keys whose kernels leave a trace as it is."""
 
+_ROOT = str(Path(torch.__file__).parent) + os.sep
+"""Where torch's own files are."""
+
 
 def _has_formulas_of_others() -> bool:
     """Whether somebody put formulas of his own in the place of those of torch's operators.
@@ -110,9 +113,6 @@ def _is_of_vmap(implementation: str) -> bool:
     told = torch._C._dispatch_dump(f"aten::{op}").splitlines()
     in_force = f"{key}: registered at {getattr(vmap, '__file__', None)}:"
     return any(line.startswith(in_force) for line in told)
-
-
-_ROOT = str(Path(torch.__file__).parent) + os.sep
 
 
 def _has_patterns_of_others() -> bool:

@@ -12,7 +12,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.fx_passes import joint_graph
 
 from cgpass import warm_start
-from cgpass._torch import kept_graphs
+from cgpass._torch import joint, kept_graphs
 from cgpass.options import Options
 
 X = torch.ones(4, 8)
@@ -59,16 +59,6 @@ def test_a_key_is_the_same_for_the_same():
 
 
 @contextlib.contextmanager
-def changed(module, name, value):
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
-
-
-@contextlib.contextmanager
 def default_dtype():
     torch.set_default_dtype(torch.float64)
     try:
@@ -92,8 +82,8 @@ def half_sums():
         lambda: torch.autocast("cpu", torch.bfloat16),
         lambda: torch.autocast("cpu", torch.float16),
         lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
-        lambda: changed(torch.backends.cudnn, "enabled", False),
-        lambda: changed(torch.backends.opt_einsum, "strategy", "greedy"),
+        lambda: joint.replaced(torch.backends.cudnn, "enabled", False),
+        lambda: joint.replaced(torch.backends.opt_einsum, "strategy", "greedy"),
         default_dtype,
         half_sums,
     ],
