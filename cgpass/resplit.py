@@ -253,6 +253,8 @@ class StrideNotes:
         """Args: positions: outputs that nobody but other graphs reads."""
         self._positions = positions
         self._orders: dict[int, tuple[int, ...]] = {}
+        self._known: dict[int, tuple[int, ...]] = {}
+        """Strides of each output that were found to have the order noted."""
 
     def noting(self, fn: Boxed) -> Boxed:
         """`fn`, with the layouts noted that it returns."""
@@ -260,8 +262,9 @@ class StrideNotes:
         def run(args: list[Any]) -> Any:
             outputs = fn(args)
             for i in self._positions:
-                if isinstance(outputs[i], torch.Tensor):
-                    self._orders[i] = _order(outputs[i])
+                value = outputs[i]
+                if isinstance(value, torch.Tensor) and value.stride() != self._known.get(i):
+                    self._orders[i], self._known[i] = _order(value), value.stride()
             return outputs
 
         return run
@@ -273,7 +276,11 @@ class StrideNotes:
             outputs = list(fn(args))
             for i, order in self._orders.items():
                 value = outputs[i]
-                if isinstance(value, torch.Tensor) and _order(value) != order:
+                if not isinstance(value, torch.Tensor) or value.stride() == self._known.get(i):
+                    continue
+                if _order(value) == order:
+                    self._known[i] = value.stride()
+                else:
                     outputs[i] = _laid_out(value, order)
             return outputs
 

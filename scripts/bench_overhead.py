@@ -6,8 +6,10 @@
 
 A layer has four parameters and width 64: the device has next to nothing to do. Microseconds until a call returns,
 medians; the device is waited for between calls, outside of what is timed. All arms take turns in one process.
-  inference   a call under torch.no_grad()
-  training    gradients set to None, forward to a loss, backward
+  inference             a call under torch.no_grad()
+  training              gradients set to None, forward to a loss, backward
+  training, one thread  the same, the backward in the thread that calls it: without that autograd has a thread of its
+                        own per CUDA device
 `--compare` has status 1 where cgpass got worse against reduce-overhead of its own run than in an older result.
 For cgpass a second table says where the time goes. Without CUDA the simulated driver runs, whose replays are replaced
 by nothing once it has recorded: what is left is host time too, of another machine.
@@ -25,7 +27,7 @@ from typing import Any
 
 import torch
 from benchlib import compare, meta, plots, report
-from benchlib.report import STAGES
+from benchlib.report import ONE_THREAD, STAGES
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -35,6 +37,8 @@ from cgpass.runtime.executor import Executor
 from cgpass.runtime.recording import Recording
 
 ARMS = ("eager", "default", "reduce-overhead", "cgpass", "cgpass-direct")
+Steps = dict[str, Callable[[], None]]
+"""What is timed, by the arm's name."""
 
 
 class Layer(nn.Module):
@@ -119,8 +123,9 @@ def replay_nothing() -> None:
                 recording.replay = lambda: None
 
 
-def measure(layers: int, mode: str, device: torch.device, names: list[str]) -> dict[str, Any]:
-    """Medians by arm, and stages of cgpass."""
+def warmed(layers: int, mode: str, device: torch.device, names: list[str]) -> Steps:
+    """A step per arm, compiled and recorded."""
+    torch.compiler.reset()
     arms = {name: Arm(name, layers, device) for name in names}
     steps = {name: getattr(arm, mode) for name, arm in arms.items()}
     for step in steps.values():
@@ -128,7 +133,12 @@ def measure(layers: int, mode: str, device: torch.device, names: list[str]) -> d
             step()
     if device.type == "cpu":
         replay_nothing()
-    times: dict[str, list[float]] = {name: [] for name in names}
+    return steps
+
+
+def measure(steps: Steps, layers: int, mode: str, device: torch.device) -> dict[str, Any]:
+    """Medians by arm, and stages of cgpass."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
     before = cgpass.counters()
     for _ in range(10):
         for name, step in steps.items():
@@ -142,7 +152,9 @@ def measure(layers: int, mode: str, device: torch.device, names: list[str]) -> d
         "us": {name: round(statistics.median(found), 1) for name, found in times.items()},
     }
     result["stages"] = {
-        name: stages(steps[name], mode, device) for name in names if name.startswith("cgpass")
+        name: stages(step, mode, device)
+        for name, step in steps.items()
+        if name.startswith("cgpass")
     }
     return result
 
@@ -183,7 +195,7 @@ def marked() -> Iterator[list[float]]:
 
 def stages(step: Callable[[], None], mode: str, device: torch.device) -> dict[str, Any]:
     """Where a call's time goes; guards are measured by the profiler, in calls of their own."""
-    graphs = ("forward", "backward") if mode == "training" else ("forward",)
+    graphs = ("forward",) if mode == "inference" else ("forward", "backward")
     rows = []
     with marked() as marks:
         for _ in range(100):
@@ -222,11 +234,23 @@ def run(layers: list[int], names: list[str], device: torch.device) -> Iterator[d
     node.wait()
     rows: list[dict[str, Any]] = []
     for depth in layers:
-        for mode in ("inference", "training"):
-            torch.compiler.reset()
-            rows.append(measure(depth, mode, device, names))
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+        for row in of_depth(depth, names, device):
+            rows.append(row)
+            print(json.dumps(row), file=sys.stderr, flush=True)
             yield {"kind": "overhead", "meta": meta.describe(device.type), "rows": rows}
+
+
+def of_depth(layers: int, names: list[str], device: torch.device) -> Iterator[dict[str, Any]]:
+    """One depth in all modes."""
+    for mode in ("inference", "training"):
+        steps = warmed(layers, mode, device, names)
+        yield measure(steps, layers, mode, device)
+    if device.type == "cuda":  # on CPU it is so anyway
+        with torch.autograd.set_multithreading_enabled(False):
+            for step in steps.values():
+                step()
+            row = measure(steps, layers, ONE_THREAD, device)
+        yield row
 
 
 def save(path: Path | None, data: dict[str, Any]) -> None:

@@ -75,7 +75,7 @@ def section(results: Results, machine: str) -> str:
                 f"microseconds ([all figures](results/overhead-{machine}.md)). "
                 '"all" is measured in calls of its own, so the parts, a median each, need not add up to it. Setting '
                 "gradients to None belongs to what is before the forward, and what lies between the graphs to what "
-                "is before the backward."
+                'is before the backward. With "one thread" the backward runs in the thread that calls it.'
             )
         )
         blocks.append(stages(results["overhead"]))

@@ -169,7 +169,7 @@ def overhead(found: dict[str, Any]) -> str:
         if row["layers"] != layers or "cgpass" not in us:
             continue
         more = []
-        if row["mode"] == "training" and "cgpass-direct" in us:
+        if row["mode"] != "inference" and "cgpass-direct" in us:
             more.append(f'{us["cgpass-direct"]:.0f} with `parameter_grads="direct"`')
         more += [f"{us[n]:.0f} in {n}" for n in ("reduce-overhead", "default") if n in us]
         against = f" ({', '.join(more)})" if more else ""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cgpass.runtime import owner as owners
-from tests.usage.programs import MLP, counted
+from tests.usage.programs import MLP, Block, assert_replays, counted, sgd_step
 
 # what torch says in any thread that begins with a matrix product
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
@@ -82,6 +82,24 @@ def test_one_thread_calls_and_another_reads(way):
         return values
 
     assert way.compare(program)["plain_calls"] == 0
+
+
+@pytest.mark.parametrize("parameter_grads", ["autograd", "direct"])
+@pytest.mark.parametrize("first", [True, False])
+def test_backwards_run_in_the_calling_thread_or_in_autograds(way, first, parameter_grads):
+    def program(session):
+        module, call = session.compiled(lambda: Block(dropout=0.1))
+        values = []
+        for number, batch in enumerate(session.batches(2, 4, 16, count=9)):
+            # first recorded in one of them, then in turn
+            own = first if number < 4 else number % 2 == 0
+            with torch.autograd.set_multithreading_enabled(own):
+                values += sgd_step(module, call, batch)
+        return values
+
+    counters = way.compare(program, parameter_grads=parameter_grads)
+    assert_replays(counters)
+    assert counters["recordings"] == 2
 
 
 def test_training_steps_take_turns_between_threads(way):
