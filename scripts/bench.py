@@ -43,7 +43,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--models", default=",".join(models.SPECS), help="names, with commas")
     add(
         "--arms",
-        default=",".join(arms.NAMES),
         help="names, with commas; also cgpass-eager, cgpass-direct",
     )
     add("--steps", type=int, default=10, help="synchronised steps per block")
@@ -69,7 +68,8 @@ def jobs(args: argparse.Namespace, directory: str) -> list[worker.Job]:
     unknown = [name for name in names if name not in models.SPECS]
     if unknown:
         raise SystemExit(f"unknown models {unknown}; known: {', '.join(models.SPECS)}")
-    chosen = tuple(name for name in args.arms.split(",") if name)
+    usual = [name for name in arms.NAMES if not (args.memory and name == arms.LEAN)]
+    chosen = tuple(name for name in args.arms.split(",") if name) if args.arms else tuple(usual)
     for name in chosen:
         arms.check_name(name)
     common = {

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import cgpass
+from benchlib.report import LEAN
 from cgpass.runtime import fast, node
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from benchlib.models import Batch, Workload
 
-NAMES = ("eager", "default", "reduce-overhead", "cudagraphs", "cgpass", "limit")
+NAMES = ("eager", "default", "reduce-overhead", "cudagraphs", "cgpass", LEAN, "limit")
 REFERENCE = "cgpass-none"
 
 
@@ -48,7 +49,7 @@ def compile_settings(name: str, device: torch.device) -> dict[str, Any] | None:
         options = {"driver": "auto" if device.type == "cuda" else "simulated"}
         if name == "cgpass-eager":
             options["compiler"] = "eager"
-        if name == "cgpass-direct":
+        if name in ("cgpass-direct", LEAN):
             options["parameter_grads"] = "direct"
         if name == REFERENCE:
             options["driver"] = "none"
@@ -109,7 +110,8 @@ class Arm:
         """
         with self._autocast():
             loss = self._call(**batch)
-        loss.backward()
+        with self._threads():
+            loss.backward()
         return loss.detach()
 
     def finish(self) -> None:
@@ -131,6 +133,11 @@ class Arm:
                 value.copy_(start[key])
         self.optimizer.zero_grad(set_to_none=True)
         self.optimizer = self._new_optimizer()
+
+    def _threads(self) -> contextlib.AbstractContextManager[Any]:
+        if self.name == LEAN:
+            return torch.autograd.set_multithreading_enabled(False)
+        return contextlib.nullcontext()
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if not self.workload.spec.autocast:

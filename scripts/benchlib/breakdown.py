@@ -4,7 +4,7 @@ from typing import Any
 
 from benchlib import goals
 from benchlib.measured import Results, device, fill, short, torch_version
-from benchlib.report import GRAPHS, STAGES, median, number
+from benchlib.report import GRAPHS, LEAN, STAGES, median, number
 
 
 def name_of(model: dict[str, Any], others: list[dict[str, Any]]) -> str:
@@ -18,9 +18,10 @@ def name_of(model: dict[str, Any], others: list[dict[str, Any]]) -> str:
 def steps(bench: dict[str, Any]) -> str:
     """Milliseconds of a training step, a row per model that has a limit."""
     names = ["step", "limit's step", "loop", "limit's loop", "host", "limit's host", "GPU busy"]
+    names += ["leanest step", "leanest host"]
     rows = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for model in bench["results"]:
-        ours, limit = (model["arms"].get(name, {}) for name in ("cgpass", "limit"))
+        ours, lean, limit = (model["arms"].get(name, {}) for name in ("cgpass", LEAN, "limit"))
         if median(limit, "step_ms") is None:
             continue
         cells = [
@@ -29,6 +30,7 @@ def steps(bench: dict[str, Any]) -> str:
             for entry in (ours, limit)
         ]
         cells.append(number(ours.get("kernels", {}).get("gpu_busy_ms")))
+        cells += [number(median(lean, f"{key}_ms")) for key in ("step", "host")]
         rows.append("| " + " | ".join([name_of(model, bench["results"]), *cells]) + " |")
     return "\n".join(rows)
 
@@ -64,7 +66,8 @@ def section(results: Results, machine: str) -> str:
         fill(
             f"{on}: milliseconds of a training step ([all figures](results/bench-{machine}.md)). In "
             '"step" the host waits for the device after each step, in "loop" it does not; "host" is the '
-            "host's time for forward and backward."
+            'host\'s time for forward and backward. "Leanest" is with `parameter_grads="direct"` and the backward in the '
+            "thread that calls it ([how](#what-to-do-about-it))."
         )
     )
     blocks.append(steps(bench))

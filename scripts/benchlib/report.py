@@ -9,6 +9,8 @@ from typing import Any
 # Parts of a call of cgpass, as scripts/bench_overhead.py times them.
 STAGES = ("before", "launch", "after the launch", "rest")
 GRAPHS = ("forward", "backward")
+LEAN = "cgpass-lean"
+"""An arm: gradients set directly, and the backward in the thread that calls it."""
 ONE_THREAD = "training, one thread"
 """A mode of it: the backward runs in the thread that calls it."""
 
