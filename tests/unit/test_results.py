@@ -6,40 +6,9 @@ import shutil
 
 import pytest
 import results
-from benchlib import breakdown, goals, measured, plots, report, taking
+from benchlib import measured, plots, report, taking
 
-MACHINE = "h200-torch2.11"
-META = {
-    "torch": "2.11.0+cu130",
-    "gpu": "NVIDIA H200",
-    "driver": "580",
-    "commit": "1234567890abcdef",
-    "command": "python /root/checkout/scripts/bench.py --budget 510 --out /root/out/bench.json",
-    "time": "2026-01-02 03:04:05",
-    "seconds": 10.0,
-}
-
-
-def model(name, ms, title=None, **more):
-    arms = {arm: {"step_ms": {"median": value}} for arm, value in ms.items()}
-    return {"model": name, "title": title or f"{name}, B2", "arms": arms} | more
-
-
-def bench(*models, **meta):
-    return {"kind": "time", "meta": META | meta, "results": list(models)}
-
-
-def overhead(**meta):
-    us = {"default": 90.0, "reduce-overhead": 40.0, "cgpass": 30.0, "cgpass-direct": 20.4}
-    rows = [
-        {"layers": layers, "mode": mode, "us": us, "stages": {"cgpass": {"guards": 5.0}}}
-        for layers in (1, 100)
-        for mode in ("inference", "training")
-    ]
-    return {"kind": "overhead", "meta": META | meta, "rows": rows}
-
-
-STEPS = {"default": 8.0, "reduce-overhead": 4.0, "cgpass": 3.0, "limit": 2.0}
+from tests.unit.bench_results import MACHINE, META, STEPS, bench, model, overhead
 
 
 @pytest.fixture
@@ -115,13 +84,6 @@ def test_bars_are_relative_to_the_limit():
     assert found["without_limit"] == ["loose, B2"]
     with pytest.raises(ValueError, match="no plot of results of the kind 'memory'"):
         plots.figures({"kind": "memory"})
-
-
-def test_models_whose_names_begin_alike_are_told_apart():
-    titles = ["Mixtral 8 x 512, B1", "Mixtral, bf16 weights", "ViT-S, B8"]
-    models = [model("any", {}, title) for title in titles]
-    names = [breakdown.name_of(one, models) for one in models]
-    assert names == ["Mixtral 8 x 512", "Mixtral, bf16 weights", "ViT-S"]
 
 
 def test_sentences_about_losses():
@@ -353,71 +315,3 @@ def test_a_sentence_about_graphed_callables():
     assert "direct" not in measured.graphed(found)
     found["results"] = {"cleared": {"torch": us(100.0), "cgpass, direct gradients": us(73.2)}}
     assert measured.graphed(found).endswith(', and 0.73 times with `parameter_grads="direct"`.')
-
-
-def test_goals_say_what_is_reached_and_what_is_not():
-    slow = model("slow", STEPS | {"cgpass": 2.5})
-    fast = model("fast", STEPS | {"cgpass": 2.1})
-    regional = model("r", {"cgpass": 6.0}, title="Llama by layers, B1")
-    found = {"bench": bench(slow, fast, regional), "overhead": overhead()}
-    rows = {line.split(" | ")[0][2:]: line for line in goals.table(found).splitlines()}
-    assert rows["synchronised step, ms over the limit"].endswith(
-        "| 0.15 | 0.10 to 0.50 | 2.00 | not with slow (0.50) |"
-    )
-    assert rows["Llama compiled layer by layer, ms a step"].endswith("| 7.0 | 6.00 | - | reached |")
-    assert rows["one layer, inference, us"].endswith("| 35 | 30 | 40 | reached |")
-    assert not any("reserved" in row or "graphed" in row for row in rows)
-    over = {"bench": bench(slow)}
-    assert goals.table(over).splitlines()[-1].endswith("| 0.50 | 2.00 | not reached |")
-
-
-def test_a_step_with_eager_partitions_is_held_against_its_pieces():
-    found = model("m", STEPS | {"cgpass": 2.3})
-    pieces = {"eager_ms": 1.0, "optimizer_ms": 0.4, "graphs_ms": 0.6}
-    found["arms"]["cgpass"]["alone"] = pieces
-    table = goals.table({"bench": bench(found)})
-    ratio = STEPS["reduce-overhead"] / 2.0
-    assert (
-        f"| step with eager partitions, times its pieces alone | 1.15 | 1.15 | {ratio:.2f} | reached |"
-        in table
-    )
-    found["arms"]["cgpass"] |= {"step_ms": {"median": 2.4}}
-    assert "pieces alone | 1.15 | 1.20 |" in goals.table({"bench": bench(found)})
-    note = report.mark("cgpass", found["arms"]["cgpass"])
-    assert note == "alone: eager partitions 1.00 ms, graphs 0.60, optimizer 0.40"
-
-
-def test_pieces_that_could_not_be_timed_are_named():
-    found = model("m", STEPS)
-    found["arms"]["cgpass"]["alone"] = {"error": "RuntimeError: no\nreplay"}
-    assert "pieces alone" not in goals.table({"bench": bench(found)})
-    assert (
-        report.mark("cgpass", found["arms"]["cgpass"])
-        == "pieces not timed: RuntimeError: no replay"
-    )
-
-
-def test_goals_of_memory_first_steps_and_several_devices():
-    def bytes_of(**arms):
-        return {"arms": {name: {"peak_reserved_bytes": value} for name, value in arms.items()}}
-
-    compared = {"extra_cold_s": 2.5, "first_warm_ratio": 1.5, "partitions": 3}
-    found = {
-        "memory": {"results": [{"model": "m"} | bytes_of(cgpass=90, default=100)]},
-        "start": {"results": [{"model": "m", "title": "m", "compared": compared}]},
-        "dist-bench": {
-            "modes": {
-                "sharded": bytes_of(cgpass=1024, default=1000),
-                "tensor parallel": bytes_of(cgpass=10, default=10),
-            }
-        },
-        "graphed": {"ratio_to_torch": {"cleared": {"both": 0.9}}},
-    }
-    said = [line.split(" | ") for line in goals.table(found).splitlines()[2:]]
-    assert [(row[2], row[-1].removesuffix(" |")) for row in said] == [
-        ("0.90", "reached"),
-        ("1.00 to 1.02", "not with sharded (1.024)"),
-        ("1.90", "reached"),  # two pieces more may take 0.3 s each
-        ("1.50", "not reached"),
-        ("0.90", "reached"),
-    ]

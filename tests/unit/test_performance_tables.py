@@ -1,0 +1,114 @@
+"""Tables of docs/performance.md: goals, and where the time of a step goes."""
+
+import itertools
+
+from benchlib import breakdown, goals, report
+
+from tests.unit.bench_results import STEPS, bench, model, overhead
+
+
+def test_models_whose_names_begin_alike_are_told_apart():
+    titles = ["Mixtral 8 x 512, B1", "Mixtral, bf16 weights", "ViT-S, B8"]
+    models = [model("any", {}, title) for title in titles]
+    names = [breakdown.name_of(one, models) for one in models]
+    assert names == ["Mixtral 8 x 512", "Mixtral, bf16 weights", "ViT-S"]
+
+
+def test_goals_say_what_is_reached_and_what_is_not():
+    slow = model("slow", STEPS | {"cgpass": 2.5})
+    fast = model("fast", STEPS | {"cgpass": 2.1})
+    regional = model("r", {"cgpass": 6.0}, title="Llama by layers, B1")
+    found = {"bench": bench(slow, fast, regional), "overhead": overhead()}
+    rows = {line.split(" | ")[0][2:]: line for line in goals.table(found).splitlines()}
+    assert rows["synchronised step, ms over the limit"].endswith(
+        "| 0.15 | 0.10 to 0.50 | 2.00 | not with slow (0.50) |"
+    )
+    assert rows["Llama compiled layer by layer, ms a step"].endswith("| 7.0 | 6.00 | - | reached |")
+    assert rows["one layer, inference, us"].endswith("| 35 | 30 | 40 | reached |")
+    assert not any("reserved" in row or "graphed" in row for row in rows)
+    over = {"bench": bench(slow)}
+    assert goals.table(over).splitlines()[-1].endswith("| 0.50 | 2.00 | not reached |")
+
+
+def test_a_step_with_eager_partitions_is_held_against_its_pieces():
+    found = model("m", STEPS | {"cgpass": 2.3})
+    pieces = {"eager_ms": 1.0, "optimizer_ms": 0.4, "graphs_ms": 0.6}
+    found["arms"]["cgpass"]["alone"] = pieces
+    table = goals.table({"bench": bench(found)})
+    ratio = STEPS["reduce-overhead"] / 2.0
+    assert (
+        f"| step with eager partitions, times its pieces alone | 1.15 | 1.15 | {ratio:.2f} | reached |"
+        in table
+    )
+    found["arms"]["cgpass"] |= {"step_ms": {"median": 2.4}}
+    assert "pieces alone | 1.15 | 1.20 |" in goals.table({"bench": bench(found)})
+    note = report.mark("cgpass", found["arms"]["cgpass"])
+    assert note == "alone: eager partitions 1.00 ms, graphs 0.60, optimizer 0.40"
+
+
+def test_pieces_that_could_not_be_timed_are_named():
+    found = model("m", STEPS)
+    found["arms"]["cgpass"]["alone"] = {"error": "RuntimeError: no\nreplay"}
+    assert "pieces alone" not in goals.table({"bench": bench(found)})
+    assert (
+        report.mark("cgpass", found["arms"]["cgpass"])
+        == "pieces not timed: RuntimeError: no replay"
+    )
+
+
+def test_goals_of_memory_first_steps_and_several_devices():
+    def bytes_of(**arms):
+        return {"arms": {name: {"peak_reserved_bytes": value} for name, value in arms.items()}}
+
+    compared = {"extra_cold_s": 2.5, "first_warm_ratio": 1.5, "partitions": 3}
+    found = {
+        "memory": {"results": [{"model": "m"} | bytes_of(cgpass=90, default=100)]},
+        "start": {"results": [{"model": "m", "title": "m", "compared": compared}]},
+        "dist-bench": {
+            "modes": {
+                "sharded": bytes_of(cgpass=1024, default=1000),
+                "tensor parallel": bytes_of(cgpass=10, default=10),
+            }
+        },
+        "graphed": {"ratio_to_torch": {"cleared": {"both": 0.9}}},
+    }
+    said = [line.split(" | ") for line in goals.table(found).splitlines()[2:]]
+    assert [(row[2], row[-1].removesuffix(" |")) for row in said] == [
+        ("0.90", "reached"),
+        ("1.00 to 1.02", "not with sharded (1.024)"),
+        ("1.90", "reached"),  # two pieces more may take 0.3 s each
+        ("1.50", "not reached"),
+        ("0.90", "reached"),
+    ]
+
+
+def test_goals_have_rows_of_the_leanest_way():
+    data = bench(model("small", STEPS | {"cgpass-lean": 2.1}))
+    for arm, milliseconds in (("cgpass", 3.0), ("cgpass-lean", 1.1)):
+        data["results"][0]["arms"][arm]["host_ms"] = {"median": milliseconds}
+    calls = overhead()
+    calls["rows"].append(
+        calls["rows"][-1]
+        | {"mode": report.ONE_THREAD, "us": {"cgpass": 2400.0, "cgpass-direct": 900.0}}
+    )
+    rows = goals.table({"bench": data, "overhead": calls}).splitlines()[2:]
+    after = {row.split(" | ")[0][2:]: following for row, following in itertools.pairwise(rows)}
+    expected = {
+        "synchronised step, ms over the limit": "0.15 | 0.10 | - | reached |",
+        "host, forward and backward, ms": "1.2 | 1.10 | - | reached |",
+    }
+    for what, row in expected.items():
+        assert after[what] == f"| the same, leanest | {row}"
+    assert (
+        after["100 layers, training, us"]
+        == "| the same, one thread | 2300 | 2400 | - | not reached |"
+    )
+    assert rows[-1] == "| the same, one thread | 1200 | 900 | - | reached |"
+
+
+def test_steps_and_host_time_of_the_leanest_way_are_columns():
+    small, other = model("small", STEPS), model("other", STEPS | {"cgpass-lean": 2.1})
+    other["arms"]["cgpass-lean"]["host_ms"] = {"median": 0.7}
+    head, _, *rows = breakdown.steps(bench(small, other)).splitlines()
+    assert head.endswith("| GPU busy | leanest step | leanest host |")
+    assert [row.split(" | ")[-2:] for row in rows] == [["-", "- |"], ["2.10", "0.70 |"]]
