@@ -22,6 +22,7 @@ from cgpass.options import Options
 from cgpass.passes import cut_passes
 from cgpass.passes.base import PassContext, run_passes
 from cgpass.reason import OTHER_FIXES, Reason, many
+from cgpass.runtime import fast
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.failures import Outcome
 from cgpass.runtime.syncs import is_capture_error
@@ -251,20 +252,21 @@ class StrideNotes:
 
     def __init__(self, positions: frozenset[int]) -> None:
         """Args: positions: outputs that nobody but other graphs reads."""
-        self._positions = positions
+        self._positions = tuple(sorted(positions))
         self._orders: dict[int, tuple[int, ...]] = {}
-        self._known: dict[int, tuple[int, ...]] = {}
-        """Strides of each output that were found to have the order noted."""
+        self._noted = self._fitting = b""
+        """Strides that were noted last, and that were found to have these orders."""
 
     def noting(self, fn: Boxed) -> Boxed:
         """`fn`, with the layouts noted that it returns."""
 
         def run(args: list[Any]) -> Any:
             outputs = fn(args)
-            for i in self._positions:
-                value = outputs[i]
-                if isinstance(value, torch.Tensor) and value.stride() != self._known.get(i):
-                    self._orders[i], self._known[i] = _order(value), value.stride()
+            strides = fast.strides(outputs, self._positions)
+            if strides != self._noted:
+                tensors = [i for i in self._positions if isinstance(outputs[i], torch.Tensor)]
+                self._orders |= {i: _order(outputs[i]) for i in tensors}
+                self._noted = self._fitting = strides
             return outputs
 
         return run
@@ -274,14 +276,18 @@ class StrideNotes:
 
         def run(args: list[Any]) -> list[Any]:
             outputs = list(fn(args))
-            for i, order in self._orders.items():
-                value = outputs[i]
-                if not isinstance(value, torch.Tensor) or value.stride() == self._known.get(i):
-                    continue
-                if _order(value) == order:
-                    self._known[i] = value.stride()
-                else:
-                    outputs[i] = _laid_out(value, order)
+            strides = fast.strides(outputs, self._positions)
+            if strides == self._fitting:
+                return outputs
+            laid_out = {
+                i: _laid_out(outputs[i], order)
+                for i, order in self._orders.items()
+                if isinstance(outputs[i], torch.Tensor) and _order(outputs[i]) != order
+            }
+            for i, value in laid_out.items():
+                outputs[i] = value
+            if not laid_out:
+                self._fitting = strides
             return outputs
 
         return run

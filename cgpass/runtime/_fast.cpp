@@ -167,6 +167,26 @@ PyObject* layouts(PyObject* const* args) {
   return PyBytes_FromStringAndSize(bytes, static_cast<Py_ssize_t>(out.size() * sizeof(int64_t)));
 }
 
+PyObject* strides(PyObject* const* args) {
+  const Items values(args[0]), positions(args[1]);
+  std::vector<int64_t> out;
+  out.reserve(5 * positions.size);
+  for (Py_ssize_t k = 0; k < positions.size; ++k) {
+    PyObject* value = values.at(positions.items[k]);
+    const int is_tensor = PyObject_IsInstance(value, THPVariableClass);
+    if (is_tensor < 0) throw PythonErrorSet();
+    if (!is_tensor) {
+      out.push_back(-1);
+      continue;
+    }
+    const auto found = tensor_of(value).strides();
+    out.push_back(static_cast<int64_t>(found.size()));
+    out.insert(out.end(), found.begin(), found.end());
+  }
+  const auto* bytes = reinterpret_cast<const char*>(out.data());
+  return PyBytes_FromStringAndSize(bytes, static_cast<Py_ssize_t>(out.size() * sizeof(int64_t)));
+}
+
 PyObject* requiring_grad(PyObject* const* args) {
   const Items values(args[0]);
   Owned out(PyBytes_FromStringAndSize(nullptr, values.size));
@@ -281,6 +301,31 @@ PyObject* held(PyObject* const* args) {
     if (PyList_Append(found.object, number.object) < 0) throw PythonErrorSet();
   }
   return found.release();
+}
+
+PyObject* any_held_among(PyObject* const* args) {
+  static PyObject* const name = PyUnicode_InternFromString("watch");
+  const Items entries(args[0]);
+  if (!PyDict_Check(args[1])) fail(PyExc_TypeError, "expected a dict");
+  for (Py_ssize_t k = 0; k < entries.size; ++k) {
+    const Items entry(entries.items[k]);
+    if (entry.size < 2) fail(PyExc_ValueError, "expected a number and a memory");
+    PyObject* positions = PyDict_GetItemWithError(args[1], entry.items[0]);
+    if (positions == nullptr) {
+      if (PyErr_Occurred()) throw PythonErrorSet();
+      continue;
+    }
+    const Items among(positions);
+    if (among.size == 0) continue;
+    const Owned watch(PyObject_GetAttr(entry.items[1], name));
+    const Items parts(watch.object);
+    if (parts.size != 2) fail(PyExc_ValueError, "expected storages and their counts");
+    const Watched watched(parts.items);
+    for (Py_ssize_t n = 0; n < among.size; ++n) {
+      if (watched.is_held(index_of(among.items[n], watched.size))) Py_RETURN_TRUE;
+    }
+  }
+  Py_RETURN_FALSE;
 }
 
 PyObject* stand_in(PyObject* const* args) {
@@ -576,9 +621,11 @@ PyMethodDef methods[] = {
     METHOD(requiring_grad, 1),
     METHOD(unchanged, 5),
     METHOD(members, 2),
+    METHOD(strides, 2),
     METHOD(versions, 2),
     METHOD(in_transform, 0),
     METHOD(any_held, 2),
+    METHOD(any_held_among, 2),
     METHOD(held, 2),
     METHOD(stand_in, 3),
     METHOD(aliases, 1),

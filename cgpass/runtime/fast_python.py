@@ -29,6 +29,16 @@ def static_key(args: Sequence[Any], positions: Sequence[int]) -> bytes:
     return array("q", map(torch.Tensor.data_ptr, map(args.__getitem__, positions))).tobytes()
 
 
+def strides(values: Sequence[Any], positions: tuple[int, ...]) -> bytes:
+    """Number of dimensions and strides of each tensor, -1 for what is none."""
+    numbers = array("q")
+    for i in positions:
+        value = values[i]
+        is_tensor = isinstance(value, torch.Tensor)
+        numbers.extend((value.dim(), *value.stride()) if is_tensor else (-1,))
+    return numbers.tobytes()
+
+
 def versions(args: Sequence[Any], positions: Sequence[int]) -> bytes:
     """How often the tensors at `positions` of `args` were written, as one value; 0 for inference tensors."""
     tensors = map(args.__getitem__, positions)
@@ -157,6 +167,23 @@ def held(storages: tuple[torch.UntypedStorage, ...], key: bytes) -> list[int]:
     before = zip(numbers[2::3], numbers[1::3], strict=True)
     now = zip(count_users(storages), places, strict=True)
     return [k for k, (a, b) in enumerate(zip(before, now, strict=True)) if a != b]
+
+
+def any_held_among(
+    entries: Sequence[tuple[int, Any, Any]], among: Mapping[int, tuple[int, ...]]
+) -> bool:
+    """Whether some storage of certain ones is held.
+
+    Args:
+        entries: A number, and something with a `watch`: the arguments of `any_held`. What else there is, is of no matter.
+        among: Positions of the storages that are asked for, by that number. Entries of other numbers are left out.
+    """
+    for number, memory, *_ in entries:
+        if number in among:
+            found = held(*memory.watch)
+            if any(k in found for k in among[number]):
+                return True
+    return False
 
 
 def stand_in(address: int, num_bytes: int, like: torch.Tensor) -> torch.Tensor:

@@ -13,9 +13,9 @@ Note [What a replay overwrites]
     parameters are gathered in one place (FSDP's) run in one order, as layers with places of their own do.
 """
 
-from collections.abc import Mapping
 from typing import Generic, Protocol, TypeVar
 
+from cgpass.runtime import fast
 from cgpass.runtime.output_memory import OutputMemory
 
 
@@ -24,7 +24,7 @@ class Made(Protocol):
 
     birth: int
     memory: OutputMemory
-    released: Mapping[int, tuple[int, ...]]
+    released: dict[int, tuple[int, ...]]
     """Blocks that were free when it was made, by the birth of the recording whose outputs lay there."""
 
 
@@ -38,43 +38,37 @@ class LiveOutputs(Generic[R]):
 
     def __init__(self) -> None:
         """Nothing was handed out yet."""
-        self._stack: list[R] = []
+        self._stack: list[tuple[int, OutputMemory, R]] = []
 
     def youngest(self) -> int:
         """Birth of the youngest recording with a held output, -1 if none."""
         stack = self._stack
         while stack:
-            top = stack[-1]
-            if top.memory.any_held():
-                return top.birth
+            birth, memory, _ = stack[-1]
+            if memory.any_held():
+                return birth
             stack.pop()
         return -1
 
     def push(self, recording: R) -> None:
         """Note that a recording younger than every held one hands out its outputs."""
-        self._stack.append(recording)
+        self._stack.append((recording.birth, recording.memory, recording))
 
     def discard(self, recording: R) -> None:
         """Forget a recording that is no more."""
-        self._stack = [other for other in self._stack if other is not recording]
+        self._stack = [entry for entry in self._stack if entry[2] is not recording]
 
     def is_safe(self, recording: R) -> bool:
         """Whether a replay overwrites nothing that is held. See Note [What a replay overwrites]."""
         if self.youngest() >= recording.birth:
             return False
         released = recording.released
-        if not released:
-            return True
-        return not any(
-            other.memory.held(released[other.birth])
-            for other in self._stack
-            if other.birth in released
-        )
+        return not released or not fast.any_held_among(self._stack, released)
 
     def overwritten_by(self, recording: R) -> list[tuple[R, list[int]]]:
         """Recordings with held outputs that a replay would overwrite, and the blocks of each."""
         found: list[tuple[R, list[int]]] = []
-        for other in dict.fromkeys(self._stack):
+        for other in dict.fromkeys(other for _, _, other in self._stack):
             among = None
             if other.birth < recording.birth:
                 among = recording.released.get(other.birth, ())

@@ -84,10 +84,8 @@ class OutputMemory:
             block.visible |= use[0]
             block.internal |= use[1]
             self.tensors.append(_torch.on_storage(block.base.untyped_storage(), output))
-        self._storages: tuple[torch.UntypedStorage, ...] = ()
-        """Of the stand-ins: whoever gets one of these objects counts as holding it."""
-        self._watched = b""
-        """See `watched`."""
+        self.watch: tuple[tuple[torch.UntypedStorage, ...], bytes] = ((), b"")
+        """Storages of the stand-ins, and what `watched` says of them. Whoever keeps one of them counts as holding it."""
         self._addresses = tuple(block.address for block in self._blocks)
         self._users: tuple[int, ...] = ()
 
@@ -107,16 +105,16 @@ class OutputMemory:
 
     def any_held(self) -> bool:
         """Whether anybody holds an output: Python, views, autograd's saved tensors, `.grad` fields, closures."""
-        return fast.any_held(self._storages, self._watched)
+        return fast.any_held(*self.watch)
 
     def held(self, among: Iterable[int] | None = None) -> list[int]:
         """Numbers of the blocks that somebody holds."""
-        found = fast.held(self._storages, self._watched)
+        found = fast.held(*self.watch)
         return found if among is None else [k for k in among if k in found]
 
     def _in_place(self, blocks: Iterable[int]) -> list[int]:
         """Blocks whose stand-ins were not enlarged, emptied or shared by who holds them."""
-        return [k for k in blocks if self._storages[k].data_ptr() == self._addresses[k]]
+        return [k for k in blocks if self.watch[0][k].data_ptr() == self._addresses[k]]
 
     def addresses(self) -> list[int]:
         """Where the blocks lie."""
@@ -187,14 +185,15 @@ class OutputMemory:
 
     def _count_again(self, blocks: Collection[int]) -> None:
         """Count references to the stand-ins of blocks that nobody holds."""
-        self._storages = tuple([block.base.untyped_storage() for block in self._blocks])
-        users = count_users(self._storages)
+        self.watch = ((), b"")  # which held them
+        storages = tuple([block.base.untyped_storage() for block in self._blocks])
+        users = count_users(storages)
         known = range(len(self._users))
         self._users = tuple(
             self._users[k] if k in known and k not in blocks else users[k]
             for k in range(len(self._blocks))
         )
-        self._watched = watched(self._storages, self._users)
+        self.watch = (storages, watched(storages, self._users))
 
     # ---- who owns it
 

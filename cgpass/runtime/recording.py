@@ -47,7 +47,7 @@ class Recording:
         read: frozenset[int] = frozenset(),
         consumes: Mapping[int, int] | None = None,
         outside: Mapping[int, torch.UntypedStorage] | None = None,
-        released: Mapping[int, tuple[int, ...]] | None = None,
+        released: dict[int, tuple[int, ...]] | None = None,
         stationary: Sequence[int] = (),
         birth: int = 0,
         slot: int = 0,

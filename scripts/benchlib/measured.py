@@ -7,7 +7,7 @@ import re
 import textwrap
 from typing import Any
 
-from benchlib.report import mark, median, number
+from benchlib.report import ONE_THREAD, mark, median, number
 
 Results = dict[str, dict[str, Any]]  # part -> what its JSON holds
 ARMS = ("default", "reduce-overhead", "cgpass", "limit")
@@ -22,6 +22,7 @@ LINKS = {
     "dist": ("tests on several devices", "json"),
     "dist-bench": ("training on several devices", "json"),
 }
+IN_ONE_THREAD = "training with [the backward in the thread that calls it](docs/performance.md#what-to-do-about-it)"
 
 
 def short(title: str) -> str:
@@ -173,7 +174,8 @@ def overhead(found: dict[str, Any]) -> str:
             more.append(f'{us["cgpass-direct"]:.0f} with `parameter_grads="direct"`')
         more += [f"{us[n]:.0f} in {n}" for n in ("reduce-overhead", "default") if n in us]
         against = f" ({', '.join(more)})" if more else ""
-        said.append(f"{row['mode']} {us['cgpass']:.0f} us{against}")
+        mode = IN_ONE_THREAD if row["mode"] == ONE_THREAD else row["mode"]
+        said.append(f"{mode} {us['cgpass']:.0f} us{against}")
     if not said:
         return ""
     what = f"Host time of a call of {layers} small layers, {4 * layers} parameters: "

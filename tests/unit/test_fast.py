@@ -4,6 +4,7 @@ import random
 import sys
 from array import array
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,6 +85,24 @@ def test_keys_of_what_is_no_tensor_or_not_there_are_refused(functions):
         functions["static_key"]([torch.zeros(1)], (1,))
 
 
+def test_strides(functions):
+    tensors = [torch.zeros(2, 3), torch.zeros(3, 2).t(), torch.zeros(()), torch.zeros(4)[::2]]
+    values = [*tensors, None, 3]
+    keys = {}
+    for positions in ((0,), (1,), (2,), (3,), (4,), (0, 1), (2, 4), (5, 0), ()):
+        key = functions["strides"](values, positions)
+        assert (
+            key
+            == PYTHON["strides"](values, positions)
+            == functions["strides"](tuple(values), positions)
+        )
+        keys[key] = positions
+    assert len(keys) == 9
+    assert array("q", functions["strides"](values, (1, 4, 2))).tolist() == [2, 1, 2, -1, 0]
+    with pytest.raises(IndexError):
+        functions["strides"](values, (6,))
+
+
 def test_versions(functions):
     with torch.inference_mode():
         frozen = torch.zeros(1)
@@ -112,6 +131,36 @@ def test_a_holder_of_any_storage_is_noticed(functions):
     for function in any_held, held:
         with pytest.raises(ValueError, match=r"argument|as many"):
             function(watched[0], watched[1][:-24])
+
+
+def test_holders_of_certain_storages_are_noticed(functions):
+    owned = {number: [torch.zeros(2) for _ in range(3)] for number in (3, 5, 8)}
+    memories = {number: SimpleNamespace(watch=watch(each)) for number, each in owned.items()}
+    entries = [(number, memory, "whatever") for number, memory in memories.items()]
+    any_held_among = functions["any_held_among"]
+
+    def asked(among):
+        found = any_held_among(entries, among)
+        assert found is any_held_among(tuple(entries), among)
+        return found
+
+    among = {3: (0, 2), 8: (1,), 9: (0,)}
+    assert asked(among) is False
+    for number, tensors in owned.items():
+        for k, tensor in enumerate(tensors):
+            holder = tensor[1:]
+            assert asked(among) is (k in among.get(number, ()))
+            assert asked({number: ()}) is False
+            assert asked({number: (k,)}) is True
+            del holder
+    assert asked(among) is False
+    assert any_held_among([], among) is any_held_among(entries, {}) is False
+    owned[8][1].resize_(1000)
+    assert asked(among) is True
+    counts = memories[8].watch[1]
+    memories[8].watch = (memories[8].watch[0], counts[:-24])
+    with pytest.raises(ValueError, match=r"argument|as many"):
+        any_held_among(entries, {8: (0,)})
 
 
 def test_transforms_are_noticed(functions):

@@ -134,6 +134,13 @@ def test_a_section_without_and_with_host_time():
     ) in text
     assert text.endswith(f"![Host time over layers](docs/results/overhead-{MACHINE}.svg)")
     assert "| training | 100 | 90.0 | 40.0 | 30.0 | 20.4 |" in report.render(overhead())
+    calls = overhead()
+    for row in calls["rows"]:
+        row["mode"] = report.ONE_THREAD
+    assert (
+        "400 parameters: training with [the backward in the thread that calls it]"
+        "(docs/performance.md#what-to-do-about-it) 30 us (20 with"
+    ) in measured.overhead(calls)
 
 
 def spread(ms, mib=100.0, *, equal=True):
