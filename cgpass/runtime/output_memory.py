@@ -185,7 +185,6 @@ class OutputMemory:
 
     def _count_again(self, blocks: Collection[int]) -> None:
         """Count references to the stand-ins of blocks that nobody holds."""
-        self.watch = ((), b"")  # which held them
         storages = tuple([block.base.untyped_storage() for block in self._blocks])
         users = count_users(storages)
         known = range(len(self._users))
