@@ -24,6 +24,7 @@ from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.liveness import LiveOutputs
 from cgpass.runtime.orders import Orders
 from cgpass.runtime.recording import Recording
+from cgpass.runtime.starts import Starts
 from cgpass.runtime.storage_set import StorageSet
 from cgpass.runtime.writes import has_place
 
@@ -35,10 +36,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_STARTS = 8
-"""Times that all recordings are dropped to be made anew."""
-PATIENCE = 4
-"""Steps that wait for nothing to be held, and as many more in which what is held is moved."""
 RESCUES_IN_A_ROW = 3
 """Rescues of a recording's outputs, call after call, after which they are laid elsewhere."""
 
@@ -98,7 +95,8 @@ class Owner:
         self.closed = False
         self._slots = [_Slot()]
         self._births = 0
-        self._starts = 0
+        self.starts = Starts()
+        """Times that all recordings are dropped to be made anew."""
         self.num_drops = 0
         """Times that all recordings were dropped to be made anew."""
         self.num_moves = 0
@@ -115,13 +113,6 @@ class Owner:
         """Whether this call runs plainly: it is to, or is made inside a transform, whose tensors need have no memory."""
         self.ran_backward = False
         """Whether a backward was called."""
-        self.wants_start = False
-        """Whether `start_over_if_idle` is to be called before the next replay."""
-        self._refusals = 0
-        self._patience = PATIENCE
-        """Calls in `PATIENCE` steps, when it was asked for."""
-        self._settles = False
-        """Whether it is asked for by what comes to an end by itself."""
         self._all_go = False
         """Whether every recording is being dropped."""
         self._members: list[Member] = []
@@ -258,51 +249,38 @@ class Owner:
         """Have every recording made anew as soon as nothing is held.
 
         Args:
-            patience: Calls that wait for that; after them, what is held is moved, once it can be. The least counts.
-                By default as many as `PATIENCE` steps have: what a step saves is held until its end.
-            settles: Whether that comes to an end by itself, so that it counts for nothing in `MAX_STARTS`.
+            patience: Calls that wait for that; after them, what is held is moved, once it can be. See `Starts.ask`.
+            settles: Whether that comes to an end by itself.
         """
-        if not self.wants_start:
-            # those in other slots are made in place of these
-            self._patience = PATIENCE * max(1, len(self._slots[0].recordings))
-        refusals = 0 if patience is None else self._patience - patience
-        if self.wants_start:
-            self._refusals = max(self._refusals, refusals)
-        elif settles or self._starts < MAX_STARTS:
-            self.wants_start, self._refusals = True, refusals
-        self._settles |= settles and self.wants_start
+        # those in other slots are made in place of these
+        self.starts.ask(len(self._slots[0].recordings), patience=patience, settles=settles)
 
     def may_lie_behind(self, slot: int) -> bool:
         """Whether all may be made anew for something to have the slot after another one."""
-        return self._starts < MAX_STARTS and slot + 1 < self.max_pending_calls
+        return self.starts.any_left and slot + 1 < self.max_pending_calls
 
     def start_over_if_idle(self) -> bool:
         """Do what was asked for, unless outputs are held; where some always are, do it all the same after a while."""
-        if any(slot.live.youngest() >= 0 for slot in self._slots):
-            self._refusals += 1
-            if self._refusals <= self._patience:
-                return False
-            self.wants_start = self._refusals <= 2 * self._patience
-            self._settles &= self.wants_start
+        if any(slot.live.youngest() >= 0 for slot in self._slots) and not self.starts.outlasts():
+            return False
         return self.start_over()
 
     def start_over(self) -> bool:
         """Drop every recording to have its memory laid out anew, unless some of it is needed where it lies."""
-        if self._starts >= MAX_STARTS and not self._settles:
-            self.wants_start = False
+        if not self.starts.is_allowed():
             return False
         for slot in self._slots:
             for recording in slot.recordings:
                 held = recording.memory.held()
                 if held and not recording.memory.can_rescue(held):
                     return False
-        self._starts += not self._settles
+        self.starts.begin()
         self._drop_all()
         return True
 
     def _drop_all(self) -> None:
         """Drop every recording; who holds outputs keeps them, and a backward that reads some runs without its own."""
-        self.wants_start = self._settles = False
+        self.starts.forget()
         self.num_drops += 1
         with self._dropping_all():
             for member in self._members:
@@ -378,9 +356,10 @@ class Owner:
                     if not self.closed:
                         member.forget_failures()
             self._slots = [_Slot()]
-            self._starts = self._refusals = self.num_moves = 0
+            self.starts.reset()
+            self.num_moves = 0
             self.orders = Orders()
-            self.wants_start = self._settles = self._warned_held = self.ran_backward = False
+            self._warned_held = self.ran_backward = False
             self._pool_addresses.clear()
             self.driver.end_warm_ups()
 

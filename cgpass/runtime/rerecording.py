@@ -56,7 +56,7 @@ class Rerecording:
         if self.waits:
             return True
         orders = self._owner.orders
-        if not orders.add(self._owner.num_drops, waits=self._owner.wants_start):
+        if not orders.add(self._owner.num_drops, waits=self._owner.starts.wanted):
             return False
         if self._order == orders.count:  # waited for it as long as it was worth
             return False
@@ -67,7 +67,7 @@ class Rerecording:
     @property
     def waits(self) -> bool:
         """Whether calls are not recorded before all recordings were laid out anew."""
-        return self._waits > 0 and self._owner.wants_start
+        return self._waits > 0 and self._owner.starts.wanted
 
     def is_over(
         self,
@@ -109,7 +109,7 @@ class Rerecording:
             self._asked = False
             return True
         started = self._owner.start_over_if_idle()
-        self._asked = not started and self._owner.wants_start
+        self._asked = not started and self._owner.starts.wanted
         if not (started or self._asked):
             self._in_vain = self._owner.num_drops
         return not self._asked

@@ -129,7 +129,7 @@ class PartitionRunner:
     def _run(self, args: list[Any]) -> tuple[Sequence[Any], Recording | None]:
         if self.owner.bypassed:
             return self._fallback.run_bypassed(args, asked=self.owner.plain), None
-        if self.owner.wants_start:
+        if self.owner.starts.wanted:
             self.owner.start_over_if_idle()
         layout = self.layout
         shape_key, static_key = layout.shape_key(args), layout.static_key(args)

@@ -42,7 +42,7 @@ class Strays:
 
         Calls don't count where a warm-up made the strays, or while all recordings wait to be made anew.
         """
-        passing = self._owner.wants_start or self.are_of_warm_up(args, strays)
+        passing = self._owner.starts.wanted or self.are_of_warm_up(args, strays)
         if passing and self._passing < _PASSING:
             self._passing += 1
             self._in_a_row -= 1

@@ -37,7 +37,7 @@ def asked(owner, count, *, drops):
         order = partitions[number % 2]
         found.append(order.begin_in_order())
         order._waits = 0
-        owner.wants_start = False
+        owner.starts.wanted = False
         owner.num_drops += drops
     return found
 
@@ -46,7 +46,7 @@ def test_late_recordings_wait_for_all_to_be_made_anew(owner):
     order = Rerecording("a", owner)
     assert order.begin_in_order()
     assert order.waits
-    assert owner.wants_start
+    assert owner.starts.wanted
     assert order.begin_in_order()  # still
     assert owner.orders.count == 1
     del owner.held
@@ -75,7 +75,7 @@ def test_what_others_ask_for_is_no_order(owner):
 def test_no_partition_waits_for_one_order_for_good(owner):
     order, waits = Rerecording("a", owner), []
     for _ in range(10):
-        owner.wants_start = True  # whoever wants that again and again
+        owner.starts.wanted = True  # whoever wants that again and again
         waits.append(order.begin_in_order())
         order._waits = max(0, order._waits - 1)
     assert waits == [True] * 2 * len(owner.recordings()) + [False] * 8
@@ -107,7 +107,7 @@ def test_a_step_of_many_calls_is_waited_for(owner, monkeypatch):
     order = Rerecording("a", owner)
     assert order.begin_in_order()
     assert not any(owner.start_over_if_idle() for _ in range(599))
-    assert owner.wants_start
+    assert owner.starts.wanted
 
 
 def test_nothing_waits_where_nothing_is_recorded():
@@ -117,7 +117,7 @@ def test_nothing_waits_where_nothing_is_recorded():
 def late(run, owner):
     """As if all were to be made anew."""
     run._rerecording._waits = 5
-    owner.wants_start = True
+    owner.starts.wanted = True
 
 
 def test_what_a_waiting_call_made_counts_as_a_warm_ups(owner):
@@ -161,7 +161,7 @@ def test_strays_are_copied_after_some_calls_in_a_row():
 
 def test_strays_do_not_count_while_all_wait_to_be_made_anew(monkeypatch):
     owner = Owner(SimulatedDriver())
-    owner.wants_start = True
+    owner.starts.wanted = True
     assert not any(stray_calls(owner, 20))
     monkeypatch.setattr(strays, "_PASSING", 5)
     said = stray_calls(owner, 20)

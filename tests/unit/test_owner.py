@@ -9,10 +9,10 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 
-from cgpass.runtime import fast
-from cgpass.runtime import owner as owner_module
-from cgpass.runtime.owner import MAX_STARTS, PATIENCE, Owner
+from cgpass.runtime import fast, starts
+from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
+from cgpass.runtime.starts import MAX_STARTS, PATIENCE
 from tests.unit.runners import COPIED, POOLED, call, counts, runner
 
 X = torch.ones(2)
@@ -233,7 +233,7 @@ def test_a_release_forgets_that_gradients_had_a_pool_of_their_own(can_swap):
 
 
 def test_gradients_are_copied_out_where_nothing_may_be_made_anew_any_more(can_swap, monkeypatch):
-    monkeypatch.setattr(owner_module, "MAX_STARTS", 0)
+    monkeypatch.setattr(starts, "MAX_STARTS", 0)
     _, backward = held_gradients(is_backward=True)
     assert counts(backward) == (1, 1, 9, 0)
     assert backward.copied == {0}
@@ -337,7 +337,7 @@ def test_who_asks_with_less_patience_is_not_kept_waiting():
     assert not owner.start_over_if_idle()
     for _ in range(PATIENCE):
         owner.start_over_if_idle()
-    assert not owner.wants_start, "what is read may not be moved: it was tried often enough"
+    assert not owner.starts.wanted, "what is read may not be moved: it was tried often enough"
     del out
     owner.ask_to_start_over(patience=100)
     assert owner.start_over_if_idle()
@@ -350,7 +350,7 @@ def test_what_is_held_is_tried_to_be_moved_for_as_long_as_it_was_waited_for():
     out = held(run)
     owner.ask_to_start_over()
     tried = []
-    while owner.wants_start:
+    while owner.starts.wanted:
         tried.append(owner.start_over_if_idle())
     assert tried == [False] * (2 * PATIENCE + 1)
     assert out.tolist() == [2, 2]
@@ -372,6 +372,6 @@ def test_what_settles_starts_over_as_often_as_it_must():
         owner.ask_to_start_over()
         assert owner.start_over_if_idle()
     owner.ask_to_start_over()
-    assert not owner.wants_start
+    assert not owner.starts.wanted
     owner.ask_to_start_over(settles=True)
     assert owner.start_over_if_idle()

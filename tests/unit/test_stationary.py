@@ -8,10 +8,11 @@ import torch
 
 from cgpass.inputs import InputInfo
 from cgpass.runtime import stationary
-from cgpass.runtime.owner import PATIENCE, Owner
+from cgpass.runtime.owner import Owner
 from cgpass.runtime.rerecording import Rerecording
 from cgpass.runtime.signature import Layout
 from cgpass.runtime.simulated import SimulatedDriver
+from cgpass.runtime.starts import PATIENCE
 from cgpass.runtime.stationary import Watch
 from tests.unit.runners import COPIED, POOLED, STATIC, call, counts, runner
 
@@ -186,12 +187,12 @@ def waiting():
 def test_a_wait_in_vain_is_not_begun_again_but_what_moves_is_known(waiting):
     order, owner = waiting
     assert [may_be_recorded(order, Table(0)) for _ in range(2 * PATIENCE + 2)].count(True) >= 1
-    order.results_move, owner.wants_start, before = False, False, owner.num_moves
+    order.results_move, owner.starts.wanted, before = False, False, owner.num_moves
     table = Table(0, 1)
     assert may_be_recorded(order, table)
     assert order.results_move
     assert table.seen.positions == ()
-    assert owner.wants_start, "once nothing is held"
+    assert owner.starts.wanted, "once nothing is held"
     assert may_be_recorded(order, table)
     owner.num_drops += 1
     assert not may_be_recorded(order, Table(1))
@@ -203,7 +204,7 @@ def test_moves_that_are_known_are_waited_for_once(waiting):
     table = Table(0)
     table.seen = Watch(())
     assert not may_be_recorded(order, table)
-    assert (owner.wants_start, owner.num_moves) == (True, 0)
+    assert (owner.starts.wanted, owner.num_moves) == (True, 0)
 
 
 def recordings_after_moves(moves):
@@ -223,12 +224,12 @@ def recordings_after_moves(moves):
 
 
 def test_inputs_may_move_one_after_the_other_with_one_recording_left(monkeypatch):
-    monkeypatch.setattr("cgpass.runtime.owner.MAX_STARTS", 1)
+    monkeypatch.setattr("cgpass.runtime.starts.MAX_STARTS", 1)
     assert recordings_after_moves(4) == [(1, 1)] * 4
 
 
 def test_moves_without_end_leave_recordings_beside(monkeypatch):
-    monkeypatch.setattr("cgpass.runtime.owner.MAX_STARTS", 1)
+    monkeypatch.setattr("cgpass.runtime.starts.MAX_STARTS", 1)
     monkeypatch.setattr("cgpass.runtime.rerecording._MOST_MOVES", 2)
     assert [recordings for recordings, _ in recordings_after_moves(4)] == [1, 1, 2, 3]
 

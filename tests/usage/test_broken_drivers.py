@@ -164,7 +164,7 @@ def order_of_birth_ignored(patch):
     """A recording is replayed though outputs of younger ones, which may lie on its temporaries, are held."""
 
     def is_safe(self, recording):
-        others = [other for other in self._stack if other.birth <= recording.birth]
+        others = [other for birth, _, other in self._stack if birth <= recording.birth]
         return not any(
             other.memory.held(
                 None if other is recording else recording.released.get(other.birth, ())

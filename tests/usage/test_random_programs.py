@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from cgpass.runtime import owner, stationary
+from cgpass.runtime import starts, stationary
 from tests.usage.programs import Setting, counted
 from tests.usage.random_programs import Graph, check, compile_graph
 from tests.usage.random_strategies import (
@@ -60,8 +60,8 @@ def little_patience(monkeypatch):
     """Inputs that stay in place for two calls count as stationary, in every program: they are short."""
     monkeypatch.setattr(stationary, "CALLS", 1)
     monkeypatch.setattr(stationary, "MOVES", 8)
-    monkeypatch.setattr(owner, "PATIENCE", 2)
-    monkeypatch.setattr(owner, "MAX_STARTS", 10**6)
+    monkeypatch.setattr(starts, "PATIENCE", 2)
+    monkeypatch.setattr(starts, "MAX_STARTS", 10**6)
 
 
 @pytest.fixture(scope="module", autouse=True)
