@@ -109,8 +109,10 @@ def _add_captured(
             f"{where}, {part.name}: {stats.warmups} of {many(stats.calls, 'call')} were warm-ups, most with no recording "
             f"after them, since hardly a call was like one before it: {causes}"
         )
-    told = [why for why in reasons if why.code not in NEW]
-    work.fell_back += [f"{where}, {part.name}: {why}" for why in told]
+    for why in reasons:
+        if why.code not in NEW:
+            told = work.plain if why.is_chosen else work.fell_back
+            told.append(f"{where}, {part.name}: {why}")
 
 
 def _add_eager(work: Work, part: PartitionSummary, where: str) -> None:

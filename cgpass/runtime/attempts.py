@@ -82,6 +82,7 @@ class Attempts:
             close: See `make`. Called where there was no memory, too.
         """
         if error is None:
+            self._fallback.note_failure()
             return self._fallback.run(args)
         if isinstance(error, torch.OutOfMemoryError):
             close()
@@ -92,5 +93,6 @@ class Attempts:
             return outputs
         if self._fallback.split(args, error):
             close()
+            self._fallback.note_failure()
             return self._fallback.run(args)
         return self._fallback.run_again(args, error)

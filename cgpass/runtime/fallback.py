@@ -64,6 +64,8 @@ class Fallback:
         """What `resplit` made of the partition."""
         self.failure: str | None = None
         """Why it is captured no more, if nothing replaces it."""
+        self._code = "capture"
+        """Of that reason."""
         self._covers: Callable[[Sequence[Any]], bool] | None = None
         self._failed_once = False
         self._refusal: CaptureError | None = None
@@ -110,6 +112,7 @@ class Fallback:
             return True
         if self.failure is None:
             return False
+        self._code = "capture"
         self._say_it_runs_plainly(self.failure, self._advice())
         return True
 
@@ -119,7 +122,7 @@ class Fallback:
         Args:
             why: In a line.
         """
-        self.failure = why
+        self.failure, self._code = why, "not_worth_it"
         if self._resplit is not None:
             self._resplit.note_left_plain(why)
         log.info(
@@ -127,6 +130,14 @@ class Fallback:
             self._name,
             why,
         )
+
+    def note_failure(self) -> bool:
+        """Note that a call runs without a graph since the partition is captured no more; returns whether it is so."""
+        failure = self.failure
+        if failure is None:
+            return False
+        self._reasons.note(self._code, lambda: (failure, None))
+        return True
 
     def run(self, args: list[Any]) -> Sequence[Any]:
         """Run what took the partition's place: its split, which counts its own calls, or nothing but itself."""
@@ -171,8 +182,8 @@ class Fallback:
         outputs = self.run(args)  # if this raises, the error is the user's own
         self._failed_once = True
         if not passing:
-            self.failure = why = _text_of(error)
-            self._reasons.note("capture", lambda: (why, None))
+            self.failure, self._code = _text_of(error), _code_of(error)
+            self.note_failure()
             self._say_it_runs_plainly(self.failure, self._advice(error))
         return outputs
 
@@ -231,6 +242,13 @@ def _sizes(args: Sequence[Any]) -> list[Any]:
 
 def _uncovered(args: Sequence[Any]) -> tuple[str, None]:
     return f"the kernels of its parts are not made for inputs of such sizes ({_sizes(args)})", None
+
+
+def _code_of(error: Exception) -> str:
+    """The code of the reason that a capture failed for."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out_of_memory"
+    return "no_placeholder" if isinstance(error, StagingError) else "capture"
 
 
 def _text_of(error: Exception) -> str:

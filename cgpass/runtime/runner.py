@@ -227,9 +227,9 @@ class PartitionRunner:
     def _note_plain(self, strays: Sequence[int], *, refused: bool, held: bool) -> None:
         """Note why a call runs without a graph."""
         note, infos = self.reasons.note, self.layout.infos
-        if (failure := self._fallback.failure) is not None:
-            note("capture", lambda: (failure, None))
-        elif self.owner.driver.is_capturing():
+        if self._fallback.note_failure():
+            return
+        if self.owner.driver.is_capturing():
             note("outer_capture", lambda: ("somebody else captured a graph of them", None))
         elif strays:
             note(
