@@ -371,7 +371,10 @@ class PartitionRunner:
     def leave_plain(self, why: str) -> None:
         """See `Candidate`."""
         self._fallback.leave_plain(why)
-        if self.table.all():
+        recordings = self.table.all()
+        for recording in recordings:
+            recording.retire()
+        if recordings:
             self.owner.ask_to_start_over(patience=0)
 
     def _copy_from_now_on(self, positions: frozenset[int]) -> None:

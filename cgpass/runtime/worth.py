@@ -6,14 +6,20 @@ Note [What a capture is worth]
     clearly less, it is captured, and where they take clearly more, it is not. What other partitions read of its outputs
     counts against leaving it plain: they would have to copy that.
 
-    Where it is close (always with `capture_policy="measured"`) a few calls decide: plain ones, made for this alone
-    before the first replay, and the first replays, each with the device waited for. Either is decided once. A partition
-    that is left plain stays so until `cgpass.reset()`.
+    Where it is close (always with `capture_policy="measured"`) a few calls decide, each with the device waited for:
+    replays, and plain calls of the same shape, made for this alone. A recording may be replaced before it was replayed
+    often enough: inputs moved, memory was laid out anew, results are held. So the replays of all recordings of the
+    partition count, but for the first of each, on which the device is given the graph; only where recordings are
+    hardly ever replayed twice do first ones count, too. Each replay is compared with plain calls of its own shape,
+    which are made once a shape that comes again.
+
+    Either is decided once. A partition that is left plain stays so until `cgpass.reset()`.
 """
 
 import logging
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
@@ -24,6 +30,7 @@ from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.failures import random_state_kept
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recording
+from cgpass.runtime.signature import Layout, ShapeKey
 
 log = logging.getLogger(__name__)
 
@@ -31,15 +38,23 @@ _LAUNCH_US: Final = 15.0
 """Host time of a replay: launching the graph, and filling placeholders."""
 _CLEARLY: Final = 2.0
 """How many times as much is clearly more."""
-_CALLS: Final = 5
-"""Calls that are timed, plainly and replayed; the first of each does not count."""
+_PLAIN_CALLS: Final = 5
+"""Plain calls that are timed for each shape; the first does not count."""
+_REPLAYS: Final = 5
+"""Replays that are compared with plain calls; the one in the middle decides."""
+_FIRST_REPLAYS: Final = 128
+"""Replays, each its recording's first, that are not compared."""
 
 
 class Candidate(Protocol):
     """A partition that is recorded."""
 
+    name: str
+    """For messages."""
     fn: BoxedCallable
     """What it runs."""
+    layout: Layout
+    """Of its inputs. Replaced when more of them are copied."""
     owner: Owner
 
     def leave_plain(self, why: str) -> None:
@@ -76,13 +91,13 @@ class Judge:
     def __init__(self, *, measures: bool) -> None:
         """Args: measures: whether to time where copies alone would decide, too."""
         self._measures = measures
-        self._is_decided = False
+        self._trial = Trial()
 
     def is_given(self, part: Candidate, recording: Recording, args: Sequence[Any]) -> bool:
-        """See `Worth`. Decides with the first recording; with one where it is close that one's replays do."""
-        if self._is_decided:
+        """See `Worth`. Decides with the first recording; where that is close, replays of it and of later ones do."""
+        trial = self._trial
+        if trial.is_over:
             return True
-        self._is_decided = True
         device = part.owner.driver.device
         bytes_per_us = _torch.memory_bandwidth(device) / 2e6  # read and written
         cost = recording.copied_bytes / bytes_per_us
@@ -90,9 +105,11 @@ class Judge:
         saved = max(recording.run_us - _LAUNCH_US, 0.0)
         gain = saved + handed_on
         is_close = gain < _CLEARLY * cost and cost < _CLEARLY * gain
-        if (self._measures or is_close) and not recording.written:
-            Trial(part, recording, _time_plainly(part.fn, args, device) + handed_on)
+        trial.is_wanted |= self._measures or is_close
+        if trial.is_wanted and not recording.written:
+            trial.time(part, recording, args, handed_on)
             return True
+        trial.is_over = True
         if cost < max(_CLEARLY * gain, _LAUNCH_US):  # nobody notices less
             return True
         part.leave_plain(
@@ -103,46 +120,114 @@ class Judge:
 
 
 class Trial:
-    """Times the first replays of a recording."""
+    """Times replays of a partition until it is decided, whichever recording makes them."""
 
-    def __init__(self, part: Candidate, recording: Recording, plain_us: float) -> None:
-        """Have the recording's next replays timed.
+    def __init__(self) -> None:
+        """Nothing was timed yet."""
+        self.is_wanted = False
+        """Whether replays are to decide."""
+        self.is_over = False
+        """Whether it is decided; nothing is timed any more."""
+        self._plain_us: dict[ShapeKey, float] = {}
+        self._found: list[tuple[float, float]] = []
+        """Of each replay what it took, and what a plain call of its shape takes."""
+        self._num_first = 0
+
+    def time(
+        self, part: Candidate, recording: Recording, args: Sequence[Any], others_us: float
+    ) -> None:
+        """Have a recording's replays timed until it is decided.
 
         Args:
             part: The partition.
             recording: Not replayed yet.
-            plain_us: What a plain call takes, and what others pay for it.
+            args: Inputs of the call that was recorded.
+            others_us: What others pay for a plain call.
         """
-        self._part = part
-        self._recording = recording
-        self._plain_us = plain_us
-        self._times: list[float] = []
-        recording.run = self._run  # type: ignore[method-assign]
+        shape = part.layout.shape_key(args)
+        recording.run = _Timed(self, part, recording, shape, others_us)  # type: ignore[method-assign]
 
-    def _run(self, args: Sequence[Any]) -> list[Any]:
-        device = self._part.owner.driver.device
-        outputs, took = _timed(lambda: Recording.run(self._recording, args), device)
-        self._times.append(took)
-        if len(self._times) == _CALLS:
-            del self._recording.run  # the class's own again
-            self._decide()
-        return outputs
+    def counts(self, *, is_first: bool) -> bool:
+        """Whether a replay is compared; `is_first` says that it is its recording's first."""
+        self._num_first += is_first
+        return not is_first or self._num_first > _FIRST_REPLAYS
 
-    def _decide(self) -> None:
-        replay_us = statistics.median(self._times[1:])
-        log.debug("plain calls take %.0f us, replays %.0f us", self._plain_us, replay_us)
-        if replay_us > self._plain_us:
-            self._recording.retire()
-            self._part.leave_plain(
-                f"a replay takes {replay_us:.0f} us and a plain call {self._plain_us:.0f} us, as measured in its first "
-                "calls"
+    def plain_us(
+        self, part: Candidate, shape: ShapeKey, args: Sequence[Any], others_us: float
+    ) -> float:
+        """What a plain call of a shape takes, and what others pay for it."""
+        if shape not in self._plain_us:
+            took = _time_plainly(part.fn, args, part.owner.driver.device)
+            self._plain_us[shape] = took + others_us
+        return self._plain_us[shape]
+
+    def add(self, part: Candidate, replay_us: float, plain_us: float) -> None:
+        """Compare a replay with a plain call of its shape."""
+        self._found.append((replay_us, plain_us))
+        if len(self._found) == _REPLAYS:
+            self.is_over = True
+            self._decide(part)
+
+    def _decide(self, part: Candidate) -> None:
+        found = sorted(self._found, key=lambda times: times[0] - times[1])
+        replay_us, plain_us = found[len(found) // 2]
+        log.debug(
+            "%s: a plain call takes %.0f us, a replay %.0f us", part.name, plain_us, replay_us
+        )
+        if replay_us > plain_us:
+            part.leave_plain(
+                f"a replay takes {replay_us:.0f} us and a plain call {plain_us:.0f} us, as measured in its first calls"
             )
+
+
+class _Timed:
+    """Takes the place of a recording's `run` until it is decided."""
+
+    def __init__(
+        self,
+        trial: Trial,
+        part: Candidate,
+        recording: Recording,
+        shape: ShapeKey,
+        others_us: float,
+    ) -> None:
+        self._trial = trial
+        self._part = weakref.ref(part)  # kept alive, as the recording, by whoever replays it
+        self._recording = weakref.ref(recording)
+        self._shape = shape
+        self._others_us = others_us
+        self._is_first = True
+
+    def __call__(self, args: Sequence[Any]) -> list[Any]:
+        part, recording, trial = self._part(), self._recording(), self._trial
+        assert part is not None
+        assert recording is not None
+        is_first, self._is_first = self._is_first, False
+        if not trial.is_over and trial.counts(is_first=is_first):
+            return self._timed(part, recording, args)
+        if trial.is_over:
+            del recording.run  # the class's own again
+        return Recording.run(recording, args)
+
+    def _timed(self, part: Candidate, recording: Recording, args: Sequence[Any]) -> list[Any]:
+        trial, plain_us = self._trial, 0.0
+        try:
+            plain_us = trial.plain_us(part, self._shape, args, self._others_us)
+        except torch.OutOfMemoryError:
+            trial.is_over = True
+            log.info("%s stays captured: there is no memory to time it without a graph", part.name)
+        if trial.is_over:
+            return self(args)
+        device = part.owner.driver.device
+        outputs, replay_us = _timed(lambda: Recording.run(recording, args), device)
+        trial.add(part, replay_us, plain_us)
+        return outputs
 
 
 def _time_plainly(fn: BoxedCallable, args: Sequence[Any], device: torch.device) -> float:
     times = []
     with random_state_kept(device, args):
-        for _ in range(_CALLS):
+        for _ in range(_PLAIN_CALLS):
             times.append(_timed(lambda: fn(list(args)), device)[1])
     return statistics.median(times[1:])
 

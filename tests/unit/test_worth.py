@@ -1,6 +1,8 @@
 """Partitions that are not worth capturing are left plain, for good."""
 
+import itertools
 import logging
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,7 @@ from cgpass import _torch
 from cgpass.runtime import worth as module
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.worth import Judge, worth
-from tests.unit.runners import COPIED, STATIC, call, counts, runner
+from tests.unit.runners import COPIED, STATIC, SYMINT, call, counts, runner
 
 MB = 1 << 20
 
@@ -21,6 +23,9 @@ def one_megabyte_takes_two_microseconds(monkeypatch):
 
 
 class Part:
+    name = "captured_0"
+    layout = SimpleNamespace(shape_key=lambda args: tuple(args))
+
     def __init__(self):
         self.owner = SimpleNamespace(driver=SimpleNamespace(device=torch.device("cpu")))
         self.calls, self.why = [], None
@@ -34,14 +39,23 @@ class Part:
         self.why = why
 
 
+class Recorded:
+    """Stands for a recording that was not replayed yet."""
+
+    def __init__(self, run_us, copied_mb, read_mb, written):
+        self.run_us, self.copied_bytes = run_us, copied_mb * MB
+        self._read_mb, self.written = read_mb, frozenset(written)
+
+    def bytes_read(self):
+        return self._read_mb * MB
+
+    @property
+    def is_timed(self):
+        return "run" in vars(self)
+
+
 def recorded(run_us, copied_mb=0, read_mb=0, written=()):
-    return SimpleNamespace(
-        run_us=run_us,
-        copied_bytes=copied_mb * MB,
-        bytes_read=lambda: read_mb * MB,
-        written=frozenset(written),
-        run=None,
-    )
+    return Recorded(run_us, copied_mb, read_mb, written)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +104,135 @@ def test_only_the_first_recording_decides():
 def test_what_is_close_is_timed(policy, copied_mb, written, timed):
     part, recording = Part(), recorded(115, copied_mb, written=written)
     assert worth(policy).is_given(part, recording, [1, 2])
-    assert (recording.run is not None) is timed
-    assert part.calls == [[1, 2]] * (module._CALLS * timed)
+    assert recording.is_timed is timed
+    assert part.calls == []  # plain ones come with a replay that is compared
+
+
+# ---- one recording after the other
+
+
+@pytest.fixture
+def times(monkeypatch):
+    """What a plain call of each input and the next replays take, and what was replayed."""
+    taken = SimpleNamespace(plain={}, replays=itertools.repeat(9.0), replayed=[])
+
+    def replay(recording, args):
+        taken.replayed.append(args)
+        return args
+
+    def time_plainly(fn, args, device):
+        fn(list(args))
+        return taken.plain[args[0]]
+
+    monkeypatch.setattr(Recording, "run", replay)
+    monkeypatch.setattr(Recorded, "run", replay, raising=False)
+    monkeypatch.setattr(module, "_time_plainly", time_plainly)
+    monkeypatch.setattr(module, "_timed", lambda call, device: (call(), next(taken.replays)))
+    return taken
+
+
+def replayed(judge, part, shape, count, **kwargs):
+    """A recording that was replayed so often."""
+    recording = recorded(115, **kwargs)
+    assert judge.is_given(part, recording, [shape])
+    for _ in range(count):
+        assert recording.run([shape]) == [shape]
+    return recording
+
+
+@pytest.mark.parametrize(("policy", "copied_mb"), [("measured", 0), ("auto", 50)])
+@pytest.mark.parametrize("plain_us", [8.0, 10.0])
+def test_what_was_timed_goes_on_with_the_next_recording(times, policy, copied_mb, plain_us):
+    part, judge, times.plain = Part(), worth(policy), {2: plain_us}
+    for _ in range(2):
+        replayed(judge, part, 2, 3, copied_mb=copied_mb)
+        assert part.why is None
+    last = replayed(judge, part, 2, 2, copied_mb=copied_mb)
+    assert (part.why is not None) is (plain_us < 9)
+    assert part.calls == [[2]]  # one shape, timed once
+    last.run([2])
+    assert not last.is_timed
+    assert not replayed(judge, part, 2, 0).is_timed
+
+
+def test_replays_are_compared_with_plain_calls_of_their_own_shape(times):
+    """Against those of the first shape, all of the larger one's would lose."""
+    part, judge, times.plain = Part(), worth("measured"), {2: 10.0, 3: 95.0}
+    times.replays = iter([9.0, 90.0, 90.0, 9.0, 90.0])
+    small, large = replayed(judge, part, 2, 1), replayed(judge, part, 3, 1)
+    for recording, shape in ((small, 2), (large, 3), (large, 3), (small, 2), (large, 3)):
+        recording.run([shape])
+    assert part.why is None
+    assert part.calls == [[2], [3]]
+    part, judge = Part(), worth("measured")
+    times.replays = iter([12.0, 96.0, 96.0, 500.0, 90.0])
+    small, large = replayed(judge, part, 2, 1), replayed(judge, part, 3, 1)
+    for recording, shape in ((small, 2), (large, 3), (large, 3), (small, 2), (large, 3)):
+        recording.run([shape])
+    assert part.why == "a replay takes 96 us and a plain call 95 us, as measured in its first calls"
+
+
+def test_shapes_that_never_come_again_are_not_run_once_more(times):
+    part, judge, times.plain = Part(), worth("measured"), {0: 10.0}
+    for shape in range(1, 100):
+        replayed(judge, part, shape, 1)
+    replayed(judge, part, 0, 6)
+    assert part.calls == [[0]]
+    assert not replayed(judge, part, 0, 0).is_timed
+
+
+def test_recordings_that_are_never_replayed_twice_are_decided_too(times):
+    part, judge, times.plain = Part(), worth("measured"), {2: 8.0}
+    for _ in range(module._FIRST_REPLAYS + module._REPLAYS - 1):
+        replayed(judge, part, 2, 1)
+    assert part.why is None
+    replayed(judge, part, 2, 1)
+    assert part.why is not None
+
+
+def test_decisions_do_not_change(times):
+    for plain_us, why in ((10.0, None), (8.0, "left plain")):
+        part, judge, times.plain = Part(), worth("measured"), {2: plain_us, 3: 18.0 - plain_us}
+        early = replayed(judge, part, 3, 1)
+        replayed(judge, part, 2, 6)
+        part.why = part.why and "left plain"
+        for _ in range(20):
+            early.run([3])
+            replayed(judge, part, 3, 20)
+        assert judge.is_given(part, recorded(0, copied_mb=1000), [3])
+        assert judge.is_given(part, recorded(0, copied_mb=1000, written=(0,)), [3])
+        assert part.why == why
+        assert [3] not in part.calls
+
+
+def test_recordings_that_write_inputs_end_it(times):
+    """A partition may turn out to write inputs only while it is timed."""
+    part, judge, times.plain = Part(), worth("measured"), {2: 8.0}
+    early = replayed(judge, part, 2, 3)
+    assert judge.is_given(part, recorded(115, written=(0,)), [2])
+    for _ in range(20):
+        early.run([2])
+    assert part.why is None
+    assert not early.is_timed
+
+
+def test_without_memory_for_plain_calls_it_stays_captured(times, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+
+    def out_of_memory(fn, args, device):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(module, "_time_plainly", out_of_memory)
+    part, judge = Part(), worth("measured")
+    recording = replayed(judge, part, 2, 20)
+    assert (part.why, recording.is_timed, len(times.replayed)) == (None, False, 20)
+    assert "captured_0 stays captured: there is no memory to time it without a graph" in caplog.text
+
+
+def test_what_is_timed_keeps_no_recording_alive(times):
+    part, judge = Part(), worth("measured")
+    ref = weakref.ref(replayed(judge, part, 2, 1))
+    assert ref() is None
 
 
 # ---- whole partitions
@@ -122,7 +263,7 @@ def test_a_slower_partition_runs_plainly_from_then_on(monkeypatch, caplog):
     w = torch.full((3,), 2.0)
     for number in range(12):
         assert call(run, torch.full((3,), float(number)), w) == [[2.0 * number] * 3]
-    assert counts(run) == (1, 1, module._CALLS, 11 - module._CALLS)
+    assert counts(run) == (1, 1, 1 + module._REPLAYS, 10 - module._REPLAYS)
     assert run.table.all() == []
     why = "a replay takes 101 us and a plain call 100 us, as measured in its first calls"
     assert run.failure == why
@@ -148,6 +289,21 @@ def test_a_faster_partition_stays_captured(monkeypatch):
     assert counts(run)[2:] == (29, 0)
     (recording,) = run.table.all()
     assert "run" not in vars(recording)  # nothing is timed any more
+
+
+def test_no_recording_of_any_shape_is_replayed_afterwards(monkeypatch):
+    """Not even where memory is laid out anew no more, so that recordings stay."""
+    fn = clock(monkeypatch, plain_us=100, replay_us=101)
+    run = runner(lambda x, n: fn(x, n), COPIED, SYMINT, settings={"capture_policy": "measured"})
+    monkeypatch.setattr(run.owner, "ask_to_start_over", lambda **given: None)
+    for n in (2, 2, 2, 3, 3, 3, 4, 4, 4, 2, 3):
+        assert call(run, torch.ones(3), n) == [[float(n)] * 3]
+    before = run.stats.replays
+    assert run.failure is not None
+    for n in (2, 3, 4) * 4:
+        assert call(run, torch.ones(3), n) == [[float(n)] * 3]
+    assert run.stats.replays == before
+    assert len(run.table.all()) == 3
 
 
 def test_random_numbers_are_drawn_once(monkeypatch):

@@ -2,6 +2,8 @@
 
 import itertools
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -25,9 +27,10 @@ def slower(request, monkeypatch):
 
     decide = worth.Trial._decide
 
-    def decided(self):
-        self._plain_us = 0.0 if pattern[next(turn) % len(pattern)] else 2.0
-        decide(self)
+    def decided(self, part):
+        plain_us = 0.0 if pattern[next(turn) % len(pattern)] else 2.0
+        self._found = [(replay_us, plain_us) for replay_us, _ in self._found]
+        decide(self, part)
 
     monkeypatch.setattr(worth, "_timed", timed)
     monkeypatch.setattr(worth.Trial, "_decide", decided)
@@ -86,6 +89,94 @@ def test_forwards_pending_while_it_is_decided(way, slower):
         return [*values, *programs.gradients(module)]
 
     way.compare(program, capture_policy="measured")
+
+
+STEPS = 60
+
+
+def moved(module, step):
+    if step % 4 == 3:
+        for p in module.parameters():
+            p.data = p.data.clone()
+
+
+def assigned(module, step):
+    if step % 4 == 3:
+        values = {name: value.clone() for name, value in module.state_dict().items()}
+        module.load_state_dict(values, assign=True)
+
+
+def untouched(module, step):
+    del module, step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """A training loop in which recordings are replaced before they were replayed often."""
+
+    sizes: tuple[int, ...] = (4,)
+    dynamic: bool | None = None
+    zeroed: str = "last"
+    kept: bool = False
+    change: Callable[[MLP, int], None] = untouched
+
+    def __call__(self, session):
+        module, call = session.compiled(MLP, dynamic=self.dynamic)
+        values, gradients = [], []
+        for step in range(STEPS):
+            self.change(module, step)
+            out = call(session.randn(self.sizes[step % len(self.sizes)], 8))
+            if self.zeroed == "between":
+                module.zero_grad(set_to_none=True)
+            out.square().mean().backward()
+            values += [out.detach().clone(), *programs.gradients(module)]
+            if self.kept:
+                gradients += [p.grad for p in module.parameters()]
+            if self.zeroed == "last":
+                module.zero_grad(set_to_none=True)
+        return [*values, *gradients]
+
+
+LOOPS = {
+    "plain": Loop(),
+    "zeroed between forward and backward": Loop(zeroed="between"),
+    "gradients accumulated": Loop(zeroed="never"),
+    "gradients kept": Loop(kept=True),
+    "three sizes": Loop(sizes=(2, 3, 4)),
+    "three dynamic sizes": Loop(sizes=(2, 3, 4), dynamic=True),
+    "parameters moved": Loop(change=moved),
+    "parameters replaced": Loop(change=assigned),
+}
+
+
+@pytest.mark.parametrize("is_slower", [True, False], ids=["slower", "faster"])
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_it_is_decided_however_often_it_is_recorded_anew(way, monkeypatch, loop, is_slower):
+    """A few replays of each partition decide, each once, and no more are timed."""
+    timed, decided = [], []
+    decide = worth.Trial._decide
+
+    def deciding(trial, part):
+        decided.append(part.name)
+        decide(trial, part)
+
+    def timing(call, device):
+        timed.append(device)
+        return call(), 98.0 if is_slower else 27.0
+
+    monkeypatch.setattr(worth, "_time_plainly", lambda fn, args, device: 50.0)
+    monkeypatch.setattr(worth, "_timed", timing)
+    monkeypatch.setattr(worth.Trial, "_decide", deciding)
+    counters = way.compare(loop, capture_policy="measured")
+    assert len(decided) == 2  # the forward, and the backward
+    assert worth._REPLAYS * 2 <= len(timed) <= worth._REPLAYS * 4  # of static sizes, others began
+    if is_slower:
+        assert counters["replays"] <= 24
+        assert counters["partitions_eager"] == 2
+        assert counters["plain_calls"] > counters["calls"] // 2
+    else:
+        assert counters["partitions_eager"] == counters["plain_calls"] == 0
+        assert counters["replays"] == counters["calls"] - counters["warmups"]
 
 
 def test_it_says_so(monkeypatch, caplog):
