@@ -28,12 +28,13 @@ from cgpass.graph.values import (
     is_inductor_random,
 )
 from cgpass.inputs import InputInfo, InputKind
+from cgpass.layouts import StrideNotes, inputs_as_traced, laid_out_otherwise
 from cgpass.options import Options
 from cgpass.passes import eager_passes, graph_passes, outline_passes
 from cgpass.passes.base import Pass, PassContext, run_passes
 from cgpass.plan import build_plan, outputs_made, plan_as_dict, whole_plan
 from cgpass.reason import Reason
-from cgpass.resplit import GiveUp, Place, Resplitter, StrideNotes, copy_of
+from cgpass.resplit import GiveUp, Place, Resplitter, copy_of
 from cgpass.runtime.collectives import may_be_captured
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.executor import Executor, Plan
@@ -81,11 +82,17 @@ class GraphBuilder:
 
     def whole(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         """A graph that is one captured partition."""
-        infos = self._infos(gm)
         num_outputs = len(graph_outputs(gm))
         summaries = _summaries({"captured_0": gm}, {})
         graph = self._add_summary(summaries)
-        original = self._kept(gm)
+        original, others = self._kept(gm), laid_out_otherwise(gm, example_inputs)
+        infos = tuple(
+            # the forward's copy of a parameter
+            dataclasses.replace(info, kind=InputKind.POOLED)
+            if info.kind is InputKind.STATIC and i in others
+            else info
+            for i, info in enumerate(self._infos(gm))
+        )
         with self._told():
             fn = self.compiler.whole(gm, example_inputs)
         if not self.target.records:
@@ -93,11 +100,14 @@ class GraphBuilder:
         notes = None
         inner = frozenset(range(num_outputs)) - self.visible
         if self.compiler.opaque and self.direction == "forward" and inner:
-            notes = StrideNotes(inner)
+            sizes = [i for i, info in enumerate(infos) if info.kind is InputKind.SYMINT]
+            notes = StrideNotes(inner, sizes)
             fn = notes.noting(fn)
         place = Place(graph, "captured_0", num_ops(original))
-        resplit = self._resplitter(original, place, infos, self.visible, notes)
+        resplit = self._resplitter(original, place, infos, self.visible, notes, others)
         run = self._runner("captured_0", fn, infos, resplit, original)
+        if notes is not None:
+            notes.stats = run.stats
         made = outputs_made(original)
         plan = whole_plan(len(infos), num_outputs, run, "captured_0", self.visible, made)
         self._trace_plan(plan, summaries)
@@ -191,9 +201,19 @@ class GraphBuilder:
         infos: Sequence[InputInfo],
         visible: frozenset[int],
         notes: StrideNotes | None = None,
+        otherwise: Sequence[int] = (),
         is_part: bool = False,
     ) -> Resplit:
         """What splits a partition whose capture failed, once.
+
+        Args:
+            gm: The partition as it was before it was compiled.
+            place: Of the partition.
+            infos: Its inputs.
+            visible: Outputs that the user gets.
+            notes: Layouts of what it returned before.
+            otherwise: Inputs that it was not traced with as they come.
+            is_part: Whether it is a part of one that was split.
 
         Not one that communicates: other processes take no part in the runs that find the culprit.
         """
@@ -212,11 +232,13 @@ class GraphBuilder:
                 compiler=self.compiler.when_called(self.options.inductor),
                 origins=Origins(tagged, kinds),
             )
-            check = SizeCheck(tagged)
+            check, as_traced = SizeCheck(tagged), inputs_as_traced(tagged, otherwise)
             inputs = [node.meta.get("val") for node in tagged.graph.find_nodes(op="placeholder")]
             with _torch.sizes_assumed(inputs) as assumed:
                 boxed = builder._split(tagged, context, place)
             check.assume(assumed)
+            if otherwise:
+                boxed = as_traced(boxed)
             if notes is not None:
                 boxed = notes.matching(boxed)
             return boxed, check if check.has_conditions else None

@@ -1,7 +1,7 @@
 """Makes a partition callable: by Inductor, or as the aten operators it consists of."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,10 +12,8 @@ from cgpass import _torch
 from cgpass.graph.inputs import seed_positions
 from cgpass.graph.lines import module_of
 from cgpass.graph.values import graph_outputs
+from cgpass.layouts import Boxed, outputs_as_traced
 from cgpass.runtime.seeds import read_on_the_host
-
-Boxed = Callable[[list[Any]], Sequence[Any]]
-"""Takes one list of inputs, which it may empty, and returns a sequence of outputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +80,7 @@ class Compiler:
             i for i, value in enumerate(graph_outputs(gm)) if isinstance(value, fx.Node)
         ]
         inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+        as_traced = outputs_as_traced(gm)
         with _torch.own_tracing_context(inputs, self.late):
             fn = _torch.inductor_inner(
                 gm,
@@ -90,7 +89,7 @@ class Compiler:
                 is_backward=self.is_backward,
                 is_inference=self.is_inference,
             )
-        return read_on_the_host(fn, seeds)
+        return read_on_the_host(as_traced(fn), seeds)
 
     def _annotated(self, gm: fx.GraphModule) -> fx.GraphModule:
         """`gm`, or a copy whose operators say which module they are from."""

@@ -22,7 +22,6 @@ from cgpass.options import Options
 from cgpass.passes import cut_passes
 from cgpass.passes.base import PassContext, run_passes
 from cgpass.reason import OTHER_FIXES, Reason, many
-from cgpass.runtime import fast
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.failures import Outcome
 from cgpass.runtime.syncs import is_capture_error
@@ -242,65 +241,3 @@ class Resplitter:
         level = logging.WARNING if self._options.on_skip == "warn" else logging.INFO
         log.log(level, "%s; from now on it runs as %s: %s", what, becomes, why)
         return Outcome(replacement, covers=covers)
-
-
-class StrideNotes:
-    """Has outputs come in the order of dimensions that other graphs were compiled for.
-
-    Inductor chooses the layout of saved tensors, and compiles the backward for it; partitions keep the traced one.
-    """
-
-    def __init__(self, positions: frozenset[int]) -> None:
-        """Args: positions: outputs that nobody but other graphs reads."""
-        self._positions = tuple(sorted(positions))
-        self._orders: dict[int, tuple[int, ...]] = {}
-        self._noted = self._fitting = b""
-        """Strides that were noted last, and that were found to have these orders."""
-
-    def noting(self, fn: Boxed) -> Boxed:
-        """`fn`, with the layouts noted that it returns."""
-
-        def run(args: list[Any]) -> Any:
-            outputs = fn(args)
-            strides = fast.strides(outputs, self._positions)
-            if strides != self._noted:
-                tensors = [i for i in self._positions if isinstance(outputs[i], torch.Tensor)]
-                self._orders |= {i: _order(outputs[i]) for i in tensors}
-                self._noted = self._fitting = strides
-            return outputs
-
-        return run
-
-    def matching(self, fn: Boxed) -> Boxed:
-        """`fn`, with outputs laid out as those noted."""
-
-        def run(args: list[Any]) -> list[Any]:
-            outputs = list(fn(args))
-            strides = fast.strides(outputs, self._positions)
-            if strides == self._fitting:
-                return outputs
-            laid_out = {
-                i: _laid_out(outputs[i], order)
-                for i, order in self._orders.items()
-                if isinstance(outputs[i], torch.Tensor) and _order(outputs[i]) != order
-            }
-            for i, value in laid_out.items():
-                outputs[i] = value
-            if not laid_out:
-                self._fitting = strides
-            return outputs
-
-        return run
-
-
-def _order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Dimensions from the outermost to the innermost in memory."""
-    strides = tensor.stride()
-    return tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], d)))
-
-
-def _laid_out(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    out = torch.empty_permuted(
-        tensor.shape, order, dtype=tensor.dtype, device=tensor.device, requires_grad=False
-    )
-    return out.copy_(tensor)

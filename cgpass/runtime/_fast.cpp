@@ -167,10 +167,10 @@ PyObject* layouts(PyObject* const* args) {
   return PyBytes_FromStringAndSize(bytes, static_cast<Py_ssize_t>(out.size() * sizeof(int64_t)));
 }
 
-PyObject* strides(PyObject* const* args) {
+PyObject* geometry(PyObject* const* args) {
   const Items values(args[0]), positions(args[1]);
   std::vector<int64_t> out;
-  out.reserve(5 * positions.size);
+  out.reserve(9 * positions.size);
   for (Py_ssize_t k = 0; k < positions.size; ++k) {
     PyObject* value = values.at(positions.items[k]);
     const int is_tensor = PyObject_IsInstance(value, THPVariableClass);
@@ -179,9 +179,11 @@ PyObject* strides(PyObject* const* args) {
       out.push_back(-1);
       continue;
     }
-    const auto found = tensor_of(value).strides();
-    out.push_back(static_cast<int64_t>(found.size()));
-    out.insert(out.end(), found.begin(), found.end());
+    const at::Tensor& tensor = tensor_of(value);
+    const auto sizes = tensor.sizes(), strides = tensor.strides();
+    out.push_back(static_cast<int64_t>(sizes.size()));
+    out.insert(out.end(), sizes.begin(), sizes.end());
+    out.insert(out.end(), strides.begin(), strides.end());
   }
   const auto* bytes = reinterpret_cast<const char*>(out.data());
   return PyBytes_FromStringAndSize(bytes, static_cast<Py_ssize_t>(out.size() * sizeof(int64_t)));
@@ -621,7 +623,7 @@ PyMethodDef methods[] = {
     METHOD(requiring_grad, 1),
     METHOD(unchanged, 5),
     METHOD(members, 2),
-    METHOD(strides, 2),
+    METHOD(geometry, 2),
     METHOD(versions, 2),
     METHOD(in_transform, 0),
     METHOD(any_held, 2),

@@ -29,13 +29,13 @@ def static_key(args: Sequence[Any], positions: Sequence[int]) -> bytes:
     return array("q", map(torch.Tensor.data_ptr, map(args.__getitem__, positions))).tobytes()
 
 
-def strides(values: Sequence[Any], positions: tuple[int, ...]) -> bytes:
-    """Number of dimensions and strides of each tensor, -1 for what is none."""
+def geometry(values: Sequence[Any], positions: tuple[int, ...]) -> bytes:
+    """Number of dimensions, sizes and strides of each tensor, -1 for what is none."""
     numbers = array("q")
     for i in positions:
         value = values[i]
         is_tensor = isinstance(value, torch.Tensor)
-        numbers.extend((value.dim(), *value.stride()) if is_tensor else (-1,))
+        numbers.extend((value.dim(), *value.size(), *value.stride()) if is_tensor else (-1,))
     return numbers.tobytes()
 
 

@@ -7,7 +7,8 @@ from torch import fx
 from cgpass import telemetry
 from cgpass.culprits import find_culprits
 from cgpass.errors import CaptureError
-from cgpass.resplit import StrideNotes, has_unvetted_ops
+from cgpass.layouts import StrideNotes
+from cgpass.resplit import has_unvetted_ops
 from cgpass.runtime.capturing import is_any_capture_running
 from cgpass.runtime.failures import Outcome
 from cgpass.runtime.simulated import SimulatedDriver

@@ -85,22 +85,22 @@ def test_keys_of_what_is_no_tensor_or_not_there_are_refused(functions):
         functions["static_key"]([torch.zeros(1)], (1,))
 
 
-def test_strides(functions):
+def test_geometry(functions):
     tensors = [torch.zeros(2, 3), torch.zeros(3, 2).t(), torch.zeros(()), torch.zeros(4)[::2]]
     values = [*tensors, None, 3]
     keys = {}
     for positions in ((0,), (1,), (2,), (3,), (4,), (0, 1), (2, 4), (5, 0), ()):
-        key = functions["strides"](values, positions)
+        key = functions["geometry"](values, positions)
         assert (
             key
-            == PYTHON["strides"](values, positions)
-            == functions["strides"](tuple(values), positions)
+            == PYTHON["geometry"](values, positions)
+            == functions["geometry"](tuple(values), positions)
         )
         keys[key] = positions
     assert len(keys) == 9
-    assert array("q", functions["strides"](values, (1, 4, 2))).tolist() == [2, 1, 2, -1, 0]
+    assert array("q", functions["geometry"](values, (1, 4, 2))).tolist() == [2, 2, 3, 1, 2, -1, 0]
     with pytest.raises(IndexError):
-        functions["strides"](values, (6,))
+        functions["geometry"](values, (6,))
 
 
 def test_versions(functions):

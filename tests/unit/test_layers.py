@@ -30,6 +30,7 @@ LAYERS = {
     "passes": 3,
     "runtime": 3,
     "option_names": 4,
+    "layouts": 4,
     "compile": 4,
     "warm_start": 4,
     "plan": 4,

@@ -1,0 +1,253 @@
+"""Layouts that graphs were compiled for: what others hand to them comes so, or is laid out so.
+
+Inductor chooses the layout of what is nobody's but other graphs': the backward is compiled for what the forward saves.
+Partitions of one graph are compiled for what it was traced with.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+from torch import fx
+
+from cgpass.graph.size_check import SymbolValues
+from cgpass.graph.values import graph_outputs
+from cgpass.runtime import fast
+
+if TYPE_CHECKING:
+    from cgpass.telemetry import CallStats
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+"""Takes one list of inputs, which it may empty, and returns a sequence of outputs."""
+
+
+class StrideNotes:
+    """Has outputs come with the strides that other graphs were compiled for.
+
+    Inductor chooses the layout of saved tensors, and compiles the backward for it: a slice may be saved without the gaps
+    of what it is a slice of. Partitions keep the traced one.
+    """
+
+    def __init__(self, positions: frozenset[int], sizes: Sequence[int] = ()) -> None:
+        """Know nothing yet.
+
+        Args:
+            positions: Outputs that nobody but other graphs reads.
+            sizes: Inputs that are sizes of others.
+        """
+        self.stats: CallStats | None = None
+        """Counts calls that run as a whole since nothing is known of their sizes."""
+        self._positions = tuple(sorted(positions))
+        self._sizes = tuple(sizes)
+        self._whole: Boxed | None = None
+        self._noted: dict[tuple[Any, ...], dict[int, _Place]] = {}
+        """By sizes, what is known of each output."""
+        self._last: dict[int, _Place] = {}
+        self._said = self._fitting = b""
+        """Geometry of outputs that were noted last, and of those that were found to be as they should."""
+
+    def noting(self, fn: Boxed) -> Boxed:
+        """`fn`, with the layouts noted that it returns."""
+
+        def run(args: list[Any]) -> Any:
+            sizes = tuple([args[i] for i in self._sizes])
+            outputs = fn(args)
+            geometry = fast.geometry(outputs, self._positions)
+            if geometry != self._said or sizes not in self._noted:
+                found = [(i, outputs[i]) for i in self._positions]
+                self._last = {i: _Place(x) for i, x in found if isinstance(x, torch.Tensor)}
+                self._noted[sizes] = self._last
+                self._said = self._fitting = geometry
+            return outputs
+
+        self._whole = run
+        return run
+
+    def matching(self, fn: Boxed) -> Boxed:
+        """`fn`, with outputs laid out as those noted."""
+
+        def run(args: list[Any]) -> list[Any]:
+            noted = self._noted.get(tuple([args[i] for i in self._sizes]))
+            if noted is None and not self._tells_other_sizes():
+                return self._run_whole(args)
+            outputs = list(fn(args))
+            geometry = fast.geometry(outputs, self._positions)
+            if geometry == self._fitting:
+                return outputs
+            moved = False
+            for i, place in (self._last if noted is None else noted).items():
+                strides = place.strides_for(outputs[i])
+                if strides is not None:
+                    outputs[i], moved = _laid_out(outputs[i], strides), True
+            if not moved:
+                self._fitting = geometry
+            return outputs
+
+        return run
+
+    def _tells_other_sizes(self) -> bool:
+        return bool(self._noted) and all(place.is_dense for place in self._last.values())
+
+    def _run_whole(self, args: list[Any]) -> list[Any]:
+        """Run a call as what was split: which strides others expect of these sizes, it alone tells."""
+        assert self._whole is not None
+        if self.stats is not None:
+            self.stats.calls += 1
+            self.stats.warmups += 1
+        return list(self._whole(args))
+
+
+class _Traced:
+    """Strides of some inputs or outputs, as traced."""
+
+    def __init__(self, gm: fx.GraphModule, values: Iterable[tuple[int, object]]) -> None:
+        """Args: gm: before it is compiled. values: of it, with their positions."""
+        self._wanted: dict[int, tuple[Any, ...]] = {}
+        for position, value in values:
+            fake = value.meta.get("val") if isinstance(value, fx.Node) else None
+            if isinstance(fake, torch.Tensor) and fake.layout == torch.strided:
+                strides = fake.stride()
+                self._wanted[position] = tuple(
+                    s if isinstance(s, int) else s.node.expr for s in strides
+                )
+        used = [s for strides in self._wanted.values() for s in strides if not isinstance(s, int)]
+        self._sizes = SymbolValues.of(gm, {symbol for s in used for symbol in s.free_symbols})
+        self._positions = tuple(self._wanted)
+        self._fitting: tuple[tuple[int, ...], bytes] = ((), b"")
+        """Sizes and geometry that were found to be as they should."""
+
+    def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """What the strides depend on, of a call's inputs."""
+        return self._sizes.read(args)
+
+    def lay_out(self, values: list[Any], sizes: tuple[int, ...]) -> None:
+        """Have tensors lie as traced, each copied if it doesn't."""
+        found = (sizes, fast.geometry(values, self._positions))
+        if found == self._fitting:
+            return
+        known, moved = self._sizes.known(sizes), False
+        for i, wanted in self._wanted.items():
+            if not isinstance(values[i], torch.Tensor):
+                continue
+            strides = [s if isinstance(s, int) else s.xreplace(known) for s in wanted]
+            if not all(isinstance(s, int | sympy.Integer) for s in strides):
+                continue  # they depend on data
+            stride = tuple(map(int, strides))
+            if not _same(values[i].size(), values[i].stride(), stride):
+                values[i], moved = _laid_out(values[i], stride), True
+        if not moved:
+            self._fitting = found
+
+
+def outputs_as_traced(gm: fx.GraphModule) -> Callable[[Boxed], Boxed]:
+    """Has what a graph is compiled to return outputs as it was traced.
+
+    Inductor does so for outputs that it computes, but may lay a view out anew.
+
+    Args:
+        gm: The graph, before it is compiled.
+    """
+    traced = _Traced(gm, enumerate(graph_outputs(gm)))
+
+    def wrap(fn: Boxed) -> Boxed:
+        def run(args: list[Any]) -> list[Any]:
+            sizes = traced.sizes(args)
+            outputs = list(fn(args))
+            traced.lay_out(outputs, sizes)
+            return outputs
+
+        return run
+
+    return wrap
+
+
+def inputs_as_traced(gm: fx.GraphModule, positions: Iterable[int]) -> Callable[[Boxed], Boxed]:
+    """Has what a graph is compiled to, in parts, get inputs as it was traced with: the graph as a whole was not.
+
+    Args:
+        gm: The graph, before it is compiled.
+        positions: Inputs that may come with other strides.
+    """
+    inputs = gm.graph.find_nodes(op="placeholder")
+    traced = _Traced(gm, [(i, inputs[i]) for i in positions])
+
+    def wrap(fn: Boxed) -> Boxed:
+        def run(args: list[Any]) -> Sequence[Any]:
+            traced.lay_out(args, traced.sizes(args))
+            return fn(args)
+
+        return run
+
+    return wrap
+
+
+def laid_out_otherwise(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
+    """Inputs whose strides are not those that a graph was traced with."""
+    nodes = gm.graph.find_nodes(op="placeholder")
+    return [
+        i
+        for i, (node, given) in enumerate(zip(nodes, inputs, strict=True))
+        if isinstance(fake := node.meta.get("val"), torch.Tensor)
+        and isinstance(given, torch.Tensor)
+        and fake.layout == given.layout == torch.strided
+        and fake.stride() != given.stride()
+    ]
+
+
+class _Place:
+    """Sizes and strides of an output."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """As they are now."""
+        self._size, self._stride = tensor.size(), tensor.stride()
+        self._order = _order(self._size, self._stride)
+        self.is_dense = _same(self._size, self._stride, _dense(self._size, self._order))
+        """Whether it leaves no gaps: then other sizes don't, either."""
+
+    def strides_for(self, value: Any) -> tuple[int, ...] | None:
+        """Those that a value in this place should have; None if it has them, or is no tensor.
+
+        Values of other sizes, which no input tells, are compared by the order of their dimensions where there are gaps.
+        """
+        if not isinstance(value, torch.Tensor):
+            return None
+        size, stride, wanted = value.size(), value.stride(), self._stride
+        if size != self._size:
+            wanted = _dense(size, self._order)
+            if not self.is_dense and _order(size, stride) == self._order:
+                return None
+        return None if _same(size, stride, wanted) else wanted
+
+
+def _order(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Dimensions from the outermost to the innermost in memory."""
+    return tuple(sorted(range(len(size)), key=lambda d: (-stride[d], d)))
+
+
+def _dense(size: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Strides without gaps, in an order of dimensions."""
+    strides, step = [0] * len(size), 1
+    for d in reversed(order):
+        strides[d] = step
+        step *= max(1, size[d])
+    return tuple(strides)
+
+
+def _same(size: Sequence[int], stride: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two layouts of one size are the same: no element is reached by strides of dimensions of size 1."""
+    if 0 in size:
+        return True
+    return all(n == 1 or a == b for n, a, b in zip(size, stride, other, strict=True))
+
+
+def _laid_out(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    out = torch.empty_strided(
+        value.size(), stride, dtype=value.dtype, device=value.device, requires_grad=False
+    )
+    target = out
+    for d, step in enumerate(stride):
+        if step == 0:  # all along it are one element
+            target, value = target.narrow(d, 0, 1), value.narrow(d, 0, 1)
+    target.copy_(value)
+    return out
