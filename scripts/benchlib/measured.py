@@ -7,7 +7,7 @@ import re
 import textwrap
 from typing import Any
 
-from benchlib.report import ONE_THREAD, mark, median, number
+from benchlib.report import ONE_THREAD, differs, median, number
 
 Results = dict[str, dict[str, Any]]  # part -> what its JSON holds
 ARMS = ("default", "reduce-overhead", "cgpass", "limit")
@@ -58,8 +58,8 @@ def step_table(bench: dict[str, Any]) -> str:
         cells = []
         for name in ARMS:
             entry = model["arms"].get(name, {})
-            differs = " (losses differ)" if "losses differ" in mark(name, entry) else ""
-            cells.append(number(median(entry, "step_ms")) + differs)
+            note = " (losses differ)" if differs(entry) else ""
+            cells.append(number(median(entry, "step_ms")) + note)
         rows.append("| " + " | ".join([model.get("title", model["model"]), *cells]) + " |")
     return "\n".join(rows)
 

@@ -11,6 +11,8 @@ STAGES = ("before", "launch", "after the launch", "rest")
 GRAPHS = ("forward", "backward")
 LEAN = "cgpass-lean"
 """An arm: gradients set directly, and the backward in the thread that calls it."""
+SAME_KERNELS = ("cgpass", "cgpass-direct", LEAN)
+"""Arms whose kernels are those of the run without graphs: their losses are compared bitwise."""
 ONE_THREAD = "training, one thread"
 """A mode of it: the backward runs in the thread that calls it."""
 
@@ -25,17 +27,48 @@ def median(entry: dict[str, Any], key: str) -> float | None:
     return entry.get(key, {}).get("median")
 
 
-def mark(name: str, entry: dict[str, Any]) -> str:
-    """A note on an arm: its error, or that its losses differ."""
+def differs(entry: dict[str, Any]) -> bool:
+    """Whether an arm's losses are others than they have to be."""
+    return bool(entry.get("differs")) or not (entry.get("check") or {}).get("equal", True)
+
+
+def _against_default(entry: dict[str, Any], arms: dict[str, Any]) -> str:
+    """Whether losses are default's; of one partition each way, in which no kernel is another."""
+    theirs = arms.get("default", {}).get("losses")
+    # What needed deterministic algorithms is not the same from run to run, nor are default's.
+    if partitions(entry) != "2/0" or not theirs or entry["check"]["deterministic"]:
+        return ""
+    return ", and default's" if entry.get("losses") == theirs else "; losses not default's"
+
+
+def note_on_losses(name: str, entry: dict[str, Any], arms: dict[str, Any]) -> str:
+    """What was compared bitwise of an arm whose kernels are those of the run without graphs, and came out equal."""
+    found = entry.get("check")
+    if name not in SAME_KERNELS or not entry.get("losses") or differs(entry):
+        return ""
+    if found:
+        mode = ", deterministic mode" if found["deterministic"] else ""
+        return f"losses bitwise equal{mode}{_against_default(entry, arms)}"
+    if name != "cgpass" and entry["losses"] == arms.get("cgpass", {}).get("losses"):
+        return "losses are cgpass'"
+    return "losses not compared bitwise"
+
+
+def mark(name: str, entry: dict[str, Any], arms: dict[str, Any] | None = None) -> str:
+    """A note on an arm: its error, or what is known of its losses, and what its pieces take.
+
+    Args:
+        name: Of the arm.
+        entry: What was measured of it.
+        arms: All arms of the model, whose losses this one's are held against.
+    """
     if "error" in entry:
         return "failed: " + " ".join(entry["error"].split())[:110].replace("|", "/")
     notes = []
-    if entry.get("differs"):
+    if differs(entry):
         notes.append("**losses differ**")
+    notes += filter(None, [note_on_losses(name, entry, arms or {})])
     found = entry.get("check")
-    if name == "cgpass" and found and found.get("equal"):
-        mode = ", deterministic mode" if found["deterministic"] else ""
-        notes.append(f"losses bitwise equal{mode}")
     if found and not found.get("plain_repeatable", True):
         notes.append("the plain runs differ too")
     pieces = entry.get("alone", {})
@@ -89,7 +122,7 @@ def time_rows(model: dict[str, Any]) -> list[str]:
             kernel_text(entry),
             partitions(entry),
             number(None if copied is None else copied / 1024, 1),
-            mark(name, entry),
+            mark(name, entry, model["arms"]),
         )
         rows.append("| " + " | ".join(cells) + " |")
     return rows
