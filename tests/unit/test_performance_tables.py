@@ -112,3 +112,33 @@ def test_steps_and_host_time_of_the_leanest_way_are_columns():
     head, _, *rows = breakdown.steps(bench(small, other)).splitlines()
     assert head.endswith("| GPU busy | leanest step | leanest host |")
     assert [row.split(" | ")[-2:] for row in rows] == [["-", "- |"], ["2.10", "0.70 |"]]
+
+
+def test_arms_whose_losses_differ_reach_no_goal():
+    fast, slow = model("fast", STEPS | {"cgpass": 2.1}), model("slow", STEPS | {"cgpass": 2.05})
+    for each in (fast, slow):
+        each["arms"]["cgpass"]["loop_ms"] = each["arms"]["limit"]["loop_ms"] = {"median": 1.0}
+    slow["arms"]["cgpass"] |= {"differs": True, "loop_ms": {"median": 0.5}}
+    row = "| synchronised step, ms over the limit | 0.15 | 0.10 | 2.00 | reached; slow (losses differ) |"
+    assert row in goals.table({"bench": bench(fast, slow)}).splitlines()
+    assert "they take 1.00 times" in goals.in_a_loop(bench(fast, slow))
+    row = "| synchronised step, ms over the limit | 0.15 | - | 2.00 | slow (losses differ) |"
+    assert row in goals.table({"bench": bench(slow)}).splitlines()
+    assert goals.in_a_loop(bench(slow)) == ""
+
+
+def test_losses_of_one_arm_say_nothing_of_another():
+    found = model("m", STEPS | {"cgpass": 2.1, "cgpass-lean": 2.05})
+    found["arms"]["cgpass-lean"]["check"] = {"equal": False}
+    rows = goals.table({"bench": bench(found)}).splitlines()[2:]
+    assert [row.split(" | ", 2)[2] for row in rows] == [
+        "0.10 | 2.00 | reached |",
+        "- | - | m (losses differ) |",
+    ]
+
+
+def test_several_devices_with_losses_that_differ():
+    arms = {name: {"peak_reserved_bytes": 1000} for name in ("default", "cgpass")}
+    wrong = arms | {"cgpass": arms["cgpass"] | {"check": {"equal": False}}}
+    found = {"dist-bench": {"modes": {"TP": {"arms": arms}, "FSDP2": {"arms": wrong}}}}
+    assert goals.table(found).endswith("| 1.00 | - | reached; FSDP2 (losses differ) |")
