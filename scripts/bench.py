@@ -10,7 +10,8 @@ Times: all arms of a model in one process, in interleaved blocks. The processes 
 compile side by side; then they measure one after the other, with nothing else running.
 Memory (`--memory`): one process per arm with a fresh compile cache.
 `--compare` shows what changed against an older result, with status 1 where cgpass got worse against the other arms
-of its own run (machines differ between runs) or needs more memory.
+of its own run (machines differ between runs) or needs more memory. Where an arm of cgpass fails, or its losses differ,
+the status is 1 in any case; arms that are there to be compared with may fail.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from benchlib import arms, compare, meta, models, plots, report, worker
+from benchlib import arguments, arms, compare, meta, models, plots, report, worker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # Arms that capture by hand or whatever they are given: a failure may leave CUDA unusable.
 RISKY = ("cudagraphs", "limit")
@@ -40,14 +44,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--models", default=",".join(models.SPECS), help="names, with commas")
+    model_names, arm_names = arguments.names(models.SPECS), arguments.names(arms.KNOWN)
+    add("--models", type=model_names, default=list(models.SPECS), help="names, with commas")
+    more = ", ".join(name for name in arms.KNOWN if name not in arms.NAMES)
     add(
         "--arms",
-        help="names, with commas; also cgpass-eager, cgpass-direct",
+        type=arm_names,
+        help=f"names, with commas; usual: {','.join(arms.NAMES)} (with --memory without {arms.LEAN}); also {more}",
     )
-    add("--steps", type=int, default=10, help="synchronised steps per block")
-    add("--rounds", type=int, default=6, help="blocks per arm")
-    add("--check-steps", type=int, default=5, help="steps whose losses are compared")
+    add("--steps", type=arguments.count, default=10, help="synchronised steps per block")
+    add("--rounds", type=arguments.count, default=6, help="blocks per arm")
+    add("--check-steps", type=arguments.count, default=5, help="steps whose losses are compared")
     add("--memory", action="store_true", help="peak memory and compile time instead of times")
     add("--compile-only", action="store_true", help="fill the compile cache and check losses")
     add("--parallel", type=int, default=0, help="processes compiling at a time (0: by cores)")
@@ -64,14 +71,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def jobs(args: argparse.Namespace, directory: str) -> list[worker.Job]:
     """One job a model, or one a model and arm for memory."""
-    names = [name for name in args.models.split(",") if name]
-    unknown = [name for name in names if name not in models.SPECS]
-    if unknown:
-        raise SystemExit(f"unknown models {unknown}; known: {', '.join(models.SPECS)}")
     usual = [name for name in arms.NAMES if not (args.memory and name == arms.LEAN)]
-    chosen = tuple(name for name in args.arms.split(",") if name) if args.arms else tuple(usual)
-    for name in chosen:
-        arms.check_name(name)
+    chosen = tuple(args.arms or usual)
     common = {
         "device": args.device,
         "tiny": args.tiny,
@@ -83,12 +84,13 @@ def jobs(args: argparse.Namespace, directory: str) -> list[worker.Job]:
     if args.memory:
         return [
             worker.Job(name=f"{model}.{arm}", kind="memory", model=model, arms=(arm,), **common)
-            for model in names
+            for model in args.models
             for arm in chosen
         ]
     kind = "compile" if args.compile_only else "time"
     return [
-        worker.Job(name=model, kind=kind, model=model, arms=chosen, **common) for model in names
+        worker.Job(name=model, kind=kind, model=model, arms=chosen, **common)
+        for model in args.models
     ]
 
 
@@ -251,6 +253,14 @@ def write(args: argparse.Namespace, data: dict[str, Any]) -> None:
         args.markdown.write_text(report.render(data))
 
 
+def failures(data: dict[str, Any]) -> Iterator[str]:
+    """What of a result makes it no result: processes that ended early, arms of cgpass that failed or differ."""
+    for model in data["results"]:
+        if "error" in model:
+            yield f"{compare.title(model)}: {' '.join(model['error'].split())[:200]}"
+    yield from compare.flags(data)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark, or one worker of it."""
     args = parse(argv)
@@ -267,7 +277,10 @@ def main(argv: list[str] | None = None) -> int:
         plots.draw(args.plot, plots.figures(data))
     print(report.render(data), flush=True)
     worse = compare.against(args, data)
-    return 1 if worse or any("error" in model for model in data["results"]) else 0
+    wrong = list(failures(data))
+    for what in wrong:
+        print(what, file=sys.stderr)
+    return 1 if worse or wrong else 0
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchlib import compare, meta, plots, report
+from benchlib import arguments, compare, meta, plots, report
 from benchlib.report import ONE_THREAD, STAGES
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -263,8 +263,17 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", default="1,10,100", help="numbers of layers, with commas")
-    parser.add_argument("--arms", help="with commas; default: all that run here")
+    parser.add_argument(
+        "--layers",
+        type=arguments.counts,
+        default="1,10,100",
+        help="numbers of layers, with commas (1,10,100)",
+    )
+    parser.add_argument(
+        "--arms",
+        type=arguments.names(ARMS),
+        help=f"with commas, of {','.join(ARMS)}; default: all that run here",
+    )
     parser.add_argument("--json", type=Path, help="file for the numbers")
     parser.add_argument("--markdown", type=Path, help="file for the tables")
     parser.add_argument(
@@ -278,8 +287,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         here = [n for n in ARMS if device.type == "cuda" or n != "reduce-overhead"]
-        names = options.arms.split(",") if options.arms else here
-        for data in run([int(n) for n in options.layers.split(",")], names, device):
+        for data in run(options.layers, options.arms or here, device):
             save(options.json, data)  # each time: what is interrupted keeps what it has
     text = report.render(data)
     if options.markdown:

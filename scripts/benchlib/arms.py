@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 NAMES = ("eager", "default", "reduce-overhead", "cudagraphs", "cgpass", LEAN, "limit")
 REFERENCE = "cgpass-none"
+KNOWN = (*NAMES, "cgpass-eager", "cgpass-direct", REFERENCE)
 
 
 def backend() -> Any:
@@ -37,9 +38,8 @@ def check_name(name: str) -> None:
     Raises:
         ValueError: The arm isn't known.
     """
-    known = (*NAMES, "cgpass-eager", "cgpass-direct", REFERENCE)
-    if name not in known:
-        raise ValueError(f"unknown arm {name!r}; known: {', '.join(known)}")
+    if name not in KNOWN:
+        raise ValueError(f"unknown arm {name!r}; known: {', '.join(KNOWN)}")
 
 
 def compile_settings(name: str, device: torch.device) -> dict[str, Any] | None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchlib.report import differs
+
 Figures = dict[str, dict[str, float]]  # quantity -> value, by arm
 Rows = dict[tuple[str, str], dict[str, str]]  # model and arm -> text, by quantity
 OURS = "cgpass"
@@ -163,8 +165,7 @@ def flags(data: dict[str, Any]) -> Iterator[str]:
     for model in data.get("results", ()):
         for name in ours(model["arms"]):
             entry = model["arms"][name]
-            unequal = not (entry.get("check") or {}).get("equal", True)
-            if entry.get("differs") or unequal:
+            if differs(entry):
                 yield f"{title(model)}, {name}: losses differ"
             if "error" in entry:
                 yield f"{title(model)}, {name}: failed"
