@@ -5,7 +5,8 @@
     python scripts/results.py --take FOLDER ...   # keep what scripts/gpu_check.sh wrote, then --write
 
 --take recognises results by what they hold, and merges several of one commit: bench.json of different models, say.
-Results of different commits or machines are refused. Drawing needs matplotlib, which `pip install -e ".[report]"`
+Results of different commits or machines are refused, and nothing is kept then. With --into models that were not measured
+stay as they are; one that lacks arms of the kept one, was stopped by an error or has no figure of cgpass is refused. Drawing needs matplotlib, which `pip install -e ".[report]"`
 installs; a plot is drawn when the figures that it notes in its metadata are others, or with --redraw.
 """
 
@@ -129,6 +130,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--redraw", action="store_true", help="plots whose figures are the same, too"
     )
     args = parser.parse_args(arguments)
+    if not args.take and (args.into or args.commit):
+        parser.error("--into and --commit are about what --take takes")
     if args.check:
         said = problems()
         for line in said:

@@ -16,6 +16,8 @@ KINDS = {
     "distributed": "dist-bench",
     "start": "start",
 }
+# What is measured of an arm, by part.
+FIGURE = {"bench": "step_ms", "memory": "peak_reserved_bytes"}
 # A path from the root of a file system, in the middle of any text.
 PATH = re.compile(r"(?<![\w.:/~-])(?:~|\.\.)?/(?:[\w.+@-]+/)+(?=[\w.+@-])")
 
@@ -125,6 +127,30 @@ def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return kept | {"meta": meta, entries: list(joined.values())} | left_out
 
 
+def why_not_kept(
+    entry: dict[str, Any], kept: dict[str, Any] | None, figure: str | None
+) -> str | None:
+    """Why a model that was measured is not put in the place of the one that is kept.
+
+    Args:
+        entry: What was measured.
+        kept: What it would replace, if anything.
+        figure: What is measured of every arm.
+    """
+    if "error" in entry:
+        return f"stopped by {entry['error'][:120]}"
+    arms = entry["arms"]
+    cgpass = arms.get("cgpass", {})
+    if "error" in cgpass or (figure and figure not in cgpass):
+        return "no figure of cgpass"
+    lost = [
+        name
+        for name, arm in (kept or {"arms": {}})["arms"].items()
+        if name not in arms or ("error" in arms[name] and "error" not in arm)
+    ]
+    return f"without {', '.join(lost)}, which what is kept has" if lost else None
+
+
 def put_into(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Results of a few models in the place of those that are kept, each with the commit and command of its own."""
     if "results" not in new or "meta" not in new:
@@ -133,6 +159,10 @@ def put_into(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
         before, now = ({**facts(data), **data}[key] for data in (old, new))
         if before != now:
             raise SystemExit(f"{key}: {now} is not put into results with {before}")
+    for entry in new["results"]:
+        kept = next((each for each in old["results"] if each["model"] == entry["model"]), None)
+        if why := why_not_kept(entry, kept, FIGURE.get(part(new))):
+            raise SystemExit(f"{part(new)}, {entry['model']}: {why}")
     own = {key: new["meta"][key] for key in ("commit", "command", "time")}
     entries = {entry["model"]: entry for entry in old["results"]}
     entries |= {entry["model"]: entry | own for entry in new["results"]}
@@ -158,23 +188,38 @@ def taken(places: list[Path], given: str) -> Results:
 
 
 def store(results: Results, directory: Path, *, into: bool = False) -> list[Path]:
-    """Writes them, and says which files; models stay in the order that an older result has.
+    """Writes them, and says which files; nothing is written where one of them is refused.
+
+    Models stay in the order that an older result has.
 
     Args:
         results: By part.
         directory: Of what is kept.
         into: Whether models that were not measured stay as they are kept. See `put_into`.
     """
-    paths = []
+    texts = {}
     for name, data in results.items():
         path = directory / f"{name}-{machine(data)}.json"
-        if into:
-            data = put_into(json.loads(path.read_text()), data)
-        if path.exists() and "results" in data and "meta" in data:
-            old = [model["model"] for model in json.loads(path.read_text())["results"]]
-            data["results"].sort(
-                key=lambda m: old.index(m["model"]) if m["model"] in old else len(old)
-            )
-        path.write_text(json.dumps(data, indent=1) + "\n")
-        paths.append(path)
-    return paths
+        old = json.loads(path.read_text()) if path.exists() else None
+        if into and old is None:
+            raise SystemExit(f"no older {path.name} into which models could be put")
+        texts[path] = json.dumps(arranged(old, data, into=into), indent=1) + "\n"
+    for path, text in texts.items():
+        path.write_text(text)
+    return list(texts)
+
+
+def arranged(old: dict[str, Any] | None, new: dict[str, Any], *, into: bool) -> dict[str, Any]:
+    """A result as it is kept: models in the order of the older one, and with all of its models where asked for."""
+    if old is None:
+        return new
+    if into:
+        new = put_into(old, new)
+    if not ("results" in new and "meta" in new):
+        return new
+    known = [model["model"] for model in old["results"]]
+
+    def place(model: dict[str, Any]) -> int:
+        return known.index(model["model"]) if model["model"] in known else len(known)
+
+    return new | {"results": sorted(new["results"], key=place)}

@@ -244,39 +244,6 @@ def test_what_is_kept_is_in_the_order_of_what_was(tmp_path):
     assert [each["model"] for each in json.loads(path.read_text())["results"]] == ["b", "a", "c"]
 
 
-def test_some_models_are_put_into_what_is_kept(tmp_path):
-    taking.store({"bench": bench(model("a", STEPS), model("b", STEPS))}, tmp_path)
-    put(
-        tmp_path / "new", "bench.json", bench(model("b", STEPS | {"cgpass": 2.5}), commit="7654321")
-    )
-    new = taking.taken([tmp_path / "new"], "")
-    (path,) = taking.store(new, tmp_path, into=True)
-    data = json.loads(path.read_text())
-    first, second = data["results"]
-    for entry in (*first["arms"].values(), *second["arms"].values()):
-        entry["step_ms"] |= {"p10": 1.0, "p90": 4.0}
-    assert (first["model"], data["meta"]["commit"]) == ("a", META["commit"])
-    assert "commit" not in first
-    assert (second["commit"], second["arms"]["cgpass"]["step_ms"]["median"]) == ("7654321", 2.5)
-    text = report.render(data)
-    assert text.count("Commit 7654321, command: `python scripts/bench.py") == 1
-    assert text.index("## b, B2") < text.index("Commit 7654321")
-    assert measured.commits(data) == f"{META['commit']}; b: 7654321"
-
-
-@pytest.mark.parametrize(
-    ("new", "message"),
-    [
-        (bench(model("b", STEPS), driver="570"), "driver: 570 is not put into results with"),
-        (bench(model("b", STEPS)) | {"kind": "memory"}, "kind: memory is not put into"),
-        (overhead(), "overhead: holds no models"),
-    ],
-)
-def test_models_that_are_not_put_into_what_is_kept(new, message):
-    with pytest.raises(SystemExit, match=message):
-        taking.put_into(bench(model("a", STEPS)), new)
-
-
 def test_places_in_errors_are_left_out(tmp_path):
     lost = model(
         "b", {}, error="File /usr/lib/torch/x.py: captured/eager, and/or, https://a.org/b/c"
