@@ -45,7 +45,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     model_names, arm_names = arguments.names(models.SPECS), arguments.names(arms.KNOWN)
-    add("--models", type=model_names, default=list(models.SPECS), help="names, with commas")
+    add("--models", type=model_names, help=f"names, with commas, of {','.join(models.SPECS)}: all")
     more = ", ".join(name for name in arms.KNOWN if name not in arms.NAMES)
     add(
         "--arms",
@@ -64,9 +64,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, help="file for the JSON")
     add("--markdown", type=Path, help="file for the tables")
     add("--plot", type=Path, help="file for bars relative to the limit (.svg; needs matplotlib)")
-    compare.add_arguments(parser)
+    compare.add_arguments(parser, ("time", "memory"))
     add("--worker", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    compare.check_arguments(parser, args, "memory" if args.memory else "time")
+    return args
 
 
 def jobs(args: argparse.Namespace, directory: str) -> list[worker.Job]:
@@ -84,13 +86,13 @@ def jobs(args: argparse.Namespace, directory: str) -> list[worker.Job]:
     if args.memory:
         return [
             worker.Job(name=f"{model}.{arm}", kind="memory", model=model, arms=(arm,), **common)
-            for model in args.models
+            for model in args.models or models.SPECS
             for arm in chosen
         ]
     kind = "compile" if args.compile_only else "time"
     return [
         worker.Job(name=model, kind=kind, model=model, arms=chosen, **common)
-        for model in args.models
+        for model in args.models or models.SPECS
     ]
 
 

@@ -266,7 +266,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--layers",
         type=arguments.counts,
-        default="1,10,100",
         help="numbers of layers, with commas (1,10,100)",
     )
     parser.add_argument(
@@ -279,15 +278,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--plot", type=Path, help="file for lines over layers (.svg; needs matplotlib)"
     )
-    compare.add_arguments(parser)
+    compare.add_arguments(parser, ("overhead",))
     options = parser.parse_args(argv)
+    compare.check_arguments(parser, options, "overhead")
     if options.source:
         data = options.source
         save(options.json, data)
     else:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         here = [n for n in ARMS if device.type == "cuda" or n != "reduce-overhead"]
-        for data in run(options.layers, options.arms or here, device):
+        for data in run(options.layers or [1, 10, 100], options.arms or here, device):
             save(options.json, data)  # each time: what is interrupted keeps what it has
     text = report.render(data)
     if options.markdown:

@@ -1,17 +1,18 @@
 """What changed between two results of one script.
 
 Machines differ between runs, so times of cgpass are judged by their ratios to the other arms of the same run, and
-memory by itself. A regression is a ratio, or memory, that grew by more than the tolerance; and losses of cgpass that
-differ, or cgpass failing, where an older result had neither.
+memory by itself. A regression is a ratio, or memory, that grew by more than the tolerance; losses of cgpass that
+differ, or cgpass failing, where an older result had neither; and cgpass having been measured where it is not now.
 """
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchlib import arguments
 from benchlib.report import differs
 
 Figures = dict[str, dict[str, float]]  # quantity -> value, by arm
@@ -41,20 +42,45 @@ class Comparison:
         return " **worse**"
 
 
-def result(name: str) -> dict[str, Any]:
-    """What is in a file; asked for before anything is measured."""
-    try:
-        return json.loads(Path(name).read_text())
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"no JSON in {name}: {error}") from error
+def result(kinds: Collection[str]) -> Callable[[str], dict[str, Any]]:
+    """What is in a file of one of these kinds; asked for before anything is measured."""
+
+    def read(name: str) -> dict[str, Any]:
+        try:
+            data = json.loads(Path(name).read_text())
+        except (OSError, ValueError) as error:
+            raise argparse.ArgumentTypeError(f"no JSON in {name}: {error}") from error
+        found = kind(data) if isinstance(data, dict) else "unknown"
+        if found not in kinds:
+            known = " or ".join(kinds)
+            raise argparse.ArgumentTypeError(f"{name}: results of kind {found}, not of {known}")
+        if not {"meta", "rows" if found == "overhead" else "results"} <= data.keys():
+            raise argparse.ArgumentTypeError(f"{name}: not all of a result")
+        return data
+
+    return read
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of every script that compares."""
-    add = parser.add_argument
-    add("--compare", type=result, metavar="OLD", help="JSON of an older run; status 1 if worse")
-    add("--from", dest="source", type=result, metavar="NEW", help="measure nothing, read this JSON")
-    add("--tolerance", type=float, default=5.0, help="percent by which a ratio may grow (5)")
+def add_arguments(parser: argparse.ArgumentParser, kinds: Collection[str]) -> None:
+    """The options of every script that compares; of a script whose results are of these kinds."""
+    add, read = parser.add_argument, result(kinds)
+    add("--compare", type=read, metavar="OLD", help="JSON of an older run; status 1 if worse")
+    add("--from", dest="source", type=read, metavar="NEW", help="measure nothing, read this JSON")
+    add(
+        "--tolerance",
+        type=arguments.percent,
+        default=5.0,
+        help="percent by which a ratio may grow (5)",
+    )
+
+
+def check_arguments(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, measured: str
+) -> None:
+    """Refuses an older result of another kind than what is to be measured, or read."""
+    now = kind(args.source) if args.source else measured
+    if args.compare and kind(args.compare) != now:
+        parser.error(f"--compare: results of kind {kind(args.compare)}, but of {now} now")
 
 
 def changed(old: float | None, new: float | None, digits: int = 2) -> str:
@@ -160,6 +186,13 @@ def compare_place(found: Comparison, place: str, kind: str, old: Figures, new: F
             compare_ratios(found, place, kind, quantity, old, new)
 
 
+def can_be_judged(place: str, kind: str, figures: Figures) -> bool:
+    """Whether there is an arm of cgpass, and what it is judged by."""
+    found = Comparison(tolerance=0)
+    compare_place(found, place, kind, figures, figures)
+    return found.judged > 0
+
+
 def flags(data: dict[str, Any]) -> Iterator[str]:
     """What is wrong with arms of cgpass: losses that differ, failures."""
     for model in data.get("results", ()):
@@ -179,11 +212,17 @@ def compare(old: dict[str, Any], new: dict[str, Any], tolerance: float) -> Compa
     before, after = (FIGURES[kinds[0]](data) for data in (old, new))
     found = Comparison(tolerance)
     for place in before | after:
-        if place in before and place in after:
+        if place not in before:
+            found.notes.append(f"{place}: only in the newer result")
+            continue
+        judged, said = found.judged, len(found.worse)
+        if place in after:
             compare_place(found, place, kinds[0], before[place], after[place])
         else:
-            when = "older" if place in before else "newer"
-            found.notes.append(f"{place}: only in the {when} result")
+            found.notes.append(f"{place}: only in the older result")
+        nothing = found.judged == judged and len(found.worse) == said
+        if nothing and can_be_judged(place, kinds[0], before[place]):
+            found.worse.append(f"{place}: nothing of cgpass is left to compare")
     known = set(flags(old))
     found.worse += [flag for flag in flags(new) if flag not in known]
     return found
@@ -230,10 +269,19 @@ def render(old: dict[str, Any], new: dict[str, Any], found: Comparison) -> str:
     return "\n".join(lines)
 
 
+def asked_for(args: argparse.Namespace, data: dict[str, Any]) -> dict[str, Any]:
+    """The models, or numbers of layers, of a result that the command names: others are not missing."""
+    key, name, chosen = "results", "model", getattr(args, "models", None)
+    if kind(data) == "overhead":
+        key, name, chosen = "rows", "layers", args.layers
+    return data | {key: [each for each in data[key] if not chosen or each[name] in chosen]}
+
+
 def against(args: argparse.Namespace, data: dict[str, Any]) -> bool:
     """Prints how a run compares to the one asked for; whether it is worse, or can't be judged."""
     if args.compare is None:
         return False
-    found = compare(args.compare, data, args.tolerance)
-    print(render(args.compare, data, found), flush=True)
+    old = asked_for(args, args.compare)
+    found = compare(old, data, args.tolerance)
+    print(render(old, data, found), flush=True)
     return bool(found.worse) or not found.judged

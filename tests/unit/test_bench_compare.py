@@ -3,6 +3,8 @@
 import argparse
 import json
 
+import bench
+import bench_overhead
 import pytest
 from benchlib import compare
 
@@ -85,8 +87,9 @@ def test_overhead_is_judged_by_reduce_overhead():
     ]
 
 
-def against(old, new):
-    return compare.against(argparse.Namespace(compare=old, tolerance=5.0), new)
+def against(old, new, models=None, layers=None):
+    args = argparse.Namespace(compare=old, tolerance=5.0, models=models, layers=layers)
+    return compare.against(args, new)
 
 
 def test_what_is_printed(capsys):
@@ -114,12 +117,69 @@ def test_results_of_different_kinds():
         compare.compare(memory(cgpass=1), OLD, 5.0)
 
 
-def test_an_older_result_is_read_before_anything_is_measured(tmp_path, capsys):
-    parser = argparse.ArgumentParser()
-    compare.add_arguments(parser)
+def test_models_that_are_gone_are_worse(capsys):
+    both = timed(default=8.0, cgpass=4.0, limit=3.5)
+    both["results"] += [{"model": "other", "arms": OLD["results"][0]["arms"]}]
+    assert worse(both, OLD) == ["other: nothing of cgpass is left to compare"]
+    assert worse(OLD, both) == []
+    assert not against(both, OLD, models=["small"])
+    assert "other" not in capsys.readouterr().out
+    both["results"][1] = {"model": "other", "arms": {"default": {"step_ms": {"median": 1.0}}}}
+    assert worse(both, OLD) == []
+
+
+def test_figures_that_have_nothing_to_be_judged_by_any_more_are_worse():
+    both, alone = OLD["results"][0], timed(cgpass=4.0)["results"][0] | {"title": "alone"}
+    new = OLD | {"results": [both, alone]}
+    old = OLD | {"results": [both, both | {"title": "alone"}]}
+    assert worse(old, new) == ["alone: nothing of cgpass is left to compare"]
+    assert worse(new, new) == []
+
+
+def test_depths_that_are_gone_are_worse():
+    deep, flat = (overhead(reduce_overhead=4.0, cgpass=3.0) for _ in range(2))
+    deep["rows"] += [deep["rows"][0] | {"layers": 100}]
+    assert worse(deep, flat) == ["training, 100 layers: nothing of cgpass is left to compare"]
+    assert not against(deep, flat, layers=[10])
+
+
+@pytest.mark.parametrize("option", ["--compare", "--from"])
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (None, "no JSON in"),
+        ([1], "results of kind unknown, not of time or memory"),
+        ({"ratio_to_torch": {}}, "results of kind unknown, not of time or memory"),
+        (overhead(cgpass=1.0), "results of kind overhead, not of time or memory"),
+        ({"kind": "time", "meta": META}, "not all of a result"),
+    ],
+)
+def test_files_that_are_no_older_result_are_refused_before_anything_is_measured(
+    tmp_path, monkeypatch, capsys, option, data, message
+):
+    monkeypatch.setattr(bench, "run", None)
     path = tmp_path / "old.json"
-    path.write_text(json.dumps(OLD))
-    assert parser.parse_args(["--compare", str(path)]).compare == OLD
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--compare", str(tmp_path / "none.json")])
-    assert "no JSON in" in capsys.readouterr().err
+    if data is not None:
+        path.write_text(json.dumps(data))
+    with pytest.raises(SystemExit, match="2"):
+        bench.main([option, str(path)])
+    assert f"argument {option}: " in (said := capsys.readouterr().err)
+    assert message in said
+
+
+def test_an_older_result_is_of_what_is_measured(tmp_path, capsys):
+    for name, data in (("time", OLD), ("memory", memory(cgpass=1)), ("overhead", overhead())):
+        (tmp_path / name).write_text(json.dumps(data))
+    old, other = ("--compare", str(tmp_path / "time")), str(tmp_path / "memory")
+    assert bench.parse([*old]).compare == OLD
+    assert bench.parse(["--memory", *old, "--from", str(tmp_path / "time")]).source == OLD
+    for more in (["--memory"], ["--from", other]):
+        with pytest.raises(SystemExit, match="2"):
+            bench.parse([*old, *more])
+        assert "results of kind time, but of memory now" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        bench_overhead.main([*old])
+    assert "results of kind time, not of overhead" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        bench.parse([*old, "--tolerance", "nan"])
+    assert "argument --tolerance: 'nan' is no number from 0 on" in capsys.readouterr().err
