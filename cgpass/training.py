@@ -8,6 +8,7 @@ Note [What AOTAutograd's autograd function does]
     save the same tensors in the same order, so that a checkpoint around a call may take the other one when it recomputes.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from cgpass import _torch
 from cgpass.compile import Boxed
 from cgpass.errors import DoubleBackwardError
 from cgpass.runtime import node
+
+log = logging.getLogger(__name__)
 
 _TWICE_WITHOUT_DETERMINISM = (
     "This compiled backward function is being run with torch.use_deterministic_algorithms(True), but it was previously "
@@ -35,6 +38,7 @@ class TrainingCall:
             direct: Whether the node adds gradients of parameters to `.grad` itself.
         """
         self._is_direct = direct
+        self._said = False
         self._forward: Boxed | None = None
         self._backward: Boxed | None = None
         self._layout: _torch.TrainingLayout | None = None
@@ -81,6 +85,8 @@ class TrainingCall:
     def around(self, compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
         """What to call instead of what AOTAutograd made of Dynamo's graph."""
         if self._num_forwards != 1 or self._layout is None or _torch.handles_subclasses(gm):
+            if self._num_forwards:
+                self._say_it_is_not_direct("AOTAutograd wraps the function in what only it knows")
             return compiled
         node.start()
         layout = self._layout
@@ -93,10 +99,20 @@ class TrainingCall:
                 or len(args) != layout.num_inputs
                 or not _torch.autograd_is_plain()
             ):
+                if attach is None and (why := node.why_not()) is not None:
+                    self._say_it_is_not_direct(why)
                 return compiled(*args)
             return self._call(attach, layout, args)
 
         return call
+
+    def _say_it_is_not_direct(self, why: str) -> None:
+        if self._is_direct and not self._said:
+            self._said = True
+            log.warning(
+                'parameter_grads="direct" has no effect, autograd adds the gradients of parameters: %s',
+                why,
+            )
 
     def _call(
         self, attach: node.Attach, layout: _torch.TrainingLayout, args: tuple[Any, ...]

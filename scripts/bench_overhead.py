@@ -16,7 +16,6 @@ by nothing once it has recorded: what is left is host time too, of another machi
 """
 
 import argparse
-import contextlib
 import json
 import statistics
 import sys
@@ -27,14 +26,13 @@ from typing import Any
 
 import torch
 from benchlib import arguments, compare, meta, plots, report
-from benchlib.report import ONE_THREAD, STAGES
+from benchlib.measure import synchronize
+from benchlib.report import ONE_THREAD
+from benchlib.staged import stages
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import cgpass
 from cgpass.runtime import fast, node, owner
-from cgpass.runtime.executor import Executor
-from cgpass.runtime.recording import Recording
 
 ARMS = ("eager", "default", "reduce-overhead", "cgpass", "cgpass-direct")
 Steps = dict[str, Callable[[], None]]
@@ -99,11 +97,6 @@ class Arm:
         self.call(self.x).backward()
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def block(step: Callable[[], None], device: torch.device, calls: int) -> list[float]:
     """Microseconds of each of some calls."""
     found = []
@@ -157,75 +150,6 @@ def measure(steps: Steps, layers: int, mode: str, device: torch.device) -> dict[
         if name.startswith("cgpass")
     }
     return result
-
-
-@contextlib.contextmanager
-def marked() -> Iterator[list[float]]:
-    """When a graph's executor was entered, when its replay had been launched, and when the executor returned."""
-    marks: list[float] = []
-    call = Executor.__call__
-
-    def timed(self: Executor, args: list[Any]) -> list[Any]:
-        marks.append(time.perf_counter())
-        results = call(self, args)
-        marks.append(time.perf_counter())
-        return results
-
-    def launched(recording: Recording) -> Callable[[], None]:
-        replay = recording.replay
-
-        def launch() -> None:
-            replay()
-            marks.append(time.perf_counter())
-
-        return launch
-
-    recordings = [r for o in list(owner._owners) for slot in o._slots for r in slot.recordings]
-    replays = [recording.replay for recording in recordings]
-    for recording in recordings:
-        recording.replay = launched(recording)
-    Executor.__call__ = timed  # type: ignore[method-assign]
-    try:
-        yield marks
-    finally:
-        Executor.__call__ = call  # type: ignore[method-assign]
-        for recording, replay in zip(recordings, replays, strict=True):
-            recording.replay = replay
-
-
-def stages(step: Callable[[], None], mode: str, device: torch.device) -> dict[str, Any]:
-    """Where a call's time goes; guards are measured by the profiler, in calls of their own."""
-    graphs = ("forward",) if mode == "inference" else ("forward", "backward")
-    rows = []
-    with marked() as marks:
-        for _ in range(100):
-            synchronize(device)
-            marks.clear()
-            start = time.perf_counter()
-            step()
-            end = time.perf_counter()
-            ends = [*marks[3::3], end]
-            row = []
-            for n in range(len(graphs)):
-                entered, launched, left = marks[3 * n : 3 * n + 3]
-                row += [entered - start, launched - entered, left - launched, ends[n] - left]
-                start = ends[n]
-            if len(graphs) == 2:  # what lies between the graphs is before the second
-                row[4] += row[3]
-                row[3] = 0.0
-            rows.append(row)
-    medians = [round(statistics.median(column) * 1e6, 1) for column in zip(*rows, strict=True)]
-    found: dict[str, Any] = {
-        graph: dict(zip(STAGES, medians[4 * n : 4 * n + 4], strict=True))
-        for n, graph in enumerate(graphs)
-    }
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        for _ in range(20):
-            step()
-    synchronize(device)
-    guards = [e for e in profiled.key_averages() if e.key == "TorchDynamo Cache Lookup"]
-    found["guards"] = round(sum(e.self_cpu_time_total for e in guards) / 20, 1)
-    return found
 
 
 def run(layers: list[int], names: list[str], device: torch.device) -> Iterator[dict[str, Any]]:

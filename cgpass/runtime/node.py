@@ -49,6 +49,8 @@ class _Loader:
     def __init__(self) -> None:
         self.attach: Attach | None = None
         self.drop_accumulators: Callable[[Any], None] | None = None
+        self.why_not: str | None = None
+        """Why there is none, and will be none."""
         self._started = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -60,6 +62,7 @@ class _Loader:
                 return
             self._started = True
             if fast_mode() == "off":
+                self.why_not = "compiled code is turned off (CGPASS_FAST=0)"
                 return
             self._thread = threading.Thread(target=self._load, name="cgpass-node", daemon=True)
             self._thread.start()
@@ -74,6 +77,7 @@ class _Loader:
             self.drop_accumulators = module.drop_accumulators
             self.attach = module.attach
         except fast_build.BuildError as error:
+            self.why_not = str(error)
             log.info("cgpass goes through AOTAutograd's autograd function: %s", error)
 
     def wait(self) -> None:
@@ -122,6 +126,11 @@ def wait() -> bool:
 def attach() -> Attach | None:
     """The compiled function, None as long as there is none."""
     return _loader.attach
+
+
+def why_not() -> str | None:
+    """Why there is none and will be none; None if there is, or may be soon."""
+    return _loader.why_not
 
 
 def drop_accumulators(leaves: Sequence[torch.Tensor]) -> None:

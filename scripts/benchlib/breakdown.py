@@ -6,6 +6,8 @@ from benchlib import goals
 from benchlib.measured import Results, device, fill, short, torch_version
 from benchlib.report import GRAPHS, LEAN, STAGES, median, number
 
+GUARDS = "Dynamo's guards, part of what is before the forward"
+
 
 def name_of(model: dict[str, Any], others: list[dict[str, Any]]) -> str:
     """A model's name without its batch; the whole title where another's name begins alike."""
@@ -20,7 +22,7 @@ def steps(bench: dict[str, Any]) -> str:
     names = ["step", "limit's step", "loop", "limit's loop", "host", "limit's host", "GPU busy"]
     names += ["leanest step", "leanest host"]
     rows = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    for model in bench["results"]:
+    for model in goals.without_differing(bench)["results"]:
         ours, lean, limit = (model["arms"].get(name, {}) for name in ("cgpass", LEAN, "limit"))
         if median(limit, "step_ms") is None:
             continue
@@ -35,6 +37,39 @@ def steps(bench: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
+def model_stages(bench: dict[str, Any]) -> str:
+    """Microseconds of a forward and a backward, a column per model that is one graph each way; empty if none is."""
+    found = [
+        (name_of(model, bench["results"]), entry, entry["stages"])
+        for model in goals.without_differing(bench)["results"]
+        if "until_done" in (entry := model["arms"].get("cgpass", {})).get("stages", {})
+    ]
+    if not found:
+        return ""
+    lines = [
+        "| | " + " | ".join(name for name, _, _ in found) + " |",
+        "|---" * (len(found) + 1) + "|",
+    ]
+
+    def line(what: str, values: list[float | None]) -> None:
+        lines.append("| " + " | ".join([what, *(number(value, 0) for value in values)]) + " |")
+
+    line("until the device is done", [each["until_done"] for _, _, each in found])
+    busy = [entry.get("kernels", {}).get("gpu_busy_ms") for _, entry, _ in found]
+    idle = [
+        None if ms is None else each["until_done"] - 1e3 * ms
+        for ms, (_, _, each) in zip(busy, found, strict=True)
+    ]
+    line("of that, the device is idle", idle)
+    line(GUARDS, [each["guards"] for _, _, each in found])
+    for graph in GRAPHS:
+        for stage in STAGES:
+            values = [each[graph][stage] for _, _, each in found]
+            if any(values):
+                line(f"{graph}: {stage}", values)
+    return "\n".join(lines)
+
+
 def stages(overhead: dict[str, Any]) -> str:
     """Microseconds of a call of a stack, a row per stage and a column per depth."""
     rows = overhead["rows"]
@@ -47,7 +82,7 @@ def stages(overhead: dict[str, Any]) -> str:
 
     line("all", [row["us"].get("cgpass") for row in rows])
     found = [row["stages"].get("cgpass", {}) for row in rows]
-    line("Dynamo's guards, part of what is before the forward", [each["guards"] for each in found])
+    line(GUARDS, [each["guards"] for each in found])
     for graph in GRAPHS:
         for stage in STAGES:
             values = [each.get(graph, {}).get(stage) for each in found]
@@ -66,11 +101,19 @@ def section(results: Results, machine: str) -> str:
         fill(
             f"{on}: milliseconds of a training step ([all figures](results/bench-{machine}.md)). In "
             '"step" the host waits for the device after each step, in "loop" it does not; "host" is the '
-            'host\'s time for forward and backward. "Leanest" is with `parameter_grads="direct"` and the backward in the '
+            'host\'s time for forward and backward, "GPU busy" the device\'s. "Leanest" is with `parameter_grads="direct"` and the backward in the '
             "thread that calls it ([how](#what-to-do-about-it))."
         )
     )
     blocks.append(steps(bench))
+    if table := model_stages(bench):
+        blocks.append(
+            fill(
+                "A forward and a backward of these models, the device idle before: microseconds. A stage is what the host "
+                "does in it ([which](#what-the-stages-are)), medians each, so they need not add up."
+            )
+        )
+        blocks.append(table)
     if "overhead" in results:
         blocks.append(
             fill(

@@ -70,42 +70,6 @@ def reference_losses(workload: Workload, steps: int) -> tuple[list[float], list[
     return first, losses(arm, steps)
 
 
-def check_bitwise(
-    name: str, workload: Workload, measured: list[float], steps: int
-) -> dict[str, Any]:
-    """Compares an arm's losses with those of the same options without graphs.
-
-    If the plain runs themselves differ, or the arm differs from them, both are repeated with
-    deterministic algorithms; that comparison then decides.
-    """
-    plain, control = reference_losses(workload, steps)
-    result: dict[str, Any] = {
-        "steps": steps,
-        "losses": measured,
-        "plain": plain,
-        "plain_repeatable": plain == control,
-        "equal": plain == measured,
-        "deterministic": False,
-    }
-    release(workload.device)
-    if result["equal"] and result["plain_repeatable"]:
-        return result
-    with deterministic():
-        plain, control = reference_losses(workload, steps)
-        arm = make(name, workload)
-        arm.prepare()
-        again = losses(arm, steps)
-        del arm
-    release(workload.device)
-    return result | {
-        "deterministic": True,
-        "deterministic_losses": again,
-        "deterministic_plain": plain,
-        "plain_repeatable": plain == control,
-        "equal": plain == again,
-    }
-
-
 def check_close(measured: list[float], eager: list[float]) -> bool:
     """Whether losses agree with eager's within what bf16 and other dropout masks explain."""
     return all(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import cgpass
-from benchlib import alone, arms, bitwise, measure, models
+from benchlib import alone, arms, bitwise, measure, models, report, staged
 from benchlib.report import SAME_KERNELS
 
 
@@ -199,6 +199,25 @@ def per_step(counters: dict[str, int], *, steps: int) -> dict[str, Any]:
     }
 
 
+def measure_stages(ready: dict[str, arms.Arm], results: Results) -> None:
+    """Where the host's time of a forward and a backward goes, where each is one graph."""
+    for name in (report.LEAN, "cgpass"):
+        if name not in ready or report.partitions(results.arm(name)) != "2/0":
+            continue
+        arm, batch = ready[name], ready[name].workload.batches[0]
+
+        def step(arm: arms.Arm = arm, batch: models.Batch = batch) -> None:
+            arm.begin()
+            arm.forward_backward(batch)
+
+        try:
+            found = staged.stages(step, "training", arm.workload.device)
+        except Exception as error:
+            found = failure(error)
+        results.arm(name)["stages"] = found
+        results.write()
+
+
 def count_kernels(ready: dict[str, arms.Arm], results: Results) -> None:
     """Captured and total kernels of one step; after all timing, since it uses a profiler."""
     for name, arm in ready.items():
@@ -232,6 +251,7 @@ def run_time(job: Job, workload: models.Workload, results: Results) -> None:
             arm.copies_inputs = False
     take_turn(job)
     measure_times(job, ready, results)
+    measure_stages(ready, results)
     count_kernels(ready, results)
     time_pieces(ready, results)
 

@@ -142,3 +142,34 @@ def test_several_devices_with_losses_that_differ():
     wrong = arms | {"cgpass": arms["cgpass"] | {"check": {"equal": False}}}
     found = {"dist-bench": {"modes": {"TP": {"arms": arms}, "FSDP2": {"arms": wrong}}}}
     assert goals.table(found).endswith("| 1.00 | - | reached; FSDP2 (losses differ) |")
+
+
+def test_where_the_time_of_a_model_goes():
+    staged, other = model("staged", STEPS, "Staged, B2"), model("other", STEPS, "Other, B2")
+    stage = {"before": 10.0, "launch": 20.4, "after the launch": 3.0, "rest": 0.0}
+    stages = {
+        "forward": stage,
+        "backward": stage | {"rest": 7.0},
+        "until_done": 900.0,
+        "guards": 4.0,
+    }
+    staged["arms"]["cgpass"] |= {"stages": stages, "kernels": {"gpu_busy_ms": 0.65}}
+    other["arms"]["cgpass"]["stages"] = {"error": "RuntimeError: only 3 of 100 steps were a replay"}
+    assert breakdown.model_stages(bench(staged, other)).splitlines() == [
+        "| | Staged |",
+        "|---|---|",
+        "| until the device is done | 900 |",
+        "| of that, the device is idle | 250 |",
+        "| Dynamo's guards, part of what is before the forward | 4 |",
+        "| forward: before | 10 |",
+        "| forward: launch | 20 |",
+        "| forward: after the launch | 3 |",
+        "| backward: before | 10 |",
+        "| backward: launch | 20 |",
+        "| backward: after the launch | 3 |",
+        "| backward: rest | 7 |",
+    ]
+    assert breakdown.model_stages(bench(other)) == ""
+    staged["arms"]["cgpass"]["differs"] = True
+    assert breakdown.model_stages(bench(staged)) == ""
+    assert breakdown.steps(bench(staged)).splitlines()[2].startswith("| Staged | - | 2.00 |")
