@@ -5,7 +5,7 @@ Partitions of one graph are compiled for what it was traced with.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import sympy
 import torch
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 """Takes one list of inputs, which it may empty, and returns a sequence of outputs."""
+_Sizes = tuple[Any, ...]
+_SIZES_KEPT: Final = 256
+"""Combinations of sizes whose layouts are known; others run as a whole again."""
 
 
 class StrideNotes:
@@ -41,24 +44,26 @@ class StrideNotes:
         self._positions = tuple(sorted(positions))
         self._sizes = tuple(sizes)
         self._whole: Boxed | None = None
-        self._noted: dict[tuple[Any, ...], dict[int, _Place]] = {}
-        """By sizes, what is known of each output."""
-        self._last: dict[int, _Place] = {}
-        self._said = self._fitting = b""
-        """Geometry of outputs that were noted last, and of those that were found to be as they should."""
+        self._noted: dict[_Sizes, dict[int, _Place]] = {}
+        """By sizes, what is known of each output; the oldest first."""
+        self._said: tuple[_Sizes, bytes] | None = None
+        """Sizes and geometry that were noted last."""
+        self._fitting: tuple[_Sizes, bytes] | None = None
+        """Sizes and geometry that were found to be as they should."""
 
     def noting(self, fn: Boxed) -> Boxed:
         """`fn`, with the layouts noted that it returns."""
 
         def run(args: list[Any]) -> Any:
-            sizes = tuple([args[i] for i in self._sizes])
+            sizes = self._sizes_of(args)
             outputs = fn(args)
-            geometry = fast.geometry(outputs, self._positions)
-            if geometry != self._said or sizes not in self._noted:
+            said = (sizes, fast.geometry(outputs, self._positions))
+            if said != self._said:
                 found = [(i, outputs[i]) for i in self._positions]
-                self._last = {i: _Place(x) for i, x in found if isinstance(x, torch.Tensor)}
-                self._noted[sizes] = self._last
-                self._said = self._fitting = geometry
+                if len(self._noted) >= _SIZES_KEPT:
+                    del self._noted[next(iter(self._noted))]
+                self._noted[sizes] = {i: _Place(x) for i, x in found if isinstance(x, torch.Tensor)}
+                self._said = self._fitting = said
             return outputs
 
         self._whole = run
@@ -68,26 +73,27 @@ class StrideNotes:
         """`fn`, with outputs laid out as those noted."""
 
         def run(args: list[Any]) -> list[Any]:
-            noted = self._noted.get(tuple([args[i] for i in self._sizes]))
-            if noted is None and not self._tells_other_sizes():
+            sizes = self._sizes_of(args)
+            noted = self._noted.get(sizes)
+            if noted is None:
                 return self._run_whole(args)
             outputs = list(fn(args))
-            geometry = fast.geometry(outputs, self._positions)
-            if geometry == self._fitting:
+            found = (sizes, fast.geometry(outputs, self._positions))
+            if found == self._fitting:
                 return outputs
             moved = False
-            for i, place in (self._last if noted is None else noted).items():
+            for i, place in noted.items():
                 strides = place.strides_for(outputs[i])
                 if strides is not None:
                     outputs[i], moved = _laid_out(outputs[i], strides), True
             if not moved:
-                self._fitting = geometry
+                self._fitting = found
             return outputs
 
         return run
 
-    def _tells_other_sizes(self) -> bool:
-        return bool(self._noted) and all(place.is_dense for place in self._last.values())
+    def _sizes_of(self, args: Sequence[Any]) -> _Sizes:
+        return tuple([args[i] for i in self._sizes])
 
     def _run_whole(self, args: list[Any]) -> list[Any]:
         """Run a call as what was split: which strides others expect of these sizes, it alone tells."""
@@ -202,21 +208,20 @@ class _Place:
         """As they are now."""
         self._size, self._stride = tensor.size(), tensor.stride()
         self._order = _order(self._size, self._stride)
-        self.is_dense = _same(self._size, self._stride, _dense(self._size, self._order))
-        """Whether it leaves no gaps: then other sizes don't, either."""
 
     def strides_for(self, value: Any) -> tuple[int, ...] | None:
         """Those that a value in this place should have; None if it has them, or is no tensor.
 
-        Values of other sizes, which no input tells, are compared by the order of their dimensions where there are gaps.
+        Of values whose sizes depend on data the order of dimensions is what is known.
         """
         if not isinstance(value, torch.Tensor):
             return None
         size, stride, wanted = value.size(), value.stride(), self._stride
         if size != self._size:
-            wanted = _dense(size, self._order)
-            if not self.is_dense and _order(size, stride) == self._order:
+            has_gaps = self._stride != _dense(self._size, self._order)
+            if has_gaps and _order(size, stride) == self._order:
                 return None
+            wanted = _dense(size, self._order)
         return None if _same(size, stride, wanted) else wanted
 
 
