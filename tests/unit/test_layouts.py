@@ -69,6 +69,14 @@ def test_what_looks_dense_for_some_sizes_may_not_be_for_others():
         assert parts([width])[0].stride() == (width, 1)
 
 
+def test_the_same_outputs_may_be_right_for_some_sizes_alone():
+    notes = StrideNotes(frozenset({0}), sizes=(0,))
+    notes.noting(lambda args: [torch.zeros(2, args[0])[:, :3]])([6])
+    parts = notes.matching(lambda args: [torch.zeros(2, 6)[:, :3]])
+    for width in (6, 9, 6, 9, 6):
+        assert parts([width])[0].stride() == (width, 1)
+
+
 def test_layouts_of_the_oldest_sizes_are_forgotten(monkeypatch):
     monkeypatch.setattr(layouts, "_SIZES_KEPT", 2)
     notes, whole = StrideNotes(frozenset({0}), sizes=(0,)), []

@@ -415,3 +415,11 @@ def test_direct_gradients_of_tensors_that_are_wrapped_say_so(caplog):
             compiled(torch.randn(2, 4)).sum().backward()
     said = [r.getMessage() for r in caplog.records if "parameter_grads" in r.getMessage()]
     assert len(said) == 1, said
+
+
+def test_compiled_code_that_is_turned_off_is_no_node(monkeypatch):
+    monkeypatch.setattr(node, "fast_mode", lambda: "off")
+    loader = node._Loader()
+    loader.start()
+    assert loader.attach is None
+    assert loader.why_not == "compiled code is turned off (CGPASS_FAST=0)"
