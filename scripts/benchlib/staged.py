@@ -95,7 +95,7 @@ def stages(step: Callable[[], None], mode: str, device: torch.device) -> dict[st
         graph: dict(zip(STAGES, medians[4 * n : 4 * n + 4], strict=True))
         for n, graph in enumerate(graphs)
     }
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
         for _ in range(20):
             step()
     synchronize(device)
