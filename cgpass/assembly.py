@@ -113,14 +113,24 @@ class GraphBuilder:
         self._trace_plan(plan, summaries)
         return _tracked(Executor(plan, run.owner, self._in_profiles(["captured_0"])), graph)
 
-    def partitioned(self, gm: fx.GraphModule, context: PassContext) -> Boxed:
-        """A graph of several partitions."""
+    def partitioned(
+        self, gm: fx.GraphModule, context: PassContext, otherwise: Sequence[int] = ()
+    ) -> Boxed:
+        """A graph of several partitions.
+
+        Args:
+            gm: With partition tags.
+            context: That its passes ran with.
+            otherwise: Inputs that it was not traced with as they come.
+        """
+        as_traced = inputs_as_traced(gm, otherwise)
         if self.direction == "forward":
             _torch.report_output_strides(output_strides(gm))
         outlined, parts = _outline(gm, context, outline_passes())
         summaries = _summaries(parts, _reasons_by_part(gm))
         graph = self._add_summary(summaries)
-        return self._join(outlined, parts, graph, summaries)
+        boxed = self._join(outlined, parts, graph, summaries)
+        return _torch.mark_boxed(as_traced(boxed)) if otherwise else boxed
 
     def _split(self, gm: fx.GraphModule, context: PassContext, place: Place) -> Boxed:
         """A partition of another graph, tagged to be split again."""

@@ -20,6 +20,7 @@ from cgpass.graph.partition_tag import get_tag
 from cgpass.graph.target import devices, find_target
 from cgpass.graph.values import graph_outputs, has_nested_ints
 from cgpass.inputs import InputKind
+from cgpass.layouts import laid_out_otherwise
 from cgpass.option_names import check_names, overloads, parse_options
 from cgpass.options import Options
 from cgpass.passes import dynamo_passes, rng_passes
@@ -259,11 +260,22 @@ class Compilation:
         if target.skip is not None:
             return self._run_plainly(gm, example_inputs, direction, compiler, target.skip)
         context = PassContext(device=target.device, stage="graph", direction=direction, dump=None)
+        laid_out: set[str] = set()  # otherwise than traced
+        if direction == "backward":
+            inputs = gm.graph.find_nodes(op="placeholder")
+            laid_out = {inputs[i].name for i in laid_out_otherwise(gm, example_inputs)}
         result = run_passes(passes_for(gm, self.options, target), gm, context)
         gm = result.gm
         tags = {tag for tag in map(get_tag, gm.graph.nodes) if tag is not None}
         reasons = [note for note in result.notes if isinstance(note, Reason)]
-        origins = Origins(gm, self._placeholder_kinds(gm, direction))
+        kinds = self._placeholder_kinds(gm, direction)
+        is_whole = len(tags) == 1 and not has_nested_ints(gm)
+        otherwise: list[int] = []
+        if laid_out and not is_whole:  # anew in each call
+            kinds = {name: kind for name, kind in kinds.items() if name not in laid_out}
+            inputs = gm.graph.find_nodes(op="placeholder")
+            otherwise = [i for i, node in enumerate(inputs) if node.name in laid_out]
+        origins = Origins(gm, kinds)
         if direction == "forward":
             self._saved = origins.by_name()
         if not any(tag.captured for tag in tags):
@@ -284,10 +296,10 @@ class Compilation:
             function=self._function,
             graph_break=self._graph_break,
         )
-        if len(tags) == 1 and not has_nested_ints(gm):
+        if is_whole:
             return build.whole(gm, example_inputs)
         # A partition gets the sizes alone that it reads, of which nested integers are none.
-        return build.partitioned(gm, context)
+        return build.partitioned(gm, context, otherwise)
 
     def _placeholder_kinds(self, gm: fx.GraphModule, direction: Direction) -> dict[str, InputKind]:
         """Kinds of the graph's tensor inputs, by placeholder name; what is missing moves."""

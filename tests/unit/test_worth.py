@@ -216,17 +216,19 @@ def test_recordings_that_write_inputs_end_it(times):
     assert not early.is_timed
 
 
-def test_without_memory_for_plain_calls_it_stays_captured(times, monkeypatch, caplog):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_where_plain_calls_fail_it_stays_captured(times, monkeypatch, caplog, error):
     caplog.set_level(logging.INFO)
 
     def out_of_memory(fn, args, device):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error("no memory, no workspace")
 
     monkeypatch.setattr(module, "_time_plainly", out_of_memory)
     part, judge = Part(), worth("measured")
     recording = replayed(judge, part, 2, 20)
     assert (part.why, recording.is_timed, len(times.replayed)) == (None, False, 20)
-    assert "captured_0 stays captured: there is no memory to time it without a graph" in caplog.text
+    said = "captured_0 stays captured, it can't be timed without a graph: no memory, no workspace"
+    assert said in caplog.text
 
 
 def test_what_is_timed_keeps_no_recording_alive(times):

@@ -115,3 +115,25 @@ def test_gaps_grow_with_what_they_are_in(setting, where):
     one_of_each_on_cpu(setting, another=where == "backward")
     sizes = [(8, n) for n in (7, 7, 9, 8, 7, 9) for _ in range(12)]
     check(setting, *trained(lambda: Narrowed(where), sizes, dynamic=True))
+
+
+class Kept(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x):
+        return self.second(wait_later(self.first(x).relu())).tanh()
+
+
+@pytest.mark.parametrize("driver", ["none", None])
+def test_a_backward_in_parts_of_a_forward_that_is_one_graph(setting, driver):
+    """What it saves is laid out as Inductor chose, and the parts were traced with something else."""
+    program, last = trained(Kept, [(2, 4, 6, 8)] * 12)
+    options = {"unsafe_ops": ("split_layouts::wait",), "on_skip": "silent", "min_partition_ops": 1}
+    if driver is not None:
+        options["driver"] = driver
+    ours = setting.run(program, compiler="inductor", **options)
+    assert driver == "none" or last["replays"] == last["calls"] > 0
+    for a, b in zip(ours, setting.run_eagerly(program), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
