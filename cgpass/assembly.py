@@ -253,7 +253,8 @@ class GraphBuilder:
                 boxed = notes.matching(boxed)
             return boxed, check if check.has_conditions else None
 
-        return Resplitter(gm, place, self.options, context, driver, rebuild)
+        as_traced = inputs_as_traced(gm, otherwise)(list)
+        return Resplitter(gm, place, self.options, context, driver, rebuild, as_traced)
 
     def _driver(self, device: torch.device) -> GraphDriver:
         return self.owner(device).driver

@@ -159,6 +159,7 @@ class Resplitter:
         context: PassContext,
         driver: Callable[[], GraphDriver],
         rebuild: Callable[[fx.GraphModule], tuple[Boxed, SizeCheck | None]],
+        as_traced: Callable[[list[Any]], Sequence[Any]] = list,
     ) -> None:
         """Keep what a split needs.
 
@@ -170,6 +171,7 @@ class Resplitter:
             driver: Gives what records it.
             rebuild: Compiles a tagged copy of `gm` and joins it to a callable with its convention; says which sizes
                 it is for, None for all.
+            as_traced: Gives inputs as `gm` was traced with.
         """
         self.checks_warm_ups = has_unvetted_ops(gm)
         self._gm = gm
@@ -178,6 +180,7 @@ class Resplitter:
         self._context = context
         self._driver = driver
         self._rebuild = rebuild
+        self._as_traced = as_traced
 
     def __call__(self, args: list[Any], error: Exception | None) -> Outcome:
         """See `Resplit`."""
@@ -186,7 +189,8 @@ class Resplitter:
             return Outcome()
         gm = copy_of(self._gm)
         try:
-            finding = find_culprits(gm, args, self._driver(), trial=error is not None)
+            inputs = list(self._as_traced(list(args)))
+            finding = find_culprits(gm, inputs, self._driver(), trial=error is not None)
         except torch.OutOfMemoryError:
             finding = Finding(clean=False)
         if not finding.culprits:

@@ -50,6 +50,19 @@ class Sliced(nn.Module):
         return self.second(self.wait(part) * part * part.cos()).tanh()
 
 
+class Flattened(nn.Module):
+    """Views what is saved, in ways that its layout as Inductor chose it does not allow."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.wait = WAITS[where]
+
+    def forward(self, x):
+        x = self.second(self.first(x).relu())
+        return self.wait(x).flatten(1).tanh() * x.view(2, -1).sin()
+
+
 class Narrowed(nn.Module):
     """Saves a slice whose gaps are as wide as its input."""
 
@@ -108,6 +121,10 @@ def test_slices_that_are_saved_lie_as_the_backward_expects(setting, where, dynam
     if dynamic:
         sizes = [(2, 4, 5, 6)] * 16 + [(3, 4, 7, 6)] * 16 + [(2, 4, 5, 6)] * 8
     check(setting, *trained(lambda: Sliced(where), sizes, dynamic=dynamic))
+
+
+def test_a_backward_that_views_what_is_saved_is_split(setting):
+    check(setting, *trained(lambda: Flattened("backward"), [(2, 4, 5, 6)] * 24))
 
 
 @pytest.mark.parametrize("where", WAITS)
