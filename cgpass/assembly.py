@@ -216,6 +216,8 @@ class GraphBuilder:
     ) -> Resplit:
         """What splits a partition whose capture failed, once.
 
+        Not one that communicates: other processes take no part in the runs that find the culprit.
+
         Args:
             gm: The partition as it was before it was compiled.
             place: Of the partition.
@@ -224,8 +226,6 @@ class GraphBuilder:
             notes: Layouts of what it returned before.
             otherwise: Inputs that it was not traced with as they come.
             is_part: Whether it is a part of one that was split.
-
-        Not one that communicates: other processes take no part in the runs that find the culprit.
         """
         communicates = any(map(is_collective, gm.graph.nodes))
         driver = None if communicates else functools.partial(self._driver, self.target.device)

@@ -45,7 +45,7 @@ class SizeCheck:
         Args:
             gm: The graph, before it is compiled: compiling may replace symbols by numbers.
         """
-        self._places = dict(_bindings(gm))
+        self._places = _bindings(gm)
         self._values = SymbolValues({})
         self._assumed: tuple[sympy.Basic, ...] = ()
         self._verdicts: dict[tuple[int, ...], bool] = {}
