@@ -1,12 +1,22 @@
-"""Nothing is destroyed while a capture runs."""
+"""Nothing is destroyed while a capture runs, and no garbage collected."""
 
+import contextlib
+import gc
+import os
+import signal
 import threading
 
 import pytest
 import torch
 
 from cgpass import _torch
-from cgpass.runtime.capturing import capture_runs, is_any_capture_running, when_no_capture_runs
+from cgpass.runtime import capturing
+from cgpass.runtime.capturing import (
+    capture_runs,
+    is_any_capture_running,
+    no_gc,
+    when_no_capture_runs,
+)
 
 
 def test_it_happens_at_once_if_nothing_runs():
@@ -90,3 +100,92 @@ def test_torchs_own_setting_is_set_where_there_is_one():
     now = _torch.have_stale_streams_follow(before)
     has_one = hasattr(torch.autograd.graph, "set_override_stale_capture_stream")
     assert (before, now) == (False, has_one)
+
+
+def test_no_gc_switches_back_on_after_an_error():
+    seen = []
+
+    def fail():
+        with no_gc():
+            seen.append(gc.isenabled())
+            raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        fail()
+    assert seen == [False]
+    assert gc.isenabled()
+
+
+def test_no_gc_ends_when_the_last_thread_leaves():
+    inside, leave, seen = threading.Event(), threading.Event(), []
+
+    def first():
+        with no_gc():
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert inside.wait(10)
+    with no_gc():
+        leave.set()
+        thread.join()
+        seen.append(gc.isenabled())
+    assert seen == [False]
+    assert gc.isenabled()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("own", [False, True])
+def test_a_forked_process_collects_though_another_thread_wanted_none(own):
+    entered, leave = threading.Event(), threading.Event()
+
+    def pause():
+        with no_gc():
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=pause)
+    thread.start()
+    entered.wait(60)
+    with no_gc() if own else contextlib.nullcontext():
+        child = os.fork()
+        if child == 0:
+            os._exit(gc.isenabled())
+    leave.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (not own)
+    assert gc.isenabled()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_process_waits_for_no_thread_that_is_not_in_it():
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold():
+        with capturing._lock:
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    entered.wait(60)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        with no_gc():
+            pass
+        os._exit(0)
+    leave.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_no_gc_leaves_it_off_where_it_was_off():
+    gc.disable()
+    try:
+        with no_gc():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
