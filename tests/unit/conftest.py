@@ -1,9 +1,10 @@
-"""The functions of `fast.py` in both versions, and a CUDA driver without CUDA."""
+"""The functions of `fast.py` in both versions, a CUDA driver without CUDA, training functions with either node."""
 
 import pytest
 
 from cgpass.runtime import fast, fast_build
 from tests.unit.fake_cuda import fake_driver
+from tests.unit.training_functions import maker
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +27,8 @@ def functions(request):
 @pytest.fixture
 def cuda(monkeypatch):
     return fake_driver(monkeypatch)
+
+
+@pytest.fixture(params=["node", "function"])
+def made(request, monkeypatch):
+    yield from maker(request.param, monkeypatch)

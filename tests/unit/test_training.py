@@ -10,35 +10,8 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import cgpass
-from cgpass.errors import DoubleBackwardError
 from cgpass.runtime import node
-
-OPTIONS = {"driver": "simulated", "compiler": "eager", "min_partition_ops": 1}
-
-
-@pytest.fixture(params=["node", "function"])
-def made(request, monkeypatch):
-    """What compiles; the function's node is made one way or the other."""
-    if request.param == "function":
-        monkeypatch.setattr(node._loader, "attach", None)
-    elif not node.wait():
-        pytest.skip("no C++ compiler")
-
-    def make(fn, *args, calls=3, **settings):
-        compiled = torch.compile(fn, backend=cgpass.cgpass, options=OPTIONS, **settings)
-        for _ in range(calls):  # the backward is compiled, and both are recorded
-            results = compiled(*args)
-            first = results[0] if isinstance(results, tuple) else results
-            torch.autograd.grad(first.sum(), [a for a in args if a.requires_grad])
-        return compiled
-
-    make.is_node = request.param == "node"
-    yield make
-    torch.compiler.reset()
-
-
-def randn(*size):
-    return torch.randn(*size, requires_grad=True)
+from tests.unit.training_functions import OPTIONS, randn
 
 
 def test_it_is_the_node_that_is_tested(made):
@@ -136,62 +109,6 @@ def test_inputs_without_a_gradient_get_none(made):
         assert constant.grad is None
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
         torch.autograd.grad(fn(x, unused, constant).sum(), unused)
-
-
-@pytest.mark.parametrize("op", [torch.exp, torch.tanh, lambda x: x.sin().exp(), lambda x: x * 2])
-def test_a_second_derivative_is_refused(made, op):
-    """Whatever the backward reads: the input, the output, something in between, nothing."""
-    x = randn(4)
-    fn = made(op, x)
-    (grad,) = torch.autograd.grad(fn(x).sum(), x, create_graph=True)
-    torch.testing.assert_close(grad, torch.autograd.grad(op(x).sum(), x)[0])
-    with pytest.raises(DoubleBackwardError):
-        (grad.sum() + x.sum()).backward()
-
-
-def test_a_penalty_on_gradients_of_parameters_is_refused(made):
-    linear, x = torch.nn.Linear(4, 1), torch.randn(3, 4)
-    fn = torch.compile(linear, backend=cgpass.cgpass, options=OPTIONS)
-    for _ in range(3):
-        fn(x).mean().backward()
-    grads = torch.autograd.grad(fn(x).mean(), list(linear.parameters()), create_graph=True)
-    with pytest.raises(DoubleBackwardError):
-        sum(grad.square().sum() for grad in grads).backward()
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("of", ["parameters", "what came before", "the input", "the loss"])
-@pytest.mark.parametrize("how", [torch.autograd.grad, torch.autograd.backward])
-def test_a_penalty_is_refused_whatever_is_wanted(made, how, of):
-    """Autograd must not leave out the node that raises, where only some gradients are asked for."""
-    before, linear = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
-    fn = torch.compile(lambda x: linear(x).tanh(), backend=cgpass.cgpass, options=OPTIONS)
-    x, scale = randn(3, 4), randn(1)
-    for _ in range(3):
-        out = fn(before(x))
-        (gradient,) = torch.autograd.grad((out * scale).sum(), x, create_graph=True)
-        wanted = {
-            "parameters": list(linear.parameters()),
-            "what came before": list(before.parameters()),
-            "the input": [x],
-            "the loss": [scale],
-        }[of]
-        with pytest.raises(DoubleBackwardError):
-            how(out.mean() + gradient.square().sum(), inputs=wanted)
-
-
-@pytest.mark.parametrize("kind", ["hvp", "jvp", "hessian"])
-def test_second_derivatives_by_functional_are_refused(made, kind):
-    if kind == "hessian" and not made.is_node and torch.__version__ < "2.14":
-        pytest.skip("zeros, as of AOTAutograd's function")
-    x = randn(4)
-    fn = made(lambda x: x * x, x)  # what it saves leads AOTAutograd's function to its input
-    vector = () if kind == "hessian" else (torch.ones(4),)
-    for _ in range(2):
-        with pytest.raises(DoubleBackwardError):
-            getattr(torch.autograd.functional, kind)(
-                fn if kind == "jvp" else lambda x: fn(x).sum(), x, *vector
-            )
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

@@ -1,0 +1,33 @@
+"""What tests of training functions share: functions whose node is made one way or the other."""
+
+import pytest
+import torch
+
+import cgpass
+from cgpass.runtime import node
+
+OPTIONS = {"driver": "simulated", "compiler": "eager", "min_partition_ops": 1}
+
+
+def maker(kind, monkeypatch):
+    """What compiles; the function's node is made one way or the other."""
+    if kind == "function":
+        monkeypatch.setattr(node._loader, "attach", None)
+    elif not node.wait():
+        pytest.skip("no C++ compiler")
+
+    def make(fn, *args, calls=3, **settings):
+        compiled = torch.compile(fn, backend=cgpass.cgpass, options=OPTIONS, **settings)
+        for _ in range(calls):  # the backward is compiled, and both are recorded
+            results = compiled(*args)
+            first = results[0] if isinstance(results, tuple) else results
+            torch.autograd.grad(first.sum(), [a for a in args if a.requires_grad])
+        return compiled
+
+    make.is_node = kind == "node"
+    yield make
+    torch.compiler.reset()
+
+
+def randn(*size):
+    return torch.randn(*size, requires_grad=True)
