@@ -1,4 +1,4 @@
-"""What `cgpass.explain` puts back besides parameters, gradients and buffers."""
+"""What `cgpass.explain` puts back: modules and what they hold, arguments, gradients, optimizers, random numbers."""
 
 import copy
 import dataclasses
@@ -11,9 +11,7 @@ import torch
 from torch import nn
 
 import cgpass
-
-X = torch.linspace(-1, 1, 32).view(4, 8)
-
+from tests.report.test_explain import Model, X
 
 pytestmark = pytest.mark.usefixtures("simulated")
 
@@ -218,3 +216,136 @@ def test_what_an_object_holds_compiled_and_nobody_calls_is_no_hindrance():
     trainer = Trainer()
     trainer.compiled = torch.compile(normed(), backend="cgpass")
     assert cgpass.explain(trained_by_name, trainer, X).functions
+
+
+def snapshot(module):
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    state |= {f"{name}.grad": p.grad for name, p in module.named_parameters()}
+    found = {name: value for name, value in state.items() if value is not None}
+    ids = {name: (id(value), value.data_ptr()) for name, value in found.items()}
+    return ids, {name: value.clone() for name, value in found.items()}, torch.get_rng_state()
+
+
+def same(before, after):
+    assert before[0] == after[0]
+    assert before[1].keys() == after[1].keys()
+    assert all(torch.equal(before[1][name], after[1][name]) for name in before[1])
+    assert torch.equal(before[2], after[2])
+
+
+def test_everything_is_put_back():
+    model = Model()
+    model(X).sum().backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    x = X.clone().requires_grad_()
+    x.grad = torch.ones_like(x)
+    before = snapshot(model)
+    gradient, version = x.grad, x._version
+    cgpass.explain(model, x)
+    same(before, snapshot(model))
+    assert all(parameter.grad is grads[name] for name, parameter in model.named_parameters())
+    assert x.grad is gradient
+    assert x._version == version
+    assert torch.equal(x, X)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.seen = torch.zeros(8)
+        self.register_buffer("total", torch.zeros(8))
+        self.weight = nn.Parameter(torch.ones(8))
+
+    @torch.compiler.disable
+    def note(self, x):
+        self.calls += 1
+        self.seen = x.detach().sum(0)
+        self.last = self.calls
+        self.total = self.total + 1
+        self.weight.data = self.weight.data.clone()
+
+    def forward(self, x):
+        self.note(x)
+        return (x * self.weight).sin().cos().exp().tanh()
+
+
+def test_what_a_module_assigns_is_put_back():
+    model = Counting()
+    seen, total, weight = model.seen, model.total, model.weight
+    address = weight.data_ptr()
+    cgpass.explain(model, X)
+    assert model.calls == 0
+    assert not hasattr(model, "last")
+    assert model.seen is seen
+    assert model.total is total
+    assert model.weight is weight
+    assert weight.data_ptr() == address
+    assert total.tolist() == [0.0] * 8
+
+
+def test_arguments_that_are_written_keep_their_values():
+    def fn(x, cache):
+        cache.add_(x)
+        return cache.sin().cos().exp().tanh()
+
+    x, cache = X.clone(), torch.zeros_like(X)
+    report = cgpass.explain(fn, x, cache=cache)
+    assert not cache.any()
+    assert cache._version == 0
+    names = {each.name for each in report.graphs[0].partitions[0].copied_inputs}
+    assert names == {"L['x']", "L['cache']"}
+
+
+def test_what_is_marked_static_is_handed_on_as_it_is_and_put_back():
+    cache = torch.zeros_like(X)
+    torch._dynamo.mark_static_address(cache)
+
+    def fn(x, cache):
+        cache.add_(x)
+        return cache.sin().cos().exp().tanh()
+
+    report = cgpass.explain(fn, X, cache)
+    assert not cache.any()
+    (part,) = report.graphs[0].partitions
+    assert part.static_inputs == 1
+    assert [each.name for each in part.copied_inputs] == ["L['x']"]
+
+
+def test_tensors_that_share_memory_go_on_sharing_it():
+    seen = []
+
+    def fn(x, y):
+        seen.append(x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr())
+        return x.sin() + y.cos()
+
+    whole = torch.arange(8.0)
+    cgpass.explain(torch.compiler.disable(fn), whole[:4], whole[4:])
+    assert set(seen) == {True}
+
+
+def test_errors_are_the_functions_own_and_everything_is_put_back():
+    model = Model()
+    before, calls = snapshot(model), []
+
+    def fn(x):
+        calls.append(1)
+        if len(calls) == 4:
+            raise LookupError("the user's")
+        return model(x)
+
+    with pytest.raises(LookupError, match=r"^the user's$"):
+        cgpass.explain(torch.compiler.disable(fn), X)
+    same(before, snapshot(model))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_leaves_that_only_the_graph_knows_get_no_gradient():
+    hidden = nn.Parameter(torch.ones(8))
+    holder = {"weight": [hidden]}
+
+    def fn(x):
+        return (x * holder["weight"][0]).sin().cos().exp()
+
+    cgpass.explain(fn, X)
+    assert hidden.grad is None
