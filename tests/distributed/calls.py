@@ -1,6 +1,7 @@
 """What processes call beside training: single collectives, captures by hand, verification."""
 
 import contextlib
+import datetime
 from collections.abc import Callable
 
 import torch
@@ -15,7 +16,112 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import cgpass
-from tests.distributed.programs import MLP, WIDTH, apart, fragile, train
+from tests.distributed.programs import MLP, WIDTH, collectives, train
+
+
+@torch.library.custom_op("several::apart", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def apart(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("several::fragile", mutates_args=())
+def fragile(x: torch.Tensor) -> torch.Tensor:
+    if dist.get_rank() == 1:
+        x.sum().item()
+    return x * 2
+
+
+apart.register_fake(torch.empty_like)
+fragile.register_fake(torch.empty_like)
+
+
+def groups_of_its_own(world):
+    """Groups that overlap, one of them of a single process, and a group that is an input."""
+    pair = dist.new_group([0, 1])
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][world.rank]
+    last = dist.new_group([dist.get_world_size() - 1, 0])
+
+    def fn(x, group):
+        y = all_reduce(x.sin(), "sum", pair).cos()
+        z = all_reduce(y * 2, "max", alone).exp() + all_reduce(y, "sum", dist.group.WORLD)
+        return all_reduce(z, "avg" if x.is_cuda else "sum", group).tanh()
+
+    call = world.compile(fn)
+    with torch.no_grad():
+        results = [call(x, group).cpu() for x in world.randn(4, WIDTH) for group in (last, pair)]
+    dist.barrier()
+    return results
+
+
+def waits_elsewhere(world):
+    """A collective is started in one partition, and waited for in another one."""
+    group = dist.group.WORLD.group_name
+
+    def fn(x):
+        y = (x * 2).sin().cos().exp()
+        started = collectives.all_reduce(y, "sum", group)
+        z = apart((y + 1).sin().cos().tanh())
+        return (collectives.wait_tensor(started) + z).sin().cos().tanh()
+
+    call = world.compile(fn)
+    with torch.no_grad():
+        return [call(x).cpu() for x in world.randn(4, WIDTH)]
+
+
+def returned_unwaited(world):
+    group = dist.group.WORLD.group_name
+
+    def fn(x):
+        y = (x * 2).sin().cos().exp()
+        return collectives.all_reduce(y, "sum", group), y.tanh()
+
+    call = world.compile(fn)
+    with torch.no_grad():
+        results = [call(x) for x in world.randn(4, WIDTH)]
+        return [
+            t.cpu() for first, second in results for t in (collectives.wait_tensor(first), second)
+        ]
+
+
+def one_rank_fails(world):
+    """One process can't capture what the other one captures."""
+    group = dist.group.WORLD.group_name
+
+    def fn(x):
+        y = (x * 2).sin().cos().exp()
+        y = collectives.wait_tensor(collectives.all_reduce(y, "sum", group))
+        y = fragile(y).sin()
+        return collectives.wait_tensor(collectives.all_reduce(y, "sum", group)).cos()
+
+    call = world.compile(fn)
+    with torch.no_grad():
+        return [call(x).cpu() for x in world.randn(4, WIDTH)]
+
+
+def one_rank_is_late(world):
+    """What one process waits for too long is told as that, and the next call finds the other one again."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=0.5))
+    errors = []
+
+    def fn(x):
+        y = (x * 2).sin().cos().exp()
+        return collectives.wait_tensor(collectives.all_reduce(y, "sum", group.group_name)).tanh()
+
+    call = world.compile(fn)
+    with torch.no_grad():
+        if world.rank == 0:
+            try:
+                call(*world.randn(4, WIDTH, count=1))
+            except RuntimeError as error:
+                errors.append(error)
+        dist.barrier()
+    if world.rank == 0 and world.options["driver"] != "none":
+        (error,) = errors
+        assert isinstance(error, cgpass.errors.CollectiveTimeoutError), error
+        assert "inference captured_0: a collective timed out while the partition ran" in str(error)
+        assert "wait_tensor (of all_reduce) at calls.py:" in str(error)
+        assert "in fn: return collectives.wait_tensor(" in str(error)
+    return [torch.zeros(1)]
 
 
 def other_shards(x):
@@ -191,6 +297,11 @@ def graphed_functional(world):
 CALLS: dict[str, Callable] = {
     each.__name__: each
     for each in (
+        groups_of_its_own,
+        waits_elsewhere,
+        returned_unwaited,
+        one_rank_fails,
+        one_rank_is_late,
         shards_of_another_dimension,
         one_rank_fails_with_shards,
         one_rank_records_again,

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import datetime
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import (
-    all_reduce,
     all_to_all_single,
     all_to_all_single_autograd,
 )
@@ -303,24 +301,6 @@ def simple_fsdp_in_two_dimensions(world):
     return simple_fsdp(dataclasses.replace(world, mesh=mesh))
 
 
-def groups_of_its_own(world):
-    """Groups that overlap, one of them of a single process, and a group that is an input."""
-    pair = dist.new_group([0, 1])
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][world.rank]
-    last = dist.new_group([dist.get_world_size() - 1, 0])
-
-    def fn(x, group):
-        y = all_reduce(x.sin(), "sum", pair).cos()
-        z = all_reduce(y * 2, "max", alone).exp() + all_reduce(y, "sum", dist.group.WORLD)
-        return all_reduce(z, "avg" if x.is_cuda else "sum", group).tanh()
-
-    call = world.compile(fn)
-    with torch.no_grad():
-        results = [call(x, group).cpu() for x in world.randn(4, WIDTH) for group in (last, pair)]
-    dist.barrier()
-    return results
-
-
 class Experts(nn.Module):
     """One expert a process, and tokens sent to the expert that they choose."""
 
@@ -364,93 +344,6 @@ def data_parallel_accumulating(world):
     return train(world, module, world.compile(module), context=every_other)
 
 
-@torch.library.custom_op("several::apart", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def apart(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
-
-
-@torch.library.custom_op("several::fragile", mutates_args=())
-def fragile(x: torch.Tensor) -> torch.Tensor:
-    if dist.get_rank() == 1:
-        x.sum().item()
-    return x * 2
-
-
-apart.register_fake(torch.empty_like)
-fragile.register_fake(torch.empty_like)
-
-
-def waits_elsewhere(world):
-    """A collective is started in one partition, and waited for in another one."""
-    group = dist.group.WORLD.group_name
-
-    def fn(x):
-        y = (x * 2).sin().cos().exp()
-        started = collectives.all_reduce(y, "sum", group)
-        z = apart((y + 1).sin().cos().tanh())
-        return (collectives.wait_tensor(started) + z).sin().cos().tanh()
-
-    call = world.compile(fn)
-    with torch.no_grad():
-        return [call(x).cpu() for x in world.randn(4, WIDTH)]
-
-
-def returned_unwaited(world):
-    group = dist.group.WORLD.group_name
-
-    def fn(x):
-        y = (x * 2).sin().cos().exp()
-        return collectives.all_reduce(y, "sum", group), y.tanh()
-
-    call = world.compile(fn)
-    with torch.no_grad():
-        results = [call(x) for x in world.randn(4, WIDTH)]
-        return [
-            t.cpu() for first, second in results for t in (collectives.wait_tensor(first), second)
-        ]
-
-
-def one_rank_fails(world):
-    """One process can't capture what the other one captures."""
-    group = dist.group.WORLD.group_name
-
-    def fn(x):
-        y = (x * 2).sin().cos().exp()
-        y = collectives.wait_tensor(collectives.all_reduce(y, "sum", group))
-        y = fragile(y).sin()
-        return collectives.wait_tensor(collectives.all_reduce(y, "sum", group)).cos()
-
-    call = world.compile(fn)
-    with torch.no_grad():
-        return [call(x).cpu() for x in world.randn(4, WIDTH)]
-
-
-def one_rank_is_late(world):
-    """What one process waits for too long is told as that, and the next call finds the other one again."""
-    group = dist.new_group(timeout=datetime.timedelta(seconds=0.5))
-    errors = []
-
-    def fn(x):
-        y = (x * 2).sin().cos().exp()
-        return collectives.wait_tensor(collectives.all_reduce(y, "sum", group.group_name)).tanh()
-
-    call = world.compile(fn)
-    with torch.no_grad():
-        if world.rank == 0:
-            try:
-                call(*world.randn(4, WIDTH, count=1))
-            except RuntimeError as error:
-                errors.append(error)
-        dist.barrier()
-    if world.rank == 0 and world.options["driver"] != "none":
-        (error,) = errors
-        assert isinstance(error, cgpass.errors.CollectiveTimeoutError), error
-        assert "inference captured_0: a collective timed out while the partition ran" in str(error)
-        assert "wait_tensor (of all_reduce) at programs.py:" in str(error)
-        assert "in fn: return collectives.wait_tensor(" in str(error)
-    return [torch.zeros(1)]
-
-
 PROGRAMS: dict[str, Callable] = {
     each.__name__: each
     for each in (
@@ -464,12 +357,7 @@ PROGRAMS: dict[str, Callable] = {
         fsdp_whole,
         data_parallel,
         data_parallel_accumulating,
-        groups_of_its_own,
         expert_parallel,
-        waits_elsewhere,
-        returned_unwaited,
-        one_rank_fails,
-        one_rank_is_late,
         tensor_parallel_and_fsdp,
         simple_fsdp_in_two_dimensions,
     )
