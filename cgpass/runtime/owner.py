@@ -15,7 +15,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cgpass import _torch
@@ -54,16 +53,6 @@ class Member(Protocol):
 
     def plan_around(self, victim: Recording, blocks: Sequence[int], by: Recording) -> None:
         """Have outputs of `victim`, if it is this one's, no longer lie where `by` writes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How much a runner records. See `cgpass.Options` for the meaning of each."""
-
-    num_warmup_calls: int = 1
-    max_recordings: int = 64
-    max_static_sets: int = 256
-    max_rerecords: int = 128
 
 
 class _Slot:

@@ -1,24 +1,43 @@
 """Why a call that could have been replayed ran without a graph, as `CallReasons` are told."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from cgpass.inputs import InputInfo
-from cgpass.reason import many
+from cgpass.reason import CallReasons, many
+from cgpass.runtime.limits import Refusal
 from cgpass.runtime.signature import describe
 
 _NAMED = 3
 """Inputs that a reason names."""
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A limit that left no room for a recording."""
+def note(
+    reasons: CallReasons,
+    infos: Sequence[InputInfo],
+    *,
+    is_capturing: bool,
+    strays: Sequence[int],
+    refusal: Refusal | None,
+    held: int | None,
+) -> None:
+    """Note why a call of a partition that is captured runs without a graph; the first that holds.
 
-    option: str
-    limit: int
-    inputs: tuple[int, ...]
-    """What was new in the call, by position."""
+    Args:
+        reasons: Told why.
+        infos: Of all inputs.
+        is_capturing: Whether somebody else captures a graph that the call becomes a part of.
+        strays: Inputs that no recording had just made.
+        refusal: A limit that left no room, if that is why.
+        held: How many calls' results may be held, if that is why.
+    """
+    if is_capturing:
+        reasons.note("outer_capture", lambda: ("somebody else captured a graph of them", None))
+    elif strays:
+        reasons.note("not_in_the_pool", lambda: not_in_the_pool([infos[i] for i in strays]))
+    elif refusal is not None:
+        reasons.note(refusal.option, lambda: refused(refusal, infos))
+    elif held is not None:
+        reasons.note("max_pending_calls", lambda: too_many_held(held))
 
 
 def refused(refusal: Refusal, infos: Sequence[InputInfo]) -> tuple[str, str | None]:
@@ -58,7 +77,7 @@ def not_in_the_pool(infos: Sequence[InputInfo]) -> tuple[str, str | None]:
     )
 
 
-def held(limit: int) -> tuple[str, None]:
+def too_many_held(limit: int) -> tuple[str, None]:
     """Results that are held."""
     return (
         f"results of {many(limit, 'earlier call')} were held, as many as max_pending_calls={limit} allows",

@@ -16,6 +16,7 @@ from cgpass.runtime.failures import Resplit
 from cgpass.runtime.gathered import Gathered
 from cgpass.runtime.history import History
 from cgpass.runtime.owner import Owner
+from cgpass.runtime.placement import Placement
 from cgpass.runtime.recorder import Recorder
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.rerecording import Rerecording
@@ -67,8 +68,7 @@ class PartitionRunner:
         """Outputs that other partitions or the backward read; to be set before the first call."""
         self.copied: frozenset[int] = frozenset()
         """Visible outputs that whoever calls `run` has to copy out of the pool. Replaced when that changes."""
-        self._first_slot = self._largest = 0
-        """Bytes of the inputs that move, of the largest shape recorded."""
+        self._placement = Placement(self.name, owner)
         self.fn = fn
         self.settings = settings
         self.is_backward = settings.is_backward
@@ -194,8 +194,6 @@ class PartitionRunner:
             keys = (shape_key, static_key)
             usable = self._rerecording.is_over(self.table, self.layout, keys, args)
         room = usable and self._make_room(shape_key, static_key, args)
-        if warm and room:
-            self._make_space(shape_key, args)
         slot = self._slot(shape_key, static_key, args) if warm and room else 0
         held = slot is None and not self._rerecording.waits
         if warm and room and self.layout.static_key(args) != static_key:
@@ -215,30 +213,23 @@ class PartitionRunner:
             self.stats.warmups += 1
         else:
             self._note_plain(strays, refused=usable and not room, held=held)
-            outputs = self._run_unrecorded(args, waits=waits or self._rerecording.waits)
+            waits = waits or self._rerecording.waits
+            outputs = self._fallback.run(args)
+            if waits:  # whoever reads them is to be recorded later, too
+                self.owner.note_warm_up(outputs)
         return outputs, None
-
-    def _run_unrecorded(self, args: list[Any], *, waits: bool) -> Sequence[Any]:
-        outputs = self._fallback.run(args)
-        if waits:  # whoever reads them is to be recorded later, too
-            self.owner.note_warm_up(outputs)
-        return outputs
 
     def _note_plain(self, strays: Sequence[int], *, refused: bool, held: bool) -> None:
         """Note why a call runs without a graph."""
-        note, infos = self.reasons.note, self.layout.infos
-        if self._fallback.note_failure():
-            return
-        if self.owner.driver.is_capturing():
-            note("outer_capture", lambda: ("somebody else captured a graph of them", None))
-        elif strays:
-            note(
-                "not_in_the_pool", lambda: plain_reasons.not_in_the_pool([infos[i] for i in strays])
+        if not self._fallback.note_failure():
+            plain_reasons.note(
+                self.reasons,
+                self.layout.infos,
+                is_capturing=self.owner.driver.is_capturing(),
+                strays=strays,
+                refusal=self.table.reached.refusal if refused else None,
+                held=self.owner.max_pending_calls if held else None,
             )
-        elif refused and (refusal := self.table.refusal) is not None:
-            note(refusal.option, lambda: plain_reasons.refused(refusal, infos))
-        elif held:
-            note("max_pending_calls", lambda: plain_reasons.held(self.owner.max_pending_calls))
 
     def _record_call(
         self, args: list[Any], shape_key: ShapeKey, static_key: StaticKey, slot: int
@@ -298,45 +289,28 @@ class PartitionRunner:
         self._close(dropped)
         return room
 
-    def _make_space(self, shape_key: ShapeKey, args: Sequence[Any]) -> None:
-        """Before a shape larger than all recorded ones is, drop those: they find room in its memory, not it in theirs."""
-        if self._largest and not self.table.has_recordings(shape_key):
-            if self.layout.bytes_that_move(args) > self._largest:
-                self.owner.start_over()
-
     def forget_recordings(self) -> None:
         """Drop every recording; calls of shapes known so far record at once."""
         self._close(self.table.drop_recordings())
-        self._largest = 0
+        self._placement.forget_sizes()
 
     def _slot(self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]) -> int | None:
-        """Where to record this signature once more, None if results of too many calls are held, or it is to wait.
-
-        Layers whose parameters come to one place in turn have the first pool for all of their recordings: one that comes
-        late waits until all are made anew.
-        """
-        mine, found = self._gathered.module(args), self.table.find(shape_key, static_key)
-        own = [r for r in found if not r.made_for or r.made_for == mine]
-        slot = self.owner.slot_for(len(own), self._first_slot)
-        late = bool(mine) and len(own) < 2 and slot != self._first_slot
-        if late and self._rerecording.begin_in_order():
-            return None
-        return slot if slot is not None else self.owner.warn_of_held(self.name)
+        """Where to record this signature once more; see `Placement.slot`."""
+        if not self.table.has_recordings(shape_key):
+            self._placement.make_space(self.layout.bytes_that_move(args))
+        found, module = self.table.find(shape_key, static_key), self._gathered.module(args)
+        return self._placement.slot(found, module, self._rerecording)
 
     def _record(self, args: list[Any], slot: int, watch: Watch) -> Recording | None:
         """A recording, None if this call is none for it."""
         if not self._warm_ups.ran_here:
             self.owner.driver.prepare_thread()
-        self._largest = max(self._largest, self.layout.bytes_that_move(args))
+        self._placement.note(self.layout.bytes_that_move(args))
         written = {*self.layout.mutated, *self.written}
         stationary: tuple[int, ...] = ()
         if not self._gathered.any:
-            stationary = watch.stationary(
-                args,
-                written,
-                self.owner.is_pool_storage,
-                results_stay=not self._rerecording.results_move,
-            )
+            in_pool, stay = self.owner.is_pool_storage, not self._rerecording.results_move
+            stationary = watch.stationary(args, written, in_pool, results_stay=stay)
         if stationary:
             self.stats.promotions += 1
         recording = self._recorder.record(
@@ -393,8 +367,8 @@ class PartitionRunner:
         if victim not in own:
             return
         most = 2 * victim.memory.num_bytes(blocks) >= victim.memory.num_bytes()
-        if most and self.is_backward and by not in own and self.owner.may_lie_behind(by.slot):
-            self._first_slot = max(self._first_slot, by.slot + 1)
+        apart = most and self.is_backward and by not in own
+        if apart and self._placement.move_behind(by.slot):
             self.table.remove(victim)
             self._close([victim])
             self.owner.ask_to_start_over(patience=0)
@@ -409,7 +383,7 @@ class PartitionRunner:
     def close(self) -> None:
         """Drop every recording; the next calls warm up again unless the owner is closed."""
         self._close(self.table.clear())
-        self._first_slot = 0
+        self._placement.begin_again()
         self._gathered.begin()
         self.history.forget("recordings were freed: cgpass.reset(), or a failed capture")
 

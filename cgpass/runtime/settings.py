@@ -13,7 +13,7 @@ from cgpass.reason import CallReasons
 from cgpass.runtime.driver import BoxedCallable, CUDADriver
 from cgpass.runtime.failures import Resplit
 from cgpass.runtime.fallback import Fallback
-from cgpass.runtime.owner import Limits
+from cgpass.runtime.limits import Limits
 from cgpass.runtime.signature import Layout
 from cgpass.runtime.table import RecordingTable
 from cgpass.telemetry import CallStats

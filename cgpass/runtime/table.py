@@ -10,17 +10,15 @@ Note [Parameters that are gone]
 """
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from cgpass.errors import StaticInputMovedError
 from cgpass.reason import CallReasons
-from cgpass.runtime.owner import Limits
-from cgpass.runtime.plain_reasons import Refusal
+from cgpass.runtime.limits import Limits, Reached
 from cgpass.runtime.recording import Recording
-from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe_moved
+from cgpass.runtime.signature import Layout, ShapeKey, StaticKey
 from cgpass.runtime.stationary import Watch
 from cgpass.runtime.unsettled import Unsettled
 from cgpass.telemetry import CallStats
@@ -106,13 +104,7 @@ class RecordingTable:
         self._places: dict[tuple[int, ...], StaticKey] = {}
         """Where the tensors of each set lay, by their `id`s."""
         self._warm_sets: set[tuple[ShapeKey, int]] = set()
-        self._num_rerecords = 0
-        self._moves: Counter[int] = Counter()
-        """How often each parameter moved."""
-        self._warned: set[str] = set()
-        """Options whose limits were reached."""
-        self.refusal: Refusal | None = None
-        """Why `make_room` found none the last time that it did not."""
+        self.reached = Reached(name, layout.infos, limits, stats)
 
     def find(self, shape_key: ShapeKey, static_key: StaticKey) -> list[Recording]:
         """Recordings of a signature, oldest first."""
@@ -250,18 +242,14 @@ class RecordingTable:
         self._places.clear()
         self._warm_sets.clear()
         self._newest = None
-        self._num_rerecords = 0
-        self._moves.clear()
-        self._warned.clear()
+        self.reached.clear()
         return recordings
 
     # ---- limits
 
     def go_on_from(self, other: "RecordingTable") -> None:
         """Take over how often parameters moved, of a table whose layout of inputs was another."""
-        self._num_rerecords = other._num_rerecords
-        self._moves = other._moves
-        self._warned = other._warned
+        self.reached.go_on_from(other.reached)
 
     def make_room(
         self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]
@@ -284,8 +272,8 @@ class RecordingTable:
         if len(shape.recordings()) >= limit:
             idle = self._drop_idle_set(shape, limit)
             if not idle:
-                self._moves.update(self._known(moved, args))
-                self._warn("max_static_sets", limit, moved, args)
+                self.reached.note_moved(self._known(moved, args))
+                self.reached.refuse("max_static_sets", limit, moved, args)
                 return False, dropped
             dropped += idle
         if self._is_warm_set(shape_key, static_key):
@@ -302,9 +290,8 @@ class RecordingTable:
             if self._is_idle(recordings, limit):
                 del self._shapes[key]
                 return True, recordings
-        self._warn("max_recordings", limit, [], ())
         changed = self._layout.changed(recorded[-1], shape_key)
-        self.refusal = Refusal("max_recordings", limit, tuple(changed))
+        self.reached.refuse("max_recordings", limit, (), (), changed)
         return False, []
 
     def _moved(self, shape: _Shape | None, static_key: StaticKey) -> list[int]:
@@ -327,8 +314,8 @@ class RecordingTable:
             before = self._places.get(tuple(self.identities(args).values()))
             moved = self._parameters_moved(before, static_key)
         if moved:
-            self._moves.update(moved)
-            names = self._describe(moved, args)
+            self.reached.note_moved(moved)
+            names = self.reached.describe(moved, args)
             raise StaticInputMovedError(
                 f"{self._name}: static inputs moved since they were recorded: {names}. Keep parameters and buffers "
                 'where they are, or use static_input_check="rerecord".'
@@ -344,17 +331,7 @@ class RecordingTable:
     def _count_rerecord(self, moved: Sequence[int], args: Sequence[Any]) -> bool:
         """Allow a recording for moved inputs; a set of other tensors seen for the first time is none."""
         known = self._known(moved, args)
-        if not known:
-            return True
-        self._moves.update(known)
-        if self._num_rerecords >= self._limits.max_rerecords:
-            self._warn("max_rerecords", self._limits.max_rerecords, known, args)
-            return False
-        self._num_rerecords += 1
-        self._stats.rerecordings += 1
-        names = self._describe(known, args)
-        log.debug("%s records again (%d): %s", self._name, self._num_rerecords, names)
-        return True
+        return not known or self.reached.may_rerecord(known, args)
 
     def _drop_orphans(self) -> list[Recording]:
         """See Note [Parameters that are gone]."""
@@ -385,22 +362,3 @@ class RecordingTable:
     def _is_idle(self, recordings: Iterable[Recording], limit: int) -> bool:
         last_used = max((r.last_used for r in recordings), default=0)
         return self._stats.calls - last_used > _IDLE_FACTOR * limit
-
-    def _describe(self, moved: Sequence[int], args: Sequence[Any]) -> str:
-        return describe_moved(self._layout.infos, args, {i: self._moves[i] for i in moved})
-
-    def _warn(self, option: str, limit: int, moved: Sequence[int], args: Sequence[Any]) -> None:
-        self.refusal = Refusal(option, limit, tuple(moved))
-        if option in self._warned:
-            return
-        self._warned.add(option)
-        names = self._describe(moved, args)
-        cause = f" In {self._stats.calls} calls: {names}." if moved else ""
-        log.warning(
-            "%s has as many recordings as %s=%d allows: calls with other shapes or addresses run without a graph, "
-            "known ones keep replaying.%s Raise the option, or keep shapes and addresses fixed.",
-            self._name,
-            option,
-            limit,
-            cause,
-        )

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from cgpass.reason import CallReasons
-from cgpass.runtime.owner import Limits
+from cgpass.runtime.limits import Limits
 from cgpass.runtime.placeholders import num_bytes
 from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe, describe_moved
 from cgpass.runtime.writes import shares_memory

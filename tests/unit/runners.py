@@ -3,7 +3,8 @@
 import torch
 
 from cgpass.inputs import InputInfo, InputKind
-from cgpass.runtime.owner import Limits, Owner
+from cgpass.runtime.limits import Limits
+from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner
 from cgpass.runtime.settings import RunnerSettings
 from cgpass.runtime.simulated import SimulatedDriver

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from cgpass.runtime.owner import Limits
+from cgpass.runtime.limits import Limits
 from cgpass.runtime.signature import Layout
 from cgpass.runtime.table import RecordingTable
 from cgpass.telemetry import CallStats
