@@ -4,20 +4,18 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
 
 from cgpass import _torch, progress, telemetry, tracing
-from cgpass.compile import Boxed, Compiler, output_strides
+from cgpass.compile import Boxed, Compiler, Direction, output_strides
 from cgpass.graph.inputs import input_infos
 from cgpass.graph.origins import Origins
-from cgpass.graph.partition_tag import get_reason, get_tag
 from cgpass.graph.size_check import SizeCheck
 from cgpass.graph.target import Target
 from cgpass.graph.values import (
@@ -26,10 +24,12 @@ from cgpass.graph.values import (
     has_side_effect,
     is_collective,
     is_inductor_random,
+    num_ops,
 )
 from cgpass.inputs import InputInfo, InputKind
 from cgpass.layouts import StrideNotes, inputs_as_traced, laid_out_otherwise
 from cgpass.options import Options
+from cgpass.part_summaries import part_summaries, reasons_by_part
 from cgpass.passes import eager_passes, graph_passes, outline_passes
 from cgpass.passes.base import Pass, PassContext, run_passes
 from cgpass.plan import build_plan, outputs_made, plan_as_dict, whole_plan
@@ -40,16 +40,13 @@ from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.executor import Executor, Plan
 from cgpass.runtime.failures import Resplit
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.plain import PlainGraph
 from cgpass.runtime.runner import PartitionRunner
 from cgpass.runtime.settings import RunnerSettings
 from cgpass.runtime.timeouts import CollectiveCall, timeouts_told
+from cgpass.skips import OFF, counted
 from cgpass.summaries import GraphSummary, PartitionSummary
 
 log = logging.getLogger(__name__)
-
-OFF = 'driver="none" turns them off'
-"""What a summary says of graphs that nobody wants captured."""
 
 
 def passes_for(gm: fx.GraphModule, options: Options, target: Target) -> tuple[Pass, ...]:
@@ -69,7 +66,7 @@ class GraphBuilder:
     """What the user calls each input, by placeholder name."""
     visible: frozenset[int]
     """Positions of outputs that the user gets."""
-    direction: Literal["forward", "backward", "inference"]
+    direction: Direction
     compiler: Compiler
     origins: Origins
     target: Target
@@ -83,7 +80,7 @@ class GraphBuilder:
     def whole(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         """A graph that is one captured partition."""
         num_outputs = len(graph_outputs(gm))
-        summaries = _summaries({"captured_0": gm}, {})
+        summaries = part_summaries({"captured_0": gm}, {})
         graph = self._add_summary(summaries)
         original, others = self._kept(gm), laid_out_otherwise(gm, example_inputs)
         infos = tuple(
@@ -96,7 +93,7 @@ class GraphBuilder:
         with self._told():
             fn = self.compiler.whole(gm, example_inputs)
         if not self.target.records:
-            return run_plainly(graph, fn)
+            return counted(graph, fn)
         notes = None
         inner = frozenset(range(num_outputs)) - self.visible
         if self.compiler.opaque and self.direction == "forward" and inner:
@@ -127,7 +124,7 @@ class GraphBuilder:
         if self.direction == "forward":
             _torch.report_output_strides(output_strides(gm))
         outlined, parts = _outline(gm, context, outline_passes())
-        summaries = _summaries(parts, _reasons_by_part(gm))
+        summaries = part_summaries(parts, reasons_by_part(gm))
         graph = self._add_summary(summaries)
         boxed = self._join(outlined, parts, graph, summaries)
         return _torch.mark_boxed(as_traced(boxed)) if otherwise else boxed
@@ -135,7 +132,7 @@ class GraphBuilder:
     def _split(self, gm: fx.GraphModule, context: PassContext, place: Place) -> Boxed:
         """A partition of another graph, tagged to be split again."""
         outlined, parts = _outline(gm, context, outline_passes())
-        summaries = _summaries(parts, _reasons_by_part(gm), f"{place.name}.")
+        summaries = part_summaries(parts, reasons_by_part(gm), f"{place.name}.")
         boxed = self._join(outlined, parts, place.graph, summaries, of=place.name)
         telemetry.replace_partition(place.graph, place.name, summaries)
         return boxed
@@ -350,38 +347,6 @@ def _positions_of(shown: Collection[fx.Node], call: fx.Node) -> frozenset[int]:
     return frozenset(position for position in positions if isinstance(position, int))
 
 
-def _summaries(
-    parts: Mapping[str, fx.GraphModule], reasons: Mapping[str, Sequence[Reason]], prefix: str = ""
-) -> tuple[PartitionSummary, ...]:
-    return tuple(
-        PartitionSummary(
-            prefix + name,
-            name.startswith("captured"),
-            num_ops(gm),
-            _lines(reasons.get(name, ())),
-            skipped=not all(reason.is_chosen for reason in reasons.get(name, ())),
-            why=tuple(reasons.get(name, ())),
-        )
-        for name, gm in parts.items()
-    )
-
-
-def run_plainly(graph: int, fn: Boxed) -> Boxed:
-    """What runs a graph of which nothing is captured.
-
-    Args:
-        graph: Its number in what telemetry knows.
-        fn: The compiled graph.
-    """
-    plain = PlainGraph(fn)
-    telemetry.add_run(graph, telemetry.GraphRun("", plain.tally, {}, weakref.ref(plain)))
-
-    def call(args: list[Any]) -> Any:
-        return plain(args)
-
-    return _torch.mark_boxed(call)
-
-
 def _tracked(executor: Executor, graph: int, prefix: str = "") -> Boxed:
     """A callable that telemetry knows of."""
     parts = {
@@ -404,31 +369,3 @@ def _boxed(executor: Executor) -> Boxed:
         return executor(args)
 
     return _torch.mark_boxed(call)
-
-
-def _reasons_by_part(gm: fx.GraphModule) -> dict[str, list[Reason]]:
-    """Why each eager partition is not captured, by the partition's name."""
-    reasons: dict[str, list[Reason]] = {}
-    for node in gm.graph.nodes:
-        why = get_reason(node)
-        if why is not None:
-            reasons.setdefault(str(get_tag(node)), []).append(why)
-    return reasons
-
-
-def _lines(reasons: Iterable[Reason]) -> tuple[str, ...]:
-    """One line for each reason, and one for all that is too small for the same reason."""
-    chosen: dict[str, list[Reason]] = {}
-    for reason in reasons:
-        key = f"{reason.code} {reason.detail}" if reason.is_chosen else str(reason)
-        chosen.setdefault(key, []).append(reason)
-    return tuple(
-        f"{first}{f' (and {len(more)} more)' if more and first.is_chosen else ''}"
-        for first, *more in chosen.values()
-    )
-
-
-def num_ops(gm: fx.GraphModule) -> int:
-    """Operators that a graph calls."""
-    called = (node.target for node in gm.graph.nodes if node.op == "call_function")
-    return sum(target is not operator.getitem for target in called)

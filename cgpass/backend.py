@@ -3,25 +3,24 @@
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
 
-from cgpass import _torch, live_counter, progress, summaries, telemetry, tracing
-from cgpass.assembly import OFF, GraphBuilder, num_ops, passes_for, run_plainly
-from cgpass.compile import Boxed, Compiler
-from cgpass.errors import CaptureError, DoubleBackwardError, DriverUnavailableError
-from cgpass.graph.ancestry import names_behind
+from cgpass import _torch, live_counter, progress, telemetry, tracing
+from cgpass.assembly import GraphBuilder, passes_for
+from cgpass.compile import Boxed, Compiler, Direction
+from cgpass.errors import DoubleBackwardError, DriverUnavailableError
 from cgpass.graph.breaks import graph_break_of
 from cgpass.graph.lines import begins_at
 from cgpass.graph.origins import Origins
 from cgpass.graph.partition_tag import get_tag
-from cgpass.graph.target import devices, find_target
+from cgpass.graph.target import find_target
 from cgpass.graph.values import graph_outputs, has_nested_ints
 from cgpass.inputs import InputKind
 from cgpass.layouts import laid_out_otherwise
-from cgpass.option_names import check_names, overloads, parse_options
+from cgpass.option_names import check_names, parse_options
 from cgpass.options import Options
 from cgpass.passes import dynamo_passes, rng_passes
 from cgpass.passes.base import PassContext, run_passes
@@ -35,12 +34,11 @@ from cgpass.runtime.owner import Owner
 from cgpass.runtime.rng_states import caller_of
 from cgpass.runtime.settings import cuda_driver
 from cgpass.runtime.simulated import SimulatedDriver
+from cgpass.skips import Skips
 from cgpass.training import TrainingCall
 from cgpass.warm_start import GraphCache
 
 log = logging.getLogger(__name__)
-
-Direction = Literal["forward", "backward", "inference"]
 
 
 def cgpass(
@@ -100,10 +98,10 @@ class Compilation:
         self._num_fwd_outputs = 0
         self._names: dict[int, str] = {}
         self._saved: dict[str, InputKind] = {}
-        self._warned_of: set[str] = set()
         self._source = tracing.NOWHERE
         self._function = telemetry.new_function()
         self._graph_break: Reason | None = None
+        self._skips = Skips(options)
         self._training = TrainingCall(direct=options.parameter_grads == "direct")
         self._cache = GraphCache(self._inductor_compile)
 
@@ -115,6 +113,7 @@ class Compilation:
             self._names[position] = _torch.dynamo_source_name(node) or node.name
         self._source = tracing.Source(begins_at(gm), _torch.current_trace_id())
         self._graph_break = graph_break_of(gm)
+        self._skips = Skips(self.options, self._source, self._function, self._graph_break)
         # Its device is found after AOTAutograd only; no pass of this stage asks for it.
         context = PassContext(device=torch.device("meta"), stage="dynamo", direction="joint")
         gm = run_passes(dynamo_passes(), gm, context).gm
@@ -258,7 +257,7 @@ class Compilation:
     ) -> Boxed:
         target = find_target(gm, self.options.driver)
         if target.skip is not None:
-            return self._run_plainly(gm, example_inputs, direction, compiler, target.skip)
+            return self._skips.run_plainly(gm, example_inputs, direction, compiler, target.skip)
         context = PassContext(device=target.device, stage="graph", direction=direction, dump=None)
         laid_out: set[str] = set()  # otherwise than traced
         if direction == "backward":
@@ -279,10 +278,10 @@ class Compilation:
         if direction == "forward":
             self._saved = origins.by_name()
         if not any(tag.captured for tag in tags):
-            return self._run_uncaptured(gm, example_inputs, direction, compiler, reasons)
+            return self._skips.run_uncaptured(gm, example_inputs, direction, compiler, reasons)
         if target.records:
-            self._warn_of_replaced(gm, direction)
-            self._report_reasons(reasons, direction)
+            self._skips.warn_of_replaced(gm, direction)
+            self._skips.report(reasons, direction)
         build = GraphBuilder(
             options=self.options,
             owner=self._owner_on,
@@ -334,95 +333,3 @@ class Compilation:
         if device.type == "cpu":
             return SimulatedDriver(device)
         return cuda_driver(device, self.options)
-
-    # ---- what is not captured
-
-    def _run_plainly(
-        self,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        direction: Direction,
-        compiler: Compiler,
-        why: str,
-        reasons: Sequence[Reason] = (),
-    ) -> Boxed:
-        """Compile a graph without partitions, as `torch.compile` would, and say why."""
-        asked = self.options.driver != "auto" or any(d.type == "cuda" for d in devices(gm))
-        graph = self._add_plain(gm, direction, why, reasons)
-        if asked and self.options.driver != "none":
-            telemetry.compile_stats.skips += 1
-            self._on_skip(f"{self._source.graph(direction)} runs without CUDA graphs: {why}")
-        else:
-            log.info("%s runs without CUDA graphs: %s", self._source.graph(direction), why)
-        return run_plainly(graph, compiler.whole(gm, example_inputs))
-
-    def _run_uncaptured(
-        self,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        direction: Direction,
-        compiler: Compiler,
-        reasons: Sequence[Reason],
-    ) -> Boxed:
-        """Compile a graph of which nothing is captured; a graph too small to be worth one is no skip."""
-        blockers = [reason for reason in reasons if not reason.is_chosen]
-        if reasons and not blockers:
-            why = (
-                "fewer of its operators do work on the device (views don't count) than "
-                f"min_partition_ops={self.options.min_partition_ops}"
-            )
-            if all(reason.code in ("no_work", "effect_token") for reason in reasons):
-                why = "it launches no work on the device"
-            graph = self._add_plain(gm, direction, why, reasons)
-            log.info("%s runs without CUDA graphs: %s", self._source.graph(direction), why)
-            return run_plainly(graph, compiler.whole(gm, example_inputs))
-        why = "; ".join(dict.fromkeys(map(str, blockers))) or "it has no operators"
-        return self._run_plainly(gm, example_inputs, direction, compiler, why, blockers)
-
-    def _add_plain(
-        self, gm: fx.GraphModule, direction: Direction, skip: str, reasons: Sequence[Reason]
-    ) -> int:
-        if self.options.driver == "none":
-            skip, reasons = OFF, ()
-        found, ops = tuple(reasons), num_ops(gm)
-        summary = summaries.GraphSummary(
-            direction, (), skip, ops, self._source.place, found, self._function, self._graph_break
-        )
-        told = {"runs_without_cuda_graphs": skip, "num_ops": ops, "reasons": list(map(str, found))}
-        tracing.add_json(f"{direction}_plan", lambda: told)
-        return telemetry.add_graph(summary)
-
-    def _report_reasons(self, reasons: Sequence[Reason], direction: Direction) -> None:
-        """One message per graph for everything in it that can't be captured."""
-        reasons = [reason for reason in reasons if not reason.is_chosen]
-        if reasons:
-            listed = "\n  ".join(dict.fromkeys(map(str, reasons)))
-            graph = self._source.graph(direction)
-            self._on_skip(f"parts of {graph} run without CUDA graphs:\n  {listed}")
-
-    def _warn_of_replaced(self, gm: fx.GraphModule, direction: Direction) -> None:
-        """Say which names in `unsafe_ops` may have had no effect: torch puts other operators in their place."""
-        if direction == "backward" or self.options.on_skip == "silent":
-            return
-        gone = {
-            name
-            for name in self.options.unsafe_ops
-            if name not in self._warned_of and _torch.are_replaced(overloads(name))
-        }
-        if gone:
-            for node in gm.graph.nodes:
-                gone -= names_behind(node)
-        for name in sorted(gone):
-            self._warned_of.add(name)
-            log.warning(
-                "unsafe_ops names %s, of which no call is seen in the %s graph: torch traces it as the operators that it "
-                "consists of. Where another operator calls it, name that one, or those that it consists of",
-                name,
-                direction,
-            )
-
-    def _on_skip(self, message: str) -> None:
-        if self.options.on_skip == "raise":
-            raise CaptureError(message)
-        level = logging.WARNING if self.options.on_skip == "warn" else logging.INFO
-        log.log(level, "%s", message)

@@ -15,6 +15,9 @@ from cgpass.graph.values import graph_outputs
 from cgpass.layouts import Boxed, outputs_as_traced
 from cgpass.runtime.seeds import read_on_the_host
 
+Direction = Literal["forward", "backward", "inference"]
+"""Which of a function's graphs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Compiler:

@@ -96,6 +96,12 @@ def graph_outputs(gm: fx.GraphModule) -> tuple[Any, ...]:
     return tuple(results)
 
 
+def num_ops(gm: fx.GraphModule) -> int:
+    """Operators that a graph calls."""
+    called = (node.target for node in gm.graph.nodes if node.op == "call_function")
+    return sum(target is not operator.getitem for target in called)
+
+
 def is_scalar(node: fx.Node) -> bool:
     """Whether a node's value is one number, symbolic or not."""
     return isinstance(node.meta.get("val"), _SCALARS)
