@@ -5,6 +5,7 @@
 #include <Python.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -157,6 +158,31 @@ void add_to_grad(const at::Tensor& parameter, const at::Tensor& gradient) {
       [&grad](at::Tensor&& sum) { grad = std::move(sum); });
 }
 
+using torch::autograd::AccumulateGrad;
+
+// The node that adds to a leaf's `.grad`, if nobody notices when it is called at once and not by autograd's engine: no
+// other node leads to it, nothing is hooked on it, and the engine would call it on the same stream.
+AccumulateGrad* accumulator_of_one(Node& from, const Edge& edge, const at::Tensor& gradient) {
+  if (!edge.is_valid() || edge.function.use_count() != 1) return nullptr;
+  auto* node = dynamic_cast<AccumulateGrad*>(edge.function.get());
+  if (node == nullptr || !node->pre_hooks().empty() || !node->post_hooks().empty() ||
+      !node->retains_grad_hooks().empty() || !node->tensor_pre_hooks().empty() ||
+      node->tensor_post_acc_grad_hooks() != nullptr) {
+    return nullptr;
+  }
+  const at::Tensor& leaf = node->variable;
+  const at::Tensor& before = leaf.grad();
+  for (const at::Tensor* tensor : {&leaf, &gradient, &before}) {
+    if (tensor->defined() &&
+        (tensor->layout() != at::kStrided || tensor->unsafeGetTensorImpl()->is_python_dispatch())) {
+      return nullptr;
+    }
+  }
+  const bool fits = gradient.sizes() == leaf.sizes() && gradient.device() == leaf.device() &&
+      gradient.scalar_type() == leaf.scalar_type() && leaf.grad_dtype() == leaf.scalar_type();
+  return fits && node->device() == from.device() && node->stream() == from.stream() ? node : nullptr;
+}
+
 template <class Pointer>
 Pointer owner_of(Node* node) {
   if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {
@@ -235,21 +261,64 @@ struct CompiledFunctionBackward : public Node {
   }
 
   variable_list apply(variable_list&& grads) override {
-    WithGIL gil;
-    try {
-      return call(std::move(grads));
-    } catch (const PythonErrorSet&) {
-      throw python_error();
+    variable_list out;
+    {
+      WithGIL gil;
+      try {
+        out = call(std::move(grads));
+      } catch (const PythonErrorSet&) {
+        throw python_error();
+      }
     }
+    add_to_leaves(out);
+    return out;
   }
 
  private:
+  // Whether this is a backward that adds gradients to the `.grad` of all leaves, and not to those of named inputs alone.
+  static bool adds_to_leaves() {
+    const auto* named = torch::autograd::get_current_graph_task_exec_info();
+    return named != nullptr && named->empty();
+  }
+
+  // Has gradients of leaves added without the engine's way to each: it would have a task per leaf. The engine finds no
+  // edge to those, and they are edges again once the backward is over. One goes the engine's way, which notes at a leaf
+  // on which stream gradients were made.
+  void add_to_leaves(variable_list& gradients) {
+    if (!adds_to_leaves() || torch::autograd::get_current_graph_task_keep_graph() ||
+        at::GradMode::is_enabled() || torch::autograd::AnomalyMode::is_enabled() || !post_hooks().empty()) {
+      return;
+    }
+    const auto taken = std::make_shared<std::vector<std::pair<size_t, Edge>>>();
+    const auto put_back = [taken, self = getptr()] {
+      for (auto& [k, edge] : *taken) self->next_edges()[k] = std::move(edge);
+      taken->clear();
+    };
+    bool is_one_left = false;
+    try {
+      for (size_t k = 0; k < gradients.size(); ++k) {
+        if (!gradients[k].defined()) continue;
+        Edge& edge = next_edges()[k];
+        AccumulateGrad* accumulator = accumulator_of_one(*this, edge, gradients[k]);
+        if (accumulator == nullptr) continue;
+        if (!std::exchange(is_one_left, true)) continue;
+        variable_list inputs;
+        inputs.push_back(std::move(gradients[k]));
+        gradients[k] = at::Tensor();
+        (*accumulator)(std::move(inputs));
+        taken->emplace_back(k, std::exchange(edge, Edge()));
+      }
+      if (!taken->empty()) torch::autograd::Engine::get_default_engine().queue_callback(put_back);
+    } catch (...) {
+      put_back();
+      throw;
+    }
+  }
+
   variable_list call(variable_list&& grads) {
     TORCH_CHECK(!is_released || num_saved == 0, torch::autograd::ERR_BACKWARD_TWICE);
     auto parameters = direct;
-    // Where inputs are named (`autograd.grad`, `backward(inputs=...)`) no other gradient is added to anything.
-    const auto* named = torch::autograd::get_current_graph_task_exec_info();
-    if (named != nullptr && !named->empty()) parameters.clear();
+    if (!adds_to_leaves()) parameters.clear();
     variable_list values;
     values.reserve(num_saved);
     const NodePointer self = getptr();
