@@ -65,9 +65,8 @@ def test_all_but_one_are_added_at_once_and_are_edges_again_afterwards():
     fn().sum().backward()
     assert fn.seen == ONE
     assert [f is not None for f, _ in fn.fn.next_functions] == ALL
-    assert [f.variable is leaf for (f, _), leaf in zip(fn.fn.next_functions, fn.leaves)] == [
-        True
-    ] * NUM
+    ends = [f.variable for f, _ in fn.fn.next_functions[:NUM]]
+    assert all(end is leaf for end, leaf in zip(ends, fn.leaves, strict=True))
     for grad, expected in zip(fn.grads(), fn.gradients, strict=True):
         assert torch.equal(grad, expected)
     assert [grad.data_ptr() for grad in fn.grads()] == fn.made, "nobody else holds them: no copy"
@@ -249,7 +248,7 @@ def test_anomalies_are_detected():
     fn = Function()
     fn.gradients[2] = torch.full((3,), torch.nan)
     with (
-        pytest.warns(UserWarning),  # a warning with the traceback of the forward
+        pytest.warns(UserWarning, match="Traceback of forward call"),
         torch.autograd.set_detect_anomaly(True),
         pytest.raises(RuntimeError, match="returned nan values in its 2th output"),
     ):
