@@ -85,8 +85,8 @@ class Options:
     """Random numbers as eager's own, or generator pairs with seeds of their own."""
 
     parameter_grads: Literal["autograd", "direct"] = _choice("autograd", "direct")
-    """Who adds gradients to the `.grad` of parameters: autograd, a node each, or the compiled function itself, all at
-    once. `direct` is out of reach for `torch.autograd.grad`; parameters with hooks are left to autograd."""
+    """Whether parameters are a part of autograd's graph, or the compiled function adds gradients to their `.grad` without.
+    `direct` is out of reach for `torch.autograd.grad`; parameters with hooks are left to autograd."""
 
     progress: Literal["auto", "off"] = _choice("auto", "off")
     """A line that tells of compilations and recordings that take long; `auto`: where stderr is a terminal."""

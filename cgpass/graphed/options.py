@@ -78,7 +78,7 @@ class GraphedOptions:
     """Whether gradients keep their values while held; else the next replay overwrites them, in `.grad`, too: no accumulation."""
 
     parameter_grads: Literal["autograd", "direct"] = "autograd"
-    """Who adds gradients to the `.grad` of parameters: autograd, a node each, or the callable itself, all at once."""
+    """Whether parameters are a part of autograd's graph, or the callable adds gradients to their `.grad` without."""
 
     static_input_check: Literal["rerecord", "error", "off"] = "rerecord"
     """What a moved parameter or buffer does; `off` only where they provably never move."""
