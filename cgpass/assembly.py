@@ -237,7 +237,7 @@ class GraphBuilder:
                 self,
                 visible=visible,
                 compiler=self.compiler.when_called(self.options.inductor),
-                origins=Origins(tagged, kinds),
+                origins=Origins(tagged, kinds, copies={names[i] for i in otherwise}),
             )
             check, as_traced = SizeCheck(tagged), inputs_as_traced(tagged, otherwise)
             inputs = [node.meta.get("val") for node in tagged.graph.find_nodes(op="placeholder")]

@@ -271,10 +271,9 @@ class Compilation:
         is_whole = len(tags) == 1 and not has_nested_ints(gm)
         otherwise: list[int] = []
         if laid_out and not is_whole:  # anew in each call
-            kinds = {name: kind for name, kind in kinds.items() if name not in laid_out}
             inputs = gm.graph.find_nodes(op="placeholder")
             otherwise = [i for i, node in enumerate(inputs) if node.name in laid_out]
-        origins = Origins(gm, kinds)
+        origins = Origins(gm, kinds, copies=() if is_whole else laid_out)
         if direction == "forward":
             self._saved = origins.by_name()
         if not any(tag.captured for tag in tags):

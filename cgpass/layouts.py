@@ -4,7 +4,7 @@ Inductor chooses the layout of what is nobody's but other graphs': the backward 
 Partitions of one graph are compiled for what it was traced with.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import sympy
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 Boxed = Callable[[list[Any]], Sequence[Any]]
 """Takes one list of inputs, which it may empty, and returns a sequence of outputs."""
 _Sizes = tuple[Any, ...]
+_Move = tuple[int, tuple[int, ...]]
+"""A position, and the strides that the tensor there is to have."""
 _SIZES_KEPT: Final = 256
 """Combinations of sizes whose layouts are known; others run as a whole again."""
 
@@ -60,7 +62,7 @@ class StrideNotes:
             said = (sizes, fast.geometry(outputs, self._positions))
             if said != self._said:
                 found = [(i, outputs[i]) for i in self._positions]
-                if len(self._noted) >= _SIZES_KEPT:
+                if sizes not in self._noted and len(self._noted) >= _SIZES_KEPT:
                     del self._noted[next(iter(self._noted))]
                 self._noted[sizes] = {i: _Place(x) for i, x in found if isinstance(x, torch.Tensor)}
                 self._said = self._fitting = said
@@ -81,12 +83,10 @@ class StrideNotes:
             found = (sizes, fast.geometry(outputs, self._positions))
             if found == self._fitting:
                 return outputs
-            moved = False
-            for i, place in noted.items():
-                strides = place.strides_for(outputs[i])
-                if strides is not None:
-                    outputs[i], moved = _laid_out(outputs[i], strides), True
-            if not moved:
+            wanted = ((i, place.strides_for(outputs[i])) for i, place in noted.items())
+            moves = [(i, strides) for i, strides in wanted if strides is not None]
+            _move(outputs, moves)
+            if not moves:
                 self._fitting = found
             return outputs
 
@@ -122,6 +122,8 @@ class _Traced:
         self._positions = tuple(self._wanted)
         self._fitting: tuple[tuple[int, ...], bytes] = ((), b"")
         """Sizes and geometry that were found to be as they should."""
+        self._moves: dict[tuple[tuple[int, ...], bytes], list[_Move]] = {}
+        """By sizes and geometry, which to lay out anew and with which strides."""
 
     def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
         """What the strides depend on, of a call's inputs."""
@@ -132,7 +134,17 @@ class _Traced:
         found = (sizes, fast.geometry(values, self._positions))
         if found == self._fitting:
             return
-        known, moved = self._sizes.known(sizes), False
+        moves = self._moves.get(found)
+        if moves is None:
+            if len(self._moves) >= _SIZES_KEPT:
+                del self._moves[next(iter(self._moves))]
+            moves = self._moves[found] = list(self._find_moves(values, sizes))
+        _move(values, moves)
+        if not moves:
+            self._fitting = found
+
+    def _find_moves(self, values: list[Any], sizes: tuple[int, ...]) -> Iterator[_Move]:
+        known = self._sizes.known(sizes)
         for i, wanted in self._wanted.items():
             if not isinstance(values[i], torch.Tensor):
                 continue
@@ -141,9 +153,7 @@ class _Traced:
                 continue  # they depend on data
             stride = tuple(map(int, strides))
             if not _same(values[i].size(), values[i].stride(), stride):
-                values[i], moved = _laid_out(values[i], stride), True
-        if not moved:
-            self._fitting = found
+                yield i, stride
 
 
 def outputs_as_traced(gm: fx.GraphModule) -> Callable[[Boxed], Boxed]:
@@ -246,13 +256,23 @@ def _same(size: Sequence[int], stride: Sequence[int], other: Sequence[int]) -> b
     return all(n == 1 or a == b for n, a, b in zip(size, stride, other, strict=True))
 
 
-def _laid_out(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    out = torch.empty_strided(
-        value.size(), stride, dtype=value.dtype, device=value.device, requires_grad=False
-    )
-    target = out
-    for d, step in enumerate(stride):
-        if step == 0:  # all along it are one element
-            target, value = target.narrow(d, 0, 1), value.narrow(d, 0, 1)
-    target.copy_(value)
-    return out
+def _move(values: list[Any], moves: Sequence[_Move]) -> None:
+    """Put copies with these strides in the place of tensors, all made by one call for each dtype."""
+    by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for i, stride in moves:
+        value = values[i]
+        values[i] = target = torch.empty_strided(
+            value.size(), stride, dtype=value.dtype, device=value.device
+        )
+        if 0 in stride:  # all along it are one element
+            for d, step in enumerate(stride):
+                if step == 0:
+                    target, value = target.narrow(d, 0, 1), value.narrow(d, 0, 1)
+        if value.is_conj() or value.is_neg():
+            target.copy_(value)
+            continue
+        targets, sources = by_dtype.setdefault(target.dtype, ([], []))
+        targets.append(target)
+        sources.append(value)
+    for targets, sources in by_dtype.values():
+        torch._foreach_copy_(targets, sources)

@@ -213,9 +213,10 @@ class _Timed:
         trial, plain_us = self._trial, 0.0
         try:
             plain_us = trial.plain_us(part, self._shape, args, self._others_us)
-        except Exception as error:  # a replay needs none of what failed: workspace, memory
+        except RuntimeError as error:  # a replay needs none of what failed: workspace, memory
             trial.is_over = True
-            log.info("%s stays captured, it can't be timed without a graph: %s", part.name, error)
+            why = str(error).partition("\n")[0]
+            log.info("%s stays captured, it can't be timed without a graph: %s", part.name, why)
         if trial.is_over:
             return self(args)
         device = part.owner.driver.device

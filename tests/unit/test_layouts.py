@@ -61,6 +61,38 @@ def test_sizes_of_which_nothing_is_known_run_as_a_whole_once():
     assert (notes.stats.calls, notes.stats.warmups) == (2, 2)
 
 
+def test_sizes_that_are_noted_again_push_out_no_others(monkeypatch):
+    monkeypatch.setattr(layouts, "_SIZES_KEPT", 3)
+    notes, whole = StrideNotes(frozenset({0}), sizes=(0,)), []
+    notes.stats = new_call_stats()
+
+    def graph(args):
+        whole.append(args[0])
+        return [torch.zeros(args[0], 6)[:, :3]]
+
+    noting = notes.noting(graph)
+    for size in (1, 2, 3, 2):
+        noting([size])
+    parts = notes.matching(lambda args: [torch.zeros(args[0], 3)])
+    for size in (1, 2, 3, 4, 1):
+        parts([size])
+    assert whole == [1, 2, 3, 2, 4, 1], "4 came in the place of 1, the oldest"
+
+
+def test_conjugated_tensors_are_laid_out_as_what_they_stand_for():
+    with FakeTensorMode() as mode:
+        fake = torch.empty(2, 3, dtype=torch.complex64)
+    gm = make_fx(lambda x: x + 1, tracing_mode="fake")(torch.empty(2, 3, dtype=torch.complex64))
+    gm.graph.find_nodes(op="placeholder")[0].meta["val"] = fake
+    seen = []
+    run = inputs_as_traced(gm, [0])(seen.extend)
+    value = torch.complex(torch.randn(3, 2), torch.randn(3, 2)).t().conj()
+    run([value])
+    assert seen[0].stride() == (3, 1)
+    assert torch.equal(seen[0], value)
+    del mode
+
+
 def test_what_looks_dense_for_some_sizes_may_not_be_for_others():
     notes = StrideNotes(frozenset({0}), sizes=(0,))
     notes.noting(lambda args: [torch.zeros(2, args[0])[:, :3]])([3])

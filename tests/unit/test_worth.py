@@ -221,14 +221,23 @@ def test_where_plain_calls_fail_it_stays_captured(times, monkeypatch, caplog, er
     caplog.set_level(logging.INFO)
 
     def out_of_memory(fn, args, device):
-        raise error("no memory, no workspace")
+        raise error("no memory, no workspace\nat line 3 of a kernel")
 
     monkeypatch.setattr(module, "_time_plainly", out_of_memory)
     part, judge = Part(), worth("measured")
     recording = replayed(judge, part, 2, 20)
     assert (part.why, recording.is_timed, len(times.replayed)) == (None, False, 20)
     said = "captured_0 stays captured, it can't be timed without a graph: no memory, no workspace"
-    assert said in caplog.text
+    assert said in caplog.messages
+
+
+def test_what_a_signal_raises_while_plain_calls_are_timed_is_the_users(times, monkeypatch):
+    def interrupted(fn, args, device):
+        raise TimeoutError("the limit of this step")
+
+    monkeypatch.setattr(module, "_time_plainly", interrupted)
+    with pytest.raises(TimeoutError, match="limit of this step"):
+        replayed(worth("measured"), Part(), 2, 20)
 
 
 def test_what_is_timed_keeps_no_recording_alive(times):

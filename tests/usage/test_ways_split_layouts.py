@@ -77,6 +77,24 @@ class Narrowed(nn.Module):
         return self.wait(part) * part.sigmoid() * part.cos()
 
 
+class InOneBuffer(nn.Module):
+    """A convolution's weight, which Inductor's forward saves in another layout, shares its memory with what it does not."""
+
+    def __init__(self, *, weight_first):
+        super().__init__()
+        flat = torch.randn(8 * 8 * 9 + 8) * 0.1
+        if weight_first:
+            self.weight = nn.Parameter(flat[:576].view(8, 8, 3, 3))
+        self.scale = nn.Parameter(flat[576:] if weight_first else flat[:8])
+        if not weight_first:
+            self.weight = nn.Parameter(flat[8:].view(8, 8, 3, 3))
+
+    def forward(self, x):
+        scale = self.scale.view(1, 8, 1, 1)
+        x = nn.functional.conv2d(wait_later(x * scale), self.weight, padding=1)
+        return (x * scale).tanh()
+
+
 def trained(make, sizes, *, dynamic=None):
     """A program of training steps, and the counters of its last four."""
     last = {}
@@ -153,5 +171,17 @@ def test_a_backward_in_parts_of_a_forward_that_is_one_graph(setting, driver):
         options["driver"] = driver
     ours = setting.run(program, compiler="inductor", **options)
     assert driver == "none" or last["replays"] == last["calls"] > 0
+    for a, b in zip(ours, setting.run_eagerly(program), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("weight_first", [True, False])
+@pytest.mark.parametrize("when", ["compiled", "called"])
+def test_parameters_that_share_memory(setting, when, weight_first):
+    one_of_each_on_cpu(setting, another=when == "compiled" and weight_first)
+    program, last = trained(lambda: InOneBuffer(weight_first=weight_first), [(2, 8, 6, 8)] * 24)
+    unsafe = ("split_layouts::wait",) if when == "compiled" else ()
+    ours = setting.run(program, compiler="inductor", **OPTIONS, unsafe_ops=unsafe)
+    assert last["replays"] == last["calls"] > 0
     for a, b in zip(ours, setting.run_eagerly(program), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
