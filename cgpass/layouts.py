@@ -268,9 +268,6 @@ def _move(values: list[Any], moves: Sequence[_Move]) -> None:
             for d, step in enumerate(stride):
                 if step == 0:
                     target, value = target.narrow(d, 0, 1), value.narrow(d, 0, 1)
-        if value.is_conj() or value.is_neg():
-            target.copy_(value)
-            continue
         targets, sources = by_dtype.setdefault(target.dtype, ([], []))
         targets.append(target)
         sources.append(value)
