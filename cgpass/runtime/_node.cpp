@@ -18,6 +18,7 @@
 #include <exception>
 #include <initializer_list>
 #include <memory>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -161,8 +162,9 @@ void add_to_grad(const at::Tensor& parameter, const at::Tensor& gradient) {
 using torch::autograd::AccumulateGrad;
 
 // The node that adds to a leaf's `.grad`, if nobody notices when it is called at once and not by autograd's engine: no
-// other node leads to it, nothing is hooked on it, and the engine would call it on the same stream.
-AccumulateGrad* accumulator_of_one(Node& from, const Edge& edge, const at::Tensor& gradient) {
+// other node leads to it, nothing is hooked on it, and the engine would call it on the same stream, none for a CPU.
+AccumulateGrad* accumulator_of_one(
+    const Edge& edge, const at::Tensor& gradient, at::Device device, const std::optional<c10::Stream>& stream) {
   if (!edge.is_valid() || edge.function.use_count() != 1) return nullptr;
   auto* node = dynamic_cast<AccumulateGrad*>(edge.function.get());
   if (node == nullptr || !node->pre_hooks().empty() || !node->post_hooks().empty() ||
@@ -178,10 +180,30 @@ AccumulateGrad* accumulator_of_one(Node& from, const Edge& edge, const at::Tenso
       return nullptr;
     }
   }
+  const auto& expected = node->input_metadata(0);
+  if (expected.device() != device || (stream && expected.stream() != *stream)) return nullptr;
   const bool fits = gradient.sizes() == leaf.sizes() && gradient.device() == leaf.device() &&
       gradient.scalar_type() == leaf.scalar_type() && leaf.grad_dtype() == leaf.scalar_type();
-  return fits && node->device() == from.device() && node->stream() == from.stream() ? node : nullptr;
+  return fits ? node : nullptr;
 }
+
+// Edges that a node is without until these are put back, or nobody has them any more: a backward may end in an error.
+struct TakenEdges {
+  NodePointer from;
+  std::vector<std::pair<size_t, Edge>> edges;
+
+  TakenEdges(NodePointer node, size_t most) : from(std::move(node)) { edges.reserve(most); }
+  TakenEdges(const TakenEdges&) = delete;
+  TakenEdges& operator=(const TakenEdges&) = delete;
+  ~TakenEdges() { put_back(); }
+
+  void take(size_t k) { edges.emplace_back(k, std::exchange(from->next_edges()[k], Edge())); }
+
+  void put_back() {
+    for (auto& [k, edge] : edges) from->next_edges()[k] = std::move(edge);
+    edges.clear();
+  }
+};
 
 template <class Pointer>
 Pointer owner_of(Node* node) {
@@ -289,29 +311,23 @@ struct CompiledFunctionBackward : public Node {
         at::GradMode::is_enabled() || torch::autograd::AnomalyMode::is_enabled() || !post_hooks().empty()) {
       return;
     }
-    const auto taken = std::make_shared<std::vector<std::pair<size_t, Edge>>>();
-    const auto put_back = [taken, self = getptr()] {
-      for (auto& [k, edge] : *taken) self->next_edges()[k] = std::move(edge);
-      taken->clear();
-    };
+    const auto taken = std::make_shared<TakenEdges>(getptr(), gradients.size());
+    const at::Device here = device();
+    const auto current = stream();
     bool is_one_left = false;
-    try {
-      for (size_t k = 0; k < gradients.size(); ++k) {
-        if (!gradients[k].defined()) continue;
-        Edge& edge = next_edges()[k];
-        AccumulateGrad* accumulator = accumulator_of_one(*this, edge, gradients[k]);
-        if (accumulator == nullptr) continue;
-        if (!std::exchange(is_one_left, true)) continue;
-        variable_list inputs;
-        inputs.push_back(std::move(gradients[k]));
-        gradients[k] = at::Tensor();
-        (*accumulator)(std::move(inputs));
-        taken->emplace_back(k, std::exchange(edge, Edge()));
-      }
-      if (!taken->empty()) torch::autograd::Engine::get_default_engine().queue_callback(put_back);
-    } catch (...) {
-      put_back();
-      throw;
+    for (size_t k = 0; k < gradients.size(); ++k) {
+      if (!gradients[k].defined()) continue;
+      AccumulateGrad* accumulator = accumulator_of_one(next_edges()[k], gradients[k], here, current);
+      if (accumulator == nullptr) continue;
+      if (!std::exchange(is_one_left, true)) continue;
+      variable_list inputs;
+      inputs.push_back(std::move(gradients[k]));
+      gradients[k] = at::Tensor();
+      (*accumulator)(std::move(inputs));
+      taken->take(k);
+    }
+    if (!taken->edges.empty()) {
+      torch::autograd::Engine::get_default_engine().queue_callback([taken] { taken->put_back(); });
     }
   }
 

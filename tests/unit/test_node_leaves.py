@@ -306,6 +306,24 @@ def test_an_addition_that_fails_leaves_the_edges_in_place():
     assert fn.leaves[3].grad is None
 
 
+def test_a_backward_that_fails_elsewhere_leaves_the_edges_in_place():
+    """The node saves nothing: its graph may be gone through again."""
+    fn = Function()
+    out = fn()
+
+    def fails(gradient):
+        raise ValueError("not this time")
+
+    hook = fn.behind.register_hook(fails)
+    with pytest.raises(ValueError, match="not this time"):
+        out.sum().backward()
+    assert torch.equal(fn.leaves[3].grad, fn.gradients[3])
+    hook.remove()
+    out.sum().backward()
+    for grad, gradient in list(zip(fn.grads(), fn.gradients, strict=True))[1:]:
+        assert torch.equal(grad, gradient + gradient)
+
+
 def test_threads_that_train_the_same_leaves():
     leaves = [torch.zeros(3, requires_grad=True) for _ in range(64)]
     ones = [torch.ones(3) for _ in leaves]
