@@ -137,6 +137,7 @@ class TrainingCall:
             outputs[layout.unchecked],
             "CompiledFunctionBackward",
             True,
+            False,
         )
         for n, dimensions in layout.dynamic:
             _torch.mark_dynamic(returned[n], dimensions)

@@ -94,7 +94,8 @@ class Call:
         if requires_grad:
             saved = [made[i] for i in recorded.outputs_read]
             where = recorded.edges, recorded.direct, made, recorded.outputs_with_grad
-            attach(_run_backward, self, wanted, *where, saved, (), "GraphedBackward", False)
+            once = not recorded.retains
+            attach(_run_backward, self, wanted, *where, saved, (), "GraphedBackward", False, once)
         return made
 
     def _forward(self, tensors: list[torch.Tensor], *, requires_grad: bool) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@
 #define AT_PER_OPERATOR_HEADERS  // half the time to compile
 #include <Python.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
@@ -176,7 +177,8 @@ AccumulateGrad* accumulator_of_one(
   const at::Tensor& before = leaf.grad();
   for (const at::Tensor* tensor : {&leaf, &gradient, &before}) {
     if (tensor->defined() &&
-        (tensor->layout() != at::kStrided || tensor->unsafeGetTensorImpl()->is_python_dispatch())) {
+        (tensor->layout() != at::kStrided || tensor->is_nested() ||
+         tensor->unsafeGetTensorImpl()->is_python_dispatch())) {
       return nullptr;
     }
   }
@@ -202,6 +204,7 @@ struct TakenEdges {
   void put_back() {
     for (auto& [k, edge] : edges) from->next_edges()[k] = std::move(edge);
     edges.clear();
+    from = NodePointer();  // whoever called this may be done with the graph
   }
 };
 
@@ -250,15 +253,17 @@ struct CompiledFunctionBackward : public Node {
   std::vector<at::Tensor> unchecked;  // saved, too
   std::string shown;                  // what it is called
   bool materializes;                  // whether gradients that are undefined are zeros for `run`
+  bool runs_once;                     // whether `run` raises when it is called again
   bool is_released = false;
 
   CompiledFunctionBackward(
-      edge_list&& edges, PyObject* run_, PyObject* rest_, const char* name, bool materializes_)
+      edge_list&& edges, PyObject* run_, PyObject* rest_, const char* name, bool materializes_, bool runs_once_)
       : Node(std::move(edges)),
         run(Py_NewRef(run_)),
         rest(Py_NewRef(rest_)),
         shown(name),
-        materializes(materializes_) {}
+        materializes(materializes_),
+        runs_once(runs_once_) {}
 
   ~CompiledFunctionBackward() override {
     if (!Py_IsInitialized()) return;
@@ -297,18 +302,21 @@ struct CompiledFunctionBackward : public Node {
   }
 
  private:
-  // Whether this is a backward that adds gradients to the `.grad` of all leaves, and not to those of named inputs alone.
-  static bool adds_to_leaves() {
+  // Whether this runs for a backward that adds gradients to the `.grad` of all leaves, and not to those of named inputs
+  // alone. User code may call a node by itself, in a backward of something else, too.
+  bool adds_to_leaves() const {
     const auto* named = torch::autograd::get_current_graph_task_exec_info();
-    return named != nullptr && named->empty();
+    return named != nullptr && named->empty() && torch::autograd::get_current_node().get() == this;
   }
 
   // Has gradients of leaves added without the engine's way to each: it would have a task per leaf. The engine finds no
-  // edge to those, and they are edges again once the backward is over. One goes the engine's way, which notes at a leaf
-  // on which stream gradients were made.
+  // edge to those, and they are edges again once the backward is over: nobody else may come through here meanwhile. One
+  // goes the engine's way, which notes at a leaf on which stream gradients were made.
   void add_to_leaves(variable_list& gradients) {
-    if (!adds_to_leaves() || torch::autograd::get_current_graph_task_keep_graph() ||
-        at::GradMode::is_enabled() || torch::autograd::AnomalyMode::is_enabled() || !post_hooks().empty()) {
+    const bool comes_again = torch::autograd::get_current_graph_task_keep_graph() ||
+        !(runs_once || (is_released && num_saved > 0));
+    if (comes_again || !adds_to_leaves() || at::GradMode::is_enabled() || !post_hooks().empty() ||
+        torch::autograd::AnomalyMode::is_enabled() || c10::impl::TorchDispatchModeTLS::any_modes_set()) {
       return;
     }
     const auto taken = std::make_shared<TakenEdges>(getptr(), gradients.size());
@@ -403,7 +411,7 @@ struct CompiledFunctionBackward : public Node {
   size_t num_saved = 0;
 };
 
-// attach(run, rest, inputs, wanted, direct, outputs, differentiable, checked, unchecked, name, materialize) -> None
+// attach(run, rest, inputs, wanted, direct, outputs, differentiable, checked, unchecked, name, materialize, once) -> None
 PyObject* attach(PyObject* const* args) {
   const Items inputs(args[2]), wanted(args[3]), candidates(args[4]), differentiable(args[6]);
   const Items checked(args[7]), unchecked(args[8]);
@@ -432,7 +440,7 @@ PyObject* attach(PyObject* const* args) {
     }
   }
   auto& node = *new CompiledFunctionBackward(
-      std::move(edges), args[0], args[1], name, args[10] == Py_True);
+      std::move(edges), args[0], args[1], name, args[10] == Py_True, args[11] == Py_True);
   const NodePointer pointer = owner_of<NodePointer>(&node);
   node.wanted = std::move(positions);
   node.direct = std::move(direct);
@@ -521,7 +529,7 @@ PyObject* checked(PyObject*, PyObject* const* args, Py_ssize_t n) {
 }
 
 PyMethodDef methods[] = {
-    {"attach", reinterpret_cast<PyCFunction>(checked<attach, 11>), METH_FASTCALL, nullptr},
+    {"attach", reinterpret_cast<PyCFunction>(checked<attach, 12>), METH_FASTCALL, nullptr},
     {"drop_accumulators", reinterpret_cast<PyCFunction>(checked<drop_accumulators, 1>), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

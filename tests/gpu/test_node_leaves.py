@@ -37,7 +37,7 @@ class Function:
         behind, out = x * 1, [torch.ones(3, device="cuda")]
         positions = tuple(range(NUM + 1))
         inputs = (*self.leaves, behind)
-        node.attach()(self.run, (), inputs, positions, (), out, (0,), [], [], "Node", True)
+        node.attach()(self.run, (), inputs, positions, (), out, (0,), [], [], "Node", True, True)
         self.node = out[0].grad_fn
         behind.register_hook(self.look)
         return out[0].sum()

@@ -1,0 +1,203 @@
+"""Backwards in which the compiled node has gradients of leaves added at once, and those in which it does not."""
+
+import threading
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cgpass.runtime import node
+from tests.unit.leaves import ALL, NUM, ONE, Function
+
+
+@pytest.fixture(autouse=True)
+def compiled():
+    if not node.wait():
+        pytest.skip("no C++ compiler")
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_two_backwards_of_graphs_that_both_live(in_turn):
+    fn, other = Function(), Function()
+    other.leaves = fn.leaves
+    first, second = fn(), other()
+    fn.looks = not in_turn
+    first.sum().backward()
+    assert fn.seen == (None if in_turn else ALL), "another node leads to the leaves, too"
+    del first, fn.fn, fn.behind
+    second.sum().backward()
+    if in_turn:
+        assert other.seen == ONE, "the other node is gone"
+    for grad, a, b in zip(fn.grads(), fn.gradients, other.gradients, strict=True):
+        assert torch.equal(grad, a + b)
+
+
+def test_a_hook_on_the_node_sees_all_gradients():
+    fn, seen = Function(), []
+    out = fn()
+    fn.fn.register_hook(lambda given, _: seen.extend(given))
+    out.sum().backward()
+    assert fn.seen == ALL
+    for given, gradient in zip(seen, fn.gradients, strict=False):
+        assert torch.equal(given, gradient)
+
+
+def test_a_graph_that_is_retained_stays_as_it_is():
+    fn = Function()
+    fn().sum().backward(retain_graph=True)
+    assert fn.seen == ALL
+
+
+def test_a_graph_that_was_retained():
+    fn = Function()
+    out = fn()
+    fn.looks = False
+    out.sum().backward(retain_graph=True)
+    fn.looks = True
+    out.sum().backward()
+    assert fn.seen == ONE
+    for grad, gradient in zip(fn.grads(), fn.gradients, strict=True):
+        assert torch.equal(grad, gradient + gradient)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize("retain", [False, None])
+def test_gradients_that_are_differentiated(retain):
+    fn = Function()
+    fn().sum().backward(create_graph=True, retain_graph=retain)
+    assert fn.seen == ALL
+    assert all(grad.requires_grad for grad in fn.grads())
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_node_that_does_not_run_once_is_gone_through_again_while_a_backward_runs(saved):
+    fn = Function(once=False, saved=[torch.ones(3)] if saved else ())
+    out, again = fn(), []
+    second = (out * 2).sum()
+
+    def go_through(gradient):
+        fn.look(gradient)
+        if not again:
+            again.append(1)
+            try:
+                second.backward()
+            except RuntimeError as error:
+                again.append(str(error))
+
+    fn.behind.register_hook(go_through)
+    out.sum().backward()
+    assert fn.seen == (ONE if saved else ALL)
+    if saved:
+        assert "backward through the graph a second time" in again[1]
+    for grad, gradient in zip(fn.grads(), fn.gradients, strict=True):
+        assert torch.equal(grad, gradient if saved else gradient + gradient)
+
+
+class Listed(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_sees_what_autograd_does():
+    fn = Function()
+    out = fn().sum()
+    with Listed() as mode:
+        out.backward()
+    assert fn.seen == ALL
+    assert mode.ops.count(torch.ops.aten.detach.default) >= NUM
+
+
+def test_named_inputs():
+    fn = Function()
+    found = torch.autograd.grad(fn().sum(), fn.leaves)
+    assert fn.grads() == [None] * NUM
+    assert all(torch.equal(a, b) for a, b in zip(found, fn.gradients, strict=True))
+    fn().sum().backward(inputs=fn.leaves[1:3])
+    assert [grad is not None for grad in fn.grads()] == [False, True, True, False]
+
+
+def test_a_node_that_is_called_by_itself_adds_to_nothing():
+    fn = Function()
+    out = fn()
+    found = fn.fn(torch.ones(3))
+    assert fn.grads() == [None] * NUM
+    assert all(torch.equal(a, b) for a, b in zip(found, fn.gradients, strict=False))
+    del out
+
+
+def test_a_node_that_is_called_by_itself_in_a_backward_of_something_else():
+    fn, found = Function(), []
+    out, z = fn(), torch.ones(3, requires_grad=True)
+    z.register_hook(lambda g: found.extend(fn.fn(torch.ones(3))))
+    (z * 2).sum().backward()
+    assert fn.grads() == [None] * NUM
+    assert all(torch.equal(a, b) for a, b in zip(found, fn.gradients, strict=False))
+    del out
+
+
+def test_anomalies_are_detected():
+    fn = Function()
+    fn.gradients[2] = torch.full((3,), torch.nan)
+    with (
+        pytest.warns(UserWarning, match="Traceback of forward call"),
+        torch.autograd.set_detect_anomaly(True),
+        pytest.raises(RuntimeError, match="returned nan values in its 2th output"),
+    ):
+        fn().sum().backward()
+    assert fn.grads() == [None] * NUM
+
+
+def test_an_addition_that_fails_leaves_the_edges_in_place():
+    fn = Function()
+    fn.leaves[2].grad = torch.zeros(1).expand(3)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        fn().sum().backward()
+    assert [f is not None for f, _ in fn.fn.next_functions] == ALL
+    assert torch.equal(fn.leaves[1].grad, fn.gradients[1])
+    assert fn.leaves[3].grad is None
+
+
+def test_a_backward_that_fails_elsewhere_leaves_the_edges_in_place():
+    """The node saves nothing: its graph may be gone through again."""
+    fn = Function()
+    out = fn()
+
+    def fails(gradient):
+        raise ValueError("not this time")
+
+    hook = fn.behind.register_hook(fails)
+    with pytest.raises(ValueError, match="not this time"):
+        out.sum().backward()
+    assert torch.equal(fn.leaves[3].grad, fn.gradients[3])
+    hook.remove()
+    out.sum().backward()
+    for grad, gradient in list(zip(fn.grads(), fn.gradients, strict=True))[1:]:
+        assert torch.equal(grad, gradient + gradient)
+
+
+def test_threads_that_train_the_same_leaves():
+    leaves = [torch.zeros(3, requires_grad=True) for _ in range(64)]
+    ones = [torch.ones(3) for _ in leaves]
+    for leaf in leaves:
+        leaf.grad = torch.zeros(3)
+    errors = []
+
+    def train():
+        try:
+            for _ in range(50):
+                Function(leaves, ones)().sum().backward()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert all(leaf.grad.tolist() == [200.0] * 3 for leaf in leaves)
