@@ -73,6 +73,7 @@ def test_another_shape_or_dtype_at_the_same_address(setting, change):
 def test_weights_tied_and_untied_after_recording(setting):
     module, plain = twins(setting, pair())
     graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    kept = module[2].weight  # what comes to lie in its place would be where it was recorded
     for each in (module, plain):
         each[2].weight = each[0].weight
     for _ in range(2):
@@ -82,6 +83,7 @@ def test_weights_tied_and_untied_after_recording(setting):
         each[2].weight = torch.nn.Parameter(untied.clone())
     for _ in range(2):
         check(setting, graphed, module, plain, 2)
+    del kept
 
 
 def test_weights_tied_before_recording_can_be_untied(setting):
