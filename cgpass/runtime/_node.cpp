@@ -16,9 +16,11 @@
 #endif
 
 #include <algorithm>
+#include <atomic>
 #include <exception>
 #include <initializer_list>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -249,12 +251,15 @@ struct CompiledFunctionBackward : public Node {
   PyObject* rest;    // what else the backward reads
   std::vector<Py_ssize_t> wanted;     // positions of the gradients that the edges get
   std::vector<std::pair<Py_ssize_t, at::Tensor>> direct;  // parameters without an edge, and where their gradients are
-  std::vector<SavedVariable> saved;   // checked for writes
-  std::vector<at::Tensor> unchecked;  // saved, too
+  struct Saved {
+    std::vector<SavedVariable> checked;  // for writes
+    std::vector<at::Tensor> unchecked;
+  };
+  std::shared_ptr<Saved> saved;       // none once it was released; hooks that unpack let other threads do so meanwhile
+  std::atomic<size_t> num_calls{0};   // a graph that is retained may be gone through by two threads at the same time
   std::string shown;                  // what it is called
   bool materializes;                  // whether gradients that are undefined are zeros for `run`
   bool runs_once;                     // whether `run` raises when it is called again
-  bool is_released = false;
 
   CompiledFunctionBackward(
       edge_list&& edges, PyObject* run_, PyObject* rest_, const char* name, bool materializes_, bool runs_once_)
@@ -275,9 +280,9 @@ struct CompiledFunctionBackward : public Node {
   std::string name() const override { return shown; }
 
   void release_variables() override {
-    is_released = true;
-    std::vector<SavedVariable>().swap(saved);
-    std::vector<at::Tensor>().swap(unchecked);
+    std::shared_ptr<Saved> dropped;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    dropped.swap(saved);
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
@@ -313,9 +318,9 @@ struct CompiledFunctionBackward : public Node {
   // edge to those, and they are edges again once the backward is over: nobody else may come through here meanwhile. One
   // goes the engine's way, which notes at a leaf on which stream gradients were made.
   void add_to_leaves(variable_list& gradients) {
-    const bool comes_again = torch::autograd::get_current_graph_task_keep_graph() ||
-        !(runs_once || (is_released && num_saved > 0));
-    if (comes_again || !adds_to_leaves() || at::GradMode::is_enabled() || !post_hooks().empty() ||
+    const bool comes_once = num_calls == 1 && !torch::autograd::get_current_graph_task_keep_graph() &&
+        (runs_once || (num_saved > 0 && !saved_now()));
+    if (!comes_once || !adds_to_leaves() || at::GradMode::is_enabled() || !post_hooks().empty() ||
         torch::autograd::AnomalyMode::is_enabled() || c10::impl::TorchDispatchModeTLS::any_modes_set()) {
       return;
     }
@@ -339,15 +344,25 @@ struct CompiledFunctionBackward : public Node {
     }
   }
 
+  std::shared_ptr<Saved> saved_now() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return saved;
+  }
+
   variable_list call(variable_list&& grads) {
-    TORCH_CHECK(!is_released || num_saved == 0, torch::autograd::ERR_BACKWARD_TWICE);
+    ++num_calls;
+    std::shared_ptr<Saved> reads = saved_now();
+    TORCH_CHECK(reads || num_saved == 0, torch::autograd::ERR_BACKWARD_TWICE);
     auto parameters = direct;
     if (!adds_to_leaves()) parameters.clear();
     variable_list values;
     values.reserve(num_saved);
     const NodePointer self = getptr();
-    for (const SavedVariable& variable : saved) values.push_back(variable.unpack(self));
-    values.insert(values.end(), unchecked.begin(), unchecked.end());
+    if (reads) {
+      for (const SavedVariable& variable : reads->checked) values.push_back(variable.unpack(self));
+      values.insert(values.end(), reads->unchecked.begin(), reads->unchecked.end());
+      reads.reset();
+    }
     // Else it is done once this has succeeded: what was wrong may be put right, and the backward called again.
     if (materializes && !torch::autograd::get_current_graph_task_keep_graph()) release_variables();
     for (size_t i = 0; materializes && i < grads.size(); ++i) {
@@ -469,14 +484,16 @@ PyObject* attach(PyObject* const* args) {
   };
   {
     const at::AutoGradMode no_grad(false);
-    node.saved.reserve(checked.size);
+    const auto saved = std::make_shared<CompiledFunctionBackward::Saved>();
+    saved->checked.reserve(checked.size);
     for (Py_ssize_t k = 0; k < checked.size; ++k) {
-      node.saved.emplace_back(to_save(checked.at(k)), /*is_output=*/false);
+      saved->checked.emplace_back(to_save(checked.at(k)), /*is_output=*/false);
     }
-    node.unchecked.reserve(unchecked.size);
+    saved->unchecked.reserve(unchecked.size);
     for (Py_ssize_t k = 0; k < unchecked.size; ++k) {
-      node.unchecked.push_back(to_save(unchecked.at(k)));
+      saved->unchecked.push_back(to_save(unchecked.at(k)));
     }
+    node.saved = saved;
   }
   for (const at::Tensor& result : results) {
     const uint32_t number = node.add_input_metadata(result);
