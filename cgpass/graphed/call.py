@@ -131,12 +131,11 @@ class Call:
         if all(grad is None for grad in grads):
             self.settle()
             return self._nothing
-        if recorded is None or (self._done and not recorded.retains):
-            raise GraphedBackwardError(
-                f"{self.name}: a second backward through one forward; what it needs died in the first. Record with "
-                "GraphedOptions(retain_graph_in_backward=True)."
-            )
+        if recorded is None:
+            raise self._came_before()
         with recorded.group.owner.lock:
+            if self._done and not recorded.retains:  # in another thread, say, while this one waited
+                raise self._came_before()
             if recorded.closed:
                 raise GraphedBackwardError(
                     f"{recorded.name}: its graphs were freed between this forward and its backward. Call reset() or "
@@ -157,6 +156,12 @@ class Call:
             else:
                 self.settle()
             return outputs
+
+    def _came_before(self) -> GraphedBackwardError:
+        return GraphedBackwardError(
+            f"{self.name}: a second backward through one forward; what it needs died in the first. Record with "
+            "GraphedOptions(retain_graph_in_backward=True)."
+        )
 
     def bring_back(self) -> None:
         """Put back what was copied away."""

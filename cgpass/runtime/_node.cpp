@@ -3,10 +3,10 @@
 
 #define AT_PER_OPERATOR_HEADERS  // half the time to compile
 #include <Python.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
-#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -191,7 +191,7 @@ AccumulateGrad* accumulator_of_one(
   return fits ? node : nullptr;
 }
 
-// Edges that a node is without until these are put back, or nobody has them any more: a backward may end in an error.
+// Edges that a node is without as long as this lives.
 struct TakenEdges {
   NodePointer from;
   std::vector<std::pair<size_t, Edge>> edges;
@@ -199,16 +199,21 @@ struct TakenEdges {
   TakenEdges(NodePointer node, size_t most) : from(std::move(node)) { edges.reserve(most); }
   TakenEdges(const TakenEdges&) = delete;
   TakenEdges& operator=(const TakenEdges&) = delete;
-  ~TakenEdges() { put_back(); }
+  ~TakenEdges() {
+    for (auto& [k, edge] : edges) from->next_edges()[k] = std::move(edge);
+  }
 
   void take(size_t k) { edges.emplace_back(k, std::exchange(from->next_edges()[k], Edge())); }
-
-  void put_back() {
-    for (auto& [k, edge] : edges) from->next_edges()[k] = std::move(edge);
-    edges.clear();
-    from = NodePointer();  // whoever called this may be done with the graph
-  }
 };
+
+// A tensor that lives as long as what it is given.
+at::Tensor keeping(std::unique_ptr<TakenEdges> taken) {
+  void* context = taken.release();
+  return at::for_blob(context, {0})
+      .context(context, [](void* edges) { delete static_cast<TakenEdges*>(edges); })
+      .options(at::TensorOptions(at::kByte))
+      .make_tensor();
+}
 
 template <class Pointer>
 Pointer owner_of(Node* node) {
@@ -314,9 +319,10 @@ struct CompiledFunctionBackward : public Node {
     return named != nullptr && named->empty() && torch::autograd::get_current_node().get() == this;
   }
 
-  // Has gradients of leaves added without the engine's way to each: it would have a task per leaf. The engine finds no
-  // edge to those, and they are edges again once the backward is over: nobody else may come through here meanwhile. One
-  // goes the engine's way, which notes at a leaf on which stream gradients were made.
+  // Has gradients of leaves added without the engine's way to each: it would have a task per leaf. The engine must find no
+  // edge to those. It looks for edges as soon as this returns, and then drops what it was returned: with that they are
+  // edges again, before anything else runs in this thread. One goes the engine's way, which notes at a leaf on which
+  // stream gradients were made.
   void add_to_leaves(variable_list& gradients) {
     const bool comes_once = num_calls == 1 && !torch::autograd::get_current_graph_task_keep_graph() &&
         (runs_once || (num_saved > 0 && !saved_now()));
@@ -324,7 +330,7 @@ struct CompiledFunctionBackward : public Node {
         torch::autograd::AnomalyMode::is_enabled() || c10::impl::TorchDispatchModeTLS::any_modes_set()) {
       return;
     }
-    const auto taken = std::make_shared<TakenEdges>(getptr(), gradients.size());
+    auto taken = std::make_unique<TakenEdges>(getptr(), gradients.size());
     const at::Device here = device();
     const auto current = stream();
     bool is_one_left = false;
@@ -340,7 +346,8 @@ struct CompiledFunctionBackward : public Node {
       taken->take(k);
     }
     if (!taken->edges.empty()) {
-      torch::autograd::Engine::get_default_engine().queue_callback([taken] { taken->put_back(); });
+      const size_t unread = taken->edges.front().first;
+      gradients[unread] = keeping(std::move(taken));
     }
   }
 

@@ -11,9 +11,9 @@ Note [A node of our own]
 Note [Who adds to leaves]
     Autograd's engine comes to each leaf in a task of its own, which takes 2 us on the host, on CUDA some 8. Where a leaf's
     `AccumulateGrad` has no hooks, and nothing but our node leads to it, that task would do nothing but call it; so the
-    node does, at its own end. The engine must not come there as well: until the backward is over the edge is gone. So
-    that holds for the one backward of a graph: of two that run at the same time (a hook may start one, or a thread) the
-    second finds that what was saved is dropped, and raises.
+    node does, at its own end. The engine must not come there as well: while it looks where to go next the edge is gone.
+    Another thread could look then, too, so that holds for the one backward of a graph: the node refuses a second one,
+    since what was saved is dropped, or `run` does.
 """
 
 import logging

@@ -1,13 +1,17 @@
 """Forwards and backwards in other orders than they were recorded in."""
 
+import contextlib
 import gc
 import itertools
 import random
+import threading
+import time
 
 import pytest
 import torch
 
 import cgpass
+from cgpass.runtime import owner
 from tests.graphed.steps import clear_grads, net, same, same_grads, twins
 
 
@@ -126,6 +130,32 @@ def test_a_second_backward_without_having_asked_is_an_error(setting):
     loss.backward(retain_graph=True)
     with pytest.raises(cgpass.errors.GraphedBackwardError, match="retain_graph_in_backward=True"):
         loss.backward()
+
+
+def test_of_two_threads_that_go_back_through_one_forward_one_is_refused(setting):
+    module, plain = twins(setting, net())
+    graphed, x = setting.graphed(module, (setting.randn(4, 8),)), setting.randn(4, 8)
+    loss, refused = graphed(x).sum(), []
+
+    def go_back():
+        try:
+            loss.backward(retain_graph=True)
+        except cgpass.errors.GraphedBackwardError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=go_back) for _ in range(2)]
+    with contextlib.ExitStack() as both_wait:
+        for each in list(owner._owners):
+            both_wait.enter_context(each.lock)
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)
+    for thread in threads:
+        thread.join()
+    plain(x).sum().backward()
+    assert len(refused) == 1
+    assert "a second backward through one forward" in refused[0]
+    same_grads(module, plain)
 
 
 def test_results_held_while_others_run(setting):

@@ -1,14 +1,20 @@
-"""A function whose node leads to leaves and, behind another operator, to an input; what its edges are meanwhile."""
+"""A function whose node leads to leaves and, behind another operator, to an input; to which leaves autograd comes."""
 
 import torch
 
 from cgpass.runtime import node
 
 NUM = 4
-ALL = [True] * (NUM + 1)
-"""Autograd's engine comes to each leaf."""
-ONE = [True] + [False] * (NUM - 1) + [True]
-"""All gradients but one were added before."""
+ALL, ONE, TWO = NUM + 1, 2, 3
+"""How many leaves autograd's engine comes to: with the input, all; one for its stream; that and another one."""
+
+
+def visits(backward, *args, **kwargs):
+    """To how many leaves autograd's engine comes in a backward."""
+    with torch.autograd.profiler.profile(acc_events=True) as found:
+        backward(*args, **kwargs)
+    visit = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
+    return sum(event.name == visit for event in found.function_events)
 
 
 def randn(seed):
@@ -24,8 +30,6 @@ class Function:
         self.once = once
         self.saved = list(saved)
         self.made = []
-        self.looks = True
-        self.seen = None
 
     def __call__(self):
         x = torch.zeros(3, requires_grad=True)
@@ -36,7 +40,6 @@ class Function:
             self.run, (), inputs, positions, (), out, (0,), self.saved, [], "Node", True, self.once
         )
         self.fn = out[0].grad_fn
-        behind.register_hook(self.look)
         return out[0]
 
     def run(self, rest, saved, grads):
@@ -45,11 +48,6 @@ class Function:
         made = [g.clone() for g in self.gradients]
         self.made = [0 if g.is_sparse else g.data_ptr() for g in made]
         return [*made, torch.zeros(3)]
-
-    def look(self, gradient):
-        """Whoever looks at edges holds the nodes where they lead, which then are not alone."""
-        if self.looks:
-            self.seen = [fn is not None for fn, _ in self.fn.next_functions]
 
     def grads(self):
         return [leaf.grad for leaf in self.leaves]

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgpass.runtime import node
-from tests.unit.leaves import ALL, NUM, ONE, Function
+from tests.unit.leaves import ALL, NUM, ONE, Function, visits
 
 
 @pytest.fixture(autouse=True)
@@ -21,13 +21,10 @@ def test_two_backwards_of_graphs_that_both_live(in_turn):
     fn, other = Function(), Function()
     other.leaves = fn.leaves
     first, second = fn(), other()
-    fn.looks = not in_turn
-    first.sum().backward()
-    assert fn.seen == (None if in_turn else ALL), "another node leads to the leaves, too"
-    del first, fn.fn, fn.behind
-    second.sum().backward()
+    assert visits(first.sum().backward) == ALL, "another node leads to the leaves, too"
     if in_turn:
-        assert other.seen == ONE, "the other node is gone"
+        del first, fn.fn, fn.behind
+    assert visits(second.sum().backward) == (ONE if in_turn else ALL)
     for grad, a, b in zip(fn.grads(), fn.gradients, other.gradients, strict=True):
         assert torch.equal(grad, a + b)
 
@@ -36,27 +33,22 @@ def test_a_hook_on_the_node_sees_all_gradients():
     fn, seen = Function(), []
     out = fn()
     fn.fn.register_hook(lambda given, _: seen.extend(given))
-    out.sum().backward()
-    assert fn.seen == ALL
+    assert visits(out.sum().backward) == ALL
     for given, gradient in zip(seen, fn.gradients, strict=False):
         assert torch.equal(given, gradient)
 
 
 def test_a_graph_that_is_retained_stays_as_it_is():
     fn = Function()
-    fn().sum().backward(retain_graph=True)
-    assert fn.seen == ALL
+    assert visits(fn().sum().backward, retain_graph=True) == ALL
 
 
 def test_a_graph_that_was_retained_stays_as_it_is():
     """Another thread may be in the backward that retained it."""
     fn = Function()
     out = fn()
-    fn.looks = False
     out.sum().backward(retain_graph=True)
-    fn.looks = True
-    out.sum().backward()
-    assert fn.seen == ALL
+    assert visits(out.sum().backward) == ALL
     for grad, gradient in zip(fn.grads(), fn.gradients, strict=True):
         assert torch.equal(grad, gradient + gradient)
 
@@ -65,8 +57,7 @@ def test_a_graph_that_was_retained_stays_as_it_is():
 @pytest.mark.parametrize("retain", [False, None])
 def test_gradients_that_are_differentiated(retain):
     fn = Function()
-    fn().sum().backward(create_graph=True, retain_graph=retain)
-    assert fn.seen == ALL
+    assert visits(fn().sum().backward, create_graph=True, retain_graph=retain) == ALL
     assert all(grad.requires_grad for grad in fn.grads())
 
 
@@ -77,7 +68,6 @@ def test_a_node_that_does_not_run_once_is_gone_through_again_while_a_backward_ru
     second = (out * 2).sum()
 
     def go_through(gradient):
-        fn.look(gradient)
         if not again:
             again.append(1)
             try:
@@ -86,12 +76,43 @@ def test_a_node_that_does_not_run_once_is_gone_through_again_while_a_backward_ru
                 again.append(str(error))
 
     fn.behind.register_hook(go_through)
-    out.sum().backward()
-    assert fn.seen == (ONE if saved else ALL)
+    # the second comes to all leaves, or to none
+    assert visits(out.sum().backward) == (ONE if saved else 2 * ALL)
     if saved:
         assert "backward through the graph a second time" in again[1]
     for grad, gradient in zip(fn.grads(), fn.gradients, strict=True):
         assert torch.equal(grad, gradient if saved else gradient + gradient)
+
+
+def test_hooks_find_the_edges_where_they_were():
+    fn, found = Function(), []
+    out = fn()
+    fn.behind.register_hook(lambda gradient: found.extend(fn.fn.next_functions))
+    assert visits(out.sum().backward) == ONE
+    assert [end.variable for end, _ in found[:NUM]] == fn.leaves
+    assert found[NUM][0] is fn.behind.grad_fn
+
+
+@pytest.mark.parametrize("call", ["grad", "backward"])
+def test_a_hook_that_goes_to_one_leaf_through_what_is_gone(call):
+    """The engine finds the way by the edges: without one to the leaf it would leave out the node, which refuses."""
+    fn, refused = Function(once=False, saved=[torch.ones(3)]), []
+    out, leaf = fn(), fn.leaves[2]
+    with_another_way = (out * 2).sum() + (leaf * 3).sum()
+
+    def go_through(gradient):
+        try:
+            if call == "grad":
+                torch.autograd.grad(with_another_way, [leaf])
+            else:
+                with_another_way.backward(inputs=[leaf])
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    fn.behind.register_hook(go_through)
+    out.sum().backward()
+    assert "backward through the graph a second time" in refused[0]
+    assert torch.equal(leaf.grad, fn.gradients[2])
 
 
 class Listed(TorchDispatchMode):
@@ -108,8 +129,7 @@ def test_a_mode_sees_what_autograd_does():
     fn = Function()
     out = fn().sum()
     with Listed() as mode:
-        out.backward()
-    assert fn.seen == ALL
+        assert visits(out.backward) == ALL
     assert mode.ops.count(torch.ops.aten.detach.default) >= NUM
 
 
@@ -158,7 +178,7 @@ def test_an_addition_that_fails_leaves_the_edges_in_place():
     fn.leaves[2].grad = torch.zeros(1).expand(3)
     with pytest.raises(RuntimeError, match="single memory location"):
         fn().sum().backward()
-    assert [f is not None for f, _ in fn.fn.next_functions] == ALL
+    assert all(end is not None for end, _ in fn.fn.next_functions)
     assert torch.equal(fn.leaves[1].grad, fn.gradients[1])
     assert fn.leaves[3].grad is None
 
