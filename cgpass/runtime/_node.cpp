@@ -191,28 +191,52 @@ AccumulateGrad* accumulator_of_one(
   return fits ? node : nullptr;
 }
 
-// Edges that a node is without as long as this lives.
+// Of several leaves that have one `.grad` the order counts in which gradients are added: these are left to the engine.
+void leave_shared_grads(std::vector<std::pair<size_t, AccumulateGrad*>>& found) {
+  std::vector<const at::TensorImpl*> grads;
+  for (const auto& [_, accumulator] : found) {
+    const at::Tensor& grad = accumulator->variable.grad();
+    if (grad.defined()) grads.push_back(grad.unsafeGetTensorImpl());
+  }
+  std::sort(grads.begin(), grads.end());
+  if (std::adjacent_find(grads.begin(), grads.end()) == grads.end()) return;
+  const auto is_shared = [&](const auto& each) {
+    const auto range = std::equal_range(
+        grads.begin(), grads.end(), each.second->variable.grad().unsafeGetTensorImpl());
+    return range.second - range.first > 1;
+  };
+  found.erase(std::remove_if(found.begin(), found.end(), is_shared), found.end());
+}
+
+// Edges that a node is without as long as this lives. Whoever reads edges from Python has the GIL.
 struct TakenEdges {
   NodePointer from;
   std::vector<std::pair<size_t, Edge>> edges;
 
-  TakenEdges(NodePointer node, size_t most) : from(std::move(node)) { edges.reserve(most); }
+  TakenEdges(NodePointer node, const std::vector<std::pair<size_t, AccumulateGrad*>>& found)
+      : from(std::move(node)) {
+    edges.reserve(found.size());
+    WithGIL gil;
+    for (const auto& [k, _] : found) edges.emplace_back(k, std::exchange(from->next_edges()[k], Edge()));
+  }
   TakenEdges(const TakenEdges&) = delete;
   TakenEdges& operator=(const TakenEdges&) = delete;
   ~TakenEdges() {
+    if (!Py_IsInitialized()) return;
+    WithGIL gil;
     for (auto& [k, edge] : edges) from->next_edges()[k] = std::move(edge);
   }
-
-  void take(size_t k) { edges.emplace_back(k, std::exchange(from->next_edges()[k], Edge())); }
 };
 
 // A tensor that lives as long as what it is given.
 at::Tensor keeping(std::unique_ptr<TakenEdges> taken) {
-  void* context = taken.release();
-  return at::for_blob(context, {0})
+  void* context = taken.get();
+  at::Tensor tensor = at::for_blob(context, {0})
       .context(context, [](void* edges) { delete static_cast<TakenEdges*>(edges); })
       .options(at::TensorOptions(at::kByte))
       .make_tensor();
+  taken.release();
+  return tensor;
 }
 
 template <class Pointer>
@@ -322,33 +346,34 @@ struct CompiledFunctionBackward : public Node {
   // Has gradients of leaves added without the engine's way to each: it would have a task per leaf. The engine must find no
   // edge to those. It looks for edges as soon as this returns, and then drops what it was returned: with that they are
   // edges again, before anything else runs in this thread. One goes the engine's way, which notes at a leaf on which
-  // stream gradients were made.
+  // stream gradients were made. A hook that the engine calls before it calls this may call it, too, and keep all.
   void add_to_leaves(variable_list& gradients) {
     const bool comes_once = num_calls == 1 && !torch::autograd::get_current_graph_task_keep_graph() &&
         (runs_once || (num_saved > 0 && !saved_now()));
-    if (!comes_once || !adds_to_leaves() || at::GradMode::is_enabled() || !post_hooks().empty() ||
+    const bool has_hooks = !post_hooks().empty() || !pre_hooks().empty() || !tensor_pre_hooks().empty();
+    if (!comes_once || has_hooks || !adds_to_leaves() || at::GradMode::is_enabled() ||
         torch::autograd::AnomalyMode::is_enabled() || c10::impl::TorchDispatchModeTLS::any_modes_set()) {
       return;
     }
-    auto taken = std::make_unique<TakenEdges>(getptr(), gradients.size());
+    std::vector<std::pair<size_t, AccumulateGrad*>> found;
+    found.reserve(gradients.size());
     const at::Device here = device();
     const auto current = stream();
-    bool is_one_left = false;
     for (size_t k = 0; k < gradients.size(); ++k) {
       if (!gradients[k].defined()) continue;
       AccumulateGrad* accumulator = accumulator_of_one(next_edges()[k], gradients[k], here, current);
-      if (accumulator == nullptr) continue;
-      if (!std::exchange(is_one_left, true)) continue;
+      if (accumulator != nullptr) found.emplace_back(k, accumulator);
+    }
+    leave_shared_grads(found);
+    if (found.size() < 2) return;
+    found.pop_back();  // the one that is left
+    for (const auto& [k, accumulator] : found) {
       variable_list inputs;
       inputs.push_back(std::move(gradients[k]));
       gradients[k] = at::Tensor();
       (*accumulator)(std::move(inputs));
-      taken->take(k);
     }
-    if (!taken->edges.empty()) {
-      const size_t unread = taken->edges.front().first;
-      gradients[unread] = keeping(std::move(taken));
-    }
+    gradients[found.front().first] = keeping(std::make_unique<TakenEdges>(getptr(), found));
   }
 
   std::shared_ptr<Saved> saved_now() {

@@ -161,6 +161,22 @@ def test_a_node_that_is_called_by_itself_in_a_backward_of_something_else():
     del out
 
 
+@pytest.mark.parametrize("hooked", ["output", "node"])
+def test_a_hook_that_calls_the_node_before_autograd_does(hooked):
+    fn, found = Function(once=False, saved=[torch.ones(3)]), []
+    out = fn()
+
+    def call(gradient):
+        if not found:
+            found.extend(fn.fn(torch.ones(3)))
+
+    (out.register_hook if hooked == "output" else fn.fn.register_prehook)(call)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        out.sum().backward()
+    assert fn.grads() == [None] * NUM
+    assert all(torch.equal(a, b) for a, b in zip(found, fn.gradients, strict=False))
+
+
 def test_anomalies_are_detected():
     fn = Function()
     fn.gradients[2] = torch.full((3,), torch.nan)
