@@ -35,10 +35,10 @@ def test_what_is_there_is_added_to_in_place():
 
 
 def test_leaves_that_have_one_gradient_get_theirs_in_autograds_order():
-    leaves = [torch.zeros(3, requires_grad=True) for _ in range(9)]
     gradients = [randn(n) * 10.0 ** (n - 4) for n in range(9)]
     sums = []
     for hooked in (True, False):
+        leaves = [torch.zeros(3, requires_grad=True) for _ in range(9)]
         fn = Function(leaves, gradients)
         shared = torch.full((3,), 0.1)
         for leaf in leaves:
@@ -48,7 +48,6 @@ def test_leaves_that_have_one_gradient_get_theirs_in_autograds_order():
             fn.fn.register_hook(lambda *_: None)
         assert visits(out.sum().backward) == len(leaves) + 1
         sums.append(shared)
-        del out, fn
     assert torch.equal(*sums)
 
 
