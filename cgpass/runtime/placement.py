@@ -19,7 +19,9 @@ class Placement:
         """
         self._name = name
         self._owner = owner
-        self._first = self._largest = 0
+        self._first = 0
+        """Slots before this one do not suit."""
+        self._largest = 0
         """Bytes of the inputs that move, of the largest shape recorded."""
 
     def slot(
