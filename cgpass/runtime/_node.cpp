@@ -191,21 +191,21 @@ AccumulateGrad* accumulator_of_one(
   return fits ? node : nullptr;
 }
 
-// Of several leaves that have one `.grad` the order counts in which gradients are added: these are left to the engine.
-void leave_shared_grads(std::vector<std::pair<size_t, AccumulateGrad*>>& found) {
-  std::vector<const at::TensorImpl*> grads;
-  for (const auto& [_, accumulator] : found) {
+// Whether several leaves have a `.grad` in one place: the order counts in which gradients are added, and the engine's
+// depends on how many leaves there are.
+bool have_shared_grads(const edge_list& edges) {
+  std::vector<const void*> places;
+  for (const Edge& edge : edges) {
+    const auto* accumulator = dynamic_cast<const AccumulateGrad*>(edge.function.get());
+    if (accumulator == nullptr) continue;
     const at::Tensor& grad = accumulator->variable.grad();
-    if (grad.defined()) grads.push_back(grad.unsafeGetTensorImpl());
+    if (!grad.defined()) continue;
+    const bool has_memory = grad.has_storage() && grad.numel() > 0 && grad.layout() == at::kStrided &&
+        !grad.unsafeGetTensorImpl()->is_python_dispatch();
+    places.push_back(has_memory ? grad.const_data_ptr() : grad.unsafeGetTensorImpl());
   }
-  std::sort(grads.begin(), grads.end());
-  if (std::adjacent_find(grads.begin(), grads.end()) == grads.end()) return;
-  const auto is_shared = [&](const auto& each) {
-    const auto range = std::equal_range(
-        grads.begin(), grads.end(), each.second->variable.grad().unsafeGetTensorImpl());
-    return range.second - range.first > 1;
-  };
-  found.erase(std::remove_if(found.begin(), found.end(), is_shared), found.end());
+  std::sort(places.begin(), places.end());
+  return std::adjacent_find(places.begin(), places.end()) != places.end();
 }
 
 // Edges that a node is without as long as this lives. Whoever reads edges from Python has the GIL.
@@ -364,8 +364,7 @@ struct CompiledFunctionBackward : public Node {
       AccumulateGrad* accumulator = accumulator_of_one(next_edges()[k], gradients[k], here, current);
       if (accumulator != nullptr) found.emplace_back(k, accumulator);
     }
-    leave_shared_grads(found);
-    if (found.size() < 2) return;
+    if (found.size() < 2 || have_shared_grads(next_edges())) return;
     found.pop_back();  // the one that is left
     for (const auto& [k, accumulator] : found) {
       variable_list inputs;

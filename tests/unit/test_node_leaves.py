@@ -34,15 +34,17 @@ def test_what_is_there_is_added_to_in_place():
         assert torch.equal(new, torch.full((3,), 0.1) + gradient)
 
 
-def test_leaves_that_have_one_gradient_get_theirs_in_autograds_order():
+@pytest.mark.parametrize("sharing", [range(9), (7, 8), (0, 3)])
+@pytest.mark.parametrize("as_views", [False, True])
+def test_leaves_that_have_one_gradient_get_theirs_in_autograds_order(sharing, as_views):
     gradients = [randn(n) * 10.0 ** (n - 4) for n in range(9)]
     sums = []
     for hooked in (True, False):
         leaves = [torch.zeros(3, requires_grad=True) for _ in range(9)]
         fn = Function(leaves, gradients)
         shared = torch.full((3,), 0.1)
-        for leaf in leaves:
-            leaf.grad = shared
+        for n in sharing:
+            leaves[n].grad = shared.detach() if as_views else shared
         out = fn()
         if hooked:
             fn.fn.register_hook(lambda *_: None)
