@@ -70,7 +70,12 @@ def log_to_the_root_alone():
 
 
 def expect_no_devices():
-    """Leaves out what each `manual_seed` notes, with its stack, for devices that might come, and the search for them."""
+    """Leaves out what each `manual_seed` notes, with its stack, for devices that might come, and the search for them.
+
+    Autograd's engine decides at the first backward for which devices it has threads; fake CUDA tensors make it count
+    one, and then no process that is forked could run a backward.
+    """
+    torch.zeros(1, requires_grad=True).sum().backward()
     torch.cuda._cached_device_count = 0
     for backend in (torch.cuda, torch.xpu, torch.mtia):
         backend.manual_seed_all = lambda seed: None

@@ -47,6 +47,7 @@ def test_losses_go_on_as_before_after_a_checkpoint(mode, tmp_path):
     )
     text = (tmp_path / "0").read_text()
     assert "losses with a checkpoint half way: the same" in text
-    assert "forward of train_distributed.py" in text
-    assert ": 1 partition captured (" in text
-    assert "runs without" not in text
+    # the processes were forked, so functions of tests before are named beside
+    own = [line for line in text.splitlines() if " of train_distributed.py:" in line]
+    assert {line.split()[0] for line in own} == {"forward", "backward"}
+    assert all(": 1 partition captured (" in line for line in own)
