@@ -155,14 +155,28 @@ bool is_unwatched(const at::Tensor& parameter) {
                           accumulator->retains_grad_hooks().empty());
 }
 
-void add_to_grad(const at::Tensor& parameter, const at::Tensor& gradient) {
-  at::Tensor& grad = parameter.mutable_grad();
-  torch::autograd::AccumulateGrad::accumulateGrad(
-      parameter, grad, gradient, /*num_expected_refs=*/1,
-      [&grad](at::Tensor&& sum) { grad = std::move(sum); });
-}
-
 using torch::autograd::AccumulateGrad;
+
+using Additions = std::vector<std::pair<at::Tensor, at::Tensor>>;  // parameters, and their gradients
+
+// By the node that every backward adds through, which lets one thread add at a time, with the hooks that came since the
+// forward. Without the GIL, since what holds that node may want it.
+void add_to_grads(Additions&& additions) {
+  for (auto& [parameter, gradient] : additions) {
+    if (!gradient.defined() || !parameter.requires_grad()) continue;  // it may have been frozen since the forward
+    const auto node = torch::autograd::impl::grad_accumulator(parameter);
+    variable_list inputs;
+    inputs.push_back(std::move(gradient));
+    for (const auto& hook : node->tensor_pre_hooks()) inputs = (*hook)(inputs);
+    for (const auto& hook : node->pre_hooks()) inputs = (*hook)(inputs);
+    if (node->post_hooks().empty()) {
+      (*node)(std::move(inputs));
+      continue;
+    }
+    variable_list outputs = (*node)(variable_list(inputs));
+    for (const auto& hook : node->post_hooks()) outputs = (*hook)(outputs, inputs);
+  }
+}
 
 // The node that adds to a leaf's `.grad`, if nobody notices when it is called at once and not by autograd's engine: no
 // other node leads to it, nothing is hooked on it, and the engine would call it on the same stream, none for a CPU.
@@ -323,14 +337,16 @@ struct CompiledFunctionBackward : public Node {
 
   variable_list apply(variable_list&& grads) override {
     variable_list out;
+    Additions direct_ones;
     {
       WithGIL gil;
       try {
-        out = call(std::move(grads));
+        out = call(std::move(grads), direct_ones);
       } catch (const PythonErrorSet&) {
         throw python_error();
       }
     }
+    add_to_grads(std::move(direct_ones));
     add_to_leaves(out);
     return out;
   }
@@ -380,7 +396,8 @@ struct CompiledFunctionBackward : public Node {
     return saved;
   }
 
-  variable_list call(variable_list&& grads) {
+  // Returns what the edges get; `direct_ones` is given the parameters that have none.
+  variable_list call(variable_list&& grads, Additions& direct_ones) {
     ++num_calls;
     std::shared_ptr<Saved> reads = saved_now();
     TORCH_CHECK(reads || num_saved == 0, torch::autograd::ERR_BACKWARD_TWICE);
@@ -419,10 +436,7 @@ struct CompiledFunctionBackward : public Node {
     }
     if (is_graph_wanted) refuse_more(std::move(sources), {&out, &gradients});
     for (size_t k = 0; k < parameters.size(); ++k) {
-      // One may have been frozen since the forward.
-      if (!gradients[k].defined() || !parameters[k].second.requires_grad()) continue;
-      const at::Tensor gradient = std::move(gradients[k]);
-      add_to_grad(parameters[k].second, gradient);
+      direct_ones.emplace_back(std::move(parameters[k].second), std::move(gradients[k]));
     }
     return out;
   }

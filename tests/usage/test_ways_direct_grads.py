@@ -1,10 +1,13 @@
 """`parameter_grads="direct"`: the function adds gradients to `.grad` itself; all else is as with autograd's nodes."""
 
 import copy
+import threading
+import time
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgpass.runtime import node
 from tests.usage import programs
@@ -82,6 +85,76 @@ def test_hooks_on_a_parameter_leave_it_to_autograd(way):
             fn(x).square().sum().backward()
     assert len(seen) == 4
     same(plain, module)
+
+
+def hook_all_ways(parameter, seen):
+    parameter.register_hook(lambda grad: seen.append(("tensor", grad.sum().item())) or grad * 2)
+    end = parameter.view_as(parameter).grad_fn.next_functions[0][0]
+    end.register_prehook(lambda grads: seen.append(("before", grads[0].sum().item())))
+    end.register_hook(lambda out, grads: seen.append(("after", len(out), grads[0].sum().item())))
+    parameter.register_post_accumulate_grad_hook(
+        lambda p: seen.append(("added", p.grad.sum().item()))
+    )
+    return end  # its hooks live as long as it does
+
+
+def test_hooks_that_come_between_a_forward_and_its_backward(way):
+    session, plain, module, call = made(way)
+    found = {}
+    x = session.randn(4, 8)
+    for fn, each in ((plain, plain), (call, module)):
+        loss = fn(x).square().sum()
+        if fn is call:
+            assert loss.grad_fn.next_functions[0][0].next_functions[0][0].next_functions == ()
+        first, _, third, *_ = each.parameters()
+        found[fn] = []
+        ends = [hook_all_ways(p, found[fn]) for p in (first, third)]
+        loss.backward()
+        del ends
+    same(plain, module)
+    for hooked in (0, 1):  # each parameter's in their order
+        ours, theirs = (
+            [name for name, *_ in found[fn][4 * hooked : 4 * hooked + 4]] for fn in (call, plain)
+        )
+        assert ours == theirs == ["tensor", "before", "added", "after"]
+    for a, b in zip(sorted(found[call]), sorted(found[plain]), strict=True):
+        assert a[0] == b[0]
+        assert a[1:] == pytest.approx(b[1:], rel=1e-4, abs=1e-5)
+
+
+class SlowAdditions(TorchDispatchMode):
+    """Has additions to one gradient take long, and notes when they begin and end."""
+
+    def __init__(self, grad, seen):
+        super().__init__()
+        self._grad, self._seen = grad, seen
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is not torch.ops.aten.add_.Tensor or args[0] is not self._grad:
+            return func(*args, **(kwargs or {}))
+        self._seen.append("begins")
+        time.sleep(0.2)
+        result = func(*args, **(kwargs or {}))
+        self._seen.append("ends")
+        return result
+
+
+def test_one_thread_adds_to_a_parameter_at_a_time(way):
+    session, _, module, call = made(way)
+    weight, seen = next(module.parameters()), []
+    losses = [call(session.randn(4, 8)).square().sum(), (weight * 2).sum()]
+    weight.grad = torch.zeros_like(weight)
+
+    def go_back(loss):
+        with torch.autograd.set_multithreading_enabled(False), SlowAdditions(weight.grad, seen):
+            loss.backward()
+
+    threads = [threading.Thread(target=go_back, args=(loss,)) for loss in losses]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == ["begins", "ends"] * 2
 
 
 def test_backwards_into_named_inputs_leave_parameters_alone(way):
