@@ -39,6 +39,10 @@ class CallStats:
     worth a graph. Calls of graphs of which nothing was to be captured (too small, no CUDA device) are none."""
     copied_bytes: int = 0
     """Bytes copied into placeholders, written back, and copied out of the pool."""
+    trials: int = 0
+    """Partitions whose replays were timed against plain calls until that decided whether to capture them."""
+    left_plain: int = 0
+    """Partitions left plain since graphs of them are no faster, by what their copies cost or as timed."""
     rescues: int = 0
     """Times that held outputs of a recording were moved before a replay would have overwritten them."""
     rescued_bytes: int = 0

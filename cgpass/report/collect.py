@@ -147,7 +147,10 @@ def _with_inputs(report: PartitionReport, runner: PartitionRunner) -> PartitionR
     """Add what is known as long as the partition lives."""
     infos, recordings = runner.layout.infos, runner.table.all()
     report = dataclasses.replace(
-        report, static_inputs=len(runner.layout.parameters), live_recordings=len(recordings)
+        report,
+        static_inputs=len(runner.layout.parameters),
+        live_recordings=len(recordings),
+        timed=runner.timed,
     )
     if not recordings:
         return report

@@ -95,6 +95,8 @@ class PartitionReport:
     """Since it was compiled: calls, recordings, replays, plain calls, rescues and so on, as `cgpass.counters()`."""
     output_bytes: int | None = None
     """Memory of its recordings' outputs."""
+    timed: str | None = None
+    """What was measured of its replays and plain calls to decide whether to capture it."""
     ms: float | None = None
     """Time in one call of what was explained; see `Report.ms`."""
     plain_ms: float | None = None

@@ -238,7 +238,8 @@ def _details(part: "PartitionReport") -> str:
     reasons = "".join(map(_reason, alike(part.reasons)))
     if not part.captured:
         return f"{_paragraph(f'{_code(part.name)} runs plainly:')}{reasons}" if reasons else ""
-    inner = "".join([_inputs(part), _memory(part), _recordings(part)])
+    timed = _paragraph(_e(f"Stays captured: {part.timed}")) if part.timed else ""
+    inner = "".join([timed, _inputs(part), _memory(part), _recordings(part)])
     if not inner:
         return reasons
     return (

@@ -219,6 +219,8 @@ def _details(part: "PartitionReport") -> Iterator[str]:
         lines += _wrapped(
             f"reads where they lie, since they never moved: {listed(part.read_in_place)}", 6
         )
+    if part.captured and part.timed:
+        lines += _wrapped(f"stays captured: {part.timed}", 6)
     lines += _memory(part)
     lines += _recordings(part)
     if lines:

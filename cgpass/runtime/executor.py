@@ -265,7 +265,7 @@ class Executor:
         self._wraps: list[Callable[[Step, Run], Run]] = []
         self._take_outputs = taker(plan.outputs)
         runners = [step.run for step in plan.steps if isinstance(step.run, PartitionRunner)]
-        self._is_backward = any(runner.is_backward for runner in runners)
+        self._is_backward = any(runner.settings.is_backward for runner in runners)
         self._copy_rest = None if owner is None else _CopyRest(plan, owner)
 
     def __call__(self, args: list[Any]) -> list[Any]:

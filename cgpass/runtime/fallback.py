@@ -123,6 +123,7 @@ class Fallback:
             why: In a line.
         """
         self.failure, self._code = why, "not_worth_it"
+        self._stats.left_plain += 1
         if self._resplit is not None:
             self._resplit.note_left_plain(why)
         log.info(

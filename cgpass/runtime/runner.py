@@ -71,7 +71,6 @@ class PartitionRunner:
         self._placement = Placement(self.name, owner)
         self.fn = fn
         self.settings = settings
-        self.is_backward = settings.is_backward
         self.written: frozenset[int] = frozenset()
         """Inputs that plain calls and recordings turned out to write, where nobody told."""
         self._recorder = Recorder(
@@ -94,6 +93,11 @@ class PartitionRunner:
     def failure(self) -> str | None:
         """Why the partition is captured no more, if nothing replaces it."""
         return self._fallback.failure
+
+    @property
+    def timed(self) -> str | None:
+        """What was measured of replays and plain calls, once that decided whether to capture it."""
+        return self._fallback.worth.found
 
     @property
     def owns_outputs(self) -> bool:
@@ -178,7 +182,7 @@ class PartitionRunner:
         self._fallback.raise_refusal()
         if self._fallback.replacement is not None:
             return self._fallback.run(args), None
-        ran_backward = self.owner.ran_backward and not self.is_backward
+        ran_backward = self.owner.ran_backward and not self.settings.is_backward
         is_late = ran_backward or self.owner.has_recordings()
         new_module = self._gathered.note(args, is_late=is_late)
         warm = not new_module and self.table.is_warm(shape_key, static_key, args)
@@ -345,8 +349,7 @@ class PartitionRunner:
     def leave_plain(self, why: str) -> None:
         """See `Candidate`."""
         self._fallback.leave_plain(why)
-        recordings = self.table.all()
-        for recording in recordings:
+        for recording in (recordings := self.table.all()):
             recording.retire()
         if recordings:
             self.owner.ask_to_start_over(patience=0)
@@ -367,7 +370,7 @@ class PartitionRunner:
         if victim not in own:
             return
         most = 2 * victim.memory.num_bytes(blocks) >= victim.memory.num_bytes()
-        apart = most and self.is_backward and by not in own
+        apart = most and self.settings.is_backward and by not in own
         if apart and self._placement.move_behind(by.slot):
             self.table.remove(victim)
             self._close([victim])

@@ -4,23 +4,27 @@ Note [What a capture is worth]
     A replay saves the host most of what a plain call takes it, and costs the device copies of the inputs that move. What
     the host saves is known once the partition is recorded: while it was, nothing ran but the host. Where copies take
     clearly less, it is captured, and where they take clearly more, it is not. What other partitions read of its outputs
-    counts against leaving it plain: they would have to copy that.
+    counts against leaving it plain: they would have to copy that. Where next to nothing is copied there is nothing to
+    weigh: launching one kernel from Python takes longer than launching a graph of it and filling its placeholder.
 
     Where it is close (always with `capture_policy="measured"`) a few calls decide, each with the device waited for:
     replays, and plain calls of the same shape, made for this alone. A recording may be replaced before it was replayed
     often enough: inputs moved, memory was laid out anew, results are held. So the replays of all recordings of the
     partition count, but for the first of each, on which the device is given the graph; only where recordings are
     hardly ever replayed twice do first ones count, too. Each replay is compared with plain calls of its own shape,
-    which are made once a shape that comes again.
+    which are made once a shape that comes again, on copies of the inputs that the partition writes.
 
-    Either is decided once. A partition that is left plain stays so until `cgpass.reset()`.
+    Either is decided once, by the shapes that come first. A partition that is left plain stays so until
+    `cgpass.reset()`. One that communicates, or whose operators have side effects, is never judged: see
+    `RunnerSettings.of`.
 """
 
+import functools
 import logging
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Final, Protocol
 
 import torch
@@ -31,6 +35,7 @@ from cgpass.runtime.failures import random_state_kept
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.signature import Layout, ShapeKey
+from cgpass.telemetry import CallStats
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +61,8 @@ class Candidate(Protocol):
     layout: Layout
     """Of its inputs. Replaced when more of them are copied."""
     owner: Owner
+    stats: CallStats
+    """Told of trials."""
 
     def leave_plain(self, why: str) -> None:
         """Run plainly from now on, for a reason."""
@@ -64,6 +71,11 @@ class Candidate(Protocol):
 
 class Worth(Protocol):
     """Judges the recordings of one partition."""
+
+    @property
+    def found(self) -> str | None:
+        """What was measured of the partition, once that decided."""
+        ...
 
     def is_given(self, part: Candidate, recording: Recording, args: Sequence[Any]) -> bool:
         """Whether to keep a recording that was just made and not replayed yet; else the partition runs plainly.
@@ -79,6 +91,8 @@ class Worth(Protocol):
 class Always:
     """`capture_policy="always"`."""
 
+    found: Final = None
+
     def is_given(self, part: Candidate, recording: Recording, args: Sequence[Any]) -> bool:
         """True."""
         del part, recording, args
@@ -93,6 +107,11 @@ class Judge:
         self._measures = measures
         self._trial = Trial()
 
+    @property
+    def found(self) -> str | None:
+        """See `Worth`."""
+        return self._trial.found
+
     def is_given(self, part: Candidate, recording: Recording, args: Sequence[Any]) -> bool:
         """See `Worth`. Decides with the first recording; where that is close, replays of it and of later ones do."""
         trial = self._trial
@@ -106,7 +125,7 @@ class Judge:
         gain = saved + handed_on
         is_close = gain < _CLEARLY * cost and cost < _CLEARLY * gain
         trial.is_wanted |= self._measures or is_close
-        if trial.is_wanted and not recording.written:
+        if trial.is_wanted:
             trial.time(part, recording, args, handed_on)
             return True
         trial.is_over = True
@@ -128,8 +147,10 @@ class Trial:
         """Whether replays are to decide."""
         self.is_over = False
         """Whether it is decided; nothing is timed any more."""
+        self.found: str | None = None
+        """What decided."""
         self._plain_us: dict[ShapeKey, float] = {}
-        self._found: list[tuple[float, float]] = []
+        self._times: list[tuple[float, float]] = []
         """Of each replay what it took, and what a plain call of its shape takes."""
         self._num_first = 0
 
@@ -153,31 +174,38 @@ class Trial:
         return not is_first or self._num_first > _FIRST_REPLAYS
 
     def plain_us(
-        self, part: Candidate, shape: ShapeKey, args: Sequence[Any], others_us: float
+        self,
+        part: Candidate,
+        shape: ShapeKey,
+        args: Sequence[Any],
+        written: Container[int],
+        others_us: float,
     ) -> float:
         """What a plain call of a shape takes, and what others pay for it."""
         if shape not in self._plain_us:
-            took = _time_plainly(part.fn, args, part.owner.driver.device)
+            took = _time_plainly(part.fn, args, written, part.owner.driver.device)
             self._plain_us[shape] = took + others_us
         return self._plain_us[shape]
 
     def add(self, part: Candidate, replay_us: float, plain_us: float) -> None:
         """Compare a replay with a plain call of its shape."""
-        self._found.append((replay_us, plain_us))
-        if len(self._found) == _REPLAYS:
+        self._times.append((replay_us, plain_us))
+        if len(self._times) == _REPLAYS:
             self.is_over = True
             self._decide(part)
 
     def _decide(self, part: Candidate) -> None:
-        found = sorted(self._found, key=lambda times: times[0] - times[1])
-        replay_us, plain_us = found[len(found) // 2]
-        log.debug(
-            "%s: a plain call takes %.0f us, a replay %.0f us", part.name, plain_us, replay_us
+        times = sorted(self._times, key=lambda found: found[0] - found[1])
+        replay_us, plain_us = times[len(times) // 2]
+        self.found = (
+            f"a replay takes {replay_us:.0f} us and a plain call {plain_us:.0f} us, as measured in "
+            "its first calls"
         )
+        part.stats.trials += 1
         if replay_us > plain_us:
-            part.leave_plain(
-                f"a replay takes {replay_us:.0f} us and a plain call {plain_us:.0f} us, as measured in its first calls"
-            )
+            part.leave_plain(self.found)
+        else:
+            log.info("%s stays captured: %s", part.name, self.found)
 
 
 class _Timed:
@@ -212,7 +240,7 @@ class _Timed:
     def _timed(self, part: Candidate, recording: Recording, args: Sequence[Any]) -> list[Any]:
         trial, plain_us = self._trial, 0.0
         try:
-            plain_us = trial.plain_us(part, self._shape, args, self._others_us)
+            plain_us = trial.plain_us(part, self._shape, args, recording.written, self._others_us)
         except RuntimeError as error:  # a replay needs none of what failed: workspace, memory
             trial.is_over = True
             why = str(error).partition("\n")[0]
@@ -225,12 +253,22 @@ class _Timed:
         return outputs
 
 
-def _time_plainly(fn: BoxedCallable, args: Sequence[Any], device: torch.device) -> float:
+def _time_plainly(
+    fn: BoxedCallable, args: Sequence[Any], written: Container[int], device: torch.device
+) -> float:
     times = []
     with random_state_kept(device, args):
         for _ in range(_PLAIN_CALLS):
-            times.append(_timed(lambda: fn(list(args)), device)[1])
+            given = [_copy(value) if i in written else value for i, value in enumerate(args)]
+            times.append(_timed(functools.partial(fn, given), device)[1])
     return statistics.median(times[1:])
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    memory = torch.empty_strided(
+        tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return memory.copy_(tensor)
 
 
 def _timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:

@@ -65,7 +65,8 @@ class CUDAGraphWrapper:
         Args:
             fn: What to record.
             static_input_indices: Positions of tensors to be read where they lie: parameters, buffers, caches.
-            options: As for `torch.compile(..., backend="cgpass")`; those that say how to compile have no effect.
+            options: As for `torch.compile(..., backend="cgpass")`; those that say how to compile have no effect, nor has
+                `capture_policy`: `fn` may do more than it may do twice, so nothing is timed.
             name: For messages; the function's own by default.
 
         Raises:
@@ -76,6 +77,12 @@ class CUDAGraphWrapper:
         self._static = _positions(static_input_indices)
         self._options = Options.parse(options)
         self._name = name or getattr(fn, "__qualname__", type(fn).__name__)
+        if self._options.capture_policy == "measured":
+            log.warning(
+                '%s: capture_policy="measured" has no effect on a CUDAGraphWrapper, which captures what it is given: '
+                "take the option out, or compile the function.",
+                self._name,
+            )
         self._runner: PartitionRunner | None = None
         self._infos: tuple[InputInfo, ...] = ()
         self._warned_shared = self._warned_of_none = False

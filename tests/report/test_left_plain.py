@@ -16,7 +16,7 @@ def policy(request, monkeypatch):
     if request.param == "by its copies":
         monkeypatch.setattr(_torch, "memory_bandwidth", lambda device: 1.0)
         return "auto", "copying 4 MiB of inputs into its graph"
-    monkeypatch.setattr(worth, "_time_plainly", lambda fn, args, device: 27.0)
+    monkeypatch.setattr(worth, "_time_plainly", lambda fn, args, written, device: 27.0)
     monkeypatch.setattr(worth, "_timed", lambda call, device: (call(), 98.0))
     why = "a replay takes 98 us and a plain call 27 us, as measured in its first calls"
     return "measured", why

@@ -33,6 +33,7 @@ function 0: model.py:38 in forward
     captured_0:
       copies in every replay: L['x'] (3.0 MiB), L['mask'] (100 B)
       reads where they lie, since they never moved: L['table']
+      stays captured: a replay takes 98 us and a plain call 205 us, as measured in its first calls
       reads 24 static inputs in place (parameters, buffers, marked ones); outputs 5.0 MiB; held
         outputs moved 2 times (0 B); 3 calls without a graph
       3 older recordings

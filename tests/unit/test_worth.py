@@ -1,5 +1,6 @@
 """Partitions that are not worth capturing are left plain, for good."""
 
+import ctypes
 import itertools
 import logging
 import weakref
@@ -12,6 +13,7 @@ from cgpass import _torch
 from cgpass.runtime import worth as module
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.worth import Judge, worth
+from cgpass.telemetry import CallStats
 from tests.unit.runners import COPIED, STATIC, SYMINT, call, counts, runner
 
 MB = 1 << 20
@@ -28,6 +30,7 @@ class Part:
 
     def __init__(self):
         self.owner = SimpleNamespace(driver=SimpleNamespace(device=torch.device("cpu")))
+        self.stats = CallStats()
         self.calls, self.why = [], None
 
     def fn(self, args):
@@ -64,7 +67,7 @@ def recorded(run_us, copied_mb=0, read_mb=0, written=()):
         (recorded(115), True),
         (recorded(115, copied_mb=24), True),  # 48 us against 100
         (recorded(115, copied_mb=101), False),  # 202 us against 100
-        (recorded(0), True),  # no copies are no reason
+        (recorded(0), True),  # nothing to weigh
         (recorded(0, copied_mb=1), True),
         (recorded(0, copied_mb=10), False),
         (
@@ -94,11 +97,11 @@ def test_only_the_first_recording_decides():
         ("auto", 0, (), False),
         ("auto", 20, (), False),
         ("auto", 50, (), True),
-        ("auto", 50, (0,), False),  # one call more would write once more
+        ("auto", 50, (0,), True),
         ("auto", 99, (), True),
         ("measured", 0, (), True),
         ("measured", 1000, (), True),
-        ("measured", 0, (0,), False),
+        ("measured", 0, (0,), True),
     ],
 )
 def test_what_is_close_is_timed(policy, copied_mb, written, timed):
@@ -120,7 +123,7 @@ def times(monkeypatch):
         taken.replayed.append(args)
         return args
 
-    def time_plainly(fn, args, device):
+    def time_plainly(fn, args, written, device):
         fn(list(args))
         return taken.plain[args[0]]
 
@@ -205,22 +208,26 @@ def test_decisions_do_not_change(times):
         assert [3] not in part.calls
 
 
-def test_recordings_that_write_inputs_end_it(times):
-    """A partition may turn out to write inputs only while it is timed."""
-    part, judge, times.plain = Part(), worth("measured"), {2: 8.0}
-    early = replayed(judge, part, 2, 3)
-    assert judge.is_given(part, recorded(115, written=(0,)), [2])
-    for _ in range(20):
-        early.run([2])
-    assert part.why is None
-    assert not early.is_timed
+def test_what_decided_is_told(times, caplog):
+    caplog.set_level(logging.INFO)
+    for plain_us, stays in ((10.0, True), (8.0, False)):
+        part, judge, times.plain = Part(), worth("measured"), {2: plain_us}
+        replayed(judge, part, 2, module._REPLAYS)
+        assert (judge.found, part.stats.trials) == (None, 0)  # the first one is not compared
+        replayed(judge, part, 2, 1 + module._REPLAYS)
+        found = f"a replay takes 9 us and a plain call {plain_us:.0f} us, as measured in its first calls"
+        assert (judge.found, part.stats.trials) == (found, 1)
+        assert ("stays captured" in caplog.text) == stays
+        assert part.why == (None if stays else found)
+        caplog.clear()
+    assert worth("always").found is None
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
 def test_where_plain_calls_fail_it_stays_captured(times, monkeypatch, caplog, error):
     caplog.set_level(logging.INFO)
 
-    def out_of_memory(fn, args, device):
+    def out_of_memory(fn, args, written, device):
         raise error("no memory, no workspace\nat line 3 of a kernel")
 
     monkeypatch.setattr(module, "_time_plainly", out_of_memory)
@@ -232,7 +239,7 @@ def test_where_plain_calls_fail_it_stays_captured(times, monkeypatch, caplog, er
 
 
 def test_what_a_signal_raises_while_plain_calls_are_timed_is_the_users(times, monkeypatch):
-    def interrupted(fn, args, device):
+    def interrupted(fn, args, written, device):
         raise TimeoutError("the limit of this step")
 
     monkeypatch.setattr(module, "_time_plainly", interrupted)
@@ -324,3 +331,28 @@ def test_random_numbers_are_drawn_once(monkeypatch):
         torch.manual_seed(0)
         results.append([call(run, torch.zeros(3)) for _ in range(8)])
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_partition_that_writes_inputs_is_timed_on_copies_of_them(monkeypatch, stays):
+    """A cache and how much of it is filled: calls that nobody made fill nothing, and each has the same room."""
+    clocked = clock(monkeypatch, plain_us=102 if stays else 100, replay_us=101)
+    filled = []
+
+    def fn(x, cache, position):
+        filled.append(ctypes.c_int64.from_address(position.data_ptr()).value)  # as no operator
+        cache.index_copy_(0, position, x)
+        position += 1
+        return clocked(x, cache.sum(0))
+
+    settings = {"capture_policy": "measured"}
+    run = runner(fn, COPIED, STATIC, STATIC, mutated=(1, 2), settings=settings)
+    cache, position = torch.zeros(3, 20).t(), torch.zeros(1, dtype=torch.int64)
+    for number in range(20):
+        total = (number + 1) * (number + 2) / 2 * (number + 1)
+        assert call(run, torch.full((1, 3), number + 1.0), cache, position) == [[[total] * 3]]
+    assert cache.tolist() == [[number + 1.0] * 3 for number in range(20)]
+    assert position.item() == 20
+    assert (run.stats.trials, run.stats.left_plain) == (1, not stays)
+    assert (run.stats.plain_calls == 0) == stays
+    assert filled[: 2 + module._PLAIN_CALLS] == [0, 1] + [2] * module._PLAIN_CALLS

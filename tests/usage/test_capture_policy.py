@@ -29,7 +29,7 @@ def slower(request, monkeypatch):
 
     def decided(self, part):
         plain_us = 0.0 if pattern[next(turn) % len(pattern)] else 2.0
-        self._found = [(replay_us, plain_us) for replay_us, _ in self._found]
+        self._times = [(replay_us, plain_us) for replay_us, _ in self._times]
         decide(self, part)
 
     monkeypatch.setattr(worth, "_timed", timed)
@@ -164,11 +164,12 @@ def test_it_is_decided_however_often_it_is_recorded_anew(way, monkeypatch, loop,
         timed.append(device)
         return call(), 98.0 if is_slower else 27.0
 
-    monkeypatch.setattr(worth, "_time_plainly", lambda fn, args, device: 50.0)
+    monkeypatch.setattr(worth, "_time_plainly", lambda fn, args, written, device: 50.0)
     monkeypatch.setattr(worth, "_timed", timing)
     monkeypatch.setattr(worth.Trial, "_decide", deciding)
     counters = way.compare(loop, capture_policy="measured")
-    assert len(decided) == 2  # the forward, and the backward
+    assert len(decided) == counters["trials"] == 2  # the forward, and the backward
+    assert counters["left_plain"] == (2 if is_slower else 0)
     assert worth._REPLAYS * 2 <= len(timed) <= worth._REPLAYS * 4  # of static sizes, others began
     if is_slower:
         assert counters["replays"] <= 24
@@ -203,6 +204,37 @@ def test_it_says_so(monkeypatch, caplog):
             call(x)
         assert counters["partitions_captured"] == 1  # it is tried again
     torch.compiler.reset()
+
+
+def test_explain_says_what_kept_a_partition(monkeypatch):
+    monkeypatch.setattr(worth, "_time_plainly", lambda fn, args, written, device: 205.0)
+    monkeypatch.setattr(worth, "_timed", lambda call, device: (call(), 98.0))
+
+    def fn(x):
+        return (x * 2).sin().cos().tanh()
+
+    options = {"driver": "simulated", "compiler": "eager", "capture_policy": "measured"}
+    call = torch.compile(fn, backend="cgpass", options=options)
+    for _ in range(12):
+        call(torch.ones(8))
+    ((part,),) = [graph.partitions for graph in cgpass.explain(call, torch.ones(8)).graphs]
+    said = "a replay takes 98 us and a plain call 205 us, as measured in its first calls"
+    assert part.timed == said
+    assert part.counts["trials"] == 1
+
+
+def test_a_wrapper_says_that_it_times_nothing(caplog):
+    def step(x):
+        return x * 2
+
+    for policy, said in (("measured", 1), ("auto", 0), ("always", 0)):
+        caplog.clear()
+        options = {"driver": "simulated", "capture_policy": policy}
+        wrapper = cgpass.CUDAGraphWrapper(step, options=options)
+        for _ in range(12):
+            wrapper(torch.ones(3))
+        assert wrapper.stats.trials == 0
+        assert caplog.text.count('step: capture_policy="measured" has no effect') == said
 
 
 def test_policies_that_do_not_exist_are_refused():
