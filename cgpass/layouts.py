@@ -273,3 +273,42 @@ def _move(values: list[Any], moves: Sequence[_Move]) -> None:
         sources.append(value)
     for targets, sources in by_dtype.values():
         torch._foreach_copy_(targets, sources)
+
+
+def keep_outputs_contiguous(gm: fx.GraphModule) -> None:
+    """Have Inductor return what could be channels-last, and was traced contiguous, as it was traced.
+
+    A backward that reads channels-last copies of what its forward saved is traced anew by Inductor, with gradients of
+    weights that are channels-last, too. Autograd copies each into the weight's layout, a kernel each that the host
+    launches; here the kernel that writes the gradient does it. Inductor drops a clone that changes no layout.
+
+    Args:
+        gm: A backward graph, before it is compiled.
+    """
+    output = gm.graph.output_node()
+    with gm.graph.inserting_before(output):
+        for node in dict.fromkeys(graph_outputs(gm)):
+            if not isinstance(node, fx.Node) or node.op != "call_function":
+                continue
+            if not _is_contiguous_image(node.meta.get("val")):
+                continue
+            clone = gm.graph.call_function(
+                torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+            )
+            clone.meta.update(node.meta)
+            output.replace_input_with(node, clone)
+    gm.recompile()
+
+
+def _is_contiguous_image(fake: object) -> bool:
+    """Whether a fake tensor is laid out as it could not be if it were channels-last."""
+    if (
+        not isinstance(fake, torch.Tensor)
+        or fake.layout != torch.strided
+        or fake.dim() not in (4, 5)
+    ):
+        return False
+    if not all(isinstance(size, int) for size in (*fake.size(), *fake.stride())):
+        return False
+    _, channels, *image = fake.size()
+    return channels > 1 and any(size > 1 for size in image) and fake.is_contiguous()
