@@ -198,7 +198,7 @@ def flags(data: dict[str, Any]) -> Iterator[str]:
     for model in data.get("results", ()):
         for name in ours(model["arms"]):
             entry = model["arms"][name]
-            if differs(entry):
+            if differs(entry, model["arms"]):
                 yield f"{title(model)}, {name}: losses differ"
             if "error" in entry:
                 yield f"{title(model)}, {name}: failed"

@@ -41,6 +41,18 @@ def wrapped(title: str) -> str:
     return "\n".join([*textwrap.wrap(name, 18), *textwrap.wrap(rest, 18)])
 
 
+def note_what_is_left_out(figure: Figure, what: dict[str, Any]) -> None:
+    """Says below a plot what it doesn't show, and why."""
+    reasons = {"without_limit": "no limit", "differing": "values differ"}
+    said = [
+        f"{reason}, so not shown: {'; '.join(what[key])}"
+        for key, reason in reasons.items()
+        if what.get(key)
+    ]
+    if said:
+        figure.supxlabel("\n".join(said), fontsize=9, color=INK)
+
+
 def draw_steps(figure: Figure, what: dict[str, Any]) -> None:
     """Bars per model, relative to the limit."""
     models: dict[str, dict[str, float]] = what["models"]
@@ -59,9 +71,7 @@ def draw_steps(figure: Figure, what: dict[str, Any]) -> None:
     axes.tick_params(axis="x", length=0)
     axes.set_ylabel("step time / limit")
     axes.legend(ncols=len(names), loc="upper left", bbox_to_anchor=(0, 1.12))
-    if what["without_limit"]:
-        left = "no limit, so not shown: " + "; ".join(what["without_limit"])
-        figure.supxlabel(left, fontsize=9, color=INK)
+    note_what_is_left_out(figure, what)
 
 
 def draw_lines(axes: Axes, lines: dict[str, list[list[float]]]) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchlib.measured import Results, short, span
-from benchlib.report import LEAN, ONE_THREAD, differs, median, number
+from benchlib.report import LEAN, ONE_THREAD, median, number, sound_arms
 
 DIRECT = "cgpass-direct"
 Figures = dict[str, float]  # by model, say
@@ -97,8 +97,7 @@ def _call(mode: str, layers: int) -> Callable[[dict[str, Any], str], Figures]:
 
 
 def _sound(entry: dict[str, Any]) -> dict[str, Any]:
-    arms = {name: arm for name, arm in entry.get("arms", {}).items() if not differs(arm)}
-    return entry | {"arms": arms}
+    return entry | {"arms": sound_arms(entry.get("arms", {}))}
 
 
 def without_differing(found: dict[str, Any]) -> dict[str, Any]:

@@ -61,9 +61,11 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def reference_losses(workload: Workload, steps: int) -> tuple[list[float], list[float]]:
-    """Losses of two runs of the same options without graphs: the reference and its control."""
-    arm = make(REFERENCE, workload)
+def losses_twice(
+    workload: Workload, steps: int, name: str = REFERENCE
+) -> tuple[list[float], list[float]]:
+    """Losses of two runs of an arm: what others are held against, and its control."""
+    arm = make(name, workload)
     arm.prepare()
     first = losses(arm, steps)
     arm.restart()

@@ -7,7 +7,7 @@ import re
 import textwrap
 from typing import Any
 
-from benchlib.report import ONE_THREAD, differs, median, number
+from benchlib.report import ONE_THREAD, WHOLE, is_default, median, number, partitions, step_text
 
 Results = dict[str, dict[str, Any]]  # part -> what its JSON holds
 ARMS = ("default", "reduce-overhead", "cgpass", "limit")
@@ -55,11 +55,7 @@ def step_table(bench: dict[str, Any]) -> str:
     """Milliseconds of a synchronised step, a row per model."""
     rows = ["| | " + " | ".join(ARMS) + " |", "|---" * (len(ARMS) + 1) + "|"]
     for model in bench["results"]:
-        cells = []
-        for name in ARMS:
-            entry = model["arms"].get(name, {})
-            note = " (losses differ)" if differs(entry) else ""
-            cells.append(number(median(entry, "step_ms")) + note)
+        cells = [step_text(name, model["arms"]) for name in ARMS]
         rows.append("| " + " | ".join([model.get("title", model["model"]), *cells]) + " |")
     return "\n".join(rows)
 
@@ -67,15 +63,21 @@ def step_table(bench: dict[str, Any]) -> str:
 def losses(bench: dict[str, Any]) -> str:
     """Whose losses were compared with those without graphs, and how they came out."""
     checked, deterministic, unequal, unchecked = [], [], [], []
+    against_default: dict[bool | None, list[str]] = {True: [], False: [], None: []}
     for model in bench["results"]:
         name = short(model.get("title", model["model"]))
-        found = model["arms"].get("cgpass", {}).get("check")
+        ours = model["arms"].get("cgpass", {})
+        found = ours.get("check")
         if found is None:
             unchecked.append(name)
             continue
         (checked if found["equal"] else unequal).append(name)
         if found["deterministic"]:
             deterministic.append(name)
+        if found["equal"] and partitions(ours) == WHOLE:
+            against_default[is_default(ours, model["arms"])].append(name)
+    if not checked and unequal:
+        return f"Losses of {listed(unequal)} are not those of the same kernels without graphs."
     if not checked:
         return ""
     text = "Losses are bitwise those of the same kernels without graphs"
@@ -85,6 +87,18 @@ def losses(bench: dict[str, Any]) -> str:
         text += f", but not those of {listed(unequal)}"
     if unchecked:
         text += f"; not compared: {listed(unchecked)}"
+    return text + "." + _losses_of_default(against_default)
+
+
+def _losses_of_default(found: dict[bool | None, list[str]]) -> str:
+    """Whether losses are plain torch.compile's, of models that are one partition each way."""
+    if not found[True] and not found[False]:
+        return ""
+    text = " Where forward and backward are one graph each they are plain `torch.compile`'s, too"
+    if found[False]:
+        text += f", but not those of {listed(found[False])}"
+    if found[None]:
+        text += f"; not compared: {listed(found[None])}"
     return text + "."
 
 

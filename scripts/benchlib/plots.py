@@ -10,27 +10,35 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from benchlib.report import sound_arms
+
 BARS = ("default", "reduce-overhead", "cgpass")
 DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
 
 
 def step_figures(data: dict[str, Any]) -> dict[str, Any]:
-    """Synchronised steps relative to the limit; models without a limit are named."""
+    """Synchronised steps relative to the limit; models without a limit are named, and arms whose losses differ."""
     models: dict[str, dict[str, float]] = {}
-    left_out = []
+    left_out, differing = [], []
     for model in data["results"]:
-        arms = model["arms"]
+        arms = sound_arms(model["arms"])
         steps = {
             name: entry["step_ms"]["median"] for name, entry in arms.items() if "step_ms" in entry
         }
         title = model.get("title", model["model"])
+        differing += [
+            f"{name} of {title}"
+            for name in (*BARS, "limit")
+            if name in model["arms"] and name not in arms
+        ]
         if "limit" not in steps:
             left_out.append(title)
             continue
         models[title] = {
             name: round(steps[name] / steps["limit"], 2) for name in BARS if name in steps
         }
-    return {"plot": "steps", "models": models, "without_limit": left_out}
+    found = {"plot": "steps", "models": models, "without_limit": left_out}
+    return found | ({"differing": differing} if differing else {})
 
 
 def overhead_figures(data: dict[str, Any]) -> dict[str, Any]:

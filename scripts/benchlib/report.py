@@ -13,6 +13,8 @@ LEAN = "cgpass-lean"
 """An arm: gradients set directly, and the backward in the thread that calls it."""
 SAME_KERNELS = ("cgpass", "cgpass-direct", LEAN)
 """Arms whose kernels are those of the run without graphs: their losses are compared bitwise."""
+WHOLE = "2/0"
+"""Partitions, captured and eager, of what is one each way: no kernel is another than default's."""
 ONE_THREAD = "training, one thread"
 """A mode of it: the backward runs in the thread that calls it."""
 
@@ -27,28 +29,50 @@ def median(entry: dict[str, Any], key: str) -> float | None:
     return entry.get(key, {}).get("median")
 
 
-def differs(entry: dict[str, Any]) -> bool:
-    """Whether an arm's losses are others than they have to be."""
-    return bool(entry.get("differs")) or not (entry.get("check") or {}).get("equal", True)
+def is_default(entry: dict[str, Any], arms: dict[str, Any]) -> bool | None:
+    """Whether losses are default's, which those of one partition each way have to be; None where it is not known.
 
-
-def _against_default(entry: dict[str, Any], arms: dict[str, Any]) -> str:
-    """Whether losses are default's; of one partition each way, in which no kernel is another."""
+    Args:
+        entry: What was measured of an arm.
+        arms: All arms of the model.
+    """
+    found = entry.get("check") or {}
+    if "default" in found:
+        return found["default"]["equal"]
+    # An older result. What needed deterministic algorithms is not the same from run to run, nor are default's.
     theirs = arms.get("default", {}).get("losses")
-    # What needed deterministic algorithms is not the same from run to run, nor are default's.
-    if partitions(entry) != "2/0" or not theirs or entry["check"]["deterministic"]:
+    if partitions(entry) != WHOLE or not theirs or not found or found.get("deterministic"):
+        return None
+    return entry.get("losses") == theirs
+
+
+def differs(entry: dict[str, Any], arms: dict[str, Any]) -> bool:
+    """Whether an arm's losses are others than they have to be; `arms` are all of the model."""
+    equal = (entry.get("check") or {}).get("equal", True)
+    return bool(entry.get("differs")) or not equal or is_default(entry, arms) is False
+
+
+def sound_arms(arms: dict[str, Any]) -> dict[str, Any]:
+    """Those of a model's arms whose losses don't differ."""
+    return {name: entry for name, entry in arms.items() if not differs(entry, arms)}
+
+
+def _note_on_default(entry: dict[str, Any], arms: dict[str, Any]) -> str:
+    if not is_default(entry, arms):
         return ""
-    return ", and default's" if entry.get("losses") == theirs else "; losses not default's"
+    check = entry["check"]
+    mode = check.get("default", {}).get("deterministic") and not check["deterministic"]
+    return ", and default's" + " in deterministic mode" * bool(mode)
 
 
 def note_on_losses(name: str, entry: dict[str, Any], arms: dict[str, Any]) -> str:
     """What was compared bitwise of an arm whose kernels are those of the run without graphs, and came out equal."""
     found = entry.get("check")
-    if name not in SAME_KERNELS or not entry.get("losses") or differs(entry):
+    if name not in SAME_KERNELS or not entry.get("losses") or differs(entry, arms):
         return ""
     if found:
         mode = ", deterministic mode" if found["deterministic"] else ""
-        return f"losses bitwise equal{mode}{_against_default(entry, arms)}"
+        return f"losses bitwise equal{mode}{_note_on_default(entry, arms)}"
     if name != "cgpass" and entry["losses"] == arms.get("cgpass", {}).get("losses"):
         return "losses are cgpass'"
     return "losses not compared bitwise"
@@ -64,11 +88,11 @@ def mark(name: str, entry: dict[str, Any], arms: dict[str, Any] | None = None) -
     """
     if "error" in entry:
         return "failed: " + " ".join(entry["error"].split())[:110].replace("|", "/")
-    notes = []
-    if differs(entry):
-        notes.append("**losses differ**")
+    notes, found = [], entry.get("check")
+    if differs(entry, arms or {}):
+        only = found and found.get("equal") and not is_default(entry, arms or {})
+        notes.append("**losses differ" + " from default's" * bool(only) + "**")
     notes += filter(None, [note_on_losses(name, entry, arms or {})])
-    found = entry.get("check")
     if found and not found.get("plain_repeatable", True):
         notes.append("the plain runs differ too")
     pieces = entry.get("alone", {})
@@ -128,6 +152,12 @@ def time_rows(model: dict[str, Any]) -> list[str]:
     return rows
 
 
+def step_text(name: str, arms: dict[str, Any]) -> str:
+    """Milliseconds of an arm's synchronised step, marked where its losses differ; `arms` are all of the model."""
+    entry = arms.get(name, {})
+    return number(median(entry, "step_ms")) + " (losses differ)" * differs(entry, arms)
+
+
 def summary_rows(results: list[dict[str, Any]]) -> list[str]:
     """Synchronised steps of all models, and cgpass against its rivals."""
     names = ["eager", "default", "reduce-overhead", "cudagraphs", "cgpass", "limit"]
@@ -136,14 +166,16 @@ def summary_rows(results: list[dict[str, Any]]) -> list[str]:
         "|---" * (len(names) + 3) + "|",
     ]
     for model in results:
-        steps = {name: median(model.get("arms", {}).get(name, {}), "step_ms") for name in names}
-        ours = steps["cgpass"]
+        sound = {
+            name: median(entry, "step_ms") for name, entry in sound_arms(model["arms"]).items()
+        }
+        ours = sound.get("cgpass")
         ratios = [
-            number(steps[rival] / ours if ours and steps[rival] else None)
-            for rival in ("default", "reduce-overhead")
+            number(theirs / ours if ours and theirs else None)
+            for theirs in map(sound.get, ("default", "reduce-overhead"))
         ]
-        cells = [model.get("title", model["model"]), *map(number, steps.values()), *ratios]
-        rows.append("| " + " | ".join(cells) + " |")
+        steps = (step_text(name, model["arms"]) for name in names)
+        rows.append("| " + " | ".join([model.get("title", model["model"]), *steps, *ratios]) + " |")
     return rows
 
 

@@ -47,6 +47,20 @@ def test_an_arm_of_cgpass_that_fails_or_differs_is_a_failure(
     assert capsys.readouterr().err == f"small, B2, {arm}: {message}\n"
 
 
+def test_losses_that_are_not_those_of_default_are_a_failure(monkeypatch, capsys):
+    found = model("small", STEPS)
+    found["arms"]["default"]["losses"] = [1.0]
+    found["arms"]["cgpass"] |= {
+        "losses": [2.0],
+        "check": {"equal": True, "deterministic": False},
+        "warmup_counters": {"partitions_captured": 2, "partitions_eager": 0},
+    }
+    assert status(monkeypatch, [found]) == 1
+    said = capsys.readouterr()
+    assert said.err == "small, B2, cgpass: losses differ\n"
+    assert "**losses differ from default's**" in said.out
+
+
 def test_so_is_a_model_whose_process_ended(monkeypatch, capsys):
     assert status(monkeypatch, [model("small", {}, error="the process\nended")]) == 1
     assert capsys.readouterr().err == "small, B2: the process ended\n"

@@ -1,5 +1,6 @@
 """Losses in the benchmark: which are compared bitwise, with what, and what is said of it."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -81,19 +82,101 @@ def test_plain_runs_that_differ_are_repeated_once_for_both_arms(monkeypatch, tmp
         assert entry["differs"] is False
 
 
+WHOLE = {"partitions_captured": 2, "partitions_eager": 0}
+
+
+def against_default(monkeypatch, tmp_path, runs, ours, default, counters=WHOLE):
+    """What is found of cgpass and default, whose losses these are."""
+    start = worker.Results.arm
+
+    def arm(self, name):
+        entry = start(self, name)
+        if name == "cgpass":
+            entry["warmup_counters"] = counters
+        return entry
+
+    monkeypatch.setattr(worker.Results, "arm", arm)
+    found, made = checked(monkeypatch, tmp_path, runs, default=default, cgpass=ours)
+    return found["cgpass"], made
+
+
+def test_losses_of_one_partition_each_way_have_to_be_those_of_default(monkeypatch, tmp_path):
+    runs = {("cgpass-none", True): [PLAIN, PLAIN]}
+    found, made = against_default(monkeypatch, tmp_path, copy.deepcopy(runs), PLAIN, PLAIN)
+    assert (found["differs"], found["check"]["default"]["equal"]) == (False, True)
+    assert made == ["cgpass-none"]
+    runs["default", True] = [OTHER, OTHER]
+    found, made = against_default(monkeypatch, tmp_path, copy.deepcopy(runs), PLAIN, OTHER)
+    assert (found["differs"], found["check"]["equal"]) == (True, True)
+    assert found["check"]["default"] == {"losses": OTHER, "equal": False, "deterministic": False}
+    assert made == ["cgpass-none", "default"]
+    several = {"partitions_captured": 3, "partitions_eager": 1}
+    found, _ = against_default(monkeypatch, tmp_path, runs, PLAIN, OTHER, several)
+    assert found["differs"] is False
+    assert "default" not in found["check"]
+
+
+@pytest.mark.parametrize(("theirs", "equal"), [(PLAIN, True), (OTHER, False)])
+def test_where_defaults_own_runs_differ_both_run_again_under_deterministic_algorithms(
+    monkeypatch, tmp_path, theirs, equal
+):
+    runs = {
+        ("cgpass-none", True): [PLAIN, PLAIN],
+        ("default", True): [OTHER, PLAIN],
+        ("default", False): [theirs],
+        ("cgpass", False): [PLAIN],
+    }
+    found, made = against_default(monkeypatch, tmp_path, runs, PLAIN, OTHER)
+    assert made == ["cgpass-none", "default", "cgpass", "default"]
+    assert (found["differs"], found["check"]["deterministic"]) == (not equal, False)
+    assert found["check"]["default"] == {"losses": theirs, "equal": equal, "deterministic": True}
+
+
+@pytest.mark.parametrize(("theirs", "equal"), [(PLAIN, True), (OTHER, False)])
+def test_default_is_compared_under_deterministic_algorithms_where_the_plain_runs_differ(
+    monkeypatch, tmp_path, theirs, equal
+):
+    runs = {
+        ("cgpass-none", True): [PLAIN, OTHER],
+        ("cgpass-none", False): [PLAIN, PLAIN],
+        ("cgpass", False): [PLAIN],
+        ("default", False): [theirs],
+    }
+    found, made = against_default(monkeypatch, tmp_path, runs, OTHER, PLAIN)
+    assert made == ["cgpass-none", "cgpass-none", "cgpass", "default"]
+    assert found["differs"] is not equal
+    assert found["check"]["default"] == {"losses": theirs, "equal": equal, "deterministic": True}
+
+
 def entry(losses, *, deterministic=False, eager=0, **more):
     counters = {"partitions_captured": 2 + eager, "partitions_eager": eager}
     check = {"equal": True, "deterministic": deterministic}
     return {"losses": losses, "warmup_counters": counters, "check": check} | more
 
 
+def with_default(losses, *, equal=True, mode=False, **more):
+    found = entry(losses, **more)
+    mode = mode or found["check"]["deterministic"]
+    found["check"]["default"] = {"equal": equal, "deterministic": mode}
+    return found
+
+
 @pytest.mark.parametrize(
     ("ours", "expected"),
     [
         (entry(PLAIN), "losses bitwise equal, and default's"),
-        (entry(OTHER), "losses bitwise equal; losses not default's"),
+        (entry(OTHER), "**losses differ from default's**"),
         (entry(OTHER, eager=1), "losses bitwise equal"),
         (entry(OTHER, deterministic=True), "losses bitwise equal, deterministic mode"),
+        (with_default(OTHER, equal=False), "**losses differ from default's**"),
+        (
+            with_default(OTHER, deterministic=True),
+            "losses bitwise equal, deterministic mode, and default's",
+        ),
+        (
+            with_default(OTHER, mode=True),
+            "losses bitwise equal, and default's in deterministic mode",
+        ),
         (entry(PLAIN, check={"equal": False}), "**losses differ**"),
         (entry(PLAIN, differs=True), "**losses differ**"),
         (entry(PLAIN, check=None), "losses not compared bitwise"),

@@ -94,9 +94,66 @@ def test_sentences_about_losses():
         "Losses are bitwise those of the same kernels without graphs (two: under deterministic "
         "algorithms), but not those of three; not compared: four."
     )
+    assert measured.losses(bench(models[2])) == (
+        "Losses of three are not those of the same kernels without graphs."
+    )
     models[2]["arms"]["cgpass"]["differs"] = True
     row = measured.step_table(bench(*models)).splitlines()[4]
     assert row == "| three, B2 | 8.00 | 4.00 | 3.00 (losses differ) | 2.00 |"
+
+
+def one_each_way(name, **default):
+    found = model(name, STEPS)
+    found["arms"]["cgpass"] |= {
+        "check": {"equal": True, "deterministic": False, **default},
+        "warmup_counters": {"partitions_captured": 2, "partitions_eager": 0},
+    }
+    return found
+
+
+def test_a_sentence_about_losses_of_default():
+    one, two, three = (
+        one_each_way(name, **({} if equal is None else {"default": {"equal": equal}}))
+        for name, equal in (("one", True), ("two", False), ("three", None))
+    )
+    begin = (
+        "Losses are bitwise those of the same kernels without graphs. Where forward and backward are one graph each "
+        "they are plain `torch.compile`'s, too"
+    )
+    assert measured.losses(bench(one)) == f"{begin}."
+    assert measured.losses(bench(one, two, three)) == (
+        f"{begin}, but not those of two; not compared: three."
+    )
+    assert "torch.compile" not in measured.losses(bench(three))
+    assert "3.00 (losses differ)" in measured.step_table(bench(two))
+
+
+def test_arms_whose_losses_differ_are_marked_in_the_first_table_and_not_drawn():
+    sound, wrong, rival = model("sound", STEPS), model("wrong", STEPS), model("rival", STEPS)
+    wrong["arms"]["cgpass"]["check"] = {"equal": False}
+    rival["arms"]["default"]["differs"] = True
+    rows = report.summary_rows([sound, wrong, rival])[2:]
+    assert rows == [
+        "| sound, B2 | - | 8.00 | 4.00 | - | 3.00 | 2.00 | 2.67 | 1.33 |",
+        "| wrong, B2 | - | 8.00 | 4.00 | - | 3.00 (losses differ) | 2.00 | - | - |",
+        "| rival, B2 | - | 8.00 (losses differ) | 4.00 | - | 3.00 | 2.00 | - | 1.33 |",
+    ]
+    found = plots.figures(bench(sound, wrong, rival))
+    assert found["models"]["wrong, B2"] == {"default": 4.0, "reduce-overhead": 2.0}
+    assert found["models"]["rival, B2"] == {"reduce-overhead": 2.0, "cgpass": 1.5}
+    assert found["differing"] == ["cgpass of wrong, B2", "default of rival, B2"]
+    assert "differing" not in plots.figures(bench(sound))
+
+
+def test_a_plot_says_what_it_leaves_out(tmp_path):
+    pytest.importorskip("matplotlib")
+    wrong = model("wrong", STEPS)
+    wrong["arms"]["cgpass"]["differs"] = True
+    path = tmp_path / "plot.svg"
+    plots.draw(path, plots.figures(bench(wrong, model("loose", {"cgpass": 3.0}))))
+    text = path.read_text()
+    assert "no limit, so not shown: loose, B2" in text
+    assert "values differ, so not shown: cgpass of wrong, B2" in text
 
 
 def test_sentences_about_memory():
