@@ -6,7 +6,8 @@
 
 --take recognises results by what they hold, and merges several of one commit: bench.json of different models, say.
 Results of different commits or machines are refused, and nothing is kept then. With --into models that were not measured
-stay as they are; one that lacks arms of the kept one, was stopped by an error or has no figure of cgpass is refused. Drawing needs matplotlib, which `pip install -e ".[report]"`
+stay as they are; one that lacks arms of the kept one, was stopped by an error or has no figure of cgpass is refused, and
+without it a result that left models out. Failed tests and tiny models are never kept, and --check names them. Drawing needs matplotlib, which `pip install -e ".[report]"`
 installs; a plot is drawn when the figures that it notes in its metadata are others, or with --redraw.
 """
 
@@ -80,6 +81,12 @@ def problems(directory: Path = RESULTS, readme: Path = README) -> list[str]:
     wanted, drawn = texts(found, directory, readme), pictures(found, directory)
     again = "run scripts/results.py --write"
     said = [
+        f"{part}-{machine}.json: {why}"
+        for machine, results in found.items()
+        for part, data in results.items()
+        if (why := taking.why_no_result(data))
+    ]
+    said += [
         f"{path.name} is out of step: {again}"
         for path, text in wanted.items()
         if not path.exists() or path.read_text() != text

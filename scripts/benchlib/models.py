@@ -204,6 +204,11 @@ SPECS = {
 }  # fmt: skip
 
 
+def title(name: str, *, tiny: bool) -> str:
+    """The named model's title; a tiny one is not what the title says."""
+    return SPECS[name].title + " (tiny)" * tiny
+
+
 def workload(name: str, device: torch.device, *, tiny: bool, seed: int = 0) -> Workload:
     """Builds the named model and its batches from a seed."""
     spec = SPECS[name]

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchlib.measured import Results, device, torch_version
 from benchlib.report import command_text
+from benchlib.shape import is_tiny
 
 KINDS = {
     "time": "bench",
@@ -18,6 +19,8 @@ KINDS = {
 }
 # What is measured of an arm, by part.
 FIGURE = {"bench": "step_ms", "memory": "peak_reserved_bytes"}
+# Parts that are tests.
+TESTS = ("tests", "dist")
 # A path from the root of a file system, in the middle of any text.
 PATH = re.compile(r"(?<![\w.:/~-])(?:~|\.\.)?/(?:[\w.+@-]+/)+(?=[\w.+@-])")
 
@@ -53,6 +56,18 @@ def without_paths(value: Any) -> Any:
     return PATH.sub("", value) if isinstance(value, str) else value
 
 
+def why_no_result(data: dict[str, Any]) -> str | None:
+    """Why something is kept on no machine: tests that failed, tiny models."""
+    if is_tiny(data):
+        return "measured with tiny models"
+    failed = [each["name"] for each in data.get("failed") or ()]
+    if part(data) not in TESTS or (data.get("ok") is True and not failed):
+        return None
+    skipped = [f"skipped, {reason}" for reason in data.get("unknown_skips") or ()]
+    named = ", ".join(failed + skipped)
+    return "its tests failed" + (f": {named}" if named else "")
+
+
 def found_in(places: list[Path]) -> dict[str, list[dict[str, Any]]]:
     """The results in files and folders, by part."""
     found: dict[str, list[dict[str, Any]]] = {}
@@ -63,11 +78,11 @@ def found_in(places: list[Path]) -> dict[str, list[dict[str, Any]]]:
             except (OSError, ValueError) as error:
                 raise SystemExit(f"{path}: {error}") from error
             name = part(data)
+            if name is not None and (why := why_no_result(data)):
+                raise SystemExit(f"{path}: {why}")
             if name is None or data.get("passed") == 0:  # no tests for this machine
                 print(f"left out, no results: {path.name}")
                 continue
-            if data.get("ok") is False:
-                raise SystemExit(f"{path}: its tests failed")
             if device(data).split()[0] in ("no", "cpu"):
                 raise SystemExit(f"{path}: measured without a GPU")
             found.setdefault(name, []).append(data)
@@ -120,11 +135,21 @@ def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
     if all("seconds" in facts(data) for data in runs):
         meta["seconds"] = round(sum(facts(data)["seconds"] for data in runs), 1)
-    rest = {job for data in runs for job in data.get("left_out", ())}
-    rest = {job for job in rest if job.split(".")[0] not in joined}
-    left_out = {"left_out": sorted(rest)} if rest else {}
-    kept = {key: value for key, value in first.items() if key != "left_out"}
-    return kept | {"meta": meta, entries: list(joined.values())} | left_out
+    jobs = {job for data in runs for job in data.get("left_out", ())}
+    kept = first | {"meta": meta, entries: list(joined.values())}
+    return with_left_out(kept, sorted(jobs))
+
+
+def with_left_out(data: dict[str, Any], jobs: list[str]) -> dict[str, Any]:
+    """A result of models that says which of these jobs, a model or an arm of one each, it is without."""
+    arms = {model["model"]: model["arms"] for model in data.get("results", ())}
+    rest = []
+    for job in jobs:
+        model, _, arm = job.partition(".")
+        if model not in arms or (arm and arm not in arms[model]):
+            rest.append(job)
+    kept = {key: value for key, value in data.items() if key != "left_out"}
+    return kept | ({"left_out": rest} if rest else {})
 
 
 def why_not_kept(
@@ -166,7 +191,7 @@ def put_into(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     own = {key: new["meta"][key] for key in ("commit", "command", "time")}
     entries = {entry["model"]: entry for entry in old["results"]}
     entries |= {entry["model"]: entry | own for entry in new["results"]}
-    return old | {"results": list(entries.values())}
+    return with_left_out(old | {"results": list(entries.values())}, old.get("left_out", []))
 
 
 def taken(places: list[Path], given: str) -> Results:
@@ -203,6 +228,11 @@ def store(results: Results, directory: Path, *, into: bool = False) -> list[Path
         old = json.loads(path.read_text()) if path.exists() else None
         if into and old is None:
             raise SystemExit(f"no older {path.name} into which models could be put")
+        if not into and data.get("left_out"):
+            jobs = ", ".join(data["left_out"])
+            raise SystemExit(
+                f"{name}: left out, out of time: {jobs}; measure them, too, or keep what there is of them with --into"
+            )
         texts[path] = json.dumps(arranged(old, data, into=into), indent=1) + "\n"
     for path, text in texts.items():
         path.write_text(text)

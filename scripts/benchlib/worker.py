@@ -283,7 +283,7 @@ def main(job: Job) -> int:
     device = torch.device(job.device, 0) if job.device == "cuda" else torch.device(job.device)
     try:
         workload = models.workload(job.model, device, tiny=job.tiny)
-        results.data["title"] = workload.spec.title
+        results.data["title"] = models.title(job.model, tiny=job.tiny)
         parameters = list(workload.master.parameters())
         results.data["parameters"] = sum(parameter.numel() for parameter in parameters)
         results.data["parameter_tensors"] = len(parameters)

@@ -1,6 +1,7 @@
 """Models that were measured anew in the place of those that are kept: which are refused, and that nothing is lost."""
 
 import json
+import shutil
 
 import pytest
 import results
@@ -73,6 +74,73 @@ def test_a_model_with_less_than_is_kept_is_refused(tmp_path, new, message):
     with pytest.raises(SystemExit, match=message):
         taking.store({"bench": bench(new)}, tmp_path, into=True)
     assert path.read_text() == before
+
+
+def test_what_left_models_out_is_no_whole_result(tmp_path):
+    kept = bench(model("a", STEPS), model("b", STEPS))
+    (path,) = taking.store({"bench": kept}, tmp_path)
+    new = bench(model("a", STEPS | {"cgpass": 1.0}), commit="7654321") | {"left_out": ["b"]}
+    with pytest.raises(SystemExit, match="bench: left out, out of time: b; measure them, too, or"):
+        taking.store({"bench": new}, tmp_path)
+    assert json.loads(path.read_text()) == kept
+    taking.store({"bench": new}, tmp_path, into=True)
+    data = json.loads(path.read_text())
+    assert [each["model"] for each in data["results"]] == ["a", "b"]
+    assert "left_out" not in data
+
+
+def test_what_was_left_out_once_is_not_any_more(tmp_path):
+    kept = bench(model("a", STEPS)) | {"left_out": ["b", "c"]}
+    assert taking.put_into(kept, bench(model("b", STEPS)))["left_out"] == ["c"]
+
+
+def test_arms_that_were_left_out_are_not_forgotten_with_several_results():
+    def memory(left_out, **arms):
+        found = {arm: {"peak_reserved_bytes": value} for arm, value in arms.items()}
+        model = {"model": "a", "arms": found}
+        return {"kind": "memory", "meta": META, "results": [model], "left_out": left_out}
+
+    other = memory([], cgpass=2) | {"results": [{"model": "b", "arms": {}}]}
+    data = taking.merged([memory(["a.cgpass", "a.default"], default=1), other])
+    assert data["left_out"] == ["a.cgpass"]
+
+
+FAILED = [{"name": "tests.unit.test_a::test_b", "message": "no", "seconds": 1}]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"ok": False, "failed": FAILED}, "its tests failed: tests.unit.test_a::test_b"),
+        ({"ok": True, "failed": FAILED}, "its tests failed: tests.unit.test_a::test_b"),
+        ({"ok": False, "failed": [], "passed": 0}, "its tests failed"),
+        (
+            {"ok": False, "failed": [], "unknown_skips": {"no reason": ["a"]}},
+            "its tests failed: skipped, no reason",
+        ),
+        ({"failed": []}, "its tests failed"),
+    ],
+)
+@pytest.mark.parametrize("part", ["tests", "dist"])
+def test_failed_tests_are_neither_kept_nor_in_step(tmp_path, part, data, message):
+    directory = tmp_path / "results"
+    shutil.copytree(results.RESULTS, directory)
+    shutil.copy(results.PERFORMANCE, tmp_path)
+    path = directory / f"{part}-{MACHINE}.json"
+    kept = json.loads(path.read_text())
+    path.write_text(json.dumps({"part": part, "passed": 3} | META | data))
+    assert f"{path.name}: {message}" in results.problems(directory, results.README)
+    with pytest.raises(SystemExit, match=message):
+        taking.taken([path], "")
+    path.write_text(json.dumps(kept))
+    assert not results.problems(directory, results.README)
+
+
+@pytest.mark.parametrize("meta", [{"tiny": True}, {"command": "python scripts/bench.py --tiny"}])
+def test_tiny_models_are_not_kept(tmp_path, meta):
+    put(tmp_path, "bench.json", bench(model("a", STEPS), **meta))
+    with pytest.raises(SystemExit, match="measured with tiny models"):
+        taking.taken([tmp_path], "")
 
 
 def test_an_arm_that_failed_before_may_fail_again(tmp_path):
