@@ -11,7 +11,7 @@ compile side by side; then they measure one after the other, with nothing else r
 Memory (`--memory`): one process per arm with a fresh compile cache.
 `--compare` shows what changed against an older result, with status 1 where cgpass got worse against the other arms
 of its own run (machines differ between runs) or needs more memory. Where an arm of cgpass fails, or its losses differ,
-the status is 1 in any case; arms that are there to be compared with may fail.
+or models are left out for want of time, the status is 1 in any case; arms that are there to be compared with may fail.
 """
 
 from __future__ import annotations
@@ -57,8 +57,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--check-steps", type=arguments.count, default=5, help="steps whose losses are compared")
     add("--memory", action="store_true", help="peak memory and compile time instead of times")
     add("--compile-only", action="store_true", help="fill the compile cache and check losses")
-    add("--parallel", type=int, default=0, help="processes compiling at a time (0: by cores)")
-    add("--budget", type=float, default=520.0, help="seconds for everything")
+    add(
+        "--parallel",
+        type=arguments.count_or_none,
+        default=0,
+        help="processes compiling at a time (0: by cores)",
+    )
+    add("--budget", type=arguments.seconds, default=520.0, help="seconds for everything")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--tiny", action="store_true", help="tiny models, to try the script")
     add("--out", type=Path, help="file for the JSON")
@@ -67,7 +72,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     compare.add_arguments(parser, ("time", "memory"))
     add("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    compare.check_arguments(parser, args, "memory" if args.memory else "time")
+    measured = "memory" if args.memory else "time"
+    compare.check_arguments(parser, args, measured)
+    plots.check_argument(parser, args.plot, compare.kind(args.source or {"kind": measured}))
     return args
 
 
@@ -219,7 +226,7 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     args.parallel = size
     data: dict[str, Any] = {
         "kind": "memory" if args.memory else "time",
-        "meta": meta.describe(args.device) | {"parallel": args.parallel},
+        "meta": meta.describe(args.device) | {"parallel": args.parallel, "tiny": args.tiny},
         "results": [],
     }
     found: list[dict[str, Any]] = []
@@ -256,7 +263,9 @@ def write(args: argparse.Namespace, data: dict[str, Any]) -> None:
 
 
 def failures(data: dict[str, Any]) -> Iterator[str]:
-    """What of a result makes it no result: processes that ended early, arms of cgpass that failed or differ."""
+    """What of a result makes it no result: what is left out or ended early, arms of cgpass that failed or differ."""
+    if data.get("left_out"):
+        yield f"left out, out of time: {', '.join(data['left_out'])}"
     for model in data["results"]:
         if "error" in model:
             yield f"{compare.title(model)}: {' '.join(model['error'].split())[:200]}"

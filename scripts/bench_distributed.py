@@ -276,7 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"needs {args.processes} GPUs, found {count}; --tiny runs on CPU", file=sys.stderr)
         return 2
     start = time.monotonic()
-    described = meta.describe(device)
+    described = meta.describe(device) | {"tiny": args.tiny}
     with tempfile.TemporaryDirectory() as cache:
         bench = Bench(args, device, cache)
         try:

@@ -205,6 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     compare.add_arguments(parser, ("overhead",))
     options = parser.parse_args(argv)
     compare.check_arguments(parser, options, "overhead")
+    plots.check_argument(parser, options.plot, "overhead")
     if options.source:
         data = options.source
         save(options.json, data)

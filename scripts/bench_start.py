@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchlib import arms, meta, models
+from benchlib import arguments, arms, meta, models
 
 import cgpass
 from cgpass.runtime import fast, node
@@ -114,7 +114,7 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
                 ARMS,
             )
             found = dict(zip(ARMS, results, strict=True))
-        row = {"model": model, "title": models.SPECS[model].title, "arms": found}
+        row = {"model": model, "title": models.title(model, tiny=args.tiny), "arms": found}
         if not any("error" in found[arm] for arm in ("cgpass", "default")):
             row["compared"] = compared(found)
         rows.append(row)
@@ -131,7 +131,7 @@ def listed(text: str) -> list[str]:
     return names
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Measure and print; write JSON if asked to."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -139,10 +139,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", type=listed, default=MODELS, help="names, with commas")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try the script")
-    parser.add_argument("--budget", type=float, default=400, help="seconds after which none begins")
+    parser.add_argument(
+        "--budget", type=arguments.seconds, default=400, help="seconds after which none begins"
+    )
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(argv)
     if args.one:
         found = first_steps(*args.one, torch.device(args.device), tiny=args.tiny)
         print(json.dumps(found))
@@ -151,12 +153,15 @@ def main(arguments: list[str] | None = None) -> int:
     node.wait()
     start = time.monotonic()
     rows = measured(args)
-    described = meta.describe(torch.device(args.device).type)
+    described = meta.describe(torch.device(args.device).type) | {"tiny": args.tiny}
     described["seconds"] = round(time.monotonic() - start, 1)
-    results = {"kind": "start", "meta": described, "results": rows}
+    results: dict[str, Any] = {"kind": "start", "meta": described, "results": rows}
+    known = [row["model"] for row in rows]
+    if left_out := [model for model in args.models if model not in known]:
+        results["left_out"] = left_out
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
-    return 0
+    return 1 if left_out or any("error" in row["arms"]["cgpass"] for row in rows) else 0
 
 
 if __name__ == "__main__":

@@ -16,14 +16,32 @@ def count(text: str) -> int:
     return value
 
 
-def percent(text: str) -> float:
-    """A finite number of at least zero."""
+def count_or_none(text: str) -> int:
+    """A whole number of at least zero, which leaves it to the script."""
+    return 0 if text.strip() == "0" else count(text)
+
+
+def _finite(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value >= 0):
+    return value if math.isfinite(value) else -1.0
+
+
+def percent(text: str) -> float:
+    """A finite number of at least zero."""
+    value = _finite(text)
+    if value < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+    return value
+
+
+def seconds(text: str) -> float:
+    """A finite number above zero."""
+    value = _finite(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
     return value
 
 

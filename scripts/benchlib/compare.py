@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchlib import arguments
+from benchlib import arguments, report, shape
 from benchlib.report import differs
 
 Figures = dict[str, dict[str, float]]  # quantity -> value, by arm
@@ -42,8 +42,8 @@ class Comparison:
         return " **worse**"
 
 
-def result(kinds: Collection[str]) -> Callable[[str], dict[str, Any]]:
-    """What is in a file of one of these kinds; asked for before anything is measured."""
+def result(kinds: Collection[str], *, shown: bool) -> Callable[[str], dict[str, Any]]:
+    """What is in a file of one of these kinds, which may be shown, too; asked for before anything is measured."""
 
     def read(name: str) -> dict[str, Any]:
         try:
@@ -54,8 +54,14 @@ def result(kinds: Collection[str]) -> Callable[[str], dict[str, Any]]:
         if found not in kinds:
             known = " or ".join(kinds)
             raise argparse.ArgumentTypeError(f"{name}: results of kind {found}, not of {known}")
-        if not {"meta", "rows" if found == "overhead" else "results"} <= data.keys():
-            raise argparse.ArgumentTypeError(f"{name}: not all of a result")
+        try:
+            shape.check(data)
+            if shown:
+                report.render(data)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{name}: not all of a result: {error}") from error
+        except (KeyError, TypeError, AttributeError) as error:
+            raise argparse.ArgumentTypeError(f"{name}: not all of a result: {error!r}") from error
         return data
 
     return read
@@ -63,9 +69,9 @@ def result(kinds: Collection[str]) -> Callable[[str], dict[str, Any]]:
 
 def add_arguments(parser: argparse.ArgumentParser, kinds: Collection[str]) -> None:
     """The options of every script that compares; of a script whose results are of these kinds."""
-    add, read = parser.add_argument, result(kinds)
-    add("--compare", type=read, metavar="OLD", help="JSON of an older run; status 1 if worse")
-    add("--from", dest="source", type=read, metavar="NEW", help="measure nothing, read this JSON")
+    add, old, new = parser.add_argument, result(kinds, shown=False), result(kinds, shown=True)
+    add("--compare", type=old, metavar="OLD", help="JSON of an older run; status 1 if worse")
+    add("--from", dest="source", type=new, metavar="NEW", help="measure nothing, read this JSON")
     add(
         "--tolerance",
         type=arguments.percent,
@@ -81,6 +87,10 @@ def check_arguments(
     now = kind(args.source) if args.source else measured
     if args.compare and kind(args.compare) != now:
         parser.error(f"--compare: results of kind {kind(args.compare)}, but of {now} now")
+    tiny = shape.is_tiny(args.source) if args.source else getattr(args, "tiny", False)
+    if args.compare and shape.is_tiny(args.compare) != tiny:
+        sizes = ("tiny", "full")[:: 1 if tiny else -1]
+        parser.error(f"--compare: results of {sizes[1]} models, but of {sizes[0]} ones now")
 
 
 def changed(old: float | None, new: float | None, digits: int = 2) -> str:
@@ -211,6 +221,11 @@ def compare(old: dict[str, Any], new: dict[str, Any], tolerance: float) -> Compa
         raise ValueError(f"results of different kinds: {kinds[0]} before, {kinds[1]} now")
     before, after = (FIGURES[kinds[0]](data) for data in (old, new))
     found = Comparison(tolerance)
+    found.notes += [
+        f"left out of the {age} result, out of time: {', '.join(data['left_out'])}"
+        for age, data in (("older", old), ("newer", new))
+        if data.get("left_out")
+    ]
     for place in before | after:
         if place not in before:
             found.notes.append(f"{place}: only in the newer result")

@@ -4,7 +4,9 @@ A plot holds its figures as JSON in its metadata, so that what it shows can be c
 nothing to draw with.
 """
 
+import argparse
 import importlib
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -51,12 +53,24 @@ def overhead_figures(data: dict[str, Any]) -> dict[str, Any]:
     return {"plot": "overhead", "modes": modes}
 
 
+FIGURES = {"time": step_figures, "overhead": overhead_figures}
+
+
 def figures(data: dict[str, Any]) -> dict[str, Any]:
     """What the plot of a result shows."""
-    known = {"time": step_figures, "overhead": overhead_figures}
-    if data["kind"] not in known:
+    if data["kind"] not in FIGURES:
         raise ValueError(f"there is no plot of results of the kind {data['kind']!r}")
-    return known[data["kind"]](data)
+    return FIGURES[data["kind"]](data)
+
+
+def check_argument(parser: argparse.ArgumentParser, path: Path | None, kind: str) -> None:
+    """Refuses --plot where there will be none; asked before anything is measured."""
+    if path is None:
+        return
+    if kind not in FIGURES:
+        parser.error(f"--plot: there is no plot of results of the kind {kind!r}")
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error('--plot: needs matplotlib, as of pip install -e ".[report]"')
 
 
 def shown(path: Path) -> dict[str, Any] | None:

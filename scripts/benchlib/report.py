@@ -266,6 +266,8 @@ def render(data: dict[str, Any]) -> str:
         f"Command: `{command_text(meta['command'])}`.",
         "",
     ]
+    if data.get("left_out"):
+        head += [f"**Left out, out of time: {', '.join(data['left_out'])}.**", ""]
     if data["kind"] == "overhead":
         note = "Host microseconds of a call of a stack of small layers, medians."
         return "\n".join([*head, note, "", *overhead_rows(data["rows"]), ""])

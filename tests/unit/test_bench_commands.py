@@ -5,7 +5,7 @@ import argparse
 import bench
 import bench_overhead
 import pytest
-from benchlib import arguments, arms
+from benchlib import arguments, arms, models
 
 from tests.unit.bench_results import STEPS, model
 from tests.unit.bench_results import bench as result
@@ -77,6 +77,11 @@ def test_so_is_a_model_whose_process_ended(monkeypatch, capsys):
         (bench, "--rounds", "0", "'0' is no whole number from 1 on"),
         (bench, "--steps", "0", "'0' is no whole number from 1 on"),
         (bench, "--check-steps", "0", "'0' is no whole number from 1 on"),
+        (bench, "--parallel", "-3", "'-3' is no whole number from 1 on"),
+        (bench, "--budget", "-5", "'-5' is no number above 0"),
+        (bench, "--budget", "0", "'0' is no number above 0"),
+        (bench, "--budget", "nan", "'nan' is no number above 0"),
+        (bench, "--budget", "inf", "'inf' is no number above 0"),
         (bench_overhead, "--arms", "cgpass,nonsense", "unknown: nonsense; known: eager, default"),
         (bench_overhead, "--layers", "x", "'x' is no whole number from 1 on"),
         (bench_overhead, "--layers", "1,0", "'0' is no whole number from 1 on"),
@@ -88,6 +93,42 @@ def test_arguments_that_are_refused(monkeypatch, capsys, script, option, value, 
     with pytest.raises(SystemExit, match="2"):
         script.main([f"{option}={value}"])
     assert f"argument {option}: {message}" in capsys.readouterr().err
+
+
+def test_a_plot_that_there_is_none_of_is_refused_before_anything_is_measured(
+    monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr(bench, "run", None)
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["--memory", "--plot", str(tmp_path / "p.svg")])
+    message = "--plot: there is no plot of results of the kind 'memory'"
+    assert message in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for script in (bench, bench_overhead):
+        monkeypatch.setattr(script, "run", None)
+        with pytest.raises(SystemExit, match="2"):
+            script.main(["--plot", str(tmp_path / "p.svg")])
+        assert "--plot: needs matplotlib, as of pip install" in capsys.readouterr().err
+
+
+def test_models_that_are_left_out_for_want_of_time_are_a_failure(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(bench.Fleet, "start", None)
+    path = tmp_path / "b.json"
+    assert bench.main(["--models=gpt2,bert", "--budget=10", f"--out={path}", "--device=cpu"]) == 1
+    said = capsys.readouterr()
+    assert said.err == "left out, out of time: gpt2, bert\n"
+    assert "**Left out, out of time: gpt2, bert.**" in said.out.splitlines()
+    assert bench.main(["--from", str(path)]) == 1
+
+
+def test_a_number_of_processes_may_be_left_to_the_script():
+    assert bench.parse(["--parallel=0"]).parallel == 0
+    assert bench.parse(["--parallel=3", "--budget=0.5"]).budget == 0.5
+
+
+def test_the_title_of_a_tiny_model_says_so():
+    assert models.title("gpt2", tiny=False) == "GPT-2 small, B2 T128"
+    assert models.title("gpt2", tiny=True) == "GPT-2 small, B2 T128 (tiny)"
 
 
 def test_names_and_numbers_with_commas():

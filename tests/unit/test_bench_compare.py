@@ -8,14 +8,21 @@ import bench_overhead
 import pytest
 from benchlib import compare
 
-META = {"torch": "2.11.0", "gpu": "NVIDIA H200", "commit": "1234567"}
+META = {
+    "torch": "2.11.0",
+    "gpu": "NVIDIA H200",
+    "driver": "580",
+    "commit": "1234567",
+    "command": "",
+    "parallel": 1,
+}
 
 
 def timed(scale=1.0, name="time", **steps):
     """Results of one model, all times scaled as by another machine."""
     arms = {
         arm.replace("_", "-"): {
-            "step_ms": {"median": ms * scale},
+            "step_ms": {"median": ms * scale, "p10": ms, "p90": ms},
             "host_ms": {"median": ms * scale / 2},
         }
         for arm, ms in steps.items()
@@ -143,6 +150,76 @@ def test_depths_that_are_gone_are_worse():
     assert not against(deep, flat, layers=[10])
 
 
+def of_a_model(**more):
+    return OLD | {"results": [{"model": "a"} | more]}
+
+
+def of_an_arm(**entry):
+    return of_a_model(arms={"cgpass": entry})
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (None, "it has no rows"),
+        ([1], "rows[0] has no mode and layers"),
+        ([{"mode": "training", "layers": 1}], "training, 1 layers has no figures"),
+        (
+            [{"mode": "training", "layers": 1, "us": {"cgpass": None}}],
+            "training, 1 layers, cgpass: is no number",
+        ),
+    ],
+)
+def test_depths_without_figures_are_refused(tmp_path, capsys, rows, message):
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({"kind": "overhead", "meta": META, "rows": rows}))
+    with pytest.raises(SystemExit, match="2"):
+        bench_overhead.main(["--compare", str(path)])
+    assert f"not all of a result: {message}" in capsys.readouterr().err
+
+
+def test_what_is_to_be_shown_has_to_hold_all_that_is_shown(tmp_path, capsys):
+    path = tmp_path / "new.json"
+    path.write_text(json.dumps(of_an_arm(step_ms={"median": 1.0})))
+    assert bench.parse(["--compare", str(path)]).compare
+    with pytest.raises(SystemExit, match="2"):
+        bench.parse(["--from", str(path)])
+    assert "not all of a result: KeyError('p10')" in capsys.readouterr().err
+
+
+def test_tiny_models_are_compared_with_tiny_ones(tmp_path, capsys):
+    small = OLD | {"meta": META | {"tiny": True}}
+    older = OLD | {"meta": META | {"command": "python scripts/bench.py --tiny --device cpu"}}
+    paths = {"full": OLD, "tiny": small, "older": older}
+    for name, data in paths.items():
+        (tmp_path / name).write_text(json.dumps(data))
+    full, tiny, older = (str(tmp_path / name) for name in paths)
+    for fine in (
+        ["--compare", full],
+        ["--tiny", "--compare", tiny],
+        ["--tiny", "--compare", older],
+    ):
+        assert bench.parse(fine).compare
+    assert bench.parse(["--from", older, "--compare", tiny]).compare == small
+    refused = {
+        ("--compare", tiny): "--compare: results of tiny models, but of full ones now",
+        ("--compare", older): "--compare: results of tiny models, but of full ones now",
+        ("--tiny", "--compare", full): "--compare: results of full models, but of tiny ones now",
+        ("--from", tiny, "--compare", full): "of full models, but of tiny ones now",
+    }
+    for command, message in refused.items():
+        with pytest.raises(SystemExit, match="2"):
+            bench.parse([*command])
+        assert message in capsys.readouterr().err
+
+
+def test_what_is_left_out_is_said(capsys):
+    against(OLD | {"left_out": ["a"]}, OLD | {"left_out": ["b", "c"]})
+    shown = capsys.readouterr().out.splitlines()
+    assert "left out of the older result, out of time: a" in shown
+    assert "left out of the newer result, out of time: b, c" in shown
+
+
 @pytest.mark.parametrize("option", ["--compare", "--from"])
 @pytest.mark.parametrize(
     ("data", "message"),
@@ -151,7 +228,25 @@ def test_depths_that_are_gone_are_worse():
         ([1], "results of kind unknown, not of time or memory"),
         ({"ratio_to_torch": {}}, "results of kind unknown, not of time or memory"),
         (overhead(cgpass=1.0), "results of kind overhead, not of time or memory"),
-        ({"kind": "time", "meta": META}, "not all of a result"),
+        ({"kind": "time", "meta": META}, "not all of a result: it has no results"),
+        ({"kind": "time", "results": []}, "not all of a result: it doesn't say where it was"),
+        (OLD | {"meta": {"gpu": "x"}}, "not all of a result: it doesn't say which torch"),
+        (OLD | {"results": [3]}, "not all of a result: results[0] has no name"),
+        (of_a_model(title=5), "not all of a result: a has no title"),
+        (of_a_model(), "not all of a result: a has no arms"),
+        (of_a_model(arms={"cgpass": 1}), "not all of a result: a, cgpass holds no figures"),
+        (
+            of_an_arm(step_ms="4"),
+            "not all of a result: a, cgpass, step_ms: the median is no number",
+        ),
+        (of_an_arm(step_ms={}), "a, cgpass, step_ms: the median is no number"),
+        (of_an_arm(step_ms={"median": "4.0"}), "a, cgpass, step_ms: the median is no number"),
+        (of_an_arm(host_ms={"median": float("nan")}), "cgpass, host_ms: the median is no number"),
+        (of_an_arm(check=[1]), "a, cgpass, check: holds nothing"),
+        (
+            of_an_arm(peak_reserved_bytes="1") | {"kind": "memory"},
+            "a, cgpass, peak_reserved_bytes: is no number",
+        ),
     ],
 )
 def test_files_that_are_no_older_result_are_refused_before_anything_is_measured(

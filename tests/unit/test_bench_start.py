@@ -53,7 +53,7 @@ def test_models_are_compared_and_told_of(bench, monkeypatch, tmp_path, capsys):
     answers = {"gpt2": {"default": DEFAULT, "cgpass": OURS}, "llama": failed}
     monkeypatch.setattr(bench, "run_arm", told(answers))
     path = tmp_path / "start.json"
-    assert bench.main(["--models", "gpt2,llama", "--device", "cpu", "--json", str(path)]) == 0
+    assert bench.main(["--models", "gpt2,llama", "--device", "cpu", "--json", str(path)]) == 1
     found = json.loads(path.read_text())
     assert taking.part(found) == "start"
     first, second = found["results"]
@@ -72,6 +72,27 @@ def test_models_are_compared_and_told_of(bench, monkeypatch, tmp_path, capsys):
         "second process the first step is done after 1.10 times the time."
     )
     assert measured.start({"results": [second]}) == ""
+
+
+def test_models_that_there_was_no_time_for_are_named(bench, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "run_arm", told({"gpt2": {"default": DEFAULT, "cgpass": OURS}}))
+    clock = iter(range(0, 10_000, 300))
+    monkeypatch.setattr(bench.time, "monotonic", lambda: next(clock))
+    path = tmp_path / "start.json"
+    command = ["--device", "cpu", "--tiny", "--json", str(path)]
+    assert bench.main(["--models", "gpt2,llama", *command]) == 1
+    found = json.loads(path.read_text())
+    assert (found["left_out"], len(found["results"])) == (["llama"], 1)
+    assert found["results"][0]["title"].endswith(" (tiny)")
+    monkeypatch.setattr(bench.time, "monotonic", lambda: 0)
+    assert bench.main(["--models", "gpt2", *command]) == 0
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan"])
+def test_a_budget_is_a_number_of_seconds(bench, capsys, value):
+    with pytest.raises(SystemExit, match="2"):
+        bench.main([f"--budget={value}"])
+    assert f"{value!r} is no number above 0" in capsys.readouterr().err
 
 
 def test_unknown_models_are_refused(bench, capsys):
