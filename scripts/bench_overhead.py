@@ -10,6 +10,8 @@ medians; the device is waited for between calls, outside of what is timed. All a
   training              gradients set to None, forward to a loss, backward
   training, one thread  the same, the backward in the thread that calls it: without that autograd has a thread of its
                         own per CUDA device
+Results of cgpass, and in training all gradients, have to be bitwise those of the same kernels without graphs, and
+default's: where those of an arm differ it is marked, and the status is 1.
 `--compare` has status 1 where cgpass got worse against reduce-overhead of its own run than in an older result.
 For cgpass a second table says where the time goes. Without CUDA the simulated driver runs, whose replays are replaced
 by nothing once it has recorded: what is left is host time too, of another machine.
@@ -34,6 +36,8 @@ from torch import nn
 import cgpass
 from cgpass.runtime import fast, node, owner
 
+REFERENCE = "cgpass-none"
+"""Not timed: cgpass' kernels without graphs."""
 ARMS = ("eager", "default", "reduce-overhead", "cgpass", "cgpass-direct")
 Steps = dict[str, Callable[[], None]]
 """What is timed, by the arm's name."""
@@ -79,6 +83,8 @@ class Arm:
         options: dict[str, Any] = {}
         if self.device.type == "cpu":
             options = {"driver": "simulated", "compiler": "eager"}
+        if self.name == REFERENCE:
+            options["driver"] = "none"
         if self.name == "cgpass-direct":
             options["parameter_grads"] = "direct"
         return {"backend": cgpass.cgpass, "options": options}
@@ -95,6 +101,46 @@ class Arm:
         for parameter in self.parameters:
             parameter.grad = None
         self.call(self.x).backward()
+
+    def values(self, mode: str) -> list[torch.Tensor]:
+        """Copies of what one call gives: the loss, and in training each parameter's gradient.
+
+        The input holds other numbers than in the calls that are timed, so that it is not what these left behind.
+        """
+        self.x.mul_(2)
+        for parameter in self.parameters:
+            parameter.grad = None
+        with torch.set_grad_enabled(mode != "inference"):
+            loss = self.call(self.x)
+        if mode != "inference":
+            loss.backward()
+        self.x.mul_(0.5)
+        grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        return [loss.detach().clone(), *(grad.clone() for grad in grads)]
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    """Whether all values are bitwise equal."""
+    return len(ours) == len(theirs) and all(
+        torch.equal(one.view(torch.int32), other.view(torch.int32))
+        for one, other in zip(ours, theirs, strict=True)
+    )
+
+
+def without_graphs(layers: int, mode: str, device: torch.device) -> list[torch.Tensor]:
+    """What the same kernels give; Dynamo knows nothing of it afterwards."""
+    torch.compiler.reset()
+    return Arm(REFERENCE, layers, device).values(mode)
+
+
+def differing(arms: dict[str, Arm], mode: str, plain: list[torch.Tensor]) -> list[str]:
+    """Arms of cgpass that don't give what the same kernels do without graphs, or not what default does.
+
+    A stack is one partition each way, so that no kernel of cgpass is another than default's.
+    """
+    held = [plain, *(arm.values(mode) for name, arm in arms.items() if name == "default")]
+    found = {name: arm.values(mode) for name, arm in arms.items() if name.startswith("cgpass")}
+    return [name for name, ours in found.items() if not all(same(ours, each) for each in held)]
 
 
 def block(step: Callable[[], None], device: torch.device, calls: int) -> list[float]:
@@ -116,17 +162,14 @@ def replay_nothing() -> None:
                 recording.replay = lambda: None
 
 
-def warmed(layers: int, mode: str, device: torch.device, names: list[str]) -> Steps:
-    """A step per arm, compiled and recorded."""
+def warmed(layers: int, mode: str, device: torch.device, names: list[str]) -> dict[str, Arm]:
+    """All arms, compiled and recorded."""
     torch.compiler.reset()
     arms = {name: Arm(name, layers, device) for name in names}
-    steps = {name: getattr(arm, mode) for name, arm in arms.items()}
-    for step in steps.values():
+    for arm in arms.values():
         for _ in range(40):  # past what watches inputs that stay in place
-            step()
-    if device.type == "cpu":
-        replay_nothing()
-    return steps
+            getattr(arm, mode)()
+    return arms
 
 
 def measure(steps: Steps, layers: int, mode: str, device: torch.device) -> dict[str, Any]:
@@ -167,13 +210,19 @@ def run(layers: list[int], names: list[str], device: torch.device) -> Iterator[d
 def of_depth(layers: int, names: list[str], device: torch.device) -> Iterator[dict[str, Any]]:
     """One depth in all modes."""
     for mode in ("inference", "training"):
-        steps = warmed(layers, mode, device, names)
-        yield measure(steps, layers, mode, device)
+        plain = without_graphs(layers, mode, device)
+        arms = warmed(layers, mode, device, names)
+        wrong = {"differs": differing(arms, mode, plain)}
+        if device.type == "cpu":
+            replay_nothing()
+        steps = {name: getattr(arm, mode) for name, arm in arms.items()}
+        yield measure(steps, layers, mode, device) | wrong
     if device.type == "cuda":  # on CPU it is so anyway
         with torch.autograd.set_multithreading_enabled(False):
             for step in steps.values():
                 step()
-            row = measure(steps, layers, ONE_THREAD, device)
+            wrong = {"differs": differing(arms, mode, plain)}
+            row = measure(steps, layers, ONE_THREAD, device) | wrong
         yield row
 
 
@@ -220,7 +269,10 @@ def main(argv: list[str] | None = None) -> int:
     if options.plot:
         plots.draw(options.plot, plots.figures(data))
     print(text, flush=True)
-    return int(compare.against(options, data))
+    worse, wrong = compare.against(options, data), list(compare.flags(data))
+    for what in wrong:
+        print(what, file=sys.stderr)
+    return 1 if worse or wrong else 0
 
 
 if __name__ == "__main__":

@@ -139,12 +139,14 @@ def memory_figures(data: dict[str, Any]) -> dict[str, Figures]:
     }
 
 
+def depth(row: dict[str, Any]) -> str:
+    """A stack, and what was done with it."""
+    return f"{row['mode']}, {row['layers']} layer{'s' * (row['layers'] != 1)}"
+
+
 def overhead_figures(data: dict[str, Any]) -> dict[str, Figures]:
     """Microseconds of a call, by mode and layers, and arm."""
-    return {
-        f"{row['mode']}, {row['layers']} layer{'s' * (row['layers'] != 1)}": {"us": row["us"]}
-        for row in data["rows"]
-    }
+    return {depth(row): {"us": row["us"]} for row in data["rows"]}
 
 
 FIGURES = {"time": time_figures, "memory": memory_figures, "overhead": overhead_figures}
@@ -204,7 +206,7 @@ def can_be_judged(place: str, kind: str, figures: Figures) -> bool:
 
 
 def flags(data: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with arms of cgpass: losses that differ, failures."""
+    """What is wrong with arms of cgpass: losses or results that differ, failures."""
     for model in data.get("results", ()):
         for name in ours(model["arms"]):
             entry = model["arms"][name]
@@ -212,6 +214,9 @@ def flags(data: dict[str, Any]) -> Iterator[str]:
                 yield f"{title(model)}, {name}: losses differ"
             if "error" in entry:
                 yield f"{title(model)}, {name}: failed"
+    for row in data.get("rows", ()):
+        for name in row.get("differs", ()):
+            yield f"{depth(row)}, {name}: results differ"
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], tolerance: float) -> Comparison:

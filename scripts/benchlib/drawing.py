@@ -100,6 +100,7 @@ def draw_overhead(figure: Figure, what: dict[str, Any]) -> None:
         draw_lines(axes, lines)
         axes.set_title(mode, color=INK, fontsize=11)
     panels[0].set_ylabel("host microseconds a call")
+    note_what_is_left_out(figure, what)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, ncols=len(labels), loc="outside upper center")
 

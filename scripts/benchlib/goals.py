@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchlib.measured import Results, short, span
-from benchlib.report import LEAN, ONE_THREAD, median, number, sound_arms
+from benchlib.report import LEAN, ONE_THREAD, median, number, sound_arms, sound_row
 
 DIRECT = "cgpass-direct"
 Figures = dict[str, float]  # by model, say
@@ -88,7 +88,7 @@ def _call(mode: str, layers: int) -> Callable[[dict[str, Any], str], Figures]:
 
     def figures(found: dict[str, Any], arm: str) -> Figures:
         return {
-            f"{layers}": row["us"][arm]
+            f"{layers} layers": row["us"][arm]
             for row in found["rows"]
             if (row["mode"], row["layers"]) == (mode, layers) and arm in row["us"]
         }
@@ -101,9 +101,11 @@ def _sound(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_differing(found: dict[str, Any]) -> dict[str, Any]:
-    """The same without arms whose losses differ: what computes something else reaches nothing."""
+    """The same without arms whose losses, or results, differ: what computes something else reaches nothing."""
     if "modes" in found:
         return found | {"modes": {mode: _sound(each) for mode, each in found["modes"].items()}}
+    if "rows" in found:
+        return found | {"rows": [sound_row(row) for row in found["rows"]]}
     if isinstance(found.get("results"), list):
         return found | {"results": [_sound(model) for model in found["results"]]}
     return found

@@ -7,7 +7,16 @@ import re
 import textwrap
 from typing import Any
 
-from benchlib.report import ONE_THREAD, WHOLE, is_default, median, number, partitions, step_text
+from benchlib.report import (
+    ONE_THREAD,
+    WHOLE,
+    is_default,
+    median,
+    number,
+    partitions,
+    sound_row,
+    step_text,
+)
 
 Results = dict[str, dict[str, Any]]  # part -> what its JSON holds
 ARMS = ("default", "reduce-overhead", "cgpass", "limit")
@@ -180,7 +189,7 @@ def overhead(found: dict[str, Any]) -> str:
     layers = max(row["layers"] for row in found["rows"])
     said = []
     for row in found["rows"]:
-        us = row["us"]
+        us = sound_row(row)["us"]
         if row["layers"] != layers or "cgpass" not in us:
             continue
         more = []
@@ -193,7 +202,22 @@ def overhead(found: dict[str, Any]) -> str:
     if not said:
         return ""
     what = f"Host time of a call of {layers} small layers, {4 * layers} parameters: "
-    return what + "; ".join(said) + "."
+    return what + "; ".join(said) + "." + _results_of_calls(found["rows"])
+
+
+def _results_of_calls(rows: list[dict[str, Any]]) -> str:
+    """Whether results of calls are those without graphs, and default's; older results don't say it."""
+    if not all("differs" in row for row in rows):
+        return ""
+    differing = [
+        f"{name} ({row['mode']}, {row['layers']} layers)" for row in rows for name in row["differs"]
+    ]
+    but = f", but not those of {listed(differing)}" if differing else ""
+    default = ", and plain `torch.compile`'s" if all("default" in row["us"] for row in rows) else ""
+    return (
+        " Results and gradients are bitwise those of the same kernels without graphs"
+        f"{default}{but}."
+    )
 
 
 def distributed(found: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from benchlib.report import sound_arms
+from benchlib.report import sound_arms, sound_row
 
 BARS = ("default", "reduce-overhead", "cgpass")
 DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
@@ -44,13 +44,19 @@ def step_figures(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def overhead_figures(data: dict[str, Any]) -> dict[str, Any]:
-    """Host microseconds by mode and arm, as pairs of layers and time."""
+    """Host microseconds by mode and arm, as pairs of layers and time; without arms whose results differ."""
     modes: dict[str, dict[str, list[list[float]]]] = {}
     for row in data["rows"]:
-        for name, microseconds in row["us"].items():
+        for name, microseconds in sound_row(row)["us"].items():
             lines = modes.setdefault(row["mode"], {})
             lines.setdefault(name, []).append([row["layers"], microseconds])
-    return {"plot": "overhead", "modes": modes}
+    differing = [
+        f"{name} of {row['mode']}, {row['layers']} layers"
+        for row in data["rows"]
+        for name in row.get("differs", ())
+    ]
+    found: dict[str, Any] = {"plot": "overhead", "modes": modes}
+    return found | ({"differing": differing} if differing else {})
 
 
 FIGURES = {"time": step_figures, "overhead": overhead_figures}

@@ -208,6 +208,22 @@ def memory_rows(results: list[dict[str, Any]]) -> list[str]:
     return rows
 
 
+def mark_of_call(name: str, row: dict[str, Any]) -> str:
+    """A note on an arm of a stack whose results are not what they have to be."""
+    return " (results differ)" * (name in row.get("differs", ()))
+
+
+def sound_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A stack without the arms whose results differ."""
+    wrong = row.get("differs", ())
+    kept = {
+        key: {name: found for name, found in row[key].items() if name not in wrong}
+        for key in ("us", "stages")
+        if key in row
+    }
+    return row | kept
+
+
 def overhead_rows(rows: list[dict[str, Any]]) -> list[str]:
     """Host microseconds of a call by arm, and where those of cgpass go."""
     names = list(rows[0]["us"])
@@ -216,7 +232,7 @@ def overhead_rows(rows: list[dict[str, Any]]) -> list[str]:
         cells = [
             row["mode"],
             str(row["layers"]),
-            *(str(row["us"].get(name, "-")) for name in names),
+            *(str(row["us"].get(name, "-")) + mark_of_call(name, row) for name in names),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     parts = [(graph, stage) for graph in GRAPHS for stage in STAGES]
@@ -225,7 +241,8 @@ def overhead_rows(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         for name, found in row["stages"].items():
             figures = [str(found.get(graph, {}).get(stage, "-")) for graph, stage in parts]
-            cells = [row["mode"], str(row["layers"]), name, str(found["guards"]), *figures]
+            arm = name + mark_of_call(name, row)
+            cells = [row["mode"], str(row["layers"]), arm, str(found["guards"]), *figures]
             lines.append("| " + " | ".join(cells) + " |")
     return lines
 

@@ -127,6 +127,17 @@ def test_arms_whose_losses_differ_reach_no_goal():
     assert goals.in_a_loop(bench(slow)) == ""
 
 
+def test_calls_whose_results_differ_reach_no_goal_and_have_no_stages():
+    calls = overhead()
+    calls["rows"][-1]["differs"] = ["cgpass-direct", "cgpass"]
+    rows = goals.table({"bench": bench(), "overhead": calls}).splitlines()
+    assert rows[-2] == ("| 100 layers, training, us | 2300 | - | 40 | 100 layers (losses differ) |")
+    assert rows[-1].endswith("| 1200 | - | - | 100 layers (losses differ) |")
+    section = breakdown.section({"bench": bench(), "overhead": calls}, "m")
+    assert "| all | 30 | 30 | 30 | - |" in section
+    assert f"| {breakdown.GUARDS} | 5 | 5 | 5 | - |" in section
+
+
 def test_losses_of_one_arm_say_nothing_of_another():
     found = model("m", STEPS | {"cgpass": 2.1, "cgpass-lean": 2.05})
     found["arms"]["cgpass-lean"]["check"] = {"equal": False}

@@ -200,6 +200,28 @@ def test_a_section_without_and_with_host_time():
     ) in measured.overhead(calls)
 
 
+def test_arms_whose_results_differ_are_marked_and_not_quoted():
+    calls = overhead()
+    assert "bitwise" not in measured.overhead(calls)
+    for row in calls["rows"]:
+        row["differs"] = []
+    text = "Results and gradients are bitwise those of the same kernels without graphs, and plain `torch.compile`'s"
+    assert measured.overhead(calls).endswith(f" {text}.")
+    calls["rows"][3]["differs"] = ["cgpass"]
+    assert measured.overhead(calls).endswith(
+        f" inference 30 us (40 in reduce-overhead, 90 in default). {text}, but not those of cgpass (training, 100 layers)."
+    )
+    rows = report.overhead_rows(calls["rows"])
+    assert "| training | 100 | 90.0 | 40.0 | 30.0 (results differ) | 20.4 |" in rows
+    assert any(row.startswith("| training | 100 | cgpass (results differ) | 5.0") for row in rows)
+    figures = plots.figures(calls)
+    assert figures["modes"]["training"]["cgpass"] == [[1, 30.0]]
+    assert figures["differing"] == ["cgpass of training, 100 layers"]
+    assert "differing" not in plots.figures(overhead())
+    del calls["rows"][0]["us"]["default"]
+    assert "without graphs, but not those of cgpass" in measured.overhead(calls)
+
+
 def spread(ms, mib=100.0, *, equal=True):
     check = {"equal": equal}
     return {"step_ms": {"median": ms}, "peak_reserved_bytes": mib * 2**20, "check": check}

@@ -1,0 +1,57 @@
+"""Host time of stacks: results are compared with those of the same kernels without graphs, and with default's."""
+
+import json
+
+import bench_overhead
+import pytest
+import torch
+from benchlib import compare
+
+from tests.unit.bench_results import overhead
+
+CPU = torch.device("cpu")
+NAMES = ["default", "cgpass", "cgpass-direct"]
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_replays_give_what_the_same_kernels_do_without_graphs_and_default(mode):
+    plain = bench_overhead.without_graphs(1, mode, CPU)
+    assert len(plain) == (1 if mode == "inference" else 5)
+    arms = bench_overhead.warmed(1, mode, CPU, NAMES)
+    x = arms["cgpass"].x.clone()
+    assert bench_overhead.differing(arms, mode, plain) == []
+    assert torch.equal(arms["cgpass"].x, x)
+    for arm in arms.values():
+        getattr(arm, mode)()
+    bench_overhead.replay_nothing()
+    assert bench_overhead.differing(arms, mode, plain) == ["cgpass", "cgpass-direct"]
+
+
+class Arm:
+    def __init__(self, *values):
+        self.given = [torch.tensor(value) for value in values]
+
+    def values(self, mode):
+        return self.given
+
+
+def test_an_arm_has_to_give_what_default_does_too():
+    plain = [torch.tensor(1.0), torch.tensor(0.0)]
+    arms = {"eager": Arm(5.0, 5.0), "cgpass": Arm(1.0, 0.0), "cgpass-direct": Arm(1.0, -0.0)}
+    assert bench_overhead.differing(arms, "training", plain) == ["cgpass-direct"]
+    arms["default"] = Arm(2.0, 0.0)
+    assert bench_overhead.differing(arms, "training", plain) == ["cgpass", "cgpass-direct"]
+    arms = {"cgpass": Arm(1.0)}
+    assert bench_overhead.differing(arms, "training", plain) == ["cgpass"]
+
+
+def test_results_that_differ_are_a_failure(tmp_path, capsys):
+    path = tmp_path / "overhead.json"
+    for differs, status in (([], 0), (["cgpass"], 1)):
+        data = overhead()
+        data["rows"][1]["differs"] = differs
+        path.write_text(json.dumps(data))
+        assert bench_overhead.main(["--from", str(path)]) == status
+    said = capsys.readouterr()
+    assert said.err == "training, 1 layer, cgpass: results differ\n"
+    assert compare.compare(overhead(), data, 5.0).worse == [said.err.strip()]
