@@ -59,7 +59,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--compile-only", action="store_true", help="fill the compile cache and check losses")
     add(
         "--parallel",
-        type=arguments.count_or_none,
+        type=arguments.count_from_zero,
         default=0,
         help="processes compiling at a time (0: by cores)",
     )

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch._inductor.config
 import torch.distributed as dist
-from benchlib import arms, meta, parallel
+from benchlib import arguments, arms, compare, meta, parallel
 from benchlib.crew import Crew
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -253,7 +253,7 @@ def listed(allowed: tuple[str, ...]) -> Any:
     return parse
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Measure and print; write JSON if asked to."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -261,15 +261,15 @@ def main(arguments: list[str] | None = None) -> int:
     modes = tuple(parallel.MODES)
     parser.add_argument("--modes", type=listed(modes), default=modes, help=", ".join(modes))
     parser.add_argument("--arms", type=listed(parallel.ARMS), default=parallel.ARMS)
-    parser.add_argument("--processes", type=int, default=2, help="one device each")
-    parser.add_argument("--steps", type=int, default=30, help="that are timed")
-    parser.add_argument("--teardowns", type=int, default=20)
+    parser.add_argument("--processes", type=arguments.count, default=2, help="one device each")
+    parser.add_argument("--steps", type=arguments.count, default=30, help="that are timed")
+    parser.add_argument("--teardowns", type=arguments.count_from_zero, default=20)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, for a try")
     parser.add_argument(
-        "--limit", type=float, default=300, help="seconds for the first step of all"
+        "--limit", type=arguments.seconds, default=300, help="seconds for the first step of all"
     )
     parser.add_argument("--json", type=Path, help="file for the results")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(argv)
     count = torch.cuda.device_count()
     device = "cuda" if count >= args.processes else "cpu"
     if device == "cpu" and not args.tiny:
@@ -289,7 +289,10 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{args.teardowns} process groups ended with graphs alive: {results['teardowns']}")
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
-    return 0
+    wrong = list(compare.flags(results))
+    for what in wrong:
+        print(what, file=sys.stderr)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

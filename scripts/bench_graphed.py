@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchlib import meta
+from benchlib import arguments, meta
 from torch import nn
 from torch.nn import functional as F
 
@@ -159,10 +159,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="where to write all figures")
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--calls", type=int, default=50, help="in each batch")
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--length", type=int, default=16)
+    parser.add_argument("--rounds", type=arguments.count, default=40)
+    parser.add_argument("--calls", type=arguments.count, default=50, help="in each batch")
+    parser.add_argument("--width", type=arguments.count, default=64)
+    parser.add_argument("--length", type=arguments.count, default=16)
     given = parser.parse_args()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchlib import meta
+from benchlib import arguments, meta
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -221,8 +221,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--depth", type=int, default=48, help="checkpointed attentions")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--depth", type=arguments.count, default=48, help="checkpointed attentions")
+    parser.add_argument("--rounds", type=arguments.count, default=12)
     parser.add_argument("--json", type=Path, help="file for the results")
     args = parser.parse_args()
     results = {

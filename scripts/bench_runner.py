@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchlib import arguments
 
 from cgpass.inputs import InputInfo, InputKind
 from cgpass.plan import whole_plan
@@ -156,7 +157,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--sizes", default="10,100,300", help="numbers of tensors, with commas")
     parser.add_argument(
-        "--repeats", type=int, default=30, help="blocks of 20 calls; the best counts"
+        "--repeats", type=arguments.count, default=30, help="blocks of 20 calls; the best counts"
     )
     parser.add_argument("--json", type=Path, help="file for the numbers")
     options = parser.parse_args(argv)

@@ -16,8 +16,8 @@ def count(text: str) -> int:
     return value
 
 
-def count_or_none(text: str) -> int:
-    """A whole number of at least zero, which leaves it to the script."""
+def count_from_zero(text: str) -> int:
+    """A whole number of at least zero."""
     return 0 if text.strip() == "0" else count(text)
 
 

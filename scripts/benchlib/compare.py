@@ -207,13 +207,14 @@ def can_be_judged(place: str, kind: str, figures: Figures) -> bool:
 
 def flags(data: dict[str, Any]) -> Iterator[str]:
     """What is wrong with arms of cgpass: losses or results that differ, failures."""
-    for model in data.get("results", ()):
-        for name in ours(model["arms"]):
-            entry = model["arms"][name]
-            if differs(entry, model["arms"]):
-                yield f"{title(model)}, {name}: losses differ"
-            if "error" in entry:
-                yield f"{title(model)}, {name}: failed"
+    places = [(title(model), model["arms"]) for model in data.get("results", ())]
+    places += [(mode, found["arms"]) for mode, found in data.get("modes", {}).items()]
+    for place, arms in places:
+        for name in ours(arms):
+            if differs(arms[name], arms):
+                yield f"{place}, {name}: losses differ"
+            if "error" in arms[name]:
+                yield f"{place}, {name}: failed"
     for row in data.get("rows", ()):
         for name in row.get("differs", ()):
             yield f"{depth(row)}, {name}: results differ"

@@ -74,6 +74,23 @@ def test_without_gpus_only_a_tiny_one_is_measured(bench, capsys):
     assert "--tiny runs on CPU" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("equal", [True, False])
+def test_bits_that_differ_are_a_failure(bench, monkeypatch, capsys, equal):
+    entry = {"step_ms": {"median": 2.0, "p10": 1.0, "p90": 3.0}, "process_group_ended": True}
+    arms = {"default": entry, "cgpass": entry | {"check": {"equal": equal}}}
+    found = {"modes": {"FSDP2": {"arms": arms}}, "teardowns": {}}
+    monkeypatch.setattr(bench.Bench, "measured", lambda self: found)
+    assert bench.main(["--tiny"]) == (0 if equal else 1)
+    assert capsys.readouterr().err == ("" if equal else "FSDP2, cgpass: losses differ\n")
+
+
+@pytest.mark.parametrize("option", ["--processes=0", "--steps=-1", "--teardowns=-1", "--limit=nan"])
+def test_numbers_that_will_not_do_are_refused(bench, capsys, option):
+    with pytest.raises(SystemExit, match="2"):
+        bench.main([option])
+    assert f"argument {option.partition('=')[0]}: " in capsys.readouterr().err
+
+
 def test_unknown_modes_are_refused(bench, capsys):
     with pytest.raises(SystemExit):
         bench.main(["--modes", "pipeline"])
