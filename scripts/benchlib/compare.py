@@ -245,7 +245,11 @@ def compare(old: dict[str, Any], new: dict[str, Any], tolerance: float) -> Compa
         if nothing and can_be_judged(place, kinds[0], before[place]):
             found.worse.append(f"{place}: nothing of cgpass is left to compare")
     known = set(flags(old))
-    found.worse += [flag for flag in flags(new) if flag not in known]
+    for flag in flags(new):
+        if flag in known:
+            found.notes.append(f"{flag}, as before")
+        else:
+            found.worse.append(flag)
     return found
 
 

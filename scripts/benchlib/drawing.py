@@ -101,15 +101,21 @@ def draw_overhead(figure: Figure, what: dict[str, Any]) -> None:
         axes.set_title(mode, color=INK, fontsize=11)
     panels[0].set_ylabel("host microseconds a call")
     note_what_is_left_out(figure, what)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, ncols=len(labels), loc="outside upper center")
+    arms: dict[str, Any] = {}  # not all are in each
+    for axes in panels:
+        handles, labels = axes.get_legend_handles_labels()
+        arms = dict(zip(labels, handles, strict=True)) | arms
+    figure.legend(list(arms.values()), list(arms), ncols=len(arms), loc="outside upper center")
 
 
 def draw(path: Path, what: dict[str, Any]) -> None:
     """Writes the plot of figures that benchlib/plots.py chose, with the figures in it."""
     with rc_context(STYLE):
         figure = Figure(layout="constrained")
-        {"steps": draw_steps, "overhead": draw_overhead}[what["plot"]](figure, what)
+        if what.get("models") or what.get("modes"):
+            {"steps": draw_steps, "overhead": draw_overhead}[what["plot"]](figure, what)
+        else:
+            note_what_is_left_out(figure, what)
         path.parent.mkdir(parents=True, exist_ok=True)
         noted = {"Date": None, "Description": json.dumps(what)} if path.suffix == ".svg" else {}
         figure.savefig(path, transparent=True, metadata=noted)

@@ -81,7 +81,7 @@ def losses(bench: dict[str, Any]) -> str:
             unchecked.append(name)
             continue
         (checked if found["equal"] else unequal).append(name)
-        if found["deterministic"]:
+        if found.get("deterministic"):
             deterministic.append(name)
         if found["equal"] and partitions(ours) == WHOLE:
             against_default[is_default(ours, model["arms"])].append(name)

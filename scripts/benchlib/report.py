@@ -78,6 +78,10 @@ def note_on_losses(name: str, entry: dict[str, Any], arms: dict[str, Any]) -> st
     return "losses not compared bitwise"
 
 
+def _one_line(error: str) -> str:
+    return " ".join(error.split())[:110].replace("|", "/")
+
+
 def mark(name: str, entry: dict[str, Any], arms: dict[str, Any] | None = None) -> str:
     """A note on an arm: its error, or what is known of its losses, and what its pieces take.
 
@@ -87,9 +91,11 @@ def mark(name: str, entry: dict[str, Any], arms: dict[str, Any] | None = None) -
         arms: All arms of the model, whose losses this one's are held against.
     """
     if "error" in entry:
-        return "failed: " + " ".join(entry["error"].split())[:110].replace("|", "/")
+        return "failed: " + _one_line(entry["error"])
     notes, found = [], entry.get("check")
-    if differs(entry, arms or {}):
+    if "error" in (found or {}):
+        notes.append(f"**losses not compared**: {_one_line(found['error'])}")
+    elif differs(entry, arms or {}):
         only = found and found.get("equal") and not is_default(entry, arms or {})
         notes.append("**losses differ" + " from default's" * bool(only) + "**")
     notes += filter(None, [note_on_losses(name, entry, arms or {})])
@@ -97,9 +103,7 @@ def mark(name: str, entry: dict[str, Any], arms: dict[str, Any] | None = None) -
         notes.append("the plain runs differ too")
     pieces = entry.get("alone", {})
     if "error" in pieces:
-        notes.append(
-            "pieces not timed: " + " ".join(pieces["error"].split())[:110].replace("|", "/")
-        )
+        notes.append("pieces not timed: " + _one_line(pieces["error"]))
     elif pieces:
         notes.append(
             f"alone: eager partitions {pieces['eager_ms']:.2f} ms, graphs {pieces['graphs_ms']:.2f}, optimizer "

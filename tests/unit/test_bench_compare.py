@@ -6,6 +6,7 @@ import json
 import bench
 import bench_overhead
 import pytest
+import results
 from benchlib import compare
 
 META = {
@@ -78,6 +79,8 @@ def test_cgpass_that_fails_or_differs_is_worse():
     new["results"][0]["arms"]["cgpass"]["check"] = {"equal": False}
     assert worse(OLD, new) == ["Small, B2, cgpass: losses differ"]
     assert worse(new, new) == []
+    notes = compare.compare(new, new, 5.0).notes
+    assert notes == ["Small, B2, cgpass: losses differ, as before"]
 
 
 def test_memory_is_judged_by_itself():
@@ -185,6 +188,14 @@ def test_what_is_to_be_shown_has_to_hold_all_that_is_shown(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         bench.parse(["--from", str(path)])
     assert "not all of a result: KeyError('p10')" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["bench", "memory", "overhead"])
+def test_results_that_are_kept_are_whole(part):
+    (path,) = results.RESULTS.glob(f"{part}-*.json")
+    script = bench_overhead if part == "overhead" else bench
+    assert compare.result(("time", "memory", "overhead"), shown=True)(str(path))["meta"]
+    assert script.main(["--from", str(path), "--compare", str(path)]) == 0
 
 
 def test_tiny_models_are_compared_with_tiny_ones(tmp_path, capsys):

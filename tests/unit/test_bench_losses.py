@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchlib import arms, measure, report, worker
+from benchlib import arms, measure, measured, report, worker
 
 LEAN = report.LEAN
 PLAIN = [3.0, 2.0]
@@ -186,6 +186,17 @@ def test_a_note_says_whose_losses_they_are(ours, expected):
     assert report.mark("cgpass", ours, {"default": {"losses": PLAIN}, "cgpass": ours}) == expected
     if ours["check"]:
         assert report.mark(LEAN, ours, {"default": {"losses": PLAIN}}) == expected
+
+
+def test_a_comparison_that_failed_says_why():
+    ours = entry(
+        PLAIN, check={"error": "RuntimeError: no\nmemory", "equal": False}, step_ms={"median": 1.0}
+    )
+    arms = {"cgpass": ours}
+    assert report.mark("cgpass", ours, arms) == "**losses not compared**: RuntimeError: no memory"
+    assert report.step_text("cgpass", arms) == "1.00 (losses differ)"
+    found = {"results": [{"model": "m", "arms": arms}]}
+    assert measured.losses(found) == "Losses of m are not those of the same kernels without graphs."
 
 
 def test_older_results_of_the_leanest_arm_are_held_against_those_of_cgpass():

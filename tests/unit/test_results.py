@@ -154,6 +154,16 @@ def test_a_plot_says_what_it_leaves_out(tmp_path):
     text = path.read_text()
     assert "no limit, so not shown: loose, B2" in text
     assert "values differ, so not shown: cgpass of wrong, B2" in text
+    calls = overhead()
+    for row in calls["rows"]:
+        row["differs"] = ["cgpass"] if row["mode"] == "inference" else []
+    plots.draw(path, plots.figures(calls))
+    assert ">cgpass</text>" in path.read_text()
+    for row in calls["rows"]:
+        row["differs"] = list(row["us"])
+    for nothing in (calls, bench()):
+        plots.draw(path, plots.figures(nothing))
+        assert plots.shown(path) == plots.figures(nothing)
 
 
 def test_sentences_about_memory():
