@@ -162,7 +162,7 @@ def replay_nothing() -> None:
                 recording.replay = lambda: None
 
 
-def warmed(layers: int, mode: str, device: torch.device, names: list[str]) -> dict[str, Arm]:
+def recorded(layers: int, mode: str, device: torch.device, names: list[str]) -> dict[str, Arm]:
     """All arms, compiled and recorded."""
     torch.compiler.reset()
     arms = {name: Arm(name, layers, device) for name in names}
@@ -211,7 +211,7 @@ def of_depth(layers: int, names: list[str], device: torch.device) -> Iterator[di
     """One depth in all modes."""
     for mode in ("inference", "training"):
         plain = without_graphs(layers, mode, device)
-        arms = warmed(layers, mode, device, names)
+        arms = recorded(layers, mode, device, names)
         wrong = {"differs": differing(arms, mode, plain)}
         if device.type == "cpu":
             replay_nothing()

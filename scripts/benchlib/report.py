@@ -13,8 +13,8 @@ LEAN = "cgpass-lean"
 """An arm: gradients set directly, and the backward in the thread that calls it."""
 SAME_KERNELS = ("cgpass", "cgpass-direct", LEAN)
 """Arms whose kernels are those of the run without graphs: their losses are compared bitwise."""
-WHOLE = "2/0"
-"""Partitions, captured and eager, of what is one each way: no kernel is another than default's."""
+WHOLE = ("2/0", "1/0")
+"""Partitions, captured and eager, of what is one each way, or one without a backward: no kernel is another than default's."""
 ONE_THREAD = "training, one thread"
 """A mode of it: the backward runs in the thread that calls it."""
 
@@ -41,7 +41,7 @@ def is_default(entry: dict[str, Any], arms: dict[str, Any]) -> bool | None:
         return found["default"]["equal"]
     # An older result. What needed deterministic algorithms is not the same from run to run, nor are default's.
     theirs = arms.get("default", {}).get("losses")
-    if partitions(entry) != WHOLE or not theirs or not found or found.get("deterministic"):
+    if partitions(entry) not in WHOLE or not theirs or not found or found.get("deterministic"):
         return None
     return entry.get("losses") == theirs
 

@@ -17,7 +17,7 @@ NAMES = ["default", "cgpass", "cgpass-direct"]
 def test_replays_give_what_the_same_kernels_do_without_graphs_and_default(mode):
     plain = bench_overhead.without_graphs(1, mode, CPU)
     assert len(plain) == (1 if mode == "inference" else 5)
-    arms = bench_overhead.warmed(1, mode, CPU, NAMES)
+    arms = bench_overhead.recorded(1, mode, CPU, NAMES)
     x = arms["cgpass"].x.clone()
     assert bench_overhead.differing(arms, mode, plain) == []
     assert torch.equal(arms["cgpass"].x, x)
