@@ -188,9 +188,7 @@ def measure(steps: Steps, layers: int, mode: str, device: torch.device) -> dict[
         "us": {name: round(statistics.median(found), 1) for name, found in times.items()},
     }
     result["stages"] = {
-        name: stages(step, mode, device)
-        for name, step in steps.items()
-        if name.startswith("cgpass")
+        name: stages(step, device) for name, step in steps.items() if name.startswith("cgpass")
     }
     return result
 

@@ -4,9 +4,10 @@ from typing import Any
 
 from benchlib import goals
 from benchlib.measured import Results, device, fill, short, torch_version
-from benchlib.report import GRAPHS, LEAN, STAGES, median, number
+from benchlib.report import GRAPHS, LEAN, PARTS, STAGES, median, number
 
 GUARDS = "Dynamo's guards, part of what is before the forward"
+IDLE = "of that, the device is idle"
 
 
 def name_of(model: dict[str, Any], others: list[dict[str, Any]]) -> str:
@@ -38,7 +39,7 @@ def steps(bench: dict[str, Any]) -> str:
 
 
 def model_stages(bench: dict[str, Any]) -> str:
-    """Microseconds of a forward and a backward, a column per model that is one graph each way; empty if none is."""
+    """Microseconds of a forward and a backward, a column per model; empty if none has any."""
     found = [
         (name_of(model, bench["results"]), entry, entry["stages"])
         for model in goals.without_differing(bench)["results"]
@@ -60,11 +61,14 @@ def model_stages(bench: dict[str, Any]) -> str:
         None if ms is None else each["until_done"] - 1e3 * ms
         for ms, (_, _, each) in zip(busy, found, strict=True)
     ]
-    line("of that, the device is idle", idle)
+    line(IDLE, idle)
+    replays = [each.get("replays") for _, _, each in found]
+    if any(replays):
+        line("graphs that are replayed", replays)
     line(GUARDS, [each["guards"] for _, _, each in found])
     for graph in GRAPHS:
-        for stage in STAGES:
-            values = [each[graph][stage] for _, _, each in found]
+        for stage in (*STAGES, *PARTS):
+            values = [each.get(graph, {}).get(stage) for _, _, each in found]
             if any(values):
                 line(f"{graph}: {stage}", values)
     return "\n".join(lines)
@@ -84,7 +88,7 @@ def stages(overhead: dict[str, Any]) -> str:
     found = [row["stages"].get("cgpass", {}) for row in rows]
     line(GUARDS, [each.get("guards") for each in found])
     for graph in GRAPHS:
-        for stage in STAGES:
+        for stage in (*STAGES, *PARTS):
             values = [each.get(graph, {}).get(stage) for each in found]
             if any(values):
                 line(f"{graph}: {stage}", values)
@@ -110,7 +114,8 @@ def section(results: Results, machine: str) -> str:
         blocks.append(
             fill(
                 "A forward and a backward of these models, the device idle before: microseconds. A stage is what the host "
-                "does in it ([which](#what-the-stages-are)), medians each, so they need not add up."
+                "does in it ([which](#what-the-stages-are)), in all graphs of a step together, medians each, so they need "
+                "not add up."
             )
         )
         blocks.append(table)
@@ -120,8 +125,8 @@ def section(results: Results, machine: str) -> str:
                 "A stack of small layers, four parameters each, the device idle before each call: host "
                 f"microseconds ([all figures](results/overhead-{machine}.md)). "
                 '"all" is measured in calls of its own, so the parts, a median each, need not add up to it. Setting '
-                "gradients to None belongs to what is before the forward, and what lies between the graphs to what "
-                'is before the backward. With "one thread" the backward runs in the thread that calls it.'
+                "gradients to None belongs to what is before the forward. "
+                'With "one thread" the backward runs in the thread that calls it.'
             )
         )
         blocks.append(stages(goals.without_differing(results["overhead"])))

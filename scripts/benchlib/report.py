@@ -6,9 +6,22 @@ import shlex
 from pathlib import PurePosixPath
 from typing import Any
 
-# Parts of a call of cgpass, as scripts/bench_overhead.py times them.
-STAGES = ("before", "launch", "after the launch", "rest")
 GRAPHS = ("forward", "backward")
+FORWARD = GRAPHS[0]
+STAGES = ("before", "launch", "after the launch", "rest")
+"""Parts of a call in older results, which have none of PARTS."""
+PARTS = (
+    "until called",
+    "autograd's walk",
+    "wrappers",
+    "signature and copies",
+    "replay",
+    "outputs",
+    "eager operators",
+    "gradients",
+    "after the last graph",
+)
+"""Parts of a call of cgpass, as benchlib/staged.py takes them."""
 LEAN = "cgpass-lean"
 """An arm: gradients set directly, and the backward in the thread that calls it."""
 SAME_KERNELS = ("cgpass", "cgpass-direct", LEAN)
@@ -239,7 +252,13 @@ def overhead_rows(rows: list[dict[str, Any]]) -> list[str]:
             *(str(row["us"].get(name, "-")) + mark_of_call(name, row) for name in names),
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    parts = [(graph, stage) for graph in GRAPHS for stage in STAGES]
+    every = [found for row in rows for found in row["stages"].values()]
+    parts = [
+        (graph, stage)
+        for graph in GRAPHS
+        for stage in (*STAGES, *PARTS)
+        if any(stage in found.get(graph, {}) for found in every)
+    ]
     heads = ["", "layers", "arm", "guards", *(f"{graph}: {stage}" for graph, stage in parts)]
     lines += ["", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for row in rows:

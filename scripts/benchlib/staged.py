@@ -1,105 +1,120 @@
-"""Where the host's time of a call goes: what is before a graph's launch, the launch, and what comes after it."""
+"""Where the host's time of a call goes: guards, wrappers, what is around each replay, and autograd."""
 
-import contextlib
+from __future__ import annotations
+
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchlib.measure import synchronize
-from benchlib.report import STAGES
-from cgpass.runtime import owner
-from cgpass.runtime.executor import Executor
-from cgpass.runtime.recording import Recording
+from benchlib import marks
+from benchlib.measure import counted, synchronize
+from benchlib.report import FORWARD, GRAPHS, PARTS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+CALLS = 100
 
 
-@contextlib.contextmanager
-def marked() -> Iterator[list[float]]:
-    """When a graph's executor was entered, when its replay had been launched, and when the executor returned."""
-    marks: list[float] = []
-    call = Executor.__call__
-
-    def timed(self: Executor, args: list[Any]) -> list[Any]:
-        marks.append(time.perf_counter())
-        results = call(self, args)
-        marks.append(time.perf_counter())
-        return results
-
-    def launched(recording: Recording) -> Callable[[], None]:
-        replay = recording.replay
-
-        def launch() -> None:
-            replay()
-            marks.append(time.perf_counter())
-
-        return launch
-
-    recordings = [r for o in list(owner._owners) for slot in o._slots for r in slot.recordings]
-    replays = [recording.replay for recording in recordings]
-    for recording in recordings:
-        recording.replay = launched(recording)
-    Executor.__call__ = timed  # type: ignore[method-assign]
-    try:
-        yield marks
-    finally:
-        Executor.__call__ = call  # type: ignore[method-assign]
-        for recording, replay in zip(recordings, replays, strict=True):
-            recording.replay = replay
+def part_between(before: str, after: str, *, backward: bool) -> str:
+    """Which part of a call lies between two marks that follow each other."""
+    inside = {
+        marks.ENTER: "signature and copies",
+        marks.STEP: "eager operators" if after == marks.STEPPED else "signature and copies",
+        marks.REPLAY: "replay",
+        marks.LAUNCHED: "outputs",
+        marks.STEPPED: "outputs",
+        marks.CALL: "wrappers",
+    }
+    if before in inside:
+        return inside[before]
+    if before == marks.LEAVE and after in (marks.RETURN, marks.STEPPED):
+        return "wrappers" if after == marks.RETURN else "outputs"
+    if backward:
+        return "autograd's walk" if before == marks.BACKWARD else "gradients"
+    return "until called" if after in (marks.CALL, marks.ENTER) else "after the last graph"
 
 
-def stages(step: Callable[[], None], mode: str, device: torch.device) -> dict[str, Any]:
-    """Where a call's time goes, in microseconds.
-
-    Guards are measured by the profiler, in calls of their own; "until_done" is until the device is, too.
+def sums(begin: float, taken: list[marks.Mark]) -> dict[tuple[str, str], float]:
+    """Seconds of each part of a step, forward and backward by themselves.
 
     Args:
-        step: A call of one whole graph each way.
-        mode: "inference", or one of training.
+        begin: When the step began.
+        taken: Its marks; the last one is its end.
+    """
+    found = {(graph, part): 0.0 for graph in GRAPHS for part in PARTS}
+    graph, before, since = FORWARD, "", begin
+    for after, at in taken:
+        found[graph, part_between(before, after, backward=graph != FORWARD)] += at - since
+        if after == marks.BACKWARD:
+            graph = GRAPHS[1]
+        before, since = after, at
+    return found
+
+
+def _is_of_replays(taken: list[marks.Mark], counters: dict[str, int]) -> bool:
+    """Whether a step replayed what it can, and each replay was marked."""
+    launched = sum(where == marks.LAUNCHED for where, _ in taken)
+    others = counters["warmups"] + counters["recordings"]
+    return not others and launched == counters["replays"] > 0
+
+
+def stages(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
+    """Where a step's time goes, in microseconds: medians of what each part takes, summed over the graphs of a step.
+
+    Guards are measured by the profiler, in steps of their own; "until_done" is until the device is, too.
+
+    Args:
+        step: A call under `torch.no_grad()`, or a forward and a backward.
         device: Where it runs.
 
     Raises:
-        RuntimeError: Calls are no replays.
+        RuntimeError: Steps are no replays.
     """
-    graphs = ("forward",) if mode == "inference" else ("forward", "backward")
-    rows = []
-    with marked() as marks:
-        for _ in range(100):
+    rows, replays, until_done = [], 0, []
+    with marks.taken() as taken:
+        for _ in range(5):
+            step()  # what is met for the first time is marked from then on
+        for _ in range(CALLS):
             synchronize(device)
-            marks.clear()
-            begin = start = time.perf_counter()
-            step()
-            end = time.perf_counter()
-            synchronize(device)
-            done = time.perf_counter()
-            if len(marks) != 3 * len(graphs):
-                continue  # something was recorded anew
-            ends = [*marks[3::3], end]
-            row = [done - begin]
-            for n in range(len(graphs)):
-                entered, launched, left = marks[3 * n : 3 * n + 3]
-                row += [entered - start, launched - entered, left - launched, ends[n] - left]
-                start = ends[n]
-            if len(graphs) == 2:  # what lies between the graphs is before the second
-                row[5] += row[4]
-                row[4] = 0.0
-            rows.append(row)
-    if len(rows) < 50:
-        raise RuntimeError(f"only {len(rows)} of 100 steps were a replay each way")
-    until_done, *medians = [
-        round(statistics.median(column) * 1e6, 1) for column in zip(*rows, strict=True)
-    ]
-    found: dict[str, Any] = {
-        graph: dict(zip(STAGES, medians[4 * n : 4 * n + 4], strict=True))
-        for n, graph in enumerate(graphs)
-    }
+            taken.clear()
+            with counted() as counters:
+                begin = time.perf_counter()
+                step()
+                taken.append((marks.END, time.perf_counter()))
+                synchronize(device)
+                done = time.perf_counter()
+            if _is_of_replays(taken, counters):
+                rows.append(sums(begin, taken))
+                replays = counters["replays"]
+                until_done.append(done - begin)
+    if len(rows) < CALLS // 2:
+        raise RuntimeError(f"only {len(rows)} of {CALLS} steps replayed all that is captured")
+    found: dict[str, Any] = {"until_done": _microseconds(until_done), "replays": replays}
+    is_short = (
+        found["until_done"] < 10_000
+    )  # what else a profile holds takes its time to be gone through
+    found["guards"] = guards(step, device, steps=20 if is_short else 3)
+    for graph in GRAPHS:
+        medians = {part: _microseconds([row[graph, part] for row in rows]) for part in PARTS}
+        if any(medians.values()):
+            found[graph] = {part: median for part, median in medians.items() if median}
+    return found
+
+
+def _microseconds(seconds: list[float]) -> float:
+    return round(statistics.median(seconds) * 1e6, 1)
+
+
+def guards(step: Callable[[], None], device: torch.device, *, steps: int) -> float:
+    """Microseconds that Dynamo looks for a graph whose guards hold, per step."""
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
-        for _ in range(20):
+        for _ in range(steps):
             step()
     synchronize(device)
-    guards = [e for e in profiled.key_averages() if e.key == "TorchDynamo Cache Lookup"]
-    found["until_done"] = until_done
-    found["guards"] = round(sum(e.self_cpu_time_total for e in guards) / 20, 1)
-    return found
+    found = [e for e in profiled.key_averages() if e.key == "TorchDynamo Cache Lookup"]
+    return round(sum(e.self_cpu_time_total for e in found) / steps, 1)

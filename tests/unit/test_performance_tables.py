@@ -223,3 +223,38 @@ def test_where_the_time_of_a_model_goes():
     staged["arms"]["cgpass"]["differs"] = True
     assert breakdown.model_stages(bench(staged)) == ""
     assert breakdown.steps(bench(staged)).splitlines()[2].startswith("| Staged | - | 2.00 |")
+
+
+def test_finer_stages_beside_those_of_older_results():
+    old, new = model("old", STEPS, "Old, B2"), model("new", STEPS, "New, B2")
+    stage = {"before": 10.0, "launch": 20.0, "after the launch": 3.0, "rest": 0.0}
+    old["arms"]["cgpass"]["stages"] = {
+        "forward": stage,
+        "backward": stage,
+        "until_done": 900.0,
+        "guards": 4.0,
+    }
+    new["arms"]["cgpass"]["stages"] = {
+        "until_done": 800.0,
+        "replays": 34,
+        "guards": 5.0,
+        "forward": {"until called": 8.0, "replay": 7.0, "eager operators": 60.0},
+        "backward": {"replay": 9.0, "gradients": 11.0},
+    }
+    assert breakdown.model_stages(bench(old, new)).splitlines()[2:] == [
+        "| until the device is done | 900 | 800 |",
+        "| of that, the device is idle | - | - |",
+        "| graphs that are replayed | - | 34 |",
+        "| Dynamo's guards, part of what is before the forward | 4 | 5 |",
+        "| forward: before | 10 | - |",
+        "| forward: launch | 20 | - |",
+        "| forward: after the launch | 3 | - |",
+        "| forward: until called | - | 8 |",
+        "| forward: replay | - | 7 |",
+        "| forward: eager operators | - | 60 |",
+        "| backward: before | 10 | - |",
+        "| backward: launch | 20 | - |",
+        "| backward: after the launch | 3 | - |",
+        "| backward: replay | - | 9 |",
+        "| backward: gradients | - | 11 |",
+    ]
