@@ -13,8 +13,9 @@ medians; the device is waited for between calls, outside of what is timed. All a
 Results of cgpass, and in training all gradients, have to be bitwise those of the same kernels without graphs, and
 default's: where those of an arm differ it is marked, and the status is 1.
 `--compare` has status 1 where cgpass got worse against reduce-overhead of its own run than in an older result.
-For cgpass a second table says where the time goes. Without CUDA the simulated driver runs, whose replays are replaced
-by nothing once it has recorded: what is left is host time too, of another machine.
+For cgpass a second table says where the time goes; the JSON has for how long the device is busy, too. Without CUDA the
+simulated driver runs, whose replays are replaced by nothing once it has recorded: what is left is host time too, of
+another machine.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 from benchlib import arguments, compare, meta, plots, report
-from benchlib.measure import synchronize
+from benchlib.measure import kernels_of, synchronize
 from benchlib.report import ONE_THREAD
 from benchlib.staged import stages
 from torch import nn
@@ -202,7 +203,27 @@ def run(layers: list[int], names: list[str], device: torch.device) -> Iterator[d
         for row in of_depth(depth, names, device):
             rows.append(row)
             print(json.dumps(row), file=sys.stderr, flush=True)
-            yield {"kind": "overhead", "meta": meta.describe(device.type), "rows": rows}
+            yield result(rows, device)
+    if "cgpass" in names and device.type == "cuda":
+        for depth in layers:  # last: a process in which the device was profiled is slower
+            note_busy(rows, depth, device)
+        yield result(rows, device)
+
+
+def result(rows: list[dict[str, Any]], device: torch.device) -> dict[str, Any]:
+    """What is written."""
+    return {"kind": "overhead", "meta": meta.describe(device.type), "rows": rows}
+
+
+def note_busy(rows: list[dict[str, Any]], layers: int, device: torch.device) -> None:
+    """Notes beside cgpass' stages of one depth for how long a call keeps the device busy, in microseconds."""
+    for mode in ("inference", "training"):
+        step = warmed(layers, mode, device, ["cgpass"])["cgpass"]
+        found = [kernels_of(step, device) for _ in range(3)]
+        busy_ms = statistics.median(each["gpu_busy_ms"] for each in found)
+        for row in rows:
+            if busy_ms and row["layers"] == layers and row["mode"].startswith(mode):
+                row["stages"]["cgpass"]["gpu_busy"] = round(1e3 * busy_ms, 1)
 
 
 def of_depth(layers: int, names: list[str], device: torch.device) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ from benchlib.measured import Results, device, fill, short, torch_version
 from benchlib.report import GRAPHS, LEAN, PARTS, STAGES, median, number
 
 GUARDS = "Dynamo's guards, part of what is before the forward"
+DONE = "until the device is done"
 IDLE = "of that, the device is idle"
 
 
@@ -55,7 +56,7 @@ def model_stages(bench: dict[str, Any]) -> str:
     def line(what: str, values: list[float | None]) -> None:
         lines.append("| " + " | ".join([what, *(number(value, 0) for value in values)]) + " |")
 
-    line("until the device is done", [each["until_done"] for _, _, each in found])
+    line(DONE, [each["until_done"] for _, _, each in found])
     busy = [entry.get("kernels", {}).get("gpu_busy_ms") for _, entry, _ in found]
     idle = [
         None if ms is None else each["until_done"] - 1e3 * ms
@@ -86,6 +87,11 @@ def stages(overhead: dict[str, Any]) -> str:
 
     line("all", [row["us"].get("cgpass") for row in rows])
     found = [row["stages"].get("cgpass", {}) for row in rows]
+    busy = [each.get("gpu_busy") for each in found]
+    if any(busy):
+        line(DONE, [each.get("until_done") for each in found])
+        idle = zip(busy, found, strict=True)
+        line(IDLE, [None if us is None else each["until_done"] - us for us, each in idle])
     line(GUARDS, [each.get("guards") for each in found])
     for graph in GRAPHS:
         for stage in (*STAGES, *PARTS):

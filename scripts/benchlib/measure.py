@@ -18,7 +18,7 @@ import cgpass
 from benchlib.arms import REFERENCE, Arm, make
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from benchlib.models import Batch, Workload
 
@@ -155,20 +155,28 @@ def peak_memory(arm: Arm, *, steps: int) -> dict[str, int]:
 
 
 def kernels(arm: Arm) -> dict[str, Any]:
-    """Kernels of one forward and backward: launched by graph replays, and all of them.
+    """Kernels of one forward and backward; see `kernels_of`."""
+    batch, device = arm.workload.batches[0], arm.workload.device
+    if device.type != "cuda":
+        return {}
+    arm.begin()
+    found = kernels_of(lambda: arm.forward_backward(batch), device)
+    arm.finish()
+    return found
+
+
+def kernels_of(call: Callable[[], object], device: torch.device) -> dict[str, Any]:
+    """Kernels of a call: launched by graph replays, and all of them; nothing where there is no CUDA.
 
     A kernel belongs to a replay if the runtime call with its correlation id is a graph launch.
     """
-    if arm.workload.device.type != "cuda":
+    if device.type != "cuda":
         return {}
-    batch = arm.workload.batches[0]
-    arm.begin()
-    synchronize(arm.workload.device)
+    synchronize(device)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
-        arm.forward_backward(batch)
-        synchronize(arm.workload.device)
-    arm.finish()
+        call()
+        synchronize(device)
     handle, path = tempfile.mkstemp(suffix=".json")
     os.close(handle)
     try:

@@ -258,3 +258,18 @@ def test_finer_stages_beside_those_of_older_results():
         "| backward: replay | - | 9 |",
         "| backward: gradients | - | 11 |",
     ]
+
+
+def test_how_long_the_device_is_idle_in_a_call_of_a_stack():
+    data = overhead()
+    assert "idle" not in breakdown.stages(data), "older results don't say it"
+    for row, busy in zip(data["rows"], (None, 31.0, 20.0, 10.0), strict=True):
+        found = {"guards": 5.0, "until_done": 100.0, "forward": {"replay": 7.0}}
+        row["stages"] = {"cgpass": found | ({"gpu_busy": busy} if busy else {})}
+    assert breakdown.stages(data).splitlines()[2:7] == [
+        "| all | 30 | 30 | 30 | 30 |",
+        "| until the device is done | 100 | 100 | 100 | 100 |",
+        "| of that, the device is idle | - | 69 | 80 | 90 |",
+        "| Dynamo's guards, part of what is before the forward | 5 | 5 | 5 | 5 |",
+        "| forward: replay | 7 | 7 | 7 | 7 |",
+    ]
