@@ -3,12 +3,14 @@
     python scripts/bench.py --out bench.json --markdown bench.md
     python scripts/bench.py --models gpt2 --arms default,cgpass --steps 20
     python scripts/bench.py --memory --out memory.json
+    python scripts/bench.py --inference --out inference.json
     python scripts/bench.py --device cpu --tiny --models gpt2 --steps 2 --rounds 1
     python scripts/bench.py --from new.json --compare old.json
 
 Times: all arms of a model in one process, in interleaved blocks. The processes of all models
 compile side by side; then they measure one after the other, with nothing else running.
 Memory (`--memory`): one process per arm with a fresh compile cache.
+Inference (`--inference`): calls under torch.no_grad() of the models in eval mode, timed as steps are.
 `--compare` shows what changed against an older result, with status 1 where cgpass got worse against the other arms
 of its own run (machines differ between runs) or needs more memory. Where an arm of cgpass fails, or its losses differ,
 or models are left out for want of time, the status is 1 in any case; arms that are there to be compared with may fail.
@@ -50,13 +52,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--arms",
         type=arm_names,
-        help=f"names, with commas; usual: {','.join(arms.NAMES)} (with --memory without {arms.LEAN}); also {more}",
+        help=f"names, with commas; usual: {','.join(arms.NAMES)} (with --memory without {arms.LEAN}, with "
+        f"--inference {','.join(arms.INFERENCE)}); also {more}",
     )
     add("--steps", type=arguments.count, default=10, help="synchronised steps per block")
     add("--rounds", type=arguments.count, default=6, help="blocks per arm")
     add("--check-steps", type=arguments.count, default=5, help="steps whose losses are compared")
-    add("--memory", action="store_true", help="peak memory and compile time instead of times")
-    add("--compile-only", action="store_true", help="fill the compile cache and check losses")
+    instead = parser.add_mutually_exclusive_group().add_argument
+    instead("--memory", action="store_true", help="peak memory and compile time instead of times")
+    instead("--inference", action="store_true", help="calls without gradients instead of steps")
+    instead("--compile-only", action="store_true", help="fill the compile cache and check losses")
     add(
         "--parallel",
         type=arguments.count_from_zero,
@@ -69,18 +74,24 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, help="file for the JSON")
     add("--markdown", type=Path, help="file for the tables")
     add("--plot", type=Path, help="file for bars relative to the limit (.svg; needs matplotlib)")
-    compare.add_arguments(parser, ("time", "memory"))
+    compare.add_arguments(parser, ("time", "memory", "inference"))
     add("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    measured = "memory" if args.memory else "time"
-    compare.check_arguments(parser, args, measured)
-    plots.check_argument(parser, args.plot, compare.kind(args.source or {"kind": measured}))
+    compare.check_arguments(parser, args, kind(args))
+    measured = compare.kind(args.source or {"kind": kind(args)})
+    plots.check_argument(parser, args.plot, measured)
     return args
+
+
+def kind(args: argparse.Namespace) -> str:
+    """What is measured."""
+    return "memory" if args.memory else "inference" if args.inference else "time"
 
 
 def jobs(args: argparse.Namespace, directory: str) -> list[worker.Job]:
     """One job a model, or one a model and arm for memory."""
-    usual = [name for name in arms.NAMES if not (args.memory and name == arms.LEAN)]
+    names = arms.INFERENCE if args.inference else arms.NAMES
+    usual = [name for name in names if not (args.memory and name == arms.LEAN)]
     chosen = tuple(args.arms or usual)
     common = {
         "device": args.device,
@@ -96,9 +107,9 @@ def jobs(args: argparse.Namespace, directory: str) -> list[worker.Job]:
             for model in args.models or models.SPECS
             for arm in chosen
         ]
-    kind = "compile" if args.compile_only else "time"
+    what = "compile" if args.compile_only else kind(args)
     return [
-        worker.Job(name=model, kind=kind, model=model, arms=chosen, **common)
+        worker.Job(name=model, kind=what, model=model, arms=chosen, **common)
         for model in args.models or models.SPECS
     ]
 
@@ -225,7 +236,7 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     size = args.parallel or max(1, (os.cpu_count() or 2) * 3 // 4)
     args.parallel = size
     data: dict[str, Any] = {
-        "kind": "memory" if args.memory else "time",
+        "kind": kind(args),
         "meta": meta.describe(args.device) | {"parallel": args.parallel, "tiny": args.tiny},
         "results": [],
     }

@@ -6,6 +6,7 @@
 #   tests   the GPU tests, in parallel over one shared compile cache; extra arguments go to pytest
 #   bench   step times of all models and arms, captured and total kernels; extra go to bench.py
 #   memory  peak memory and compile time, one process per arm; extra arguments go to bench.py
+#   inference  host time of calls of all models without gradients; extra arguments go to bench.py
 #   overhead  host time of calls of stacks of small layers; extra arguments go to bench_overhead.py
 #   graphed  host time of callables graphed by hand; extra arguments go to bench_graphed.py
 #   recompute  what recomputed random operators cost and checkpoints save; extra go to bench_recompute.py
@@ -14,14 +15,14 @@
 #   dist-bench  steps and memory on two devices; extra arguments go to bench_distributed.py; with one device says so
 #
 # `python scripts/results.py --take DIR` keeps all of it in docs/results and brings README in step. With
-# `-- --compare OLD.json` bench, memory and overhead fail where cgpass got worse than in an older result.
+# `-- --compare OLD.json` bench, memory, inference and overhead fail where cgpass got worse than in an older result.
 #
 # Each part takes less than nine minutes. PYTHON names the interpreter (python3), WORKERS the number of processes (8),
 # LIMIT the seconds after which tests are interrupted (520); what failed by then is reported. BENCH_COMMIT names the
 # commit where the sources are a copy without history.
 set -u -o pipefail
 
-usage() { sed -n '2,21s/^# \{0,1\}//p' "$0"; }
+usage() { sed -n '2,22s/^# \{0,1\}//p' "$0"; }
 
 part="" out="gpu-check" workers="${WORKERS:-8}" limit="${LIMIT:-520}"
 while [ $# -gt 0 ]; do
@@ -110,9 +111,9 @@ case "$part" in
       summarise dist $?
     fi
     ;;
-  bench | memory)
+  bench | memory | inference)
     flags=(--budget 510 --out "$out/$part.json" --markdown "$out/$part.md")
-    [ "$part" = memory ] && flags+=(--memory)
+    [ "$part" = bench ] || flags+=("--$part")
     timeout --signal=INT --kill-after=15 535 "$python" scripts/bench.py "${flags[@]}" "$@" 2>&1 \
       | tee "$out/$part.log"
     ;;

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
-TABLES = ("bench", "memory", "overhead")
+TABLES = ("bench", "memory", "inference", "overhead")
 PLOTS = {"bench": "steps", "overhead": "overhead"}
 
 

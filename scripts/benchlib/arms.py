@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from benchlib.models import Batch, Workload
 
+INFERENCE = ("default", "reduce-overhead", "cgpass")
 NAMES = ("eager", "default", "reduce-overhead", "cudagraphs", "cgpass", LEAN, "limit")
 REFERENCE = "cgpass-none"
 KNOWN = (*NAMES, "cgpass-eager", "cgpass-direct", REFERENCE)
@@ -145,6 +146,30 @@ class Arm:
         return torch.autocast(self.workload.device.type, dtype=torch.bfloat16)
 
 
+class InferenceArm(Arm):
+    """Calls of the model in eval mode that nobody wants gradients of: forward alone."""
+
+    def __init__(self, name: str, workload: Workload) -> None:
+        super().__init__(name, workload)
+        self.module.eval()
+
+    def begin(self) -> None:
+        """Marks a step where the arm wants that."""
+        if self._marks_steps:
+            torch.compiler.cudagraph_mark_step_begin()
+
+    def forward_backward(self, batch: Batch) -> torch.Tensor:
+        """Runs the forward; returns the loss."""
+        with torch.no_grad(), self._autocast():
+            return self._call(**batch)
+
+    def finish(self) -> None:
+        """There is nothing to be updated."""
+
+    def restart(self) -> None:
+        """Nothing has changed."""
+
+
 class LimitArm(Arm):
     """The lower bound: one graph, captured by hand, of forward and backward of Inductor's kernels.
 
@@ -219,6 +244,8 @@ class LimitArm(Arm):
 
 def make(name: str, workload: Workload) -> Arm:
     """The arm of that name, not yet prepared."""
+    if workload.inference:
+        return InferenceArm(name, workload)
     return (LimitArm if name == "limit" else Arm)(name, workload)
 
 

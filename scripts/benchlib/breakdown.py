@@ -4,7 +4,7 @@ from typing import Any
 
 from benchlib import goals
 from benchlib.measured import Results, device, fill, short, torch_version
-from benchlib.report import GRAPHS, LEAN, PARTS, STAGES, median, number
+from benchlib.report import GRAPHS, LEAN, PARTS, STAGES, differs, median, microseconds, number
 
 GUARDS = "Dynamo's guards, part of what is before the forward"
 DONE = "until the device is done"
@@ -75,6 +75,36 @@ def model_stages(bench: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def calls(inference: dict[str, Any]) -> str:
+    """Host microseconds and synchronised milliseconds of a call without gradients, a row per model."""
+    arms = ("default", "reduce-overhead", "cgpass")
+    names = [f"{arm}, host us" for arm in arms] + [f"{arm}, ms" for arm in arms]
+    names.append("GPU busy, ms")
+    rows = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for model in inference["results"]:
+        entries = [model["arms"].get(arm, {}) for arm in arms]
+        cells = [number(microseconds(entry), 0) for entry in entries]
+        cells += [number(median(entry, "step_ms")) for entry in entries]
+        cells.append(number(entries[-1].get("kernels", {}).get("gpu_busy_ms")))
+        for n, entry in enumerate(entries):
+            if differs(entry):
+                cells[n] += " (results differ)"
+        rows.append("| " + " | ".join([name_of(model, inference["results"]), *cells]) + " |")
+    return "\n".join(rows)
+
+
+def inference_blocks(inference: dict[str, Any], machine: str) -> list[str]:
+    """What is said of calls without gradients."""
+    said = (
+        "The same models in eval mode, called under `torch.no_grad()`, the device waited for between calls: host "
+        f"microseconds until a call returns, milliseconds until the device is done ([all figures](results/inference-{machine}.md))."
+    )
+    blocks = [fill(said), calls(inference)]
+    if table := model_stages(inference):
+        blocks += ["Where a call's host time goes, in microseconds:", table]
+    return blocks
+
+
 def stages(overhead: dict[str, Any]) -> str:
     """Microseconds of a call of a stack, a row per stage and a column per depth."""
     rows = overhead["rows"]
@@ -125,6 +155,8 @@ def section(results: Results, machine: str) -> str:
             )
         )
         blocks.append(table)
+    if "inference" in results:
+        blocks += inference_blocks(results["inference"], machine)
     if "overhead" in results:
         blocks.append(
             fill(

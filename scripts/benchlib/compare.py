@@ -102,7 +102,7 @@ def changed(old: float | None, new: float | None, digits: int = 2) -> str:
 
 
 def kind(data: dict[str, Any]) -> str:
-    """What was measured: time, memory or overhead."""
+    """What was measured: time, memory, inference or overhead."""
     return data.get("kind", "unknown")
 
 
@@ -149,7 +149,12 @@ def overhead_figures(data: dict[str, Any]) -> dict[str, Figures]:
     return {depth(row): {"us": row["us"]} for row in data["rows"]}
 
 
-FIGURES = {"time": time_figures, "memory": memory_figures, "overhead": overhead_figures}
+FIGURES = {
+    "time": time_figures,
+    "memory": memory_figures,
+    "inference": time_figures,
+    "overhead": overhead_figures,
+}
 
 
 def rivals(found: str, quantity: str) -> tuple[str, ...]:

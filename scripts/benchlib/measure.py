@@ -87,8 +87,8 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def time_block(arm: Arm, *, steps: int, discard: int) -> dict[str, list[float]]:
-    """One block of an arm: synchronised steps with their host time, then a loop without syncs.
+def time_block(arm: Arm, *, steps: int, discard: int, loop: bool = True) -> dict[str, list[float]]:
+    """One block of an arm: synchronised steps with their host time, then, with `loop`, a loop without syncs.
 
     Returns:
         Lists of `step_ms` and `host_ms` (forward and backward until enqueued), one per step, and
@@ -103,12 +103,14 @@ def time_block(arm: Arm, *, steps: int, discard: int) -> dict[str, list[float]]:
         total, host = _timed_step(arm, batches[index % len(batches)])
         step_ms.append(total)
         host_ms.append(host)
+    if not loop:
+        return {"step_ms": step_ms, "host_ms": host_ms}
     start = time.perf_counter()
     for index in range(2 * steps):
         arm.step(batches[index % len(batches)])
     synchronize(device)
-    loop = (time.perf_counter() - start) * 1e3 / (2 * steps)
-    return {"step_ms": step_ms, "host_ms": host_ms, "loop_ms": [loop]}
+    loop_ms = (time.perf_counter() - start) * 1e3 / (2 * steps)
+    return {"step_ms": step_ms, "host_ms": host_ms, "loop_ms": [loop_ms]}
 
 
 def _timed_step(arm: Arm, batch: Batch) -> tuple[float, float]:

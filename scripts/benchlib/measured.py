@@ -10,8 +10,10 @@ from typing import Any
 from benchlib.report import (
     ONE_THREAD,
     WHOLE,
+    differs,
     is_default,
     median,
+    microseconds,
     number,
     partitions,
     sound_row,
@@ -23,6 +25,7 @@ ARMS = ("default", "reduce-overhead", "cgpass", "limit")
 LINKS = {
     "bench": ("benchmark", "md"),
     "memory": ("memory", "md"),
+    "inference": ("inference", "md"),
     "overhead": ("host time", "md"),
     "recompute": ("recomputation", "json"),
     "graphed": ("graphed callables", "json"),
@@ -220,6 +223,23 @@ def _results_of_calls(rows: list[dict[str, Any]]) -> str:
     )
 
 
+def inference(found: dict[str, Any]) -> str:
+    """Host time of a call of each model without gradients."""
+    said = []
+    for model in found["results"]:
+        us = {name: microseconds(entry) for name, entry in model["arms"].items()}
+        if us.get("cgpass") is None or differs(model["arms"]["cgpass"]):
+            continue
+        others = [f"{us[n]:.0f} in {n}" for n in ("reduce-overhead", "default") if us.get(n)]
+        if said:
+            others = [other.partition(" ")[0] for other in others]
+        against = f" ({', '.join(others)})" if others else ""
+        said.append(f"{short(model.get('title', model['model']))} {us['cgpass']:.0f} us{against}")
+    if not said:
+        return ""
+    return f"Host time of a call under `torch.no_grad()`: {'; '.join(said)}."
+
+
 def distributed(found: dict[str, Any]) -> str:
     """Steps, memory and bits of training on several devices."""
     said, ratios, unequal, lost, hung = [], [], [], [], []
@@ -293,6 +313,7 @@ def section(results: Results, machine: str) -> str:
         "memory": memory,
         "recompute": recompute,
         "graphed": graphed,
+        "inference": inference,
         "overhead": overhead,
         "start": start,
         "dist-bench": distributed,

@@ -73,12 +73,16 @@ class ModelSpec:
 
 @dataclass(kw_only=True)
 class Workload:
-    """A model on the CPU that every arm copies, and batches on the device."""
+    """A model on the CPU that every arm copies, and batches on the device.
+
+    `inference` has arms call it without gradients and in eval mode.
+    """
 
     spec: ModelSpec
     device: torch.device
     master: nn.Module
     batches: list[Batch] = field(default_factory=list)
+    inference: bool = False
 
     def instance(self, tag: str) -> nn.Module:
         """A copy of the model on the device, in training mode.

@@ -196,6 +196,41 @@ def summary_rows(results: list[dict[str, Any]]) -> list[str]:
     return rows
 
 
+def microseconds(entry: dict[str, Any], key: str = "median") -> float | None:
+    """Of the host for a call."""
+    ms = entry.get("host_ms", {}).get(key)
+    return None if ms is None else 1e3 * ms
+
+
+def inference_rows(results: list[dict[str, Any]]) -> list[str]:
+    """Calls without gradients, one row per model and arm."""
+    names = ["model", "arm", "host us (p10 to p90)", "call ms", "GPU busy ms"]
+    names += ["kernels captured/all", "partitions captured/eager", "note"]
+    rows = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+    for model in results:
+        for name, entry in model.get("arms", {}).items():
+            host, low, high = (microseconds(entry, key) for key in ("median", "p10", "p90"))
+            note = mark(name, entry)
+            if (is_defaults := (entry.get("check") or {}).get("default")) is not None:
+                note += ", and default's" if is_defaults else "; not default's"
+            cells = (
+                model.get("title", model["model"]),
+                name,
+                "-" if host is None else f"{host:.0f} ({number(low, 0)} to {number(high, 0)})",
+                number(median(entry, "step_ms")),
+                number((entry.get("kernels") or {}).get("gpu_busy_ms")),
+                kernel_text(entry),
+                partitions(entry),
+                note,
+            )
+            rows.append("| " + " | ".join(cells) + " |")
+        if "error" in model:
+            stopped = "stopped: " + " ".join(model["error"].split())[:120].replace("|", "/")
+            title = model.get("title", model["model"])
+            rows.append("| " + " | ".join([title, *["-"] * 6, stopped]) + " |")
+    return rows
+
+
 def mebibytes(value: int | None) -> str:
     """Bytes as MiB."""
     return "-" if value is None else f"{value / 2**20:.0f}"
@@ -314,6 +349,14 @@ def render(data: dict[str, Any]) -> str:
     if data["kind"] == "memory":
         note = f"One process per arm, fresh cache, {meta['parallel']} compiling at a time."
         return "\n".join([*head, note, "", *memory_rows(data["results"]), ""])
+    if data["kind"] == "inference":
+        note = "Calls under torch.no_grad() of the models in eval mode, the device waited for between them: medians."
+        own = [
+            f"{model.get('title', model['model'])}: {line}" if line else ""
+            for model in data["results"]
+            for line in of_its_own(model)
+        ]
+        return "\n".join([*head, note, "", *inference_rows(data["results"]), "", *own])
     body = [*summary_rows(data["results"]), ""]
     for model in data["results"]:
         error = f" (stopped: {model['error'][:120]})" if "error" in model else ""

@@ -13,12 +13,13 @@ from benchlib.shape import is_tiny
 KINDS = {
     "time": "bench",
     "memory": "memory",
+    "inference": "inference",
     "overhead": "overhead",
     "distributed": "dist-bench",
     "start": "start",
 }
 # What is measured of an arm, by part.
-FIGURE = {"bench": "step_ms", "memory": "peak_reserved_bytes"}
+FIGURE = {"bench": "step_ms", "memory": "peak_reserved_bytes", "inference": "host_ms"}
 # Parts that are tests.
 TESTS = ("tests", "dist")
 # A path from the root of a file system, in the middle of any text.

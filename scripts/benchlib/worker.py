@@ -28,7 +28,7 @@ class Job:
 
     Attributes:
         name: File name of its results, without suffix.
-        kind: "time", "memory" or "compile".
+        kind: "time", "memory", "inference" or "compile".
         model: Name of the model.
         arms: Names of the arms.
         device: "cuda" or "cpu".
@@ -179,7 +179,8 @@ def measure_times(job: Job, ready: dict[str, arms.Arm], results: Results) -> Non
         for name in names[shift:] + names[:shift]:
             try:
                 with measure.counted() as counted:
-                    block = measure.time_block(ready[name], steps=job.steps, discard=3)
+                    loop = job.kind != "inference"
+                    block = measure.time_block(ready[name], steps=job.steps, discard=3, loop=loop)
             except Exception as error:
                 results.arm(name).update(failure(error))
                 del ready[name]
@@ -192,7 +193,8 @@ def measure_times(job: Job, ready: dict[str, arms.Arm], results: Results) -> Non
         entry = results.arm(name)
         entry.update({key: measure.spread(values) for key, values in collected[name].items()})
         if name.startswith("cgpass"):
-            entry.update(per_step(counters[name], steps=3 + 3 * job.steps))
+            steps = job.steps * (1 if job.kind == "inference" else 3)
+            entry.update(per_step(counters[name], steps=3 + steps))
     results.write()
 
 
@@ -262,6 +264,34 @@ def run_time(job: Job, workload: models.Workload, results: Results) -> None:
     time_pieces(ready, results)
 
 
+def check_inference(results: Results) -> None:
+    """Compares what calls return with default's: bitwise where all is one graph, of which no kernel is another."""
+    arms_of = results.data["arms"]
+    default = arms_of.get("default", {}).get("losses")
+    for name, entry in arms_of.items():
+        if default is None or name == "default" or "losses" not in entry:
+            continue
+        found = entry.get("check")
+        if found is None:
+            entry["differs"] = not measure.check_close(entry["losses"], default)
+        elif report.partitions(entry) == "1/0" and not found.get("deterministic", True):
+            found["default"] = entry["losses"] == default
+            entry["differs"] = entry["differs"] or not found["default"]
+    results.write()
+
+
+def run_inference(job: Job, workload: models.Workload, results: Results) -> None:
+    """Calls of a model without gradients; all arms in one process."""
+    ready = prepare(job, workload, results)
+    check(job, workload, ready, results)
+    check_inference(results)
+    take_turn(job)
+    measure_times(job, ready, results)
+    ours = {name: arm for name, arm in ready.items() if name == "cgpass"}
+    measure_stages(ours, results)
+    count_kernels(ours, results)
+
+
 def run_memory(job: Job, workload: models.Workload, results: Results) -> None:
     """One arm of a model in a process of its own."""
     ready = prepare(job, workload, results)
@@ -287,7 +317,9 @@ def main(job: Job) -> int:
         parameters = list(workload.master.parameters())
         results.data["parameters"] = sum(parameter.numel() for parameter in parameters)
         results.data["parameter_tensors"] = len(parameters)
-        (run_memory if job.kind == "memory" else run_time)(job, workload, results)
+        workload.inference = job.kind == "inference"
+        ways = {"memory": run_memory, "inference": run_inference}
+        ways.get(job.kind, run_time)(job, workload, results)
     except Exception as error:
         results.data.update(failure(error))
         results.write()

@@ -16,6 +16,7 @@ def job_arms(*more):
 def test_times_are_measured_of_all_arms_and_memory_of_those_that_differ_in_it():
     assert job_arms() == list(arms.NAMES)
     assert job_arms("--memory") == [name for name in arms.NAMES if name != "cgpass-lean"]
+    assert job_arms("--inference") == ["default", "reduce-overhead", "cgpass"]
     assert job_arms("--memory", "--arms", "cgpass,cgpass-lean") == ["cgpass", "cgpass-lean"]
 
 
@@ -28,7 +29,10 @@ class Module(torch.nn.Linear):
 def test_the_leanest_arm_sets_gradients_directly_in_the_thread_that_calls_the_backward(name):
     spec = SimpleNamespace(regions=None, autocast=False)
     workload = SimpleNamespace(
-        spec=spec, device=torch.device("cpu"), instance=lambda _: Module(4, 4)
+        spec=spec,
+        device=torch.device("cpu"),
+        instance=lambda _: Module(4, 4),
+        inference=False,
     )
     arm = arms.make(name, workload)
     is_lean = name == "cgpass-lean"
