@@ -218,8 +218,8 @@ def result(rows: list[dict[str, Any]], device: torch.device) -> dict[str, Any]:
 def note_busy(rows: list[dict[str, Any]], layers: int, device: torch.device) -> None:
     """Notes beside cgpass' stages of one depth for how long a call keeps the device busy, in microseconds."""
     for mode in ("inference", "training"):
-        step = warmed(layers, mode, device, ["cgpass"])["cgpass"]
-        found = [kernels_of(step, device) for _ in range(3)]
+        arm = recorded(layers, mode, device, ["cgpass"])["cgpass"]
+        found = [kernels_of(getattr(arm, mode), device) for _ in range(3)]
         busy_ms = statistics.median(each["gpu_busy_ms"] for each in found)
         for row in rows:
             if busy_ms and row["layers"] == layers and row["mode"].startswith(mode):

@@ -87,7 +87,7 @@ def calls(inference: dict[str, Any]) -> str:
         cells += [number(median(entry, "step_ms")) for entry in entries]
         cells.append(number(entries[-1].get("kernels", {}).get("gpu_busy_ms")))
         for n, entry in enumerate(entries):
-            if differs(entry):
+            if differs(entry, model["arms"]):
                 cells[n] += " (results differ)"
         rows.append("| " + " | ".join([name_of(model, inference["results"]), *cells]) + " |")
     return "\n".join(rows)

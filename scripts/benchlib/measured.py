@@ -228,7 +228,7 @@ def inference(found: dict[str, Any]) -> str:
     said = []
     for model in found["results"]:
         us = {name: microseconds(entry) for name, entry in model["arms"].items()}
-        if us.get("cgpass") is None or differs(model["arms"]["cgpass"]):
+        if us.get("cgpass") is None or differs(model["arms"]["cgpass"], model["arms"]):
             continue
         others = [f"{us[n]:.0f} in {n}" for n in ("reduce-overhead", "default") if us.get(n)]
         if said:

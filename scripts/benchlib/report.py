@@ -210,9 +210,6 @@ def inference_rows(results: list[dict[str, Any]]) -> list[str]:
     for model in results:
         for name, entry in model.get("arms", {}).items():
             host, low, high = (microseconds(entry, key) for key in ("median", "p10", "p90"))
-            note = mark(name, entry)
-            if (is_defaults := (entry.get("check") or {}).get("default")) is not None:
-                note += ", and default's" if is_defaults else "; not default's"
             cells = (
                 model.get("title", model["model"]),
                 name,
@@ -221,7 +218,7 @@ def inference_rows(results: list[dict[str, Any]]) -> list[str]:
                 number((entry.get("kernels") or {}).get("gpu_busy_ms")),
                 kernel_text(entry),
                 partitions(entry),
-                note,
+                mark(name, entry, model["arms"]),
             )
             rows.append("| " + " | ".join(cells) + " |")
         if "error" in model:

@@ -7,7 +7,7 @@ import bench
 import pytest
 import results
 import torch
-from benchlib import arms, breakdown, compare, measured, models, report, taking, worker
+from benchlib import arms, breakdown, measured, models, report, taking, worker
 
 from tests.unit.bench_results import MACHINE, META, model
 
@@ -75,7 +75,7 @@ def test_a_worker_measures_calls_of_all_arms(monkeypatch, tmp_path):
         assert "loop_ms" not in entry
     ours = entries["cgpass"]
     assert ours["check"]["equal"]
-    assert ours["check"]["default"]
+    assert ours["check"]["default"]["equal"]
     assert not ours["differs"]
     assert ours["replays_per_step"] == 1
     assert ours["stages"]["replays"] == 1
@@ -83,30 +83,18 @@ def test_a_worker_measures_calls_of_all_arms(monkeypatch, tmp_path):
     assert "stages" not in entries["default"]
 
 
-@pytest.mark.parametrize(
-    ("partitions", "deterministic", "losses", "expected"),
-    [
-        ((1, 0), False, [1.0, 2.0], (True, False)),
-        ((1, 0), False, [1.0, 2.5], (False, True)),
-        ((1, 0), True, [1.0, 2.5], (None, False)),  # nor are default's own the same twice
-        ((3, 2), False, [1.0, 2.5], (None, False)),  # other kernels
-    ],
-)
-def test_results_are_held_against_defaults(tmp_path, partitions, deterministic, losses, expected):
-    counters = dict(zip(("partitions_captured", "partitions_eager"), partitions, strict=True))
-    check = {"equal": True, "deterministic": deterministic}
-    ours = {"losses": losses, "check": check, "differs": False, "warmup_counters": counters}
+def test_results_of_other_kernels_are_held_against_defaults_within_bounds(tmp_path):
     entries = {
         "default": {"losses": [1.0, 2.0]},
         "reduce-overhead": {"losses": [1.0, 2.1]},
-        "cgpass": ours,
+        "cudagraphs": {"losses": [1.0, 2.01]},
+        "cgpass": {"losses": [1.0, 2.5], "check": {"equal": True}, "differs": False},
+        "limit": {"error": "no device"},
     }
     found = worker.Results(tmp_path / "m.json", {"model": "m", "arms": entries})
     worker.check_inference(found)
-    assert (check.get("default"), ours["differs"]) == expected
-    assert entries["reduce-overhead"]["differs"]
-    flags = list(compare.flags({"results": [found.data]}))
-    assert flags == ["m, cgpass: losses differ"] * expected[1]
+    said = {name: entry["differs"] for name, entry in entries.items() if "differs" in entry}
+    assert said == {"reduce-overhead": True, "cudagraphs": False, "cgpass": False}
 
 
 def arm(host_us, ms, **more):
@@ -116,7 +104,8 @@ def arm(host_us, ms, **more):
 
 def inference(**more):
     stages = {"until_done": 900.0, "replays": 1, "guards": 4.0, "forward": {"replay": 20.4}}
-    check = {"equal": True, "deterministic": False, "default": True}
+    default = {"losses": [1.0], "equal": True, "deterministic": False}
+    check = {"equal": True, "deterministic": False, "default": default}
     ours = arm(310, 1.5, check=check, stages=stages, kernels={"gpu_busy_ms": 0.65})
     small = model("small", {}) | {
         "arms": {"default": arm(5000, 5.1), "reduce-overhead": arm(500, 1.9), "cgpass": ours}
