@@ -29,6 +29,16 @@ def fresh_loader(monkeypatch, folder, mode="1"):
     monkeypatch.setenv("CGPASS_FAST", mode)
 
 
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))) or os.environ.get("CGPASS_FAST") == "0",
+    reason="no C++ compiler, or it is not to be used",
+)
+def test_where_there_is_a_compiler_all_is_built():
+    """Tests of what is built skip what is not."""
+    assert fast.wait()
+    assert node.wait(), node.why_not()
+
+
 @pytest.mark.parametrize(
     ("compiler", "expected"),
     [

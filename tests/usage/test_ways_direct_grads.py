@@ -157,6 +157,37 @@ def test_one_thread_adds_to_a_parameter_at_a_time(way):
     assert seen == ["begins", "ends"] * 2
 
 
+@pytest.mark.parametrize("other", ["eager", "direct"])
+def test_threads_that_add_to_one_parameter_lose_nothing(way, other):
+    """Additions that take long enough to meet; each backward makes and drops what the other adds through."""
+    session = way.session(**DIRECT)
+    shared = nn.Parameter(torch.ones(1 << 20, device=session.device))
+    own = [nn.Parameter(torch.ones(4, device=session.device)) for _ in range(2)]
+    x = torch.ones_like(shared)
+
+    def made(weight):
+        return lambda x: (shared * x).sum() + (weight * 2).sum()
+
+    fns = [session.compile(made(own[0])), made(own[1])]
+    if other == "direct":
+        fns[1] = session.compile(fns[1])
+
+    def go_back(fn):
+        for _ in range(8):
+            fn(x).backward()
+
+    for fn in fns:
+        go_back(fn)
+    for _ in range(4):
+        shared.grad = torch.zeros_like(shared)
+        threads = [threading.Thread(target=go_back, args=(fn,)) for fn in fns]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert bool((shared.grad == 16).all())
+
+
 def test_backwards_into_named_inputs_leave_parameters_alone(way):
     session, plain, module, call = made(way)
     x = session.randn(4, 8).requires_grad_()

@@ -19,6 +19,11 @@ class Convolutions(nn.Module):
         return self.second(self.point(self.first(x).relu()).relu())
 
 
+def strides(tensor):
+    """Of the dimensions in which there is more than one element."""
+    return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
 def gradients(call, parameters, x):
     return torch.autograd.grad(call(x).square().sum(), parameters)
 
@@ -38,32 +43,36 @@ def test_gradients_lie_as_weights(setting, channels_last):
         found["weights"] = parameters
         return [grad.clone() for grad in found["ours"]]
 
-    setting.run(program, compiler="inductor")
+    with torch.backends.cudnn.flags(deterministic=True):
+        setting.run(program, compiler="inductor")
     for ours, default, weight in zip(*found.values(), strict=True):
-        assert ours.stride() == weight.stride()
+        assert strides(ours) == strides(weight)
         assert torch.equal(ours, default)
     differ = any(
-        g.stride() != w.stride() for g, w in zip(found["default"], found["weights"], strict=True)
+        strides(g) != strides(w) for g, w in zip(found["default"], found["weights"], strict=True)
     )
     assert differ is not channels_last, "what is tested here is there no more"
 
 
+def copies(call, module, x):
+    """Gradients that autograd copies into the layout of their parameters, in a step after some."""
+    for _ in range(6):
+        loss = call(x).square().sum()
+        module.zero_grad()
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
+            loss.backward()
+    return [event.name for event in profiled.events()].count("aten::new_empty_strided")
+
+
 def test_autograd_copies_no_gradient(setting):
-    copied = []
+    found = {}
 
     def program(session):
         module, call = session.compiled(Convolutions)
         x = session.randn(2, 72, 8, 8)
-        for _ in range(6):
-            loss = call(x).square().sum()
-            module.zero_grad()
-            with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
-                loss.backward()
-            copied.append([e for e in profiled.events() if e.name == "aten::new_empty_strided"])
+        found["ours"] = copies(call, module, x)
+        found["default"] = copies(torch.compile(module), module, x)
         return [p.grad.clone() for p in module.parameters()]
 
-    for a, b in zip(
-        setting.run(program, compiler="inductor"), setting.run_eagerly(program), strict=True
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
-    assert not copied[5]
+    setting.run(program, compiler="inductor")
+    assert found["ours"] == 0 < found["default"]
