@@ -29,7 +29,7 @@ def gradients(call, parameters, x):
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_gradients_lie_as_weights(setting, channels_last):
+def test_gradients_lie_as_weights(setting, monkeypatch, channels_last):
     layout = torch.channels_last if channels_last else torch.contiguous_format
     found = {}
 
@@ -43,8 +43,8 @@ def test_gradients_lie_as_weights(setting, channels_last):
         found["weights"] = parameters
         return [grad.clone() for grad in found["ours"]]
 
-    with torch.backends.cudnn.flags(deterministic=True):
-        setting.run(program, compiler="inductor")
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    setting.run(program, compiler="inductor")
     for ours, default, weight in zip(*found.values(), strict=True):
         assert strides(ours) == strides(weight)
         assert torch.equal(ours, default)
