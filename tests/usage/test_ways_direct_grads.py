@@ -122,6 +122,22 @@ def test_hooks_that_come_between_a_forward_and_its_backward(way):
         assert a[1:] == pytest.approx(b[1:], rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["tensor", "added"])
+def test_a_hook_that_comes_before_the_backward_and_is_all_there_is(way, kind):
+    session, plain, module, call = made(way)
+    x, seen = session.randn(4, 8), []
+    for fn, each in ((plain, plain), (call, module)):
+        loss = fn(x).square().sum()
+        first, *_ = each.parameters()
+        if kind == "tensor":
+            first.register_hook(lambda grad: seen.append(grad.shape) or grad * 2)
+        else:
+            first.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
+        loss.backward()
+    assert len(seen) == 2
+    same(plain, module)
+
+
 class SlowAdditions(TorchDispatchMode):
     """Has additions to one gradient take long, and notes when they begin and end."""
 
