@@ -31,7 +31,7 @@ import torch
 from benchlib import arguments, compare, meta, plots, report
 from benchlib.measure import kernels_of, synchronize
 from benchlib.report import ONE_THREAD
-from benchlib.staged import stages
+from benchlib.staged import guards, stages
 from torch import nn
 
 import cgpass
@@ -204,10 +204,9 @@ def run(layers: list[int], names: list[str], device: torch.device) -> Iterator[d
             rows.append(row)
             print(json.dumps(row), file=sys.stderr, flush=True)
             yield result(rows, device)
-    if "cgpass" in names and device.type == "cuda":
-        for depth in layers:  # last: a process in which the device was profiled is slower
-            note_busy(rows, depth, device)
-        yield result(rows, device)
+    for depth in layers:  # last: what is timed in a process that was profiled may take longer
+        note_profiled([row for row in rows if row["layers"] == depth], names, device)
+    yield result(rows, device)
 
 
 def result(rows: list[dict[str, Any]], device: torch.device) -> dict[str, Any]:
@@ -215,15 +214,28 @@ def result(rows: list[dict[str, Any]], device: torch.device) -> dict[str, Any]:
     return {"kind": "overhead", "meta": meta.describe(device.type), "rows": rows}
 
 
-def note_busy(rows: list[dict[str, Any]], layers: int, device: torch.device) -> None:
-    """Notes beside cgpass' stages of one depth for how long a call keeps the device busy, in microseconds."""
+def note_profiled(rows: list[dict[str, Any]], names: list[str], device: torch.device) -> None:
+    """Notes in cgpass' stages what profiles tell: guards, and for how long a call keeps the device busy, in microseconds.
+
+    Args:
+        rows: Of one depth.
+        names: All arms.
+        device: Where they run.
+    """
+    ours = [name for name in names if name.startswith("cgpass")]
     for mode in ("inference", "training"):
-        arm = recorded(layers, mode, device, ["cgpass"])["cgpass"]
-        found = [kernels_of(getattr(arm, mode), device) for _ in range(3)]
-        busy_ms = statistics.median(each["gpu_busy_ms"] for each in found)
-        for row in rows:
-            if busy_ms and row["layers"] == layers and row["mode"].startswith(mode):
-                row["stages"]["cgpass"]["gpu_busy"] = round(1e3 * busy_ms, 1)
+        for name, arm in recorded(rows[0]["layers"], mode, device, ours).items():
+            step = getattr(arm, mode)
+            found = [kernels_of(step, device) for _ in range(3)] if device.type == "cuda" else []
+            for row in rows:
+                if not row["mode"].startswith(mode):
+                    continue
+                noted = row["stages"][name]
+                if found:
+                    busy_ms = statistics.median(each["gpu_busy_ms"] for each in found)
+                    noted["gpu_busy"] = round(1e3 * busy_ms, 1)
+                with torch.autograd.set_multithreading_enabled(row["mode"] != ONE_THREAD):
+                    noted["guards"] = guards(step, device, until_done=noted["until_done"])
 
 
 def of_depth(layers: int, names: list[str], device: torch.device) -> Iterator[dict[str, Any]]:

@@ -66,7 +66,7 @@ def model_stages(bench: dict[str, Any]) -> str:
     replays = [each.get("replays") for _, _, each in found]
     if any(replays):
         line("graphs that are replayed", replays)
-    line(GUARDS, [each["guards"] for _, _, each in found])
+    line(GUARDS, [each.get("guards") for _, _, each in found])
     for graph in GRAPHS:
         for stage in (*STAGES, *PARTS):
             values = [each.get(graph, {}).get(stage) for _, _, each in found]

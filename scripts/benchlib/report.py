@@ -297,7 +297,7 @@ def overhead_rows(rows: list[dict[str, Any]]) -> list[str]:
         for name, found in row["stages"].items():
             figures = [str(found.get(graph, {}).get(stage, "-")) for graph, stage in parts]
             arm = name + mark_of_call(name, row)
-            cells = [row["mode"], str(row["layers"]), arm, str(found["guards"]), *figures]
+            cells = [row["mode"], str(row["layers"]), arm, str(found.get("guards", "-")), *figures]
             lines.append("| " + " | ".join(cells) + " |")
     return lines
 

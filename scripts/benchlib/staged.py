@@ -66,7 +66,8 @@ def _is_of_replays(taken: list[marks.Mark], counters: dict[str, int]) -> bool:
 def stages(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
     """Where a step's time goes, in microseconds: medians of what each part takes, summed over the graphs of a step.
 
-    Guards are measured by the profiler, in steps of their own; "until_done" is until the device is, too.
+    "until_done" is until the device is done, too. Call it before anything is profiled, after which launches may
+    take longer.
 
     Args:
         step: A call under `torch.no_grad()`, or a forward and a backward.
@@ -95,10 +96,6 @@ def stages(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
     if len(rows) < CALLS // 2:
         raise RuntimeError(f"only {len(rows)} of {CALLS} steps replayed all that is captured")
     found: dict[str, Any] = {"until_done": _microseconds(until_done), "replays": replays}
-    is_short = (
-        found["until_done"] < 10_000
-    )  # what else a profile holds takes its time to be gone through
-    found["guards"] = guards(step, device, steps=20 if is_short else 3)
     for graph in GRAPHS:
         medians = {part: _microseconds([row[graph, part] for row in rows]) for part in PARTS}
         if any(medians.values()):
@@ -110,8 +107,15 @@ def _microseconds(seconds: list[float]) -> float:
     return round(statistics.median(seconds) * 1e6, 1)
 
 
-def guards(step: Callable[[], None], device: torch.device, *, steps: int) -> float:
-    """Microseconds that Dynamo looks for a graph whose guards hold, per step."""
+def guards(step: Callable[[], None], device: torch.device, *, until_done: float) -> float:
+    """Microseconds that Dynamo looks for a graph whose guards hold, per step, as profiled: after all that is timed.
+
+    Args:
+        step: As for `stages`.
+        device: Where it runs.
+        until_done: Microseconds that a step takes; of a long one a few are looked at, since a profile of it is long.
+    """
+    steps = 20 if until_done < 10_000 else 3
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
         for _ in range(steps):
             step()

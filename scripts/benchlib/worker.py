@@ -13,13 +13,16 @@ import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import cgpass
 from benchlib import alone, arms, bitwise, measure, models, report, staged
 from benchlib.report import SAME_KERNELS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,22 +211,31 @@ def per_step(counters: dict[str, int], *, steps: int) -> dict[str, Any]:
 
 
 def measure_stages(ready: dict[str, arms.Arm], results: Results) -> None:
-    """Where the host's time of a forward and a backward goes."""
-    for name in (report.LEAN, "cgpass"):
-        if name not in ready:
-            continue
-        arm, batch = ready[name], ready[name].workload.batches[0]
-
-        def step(arm: arms.Arm = arm, batch: models.Batch = batch) -> None:
-            arm.begin()
-            arm.forward_backward(batch)
-
+    """Where the host's time of a forward and a backward goes: of all arms before any is profiled."""
+    steps = {name: step_of(ready[name]) for name in (report.LEAN, "cgpass") if name in ready}
+    for name, step in steps.items():
         try:
-            found = staged.stages(step, arm.workload.device)
+            found = staged.stages(step, ready[name].workload.device)
         except Exception as error:
             found = failure(error)
         results.arm(name)["stages"] = found
         results.write()
+    for name, step in steps.items():
+        found = results.arm(name)["stages"]
+        if "error" not in found:
+            device, until_done = ready[name].workload.device, found["until_done"]
+            found["guards"] = staged.guards(step, device, until_done=until_done)
+            results.write()
+
+
+def step_of(arm: arms.Arm) -> Callable[[], None]:
+    """A forward and a backward of an arm, the gradients dropped before."""
+
+    def step() -> None:
+        arm.begin()
+        arm.forward_backward(arm.workload.batches[0])
+
+    return step
 
 
 def count_kernels(ready: dict[str, arms.Arm], results: Results) -> None:

@@ -22,23 +22,34 @@ def test_stages_of_stacks(monkeypatch):
         assert ("backward" in found) == (row["mode"] == "training")
 
 
-@pytest.mark.parametrize("busy_ms", [0.25, 0.0])
-def test_for_how_long_the_device_is_busy(monkeypatch, busy_ms):
+@pytest.mark.parametrize("on", ["cuda", "cpu"])
+def test_what_profiles_tell_is_noted_after_all_timing(monkeypatch, on):
     profiled = []
 
     def kernels_of(step, device):
         profiled.append(step)
-        return {"gpu_busy_ms": busy_ms}
+        return {"gpu_busy_ms": 0.25}
 
     def recorded(layers, mode, device, names):
-        return {name: SimpleNamespace(**{mode: (layers, mode)}) for name in names}
+        return {name: SimpleNamespace(**{mode: (layers, mode, name)}) for name in names}
+
+    def guards(step, device, until_done):
+        assert until_done == 9.0
+        return (step, torch.autograd.is_multithreading_enabled())
 
     monkeypatch.setattr(bench_overhead, "recorded", recorded)
     monkeypatch.setattr(bench_overhead, "kernels_of", kernels_of)
-    modes = ("inference", "training", "training, one thread")
-    rows = [{"mode": m, "layers": n, "stages": {"cgpass": {}}} for n in (1, 10) for m in modes]
-    bench_overhead.note_busy(rows, 10, CPU)
-    assert set(profiled) == {(10, "inference"), (10, "training")}
-    noted = [] if not busy_ms else ["gpu_busy"]
-    assert [list(row["stages"]["cgpass"]) for row in rows] == [[]] * 3 + [noted] * 3
-    assert all(row["stages"]["cgpass"].get("gpu_busy", 250.0) == 250.0 for row in rows)
+    monkeypatch.setattr(bench_overhead, "guards", guards)
+    ours, modes = ("cgpass", "cgpass-direct"), ("inference", "training", "training, one thread")
+    rows = [
+        {"mode": mode, "layers": 10, "stages": {name: {"until_done": 9.0} for name in ours}}
+        for mode in modes
+    ]
+    bench_overhead.note_profiled(rows, ["default", *ours], torch.device(on))
+    for row in rows:
+        mode, _, thread = row["mode"].partition(", ")
+        for name in ours:
+            noted = row["stages"][name]
+            assert noted["guards"] == ((10, mode, name), not thread)
+            assert noted.get("gpu_busy") == (250.0 if on == "cuda" else None)
+    assert len(profiled) == (12 if on == "cuda" else 0)

@@ -78,7 +78,7 @@ def test_stages_of_a_training_step():
     parts = sum(sum(found[graph].values()) for graph in report.GRAPHS)
     assert 0.5 * found["until_done"] < parts < 1.5 * found["until_done"]
     assert found["replays"] == 2
-    assert found["guards"] >= 0
+    assert staged.guards(step, CPU, until_done=found["until_done"]) >= 0
 
 
 def test_stages_of_a_call_without_gradients():
