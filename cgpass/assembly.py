@@ -21,7 +21,7 @@ from cgpass.graph.target import Target
 from cgpass.graph.values import (
     collective_calls,
     graph_outputs,
-    has_side_effect,
+    has_side_effect_besides_writes,
     is_collective,
     is_inductor_random,
     num_ops,
@@ -290,8 +290,7 @@ class GraphBuilder:
                 self.options,
                 opaque=self.compiler.opaque,
                 is_backward=self.direction == "backward",
-                # Nobody may see that a graph runs once more than it is called.
-                is_repeatable=not calls and not any(map(has_side_effect, original.graph.nodes)),
+                is_repeatable=not calls and _is_repeatable(original, infos),
                 communicates=bool(calls),
             ),
             name=name,
@@ -369,3 +368,10 @@ def _boxed(executor: Executor) -> Boxed:
         return executor(args)
 
     return _torch.mark_boxed(call)
+
+
+def _is_repeatable(gm: fx.GraphModule, infos: Sequence[InputInfo]) -> bool:
+    """Whether nobody sees that a graph runs once more than it is called, on copies of what it writes."""
+    if any(info.mutated and info.whole_storage for info in infos):
+        return False  # it may write beside what it is given
+    return not any(map(has_side_effect_besides_writes, gm.graph.nodes))

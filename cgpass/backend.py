@@ -1,5 +1,6 @@
 """The torch.compile backend: joins AOTAutograd, passes, compilers and the runtime."""
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -98,6 +99,8 @@ class Compilation:
         self._num_fwd_outputs = 0
         self._names: dict[int, str] = {}
         self._saved: dict[str, InputKind] = {}
+        self._parameters: frozenset[int] = frozenset()
+        """Inputs of the forward that are parameters or buffers, and outputs of the backward that are their gradients."""
         self._source = tracing.NOWHERE
         self._function = telemetry.new_function()
         self._graph_break: Reason | None = None
@@ -207,6 +210,10 @@ class Compilation:
             _torch.donate_no_buffers()
         outputs = graph_outputs(gm)
         static = _torch.static_input_indices(gm, inference=False)
+        if direction == "forward":
+            self._parameters = frozenset(static)
+        elif direction == "backward":
+            compiler = dataclasses.replace(compiler, parameters=self._parameters)
         context = PassContext(device=torch.device("cpu"), stage="rng", direction=direction)
         result = run_passes(rng_passes(), gm, context)
         if result.notes:

@@ -12,7 +12,7 @@ from cgpass import _torch
 from cgpass.graph.inputs import seed_positions
 from cgpass.graph.lines import module_of
 from cgpass.graph.values import graph_outputs
-from cgpass.layouts import Boxed, keep_outputs_contiguous, outputs_as_traced
+from cgpass.layouts import Boxed, keep_contiguous, outputs_as_traced
 from cgpass.runtime.seeds import read_on_the_host
 
 Direction = Literal["forward", "backward", "inference"]
@@ -26,6 +26,8 @@ class Compiler:
     compiler: Literal["inductor", "eager"]
     is_backward: bool = False
     is_inference: bool = False
+    parameters: frozenset[int] = frozenset()
+    """Outputs of a backward that are gradients of parameters."""
     whole_graph_settings: tuple[tuple[str, Any], ...] = ()
     """What `compile_fx` told us to compile the whole graph with."""
     annotate: bool = False
@@ -66,7 +68,7 @@ class Compiler:
             return read_on_the_host(_torch.boxed_graph_module(self._annotated(gm)), seeds)
         settings = dict(self.whole_graph_settings)
         if self.is_backward:
-            keep_outputs_contiguous(gm)
+            keep_contiguous(gm, self.parameters)
         return read_on_the_host(_torch.inductor_inner(gm, example_inputs, **settings), seeds)
 
     def captured(self, gm: fx.GraphModule, static: Sequence[int]) -> Boxed:

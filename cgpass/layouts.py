@@ -4,7 +4,7 @@ Inductor chooses the layout of what is nobody's but other graphs': the backward 
 Partitions of one graph are compiled for what it was traced with.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import sympy
@@ -275,19 +275,21 @@ def _move(values: list[Any], moves: Sequence[_Move]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def keep_outputs_contiguous(gm: fx.GraphModule) -> None:
-    """Have Inductor return what could be channels-last, and was traced contiguous, as it was traced.
+def keep_contiguous(gm: fx.GraphModule, positions: Container[int]) -> None:
+    """Have Inductor return gradients of parameters as they were traced, where that is contiguous and not channels-last.
 
     A backward that reads channels-last copies of what its forward saved is traced anew by Inductor, with gradients of
-    weights that are channels-last, too. Autograd copies each into the weight's layout, a kernel each that the host
-    launches; here the kernel that writes the gradient does it. Inductor drops a clone that changes no layout.
+    weights that are channels-last, too. Autograd copies each into the weight's layout, in kernels that the host launches
+    one by one; here they are in the graph. Inductor drops a clone that changes no layout.
 
     Args:
         gm: A backward graph, before it is compiled.
+        positions: Its outputs that are gradients of parameters. Others go on as they are to what made the input.
     """
     output = gm.graph.output_node()
+    found = [node for i, node in enumerate(graph_outputs(gm)) if i in positions]
     with gm.graph.inserting_before(output):
-        for node in dict.fromkeys(graph_outputs(gm)):
+        for node in dict.fromkeys(found):
             if not isinstance(node, fx.Node) or node.op != "call_function":
                 continue
             if not _is_contiguous_image(node.meta.get("val")):

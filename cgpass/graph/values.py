@@ -307,6 +307,22 @@ def has_side_effect(node: fx.Node) -> bool:
     return node.meta.get("val") is None or node.is_impure(impure_random=False)
 
 
+def has_side_effect_besides_writes(node: fx.Node) -> bool:
+    """Whether a node that ran on copies of what its graph is given would still do more than compute."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    if hop_name(node) in _EFFECT_HOPS:
+        return True
+    inner = (each for body in bodies(node) for each in body.graph.nodes)
+    if any(map(has_side_effect_besides_writes, inner)):
+        return True
+    if written := mutated_inputs(node):
+        constants = node.graph.find_nodes(op="get_attr")
+        held = {key for constant in constants for key in storage_keys(constant)}
+        return any(arg.op == "get_attr" or held & storage_keys(arg) for arg in written)
+    return has_side_effect(node)
+
+
 def _symbolic(values: Iterable[object]) -> Iterator[object]:
     for value in values:
         if isinstance(value, torch.Tensor):

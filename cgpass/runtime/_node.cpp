@@ -157,48 +157,30 @@ bool is_unwatched(const at::Tensor& parameter) {
 
 using torch::autograd::AccumulateGrad;
 
+at::Tensor in_type_of_grad(const at::Tensor& parameter, const at::Tensor& gradient) {
+  const std::optional<at::ScalarType> type = parameter.grad_dtype();
+  return type ? gradient.to(*type) : gradient;
+}
+
 using Additions = std::vector<std::pair<at::Tensor, at::Tensor>>;  // parameters, and their gradients
 
-// Whether it was added to a parameter on which nothing hangs. Whoever else adds to it does so through its node: as long as
-// that can't be made nobody does.
-bool is_added_alone(const at::Tensor& parameter, at::Tensor& gradient) {
-  namespace impl = torch::autograd::impl;
-  if (at::GradMode::is_enabled() || c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
-  auto* meta = impl::get_autograd_meta(parameter);
-  const std::lock_guard<std::mutex> lock(meta->mutex_);
-  if (meta->grad_accumulator_.lock() || !impl::hooks(parameter).empty() || impl::post_acc_grad_hooks(parameter)) {
-    return false;
-  }
-  at::Tensor& grad = parameter.mutable_grad();
-  for (const at::Tensor* tensor : std::initializer_list<const at::Tensor*>{&gradient, &grad}) {
-    if (tensor->defined() && tensor->unsafeGetTensorImpl()->is_python_dispatch()) return false;  // it may do anything
-  }
-  AccumulateGrad::accumulateGrad(
-      parameter, grad, gradient, /*num_expected_refs=*/1, [&grad](at::Tensor&& sum) { grad = std::move(sum); });
-  return true;
-}
-
-// By the node that every backward adds through, which lets one thread add at a time, with the hooks that came since the
-// forward.
-void add_by_node(const at::Tensor& parameter, at::Tensor&& gradient) {
-  const auto node = torch::autograd::impl::grad_accumulator(parameter);
-  variable_list inputs;
-  inputs.push_back(std::move(gradient));
-  for (const auto& hook : node->tensor_pre_hooks()) inputs = (*hook)(inputs);
-  for (const auto& hook : node->pre_hooks()) inputs = (*hook)(inputs);
-  if (node->post_hooks().empty()) {
-    (*node)(std::move(inputs));
-    return;
-  }
-  variable_list outputs = (*node)(variable_list(inputs));
-  for (const auto& hook : node->post_hooks()) outputs = (*hook)(outputs, inputs);
-}
-
-// Without the GIL, since who adds at the same time may want it.
+// By the node that every backward adds through, which lets one thread add at a time, with what comes with it: the type of
+// `.grad`, and hooks that came since the forward. Without the GIL, since who adds at the same time may want it.
 void add_to_grads(Additions&& additions) {
   for (auto& [parameter, gradient] : additions) {
     if (!gradient.defined() || !parameter.requires_grad()) continue;  // it may have been frozen since the forward
-    if (!is_added_alone(parameter, gradient)) add_by_node(parameter, std::move(gradient));
+    if (parameter.grad_dtype() != gradient.scalar_type()) gradient = in_type_of_grad(parameter, gradient);
+    const auto node = torch::autograd::impl::grad_accumulator(parameter);
+    variable_list inputs;
+    inputs.push_back(std::move(gradient));
+    for (const auto& hook : node->tensor_pre_hooks()) inputs = (*hook)(inputs);
+    for (const auto& hook : node->pre_hooks()) inputs = (*hook)(inputs);
+    if (node->post_hooks().empty()) {
+      (*node)(std::move(inputs));
+      continue;
+    }
+    variable_list outputs = (*node)(variable_list(inputs));
+    for (const auto& hook : node->post_hooks()) outputs = (*hook)(outputs, inputs);
   }
 }
 

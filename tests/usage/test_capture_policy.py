@@ -70,9 +70,56 @@ def training(make, *, hold):
 )
 def test_training_goes_on_with_the_same_numbers(way, slower, make, hold):
     counters = way.compare(training(make, hold=hold), capture_policy="measured")
+    assert counters["trials"] >= 2, counters
     assert (counters["plain_calls"] > 0) is (slower != "none"), counters
     if slower == "none":
         assert counters["replays"] > 20
+
+
+class Cache(torch.nn.Module):
+    """Keys and how many there are: a call more would write further on, at last out of bounds."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("keys", torch.zeros(16, 8))
+        self.register_buffer("position", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x):
+        self.keys.index_copy_(0, self.position, x)
+        self.position += 1
+        self.scale.t().mul_(1.5)
+        return (self.keys * self.scale).sum(0).tanh() * self.position
+
+
+def test_what_is_written_is_written_once(way, slower):
+    def program(session):
+        module, call = session.compiled(Cache)
+        values = []
+        with torch.no_grad():
+            for _ in range(16):
+                values.append(call(session.randn(1, 8)).clone())
+        return [*values, *module.buffers()]
+
+    counters = way.compare(program, capture_policy="measured", min_partition_ops=1)
+    assert counters["trials"] == 1
+    assert counters["left_plain"] == (slower != "none")
+
+
+def test_batch_statistics_count_each_call_once(way, slower):
+    def program(session):
+        module, call = session.compiled(
+            lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+        )
+        values = []
+        for batch in session.batches(4, 8, count=12):
+            call(batch).square().mean().backward()
+            values += programs.gradients(module)
+            module.zero_grad(set_to_none=True)
+        return [*values, *module.buffers()]
+
+    counters = way.compare(program, capture_policy="measured", min_partition_ops=1)
+    assert counters["trials"] == 2  # the forward, and the backward
 
 
 def test_forwards_pending_while_it_is_decided(way, slower):

@@ -3,6 +3,7 @@
 import copy
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -136,6 +137,51 @@ def test_a_hook_that_comes_before_the_backward_and_is_all_there_is(way, kind):
         loss.backward()
     assert len(seen) == 2
     same(plain, module)
+
+
+def test_a_type_that_gradients_get_before_the_backward(way):
+    session, plain, module, call = made(way)
+    x = session.randn(4, 8)
+    for fn, each in ((plain, plain), (call, module)):
+        loss = fn(x).square().sum()
+        next(each.parameters()).grad_dtype = torch.float64
+        loss.backward()
+    assert next(module.parameters()).grad.dtype == torch.float64
+    same(plain, module)
+
+
+@pytest.mark.parametrize("other", ["node", "function"])
+def test_what_a_gradient_that_is_replaced_leaves_behind_may_ask_for_the_parameters_node(way, other):
+    """A sparse gradient is replaced when a dense one is added: who notices may hold the GIL, and want that node."""
+    session, _, module, call = made(way)
+    weight, seen = next(module.parameters()), []
+    sparse = torch.sparse_coo_tensor(
+        torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 8), (8, 8), check_invariants=True
+    ).to(weight.device)
+    ask = {"node": weight.expand_as, "function": lambda x: Passes.apply(weight)}[other]
+    weight.grad = sparse
+    weakref.finalize(sparse, lambda: seen.append(ask(weight).requires_grad))
+    loss, done = call(session.randn(4, 8)).square().sum(), threading.Event()
+    del sparse
+
+    def go_back():
+        loss.backward()
+        done.set()
+
+    threading.Thread(target=go_back, daemon=True).start()
+    assert done.wait(30)
+    assert seen
+    assert weight.grad.layout == torch.strided
+
+
+class Passes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
 
 
 class SlowAdditions(TorchDispatchMode):
