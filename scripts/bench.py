@@ -207,10 +207,13 @@ class Fleet:
         if process.poll() is None:
             process.kill()
             process.wait()
-        if not data.get("done") and "error" not in data:
-            data["error"] = f"the process ended with status {process.returncode}"
-            if job.kind == "memory":
-                data["arms"].setdefault(job.arms[0], {}).setdefault("error", data["error"])
+        if not data.get("done"):
+            error = data.setdefault("error", f"the process ended with status {process.returncode}")
+            if job.kind == "memory":  # a process holds one arm: the others of the model are whole
+                entry = data["arms"].setdefault(job.arms[0], {})
+                entry.setdefault("error", error)
+                entry.setdefault("traceback", data.pop("traceback", ""))
+                del data["error"]
         footprint = self.file(job, "footprint")
         entry = data["arms"].get(job.arms[0], {})
         if footprint.exists() and "reserved_bytes" in entry:
@@ -226,6 +229,7 @@ def merge(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for data in found:
         known = joined.setdefault(data["model"], {**data, "arms": {}})
         known["arms"].update(data["arms"])
+        joined[data["model"]] = data | known  # a process that ended early knows of no title
     return list(joined.values())
 
 
