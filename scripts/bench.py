@@ -122,6 +122,8 @@ class Fleet:
         self.directory = directory
         self.deadline = deadline
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.dropped: dict[str, dict[str, dict[str, Any]]] = {}
+        """What is said of arms that a job was started again without, by its name."""
 
     def file(self, job: worker.Job, suffix: str) -> Path:
         """A file by which parent and worker talk."""
@@ -162,6 +164,13 @@ class Fleet:
             if status in (None, 0) or safe == job.arms or not safe:
                 continue
             print(f"{job.name}: ended with {status}, again without {RISKY}", flush=True)
+            died = {"error": f"the process ended with status {status} while preparing"}
+            wrote = self.written(job)["arms"]
+            self.dropped[job.name] = {
+                name: wrote[name] if "error" in wrote.get(name, {}) else died
+                for name in job.arms
+                if name in RISKY
+            }
             batch[index] = dataclasses.replace(job, arms=safe)
             self.start(batch[index])
             again.append(batch[index])
@@ -199,10 +208,15 @@ class Fleet:
         after = torch.cuda.mem_get_info(0)[0] if cuda else 0
         self.file(job, "footprint").write_text(str(after - before))
 
-    def collect(self, job: worker.Job) -> dict[str, Any]:
-        """What a worker wrote, with how it ended."""
+    def written(self, job: worker.Job) -> dict[str, Any]:
+        """What a worker wrote."""
         path = self.file(job, "json")
-        data = json.loads(path.read_text()) if path.exists() else {"model": job.model, "arms": {}}
+        return json.loads(path.read_text()) if path.exists() else {"model": job.model, "arms": {}}
+
+    def collect(self, job: worker.Job) -> dict[str, Any]:
+        """What a worker wrote, with how it ended, and what became of arms it was started again without."""
+        data = self.written(job)
+        data["arms"] |= self.dropped.get(job.name, {})
         process = self.processes[job.name]
         if process.poll() is None:
             process.kill()

@@ -62,3 +62,33 @@ def test_an_arm_whose_process_is_killed_while_its_memory_is_measured_is_marked(f
     ended(fleet, job("cgpass"), -9, arms={})
     (model,) = bench.merge([fleet.collect(job("cgpass"))])
     assert model["arms"]["cgpass"]["error"] == "the process ended with status -9"
+
+
+@pytest.mark.parametrize("wrote", [{}, {"arms": {"default": {"losses": [1.0]}, "limit": {}}}])
+def test_arms_that_a_process_is_started_again_without_are_not_forgotten(fleet, monkeypatch, wrote):
+    whole = job("default", "cudagraphs", "cgpass", "limit", kind="time")
+    ended(fleet, whole, -11, **wrote)
+    monkeypatch.setattr(fleet, "start", lambda job: None)
+    batch = [whole]
+    assert fleet.restart_failed(batch) == batch
+    assert batch[0].arms == ("default", "cgpass")
+    ended(fleet, batch[0], 0, arms={"default": {}, "cgpass": {}}, **DONE)
+    found = fleet.collect(batch[0])
+    died = {"error": "the process ended with status -11 while preparing"}
+    assert found["arms"] == {"default": {}, "cgpass": {}, "cudagraphs": died, "limit": died}
+    assert "error" not in found
+    rows = report.time_rows(found)
+    assert (
+        sum("failed: the process ended with status -11 while preparing" in row for row in rows) == 2
+    )
+
+
+def test_what_an_arm_said_before_its_process_ended_is_kept(fleet, monkeypatch):
+    whole = job("cudagraphs", "cgpass", "limit", kind="time")
+    said = {"error": "RuntimeError: no graph"}
+    ended(fleet, whole, -6, arms={"cudagraphs": said, "cgpass": {}})
+    monkeypatch.setattr(fleet, "start", lambda job: None)
+    fleet.restart_failed(batch := [whole])
+    found = fleet.collect(batch[0])
+    assert found["arms"]["cudagraphs"] == said
+    assert found["arms"]["limit"]["error"].endswith("status -6 while preparing")
