@@ -5,9 +5,9 @@
     python scripts/results.py --take FOLDER ...   # keep what scripts/gpu_check.sh wrote, then --write
 
 --take recognises results by what they hold, and merges several of one commit: bench.json of different models, say.
-Results of different commits or machines are refused, and nothing is kept then. With --into models that were not measured
-stay as they are; one that lacks arms of the kept one, was stopped by an error or has no figure of cgpass is refused, and
-without it a result that left models out. Failed tests and tiny models are never kept, and --check names them. Drawing needs matplotlib, which `pip install -e ".[report]"`
+Results of different commits or machines are refused, and nothing is kept then. A model that lacks arms of the kept one,
+was stopped by an error, or has no figure of cgpass or unchecked losses of it is refused, and a result without models or
+depths that the kept one has: with --into models that were not measured stay as they are. Failed tests and tiny models are never kept, and --check names them. Drawing needs matplotlib, which `pip install -e ".[report]"`
 installs; a plot is drawn when the figures that it notes in its metadata are others, or with --redraw.
 """
 

@@ -20,6 +20,8 @@ KINDS = {
 }
 # What is measured of an arm, by part.
 FIGURE = {"bench": "step_ms", "memory": "peak_reserved_bytes", "inference": "host_ms"}
+# Parts in which losses of cgpass are compared with those without graphs.
+CHECKED = ("bench", "inference")
 # Parts that are tests.
 TESTS = ("tests", "dist")
 # A path from the root of a file system, in the middle of any text.
@@ -153,33 +155,81 @@ def with_left_out(data: dict[str, Any], jobs: list[str]) -> dict[str, Any]:
     return kept | ({"left_out": rest} if rest else {})
 
 
-def why_not_kept(
-    entry: dict[str, Any], kept: dict[str, Any] | None, figure: str | None
-) -> str | None:
+def why_not_kept(entry: dict[str, Any], kept: dict[str, Any] | None, name: str) -> str | None:
     """Why a model that was measured is not put in the place of the one that is kept.
 
     Args:
         entry: What was measured.
         kept: What it would replace, if anything.
-        figure: What is measured of every arm.
+        name: The part that it is of.
     """
+    figure = FIGURE.get(name)
     if "error" in entry:
         return f"stopped by {entry['error'][:120]}"
     arms = entry["arms"]
     cgpass = arms.get("cgpass", {})
     if "error" in cgpass or (figure and figure not in cgpass):
         return "no figure of cgpass"
+    if name in CHECKED and "error" in (cgpass.get("check") or {"error": "none"}):
+        return "losses of cgpass were not compared"
+    for key in ("stages", "kernels"):
+        if "error" in (cgpass.get(key) or {}):
+            return f"no {key} of cgpass: {cgpass[key]['error'][:120]}"
     lost = [
         name
         for name, arm in (kept or {"arms": {}})["arms"].items()
-        if name not in arms or ("error" in arms[name] and "error" not in arm)
+        if name not in arms
+        or ("error" not in arm and "error" in arms[name])
+        or (figure in arm and figure not in arms[name])
     ]
     return f"without {', '.join(lost)}, which what is kept has" if lost else None
 
 
+def holds_models(data: dict[str, Any]) -> bool:
+    """Whether a result is one of models."""
+    return "meta" in data and isinstance(data.get("results"), list)
+
+
+def gaps(old: dict[str, Any] | None, new: dict[str, Any]) -> list[str]:
+    """What a result lacks that the kept one has, or that it should have where none is kept.
+
+    Args:
+        old: What is kept, of the same part.
+        new: What would be kept in its place.
+    """
+    if "rows" in new:
+        return gaps_of_rows(old, new)
+    if not holds_models(new):
+        return []
+    kept = {entry["model"]: entry for entry in (old or {}).get("results", ())}
+    said = []
+    for entry in new["results"]:
+        if why := why_not_kept(entry, kept.pop(entry["model"], None), part(new) or ""):
+            said.append(f"{entry['model']}: {why}")
+    if kept:
+        said.append(f"without {', '.join(kept)}, which what is kept has")
+    return said or ([] if new["results"] else ["no models"])
+
+
+def gaps_of_rows(old: dict[str, Any] | None, new: dict[str, Any]) -> list[str]:
+    """The same of stacks."""
+    measured = {(row["mode"], row["layers"]): row for row in new["rows"]}
+    kept = {(row["mode"], row["layers"]): row for row in (old or {}).get("rows", ())}
+    said = [] if measured else ["no rows"]
+    for key in measured | kept:
+        arms = list(kept[key]["us"]) if key in kept else ["cgpass"]
+        lost = [name for name in arms if name not in measured.get(key, {"us": {}})["us"]]
+        place = f"{key[0]}, {key[1]} layers"
+        if key not in measured:
+            said.append(f"without {place}, which what is kept has")
+        elif lost:
+            said.append(f"{place}: without {', '.join(lost)}")
+    return said
+
+
 def put_into(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Results of a few models in the place of those that are kept, each with the commit and command of its own."""
-    if "results" not in new or "meta" not in new:
+    if not holds_models(new):
         raise SystemExit(f"{part(new)}: holds no models")
     for key in ("kind", "torch", "gpu", "driver"):
         before, now = ({**facts(data), **data}[key] for data in (old, new))
@@ -187,7 +237,7 @@ def put_into(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
             raise SystemExit(f"{key}: {now} is not put into results with {before}")
     for entry in new["results"]:
         kept = next((each for each in old["results"] if each["model"] == entry["model"]), None)
-        if why := why_not_kept(entry, kept, FIGURE.get(part(new))):
+        if why := why_not_kept(entry, kept, part(new) or ""):
             raise SystemExit(f"{part(new)}, {entry['model']}: {why}")
     own = {key: new["meta"][key] for key in ("commit", "command", "time")}
     entries = {entry["model"]: entry for entry in old["results"]}
@@ -234,6 +284,8 @@ def store(results: Results, directory: Path, *, into: bool = False) -> list[Path
             raise SystemExit(
                 f"{name}: left out, out of time: {jobs}; measure them, too, or keep what there is of them with --into"
             )
+        if not into and (said := gaps(old, data)):
+            raise SystemExit(f"{name}: not whole: {'; '.join(said)}")
         texts[path] = json.dumps(arranged(old, data, into=into), indent=1) + "\n"
     for path, text in texts.items():
         path.write_text(text)
@@ -246,7 +298,7 @@ def arranged(old: dict[str, Any] | None, new: dict[str, Any], *, into: bool) -> 
         return new
     if into:
         new = put_into(old, new)
-    if not ("results" in new and "meta" in new):
+    if not holds_models(new):
         return new
     known = [model["model"] for model in old["results"]]
 

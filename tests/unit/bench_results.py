@@ -14,6 +14,8 @@ META = {
 
 def model(name, ms, title=None, **more):
     arms = {arm: {"step_ms": {"median": value}} for arm, value in ms.items()}
+    if "cgpass" in arms:
+        arms["cgpass"]["check"] = {"equal": True, "deterministic": False}
     return {"model": name, "title": title or f"{name}, B2", "arms": arms} | more
 
 

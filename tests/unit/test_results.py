@@ -90,6 +90,7 @@ def test_sentences_about_losses():
     models = [model(name, STEPS) for name in ("one", "two", "three", "four")]
     for each, equal, deterministic in zip(models, (1, 1, 0), (0, 1, 0), strict=False):
         each["arms"]["cgpass"]["check"] = {"equal": equal, "deterministic": deterministic}
+    del models[3]["arms"]["cgpass"]["check"]
     assert measured.losses(bench(*models)) == (
         "Losses are bitwise those of the same kernels without graphs (two: under deterministic "
         "algorithms), but not those of three; not compared: four."
