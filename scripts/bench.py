@@ -12,8 +12,9 @@ compile side by side; then they measure one after the other, with nothing else r
 Memory (`--memory`): one process per arm with a fresh compile cache.
 Inference (`--inference`): calls under torch.no_grad() of the models in eval mode, timed as steps are.
 `--compare` shows what changed against an older result, with status 1 where cgpass got worse against the other arms
-of its own run (machines differ between runs) or needs more memory. Where an arm of cgpass fails, or its losses differ,
-or models are left out for want of time, the status is 1 in any case; arms that are there to be compared with may fail.
+of its own run (machines differ between runs) or needs more memory. Where an arm of cgpass fails, or its losses differ or
+were not compared, or it has no figures, or models are left out for want of time, the status is 1 in any case; arms that
+are there to be compared with may fail.
 """
 
 from __future__ import annotations
@@ -258,6 +259,8 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         "meta": meta.describe(args.device) | {"parallel": args.parallel, "tiny": args.tiny},
         "results": [],
     }
+    if args.compile_only:
+        data["meta"]["compile_only"] = True
     found: list[dict[str, Any]] = []
     fleet = Fleet(args, directory, deadline)
     for first in range(0, len(todo), size):
@@ -295,6 +298,8 @@ def failures(data: dict[str, Any]) -> Iterator[str]:
     """What of a result makes it no result: what is left out or ended early, arms of cgpass that failed or differ."""
     if data.get("left_out"):
         yield f"left out, out of time: {', '.join(data['left_out'])}"
+    elif not data["results"]:
+        yield "no results"
     for model in data["results"]:
         if "error" in model:
             yield f"{compare.title(model)}: {' '.join(model['error'].split())[:200]}"

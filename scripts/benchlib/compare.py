@@ -20,6 +20,13 @@ Rows = dict[tuple[str, str], dict[str, str]]  # model and arm -> text, by quanti
 OURS = "cgpass"
 RIVALS = ("default", "reduce-overhead", "limit")
 TIMES = {"step_ms": "step ms", "loop_ms": "loop ms", "host_ms": "host ms"}
+# What is measured of every arm, by kind, or one of it in older results; nothing where it was only compiled.
+MEASURED = {
+    "time": ("step_ms",),
+    "memory": ("peak_reserved_bytes",),
+    "inference": ("host_ms", "step_ms"),
+    "compiled": ("losses",),
+}
 
 
 @dataclass
@@ -210,8 +217,35 @@ def can_be_judged(place: str, kind: str, figures: Figures) -> bool:
     return found.judged > 0
 
 
+def lacks(name: str, entry: dict[str, Any], model: dict[str, Any], kind: str) -> Iterator[str]:
+    """What was not found out of an arm of cgpass, by the kind of result; a comparison that failed is told elsewhere."""
+    if kind not in MEASURED or "error" in entry or "error" in model:
+        return
+    if not any(key in entry for key in MEASURED[kind]):
+        yield "no figures"
+    unchecked = name in report.SAME_KERNELS and not entry.get("check")
+    told = differs(entry, model["arms"]) or report.takes_after_cgpass(name, entry, model["arms"])
+    if kind != "memory" and unchecked and not told:
+        yield "losses not compared bitwise"
+    for key in ("stages", "kernels"):
+        if "error" in (entry.get(key) or {}):
+            yield f"no {key}: {report.one_line(entry[key]['error'])}"
+
+
+def lacking(data: dict[str, Any]) -> Iterator[str]:
+    """What was not found out of arms of cgpass, in results of models."""
+    found_out = "compiled" if shape.is_compile_only(data) else kind(data)
+    for model in data.get("results", ()):
+        if not model["arms"] and "error" not in model:
+            yield f"{title(model)}: no arms"
+        for name in ours(model["arms"]):
+            for what in lacks(name, model["arms"][name], model, found_out):
+                yield f"{title(model)}, {name}: {what}"
+
+
 def flags(data: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with arms of cgpass: losses or results that differ, failures."""
+    """What is wrong with arms of cgpass: losses or results that differ, failures, what was not found out of them."""
+    yield from lacking(data)
     places = [(title(model), model["arms"]) for model in data.get("results", ())]
     places += [(mode, found["arms"]) for mode, found in data.get("modes", {}).items()]
     for place, arms in places:

@@ -78,6 +78,12 @@ def _note_on_default(entry: dict[str, Any], arms: dict[str, Any]) -> str:
     return ", and default's" + " in deterministic mode" * bool(mode)
 
 
+def takes_after_cgpass(name: str, entry: dict[str, Any], arms: dict[str, Any]) -> bool:
+    """Whether the losses of an arm that was not compared bitwise, in older results, are those of one that was."""
+    ours = arms.get("cgpass", {}).get("losses")
+    return name != "cgpass" and ours is not None and entry.get("losses") == ours
+
+
 def note_on_losses(name: str, entry: dict[str, Any], arms: dict[str, Any]) -> str:
     """What was compared bitwise of an arm whose kernels are those of the run without graphs, and came out equal."""
     found = entry.get("check")
@@ -86,12 +92,12 @@ def note_on_losses(name: str, entry: dict[str, Any], arms: dict[str, Any]) -> st
     if found:
         mode = ", deterministic mode" if found["deterministic"] else ""
         return f"losses bitwise equal{mode}{_note_on_default(entry, arms)}"
-    if name != "cgpass" and entry["losses"] == arms.get("cgpass", {}).get("losses"):
+    if takes_after_cgpass(name, entry, arms):
         return "losses are cgpass'"
     return "losses not compared bitwise"
 
 
-def _one_line(error: str) -> str:
+def one_line(error: str) -> str:
     return " ".join(error.split())[:110].replace("|", "/")
 
 
@@ -104,19 +110,22 @@ def mark(name: str, entry: dict[str, Any], arms: dict[str, Any] | None = None) -
         arms: All arms of the model, whose losses this one's are held against.
     """
     if "error" in entry:
-        return "failed: " + _one_line(entry["error"])
+        return "failed: " + one_line(entry["error"])
     notes, found = [], entry.get("check")
     if "error" in (found or {}):
-        notes.append(f"**losses not compared**: {_one_line(found['error'])}")
+        notes.append(f"**losses not compared**: {one_line(found['error'])}")
     elif differs(entry, arms or {}):
         only = found and found.get("equal") and not is_default(entry, arms or {})
         notes.append("**losses differ" + " from default's" * bool(only) + "**")
     notes += filter(None, [note_on_losses(name, entry, arms or {})])
     if found and not found.get("plain_repeatable", True):
         notes.append("the plain runs differ too")
+    for key in ("stages", "kernels"):
+        if "error" in (entry.get(key) or {}):
+            notes.append(f"**no {key}**: {one_line(entry[key]['error'])}")
     pieces = entry.get("alone", {})
     if "error" in pieces:
-        notes.append("pieces not timed: " + _one_line(pieces["error"]))
+        notes.append("pieces not timed: " + one_line(pieces["error"]))
     elif pieces:
         notes.append(
             f"alone: eager partitions {pieces['eager_ms']:.2f} ms, graphs {pieces['graphs_ms']:.2f}, optimizer "

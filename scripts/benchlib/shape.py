@@ -64,6 +64,14 @@ def check(data: dict[str, Any]) -> None:
         check_each(each, f"{key}[{number}]")
 
 
+def is_compile_only(data: dict[str, Any]) -> bool:
+    """Whether nothing was measured, only compiled and checked; of older results the command says it."""
+    facts = data.get("meta", data)
+    return (
+        bool(facts.get("compile_only")) or "--compile-only" in (facts.get("command") or "").split()
+    )
+
+
 def is_tiny(data: dict[str, Any]) -> bool:
     """Whether models were tiny ones; of older results the command says it."""
     facts = data.get("meta", data)

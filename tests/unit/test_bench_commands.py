@@ -42,7 +42,7 @@ def test_an_arm_of_cgpass_that_fails_or_differs_is_a_failure(
     monkeypatch, capsys, arm, entry, message
 ):
     found = model("small", STEPS)
-    found["arms"][arm] = entry
+    found["arms"][arm] = {"step_ms": {"median": 3.0}} | entry
     assert status(monkeypatch, [model("other", STEPS), found]) == 1
     assert capsys.readouterr().err == f"small, B2, {arm}: {message}\n"
 
@@ -59,6 +59,58 @@ def test_losses_that_are_not_those_of_default_are_a_failure(monkeypatch, capsys)
     said = capsys.readouterr()
     assert said.err == "small, B2, cgpass: losses differ\n"
     assert "**losses differ from default's**" in said.out
+
+
+@pytest.mark.parametrize("arm", ["cgpass", "cgpass-lean", "cgpass-direct"])
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"step_ms": {}}, "no figures"),
+        ({"check": {}}, "losses not compared bitwise"),
+        (
+            {"stages": {"error": "RuntimeError:\nno | replay"}},
+            "no stages: RuntimeError: no / replay",
+        ),
+        ({"kernels": {"error": "RuntimeError: no"}}, "no kernels: RuntimeError: no"),
+    ],
+)
+def test_what_was_not_found_out_of_cgpass_is_a_failure(monkeypatch, capsys, arm, entry, message):
+    found = model("small", STEPS)
+    found["arms"][arm] = {
+        key: value for key, value in (found["arms"]["cgpass"] | entry).items() if value
+    }
+    assert status(monkeypatch, [model("other", STEPS), found]) == 1
+    said = capsys.readouterr()
+    assert said.err == f"small, B2, {arm}: {message}\n"
+    if failed := message.partition(": ")[2]:
+        assert f"**{message.partition(': ')[0]}**: {failed}" in said.out
+
+
+def test_so_is_no_result_at_all(monkeypatch, capsys):
+    assert status(monkeypatch, []) == 1
+    assert capsys.readouterr().err == "no results\n"
+    assert status(monkeypatch, [model("small", {})]) == 1
+    assert capsys.readouterr().err == "small, B2: no arms\n"
+
+
+@pytest.mark.parametrize(
+    "meta", [{"compile_only": True}, {"command": "python b.py --compile-only"}]
+)
+def test_nothing_is_measured_where_models_are_only_compiled(meta):
+    found = model("small", STEPS)
+    for entry in found["arms"].values():
+        entry["losses"] = [entry.pop("step_ms")["median"]]
+    assert list(bench.failures(result(found, **meta))) == []
+    assert list(bench.failures(result(found))) == ["small, B2, cgpass: no figures"]
+
+
+def test_losses_are_not_compared_where_memory_is_measured():
+    found = model("small", {}) | {"arms": {"cgpass": {"peak_reserved_bytes": 5}}}
+    assert list(bench.failures(result(found) | {"kind": "memory"})) == []
+    found["arms"]["cgpass"] = {"losses": [1.0]}
+    assert list(bench.failures(result(found) | {"kind": "memory"})) == [
+        "small, B2, cgpass: no figures"
+    ]
 
 
 def test_so_is_a_model_whose_process_ended(monkeypatch, capsys):

@@ -101,7 +101,5 @@ def test_stacks_with_fewer_rows_or_arms_are_not_kept(tmp_path):
     assert path.read_text() == before
     path.unlink()
     del poorer["rows"][0]["us"]["cgpass"]
-    with pytest.raises(
-        SystemExit, match="^overhead: not whole: inference, 1 layers: without cgpass"
-    ):
+    with pytest.raises(SystemExit, match="inference, 1 layers: without cgpass"):
         taking.store({"overhead": poorer}, tmp_path)
