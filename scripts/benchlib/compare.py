@@ -2,7 +2,8 @@
 
 Machines differ between runs, so times of cgpass are judged by their ratios to the other arms of the same run, and
 memory by itself. A regression is a ratio, or memory, that grew by more than the tolerance; losses of cgpass that
-differ, or cgpass failing, where an older result had neither; and cgpass having been measured where it is not now.
+differ, or were not compared, or cgpass failing, where an older result had nothing of it; and any model or arm having been
+measured that is not now: what cgpass is judged by belongs to a result, too.
 """
 
 import argparse
@@ -199,7 +200,7 @@ def compare_place(found: Comparison, place: str, kind: str, old: Figures, new: F
         for name in before | after:
             note = ""
             what = f"{place}, {quantity}, {name}"
-            if name == OURS and name in before and name not in after:
+            if name in before and name not in after:
                 found.worse.append(f"{what}: measured before, not now")
                 note = " **gone**"
             elif kind == "memory" and name in ours(before) and name in after:
@@ -208,13 +209,6 @@ def compare_place(found: Comparison, place: str, kind: str, old: Figures, new: F
             found.changes.setdefault((place, name), {})[quantity] = change + note
         if kind != "memory":
             compare_ratios(found, place, kind, quantity, old, new)
-
-
-def can_be_judged(place: str, kind: str, figures: Figures) -> bool:
-    """Whether there is an arm of cgpass, and what it is judged by."""
-    found = Comparison(tolerance=0)
-    compare_place(found, place, kind, figures, figures)
-    return found.judged > 0
 
 
 def lacks(name: str, entry: dict[str, Any], model: dict[str, Any], kind: str) -> Iterator[str]:
@@ -275,14 +269,12 @@ def compare(old: dict[str, Any], new: dict[str, Any], tolerance: float) -> Compa
         if place not in before:
             found.notes.append(f"{place}: only in the newer result")
             continue
-        judged, said = found.judged, len(found.worse)
         if place in after:
             compare_place(found, place, kinds[0], before[place], after[place])
+        elif any(before[place].values()):
+            found.worse.append(f"{place}: measured before, not now")
         else:
-            found.notes.append(f"{place}: only in the older result")
-        nothing = found.judged == judged and len(found.worse) == said
-        if nothing and can_be_judged(place, kinds[0], before[place]):
-            found.worse.append(f"{place}: nothing of cgpass is left to compare")
+            found.notes.append(f"{place}: only in the older result, without figures")
     known = set(flags(old))
     for flag in flags(new):
         if flag in known:
@@ -334,11 +326,18 @@ def render(old: dict[str, Any], new: dict[str, Any], found: Comparison) -> str:
 
 
 def asked_for(args: argparse.Namespace, data: dict[str, Any]) -> dict[str, Any]:
-    """The models, or numbers of layers, of a result that the command names: others are not missing."""
-    key, name, chosen = "results", "model", getattr(args, "models", None)
+    """The models, or numbers of layers, and arms of a result that the command names: others are not missing."""
+    key, name, of, chosen = "results", "model", "arms", getattr(args, "models", None)
     if kind(data) == "overhead":
-        key, name, chosen = "rows", "layers", args.layers
-    return data | {key: [each for each in data[key] if not chosen or each[name] in chosen]}
+        key, name, of, chosen = "rows", "layers", "us", args.layers
+    arms = getattr(args, "arms", None)
+    return data | {
+        key: [
+            each | {of: {arm: found for arm, found in each[of].items() if not arms or arm in arms}}
+            for each in data[key]
+            if not chosen or each[name] in chosen
+        ]
+    }
 
 
 def against(args: argparse.Namespace, data: dict[str, Any]) -> bool:

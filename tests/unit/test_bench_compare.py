@@ -1,6 +1,7 @@
 """Two results of a benchmark: what got worse by itself, and what only the machine changed."""
 
 import argparse
+import copy
 import json
 
 import bench
@@ -99,8 +100,8 @@ def test_overhead_is_judged_by_reduce_overhead():
     ]
 
 
-def against(old, new, models=None, layers=None):
-    args = argparse.Namespace(compare=old, tolerance=5.0, models=models, layers=layers)
+def against(old, new, models=None, layers=None, arms=None):
+    args = argparse.Namespace(compare=old, tolerance=5.0, models=models, layers=layers, arms=arms)
     return compare.against(args, new)
 
 
@@ -110,12 +111,12 @@ def test_what_is_printed(capsys):
     assert against(OLD, new)
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "Before: torch 2.11.0, NVIDIA H200, commit 1234567."
-    assert "| Small, B2 | limit | 3.50 -> - | 1.75 -> - |" in shown
+    assert "| Small, B2 | limit | 3.50 -> - **gone** | 1.75 -> - **gone** |" in shown
     assert "| Small, B2 | cgpass | 4.00 -> 4.30 (+7.5 %) | 2.00 -> 2.15 (+7.5 %) |" in shown
     line = "| Small, B2 | cgpass / default | {0} **worse** | {0} **worse** |"
     assert line.format("0.500 -> 0.537 (+7.5 %)") in shown
     assert "other: only in the newer result" in shown
-    assert "Worse (tolerance 5 %), 4:" in shown
+    assert "Worse (tolerance 5 %), 6:" in shown
 
 
 def test_nothing_to_judge_is_no_success(capsys):
@@ -130,28 +131,74 @@ def test_results_of_different_kinds():
 
 
 def test_models_that_are_gone_are_worse(capsys):
-    both = timed(default=8.0, cgpass=4.0, limit=3.5)
+    both = timed(default=8.0, reduce_overhead=4.2, cgpass=4.0, limit=3.5)
     both["results"] += [{"model": "other", "arms": OLD["results"][0]["arms"]}]
-    assert worse(both, OLD) == ["other: nothing of cgpass is left to compare"]
+    assert worse(both, OLD) == ["other: measured before, not now"]
     assert worse(OLD, both) == []
     assert not against(both, OLD, models=["small"])
     assert "other" not in capsys.readouterr().out
     both["results"][1] = {"model": "other", "arms": {"default": {"step_ms": {"median": 1.0}}}}
-    assert worse(both, OLD) == []
+    assert worse(both, OLD) == ["other: measured before, not now"]
+    both["results"][1] = {"model": "other", "arms": {}, "error": "no"}
+    found = compare.compare(both, OLD, 5.0)
+    assert (found.worse, found.notes) == ([], ["other: only in the older result, without figures"])
+
+
+@pytest.mark.parametrize("arm", ["limit", "reduce-overhead", "cgpass-lean", "cgpass"])
+def test_arms_that_are_gone_are_worse(arm, capsys):
+    whole = {"default": 8.0, "reduce_overhead": 4.2, "cgpass": 4.0, "limit": 3.5}
+    old = timed(**whole, cgpass_lean=3.9)
+    old["results"][0]["arms"]["cgpass-lean"]["check"] = {"equal": True, "deterministic": False}
+    new = copy.deepcopy(old)
+    del new["results"][0]["arms"][arm]
+    lost = [f"Small, B2, {what} ms, {arm}: measured before, not now" for what in ("step", "host")]
+    assert worse(old, new) == lost
+    new["results"][0]["arms"][arm] = {"error": "the process ended"}
+    assert worse(old, new)[:2] == lost
+    assert not against(old, old)
+    assert against(old, new, arms=[arm])
+    del new["results"][0]["arms"][arm]
+    others = [name for name in old["results"][0]["arms"] if name != arm]
+    assert not against(old, new, arms=others)
+    capsys.readouterr()
+    assert worse(memory(cgpass=1, default=1), memory(cgpass=1)) == [
+        "small, peak reserved MiB, default: measured before, not now"
+    ]
+
+
+def test_arms_of_stacks_that_are_gone_are_worse(capsys):
+    old = overhead(reduce_overhead=4.0, cgpass=3.0, cgpass_direct=2.0)
+    new = overhead(reduce_overhead=4.0, cgpass=3.0)
+    said = "training, 10 layers, us, cgpass-direct: measured before, not now"
+    assert worse(old, new) == [said]
+    assert against(old, new)
+    assert f"- {said}" in capsys.readouterr().out.splitlines()
+    assert not against(old, new, arms=["reduce-overhead", "cgpass"])
+
+
+def test_losses_that_are_not_compared_any_more_are_worse():
+    new = copy.deepcopy(OLD)
+    del new["results"][0]["arms"]["cgpass"]["check"]
+    said = "Small, B2, cgpass: losses not compared bitwise"
+    assert worse(OLD, new) == [said]
+    assert compare.compare(new, new, 5.0).notes == [f"{said}, as before"]
 
 
 def test_figures_that_have_nothing_to_be_judged_by_any_more_are_worse():
     both, alone = OLD["results"][0], timed(cgpass=4.0)["results"][0] | {"title": "alone"}
     new = OLD | {"results": [both, alone]}
     old = OLD | {"results": [both, both | {"title": "alone"}]}
-    assert worse(old, new) == ["alone: nothing of cgpass is left to compare"]
+    assert [said for said in worse(old, new) if "step" in said] == [
+        f"alone, step ms, {rival}: measured before, not now"
+        for rival in ("default", "reduce-overhead", "limit")
+    ]
     assert worse(new, new) == []
 
 
 def test_depths_that_are_gone_are_worse():
     deep, flat = (overhead(reduce_overhead=4.0, cgpass=3.0) for _ in range(2))
     deep["rows"] += [deep["rows"][0] | {"layers": 100}]
-    assert worse(deep, flat) == ["training, 100 layers: nothing of cgpass is left to compare"]
+    assert worse(deep, flat) == ["training, 100 layers: measured before, not now"]
     assert not against(deep, flat, layers=[10])
 
 
