@@ -12,7 +12,8 @@ medians; the device is waited for between calls, outside of what is timed. All a
                         own per CUDA device
 Results of cgpass, and in training all gradients, have to be bitwise those of the same kernels without graphs, and
 default's: where those of an arm differ it is marked, and the status is 1.
-`--compare` has status 1 where cgpass got worse against reduce-overhead of its own run than in an older result.
+`--compare` has status 1 where cgpass got worse against reduce-overhead of its own run than in an older result,
+or where an arm or a depth of that is not measured now.
 For cgpass a second table says where the time goes; the JSON has for how long the device is busy, too. Without CUDA the
 simulated driver runs, whose replays are replaced by nothing once it has recorded: what is left is host time too, of
 another machine.
@@ -257,10 +258,11 @@ def of_depth(layers: int, names: list[str], device: torch.device) -> Iterator[di
         yield row
 
 
-def save(path: Path | None, data: dict[str, Any]) -> None:
-    """Write the numbers."""
+def save(path: Path | None, text: str) -> None:
+    """Writes a file if one was asked for, and the folder that it is in."""
     if path:
-        path.write_text(json.dumps(data, indent=1) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -288,15 +290,15 @@ def main(argv: list[str] | None = None) -> int:
     plots.check_argument(parser, options.plot, "overhead")
     if options.source:
         data = options.source
-        save(options.json, data)
+        save(options.json, json.dumps(data, indent=1) + "\n")
     else:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         here = [n for n in ARMS if device.type == "cuda" or n != "reduce-overhead"]
         for data in run(options.layers or [1, 10, 100], options.arms or here, device):
-            save(options.json, data)  # each time: what is interrupted keeps what it has
+            # each time: what is interrupted keeps what it has
+            save(options.json, json.dumps(data, indent=1) + "\n")
     text = report.render(data)
-    if options.markdown:
-        options.markdown.write_text(text)
+    save(options.markdown, text)
     if options.plot:
         plots.draw(options.plot, plots.figures(data))
     print(text, flush=True)

@@ -26,6 +26,14 @@ def _check_arm(entry: Any, where: str) -> None:
     _need(_is_figure(entry.get(key, 1)), f"{where}, {key}:", "is no number")
     for key in ("check", "warmup_counters"):
         _need(isinstance(entry.get(key) or {}, dict), f"{where}, {key}:", "holds nothing")
+    found = entry.get("check") or {}
+    default = found.get("default", {"equal": True})
+    said = isinstance(default, dict) and isinstance(default.get("equal"), bool)
+    _need(said, f"{where}, check, default:", "doesn't say whether it is equal")
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def _check_model(model: Any, where: str) -> None:
@@ -44,6 +52,7 @@ def _check_row(row: Any, where: str) -> None:
     _need(isinstance(row.get("us"), dict), where, "has no figures")
     for name, value in row["us"].items():
         _need(_is_figure(value), f"{where}, {name}:", "is no number")
+    _need(_are_names(row.get("differs", [])), f"{where}, differs:", "is no list of arms")
 
 
 def check(data: dict[str, Any]) -> None:
@@ -59,7 +68,9 @@ def check(data: dict[str, Any]) -> None:
     key, check_each = (
         ("rows", _check_row) if data["kind"] == "overhead" else ("results", _check_model)
     )
-    _need(isinstance(data.get(key), list), "it", f"has no {key}")
+    some = isinstance(data.get(key), list) and (data[key] or key != "rows")
+    _need(some, "it", f"has no {key}")
+    _need(_are_names(data.get("left_out") or []), "left_out", "is no list of names")
     for number, each in enumerate(data[key]):
         check_each(each, f"{key}[{number}]")
 

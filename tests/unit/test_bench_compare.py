@@ -220,6 +220,15 @@ def of_an_arm(**entry):
             [{"mode": "training", "layers": 1, "us": {"cgpass": None}}],
             "training, 1 layers, cgpass: is no number",
         ),
+        (
+            [{"mode": "training", "layers": 1, "us": {"cgpass": 1.0}, "differs": 3}],
+            "training, 1 layers, differs: is no list of arms",
+        ),
+        (
+            [{"mode": "training", "layers": 1, "us": {"cgpass": 1.0}, "differs": "cgpass"}],
+            "training, 1 layers, differs: is no list of arms",
+        ),
+        ([], "it has no rows"),
     ],
 )
 def test_depths_without_figures_are_refused(tmp_path, capsys, rows, message):
@@ -303,6 +312,11 @@ def test_what_is_left_out_is_said(capsys):
         (of_an_arm(step_ms={"median": "4.0"}), "a, cgpass, step_ms: the median is no number"),
         (of_an_arm(host_ms={"median": float("nan")}), "cgpass, host_ms: the median is no number"),
         (of_an_arm(check=[1]), "a, cgpass, check: holds nothing"),
+        (of_an_arm(check={"default": {}}), "check, default: doesn't say whether it is equal"),
+        (of_an_arm(check={"default": True}), "check, default: doesn't say whether it is equal"),
+        (OLD | {"left_out": 3}, "not all of a result: left_out is no list of names"),
+        (OLD | {"left_out": [3]}, "not all of a result: left_out is no list of names"),
+        (OLD | {"left_out": "gpt2"}, "not all of a result: left_out is no list of names"),
         (
             of_an_arm(peak_reserved_bytes="1") | {"kind": "memory"},
             "a, cgpass, peak_reserved_bytes: is no number",

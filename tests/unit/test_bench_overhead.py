@@ -1,10 +1,13 @@
 """Host time of stacks: rows with stages, and for how long a call keeps the device busy."""
 
+import json
 from types import SimpleNamespace
 
 import bench_overhead
 import pytest
 import torch
+
+from tests.unit.bench_results import overhead
 
 CPU = torch.device("cpu")
 
@@ -53,3 +56,12 @@ def test_what_profiles_tell_is_noted_after_all_timing(monkeypatch, on):
             assert noted["guards"] == ((10, mode, name), not thread)
             assert noted.get("gpu_busy") == (250.0 if on == "cuda" else None)
     assert len(profiled) == (12 if on == "cuda" else 0)
+
+
+def test_folders_are_made_for_what_is_written(tmp_path, capsys):
+    (tmp_path / "old.json").write_text(json.dumps(overhead()))
+    numbers, tables = tmp_path / "a" / "x.json", tmp_path / "b" / "c" / "x.md"
+    command = ["--from", str(tmp_path / "old.json"), "--json", str(numbers)]
+    assert bench_overhead.main([*command, "--markdown", str(tables)]) == 0
+    assert json.loads(numbers.read_text()) == overhead()
+    assert tables.read_text() in capsys.readouterr().out
