@@ -88,7 +88,8 @@ def calls(inference: dict[str, Any]) -> str:
         cells.append(number(entries[-1].get("kernels", {}).get("gpu_busy_ms")))
         for n, entry in enumerate(entries):
             if differs(entry, model["arms"]):
-                cells[n] += " (results differ)"
+                for cell in (n, n + len(arms)):
+                    cells[cell] += " (results differ)"
         rows.append("| " + " | ".join([name_of(model, inference["results"]), *cells]) + " |")
     return "\n".join(rows)
 

@@ -21,6 +21,7 @@ from benchlib.report import (
 )
 
 Results = dict[str, dict[str, Any]]  # part -> what its JSON holds
+RIVALS = ("reduce-overhead", "default")
 ARMS = ("default", "reduce-overhead", "cgpass", "limit")
 LINKS = {
     "bench": ("benchmark", "md"),
@@ -225,15 +226,20 @@ def _results_of_calls(rows: list[dict[str, Any]]) -> str:
 
 def inference(found: dict[str, Any]) -> str:
     """Host time of a call of each model without gradients."""
-    said = []
+    said, labelled = [], False
     for model in found["results"]:
-        us = {name: microseconds(entry) for name, entry in model["arms"].items()}
-        if us.get("cgpass") is None or differs(model["arms"]["cgpass"], model["arms"]):
+        arms = model["arms"]
+        us = {name: microseconds(entry) for name, entry in arms.items()}
+        if us.get("cgpass") is None or differs(arms["cgpass"], arms):
             continue
-        others = [f"{us[n]:.0f} in {n}" for n in ("reduce-overhead", "default") if us.get(n)]
-        if said:
-            others = [other.partition(" ")[0] for other in others]
-        against = f" ({', '.join(others)})" if others else ""
+        timed = [name for name in RIVALS if us.get(name)]
+        all_timed = timed == list(RIVALS)
+        plain = labelled and all_timed
+        labelled |= all_timed
+        others = [f"{us[name]:.0f}" + f" in {name}" * (not plain) for name in timed]
+        failed = [f"{name} fails" for name in RIVALS if "error" in arms.get(name, {})]
+        told = "; ".join(filter(None, [", ".join(others), ", ".join(failed)]))
+        against = f" ({told})" if told else ""
         said.append(f"{short(model.get('title', model['model']))} {us['cgpass']:.0f} us{against}")
     if not said:
         return ""

@@ -126,7 +126,7 @@ def test_tables_of_calls_without_gradients():
     assert "| ended, B2 | - | - | - | - | - | - | stopped: the process ended |" in text
     assert breakdown.calls(inference()).splitlines()[2:] == [
         "| small | 5000 | 500 | 310 | 5.10 | 1.90 | 1.50 | 0.65 |",
-        "| wrong | - | - | 100 (results differ) | - | - | 1.00 | - |",
+        "| wrong | - | - | 100 (results differ) | - | - | 1.00 (results differ) | - |",
         "| ended | - | - | - | - | - | - | - |",
     ]
     assert breakdown.inference_blocks(inference(), MACHINE)[-1].splitlines() == [
@@ -148,6 +148,25 @@ def test_the_sentence_about_calls_without_gradients():
     found["results"].append(again)
     assert measured.inference(found) == f"{expected}; again 310 us (500, 5000)."
     assert measured.inference({"results": found["results"][1:3]}) == ""
+
+
+def test_the_sentence_says_whose_a_figure_is_where_one_lacks():
+    whole = inference()["results"][0]
+    arms = {name: entry for name, entry in whole["arms"].items() if name != "reduce-overhead"}
+    fails = whole | {"title": "fails", "arms": arms | {"reduce-overhead": {"error": "no"}}}
+    lacks, alone = whole | {"title": "lacks", "arms": arms}, {"cgpass": arms["cgpass"]}
+    alone = whole | {"title": "alone", "arms": alone}
+    text = measured.inference({"results": [fails, whole, lacks, whole, fails, alone]})
+    assert text.partition(": ")[2].split("; ") == [
+        "fails 310 us (5000 in default",
+        "reduce-overhead fails)",
+        "small 310 us (500 in reduce-overhead, 5000 in default)",
+        "lacks 310 us (5000 in default)",
+        "small 310 us (500, 5000)",
+        "fails 310 us (5000 in default",
+        "reduce-overhead fails)",
+        "alone 310 us.",
+    ]
 
 
 def test_results_are_kept_and_shown(tmp_path):
