@@ -155,9 +155,8 @@ def test_what_a_gradient_that_is_replaced_leaves_behind_may_ask_for_the_paramete
     """A sparse gradient is replaced when a dense one is added: who notices may hold the GIL, and want that node."""
     session, _, module, call = made(way)
     weight, seen = next(module.parameters()), []
-    sparse = torch.sparse_coo_tensor(
-        torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 8), (8, 8), check_invariants=True
-    ).to(weight.device)
+    with torch.sparse.check_sparse_tensor_invariants():
+        sparse = torch.eye(8, device=weight.device).to_sparse()
     ask = {"node": weight.expand_as, "function": lambda x: Passes.apply(weight)}[other]
     weight.grad = sparse
     weakref.finalize(sparse, lambda: seen.append(ask(weight).requires_grad))
