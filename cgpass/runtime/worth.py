@@ -15,7 +15,7 @@ Note [What a capture is worth]
     which are made once a shape that comes again, on copies of the inputs that the partition writes.
 
     Either is decided once, by the shapes that come first. A partition that is left plain stays so until
-    `cgpass.reset()`. One that communicates, or whose operators have side effects, is never judged: see
+    `cgpass.reset()`. One that communicates, or does more than compute and write inputs, is never judged: see
     `RunnerSettings.of`.
 """
 
