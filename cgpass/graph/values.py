@@ -37,6 +37,8 @@ _OPERATOR_WRAPPERS = {
     "with_effects": 1,
 }
 """Higher-order operators that run one operator, with its place among their arguments; behind it come its own."""
+_KNOWN = frozenset({"aten", "prims"})
+"""Namespaces of operators that do what their schema says and nothing else."""
 _EFFECT_HOPS = frozenset({"with_effects", "print", "call_torchbind", "aoti_call_delegate"})
 
 
@@ -308,7 +310,10 @@ def has_side_effect(node: fx.Node) -> bool:
 
 
 def has_side_effect_besides_writes(node: fx.Node) -> bool:
-    """Whether a node that ran on copies of what its graph is given would still do more than compute."""
+    """Whether a node that ran on copies of what its graph is given may still do more than compute.
+
+    Custom operators and Triton kernels that write what they are given may: they may communicate, say.
+    """
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     if hop_name(node) in _EFFECT_HOPS:
@@ -317,6 +322,13 @@ def has_side_effect_besides_writes(node: fx.Node) -> bool:
     if any(map(has_side_effect_besides_writes, inner)):
         return True
     if written := mutated_inputs(node):
+        known = (
+            node.target.namespace in _KNOWN
+            if isinstance(node.target, torch._ops.OpOverload)
+            else bodies(node)
+        )
+        if not known:
+            return True  # what else it does nobody says
         constants = node.graph.find_nodes(op="get_attr")
         held = {key for constant in constants for key in storage_keys(constant)}
         return any(arg.op == "get_attr" or held & storage_keys(arg) for arg in written)

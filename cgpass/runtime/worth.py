@@ -15,8 +15,8 @@ Note [What a capture is worth]
     which are made once a shape that comes again, on copies of the inputs that the partition writes.
 
     Either is decided once, by the shapes that come first. A partition that is left plain stays so until
-    `cgpass.reset()`. One that communicates, or does more than compute and write inputs, is never judged: see
-    `RunnerSettings.of`.
+    `cgpass.reset()`. One that communicates, or may do more than compute and write inputs, is never judged: see
+    `has_side_effect_besides_writes`.
 """
 
 import functools
