@@ -2,7 +2,7 @@
 
     python -m benchlib.check --part tests --status 0 --out tests.json report.xml ...
 
-Fails if a test failed, if none ran, or if a test was skipped for a reason that isn't known here.
+Fails if a test failed, if none ran, or if a test was skipped, or a file left out, for a reason that isn't known here.
 """
 
 from __future__ import annotations
@@ -61,13 +61,18 @@ def read(path: Path) -> list[dict[str, Any]]:
     return cases
 
 
-def summarise(part: str, status: int, cases: list[dict[str, Any]]) -> dict[str, Any]:
+def summarise(
+    part: str, status: int, cases: list[dict[str, Any]], left_out: list[str]
+) -> dict[str, Any]:
     """Counts, and the names that matter."""
     skips: dict[str, list[str]] = {}
     for case in cases:
         if case["outcome"] == "skipped":
             skips.setdefault(case["message"], []).append(case["name"])
     unknown = {reason: names for reason, names in skips.items() if not is_known(reason)}
+    for file, _, reason in (each.partition(": ") for each in left_out):
+        if not is_known(reason):
+            unknown.setdefault(reason, []).append(file)
     failed = [case for case in cases if case["outcome"] in ("failure", "error")]
     passed = sum(case["outcome"] == "passed" for case in cases)
     # Pytest's 5 (nothing collected) leaves it to the number of tests below.
@@ -92,6 +97,7 @@ def summarise(part: str, status: int, cases: list[dict[str, Any]]) -> dict[str, 
         "unknown_skips": unknown,
         "properties": {case["name"]: case["properties"] for case in cases if "properties" in case},
         "slowest": sorted(((case["seconds"], case["name"]) for case in cases), reverse=True)[:15],
+        "left_out": left_out,
     }
 
 
@@ -105,8 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("reports", nargs="*", type=Path)
     args = parser.parse_args(argv)
     cases = [case for path in args.reports if path.exists() for case in read(path)]
-    result = summarise(args.part, args.status, cases)
-    result["left_out"] = args.left_out
+    result = summarise(args.part, args.status, cases, args.left_out)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     for case in result["failed"]:
         print(f"FAILED {case['name']}: {' '.join(case['message'].split())[:300]}")
@@ -115,7 +120,8 @@ def main(argv: list[str] | None = None) -> int:
     for reason, count in result["known_skips"].items():
         print(f"known skip: {reason} ({count})")
     for left in args.left_out:
-        print(f"known skip: {left}")
+        if is_known(left.partition(": ")[2]):
+            print(f"known skip: {left}")
     verdict = "ok" if result["ok"] else "FAILED"
     print(f"{args.part}: {verdict}, {result['passed']} passed, {len(result['failed'])} failed")
     return 0 if result["ok"] else 1
