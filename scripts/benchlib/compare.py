@@ -1,9 +1,12 @@
 """What changed between two results of one script.
 
-Machines differ between runs, so times of cgpass are judged by their ratios to the other arms of the same run, and
-memory by itself. A regression is a ratio, or memory, that grew by more than the tolerance; losses of cgpass that
-differ, or were not compared, or cgpass failing, where an older result had nothing of it; and any model or arm having been
-measured that is not now: what cgpass is judged by belongs to a result, too.
+Machines differ between runs, so times of cgpass are judged by their ratio to another arm of the same run, and
+memory by itself. That arm is the one that is most like it: the limit, else reduce-overhead, else default. The host's time
+is a part of a step, and of one in default nearly all: on a faster host the ratio to that grows though nothing got slower.
+
+A regression is a ratio, or memory, that grew by more than the tolerance, and a ratio by more than calls vary by within a
+run; losses of cgpass that differ, or were not compared, or cgpass failing, where an older result had nothing of it; and
+any model or arm having been measured that is not now: what cgpass is judged by belongs to a result, too.
 """
 
 import argparse
@@ -16,10 +19,8 @@ from typing import Any
 from benchlib import arguments, report, shape
 from benchlib.report import differs
 
-Figures = dict[str, dict[str, float]]  # quantity -> value, by arm
 Rows = dict[tuple[str, str], dict[str, str]]  # model and arm -> text, by quantity
 OURS = "cgpass"
-RIVALS = ("default", "reduce-overhead", "limit")
 TIMES = {"step_ms": "step ms", "loop_ms": "loop ms", "host_ms": "host ms"}
 # What is measured of every arm, by kind, or one of it in older results; nothing where it was only compiled.
 MEASURED = {
@@ -28,6 +29,31 @@ MEASURED = {
     "inference": ("host_ms", "step_ms"),
     "compiled": ("losses",),
 }
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A median, and between what most calls lie; of what is no time all three are one."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, found: float | dict[str, float]) -> "Figure":
+        if not isinstance(found, dict):
+            return cls(found, found, found)
+        median = found["median"]
+        return cls(median, found.get("p10", median), found.get("p90", median))
+
+    def __truediv__(self, other: "Figure") -> "Figure":
+        return Figure(self.median / other.median, self.low / other.high, self.high / other.low)
+
+    def __bool__(self) -> bool:
+        return bool(self.median)
+
+
+Figures = dict[str, dict[str, Figure]]  # by arm, by quantity
 
 
 @dataclass
@@ -41,11 +67,14 @@ class Comparison:
     worse: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def judge(self, what: str, old: float, new: float) -> str:
+    def judge(self, what: str, old: Figure, new: Figure) -> str:
         """Counts a figure that is to stay, and says whether it did."""
         self.judged += 1
-        if new <= old * (1 + self.tolerance / 100):
+        grew_by = 1 + self.tolerance / 100
+        if new.median <= old.median * grew_by:
             return ""
+        if new.low <= old.high * grew_by:
+            return ", as calls vary"
         self.worse.append(f"{what}: {changed(old, new)}")
         return " **worse**"
 
@@ -101,12 +130,11 @@ def check_arguments(
         parser.error(f"--compare: results of {sizes[1]} models, but of {sizes[0]} ones now")
 
 
-def changed(old: float | None, new: float | None, digits: int = 2) -> str:
+def changed(old: Figure | None, new: Figure | None, digits: int = 2) -> str:
     """Two figures, and by how much the second differs."""
-    if old is None or new is None:
-        return " -> ".join("-" if value is None else f"{value:.{digits}f}" for value in (old, new))
-    percent = f" ({100 * (new / old - 1):+.1f} %)" if old else ""
-    return f"{old:.{digits}f} -> {new:.{digits}f}{percent}"
+    shown = ("-" if value is None else f"{value.median:.{digits}f}" for value in (old, new))
+    percent = f" ({100 * (new.median / old.median - 1):+.1f} %)" if old and new else ""
+    return " -> ".join(shown) + percent
 
 
 def kind(data: dict[str, Any]) -> str:
@@ -119,11 +147,11 @@ def title(model: dict[str, Any]) -> str:
 
 
 def time_figures(data: dict[str, Any]) -> dict[str, Figures]:
-    """Medians of each model, by quantity and arm."""
+    """Times of each model, by quantity and arm."""
     return {
         title(model): {
             text: {
-                name: entry[key]["median"]
+                name: Figure.of(entry[key])
                 for name, entry in model["arms"].items()
                 if "median" in entry.get(key, {})
             }
@@ -138,7 +166,7 @@ def memory_figures(data: dict[str, Any]) -> dict[str, Figures]:
     return {
         title(model): {
             "peak reserved MiB": {
-                name: entry["peak_reserved_bytes"] / 2**20
+                name: Figure.of(entry["peak_reserved_bytes"] / 2**20)
                 for name, entry in model["arms"].items()
                 if "peak_reserved_bytes" in entry
             }
@@ -154,7 +182,10 @@ def depth(row: dict[str, Any]) -> str:
 
 def overhead_figures(data: dict[str, Any]) -> dict[str, Figures]:
     """Microseconds of a call, by mode and layers, and arm."""
-    return {depth(row): {"us": row["us"]} for row in data["rows"]}
+    return {
+        depth(row): {"us": {name: Figure.of(us) for name, us in row["us"].items()}}
+        for row in data["rows"]
+    }
 
 
 FIGURES = {
@@ -166,10 +197,9 @@ FIGURES = {
 
 
 def rivals(found: str, quantity: str) -> tuple[str, ...]:
-    """The arms that cgpass is measured by; the limit has no host time to speak of."""
-    if found == "overhead":
-        return ("reduce-overhead",)
-    return RIVALS[:2] if quantity == "host ms" else RIVALS
+    """The arms that cgpass is set against, those it is judged by first; the limit has no host time to speak of."""
+    hosts = ("reduce-overhead", "default")
+    return hosts if found == "overhead" or quantity == "host ms" else ("limit", *hosts)
 
 
 def ours(figures: dict[str, float]) -> list[str]:
@@ -180,17 +210,19 @@ def ours(figures: dict[str, float]) -> list[str]:
 def compare_ratios(
     found: Comparison, place: str, kind: str, quantity: str, old: Figures, new: Figures
 ) -> None:
-    """Ratios of cgpass to other arms of its own run."""
+    """Ratios of cgpass to other arms of its own run; the first that there is in both runs is judged."""
     before, after = old.get(quantity, {}), new.get(quantity, {})
+    common = [arm for arm in rivals(kind, quantity) if before.get(arm) and after.get(arm)]
     for name in ours(before):
-        for rival in rivals(kind, quantity):
-            if name not in after or not before.get(rival) or not after.get(rival):
-                continue
-            ratios = before[name] / before[rival], after[name] / after[rival]
-            what = f"{name} / {rival}"
-            note = found.judge(f"{place}, {quantity}, {what}", *ratios)
+        if name not in after:
+            continue
+        for arm in common:
+            was, now = before[name] / before[arm], after[name] / after[arm]
+            what, note = f"{name} / {arm}", ""
+            if arm == common[0]:
+                note = found.judge(f"{place}, {quantity}, {what}", was, now)
             cells = found.ratios.setdefault((place, what), {})
-            cells[quantity] = changed(*ratios, digits=3) + note
+            cells[quantity] = changed(was, now, digits=3) + note
 
 
 def compare_place(found: Comparison, place: str, kind: str, old: Figures, new: Figures) -> None:
