@@ -21,9 +21,9 @@ from cgpass.graph.target import Target
 from cgpass.graph.values import (
     collective_calls,
     graph_outputs,
-    has_side_effect_besides_writes,
     is_collective,
     is_inductor_random,
+    is_repeatable,
     num_ops,
 )
 from cgpass.inputs import InputInfo, InputKind
@@ -374,4 +374,4 @@ def _is_repeatable(gm: fx.GraphModule, infos: Sequence[InputInfo]) -> bool:
     """Whether nobody sees that a graph runs once more than it is called, on copies of what it writes."""
     if any(info.mutated and info.whole_storage for info in infos):
         return False  # it may write beside what it is given
-    return not any(map(has_side_effect_besides_writes, gm.graph.nodes))
+    return all(map(is_repeatable, gm.graph.nodes))

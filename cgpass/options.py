@@ -74,8 +74,8 @@ class Options:
     capture_policy: Literal["auto", "always", "measured"] = _choice("auto", "always", "measured")
     """Which partitions are captured: those whose copies cost less than their launches save (`auto`; where that is close
     a few calls are timed), all, or those that turn out faster in their first calls (`measured`). It is decided once, by the
-    shapes that come first. What communicates, has side effects, or writes by custom operators or Triton
-    kernels is captured whatever is chosen."""
+    shapes that come first. What communicates, has side effects, or calls custom operators or Triton
+    kernels of your own is captured whatever is chosen."""
 
     unsafe_ops: tuple[str, ...] = ()
     """Operators that are never captured, as `ns::op` or `ns::op.overload`."""

@@ -16,7 +16,7 @@ Note [What a capture is worth]
 
     Either is decided once, by the shapes that come first. A partition that is left plain stays so until
     `cgpass.reset()`. One that communicates, or may do more than compute and write inputs, is never judged: see
-    `has_side_effect_besides_writes`.
+    `graph.values.is_repeatable`.
 """
 
 import functools
