@@ -299,7 +299,8 @@ struct CompiledFunctionBackward : public Node {
                      // run(rest, None, None) raises
   PyObject* rest;    // what else the backward reads
   std::vector<Py_ssize_t> wanted;     // positions of the gradients that the edges get
-  std::vector<std::pair<Py_ssize_t, at::Tensor>> direct;  // parameters without an edge, and where their gradients are
+  using Parameters = std::vector<std::pair<Py_ssize_t, at::Tensor>>;
+  Parameters direct;  // parameters without an edge, and where their gradients are
   struct Saved {
     std::vector<SavedVariable> checked;  // for writes
     std::vector<at::Tensor> unchecked;
@@ -328,10 +329,13 @@ struct CompiledFunctionBackward : public Node {
 
   std::string name() const override { return shown; }
 
+  // Parameters go with what was saved: whoever still holds a result has a hold on none of them.
   void release_variables() override {
     std::shared_ptr<Saved> dropped;
+    Parameters parameters;
     const std::lock_guard<std::mutex> lock(mutex_);
     dropped.swap(saved);
+    if (num_saved > 0 || runs_once) parameters.swap(direct);
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
@@ -402,13 +406,17 @@ struct CompiledFunctionBackward : public Node {
     return saved;
   }
 
+  Parameters direct_now() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return direct;
+  }
+
   // Returns what the edges get; `direct_ones` is given the parameters that have none.
   variable_list call(variable_list&& grads, Additions& direct_ones) {
     ++num_calls;
     std::shared_ptr<Saved> reads = saved_now();
     TORCH_CHECK(reads || num_saved == 0, torch::autograd::ERR_BACKWARD_TWICE);
-    auto parameters = direct;
-    if (!adds_to_leaves()) parameters.clear();
+    Parameters parameters = direct_now();
     variable_list values;
     values.reserve(num_saved);
     const NodePointer self = getptr();
@@ -423,7 +431,8 @@ struct CompiledFunctionBackward : public Node {
       if (!grads[i].defined()) grads[i] = input_metadata(i).zeros_like();
     }
     const bool is_graph_wanted = at::GradMode::is_enabled();  // create_graph=True
-    edge_list sources = is_graph_wanted ? sources_with(grads) : edge_list();
+    edge_list sources = is_graph_wanted ? sources_with(grads, parameters) : edge_list();
+    if (!adds_to_leaves()) parameters.clear();
     Owned saved_list(list_of(std::move(values)));
     Owned grad_list(list_of(std::move(grads)));
     PyObject* args[] = {rest, saved_list.object, grad_list.object};
@@ -448,14 +457,14 @@ struct CompiledFunctionBackward : public Node {
   }
 
   // Where all leads that the gradients depend on.
-  edge_list sources_with(const variable_list& grads) const {
+  edge_list sources_with(const variable_list& grads, const Parameters& parameters) const {
     edge_list edges = next_edges();
     const auto add = [&](const at::Tensor& tensor) {
       if (tensor.defined() && tensor.requires_grad()) {
         edges.push_back(torch::autograd::impl::gradient_edge(tensor));
       }
     };
-    for (const auto& [_, parameter] : direct) add(parameter);
+    for (const auto& [_, parameter] : parameters) add(parameter);
     for (const at::Tensor& grad : grads) add(grad);
     return edges;
   }
@@ -487,7 +496,7 @@ PyObject* attach(PyObject* const* args) {
   const Items outputs(args[5]);
   edge_list edges;
   std::vector<Py_ssize_t> positions;
-  std::vector<std::pair<Py_ssize_t, at::Tensor>> direct;
+  CompiledFunctionBackward::Parameters direct;
   const auto add_edge = [&](Py_ssize_t position, const at::Tensor& tensor) {
     edges.push_back(torch::autograd::impl::gradient_edge(tensor));
     positions.push_back(position);

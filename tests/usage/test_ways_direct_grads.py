@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgpass.runtime import node
@@ -262,10 +263,48 @@ def test_backwards_into_named_inputs_leave_parameters_alone(way):
     assert all(p.grad is None for p in module.parameters())
 
 
-def test_parameters_are_out_of_reach_for_autograd_grad(way):
+def test_parameters_are_out_of_reach_for_those_who_name_them(way):
     session, _, module, call = made(way)
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
         torch.autograd.grad(call(session.randn(4, 8)).sum(), list(module.parameters()))
+    call(session.randn(4, 8)).sum().backward(inputs=list(module.parameters()))
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_a_hook_on_several_parameters_has_to_be_there_before_the_forward(way):
+    session, _, module, call = made(way)
+    seen = []
+
+    def hook(grads):
+        seen.append(len(grads))
+
+    loss = call(session.randn(4, 8)).sum()
+    register_multi_grad_hook(list(module.parameters()), hook)
+    loss.backward()
+    assert seen == []
+    call(session.randn(4, 8)).sum().backward()
+    assert seen == [len(list(module.parameters()))]
+
+
+def test_parameters_may_be_swapped_while_a_result_is_held(way):
+    session, plain, module, call = made(way)
+    x = session.randn(4, 8)
+    held = [fn(x).square().sum() for fn in (plain, call)]
+    for loss in held:
+        loss.backward()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for each in (plain, module):
+            each.to(torch.float64)
+            each.load_state_dict({k: v / 2 for k, v in each.state_dict().items()})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert all(p.dtype == torch.float64 for p in module.parameters())
+    for fn in (plain, call):
+        fn(x.double()).square().sum().backward()
+    same(plain, module)
+    with pytest.raises(RuntimeError, match="second time"):
+        held[1].backward()
 
 
 def test_parameters_that_are_frozen_before_the_backward(way):
