@@ -44,6 +44,7 @@ class Calls:
         self._state = state
         self._training = training
         self._last: list[Any] = []
+        self._next: list[Any] | None = None
         self._keeps_gradients: bool | None = None
         """Whether those that a call leaves behind stay, as in a loop that zeroes them in place; None if not known yet."""
         self._copied = [i for i, leaf in enumerate(self._leaves) if _is_data(leaf, state)]
@@ -51,9 +52,17 @@ class Calls:
         """Of the inputs that are copied."""
         state.keep(tensors_of([a for i, a in enumerate(self._leaves) if i not in self._copied]))
 
+    def prepare(self) -> None:
+        """Do what a call needs that is no part of it: copies of its inputs, and counters that are where they were."""
+        self._state.rewind()
+        self._next = self._inputs()
+
     def __call__(self) -> None:
-        """Make one call, and drop what came of it."""
-        inputs = self._inputs()
+        """Make one call, and drop what came of it; `prepare` comes before each, by itself if not called."""
+        if self._next is None:
+            self.prepare()
+        inputs, self._next = self._next, None
+        assert inputs is not None
         args, kwargs = pytree.tree_unflatten(inputs, self._spec)
         try:
             if self._training:

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -132,7 +132,19 @@ def synchronise(devices: Iterable[torch.device]) -> None:
             torch.cuda.synchronize(device)
 
 
-def timed(call: Callable[[], None], devices: Iterable[torch.device], runs: int = RUNS) -> Times:
+class Call(Protocol):
+    """What is called again and again."""
+
+    def prepare(self) -> None:
+        """Do what comes before a call and is no part of it."""
+        ...
+
+    def __call__(self) -> None:
+        """Make one call."""
+        ...
+
+
+def timed(call: Call, devices: Iterable[torch.device], runs: int = RUNS) -> Times:
     """Time calls and their steps.
 
     A step's time is between two events on the stream that it runs on, so it contains waits for the host that launches.
@@ -152,6 +164,7 @@ def timed(call: Callable[[], None], devices: Iterable[torch.device], runs: int =
     with watched(lambda key, device: _Step(noted, key, device or usual)):
         for number in range(runs + 1):
             noted.clear()
+            call.prepare()
             synchronise(devices)
             start = time.perf_counter()
             call()
@@ -228,7 +241,7 @@ def plainly(owners: Iterable[Owner]) -> Iterator[None]:
             owner.plain = False
 
 
-def profiled(call: Callable[[], None], devices: Iterable[torch.device]) -> kernels.Launches:
+def profiled(call: Call, devices: Iterable[torch.device]) -> kernels.Launches:
     """Which kernels one call launches, in CUDA graphs and else; waits for the devices."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     devices = tuple(devices)
@@ -237,6 +250,7 @@ def profiled(call: Callable[[], None], devices: Iterable[torch.device]) -> kerne
         del device
         return torch.profiler.record_function(kernels.range_name(*key))
 
+    call.prepare()
     synchronise(devices)
     # Without `acc_events` its constructor warns, once a process, of what only cycles lose.
     profile = torch.profiler.profile(activities=activities, acc_events=True)

@@ -115,6 +115,18 @@ class _Storage:
             now.copy_(self._contents)
 
 
+class _Numbers:
+    """Whole numbers of a storage, kept where they are."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage
+        self._contents = bytes_of(storage).clone()
+
+    def put_back(self) -> None:
+        if self._storage.nbytes() == self._contents.numel():
+            bytes_of(self._storage).copy_(self._contents)
+
+
 class _Tensor:
     """Where a tensor lies, and how."""
 
@@ -201,6 +213,12 @@ class _Attributes:
         for before in self._before:
             yield from before.values()
 
+    def rewind(self) -> None:
+        """Put back the buffers that hold whole numbers, where a call put others in their places."""
+        for now, before in zip(self._dicts, self._before, strict=True):
+            if now is vars(self._module).get("_buffers"):
+                now.update((name, value) for name, value in before.items() if _counts(value))
+
     def put_back(self) -> None:
         if self._module.training != self._training:
             self._module.training = self._training
@@ -212,6 +230,16 @@ class _Attributes:
                 if now.get(name, _MISSING) is not value:
                     now[name] = value
         self._containers.put_back()
+
+
+def _counts(value: Any) -> bool:
+    """Whether something is a tensor of whole numbers: how often, or up to where."""
+    return (
+        isinstance(value, torch.Tensor)
+        and has_storage(value)
+        and not value.is_floating_point()
+        and not value.is_complex()
+    )
 
 
 class State:
@@ -240,6 +268,7 @@ class State:
         )
         self._tensors: dict[int, _Tensor] = {}
         self._storages: dict[int, _Storage] = {}
+        self._numbers: dict[int, _Numbers] = {}
         self._grads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._random = _Random()
         held = [value for attributes in self._attributes for value in attributes.values()]
@@ -260,6 +289,8 @@ class State:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._storages:
                     self._storages[storage._cdata] = _Storage(storage)
+                if storage._cdata not in self._numbers and _counts(tensor):
+                    self._numbers[storage._cdata] = _Numbers(storage)
             if tensor.is_leaf and tensor.requires_grad:
                 self.put_gradients_aside([tensor])
 
@@ -294,6 +325,14 @@ class State:
         """As `zero_grad` does."""
         for leaf, _ in self._grads.values():
             leaf.grad = None
+
+    def rewind(self) -> None:
+        """Have all whole numbers as they were: a position that went on would leave its cache in the end."""
+        with torch.no_grad():
+            for attributes in self._attributes:
+                attributes.rewind()
+            for numbers in self._numbers.values():
+                numbers.put_back()
 
     def put_back(self) -> None:
         """Have everything as it was: the same objects, on the same memory, with the same bits."""
