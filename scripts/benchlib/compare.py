@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchlib import arguments, report, shape
-from benchlib.report import differs
+from benchlib.report import differs, ours
 
 Rows = dict[tuple[str, str], dict[str, str]]  # model and arm -> text, by quantity
-OURS = "cgpass"
 TIMES = {"step_ms": "step ms", "loop_ms": "loop ms", "host_ms": "host ms"}
 # What is measured of every arm, by kind, or one of it in older results; nothing where it was only compiled.
 MEASURED = {
@@ -202,11 +201,6 @@ def rivals(found: str, quantity: str) -> tuple[str, ...]:
     return hosts if found == "overhead" or quantity == "host ms" else ("limit", *hosts)
 
 
-def ours(figures: dict[str, float]) -> list[str]:
-    """The arms that are cgpass, in any setting."""
-    return [name for name in figures if name.split("-")[0] == OURS]
-
-
 def compare_ratios(
     found: Comparison, place: str, kind: str, quantity: str, old: Figures, new: Figures
 ) -> None:
@@ -281,7 +275,7 @@ def flags(data: dict[str, Any]) -> Iterator[str]:
             if "error" in arms[name]:
                 yield f"{place}, {name}: failed"
     for row in data.get("rows", ()):
-        for name in row.get("differs", ()):
+        for name in ours(row.get("differs", ())):
             yield f"{depth(row)}, {name}: results differ"
 
 

@@ -26,6 +26,8 @@ class Goal:
     arm: str = "cgpass"
     allowance: Callable[[dict[str, Any]], Figures] = lambda found: {}
     """What is added to `at_most`, by model."""
+    names_all: bool = False
+    """Whether to name what was measured, where that is only some of the models."""
     at_least: float = 0.0
     """What is less is no figure."""
     why_not_less: str = ""
@@ -211,6 +213,7 @@ GOALS = (
         2.0,
         _start("extra_cold_s"),
         allowance=_for_further_pieces,
+        names_all=True,
     ),
     Goal(
         "second process, first step, times default's",
@@ -218,6 +221,7 @@ GOALS = (
         "start",
         1.3,
         _start("first_warm_ratio"),
+        names_all=True,
     ),
     Goal("a layer graphed by hand, times torch's host time", "1.0", "graphed", 1.0, _graphed),
 )
@@ -253,6 +257,15 @@ def _no_figures(goal: Goal, void: list[str], figures: Figures) -> list[str]:
     return [f"no figure{names}: {goal.why_not_less}"]
 
 
+def _who_differs(found: dict[str, Any], name: str, arm: str) -> str:
+    """Why a figure of a model is none: its own losses differ, or those of what it is measured by."""
+    arms = dict(_models(found)).get(name, {}) if isinstance(found.get("results"), list) else {}
+    wrong = [each for each in arms if each not in sound_arms(arms)]
+    if arm in wrong or not wrong:
+        return "losses differ"
+    return f"losses of {', '.join(wrong)} differ"
+
+
 def table(results: Results) -> str:
     """A row for each goal that there are figures of."""
     names = ["", "goal, at most", "cgpass", "reduce-overhead, same run", ""]
@@ -269,7 +282,13 @@ def table(results: Results) -> str:
         theirs = goal.figures(sound, "reduce-overhead") if goal.arm == "cgpass" else {}
         theirs = {name: value for name, value in theirs.items() if name not in void}
         said = [*_verdict(goal, sound, ours), *_no_figures(goal, void, ours)]
-        said += [f"{short(name)} (losses differ)" for name in measured if name not in known]
+        if goal.names_all and ours:
+            said.append(f"measured with {', '.join(map(short, ours))}")
+        said += [
+            f"{short(name)} ({_who_differs(found, name, goal.arm)})"
+            for name in measured
+            if name not in known
+        ]
         cells = [goal.what, goal.goal, _shown(ours, goal.digits), _shown(theirs, goal.digits)]
         rows.append("| " + " | ".join([*cells, "; ".join(said)]) + " |")
     return "\n".join(rows)

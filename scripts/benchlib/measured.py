@@ -15,6 +15,7 @@ from benchlib.report import (
     median,
     microseconds,
     number,
+    ours,
     partitions,
     sound_row,
     step_text,
@@ -177,14 +178,15 @@ def graphed(found: dict[str, Any]) -> str:
 
 def start(found: dict[str, Any]) -> str:
     """What the first steps take more than in default."""
-    rows = [row["compared"] for row in found["results"] if "compared" in row]
-    if not rows:
+    measured = [row for row in found["results"] if "compared" in row]
+    if not measured:
         return ""
+    rows = [row["compared"] for row in measured]
     extra = span([row["extra_cold_s"] for row in rows])
     ratio = span([row["first_warm_ratio"] for row in rows])
     return (
         f"From `torch.compile` until all of a step is replayed it takes {extra} s longer than in default with nothing cached; in a "
-        f"second process the first step is done after {ratio} times the time."
+        f"second process the first step is done after {ratio} times the time ({listed([short(each['title']) for each in measured])})."
     )
 
 
@@ -214,7 +216,9 @@ def _results_of_calls(rows: list[dict[str, Any]]) -> str:
     if not all("differs" in row for row in rows):
         return ""
     differing = [
-        f"{name} ({row['mode']}, {row['layers']} layers)" for row in rows for name in row["differs"]
+        f"{name} ({row['mode']}, {row['layers']} layers)"
+        for row in rows
+        for name in ours(row["differs"])
     ]
     but = f", but not those of {listed(differing)}" if differing else ""
     default = ", and plain `torch.compile`'s" if all("default" in row["us"] for row in rows) else ""

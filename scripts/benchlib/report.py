@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import shlex
 from pathlib import PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 GRAPHS = ("forward", "backward")
 FORWARD = GRAPHS[0]
@@ -63,6 +66,11 @@ def differs(entry: dict[str, Any], arms: dict[str, Any]) -> bool:
     """Whether an arm's losses are others than they have to be; `arms` are all of the model."""
     equal = (entry.get("check") or {}).get("equal", True)
     return bool(entry.get("differs")) or not equal or is_default(entry, arms) is False
+
+
+def ours(arms: Iterable[str]) -> list[str]:
+    """The arms that are cgpass, in any setting."""
+    return [name for name in arms if name.split("-")[0] == "cgpass"]
 
 
 def sound_arms(arms: dict[str, Any]) -> dict[str, Any]:

@@ -132,8 +132,14 @@ def losses_to_have(entry: dict[str, Any], results: Results) -> list[float] | Non
 def check(
     job: Job, workload: models.Workload, ready: dict[str, arms.Arm], results: Results
 ) -> None:
-    """Compares losses: bitwise with the run without graphs where kernels are the same, the others with eager."""
-    eager = results.data["arms"].get("eager", {}).get("losses")  # asks for no row of it
+    """Compares losses: bitwise with the run without graphs where kernels are the same, the others with those of eager.
+
+    Where eager was not asked for, default stands for it.
+    """
+    kinds = (
+        results.data["arms"].get(name, {}) for name in ("eager", "default")
+    )  # asks for no row of them
+    known = next((entry["losses"] for entry in kinds if "losses" in entry), None)
     reference = bitwise.Reference(workload, job.check_steps)
     for name in ready:
         entry = results.arm(name)
@@ -146,8 +152,8 @@ def check(
                 arms.repair(workload.device)
             entry["check"] = found
             entry["differs"] = report.differs({"check": found}, {})
-        elif eager is not None:
-            entry["differs"] = not measure.check_close(entry["losses"], eager)
+        elif known is not None and "losses" in entry:
+            entry["differs"] = not measure.check_close(entry["losses"], known)
         results.write()
 
 
@@ -276,21 +282,10 @@ def run_time(job: Job, workload: models.Workload, results: Results) -> None:
     time_pieces(ready, results)
 
 
-def check_inference(results: Results) -> None:
-    """Holds what calls of arms with kernels of their own return against default's."""
-    arms_of = results.data["arms"]
-    default = arms_of.get("default", {}).get("losses")
-    for name, entry in arms_of.items():
-        if default is not None and name != "default" and "losses" in entry and "check" not in entry:
-            entry["differs"] = not measure.check_close(entry["losses"], default)
-    results.write()
-
-
 def run_inference(job: Job, workload: models.Workload, results: Results) -> None:
     """Calls of a model without gradients; all arms in one process."""
     ready = prepare(job, workload, results)
     check(job, workload, ready, results)
-    check_inference(results)
     take_turn(job)
     measure_times(job, ready, results)
     ours = {name: arm for name, arm in ready.items() if name == "cgpass"}

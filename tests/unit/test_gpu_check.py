@@ -16,6 +16,20 @@ FAILED = '<testcase classname="tests.a" name="test_two" time="0"><failure messag
 NOT_INSTALLED = "tests/b.py: expecttest is not installed"
 
 
+@pytest.mark.parametrize(
+    ("part", "left_out", "good"),
+    [
+        ("tests", [], False),
+        ("dist", [], False),
+        ("dist", ["every multigpu test: needs 2 GPUs, found 1"], True),
+        ("tests", [NOT_INSTALLED], False),
+    ],
+)
+def test_no_tests_are_a_failure_where_nothing_says_why(tmp_path, part, left_out, good):
+    arguments = ["--part", part, "--status", "5", "--out", str(tmp_path / "x.json"), "--left-out"]
+    assert (check.main([*arguments, *left_out, "--", str(tmp_path / "none.xml")]) == 0) is good
+
+
 def checked(tmp_path, *, more="", status=0, left_out=()):
     """Whether it is a success, and what is written."""
     (tmp_path / "tests.xml").write_text(REPORT.format(more=more))

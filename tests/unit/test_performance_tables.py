@@ -111,12 +111,15 @@ def test_goals_of_memory_first_steps_and_several_devices():
         ("0.90", "reached"),
         ("0.900", "reached"),
         ("1.00 to 1.02", "not with sharded (1.024)"),
-        ("2.50", "reached"),  # two pieces more may take 0.3 s each
-        ("1.50", "not reached"),
+        ("2.50", "reached; measured with m"),  # two pieces more may take 0.3 s each
+        ("1.50", "not reached; measured with m"),
         ("0.90", "reached"),
     ]
     compared["extra_cold_s"] = 2.7
-    assert "| 2, and 0.3 a further piece | 2.70 | - | not reached |" in goals.table(found)
+    assert (
+        "| 2, and 0.3 a further piece | 2.70 | - | not reached; measured with m |"
+        in goals.table(found)
+    )
 
 
 def test_goals_have_rows_of_the_leanest_way():
@@ -161,6 +164,10 @@ def test_arms_whose_losses_differ_reach_no_goal():
     assert "they take 1.00 times" in goals.in_a_loop(bench(fast, slow))
     row = "| synchronised step, ms over the limit | 0.15 | - | 2.00 | slow (losses differ) |"
     assert row in goals.table({"bench": bench(slow)}).splitlines()
+    slow["arms"]["cgpass"]["differs"], slow["arms"]["limit"]["differs"] = False, True
+    rows = goals.table({"bench": bench(fast, slow)}).splitlines()
+    assert rows[2].endswith("| reached; slow (losses of limit differ) |")
+    slow["arms"]["cgpass"]["differs"], slow["arms"]["limit"]["differs"] = True, False
     assert goals.in_a_loop(bench(slow)) == ""
 
 
