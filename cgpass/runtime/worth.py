@@ -5,7 +5,9 @@ Note [What a capture is worth]
     the host saves is known once the partition is recorded: while it was, nothing ran but the host. Where copies take
     clearly less, it is captured, and where they take clearly more, it is not. What other partitions read of its outputs
     counts against leaving it plain: they would have to copy that. Where next to nothing is copied there is nothing to
-    weigh: launching one kernel from Python takes longer than launching a graph of it and filling its placeholder.
+    weigh: launching one kernel from Python takes longer than launching a graph of it and filling its placeholder. How many
+    nodes a graph has is not counted: launching their kernels plainly is what was timed, and launching a graph takes the
+    host much the same time for a hundred layers as for one (docs/performance.md, "replay").
 
     Where it is close (always with `capture_policy="measured"`) a few calls decide, each with the device waited for:
     replays, and plain calls of the same shape, made for this alone. A recording may be replaced before it was replayed
