@@ -185,14 +185,70 @@ def _pickler_type() -> Any:
     from torch.fx._graph_pickler import GraphPickler
 
     class Pickler(GraphPickler):
-        """Fake tensors that are views know the mode of what they are views of: torch pickles that from 2.15 on."""
+        """Fake tensors in few words where they are plain ones, which they nearly always are.
+
+        Those that are views know the mode of what they are views of: torch pickles that from 2.15 on.
+        """
 
         def reducer_override(self, obj: object) -> Any:
             if isinstance(obj, FakeTensorMode):
                 return _mode_of, (self._unpickle_state,)
+            if isinstance(obj, torch.Tensor) and _has_no_more_than_a_layout(obj):
+                return _on_memory, (self._unpickle_state, self._memory_of(obj), *_layout_of(obj))
             return super().reducer_override(obj)
 
+        def _memory_of(self, tensor: torch.Tensor) -> Any:
+            """The storage as torch describes those of other tensors, so that both are told to share it."""
+            return self._meta_tensor_describer.describe_storage(tensor.untyped_storage())
+
     return Pickler
+
+
+def _has_no_more_than_a_layout(tensor: torch.Tensor) -> bool:
+    """Whether a fake tensor is no more than a type and a layout on some memory.
+
+    Source: torch/_subclasses/meta_utils.py `MetaTensorDesc`, 2.11 to 2.15.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return (
+        type(tensor) is FakeTensor
+        and is_plain_tensor(tensor)
+        and not isinstance(tensor, (torch.nn.Parameter, torch.nn.Buffer))
+        and not (tensor._is_view() or tensor.requires_grad or tensor.is_inference())
+        and not (tensor.is_conj() or tensor.is_neg())
+        and tensor.constant is None
+        and tensor.real_tensor is None
+        and not any(name.startswith("_dynamo") for name in vars(tensor))
+    )
+
+
+def _layout_of(tensor: Any) -> tuple[Any, ...]:
+    size, stride = tuple(tensor.size()), tensor.stride()
+    return tensor.dtype, size, stride, tensor.storage_offset(), tensor.fake_device
+
+
+def _on_memory(
+    state: Any,
+    memory: Any,
+    dtype: torch.dtype,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+    device: torch.device,
+) -> Any:
+    """A fake tensor of the mode that is unpickled into, on memory that others may have been given, too."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._mode_utils import no_dispatch
+
+    storages = state.meta_converter
+    storage = storages.get_storage_memo(memory)
+    if storage is None:
+        storage = torch.UntypedStorage(memory.size, device="meta")
+        storages.set_storage_memo(memory, storage)
+    with no_dispatch():
+        meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, size, stride)
+        return FakeTensor(state.fake_mode, meta, device)
 
 
 def _mode_of(state: Any) -> Any:

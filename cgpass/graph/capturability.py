@@ -5,6 +5,7 @@ side of capturing where nothing is known (custom operators): an operator that tu
 capturable is marked `PROVEN` and its partition split around it; it can be named in `unsafe_ops`.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,15 +40,15 @@ class _Query:
     gm: fx.GraphModule | None
     collectives: bool
 
-    @property
+    @functools.cached_property
     def op(self) -> object:
         return values.called(self.node)[0]
 
-    @property
+    @functools.cached_property
     def inputs(self) -> tuple[torch.Tensor, ...]:
         return tuple(t for arg in self.node.all_input_nodes for t in values.tensors(arg))
 
-    @property
+    @functools.cached_property
     def outputs(self) -> tuple[torch.Tensor, ...]:
         return values.tensors(self.node)
 

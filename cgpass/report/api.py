@@ -25,7 +25,8 @@ from cgpass.report.measure import (
 )
 from cgpass.report.model import Report
 from cgpass.report.outside import with_outside
-from cgpass.report.state import Called, State, reaches_compiled
+from cgpass.report.reached import Called, reaches_compiled
+from cgpass.report.state import State
 from cgpass.runtime.owner import Owner
 
 _CALLS: Final = 8

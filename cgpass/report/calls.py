@@ -8,7 +8,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass import _torch
-from cgpass.report.state import State, has_storage, leaves_behind, tensors_of
+from cgpass.report.reached import has_storage, leaves_behind, tensors_of
+from cgpass.report.state import State
 from cgpass.runtime.placeholders import bytes_of
 
 _ALIGNMENT: Final = 64

@@ -195,22 +195,27 @@ def test_where_the_backward_can_not_be_read_the_forward_counts_as_not_read(monke
     assert not any("AccumulateGrad" in str(node) for node, _ in out.grad_fn.next_functions)
 
 
+def read_again(mode, values, inputs):
+    """Values of nodes, and inputs, of a graph that was kept."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = inputs[0]
+    nodes = [graph.call_function(torch.ops.aten.alias.default, (x,)) for _ in values]
+    for node, value in zip(nodes, values, strict=True):
+        node.meta["val"] = value
+    graph.output(tuple(nodes))
+    with tracing(TracingContext(mode)):
+        found, read = _torch.unpickled(_torch.pickled(fx.GraphModule({}, graph), inputs))
+    return [node.meta["val"] for node in found.graph.output_node().all_input_nodes], read
+
+
 def test_fake_tensors_that_are_views_stay_so():
     """What attention on CUDA returns, say: they know the mode of what they are views of."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode:
         base = torch.randn(4, 4)
         views = [base.view(16), base.t()]
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    x.meta["val"] = base
-    nodes = [graph.call_function(torch.ops.aten.alias.default, (x,)) for _ in views]
-    for node, view in zip(nodes, views, strict=True):
-        node.meta["val"] = view
-    graph.output(tuple(nodes))
-    with tracing(TracingContext(mode)):
-        found, (read,) = _torch.unpickled(_torch.pickled(fx.GraphModule({}, graph), [base]))
-    again = [node.meta["val"] for node in found.graph.output_node().all_input_nodes]
+    again, (read,) = read_again(mode, views, [base])
     for view, new in zip(views, again, strict=True):
         assert (view.shape, view.stride()) == (new.shape, new.stride())
         assert new.untyped_storage()._cdata == read.untyped_storage()._cdata
@@ -270,3 +275,34 @@ def test_what_was_marked_static_since_is_no_hit():
         found.append([after[name] - before[name] for name in ("graphs_kept", "copied_bytes")])
         torch._dynamo.mark_static_address(cache)
     assert found == [[0, 2 * 2 * 128], [0, 2 * 128]]
+
+
+def test_fake_tensors_are_what_they_were_and_share_memory_as_they_did():
+    """Most are told in few words, others in torch's; they may lie in one memory."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        base = torch.randn(4, 6, dtype=torch.bfloat16, device="cpu")
+        part = torch.empty(0, dtype=torch.bfloat16).set_(base.untyped_storage(), 3, (2, 3), (1, 4))
+        learned = torch.randn(4, 6).requires_grad_()
+        values = [
+            part,
+            base.view(24),
+            learned,
+            torch.empty(0).set_(learned.detach().untyped_storage(), 0, (24,), (1,)),
+            torch.empty(()),
+            torch.empty(0, 3),
+            torch.ones(2, dtype=torch.complex64).conj(),
+            torch.empty_strided((3, 2), (0, 1), dtype=torch.int64),
+        ]
+    again, (read,) = read_again(mode, [*values, part], [base])
+    assert again[0] is again[-1]
+    for old, new in zip([*values, base], [*again[:-1], read], strict=True):
+        assert type(new) is type(old)
+        assert new.fake_mode is mode
+        for name in ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf"):
+            assert getattr(new, name) == getattr(old, name), name
+        assert (new.stride(), new.storage_offset()) == (old.stride(), old.storage_offset())
+        assert new.is_conj() == old.is_conj()
+        assert new.untyped_storage().nbytes() == old.untyped_storage().nbytes()
+    places = [value.untyped_storage()._cdata for value in (read, *again)]
+    assert [places.index(place) for place in places] == [0, 0, 0, 3, 3, 5, 6, 7, 8, 0]

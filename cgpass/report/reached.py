@@ -1,0 +1,137 @@
+"""What a function that is called reaches: modules, tensors, what it names, what of it is compiled."""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from cgpass import _torch
+from cgpass.backend import cgpass
+from cgpass.graphed.reach import modules_behind, values_behind
+
+_NOT_LOOKED_INTO: Final = (
+    *(torch.nn.Module, torch.Tensor, torch.optim.Optimizer),
+    *(type, types.ModuleType, types.FunctionType),
+)
+"""Modules and optimizers are kept as such."""
+
+
+class Called:
+    """A function with the arguments that it is called with, and what both reach."""
+
+    def __init__(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Look at nothing yet.
+
+        Args:
+            fn: What is called.
+            args: Given by position.
+            kwargs: Given by name.
+        """
+        self.fn = fn
+        self.arguments = [*args, *kwargs.values()]
+        # The arguments' attributes that count are those whose names the function's own code reads.
+        self._all: Any = (fn, functools.partial(_code_of(fn), *args, **kwargs))
+
+    @functools.cached_property
+    def values(self) -> list[Any]:
+        """Everything that is looked at on the way."""
+        return values_behind(self._all)
+
+    @functools.cached_property
+    def modules(self) -> list[torch.nn.Module]:
+        """Modules that the function is, is given or reaches by name, with all that they contain."""
+        found: dict[int, torch.nn.Module] = {}
+        for module in modules_behind(self._all, into_forwards=True):
+            found.update((id(each), each) for each in module.modules())
+        return list(found.values())
+
+    @functools.cached_property
+    def held(self) -> list[Any]:
+        """What objects that are called or given have in attributes of their own, whoever reads them by which name."""
+        given = [self.fn, getattr(self.fn, "__self__", None), *pytree.tree_leaves(self.arguments)]
+        objects = [each for each in given if not isinstance(each, _NOT_LOOKED_INTO)]
+        own = [getattr(each, "__dict__", None) for each in objects]
+        return pytree.tree_leaves([list(each.values()) for each in own if type(each) is dict])
+
+
+def _code_of(fn: Any) -> Callable[..., Any]:
+    """The function that runs when something is called, not bound to anything."""
+    fn = inspect.unwrap(getattr(fn, "_orig_mod", fn))
+    if isinstance(fn, torch.nn.Module):
+        fn = fn.forward
+    elif not isinstance(fn, types.FunctionType | types.MethodType | functools.partial):
+        fn = getattr(type(fn), "__call__", fn)  # noqa: B004  as it is, not whether
+    return inspect.unwrap(getattr(fn, "__func__", fn))
+
+
+def tensors_of(values: Any) -> Iterator[torch.Tensor]:
+    """Tensors in nested containers; of subclasses that wrap tensors, those, too."""
+    for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+            if hasattr(leaf, "__tensor_flatten__"):
+                names, _ = leaf.__tensor_flatten__()
+                yield from tensors_of([getattr(leaf, name) for name in names])
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether there is memory to keep the contents of."""
+    wraps = hasattr(tensor, "__tensor_flatten__")
+    return not wraps and tensor.layout is torch.strided and tensor.device.type != "meta"
+
+
+def read_by_name(fn: Any) -> list[Mapping[str, Any]]:
+    """What a function reads from closures and from globals, by name."""
+    fn = inspect.unwrap(fn)
+    fn = getattr(fn, "__func__", fn)
+    if not inspect.isfunction(fn):
+        return []
+    known, code = fn.__globals__, fn.__code__
+    cells = dict(zip(code.co_freevars, fn.__closure__ or (), strict=True))
+    around = {name: cell.cell_contents for name, cell in cells.items() if _is_filled(cell)}
+    return [around, {name: known[name] for name in code.co_names if name in known}]
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def reaches_compiled(called: Called) -> bool:
+    """Whether a callable, or something that it is given or reaches, was given to `torch.compile`, or is not to be.
+
+    Further away than what the callable is given or names itself, only what this backend compiles counts: some library's
+    own helper is no reason to leave the callable as it is.
+    """
+    fn = called.fn
+    named = [value for values in read_by_name(fn) for value in values.values()]
+    named += pytree.tree_leaves(called.arguments)
+    functions = [value for value in named if isinstance(value, types.FunctionType)]
+    if _torch.is_disabled(fn):  # torch.compile would find what it wraps
+        return True
+    if any(map(_torch.is_compiled, [fn, *functions, *called.modules])):
+        return True
+    return any(_torch.is_compiled_by(value, cgpass) for value in called.values)
+
+
+def leaves_behind(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors that a backward of these accumulates gradients in."""
+    seen: set[Any] = set()
+    found: list[torch.Tensor] = []
+    open_: list[Any] = [tensor.grad_fn for tensor in outputs]
+    while open_:
+        node = open_.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor):
+            found.append(variable)
+        open_ += [parent for parent, _ in node.next_functions]
+    return found
