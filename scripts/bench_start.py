@@ -5,12 +5,14 @@
 
 Time begins with `torch.compile`. For each model and arm a process takes its first steps with compile caches of its own, which are empty, then another one
 with what the first one left there. The arms of a model run side by side, models one after the other. What cgpass compiles
-in the background (helpers in C++, once per machine) is there before.
+in the background (helpers in C++, once per machine) is there before. Of each first step it is noted what the compiler spent on
+graphs and code that are kept (`spent_s`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchlib import arguments, arms, meta, models
+from benchlib import arguments, arms, meta, models, spent
 
 import cgpass
 from cgpass.runtime import fast, node
@@ -46,9 +48,13 @@ def first_steps(model: str, arm: str, device: torch.device, *, tiny: bool) -> di
             value.sum().item()  # the device has woken up
     found: dict[str, Any] = {"compile_s": round(made.compile_s, 4), "steps_s": [], "replays": []}
     for number in range(STEPS):
+        watched = contextlib.nullcontext({}) if number else spent.watched()
         start = time.perf_counter()
-        made.step(workload.batches[number % len(workload.batches)]).item()
+        with watched as seconds:
+            made.step(workload.batches[number % len(workload.batches)]).item()
         found["steps_s"].append(round(time.perf_counter() - start, 4))
+        if seconds:
+            found["spent_s"] = {what: round(took, 4) for what, took in seconds.items()}
         found["replays"].append(cgpass.counters()["replays"])
     counters = cgpass.counters()
     found["partitions"] = counters["partitions_captured"] + counters["partitions_eager"]

@@ -3,7 +3,7 @@
 from typing import Any
 
 from benchlib import goals
-from benchlib.measured import Results, device, fill, short, torch_version
+from benchlib.measured import Results, device, fill, second_process, short, torch_version
 from benchlib.report import GRAPHS, LEAN, PARTS, STAGES, differs, median, microseconds, number
 
 GUARDS = "Dynamo's guards, part of what is before the forward"
@@ -178,4 +178,6 @@ def section(results: Results, machine: str) -> str:
     )
     blocks.append(goals.table(results))
     blocks.append(fill(goals.in_a_loop(bench)))
+    if "start" in results and (said := second_process(results["start"])):
+        blocks.append(fill(said))
     return "\n\n".join(blocks) + "\n"

@@ -190,6 +190,25 @@ def start(found: dict[str, Any]) -> str:
     )
 
 
+def second_process(found: dict[str, Any]) -> str:
+    """Where the first step of a second process goes, beside what it has in default; older results don't tell."""
+    said = []
+    for row in found["results"]:
+        warm = {arm: row["arms"].get(arm, {}).get("warm", {}) for arm in ("cgpass", "default")}
+        if "compared" not in row or not all("spent_s" in each for each in warm.values()):
+            continue
+        ours, theirs = ({**each["spent_s"]} for each in warm.values())
+        parts = [
+            f"{what} {seconds:.2f}" + f" (default {theirs[what]:.2f})" * bool(theirs.get(what))
+            for what, seconds in ours.items()
+        ]
+        more = [each["compile_s"] + each["steps_s"][0] for each in warm.values()]
+        said.append(f"{short(row['title'])} {more[0] - more[1]:.2f} more: {', '.join(parts)}")
+    if not said:
+        return ""
+    return f"In a second process the first step takes, in seconds, with {'; '.join(said)}."
+
+
 def overhead(found: dict[str, Any]) -> str:
     """Host time of a call of the deepest stack."""
     layers = max(row["layers"] for row in found["rows"])

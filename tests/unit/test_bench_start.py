@@ -5,7 +5,11 @@ import json
 import subprocess
 
 import pytest
-from benchlib import measured, taking
+from benchlib import measured, spent, taking
+from torch._inductor.codecache import FxGraphCache
+
+from cgpass import _torch
+from cgpass.passes import base
 
 
 @pytest.fixture
@@ -72,6 +76,40 @@ def test_models_are_compared_and_told_of(bench, monkeypatch, tmp_path, capsys):
         "second process the first step is done after 1.10 times the time (GPT-2 small)."
     )
     assert measured.start({"results": [second]}) == ""
+
+
+def test_what_a_second_process_spends_its_time_on_is_told():
+    spent = {"reading": 0.5, "loading": 3.25}
+    warm = {
+        "cgpass": steps(9.0, compile_s=0.5) | {"spent_s": spent},
+        "default": steps(7.5, compile_s=1.0) | {"spent_s": {"reading": 0.0, "loading": 3.0}},
+    }
+    arms = {arm: {"warm": each} for arm, each in warm.items()}
+    row = {"title": "GPT-2 small, B2", "arms": arms, "compared": {}}
+    assert measured.second_process({"results": [row]}) == (
+        "In a second process the first step takes, in seconds, with GPT-2 small 1.00 more: "
+        "reading 0.50, loading 3.25 (default 3.00)."
+    )
+    del warm["default"]["spent_s"]
+    assert measured.second_process({"results": [row]}) == ""
+
+
+def test_time_is_noted_where_it_is_spent(monkeypatch):
+    clock = iter([1.0, 1.5, 10.0, 12.0, 20.0, 21.0])
+    monkeypatch.setattr(spent.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(_torch, "unpickled", lambda data: data * 2)
+    monkeypatch.setattr(FxGraphCache, "prepare_key", staticmethod(lambda gm: "key"))
+    before = _torch.unpickled, FxGraphCache.__dict__["prepare_key"], base._run_one
+    with spent.watched() as found:
+        assert _torch.unpickled(b"a") == b"aa"
+        assert FxGraphCache.prepare_key(None) == "key"
+        assert FxGraphCache.prepare_key(None) == "key"
+    assert found == {spent.READING: 0.5, spent.PASSES: 0.0, spent.KEYS: 3.0, spent.LOADING: 0.0}
+    assert before == (
+        _torch.unpickled,
+        FxGraphCache.__dict__["prepare_key"],
+        base._run_one,
+    )
 
 
 def test_models_that_there_was_no_time_for_are_named(bench, monkeypatch, tmp_path):
