@@ -50,7 +50,7 @@ def explain(
 
     Tensors among the arguments are handed on as copies that lie elsewhere in every call, as a training loop's do;
     parameters, tensors marked static and those that a module holds are not. Tensors of whole numbers among the latter (the
-    position in a cache, say) are put back before each call: all calls are the one that would come next.
+    position in a cache, say; of up to 1 MiB) are put back before each call: all calls are the one that would come next.
 
     Afterwards all is put back as it was, also when the function raises: parameters, buffers and tensors that modules
     and closures hold (bits, memory and objects), gradients, other attributes of modules with the lists, dictionaries

@@ -19,6 +19,8 @@ _SIMPLE: Final = (
     *(list, tuple, dict, set, deque),
 )
 """Attributes of these types that a call adds to a module are taken away again."""
+_MOST_BYTES: Final = 2**20
+"""Of what counts; whole numbers that take more are no positions, but weights, say."""
 _MISSING: Final = object()
 _OF_MODULES: Final = frozenset(vars(torch.nn.Module()))
 """Attributes that every module has; what they hold is torch's."""
@@ -140,10 +142,9 @@ class _Attributes:
             yield from before.values()
 
     def rewind(self) -> None:
-        """Put back the buffers that hold whole numbers, where a call put others in their places."""
+        """Put back tensors that count where a call put others in their places."""
         for now, before in zip(self._dicts, self._before, strict=True):
-            if now is vars(self._module).get("_buffers"):
-                now.update((name, value) for name, value in before.items() if _counts(value))
+            now.update((name, value) for name, value in before.items() if _counts(value))
 
     def put_back(self) -> None:
         if self._module.training != self._training:
@@ -159,12 +160,13 @@ class _Attributes:
 
 
 def _counts(value: Any) -> bool:
-    """Whether something is a tensor of whole numbers: how often, or up to where."""
+    """Whether something is a tensor of not too many whole numbers: how often, or up to where."""
     return (
         isinstance(value, torch.Tensor)
         and has_storage(value)
         and not value.is_floating_point()
         and not value.is_complex()
+        and value.untyped_storage().nbytes() <= _MOST_BYTES
     )
 
 

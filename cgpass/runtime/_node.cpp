@@ -406,17 +406,17 @@ struct CompiledFunctionBackward : public Node {
     return saved;
   }
 
-  Parameters direct_now() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return direct;
-  }
-
   // Returns what the edges get; `direct_ones` is given the parameters that have none.
   variable_list call(variable_list&& grads, Additions& direct_ones) {
     ++num_calls;
-    std::shared_ptr<Saved> reads = saved_now();
+    std::shared_ptr<Saved> reads;
+    Parameters parameters;
+    {  // at once: what another thread releases meanwhile goes together
+      const std::lock_guard<std::mutex> lock(mutex_);
+      reads = saved;
+      parameters = direct;
+    }
     TORCH_CHECK(reads || num_saved == 0, torch::autograd::ERR_BACKWARD_TWICE);
-    Parameters parameters = direct_now();
     variable_list values;
     values.reserve(num_saved);
     const NodePointer self = getptr();

@@ -4,20 +4,21 @@ Machines differ between runs, so times of cgpass are judged by their ratio to an
 memory by itself. That arm is the one that is most like it: the limit, else reduce-overhead, else default. The host's time
 is a part of a step, and of one in default nearly all: on a faster host the ratio to that grows though nothing got slower.
 
-A regression is a ratio, or memory, that grew by more than the tolerance, and a ratio by more than calls vary by within a
-run; losses of cgpass that differ, or were not compared, or cgpass failing, where an older result had nothing of it; and
+A regression is a ratio, or memory, that grew by more than the tolerance, and a ratio by more than that and what medians of
+calls vary by, which is taken to be half of what calls do; losses of cgpass that differ, or were not compared, or cgpass failing, where an older result had nothing of it; and
 any model or arm having been measured that is not now: what cgpass is judged by belongs to a result, too.
 """
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchlib import arguments, report, shape
-from benchlib.report import differs, ours
+from benchlib.report import differs, ours, sound_arms
 
 Rows = dict[tuple[str, str], dict[str, str]]  # model and arm -> text, by quantity
 TIMES = {"step_ms": "step ms", "loop_ms": "loop ms", "host_ms": "host ms"}
@@ -32,21 +33,21 @@ MEASURED = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A median, and between what most calls lie; of what is no time all three are one."""
+    """A median, and the part of it by which medians vary; nothing is known of that where calls are not told."""
 
     median: float
-    low: float
-    high: float
+    varies: float = 0.0
 
     @classmethod
     def of(cls, found: float | dict[str, float]) -> "Figure":
         if not isinstance(found, dict):
-            return cls(found, found, found)
+            return cls(found)
         median = found["median"]
-        return cls(median, found.get("p10", median), found.get("p90", median))
+        spread = found.get("p90", median) - found.get("p10", median)
+        return cls(median, spread / 4 / median if median else 0.0)
 
     def __truediv__(self, other: "Figure") -> "Figure":
-        return Figure(self.median / other.median, self.low / other.high, self.high / other.low)
+        return Figure(self.median / other.median, math.hypot(self.varies, other.varies))
 
     def __bool__(self) -> bool:
         return bool(self.median)
@@ -60,19 +61,23 @@ class Comparison:
     """Rows of two tables, and what got worse by more than `tolerance` percent."""
 
     tolerance: float
+    unsound: set[tuple[str, str]] = field(default_factory=set)
     changes: Rows = field(default_factory=dict)
     ratios: Rows = field(default_factory=dict)
     judged: int = 0
+    varied: int = 0
+    """Of the judged ones, those that grew no more than medians vary."""
     worse: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def judge(self, what: str, old: Figure, new: Figure) -> str:
         """Counts a figure that is to stay, and says whether it did."""
         self.judged += 1
-        grew_by = 1 + self.tolerance / 100
-        if new.median <= old.median * grew_by:
+        allowed = self.tolerance / 100
+        if new.median <= old.median * (1 + allowed):
             return ""
-        if new.low <= old.high * grew_by:
+        if new.median <= old.median * (1 + allowed + math.hypot(old.varies, new.varies)):
+            self.varied += 1
             return ", as calls vary"
         self.worse.append(f"{what}: {changed(old, new)}")
         return " **worse**"
@@ -201,19 +206,30 @@ def rivals(found: str, quantity: str) -> tuple[str, ...]:
     return hosts if found == "overhead" or quantity == "host ms" else ("limit", *hosts)
 
 
+def unsound(data: dict[str, Any]) -> set[tuple[str, str]]:
+    """Places and arms that compute something else, by which nothing is judged."""
+    found = set()
+    for model in data.get("results", ()):
+        found |= {(title(model), name) for name in model["arms"].keys() - sound_arms(model["arms"])}
+    for row in data.get("rows", ()):
+        found |= {(depth(row), name) for name in row.get("differs", ())}
+    return found
+
+
 def compare_ratios(
     found: Comparison, place: str, kind: str, quantity: str, old: Figures, new: Figures
 ) -> None:
-    """Ratios of cgpass to other arms of its own run; the first that there is in both runs is judged."""
+    """Ratios of cgpass to other arms of its own run; the first sound one that there is in both runs is judged."""
     before, after = old.get(quantity, {}), new.get(quantity, {})
     common = [arm for arm in rivals(kind, quantity) if before.get(arm) and after.get(arm)]
+    judge = next((arm for arm in common if (place, arm) not in found.unsound), None)
     for name in ours(before):
         if name not in after:
             continue
         for arm in common:
             was, now = before[name] / before[arm], after[name] / after[arm]
             what, note = f"{name} / {arm}", ""
-            if arm == common[0]:
+            if arm == judge:
                 note = found.judge(f"{place}, {quantity}, {what}", was, now)
             cells = found.ratios.setdefault((place, what), {})
             cells[quantity] = changed(was, now, digits=3) + note
@@ -285,7 +301,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], tolerance: float) -> Compa
     if kinds[0] != kinds[1] or kinds[0] not in FIGURES:
         raise ValueError(f"results of different kinds: {kinds[0]} before, {kinds[1]} now")
     before, after = (FIGURES[kinds[0]](data) for data in (old, new))
-    found = Comparison(tolerance)
+    found = Comparison(tolerance, unsound=unsound(old) | unsound(new))
     found.notes += [
         f"left out of the {age} result, out of time: {', '.join(data['left_out'])}"
         for age, data in (("older", old), ("newer", new))
@@ -333,7 +349,8 @@ def render(old: dict[str, Any], new: dict[str, Any], found: Comparison) -> str:
     tolerance = found.tolerance
     verdict = f"Worse (tolerance {tolerance:g} %), {len(found.worse)}:"
     if not found.worse:
-        verdict = f"None of {found.judged} figures is worse by more than {tolerance:g} %."
+        but = f" and what calls vary by; {found.varied} grew, within that" * bool(found.varied)
+        verdict = f"None of {found.judged} figures is worse by more than {tolerance:g} %{but}."
         if not found.judged:
             verdict = (
                 "Nothing to judge: no arm of cgpass that both have, with what it is judged by."

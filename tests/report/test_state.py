@@ -54,47 +54,6 @@ def test_containers_that_a_module_holds():
     assert not hasattr(model, "added")
 
 
-class Cache(nn.Module):
-    """Keys, and how many there are; one call too many is out of bounds."""
-
-    def __init__(self, size, *, replaces):
-        super().__init__()
-        self.replaces = replaces
-        self.register_buffer("keys", torch.zeros(size, 8))
-        self.register_buffer("position", torch.zeros(1, dtype=torch.long))
-        self.register_buffer("is_used", torch.zeros(size, dtype=torch.bool))
-
-    def forward(self, x):
-        self.keys.index_copy_(0, self.position, x)
-        self.is_used.index_fill_(0, self.position, True)
-        if self.replaces:
-            self.position = self.position + 1
-        else:
-            self.position.add_(1)
-        return (self.keys.sum(0) * x).tanh().exp(), self.is_used.clone()
-
-
-@pytest.mark.parametrize("replaces", [False, True])
-@pytest.mark.parametrize("used", [0, 2])
-def test_every_call_is_the_one_that_would_come_next(replaces, used):
-    cache = Cache(used + 1, replaces=replaces)
-    compiled = torch.compile(cache, backend=cgpass.cgpass)
-    x = torch.randn(1, 8)
-    with torch.no_grad():
-        for _ in range(used):
-            compiled(x)
-    position, before = cache.position, copy.deepcopy(cache.state_dict())
-    report = cgpass.explain(compiled, x, training=False)
-    assert report.settled
-    assert cache.position is position
-    for name, value in cache.state_dict().items():
-        assert torch.equal(value, before[name]), name
-    with torch.no_grad():
-        _, is_used = compiled(x)
-    assert is_used.all()
-    assert int(cache.position) == used + 1
-
-
 class Noisy(nn.Module):
     def __init__(self):
         super().__init__()
