@@ -5,8 +5,9 @@ memory by itself. That arm is the one that is most like it: the limit, else redu
 is a part of a step, and of one in default nearly all: on a faster host the ratio to that grows though nothing got slower.
 
 A regression is a ratio, or memory, that grew by more than the tolerance, and a ratio by more than that and what medians of
-calls vary by, which is taken to be half of what calls do; losses of cgpass that differ, or were not compared, or cgpass failing, where an older result had nothing of it; and
-any model or arm having been measured that is not now: what cgpass is judged by belongs to a result, too.
+calls vary by, which is taken to be half of what calls do; losses of cgpass that differ, or were not compared, or cgpass
+failing, where an older result had nothing of it; and any model or arm having been measured that is not now: what cgpass is
+judged by belongs to a result, too.
 """
 
 import argparse

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from torch._inductor.codecache import FxGraphCache
-
 from cgpass import _torch
 from cgpass.passes import base
 
@@ -28,6 +26,9 @@ def watched() -> Iterator[dict[str, float]]:
 
     Plain `torch.compile` does the last of these alone.
     """
+    # Here, since importing the compiler is a part of the first step, or of `torch.compile`.
+    from torch._inductor.codecache import FxGraphCache  # noqa: PLC0415
+
     found = dict.fromkeys(WHAT, 0.0)
 
     def noted(what: str, fn: Callable[..., Any]) -> Callable[..., Any]:

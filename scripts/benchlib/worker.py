@@ -136,9 +136,8 @@ def check(
 
     Where eager was not asked for, default stands for it.
     """
-    kinds = (
-        results.data["arms"].get(name, {}) for name in ("eager", "default")
-    )  # asks for no row of them
+    arms_of = results.data["arms"]  # asked for no row of an arm
+    kinds = (arms_of.get(name, {}) for name in ("eager", "default"))
     known = next((entry["losses"] for entry in kinds if "losses" in entry), None)
     reference = bitwise.Reference(workload, job.check_steps)
     for name in ready:

@@ -5,11 +5,12 @@ import json
 import subprocess
 
 import pytest
-from benchlib import measured, spent, taking
+from benchlib import breakdown, measured, spent, taking
 from torch._inductor.codecache import FxGraphCache
 
 from cgpass import _torch
 from cgpass.passes import base
+from tests.unit.bench_results import bench as bench_results
 
 
 @pytest.fixture
@@ -90,6 +91,9 @@ def test_what_a_second_process_spends_its_time_on_is_told():
         "In a second process the first step takes, in seconds, with GPT-2 small 1.00 more: "
         "reading 0.50, loading 3.25 (default 3.00)."
     )
+    row["compared"] = {"extra_cold_s": 1.0, "first_warm_ratio": 1.1, "partitions": 2}
+    results = {"bench": bench_results(), "start": {"results": [row]}}
+    assert "GPT-2 small 1.00 more" in breakdown.section(results, "m")
     del warm["default"]["spent_s"]
     assert measured.second_process({"results": [row]}) == ""
 
