@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass import _torch
-from cgpass.report.reached import has_storage, leaves_behind, tensors_of
+from cgpass.report.reached import bytes_covered, has_storage, leaves_behind, tensors_of
 from cgpass.report.state import State
 from cgpass.runtime.placeholders import bytes_of
 
@@ -118,7 +118,8 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Leaves laid out as tensors, on copies of what they cover of their storages, with marks for Dynamo."""
     covered: dict[int, tuple[int, int]] = {}
     for tensor in tensors:
-        key, (start, end) = tensor.untyped_storage()._cdata, _bytes_covered(tensor)
+        key, (start, end) = tensor.untyped_storage()._cdata, bytes_covered(tensor)
+        start -= start % _ALIGNMENT
         before = covered.get(key, (start, end))
         covered[key] = min(start, before[0]), max(end, before[1])
     storages: dict[int, torch.UntypedStorage] = {}
@@ -136,17 +137,6 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         vars(copy).update(vars(tensor))  # mark_dynamic and its like leave attributes
         copies.append(copy)
     return copies
-
-
-def _bytes_covered(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where in its storage a tensor begins, at most a little before it for the alignment, and where it ends."""
-    if not tensor.numel():
-        return 0, 0
-    sizes = zip(tensor.size(), tensor.stride(), strict=True)
-    first = tensor.storage_offset()
-    last = first + sum((size - 1) * stride for size, stride in sizes)
-    width = tensor.element_size()
-    return int(first * width // _ALIGNMENT * _ALIGNMENT), int((last + 1) * width)
 
 
 def differentiated(result: Any) -> list[torch.Tensor]:

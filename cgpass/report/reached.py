@@ -50,11 +50,15 @@ class Called:
         return list(found.values())
 
     @functools.cached_property
+    def given(self) -> list[Any]:
+        """Objects that are called or given, whatever their class, but modules, tensors, optimizers, functions."""
+        given = [self.fn, getattr(self.fn, "__self__", None), *pytree.tree_leaves(self.arguments)]
+        return [each for each in given if not isinstance(each, _NOT_LOOKED_INTO)]
+
+    @functools.cached_property
     def held(self) -> list[Any]:
         """What objects that are called or given have in attributes of their own, whoever reads them by which name."""
-        given = [self.fn, getattr(self.fn, "__self__", None), *pytree.tree_leaves(self.arguments)]
-        objects = [each for each in given if not isinstance(each, _NOT_LOOKED_INTO)]
-        own = [getattr(each, "__dict__", None) for each in objects]
+        own = [getattr(each, "__dict__", None) for each in self.given]
         return pytree.tree_leaves([list(each.values()) for each in own if type(each) is dict])
 
 
@@ -82,6 +86,39 @@ def has_storage(tensor: torch.Tensor) -> bool:
     """Whether there is memory to keep the contents of."""
     wraps = hasattr(tensor, "__tensor_flatten__")
     return not wraps and tensor.layout is torch.strided and tensor.device.type != "meta"
+
+
+def memory_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors that have the memory of one: itself, or those that a sparse one consists of; none where nobody can read it."""
+    if has_storage(tensor):
+        return [tensor]
+    if tensor.device.type == "meta" or hasattr(tensor, "__tensor_flatten__"):
+        return []
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
+
+
+def lie_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether tensors are the same part of the same memory; both have some."""
+    same_place = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    same_part = a.storage_offset() == b.storage_offset() and a.stride() == b.stride()
+    return bool(same_place and same_part and a.size() == b.size())
+
+
+def bytes_covered(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where in its storage a tensor begins, and where it ends."""
+    if not tensor.numel():
+        return 0, 0
+    sizes = zip(tensor.size(), tensor.stride(), strict=True)
+    first = tensor.storage_offset()
+    last = first + sum((size - 1) * stride for size, stride in sizes)
+    width = tensor.element_size()
+    return int(first * width), int((last + 1) * width)
 
 
 def read_by_name(fn: Any) -> list[Mapping[str, Any]]:

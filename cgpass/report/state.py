@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
@@ -11,7 +11,15 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from cgpass.report.reached import Called, has_storage, read_by_name, tensors_of
+from cgpass.report.positions import CONTAINERS, Entry, Positions
+from cgpass.report.reached import (
+    Called,
+    has_storage,
+    lie_alike,
+    memory_parts,
+    read_by_name,
+    tensors_of,
+)
 from cgpass.runtime.placeholders import bytes_of
 
 _SIMPLE: Final = (
@@ -19,8 +27,6 @@ _SIMPLE: Final = (
     *(list, tuple, dict, set, deque),
 )
 """Attributes of these types that a call adds to a module are taken away again."""
-_MOST_BYTES: Final = 2**20
-"""Of what counts; whole numbers that take more are no positions, but weights, say."""
 _MISSING: Final = object()
 _OF_MODULES: Final = frozenset(vars(torch.nn.Module()))
 """Attributes that every module has; what they hold is torch's."""
@@ -43,18 +49,6 @@ class _Storage:
             now.copy_(self._contents)
 
 
-class _Numbers:
-    """Whole numbers of a storage, kept where they are."""
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._storage = storage
-        self._contents = bytes_of(storage).clone()
-
-    def put_back(self) -> None:
-        if self._storage.nbytes() == self._contents.numel():
-            bytes_of(self._storage).copy_(self._contents)
-
-
 class _Tensor:
     """Where a tensor lies, and how."""
 
@@ -65,18 +59,10 @@ class _Tensor:
 
     def put_back(self) -> None:
         tensor, alias = self.tensor, self._alias
-        if not _lie_alike(tensor, alias):
+        if not all(map(lie_alike, memory_parts(tensor), memory_parts(alias))):
             tensor.data = alias
         if tensor.is_leaf and tensor.requires_grad != self._requires_grad:
             tensor.requires_grad_(self._requires_grad)
-
-
-def _lie_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if not has_storage(a):
-        return True
-    same_place = a.untyped_storage()._cdata == b.untyped_storage()._cdata
-    same_part = a.storage_offset() == b.storage_offset() and a.stride() == b.stride()
-    return bool(same_place and same_part and a.size() == b.size())
 
 
 class _Containers:
@@ -89,7 +75,7 @@ class _Containers:
             value = open_.pop()
             if type(value) is tuple:
                 open_ += value
-            elif type(value) in _CONTAINERS and id(value) not in self._before:
+            elif type(value) in CONTAINERS and id(value) not in self._before:
                 self._before[id(value)] = value, _items(value)
                 open_ += value.values() if isinstance(value, dict) else value
 
@@ -100,9 +86,6 @@ class _Containers:
                 continue
             value.clear()
             (value.extend if isinstance(value, list | deque) else value.update)(before)
-
-
-_CONTAINERS: Final = (list, dict, set, deque, OrderedDict, defaultdict)
 
 
 def _items(container: Any) -> list[Any]:
@@ -132,7 +115,7 @@ class _Attributes:
         ):
             self._dicts.insert(0, own)
             own_values = [value for name, value in own.items() if name not in _OF_MODULES]
-        self._containers = _Containers(own_values)
+        self._containers = _Containers([*own_values, own.get("_non_persistent_buffers_set")])
         self._before = [dict(each) for each in self._dicts]
         self._module = module
         self._training = module.training
@@ -141,10 +124,10 @@ class _Attributes:
         for before in self._before:
             yield from before.values()
 
-    def rewind(self) -> None:
-        """Put back tensors that count where a call put others in their places."""
-        for now, before in zip(self._dicts, self._before, strict=True):
-            now.update((name, value) for name, value in before.items() if _counts(value))
+    def entries(self) -> Iterator[Entry]:
+        """What there is now, but for what every module has."""
+        for now in self._dicts:
+            yield from ((now, name) for name in now if name not in _OF_MODULES)
 
     def put_back(self) -> None:
         if self._module.training != self._training:
@@ -156,18 +139,16 @@ class _Attributes:
             for name, value in before.items():
                 if now.get(name, _MISSING) is not value:
                     now[name] = value
+            _put_in_order(now, before)
         self._containers.put_back()
 
 
-def _counts(value: Any) -> bool:
-    """Whether something is a tensor of not too many whole numbers: how often, or up to where."""
-    return (
-        isinstance(value, torch.Tensor)
-        and has_storage(value)
-        and not value.is_floating_point()
-        and not value.is_complex()
-        and value.untyped_storage().nbytes() <= _MOST_BYTES
-    )
+def _put_in_order(now: dict[str, Any], names: Iterable[str]) -> None:
+    """Have a dictionary begin with some of its names in their order: that of parameters is what optimizers go by."""
+    items = {name: now[name] for name in names} | now
+    if list(items) != list(now):
+        now.clear()
+        now.update(items)
 
 
 class State:
@@ -196,7 +177,7 @@ class State:
         )
         self._tensors: dict[int, _Tensor] = {}
         self._storages: dict[int, _Storage] = {}
-        self._numbers: dict[int, _Numbers] = {}
+        self._positions = Positions(called, self._entries)
         self._grads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._random = _Random()
         held = [value for attributes in self._attributes for value in attributes.values()]
@@ -213,12 +194,10 @@ class State:
                 continue
             self._tensors[id(tensor)] = _Tensor(tensor)
             self._random.keep(tensor.device)
-            if has_storage(tensor):
-                storage = tensor.untyped_storage()
+            for part in memory_parts(tensor):
+                storage = part.untyped_storage()
                 if storage._cdata not in self._storages:
                     self._storages[storage._cdata] = _Storage(storage)
-                if storage._cdata not in self._numbers and _counts(tensor):
-                    self._numbers[storage._cdata] = _Numbers(storage)
             if tensor.is_leaf and tensor.requires_grad:
                 self.put_gradients_aside([tensor])
 
@@ -255,12 +234,12 @@ class State:
             leaf.grad = None
 
     def rewind(self) -> None:
-        """Have all whole numbers as they were: a position that went on would leave its cache in the end."""
-        with torch.no_grad():
-            for attributes in self._attributes:
-                attributes.rewind()
-            for numbers in self._numbers.values():
-                numbers.put_back()
+        """Put back what calls count. See Note [Every call is the one that would come next]."""
+        self._positions.rewind()
+
+    def _entries(self) -> Iterator[Entry]:
+        for attributes in self._attributes:
+            yield from attributes.entries()
 
     def put_back(self) -> None:
         """Have everything as it was: the same objects, on the same memory, with the same bits."""
