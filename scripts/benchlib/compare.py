@@ -5,9 +5,9 @@ memory by itself. That arm is the one that is most like it: the limit, else redu
 is a part of a step, and of one in default nearly all: on a faster host the ratio to that grows though nothing got slower.
 
 A regression is a ratio, or memory, that grew by more than the tolerance, and a ratio by more than that and what medians of
-calls vary by, which is taken to be half of what calls do; losses of cgpass that differ, or were not compared, or cgpass
-failing, where an older result had nothing of it; and any model or arm having been measured that is not now: what cgpass is
-judged by belongs to a result, too.
+calls vary by (`figures.Figure`), a fifth at most; losses of cgpass that differ, or were not compared, or cgpass
+failing, where an older result had nothing of it; and any model or arm having been measured that is not now, or not with the
+same losses any more: what cgpass is judged by belongs to a result, too.
 """
 
 import argparse
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from benchlib import arguments, report, shape
+from benchlib.figures import FIGURES, MOST_VARIATION, Figure, Figures, depth, title
 from benchlib.report import differs, ours, sound_arms
 
 Rows = dict[tuple[str, str], dict[str, str]]  # model and arm -> text, by quantity
-TIMES = {"step_ms": "step ms", "loop_ms": "loop ms", "host_ms": "host ms"}
 # What is measured of every arm, by kind, or one of it in older results; nothing where it was only compiled.
 MEASURED = {
     "time": ("step_ms",),
@@ -32,37 +32,13 @@ MEASURED = {
 }
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A median, and the part of it by which medians vary; nothing is known of that where calls are not told."""
-
-    median: float
-    varies: float = 0.0
-
-    @classmethod
-    def of(cls, found: float | dict[str, float]) -> "Figure":
-        if not isinstance(found, dict):
-            return cls(found)
-        median = found["median"]
-        spread = found.get("p90", median) - found.get("p10", median)
-        return cls(median, spread / 4 / median if median else 0.0)
-
-    def __truediv__(self, other: "Figure") -> "Figure":
-        return Figure(self.median / other.median, math.hypot(self.varies, other.varies))
-
-    def __bool__(self) -> bool:
-        return bool(self.median)
-
-
-Figures = dict[str, dict[str, Figure]]  # by arm, by quantity
-
-
 @dataclass
 class Comparison:
     """Rows of two tables, and what got worse by more than `tolerance` percent."""
 
     tolerance: float
-    unsound: set[tuple[str, str]] = field(default_factory=set)
+    unsound_before: set[tuple[str, str]] = field(default_factory=set)
+    unsound_now: set[tuple[str, str]] = field(default_factory=set)
     changes: Rows = field(default_factory=dict)
     ratios: Rows = field(default_factory=dict)
     judged: int = 0
@@ -77,7 +53,8 @@ class Comparison:
         allowed = self.tolerance / 100
         if new.median <= old.median * (1 + allowed):
             return ""
-        if new.median <= old.median * (1 + allowed + math.hypot(old.varies, new.varies)):
+        varies = min(math.hypot(old.varies, new.varies), MOST_VARIATION)
+        if new.median <= old.median * (1 + allowed + varies):
             self.varied += 1
             return ", as calls vary"
         self.worse.append(f"{what}: {changed(old, new)}")
@@ -135,70 +112,16 @@ def check_arguments(
         parser.error(f"--compare: results of {sizes[1]} models, but of {sizes[0]} ones now")
 
 
-def changed(old: Figure | None, new: Figure | None, digits: int = 2) -> str:
-    """Two figures, and by how much the second differs."""
-    shown = ("-" if value is None else f"{value.median:.{digits}f}" for value in (old, new))
-    percent = f" ({100 * (new.median / old.median - 1):+.1f} %)" if old and new else ""
-    return " -> ".join(shown) + percent
-
-
 def kind(data: dict[str, Any]) -> str:
     """What was measured: time, memory, inference or overhead."""
     return data.get("kind", "unknown")
 
 
-def title(model: dict[str, Any]) -> str:
-    return model.get("title", model["model"])
-
-
-def time_figures(data: dict[str, Any]) -> dict[str, Figures]:
-    """Times of each model, by quantity and arm."""
-    return {
-        title(model): {
-            text: {
-                name: Figure.of(entry[key])
-                for name, entry in model["arms"].items()
-                if "median" in entry.get(key, {})
-            }
-            for key, text in TIMES.items()
-        }
-        for model in data["results"]
-    }
-
-
-def memory_figures(data: dict[str, Any]) -> dict[str, Figures]:
-    """Peak memory of each model, by arm."""
-    return {
-        title(model): {
-            "peak reserved MiB": {
-                name: Figure.of(entry["peak_reserved_bytes"] / 2**20)
-                for name, entry in model["arms"].items()
-                if "peak_reserved_bytes" in entry
-            }
-        }
-        for model in data["results"]
-    }
-
-
-def depth(row: dict[str, Any]) -> str:
-    """A stack, and what was done with it."""
-    return f"{row['mode']}, {row['layers']} layer{'s' * (row['layers'] != 1)}"
-
-
-def overhead_figures(data: dict[str, Any]) -> dict[str, Figures]:
-    """Microseconds of a call, by mode and layers, and arm."""
-    return {
-        depth(row): {"us": {name: Figure.of(us) for name, us in row["us"].items()}}
-        for row in data["rows"]
-    }
-
-
-FIGURES = {
-    "time": time_figures,
-    "memory": memory_figures,
-    "inference": time_figures,
-    "overhead": overhead_figures,
-}
+def changed(old: Figure | None, new: Figure | None, digits: int = 2) -> str:
+    """Two figures, and by how much the second differs."""
+    shown = ("-" if value is None else f"{value.median:.{digits}f}" for value in (old, new))
+    percent = f" ({100 * (new.median / old.median - 1):+.1f} %)" if old and new else ""
+    return " -> ".join(shown) + percent
 
 
 def rivals(found: str, quantity: str) -> tuple[str, ...]:
@@ -223,10 +146,15 @@ def compare_ratios(
     """Ratios of cgpass to other arms of its own run; the first sound one that there is in both runs is judged."""
     before, after = old.get(quantity, {}), new.get(quantity, {})
     common = [arm for arm in rivals(kind, quantity) if before.get(arm) and after.get(arm)]
-    judge = next((arm for arm in common if (place, arm) not in found.unsound), None)
+    sound_before = [arm for arm in common if (place, arm) not in found.unsound_before]
+    sound = [arm for arm in sound_before if (place, arm) not in found.unsound_now]
+    judge = sound[0] if sound else None
     for name in ours(before):
         if name not in after:
             continue
+        if common and judge is None:
+            told = found.worse if sound_before else found.notes
+            told.append(f"{place}, {quantity}, {name}: no arm to judge it by computes the same")
         for arm in common:
             was, now = before[name] / before[arm], after[name] / after[arm]
             what, note = f"{name} / {arm}", ""
@@ -302,7 +230,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], tolerance: float) -> Compa
     if kinds[0] != kinds[1] or kinds[0] not in FIGURES:
         raise ValueError(f"results of different kinds: {kinds[0]} before, {kinds[1]} now")
     before, after = (FIGURES[kinds[0]](data) for data in (old, new))
-    found = Comparison(tolerance, unsound=unsound(old) | unsound(new))
+    found = Comparison(tolerance, unsound(old), unsound(new))
     found.notes += [
         f"left out of the {age} result, out of time: {', '.join(data['left_out'])}"
         for age, data in (("older", old), ("newer", new))

@@ -47,6 +47,27 @@ def test_what_grew_by_no_more_than_calls_vary_is_no_regression(spread, note, num
     assert (said in compare.render(old, new, found)) is (num_worse == 0)
 
 
+def test_a_long_tail_excuses_little():
+    """A few slow calls move the mean and the ninetieth percentile, but not the median."""
+    old, new = timed(cgpass=4.0, limit=3.5), timed(cgpass=4.6, limit=3.5)
+    for data in (old, new):
+        for arm in data["results"][0]["arms"].values():
+            ms = arm["step_ms"]["median"]
+            arm["step_ms"] |= {"p10": ms * 0.99, "p90": ms * 2}
+    assert worse(old, new)[0].startswith("Small, B2, step ms, cgpass / limit: 1.14 -> 1.31")
+
+
+@pytest.mark.parametrize(("slower", "num_worse"), [(1.2, 0), (1.3, 1)])
+def test_wild_calls_excuse_only_so_much(slower, num_worse):
+    old, new = timed(cgpass=4.0, limit=3.5), timed(cgpass=4.0 * slower, limit=3.5)
+    for data in (old, new):
+        for arm in data["results"][0]["arms"].values():
+            del arm["host_ms"]
+            ms = arm["step_ms"]["median"]
+            arm["step_ms"] |= {"p10": ms * 0.2, "p90": ms * 3}
+    assert len(worse(old, new)) == num_worse
+
+
 def test_an_arm_that_computes_something_else_judges_nothing():
     old, new = timed(cgpass=4.0, limit=3.5), timed(cgpass=6.0, limit=5.25)
     for data in (old, new):
@@ -56,6 +77,11 @@ def test_an_arm_that_computes_something_else_judges_nothing():
     assert worse(old, new) == [
         "Small, B2, step ms, cgpass / reduce-overhead: 0.95 -> 1.43 (+50.0 %)"
     ]
+    new["results"][0]["arms"]["reduce-overhead"]["differs"] = True
+    unjudged = "Small, B2, step ms, cgpass: no arm to judge it by computes the same"
+    assert unjudged in worse(old, new)
+    found = compare.compare(new, new, 5.0)
+    assert (unjudged in found.notes, unjudged in found.worse) == (True, False)
     old = overhead(reduce_overhead=400.0, default=900.0, cgpass=300.0)
     new = overhead(reduce_overhead=800.0, default=900.0, cgpass=600.0)
     assert worse(old, new) == []
