@@ -10,9 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from cgpass import _torch
-from cgpass.passes import base
-
 READING = "reading the graphs"
 PASSES = "passes over them"
 KEYS = "Inductor's key of each"
@@ -28,6 +25,9 @@ def watched() -> Iterator[dict[str, float]]:
     """
     # Here, since importing the compiler is a part of the first step, or of `torch.compile`.
     from torch._inductor.codecache import FxGraphCache  # noqa: PLC0415
+
+    from cgpass import _torch  # noqa: PLC0415
+    from cgpass.passes import base  # noqa: PLC0415
 
     found = dict.fromkeys(WHAT, 0.0)
 
