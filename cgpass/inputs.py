@@ -36,5 +36,7 @@ class InputInfo:
     """Read as a pointer to wherever its reader runs; see Note [Seeds of attention]."""
     whole_storage: bool = False
     """Read by its storage's addresses (`as_strided`): a copied input is copied with all of its storage."""
+    is_resized: bool = False
+    """A tensor with sizes or strides that no integer among the inputs tells."""
     is_tangent: bool = False
     """Gradient of an output: autograd makes it anew for every backward."""

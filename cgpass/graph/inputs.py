@@ -1,6 +1,6 @@
 """What the placeholders of a graph are to the runtime."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -38,6 +38,7 @@ def input_infos(
     written = _written_placeholders(gm)
     strided = _strided_placeholders(gm)
     seeds = seed_positions(gm)
+    resized = _resized_placeholders(placeholders)
     return tuple(
         InputInfo(
             name=known.get(node.name, node.name),
@@ -46,6 +47,7 @@ def input_infos(
             mutated=node in written,
             is_seed=index in seeds,
             whole_storage=node in strided,
+            is_resized=node in resized,
             is_tangent=node.name.startswith("tangents_"),
         )
         for index, node in enumerate(placeholders)
@@ -97,6 +99,18 @@ def _strided_placeholders(gm: fx.GraphModule) -> frozenset[fx.Node]:
                 bases = node.kwargs["_all_bases"]
                 found += [base for base in bases if isinstance(base, fx.Node)]
     return frozenset(map(_base, found))
+
+
+def _resized_placeholders(placeholders: Sequence[fx.Node]) -> frozenset[fx.Node]:
+    """The tensors with symbols in their layouts that are no inputs themselves.
+
+    AOTAutograd hands on sizes of what the user gives; those within a subclass that wraps tensors, such as the total length
+    of a jagged one, only from some version on.
+    """
+    numbers = [n.meta["val"] for n in placeholders if isinstance(n.meta.get("val"), torch.SymInt)]
+    told = {number.node.expr for number in numbers}
+    tensors = (n for n in placeholders if isinstance(n.meta.get("val"), torch.Tensor))
+    return frozenset(node for node in tensors if not told.issuperset(values.free_symbols(node)))
 
 
 def _base(node: fx.Node) -> fx.Node:

@@ -12,7 +12,7 @@ from cgpass.runtime import fast
 from cgpass.runtime.placeholders import num_bytes
 
 ShapeKey = tuple[Any, ...]
-"""Integers, identities of objects, and tensor layouts where nobody guards them."""
+"""Integers, identities of objects, and layouts of tensors where no guard of the caller and no integer covers them."""
 StaticKey = bytes
 """Addresses of static inputs, one after the other: one hash and one comparison whatever their number."""
 
@@ -51,7 +51,11 @@ class Layout:
         self._values = positions(InputKind.SYMINT)
         self._typed = check_layout
         self._whole = tuple(i for i in self.copied if infos[i].whole_storage)
-        self._layouts = positions(InputKind.COPIED, InputKind.STATIC) if check_layout else ()
+        self._layouts = (
+            positions(InputKind.COPIED, InputKind.STATIC)
+            if check_layout
+            else tuple(i for i, info in enumerate(infos) if info.is_resized)
+        )
 
     def shape_key(self, args: Sequence[Any]) -> ShapeKey:
         """The part of the signature that decides what is computed."""

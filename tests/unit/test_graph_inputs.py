@@ -49,6 +49,20 @@ def test_mutated_inputs_are_found_through_views():
     assert [info.mutated for info in input_infos(gm, static=())] == [True, False]
 
 
+def test_sizes_that_no_integer_tells():
+    gm = fake_cuda_graph(lambda a, x, m, n: (a + 1, x.sin()), (5,), dynamic(3, 5), (1,), (1,))
+
+    def resized():
+        return [info.is_resized for info in input_infos(gm, static=())]
+
+    sizes = node_named(gm, "x_1").meta["val"].shape
+    assert resized() == [False, True, False, False]
+    node_named(gm, "m_1").meta["val"] = sizes[0]
+    assert resized() == [False, True, False, False]
+    node_named(gm, "n_1").meta["val"] = sizes[1]
+    assert resized() == [False, False, False, False]
+
+
 def test_names_are_the_users_where_known():
     gm = fake_cuda_graph(lambda x, w: x @ w, (3, 4), (4, 5))
     infos = input_infos(gm, static={1}, names={"w_1": "L['self'].weight"})

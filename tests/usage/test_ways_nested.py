@@ -5,6 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from cgpass.runtime import stationary
+
 
 def jagged(session, *lengths):
     rows = [session.randn(length, 8) for length in lengths]
@@ -71,3 +73,25 @@ def test_two_jagged_inputs_keep_their_own_offsets(way):
 
     counters = way.compare(program, min_partition_ops=1)
     assert counters["replays"] == 4
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_totals_that_change_are_sizes_of_their_own(way, in_place):
+    """Beside the number of rows, which stays; batches lie in one buffer, which may come to be read in place, or not."""
+
+    def program(session):
+        layer, _ = session.compiled(lambda: nn.Linear(8, 8))
+        call = session.compile(lambda x: F.gelu(layer(x)) * 2)
+        memory = session.randn(32, 8)
+        results = []
+        for total in [6] * (stationary.CALLS + 4) + [9, 4, 6, 9, 6]:
+            values = memory[:total] if in_place else memory[:total].clone()
+            offsets = torch.tensor([0, 2, 3, total], device=memory.device)
+            x = torch.nested.nested_tensor_from_jagged(values, offsets)
+            result = call(x)
+            result.values().sum().backward()
+            results += [result.values(), result.offsets()]
+        return [*results, layer.weight.grad]
+
+    counters = way.compare(program, min_partition_ops=1)
+    assert counters["replays"] > 0
