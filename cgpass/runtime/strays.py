@@ -9,6 +9,8 @@ from cgpass.runtime.owner import Owner
 
 _CALLS_UNTIL_COPIED: Final = 8
 """Calls in a row with strays before these are copied from then on."""
+_CALLS_AFTER_SPLIT: Final = 2
+"""The same where strays are to be expected, and none is of a warm-up."""
 _PASSING: Final = 1024
 """Calls that don't count since what made their strays is taken to be recorded soon."""
 
@@ -46,6 +48,8 @@ class Strays:
         if passing and self._passing < _PASSING:
             self._passing += 1
             self._in_a_row -= 1
+        if self._owner.was_split and not any(self._owner.is_of_warm_up(args[i]) for i in strays):
+            return self._in_a_row >= _CALLS_AFTER_SPLIT
         return self._in_a_row >= _CALLS_UNTIL_COPIED
 
     def are_of_warm_up(self, args: Sequence[Any], strays: Sequence[int]) -> bool:

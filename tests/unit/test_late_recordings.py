@@ -159,6 +159,15 @@ def test_strays_are_copied_after_some_calls_in_a_row():
     assert said.index(True) == strays._CALLS_UNTIL_COPIED - 1
 
 
+def test_strays_are_copied_soon_where_something_was_split():
+    owner = Owner(SimulatedDriver())
+    owner.was_split = True
+    assert stray_calls(owner, 3) == [False, True, True]
+    tensor = torch.ones(4)
+    owner.note_warm_up([tensor])
+    assert not any(stray_calls(owner, strays._CALLS_UNTIL_COPIED - 1, tensor))
+
+
 def test_strays_do_not_count_while_all_wait_to_be_made_anew(monkeypatch):
     owner = Owner(SimulatedDriver())
     owner.starts.wanted = True
