@@ -105,7 +105,7 @@ class Compilation:
         self._function = telemetry.new_function()
         self._graph_break: Reason | None = None
         self._skips = Skips(options)
-        self._training = TrainingCall(direct=options.parameter_grads == "direct")
+        self._training = TrainingCall(direct=False)
         self._cache = GraphCache(self._inductor_compile)
 
     # ---- wiring
@@ -116,6 +116,8 @@ class Compilation:
             self._names[position] = _torch.dynamo_source_name(node) or node.name
         self._source = tracing.Source(begins_at(gm), _torch.current_trace_id())
         self._graph_break = graph_break_of(gm)
+        is_direct = self.options.parameter_grads == "direct"
+        self._training = TrainingCall(direct=is_direct, source=self._source)
         self._skips = Skips(self.options, self._source, self._function, self._graph_break)
         # Its device is found after AOTAutograd only; no pass of this stage asks for it.
         context = PassContext(device=torch.device("meta"), stage="dynamo", direction="joint")

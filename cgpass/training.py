@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgpass import _torch
+from cgpass import _torch, tracing
 from cgpass.compile import Boxed
 from cgpass.errors import DoubleBackwardError
 from cgpass.runtime import node
@@ -27,17 +27,24 @@ _TWICE_WITHOUT_DETERMINISM = (
     "generated during the forward function while torch.use_deterministic_algorithms(False) was set."
 )
 
+_WRAPPED = (
+    "AOTAutograd does more around the function than to call it, as where it returns an input or a view of one, writes an "
+    "input, or has tensor subclasses; return new tensors and leave inputs as they are"
+)
+
 
 class TrainingCall:
     """A forward and a backward graph, called in turns by autograd."""
 
-    def __init__(self, *, direct: bool) -> None:
+    def __init__(self, *, direct: bool, source: tracing.Source = tracing.NOWHERE) -> None:
         """Nothing is compiled yet.
 
         Args:
             direct: Whether the node adds gradients of parameters to `.grad` itself.
+            source: Of the function.
         """
         self._is_direct = direct
+        self._source = source
         self._said = False
         self._forward: Boxed | None = None
         self._backward: Boxed | None = None
@@ -86,7 +93,7 @@ class TrainingCall:
         """What to call instead of what AOTAutograd made of Dynamo's graph."""
         if self._num_forwards != 1 or self._layout is None or _torch.handles_subclasses(gm):
             if self._num_forwards:
-                self._say_it_is_not_direct("AOTAutograd wraps the function in what only it knows")
+                self._say_it_is_not_direct(_WRAPPED)
             return compiled
         node.start()
         layout = self._layout
@@ -110,7 +117,8 @@ class TrainingCall:
         if self._is_direct and not self._said:
             self._said = True
             log.warning(
-                'parameter_grads="direct" has no effect, autograd adds the gradients of parameters: %s',
+                "%s, autograd adds their gradients: %s",
+                self._source.of('parameter_grads="direct" has no effect on parameters'),
                 why,
             )
 

@@ -191,9 +191,10 @@ class Owner:
             return
         self._warned_held = True
         log.warning(
-            "%s: results of %d earlier calls are still held (outputs with their graph, or forwards whose backward did "
-            "not come yet), so calls run without a graph until some are dropped. Call it under torch.no_grad() if no "
-            'backward is meant, detach what is kept, or raise the limit: options={"max_pending_calls": %d}.',
+            "%s: results of %d earlier calls are still held (outputs with their graph, forwards whose backward did not "
+            "come yet, or gradients), so calls run without a graph until some are dropped. Call it under torch.no_grad() "
+            "if no backward is meant, detach outputs and clone gradients that are kept, or raise the limit: "
+            'options={"max_pending_calls": %d}.',
             name,
             self.max_pending_calls,
             2 * self.max_pending_calls,

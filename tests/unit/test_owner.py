@@ -72,9 +72,9 @@ def test_there_is_an_end_to_slots(limit, caplog):
     assert run.stats.plain_calls == count - 1 - run.stats.recordings > 0
     (message,) = [r.getMessage() for r in caplog.records if "still held" in r.getMessage()]
     assert message == (
-        f"forward captured_0: results of {limit} earlier calls are still held (outputs with their graph, or forwards "
-        "whose backward did not come yet), so calls run without a graph until some are dropped. Call it under "
-        "torch.no_grad() if no backward is meant, detach what is kept, or raise the limit: "
+        f"forward captured_0: results of {limit} earlier calls are still held (outputs with their graph, forwards whose "
+        "backward did not come yet, or gradients), so calls run without a graph until some are dropped. Call it under "
+        "torch.no_grad() if no backward is meant, detach outputs and clone gradients that are kept, or raise the limit: "
         f'options={{"max_pending_calls": {2 * limit}}}.'
     )
 
