@@ -3,8 +3,8 @@
 Note [Graphs in AOTAutograd's cache]
     On a hit AOTAutograd neither traces nor splits; it has from its cache what a compiler made of the graphs. What cgpass
     makes of them can't leave the process. So what is kept of a graph is the graph itself, as it was after the split: on
-    a hit it goes through our passes as a fresh one does, and Inductor's cache has its kernels. A graph is compiled from
-    its kept form in the first process, too: so that both compile the same.
+    a hit it goes through our passes as a fresh one does, and Inductor's cache has its kernels, under keys that are kept
+    with the graph. A graph is compiled from its kept form in the first process, too: so that both compile the same.
 
     AOTAutograd's key consists of Dynamo's graph, what the inputs look like, and settings. Ours is added to it: our
     options, the lines that the graph stands for, which messages name, and what else a trace depends on that AOTAutograd
@@ -22,7 +22,7 @@ import logging
 import operator
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,6 +55,8 @@ class KeptGraph:
     """Outputs of the forward that are no saved values."""
     metadata: Any
     """AOTAutograd's, of inputs and outputs."""
+    keys: _torch.InductorKeys = field(default_factory=dict)
+    """Of its partitions, in Inductor's cache."""
 
 
 class GraphCache:
@@ -100,8 +102,9 @@ class GraphCache:
         if self.key is None:
             return self._compile(gm, inputs, settings, num_fwd_outputs)
         kept, gm, inputs = _kept(gm, inputs, settings, num_fwd_outputs)
-        with _torch.compiled_by_themselves():
+        with _torch.compiled_by_themselves(), _torch.inductor_keys() as keys:
             fn = self._compile(gm, inputs, settings, num_fwd_outputs)
+        kept = None if kept is None else dataclasses.replace(kept, keys=keys)
         return _torch.cached_code(fn, kept)
 
     def restore(self, kept: KeptGraph, settings: Mapping[str, Any]) -> Boxed:
@@ -116,7 +119,7 @@ class GraphCache:
         own = {name: value for name, value in settings.items() if name in _OF_THE_CALL}
         # So many objects come at once that Python would look through all there are again and again, a third of a second
         # each time where libraries of models are loaded.
-        with no_gc(), _torch.compiled_by_themselves():
+        with no_gc(), _torch.compiled_by_themselves(), _torch.inductor_keys(kept.keys):
             gm, inputs = _torch.unpickled(kept.data)
             fn = self._compile(gm, inputs, {**kept.settings, **own}, kept.num_fwd_outputs)
         telemetry.compile_stats.graphs_kept += 1

@@ -92,6 +92,7 @@ from cgpass._torch.kept_graphs import (
     settings_of_no_key,
     unpickled,
 )
+from cgpass._torch.kept_keys import InductorKeys, inductor_keys
 from cgpass._torch.modes import (
     autograd_is_plain,
     autograd_keys_on,

@@ -39,6 +39,7 @@ class _Query:
     unsafe_ops: frozenset[str]
     gm: fx.GraphModule | None
     collectives: bool
+    quantised: frozenset[fx.Node] | None
 
     @functools.cached_property
     def op(self) -> object:
@@ -64,6 +65,7 @@ def why_not_capturable(
     unsafe_ops: frozenset[str] = frozenset(),
     gm: fx.GraphModule | None = None,
     collectives: bool = True,
+    quantised: frozenset[fx.Node] | None = None,
 ) -> Reason | None:
     """Why `node` can't be part of a CUDA graph on `device`, None if it can.
 
@@ -73,17 +75,24 @@ def why_not_capturable(
         unsafe_ops: operators that the user keeps out, `"ns::op"` or `"ns::op.overload"`.
         gm: holds the nested graphs that the node refers to; default: the node's own module.
         collectives: whether collectives may be captured.
+        quantised: `quantised_nodes` of the node's graph, for who asks of many; default: found anew.
     """
     if node.target is operator.getitem:
         parent = node.args[0]
         if not isinstance(parent, fx.Node) or parent.op != "call_function":
             return None
         return why_not_capturable(
-            parent, device, unsafe_ops=unsafe_ops, gm=gm, collectives=collectives
+            parent,
+            device,
+            unsafe_ops=unsafe_ops,
+            gm=gm,
+            collectives=collectives,
+            quantised=quantised,
         )
     if node.op in ("placeholder", "output", "get_attr") or values.is_host_scalar(node):
         return None
-    query = _Query(node, device, unsafe_ops, gm or node.graph.owning_module, collectives)
+    holder = gm or node.graph.owning_module
+    query = _Query(node, device, unsafe_ops, holder, collectives, quantised)
     for rule in _RULES:
         found = rule(query)
         if found is not None:
@@ -207,6 +216,7 @@ def _nested_graph(query: _Query) -> _Found:
     if not bodies:
         return "nested_graph", "its nested graph was not found"
     for body in bodies:
+        quantised = quantised_nodes(body.graph)
         for inner in body.graph.nodes:
             reason = why_not_capturable(
                 inner,
@@ -214,6 +224,7 @@ def _nested_graph(query: _Query) -> _Found:
                 unsafe_ops=query.unsafe_ops,
                 gm=body,
                 collectives=query.collectives,
+                quantised=quantised,
             )
             if reason is not None:
                 return "nested_graph", f"inside it, {reason.op}: {reason.detail}"
@@ -264,7 +275,9 @@ def _devices(query: _Query) -> _Found:
 
 
 def _layouts(query: _Query) -> _Found:
-    quantised = quantised_nodes(query.node.graph)
+    quantised = query.quantised
+    if quantised is None:
+        quantised = quantised_nodes(query.node.graph)
     if query.node in quantised:
         return "layout", "it makes a quantised tensor"
     if not quantised.isdisjoint(query.node.all_input_nodes):

@@ -367,7 +367,8 @@ def unbacked_symbols(node: fx.Node) -> tuple[sympy.Symbol, ...]:
     value = node.meta.get("val")
     if value is None:
         return ()
-    unbacked = free_unbacked_symbols([v for v in tree_leaves(value) if _has_symbols(v)])
+    symbolic = [v for v in tree_leaves(value) if _has_symbols(v)]
+    unbacked = free_unbacked_symbols(symbolic) if symbolic else ()
     return tuple(symbol for symbol in free_symbols(node) if symbol in unbacked) if unbacked else ()
 
 

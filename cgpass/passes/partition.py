@@ -14,6 +14,7 @@ from cgpass.graph import values
 from cgpass.graph.capturability import why_not_capturable
 from cgpass.graph.lines import user_line
 from cgpass.graph.partition_tag import PartitionTag, get_tag, set_reason, set_tag
+from cgpass.graph.quantised import quantised_nodes
 from cgpass.passes.base import Pass, PassContext, PassResult
 from cgpass.passes.ordering import OrderingProblem, find_order
 from cgpass.reason import OTHER_FIXES, Reason, many
@@ -40,7 +41,7 @@ class Partition(Pass):
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
         """Tag `gm`'s nodes, in an order with few boundaries."""
-        groups = _groups(gm)
+        groups, quantised = _groups(gm), quantised_nodes(gm.graph)
         reasons = [
             why_not_capturable(
                 group[0],
@@ -48,6 +49,7 @@ class Partition(Pass):
                 unsafe_ops=self.unsafe_ops,
                 gm=gm,
                 collectives=self.collectives,
+                quantised=quantised,
             )
             for group in groups
         ]
