@@ -349,9 +349,8 @@ class PartitionRunner:
     def leave_plain(self, why: str) -> None:
         """See `Candidate`."""
         self._fallback.leave_plain(why)
-        for recording in (recordings := self.table.all()):
-            recording.retire()
-        if recordings:
+        self.owner.was_split = True
+        if self.table.retire():
             self.owner.ask_to_start_over(patience=0)
 
     def _copy_from_now_on(self, positions: frozenset[int]) -> None:

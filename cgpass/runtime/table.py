@@ -115,6 +115,13 @@ class RecordingTable:
         """Every recording."""
         return [recording for shape in self._shapes.values() for recording in shape.recordings()]
 
+    def retire(self) -> bool:
+        """Retire every recording; returns whether there was one."""
+        recordings = self.all()
+        for recording in recordings:
+            recording.retire()
+        return bool(recordings)
+
     def has_recordings(self, shape_key: ShapeKey) -> bool:
         """Whether a shape was ever recorded."""
         shape = self._shapes.get(shape_key)
