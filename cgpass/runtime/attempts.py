@@ -59,7 +59,7 @@ class Attempts:
         """
         if self._warm_ups.found_syncs:
             self._warm_ups.found_syncs = False
-            if self._split(args, None):
+            if self._fallback.split(args, None):
                 close()
                 return None
         try:
@@ -91,13 +91,8 @@ class Attempts:
             outputs = self._warm_ups.run(args, check_syncs=False)
             self._stats.warmups += 1
             return outputs
-        if self._split(args, error):
+        if self._fallback.split(args, error):
             close()
             self._fallback.note_failure()
             return self._fallback.run(args)
         return self._fallback.run_again(args, error)
-
-    def _split(self, args: list[Any], error: Exception | None) -> bool:
-        found = self._fallback.split(args, error)
-        self._owner.was_split = self._owner.was_split or found
-        return found

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -10,12 +10,16 @@ from cgpass.errors import CaptureError, StagingError
 from cgpass.reason import CallReasons
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.failures import Resplit
+from cgpass.runtime.owner import Owner
+from cgpass.runtime.strays import note_made_plainly
 from cgpass.runtime.syncs import is_capture_error
 from cgpass.runtime.worth import worth
 from cgpass.telemetry import CallStats
 
 log = logging.getLogger(__name__)
 
+_CALLS_NOTED: Final = 16
+"""Calls of what took a partition's place whose outputs are looked at."""
 _NAME_IT = 'Name the operator in options={"unsafe_ops": (...)} to capture the rest.'
 _NO_SYNCS = "Move what waits for the device or reads data on the host out of the function to have the rest captured."
 _MORE_MEMORY = (
@@ -38,6 +42,7 @@ class Fallback:
         resplit: Resplit | None,
         capture_policy: str = "always",
         reasons: CallReasons | None = None,
+        owner: Owner | None = None,
     ) -> None:
         """Nothing failed yet.
 
@@ -49,10 +54,13 @@ class Fallback:
             resplit: What to do when a capture fails; default: run plainly from then on.
             capture_policy: As the field of `cgpass.Options`.
             reasons: Told why calls run without a graph.
+            owner: Told what lies in its pool no more.
         """
         self._name = name
         self._reasons = CallReasons() if reasons is None else reasons
         self._fn = fn
+        self._owner = owner
+        self._num_noted = 0
         self._stats = stats
         self._on_skip = on_skip
         self._level = logging.WARNING if on_skip == "warn" else logging.INFO
@@ -145,10 +153,17 @@ class Fallback:
         if self.replacement is not None:
             if self._covers is None or self._covers(args):
                 self._stats.calls -= 1
-                return self.replacement(args)
+                return self._noted(self.replacement(args))
             self._say_it_is_uncovered(args)
         outputs = self._fn(args)
         self._stats.plain_calls += 1
+        return outputs if self.failure is None else self._noted(outputs)
+
+    def _noted(self, outputs: Sequence[Any]) -> Sequence[Any]:
+        """Outputs; in the first calls whoever reads those that lie in no pool learns that they never will."""
+        if self._owner is not None and self._num_noted < _CALLS_NOTED:
+            self._num_noted += 1
+            note_made_plainly(self._owner, outputs)
         return outputs
 
     def run_bypassed(self, args: list[Any], *, asked: bool) -> Sequence[Any]:
@@ -196,6 +211,7 @@ class Fallback:
         self.failure = self._refusal = None
         self.worth = worth(self._capture_policy)
         self._failed_once = False
+        self._num_noted = 0
 
     def _refuse(self, refusal: CaptureError) -> None:
         if self._on_skip == "raise":

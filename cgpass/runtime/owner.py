@@ -102,8 +102,8 @@ class Owner:
         """Whether this call runs plainly: it is to, or is made inside a transform, whose tensors need have no memory."""
         self.ran_backward = False
         """Whether a backward was called."""
-        self.was_split = False
-        """Whether something in a partition turned out to run plainly, whose results others take to lie in the pool."""
+        self.made_plainly = StorageSet()
+        """Storages of results that others take to lie in the pool, and that will lie there no more."""
         self._all_go = False
         """Whether every recording is being dropped."""
         self._members: list[Member] = []

@@ -79,7 +79,7 @@ class PartitionRunner:
         self._forget_moves()
         self.reasons = CallReasons()
         """Why calls ran without a graph, or warmed up again and again."""
-        self._fallback = settings.fallback(self.name, fn, self.stats, resplit, self.reasons)
+        self._fallback = settings.fallback(self.name, fn, self.stats, resplit, self.reasons, owner)
         self._warm_ups = WarmUp(fn, owner)
         self.history = History(name, self._warm_ups, source)
         told = partial(progress.shown, f"recording {self.name}", settings.progress)
@@ -349,7 +349,6 @@ class PartitionRunner:
     def leave_plain(self, why: str) -> None:
         """See `Candidate`."""
         self._fallback.leave_plain(why)
-        self.owner.was_split = True
         if self.table.retire():
             self.owner.ask_to_start_over(patience=0)
 

@@ -14,6 +14,7 @@ from cgpass.runtime.driver import BoxedCallable, CUDADriver
 from cgpass.runtime.failures import Resplit
 from cgpass.runtime.fallback import Fallback
 from cgpass.runtime.limits import Limits
+from cgpass.runtime.owner import Owner
 from cgpass.runtime.signature import Layout
 from cgpass.runtime.table import RecordingTable
 from cgpass.telemetry import CallStats
@@ -87,6 +88,7 @@ class RunnerSettings:
         stats: CallStats,
         resplit: Resplit | None,
         reasons: CallReasons,
+        owner: Owner,
     ) -> Fallback:
         """What takes a partition's place where it is not captured; see there for the arguments."""
         return Fallback(
@@ -97,6 +99,7 @@ class RunnerSettings:
             resplit=resplit,
             capture_policy=self.capture_policy,
             reasons=reasons,
+            owner=owner,
         )
 
     def layout(self, infos: Sequence[InputInfo]) -> Layout:

@@ -1,16 +1,17 @@
 """`Strays`: inputs that should lie where a recording put them, and don't."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final
 
 from cgpass.inputs import InputInfo, InputKind
 from cgpass.runtime.owner import Owner
+from cgpass.runtime.writes import has_place
 
 _CALLS_UNTIL_COPIED: Final = 8
 """Calls in a row with strays before these are copied from then on."""
-_CALLS_AFTER_SPLIT: Final = 2
-"""The same where strays are to be expected, and none is of a warm-up."""
+_CALLS_FOR_GOOD: Final = 2
+"""The same for strays that are made by what turned out to run plainly."""
 _PASSING: Final = 1024
 """Calls that don't count since what made their strays is taken to be recorded soon."""
 
@@ -48,8 +49,8 @@ class Strays:
         if passing and self._passing < _PASSING:
             self._passing += 1
             self._in_a_row -= 1
-        if self._owner.was_split and not any(self._owner.is_of_warm_up(args[i]) for i in strays):
-            return self._in_a_row >= _CALLS_AFTER_SPLIT
+        if all(args[i].untyped_storage() in self._owner.made_plainly for i in strays):
+            return self._in_a_row >= _CALLS_FOR_GOOD
         return self._in_a_row >= _CALLS_UNTIL_COPIED
 
     def are_of_warm_up(self, args: Sequence[Any], strays: Sequence[int]) -> bool:
@@ -63,3 +64,11 @@ def copied_instead(infos: Sequence[InputInfo], strays: Collection[int]) -> list[
         dataclasses.replace(info, kind=InputKind.COPIED) if i in strays else info
         for i, info in enumerate(infos)
     ]
+
+
+def note_made_plainly(owner: Owner, outputs: Iterable[Any]) -> None:
+    """Have an owner know what lies in its pool neither now nor, its partition running plainly, later."""
+    for value in outputs:
+        if not has_place(value) or owner.is_pool_storage(value) or owner.is_of_warm_up(value):
+            continue
+        owner.made_plainly.add(value.untyped_storage())

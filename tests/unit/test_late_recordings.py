@@ -159,13 +159,13 @@ def test_strays_are_copied_after_some_calls_in_a_row():
     assert said.index(True) == strays._CALLS_UNTIL_COPIED - 1
 
 
-def test_strays_are_copied_soon_where_something_was_split():
-    owner = Owner(SimulatedDriver())
-    owner.was_split = True
-    assert stray_calls(owner, 3) == [False, True, True]
-    tensor = torch.ones(4)
-    owner.note_warm_up([tensor])
-    assert not any(stray_calls(owner, strays._CALLS_UNTIL_COPIED - 1, tensor))
+def test_strays_that_are_made_plainly_for_good_are_copied_soon():
+    owner, made, warm = Owner(SimulatedDriver()), torch.ones(4), torch.ones(4)
+    owner.note_warm_up([warm])
+    strays.note_made_plainly(owner, [made, warm, None, 3])
+    assert stray_calls(owner, 3, made) == [False, True, True]
+    for tensor in (warm, torch.ones(4)):
+        assert not any(stray_calls(owner, strays._CALLS_UNTIL_COPIED - 1, tensor))
 
 
 def test_strays_do_not_count_while_all_wait_to_be_made_anew(monkeypatch):
