@@ -28,8 +28,8 @@ _TWICE_WITHOUT_DETERMINISM = (
 )
 
 _WRAPPED = (
-    "AOTAutograd does more around the function than to call it, as where it returns an input or a view of one, writes an "
-    "input, or has tensor subclasses; return new tensors and leave inputs as they are"
+    "AOTAutograd does more around the function than to call it, as where a result is a view or a detach() of another one "
+    "or of an input, or a tensor is of a subclass; return what is computed"
 )
 
 

@@ -118,12 +118,13 @@ class Layout:
 
 
 def _ambient_modes() -> tuple[Any, ...]:
-    """What decides which dtypes operators make, besides their inputs."""
+    """What decides which dtypes operators make, and by which kernels, besides their inputs."""
     autocast = [
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         for kind in ("cuda", "cpu")
     ]
-    return (*autocast, torch.get_default_dtype())
+    kernels = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    return (*autocast, torch.get_default_dtype(), *kernels)
 
 
 def place_of(tensor: torch.Tensor) -> tuple[int, int]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from cgpass.runtime.capturing import casts_made_anew
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.syncs import syncs_noted
@@ -79,7 +80,8 @@ class WarmUp:
             if owner.has_recordings()
             else functools.partial(owner.driver.warm_up, self._fn)
         )
-        outputs = run(args)
+        with casts_made_anew():
+            outputs = run(args)
         self.last_ms = (time.perf_counter() - start) * 1e3
         owner.note_warm_up(outputs)
         return outputs

@@ -146,15 +146,14 @@ def compare_ratios(
     """Ratios of cgpass to other arms of its own run; the first sound one that there is in both runs is judged."""
     before, after = old.get(quantity, {}), new.get(quantity, {})
     common = [arm for arm in rivals(kind, quantity) if before.get(arm) and after.get(arm)]
-    sound_before = [arm for arm in common if (place, arm) not in found.unsound_before]
-    sound = [arm for arm in sound_before if (place, arm) not in found.unsound_now]
+    unsound = found.unsound_before | found.unsound_now
+    sound = [arm for arm in common if (place, arm) not in unsound]
     judge = sound[0] if sound else None
     for name in ours(before):
         if name not in after:
             continue
         if common and judge is None:
-            told = found.worse if sound_before else found.notes
-            told.append(f"{place}, {quantity}, {name}: no arm to judge it by computes the same")
+            found.notes.append(f"{place}, {quantity}, {name}: no sound arm to judge it by")
         for arm in common:
             was, now = before[name] / before[arm], after[name] / after[arm]
             what, note = f"{name} / {arm}", ""
@@ -166,6 +165,9 @@ def compare_ratios(
 
 def compare_place(found: Comparison, place: str, kind: str, old: Figures, new: Figures) -> None:
     """One model, or one depth and mode."""
+    for arm in sorted(name for where, name in found.unsound_now if where == place):
+        if (place, arm) not in found.unsound_before and arm in rivals(kind, ""):
+            found.worse.append(f"{place}, {arm}: computes something else now, and judges nothing")
     for quantity in old | new:
         before, after = old.get(quantity, {}), new.get(quantity, {})
         for name in before | after:

@@ -74,19 +74,24 @@ def test_an_arm_that_computes_something_else_judges_nothing():
         data["results"][0]["arms"]["reduce-overhead"] = {"step_ms": {"median": 4.2}}
     assert worse(old, new) == []
     new["results"][0]["arms"]["limit"]["differs"] = True
+    differs = "Small, B2, {}: computes something else now, and judges nothing"
     assert worse(old, new) == [
-        "Small, B2, step ms, cgpass / reduce-overhead: 0.95 -> 1.43 (+50.0 %)"
+        differs.format("limit"),
+        "Small, B2, step ms, cgpass / reduce-overhead: 0.95 -> 1.43 (+50.0 %)",
     ]
     new["results"][0]["arms"]["reduce-overhead"]["differs"] = True
-    unjudged = "Small, B2, step ms, cgpass: no arm to judge it by computes the same"
-    assert unjudged in worse(old, new)
-    found = compare.compare(new, new, 5.0)
-    assert (unjudged in found.notes, unjudged in found.worse) == (True, False)
+    found = compare.compare(old, new, 5.0)
+    assert found.worse[:2] == [differs.format("limit"), differs.format("reduce-overhead")]
+    assert "Small, B2, step ms, cgpass: no sound arm to judge it by" in found.notes
+    assert compare.compare(new, new, 5.0).worse == []
     old = overhead(reduce_overhead=400.0, default=900.0, cgpass=300.0)
     new = overhead(reduce_overhead=800.0, default=900.0, cgpass=600.0)
     assert worse(old, new) == []
     new["rows"][0]["differs"] = ["reduce-overhead"]
-    assert worse(old, new) == ["training, 10 layers, us, cgpass / default: 0.33 -> 0.67 (+100.0 %)"]
+    assert worse(old, new) == [
+        "training, 10 layers, reduce-overhead: computes something else now, and judges nothing",
+        "training, 10 layers, us, cgpass / default: 0.33 -> 0.67 (+100.0 %)",
+    ]
 
 
 def test_overhead_is_judged_by_default_where_nothing_else_runs():
