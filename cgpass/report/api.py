@@ -53,11 +53,11 @@ def explain(
     position in a cache, say; of up to 1 MiB) are put back before each call: all calls are the one that would come next.
 
     Afterwards all is put back as it was, also when the function raises: parameters, buffers and tensors that modules
-    and closures hold (bits, memory and objects), gradients, other attributes of modules with the lists, dictionaries
-    and sets among them, states and groups of `torch.optim` optimizers, random number states; those of modules and
+    and closures hold (bits, memory and objects), gradients, other attributes of modules with the lists, dictionaries,
+    sets and objects of users' classes among them, such objects that are given, states and groups of `torch.optim` optimizers, random number states; those of modules and
     optimizers among the arguments, too. It is kept in host memory meanwhile. Parameters of lazy modules are
     initialised afterwards. What else the function changes (globals that it binds anew, lists and dictionaries that are
-    no module's, schedulers, scalers, files, objects of other classes, and tensors in them) stays changed.
+    no module's, schedulers, scalers, files, objects of libraries' classes, and tensors in them) stays changed.
 
     Args:
         fn: A module or function, compiled or not.

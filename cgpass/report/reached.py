@@ -1,8 +1,10 @@
 """What a function that is called reaches: modules, tensors, what it names, what of it is compiled."""
 
+import contextlib
 import functools
 import inspect
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -11,13 +13,16 @@ from torch.utils import _pytree as pytree
 
 from cgpass import _torch
 from cgpass.backend import cgpass
-from cgpass.graphed.reach import modules_behind, values_behind
+from cgpass.graphed.reach import is_library, modules_behind, values_behind
 
 _NOT_LOOKED_INTO: Final = (
     *(torch.nn.Module, torch.Tensor, torch.optim.Optimizer),
     *(type, types.ModuleType, types.FunctionType),
 )
 """Modules and optimizers are kept as such."""
+_ATOMS: Final = (bool, int, float, complex, str, bytes, type(None))
+_MOST_VALUES: Final = 200_000
+"""That are looked at of what something holds."""
 
 
 class Called:
@@ -56,6 +61,11 @@ class Called:
         return [each for each in given if not isinstance(each, _NOT_LOOKED_INTO)]
 
     @functools.cached_property
+    def objects(self) -> list[Any]:
+        """What is called, given, or looked at on the way, and has attributes: no modules and no library's."""
+        return [each for each in (*self.given, *self.values) if is_object(each)]
+
+    @functools.cached_property
     def held(self) -> list[Any]:
         """What objects that are called or given have in attributes of their own, whoever reads them by which name."""
         own = [getattr(each, "__dict__", None) for each in self.given]
@@ -70,6 +80,46 @@ def _code_of(fn: Any) -> Callable[..., Any]:
     elif not isinstance(fn, types.FunctionType | types.MethodType | functools.partial):
         fn = getattr(type(fn), "__call__", fn)  # noqa: B004  as it is, not whether
     return inspect.unwrap(getattr(fn, "__func__", fn))
+
+
+def values_in(value: Any) -> Iterator[Any]:
+    """A value, and what it holds at any depth: containers, objects of users' classes, tensors that wrap others."""
+    open_, seen = [value], set[int]()
+    for _ in range(_MOST_VALUES):
+        if not open_:
+            return
+        each = open_.pop()
+        yield each
+        if isinstance(each, _ATOMS) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, dict):
+            open_ += [*dict.keys(each), *dict.values(each)]
+        elif isinstance(each, list | tuple | set | frozenset | deque):
+            open_ += each
+        elif isinstance(each, torch.Tensor) and hasattr(each, "__tensor_flatten__"):
+            names, _ = each.__tensor_flatten__()
+            open_ += [getattr(each, inner) for inner in names]
+        elif is_object(each):
+            open_ += own_attributes(each).values()
+
+
+def own_attributes(value: Any) -> dict[str, Any]:
+    """What an object has itself; none of its code runs for it."""
+    own = getattr(value, "__dict__", None)
+    found = dict(own) if type(own) is dict else {}
+    for kind in type(value).__mro__:
+        for name, slot in vars(kind).items():
+            if isinstance(slot, types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # it is empty
+                    found[name] = slot.__get__(value)
+    return found
+
+
+def is_object(value: Any) -> bool:
+    """Whether something is of a user's own class, and may hold what calls change."""
+    is_code = isinstance(value, (*_NOT_LOOKED_INTO, types.MethodType))
+    return not (is_code or is_library(type(value).__module__))
 
 
 def tensors_of(values: Any) -> Iterator[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
@@ -11,14 +11,16 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from cgpass.report.positions import CONTAINERS, Entry, Positions
+from cgpass.report.positions import Positions
 from cgpass.report.reached import (
     Called,
     has_storage,
+    is_object,
     lie_alike,
     memory_parts,
     read_by_name,
     tensors_of,
+    values_in,
 )
 from cgpass.runtime.placeholders import bytes_of
 
@@ -75,7 +77,7 @@ class _Containers:
             value = open_.pop()
             if type(value) is tuple:
                 open_ += value
-            elif type(value) in CONTAINERS and id(value) not in self._before:
+            elif type(value) in _CONTAINERS and id(value) not in self._before:
                 self._before[id(value)] = value, _items(value)
                 open_ += value.values() if isinstance(value, dict) else value
 
@@ -86,6 +88,9 @@ class _Containers:
                 continue
             value.clear()
             (value.extend if isinstance(value, list | deque) else value.update)(before)
+
+
+_CONTAINERS: Final = (list, dict, set, deque, OrderedDict, defaultdict)
 
 
 def _items(container: Any) -> list[Any]:
@@ -124,23 +129,43 @@ class _Attributes:
         for before in self._before:
             yield from before.values()
 
-    def entries(self) -> Iterator[Entry]:
-        """What there is now, but for what every module has."""
+    def named(self) -> Iterator[Any]:
+        """Names and values of now, but for what every module has."""
         for now in self._dicts:
-            yield from ((now, name) for name in now if name not in _OF_MODULES)
+            yield from (pair for pair in now.items() if pair[0] not in _OF_MODULES)
 
     def put_back(self) -> None:
         if self._module.training != self._training:
             self._module.training = self._training
         for now, before in zip(self._dicts, self._before, strict=True):
-            for name in [name for name in now if name not in before]:
-                if isinstance(now[name], _SIMPLE):
-                    del now[name]
-            for name, value in before.items():
-                if now.get(name, _MISSING) is not value:
-                    now[name] = value
-            _put_in_order(now, before)
+            _put_names_back(now, before)
         self._containers.put_back()
+
+
+class _Objects:
+    """Attributes of objects of users' classes."""
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        own = (getattr(each, "__dict__", None) for each in objects)
+        found = {id(each): each for each in own if type(each) is dict}
+        self._before = [(each, dict(each)) for each in found.values()]
+        self._containers = _Containers(v for _, before in self._before for v in before.values())
+
+    def put_back(self) -> None:
+        for now, before in self._before:
+            _put_names_back(now, before)
+        self._containers.put_back()
+
+
+def _put_names_back(now: dict[str, Any], before: dict[str, Any]) -> None:
+    """Have a dictionary as it was, but for additions that may be of use, such as a compiled function."""
+    for name in [name for name in now if name not in before]:
+        if isinstance(now[name], _SIMPLE):
+            del now[name]
+    for name, value in before.items():
+        if now.get(name, _MISSING) is not value:
+            now[name] = value
+    _put_in_order(now, before)
 
 
 def _put_in_order(now: dict[str, Any], names: Iterable[str]) -> None:
@@ -177,13 +202,18 @@ class State:
         )
         self._tensors: dict[int, _Tensor] = {}
         self._storages: dict[int, _Storage] = {}
-        self._positions = Positions(called, self._entries)
+        self._positions = Positions(called, self._named)
         self._grads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._random = _Random()
-        held = [value for attributes in self._attributes for value in attributes.values()]
+        held: list[Any] = [
+            value for attributes in self._attributes for value in attributes.values()
+        ]
         held += [value for values in read_by_name(called.fn) for value in values.values()]
-        for found in optimizers:
-            held += [*found.param_groups, *found.state.values()]
+        found = list(values_in([*held, *called.objects]))
+        self._objects = _Objects(filter(is_object, found))
+        held += [each for each in found if isinstance(each, torch.Tensor)]
+        for each in optimizers:
+            held += [*each.param_groups, *each.state.values()]
         self.keep(tensors_of(held))
         self._random.keep_generators(pytree.tree_leaves(held))
 
@@ -237,15 +267,16 @@ class State:
         """Put back what calls count. See Note [Every call is the one that would come next]."""
         self._positions.rewind()
 
-    def _entries(self) -> Iterator[Entry]:
+    def _named(self) -> Iterator[Any]:
         for attributes in self._attributes:
-            yield from attributes.entries()
+            yield from attributes.named()
 
     def put_back(self) -> None:
         """Have everything as it was: the same objects, on the same memory, with the same bits."""
         with torch.no_grad():
             for attributes in self._attributes:
                 attributes.put_back()
+            self._objects.put_back()
             self._optimizers.put_back()
             for place in self._tensors.values():
                 place.put_back()
