@@ -17,9 +17,9 @@ from cgpass.graphed.reach import is_library, modules_behind, values_behind
 
 _NOT_LOOKED_INTO: Final = (
     *(torch.nn.Module, torch.Tensor, torch.optim.Optimizer),
-    *(type, types.ModuleType, types.FunctionType),
+    *(type, types.ModuleType, types.FunctionType, torch.utils.data.Dataset),
 )
-"""Modules and optimizers are kept as such."""
+"""Modules and optimizers are kept as such; data is not what a call changes."""
 _ATOMS: Final = (bool, int, float, complex, str, bytes, type(None))
 _MOST_VALUES: Final = 200_000
 """That are looked at of what something holds."""
