@@ -54,10 +54,10 @@ def explain(
 
     Afterwards all is put back as it was, also when the function raises: parameters, buffers and tensors that modules
     and closures hold (bits, memory and objects), gradients, other attributes of modules with the lists, dictionaries,
-    sets and objects of users' classes among them, such objects that are given, states and groups of `torch.optim` optimizers, random number states; those of modules and
-    optimizers among the arguments, too. It is kept in host memory meanwhile. Parameters of lazy modules are
-    initialised afterwards. What else the function changes (globals that it binds anew, lists and dictionaries that
-    no module and no such object holds, schedulers, scalers, files) stays changed.
+    sets and objects of users' classes among them, such objects, modules and optimizers among the arguments, states and
+    groups of `torch.optim` optimizers, random number states. It is kept in host memory meanwhile. Parameters of lazy
+    modules are initialised afterwards. What else the function changes (globals that it binds anew, lists and
+    dictionaries that no module and no such object holds, schedulers, scalers, files) stays changed.
 
     Args:
         fn: A module or function, compiled or not.
