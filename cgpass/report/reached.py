@@ -108,12 +108,16 @@ def own_attributes(value: Any) -> dict[str, Any]:
     """What an object has itself; none of its code runs for it."""
     own = getattr(value, "__dict__", None)
     found = dict(own) if type(own) is dict else {}
-    for kind in type(value).__mro__:
-        for name, slot in vars(kind).items():
-            if isinstance(slot, types.MemberDescriptorType):
-                with contextlib.suppress(AttributeError):  # it is empty
-                    found[name] = slot.__get__(value)
+    for slot in slots_of(value):
+        with contextlib.suppress(AttributeError):  # it is empty
+            found[slot.__name__] = slot.__get__(value)
     return found
+
+
+def slots_of(value: Any) -> list[Any]:
+    """What `__slots__` of an object's class became."""
+    known = (each for kind in type(value).__mro__ for each in vars(kind).values())
+    return [each for each in known if isinstance(each, types.MemberDescriptorType)]
 
 
 def is_object(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """What a function changes when it is called, kept to be put back: modules, tensors, gradients, random numbers."""
 
+import contextlib
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
@@ -18,7 +19,9 @@ from cgpass.report.reached import (
     is_object,
     lie_alike,
     memory_parts,
+    own_attributes,
     read_by_name,
+    slots_of,
     tensors_of,
     values_in,
 )
@@ -146,14 +149,24 @@ class _Objects:
     """Attributes of objects of users' classes."""
 
     def __init__(self, objects: Iterable[Any]) -> None:
+        objects = list({id(each): each for each in objects}.values())
         own = (getattr(each, "__dict__", None) for each in objects)
-        found = {id(each): each for each in own if type(each) is dict}
-        self._before = [(each, dict(each)) for each in found.values()]
-        self._containers = _Containers(v for _, before in self._before for v in before.values())
+        self._before = [(each, dict(each)) for each in own if type(each) is dict]
+        self._slots = [
+            (slot, each, slot.__get__(each))
+            for each in objects
+            for slot in slots_of(each)
+            if slot.__name__ in own_attributes(each)
+        ]
+        values = [value for _, before in self._before for value in before.values()]
+        self._containers = _Containers([*values, *(value for _, _, value in self._slots)])
 
     def put_back(self) -> None:
         for now, before in self._before:
             _put_names_back(now, before)
+        for slot, each, value in self._slots:
+            with contextlib.suppress(AttributeError, TypeError):  # it can't be set
+                slot.__set__(each, value)
         self._containers.put_back()
 
 

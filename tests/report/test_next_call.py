@@ -71,9 +71,10 @@ def test_a_position_that_is_replaced_is_a_new_tensor_in_each_call():
 class Layer:
     """Of a cache: not the model's, and not a module."""
 
-    __slots__ = ("keys", "length")
+    __slots__ = ("keys", "length", "newest")
 
     def __init__(self, size):
+        self.newest = None
         self.keys, self.length = torch.zeros(size, 8), torch.zeros(1, dtype=torch.long)
 
 
@@ -85,6 +86,7 @@ class Layers:
         layer = self.layers[number]
         layer.keys.index_copy_(0, layer.length, x)
         layer.length.add_(1)
+        layer.newest = x
         return layer.keys
 
 
@@ -108,11 +110,13 @@ def test_a_cache_of_objects_is_not_left_and_is_put_back(given):
     cache.update(0, torch.ones(1, 8))
     cache.update(1, torch.ones(1, 8))
     layers, keys = list(cache.layers), [layer.keys.clone() for layer in cache.layers]
+    newest = [layer.newest for layer in layers]
     if given:
         cgpass.explain(Attending(), torch.randn(1, 8), cache, training=False)
     else:
         cgpass.explain(Attending(cache), torch.randn(1, 8), training=False)
     assert cache.layers == layers
+    assert all(layer.newest is each for layer, each in zip(layers, newest, strict=True))
     for layer, before in zip(layers, keys, strict=True):
         assert layer.length.tolist() == [1]
         assert torch.equal(layer.keys, before)
