@@ -7,6 +7,7 @@ first and at the version second.
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cgpass._torch.autocast import autocast_cache_off
 from cgpass._torch.backward import (
     accumulates_everywhere,
     after_backward,

@@ -6,12 +6,13 @@ AOTAutograd keeps them, too, for its own hits. Source: torch/_functorch/_aot_aut
 
 import contextlib
 import contextvars
-import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
+
+from cgpass._torch.replacing import Replaced
 
 InductorKeys = Mapping[str, Any]
 """What Inductor's cache is asked for, by what the graph is."""
@@ -31,41 +32,42 @@ def inductor_keys(known: InductorKeys | None = None) -> Iterator[InductorKeys]:
     Returns:
         In a context, those that are known or noted.
     """
-    from torch._inductor.codecache import FxGraphCache
-
     keys = dict(known or {})
     token = _known.set(keys)
-    before = FxGraphCache.__dict__["prepare_key"]
-    FxGraphCache.prepare_key = staticmethod(_asking_first(FxGraphCache.prepare_key))
     try:
-        yield keys
+        with _asking_first:
+            yield keys
     finally:
-        FxGraphCache.prepare_key = before
         _known.reset(token)
 
 
-def _asking_first(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(prepare)
-    def prepare_key(
-        gm: torch.fx.GraphModule,
-        example_inputs: Sequence[Any],
-        fx_kwargs: Mapping[str, Any],
-        inputs_to_check: Sequence[int],
-        *more: Any,
-        **others: Any,
-    ) -> Any:
-        keys = _known.get()
-        if keys is None:  # another thread compiles something else
-            return prepare(gm, example_inputs, fx_kwargs, inputs_to_check, *more, **others)
-        what = _identity(gm, example_inputs, fx_kwargs, inputs_to_check)
-        if what not in keys:
-            key, info = prepare(gm, example_inputs, fx_kwargs, inputs_to_check, *more, **others)
-            if key is None:
-                return key, info
-            keys[what] = key
-        return keys[what], {}
+def _code_cache() -> Any:
+    from torch._inductor.codecache import FxGraphCache
 
-    return prepare_key
+    return FxGraphCache
+
+
+def _prepare_key(
+    prepare: Callable[..., Any],
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    fx_kwargs: Mapping[str, Any],
+    inputs_to_check: Sequence[int],
+    *more: Any,
+    **others: Any,
+) -> Any:
+    keys = _known.get()
+    assert keys is not None
+    what = _identity(gm, example_inputs, fx_kwargs, inputs_to_check)
+    if what not in keys:
+        key, info = prepare(gm, example_inputs, fx_kwargs, inputs_to_check, *more, **others)
+        if key is None:
+            return key, info
+        keys[what] = key
+    return keys[what], {}
+
+
+_asking_first = Replaced(_code_cache, "prepare_key", _prepare_key)
 
 
 def _identity(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from cgpass import _torch
 from cgpass.reason import many
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.placeholders import Placeholder, overlaps_itself
@@ -211,10 +212,6 @@ def no_autocast(tensors: Iterable[torch.Tensor]) -> torch.autocast:
 @contextlib.contextmanager
 def no_autocast_cache() -> Iterator[None]:
     """Have autocast cast every weight anew: a cast weight of another run would be no part of the graph."""
-    enabled = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(False)
-    try:
+    with _torch.autocast_cache_off():
         yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)

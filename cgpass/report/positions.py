@@ -21,7 +21,7 @@ from cgpass.runtime.placeholders import bytes_of
 
 MOST_BYTES: Final = 2**20
 """Of a tensor that counts; integers that take more are tables."""
-_NUMBERS: Final = (bool, int, float, complex, str, bytes, type(None))
+_ATOMS: Final = (bool, int, str, bytes, type(None))
 
 
 class _Number:
@@ -53,7 +53,8 @@ class Positions:
     def rewind(self) -> None:
         """Put numbers back that the last call wrote, or remember those of now. To be called before each call."""
         called = self._called
-        values = list(values_in([*self._attributes(), *called.objects, *read_by_name(called.fn)]))
+        roots, seen = (*self._attributes(), *called.objects, *read_by_name(called.fn)), set[int]()
+        values = [each for root in roots for each in values_in(root, seen)]
         kinds, found = list(map(_kind, values)), list(filter(counts, values))
         with torch.no_grad():
             if kinds != self._kinds:
@@ -68,8 +69,10 @@ def _kind(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         kind = type(value), value.dtype, value.layout, value.device, tuple(value.size())
         return (*kind, id(value), *_place(value)) if counts(value) else kind
-    if type(value) in _NUMBERS:
-        return type(value), repr(value)
+    if type(value) in (float, complex):
+        return repr(value)  # no number is itself in every case
+    if type(value) in _ATOMS:
+        return type(value), value
     return type(value), len(value) if type(value) in (list, tuple, dict, set) else None
 
 

@@ -21,8 +21,9 @@ _NOT_LOOKED_INTO: Final = (
 )
 """Modules and optimizers are kept as such; data is not what a call changes."""
 _ATOMS: Final = (bool, int, float, complex, str, bytes, type(None))
-_MOST_VALUES: Final = 200_000
-"""That are looked at of what something holds."""
+_SEQUENCES: Final = (list, tuple, set, frozenset, deque)
+_MOST_VALUES: Final = 20_000
+"""That are looked at of what one attribute holds."""
 
 
 class Called:
@@ -82,32 +83,46 @@ def _code_of(fn: Any) -> Callable[..., Any]:
     return inspect.unwrap(getattr(fn, "__func__", fn))
 
 
-def values_in(value: Any) -> Iterator[Any]:
-    """A value, and what it holds at any depth: containers, objects of users' classes, tensors that wrap others."""
-    open_, seen = [value], set[int]()
+def values_in(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """A value, and what it holds at any depth: containers, objects of users' classes, tensors that wrap others.
+
+    Args:
+        value: Any; none of its code runs.
+        seen: Identities of what was looked into before, and is not again.
+    """
+    open_, seen = [value], set[int]() if seen is None else seen
     for _ in range(_MOST_VALUES):
         if not open_:
             return
         each = open_.pop()
         yield each
-        if isinstance(each, _ATOMS) or id(each) in seen:
+        kind = type(each)  # what a proxy says of its class is another's
+        if kind in _ATOMS or id(each) in seen:
             continue
         seen.add(id(each))
-        if isinstance(each, dict):
+        if issubclass(kind, dict):
             open_ += [*dict.keys(each), *dict.values(each)]
-        elif isinstance(each, list | tuple | set | frozenset | deque):
-            open_ += each
-        elif isinstance(each, torch.Tensor) and hasattr(each, "__tensor_flatten__"):
+        elif base := next((base for base in _SEQUENCES if issubclass(kind, base)), None):
+            open_ += base.__iter__(each)
+        elif issubclass(kind, torch.Tensor) and hasattr(kind, "__tensor_flatten__"):
             names, _ = each.__tensor_flatten__()
             open_ += [getattr(each, inner) for inner in names]
         elif is_object(each):
             open_ += own_attributes(each).values()
 
 
+def own_dict(value: Any) -> dict[str, Any] | None:
+    """Where an object has its attributes; none of its code runs for it."""
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return own if type(own) is dict else None
+
+
 def own_attributes(value: Any) -> dict[str, Any]:
     """What an object has itself; none of its code runs for it."""
-    own = getattr(value, "__dict__", None)
-    found = dict(own) if type(own) is dict else {}
+    found = dict(own_dict(value) or {})
     for slot in slots_of(value):
         with contextlib.suppress(AttributeError):  # it is empty
             found[slot.__name__] = slot.__get__(value)
@@ -122,7 +137,7 @@ def slots_of(value: Any) -> list[Any]:
 
 def is_object(value: Any) -> bool:
     """Whether something is of a user's own class, and may hold what calls change."""
-    is_code = isinstance(value, (*_NOT_LOOKED_INTO, types.MethodType))
+    is_code = issubclass(type(value), (*_NOT_LOOKED_INTO, types.MethodType))
     return not (is_code or is_library(type(value).__module__))
 
 
@@ -139,7 +154,8 @@ def tensors_of(values: Any) -> Iterator[torch.Tensor]:
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether there is memory to keep the contents of."""
     wraps = hasattr(tensor, "__tensor_flatten__")
-    return not wraps and tensor.layout is torch.strided and tensor.device.type != "meta"
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested
+    return not wraps and is_plain and tensor.device.type != "meta"
 
 
 def memory_parts(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ from cgpass.report.reached import (
     lie_alike,
     memory_parts,
     own_attributes,
+    own_dict,
     read_by_name,
     slots_of,
     tensors_of,
@@ -78,8 +79,8 @@ class _Containers:
         open_ = list(values)
         while open_:
             value = open_.pop()
-            if type(value) is tuple:
-                open_ += value
+            if issubclass(type(value), tuple):
+                open_ += tuple.__iter__(value)
             elif type(value) in _CONTAINERS and id(value) not in self._before:
                 self._before[id(value)] = value, _items(value)
                 open_ += value.values() if isinstance(value, dict) else value
@@ -150,8 +151,8 @@ class _Objects:
 
     def __init__(self, objects: Iterable[Any]) -> None:
         objects = list({id(each): each for each in objects}.values())
-        own = (getattr(each, "__dict__", None) for each in objects)
-        self._before = [(each, dict(each)) for each in own if type(each) is dict]
+        own = map(own_dict, objects)
+        self._before = [(each, dict(each)) for each in own if each is not None]
         self._slots = [
             (slot, each, slot.__get__(each))
             for each in objects
@@ -222,7 +223,8 @@ class State:
             value for attributes in self._attributes for value in attributes.values()
         ]
         held += [value for values in read_by_name(called.fn) for value in values.values()]
-        found = list(values_in([*held, *called.objects]))
+        seen = set[int]()
+        found = [each for root in (*held, *called.objects) for each in values_in(root, seen)]
         self._objects = _Objects(filter(is_object, found))
         held += [each for each in found if isinstance(each, torch.Tensor)]
         for each in optimizers:

@@ -19,8 +19,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 
-import torch
-
 from cgpass import _torch
 
 _lock = threading.RLock()  # a collection inside may come back here
@@ -115,14 +113,3 @@ def may_be_empty() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The CUDA Graph is empty")
         yield
-
-
-@contextlib.contextmanager
-def casts_made_anew() -> Iterator[None]:
-    """Have autocast cast weights inside rather than take what was cast before: a graph would not make that again."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)

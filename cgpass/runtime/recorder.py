@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from cgpass import _torch
 from cgpass.errors import StagingError
 from cgpass.inputs import InputInfo
 from cgpass.runtime import fast
-from cgpass.runtime.capturing import casts_made_anew
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.failures import thrown_into
 from cgpass.runtime.gifts import Gifts
@@ -105,7 +105,7 @@ class Recorder:
         writes, before, said = Writes(watched), places(watched), SaidToBeWritten(watched)
         try:
             fn = self._watched_by(said) if self._finds_writes else self._fn
-            with casts_made_anew():
+            with _torch.autocast_cache_off():
                 graph, outputs = owner.driver.record(fn, passed, opaque=self._opaque, slot=slot)
         finally:
             passed.clear()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from cgpass.runtime.capturing import casts_made_anew
+from cgpass import _torch
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.syncs import syncs_noted
@@ -80,7 +80,7 @@ class WarmUp:
             if owner.has_recordings()
             else functools.partial(owner.driver.warm_up, self._fn)
         )
-        with casts_made_anew():
+        with _torch.autocast_cache_off():
             outputs = run(args)
         self.last_ms = (time.perf_counter() - start) * 1e3
         owner.note_warm_up(outputs)

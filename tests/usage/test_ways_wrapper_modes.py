@@ -4,8 +4,9 @@ import pytest
 import torch
 
 
+@pytest.mark.parametrize("inside", ["nothing", "decorated", "made before", "with its cache"])
 @pytest.mark.parametrize("static", [False, True])
-def test_weights_that_autocast_has_cast_before_are_cast_in_the_graph(setting, static):
+def test_weights_that_autocast_has_cast_before_are_cast_in_the_graph(setting, static, inside):
     """What it keeps of one block would be read in every replay, whatever the weight is by then."""
     session = setting.session()
     linear = session.module(lambda: torch.nn.Linear(4, 4))
@@ -14,8 +15,19 @@ def test_weights_that_autocast_has_cast_before_are_cast_in_the_graph(setting, st
         weight = weight if static else linear.weight
         return torch.nn.functional.linear(x, weight).sin() * 2
 
-    call = session.wrap(fn, static_input_indices=[1])
     kind = setting.device.type
+    ready = torch.autocast(kind, torch.bfloat16)
+    if inside == "decorated":
+        fn = torch.autocast(kind, torch.bfloat16)(fn)
+    elif inside != "nothing":
+        plain = fn
+
+        def fn(x, weight):
+            again = torch.autocast(kind, torch.bfloat16, cache_enabled=True)
+            with ready if inside == "made before" else again:
+                return plain(x, weight)
+
+    call = session.wrap(fn, static_input_indices=[1])
     for _ in range(3):
         x = session.randn(3, 4)
         with torch.autocast(kind, torch.bfloat16), torch.no_grad():
