@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from cgpass.report.reached import Called, bytes_covered, has_storage, read_by_name, values_in
+from cgpass.report.reached import Called, bytes_covered, has_storage, is_a, read_by_name, values_in
 from cgpass.runtime.placeholders import bytes_of
 
 MOST_BYTES: Final = 2**20
@@ -66,8 +66,9 @@ class Positions:
 
 def _kind(value: Any) -> Any:
     """What of a value has to be the same after a call; the value itself may be dropped meanwhile."""
-    if isinstance(value, torch.Tensor):
-        kind = type(value), value.dtype, value.layout, value.device, tuple(value.size())
+    if is_a(value, torch.Tensor):
+        size = None if value.is_nested else tuple(value.size())
+        kind = type(value), value.dtype, value.layout, value.device, size
         return (*kind, id(value), *_place(value)) if counts(value) else kind
     if type(value) in (float, complex):
         return repr(value)  # no number is itself in every case
@@ -88,7 +89,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def counts(value: Any) -> bool:
     """Whether something is a tensor of integers, and not too many: how often, or up to where."""
-    if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int32, torch.int64):
+    if not is_a(value, torch.Tensor) or value.dtype not in (torch.int32, torch.int64):
         return False
     if not has_storage(value):
         return False

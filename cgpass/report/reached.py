@@ -59,7 +59,7 @@ class Called:
     def given(self) -> list[Any]:
         """Objects that are called or given, whatever their class, but modules, tensors, optimizers, functions."""
         given = [self.fn, getattr(self.fn, "__self__", None), *pytree.tree_leaves(self.arguments)]
-        return [each for each in given if not isinstance(each, _NOT_LOOKED_INTO)]
+        return [each for each in given if not is_a(each, _NOT_LOOKED_INTO)]
 
     @functools.cached_property
     def objects(self) -> list[Any]:
@@ -111,6 +111,11 @@ def values_in(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
             open_ += own_attributes(each).values()
 
 
+def is_a(value: Any, kinds: Any) -> bool:
+    """Whether a value's own type is one of these; a proxy may say, or compute, that its class is another."""
+    return issubclass(type(value), kinds)
+
+
 def own_dict(value: Any) -> dict[str, Any] | None:
     """Where an object has its attributes; none of its code runs for it."""
     try:
@@ -137,14 +142,14 @@ def slots_of(value: Any) -> list[Any]:
 
 def is_object(value: Any) -> bool:
     """Whether something is of a user's own class, and may hold what calls change."""
-    is_code = issubclass(type(value), (*_NOT_LOOKED_INTO, types.MethodType))
+    is_code = is_a(value, (*_NOT_LOOKED_INTO, types.MethodType))
     return not (is_code or is_library(type(value).__module__))
 
 
 def tensors_of(values: Any) -> Iterator[torch.Tensor]:
     """Tensors in nested containers; of subclasses that wrap tensors, those, too."""
     for leaf in pytree.tree_leaves(values):
-        if isinstance(leaf, torch.Tensor):
+        if is_a(leaf, torch.Tensor):
             yield leaf
             if hasattr(leaf, "__tensor_flatten__"):
                 names, _ = leaf.__tensor_flatten__()

@@ -16,6 +16,7 @@ from cgpass.report.positions import Positions
 from cgpass.report.reached import (
     Called,
     has_storage,
+    is_a,
     is_object,
     lie_alike,
     memory_parts,
@@ -174,7 +175,7 @@ class _Objects:
 def _put_names_back(now: dict[str, Any], before: dict[str, Any]) -> None:
     """Have a dictionary as it was, but for additions that may be of use, such as a compiled function."""
     for name in [name for name in now if name not in before]:
-        if isinstance(now[name], _SIMPLE):
+        if is_a(now[name], _SIMPLE):
             del now[name]
     for name, value in before.items():
         if now.get(name, _MISSING) is not value:
@@ -201,14 +202,14 @@ class State:
         """
         modules = {id(each): each for each in called.modules}
         for value in called.held:
-            if isinstance(value, torch.nn.Module):
+            if is_a(value, torch.nn.Module):
                 modules.update((id(each), each) for each in value.modules())
         self._attributes = [_Attributes(module) for module in modules.values()]
         optimizers = list(
             {
                 id(each): each
                 for each in (*called.values, *called.held)
-                if isinstance(each, torch.optim.Optimizer)
+                if is_a(each, torch.optim.Optimizer)
             }.values()
         )
         self._optimizers = _Containers(
@@ -226,7 +227,7 @@ class State:
         seen = set[int]()
         found = [each for root in (*held, *called.objects) for each in values_in(root, seen)]
         self._objects = _Objects(filter(is_object, found))
-        held += [each for each in found if isinstance(each, torch.Tensor)]
+        held += [each for each in found if is_a(each, torch.Tensor)]
         for each in optimizers:
             held += [*each.param_groups, *each.state.values()]
         self.keep(tensors_of(held))
@@ -320,7 +321,7 @@ class _Random:
 
     def keep_generators(self, values: Iterable[Any]) -> None:
         for value in values:
-            if isinstance(value, torch.Generator):
+            if is_a(value, torch.Generator):
                 self._held[id(value)] = value, value.get_state()
 
     def put_back(self) -> None:

@@ -1,8 +1,6 @@
 """`cgpass.explain` calls a function again and again, and each call is the one that would come next."""
 
 import copy
-import types
-import weakref
 
 import pytest
 import torch
@@ -351,43 +349,3 @@ def test_what_is_set_up_in_the_first_call():
     assert len(done) == 1
     assert not model.is_set_up
     assert torch.equal(model.scale, torch.ones(8))
-
-
-class Strict:
-    """Lets nobody read its attributes but by its own method."""
-
-    def __init__(self):
-        self.values = [1]
-
-    def __getattribute__(self, name):
-        raise RuntimeError(name)
-
-
-class Iterated(list):
-    def __iter__(self):
-        raise RuntimeError("iterated")
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested:UserWarning")
-def test_no_code_of_objects_runs_that_nobody_calls():
-    held = {
-        "strict": Strict(),
-        "iterated": Iterated([1]),
-        "proxy": weakref.proxy(Log()),  # whose object is gone
-        "long": 1 << 20_000,
-        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    }
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    model[0].holder = types.SimpleNamespace(**held)
-    model[0].log = Log()
-    model[0].log.held = held
-    cgpass.explain(model, X, training=False)
-    assert model[0].log.held is held
-
-
-def test_a_large_vocabulary_hides_no_position():
-    cache = Cache(1, is_buffer=True)
-    cache.tokenizer = Log()
-    cache.tokenizer.words = {f"word {n}": n for n in range(30_000)}
-    cgpass.explain(cache, torch.randn(1, 8), training=False)
-    assert cache.position.tolist() == [0]
