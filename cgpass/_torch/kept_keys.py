@@ -82,9 +82,8 @@ def _identity(
         told.update(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs}\n".encode())
     for value in inputs:
         told.update(f"{_layout(value)}\n".encode())
-    for name in sorted(settings.keys() - {"graph_id"}):
-        if isinstance(settings[name], (bool, int, str, tuple, list)):
-            told.update(f"{name} {settings[name]}\n".encode())
+    for name in sorted(settings.keys() - {"graph_id"}):  # which no key tells
+        told.update(f"{name} {settings[name]!r}\n".encode())
     told.update(str(list(inputs_to_check)).encode())
     return told.hexdigest()
 
