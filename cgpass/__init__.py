@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from cgpass.recompute.api import checkpoint
     from cgpass.recompute.captured import CheckpointedGraph
     from cgpass.recompute.tracker import RNGStatesTracker
-    from cgpass.recorded_graphs import dump_graph, recordings
     from cgpass.report.api import explain
     from cgpass.report.model import Report
     from cgpass.report.summary import summary
@@ -33,12 +32,10 @@ __all__ = [
     "cgpass",
     "checkpoint",
     "counters",
-    "dump_graph",
     "errors",
     "expect",
     "explain",
     "make_graphed_callables",
-    "recordings",
     "reset",
     "set_defaults",
     "summary",
@@ -56,11 +53,9 @@ _HOMES: Final = {
     "cgpass": "cgpass.backend",
     "checkpoint": "cgpass.recompute.api",
     "counters": "cgpass.telemetry",
-    "dump_graph": "cgpass.recorded_graphs",
     "expect": "cgpass.expectations",
     "explain": "cgpass.report.api",
     "make_graphed_callables": "cgpass.graphed.api",
-    "recordings": "cgpass.recorded_graphs",
     "reset": "cgpass.resetting",
     "summary": "cgpass.report.summary",
     "verify": "cgpass.verification",

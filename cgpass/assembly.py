@@ -23,7 +23,6 @@ from cgpass.graph.values import (
     graph_outputs,
     is_collective,
     is_inductor_random,
-    is_repeatable,
     num_ops,
 )
 from cgpass.inputs import InputInfo, InputKind
@@ -280,8 +279,6 @@ class GraphBuilder:
         name = f"{self.direction} {name}"
         if calls:
             fn = timeouts_told(fn, name, [CollectiveCall(*call) for call in calls])
-        if self.options.annotate_kernels == "on" and _torch.can_annotate_kernels():
-            fn = _torch.belonging_to({"name": self.source.of(f"cgpass: {name}")}, fn)
         return PartitionRunner(
             fn,
             infos,
@@ -290,7 +287,6 @@ class GraphBuilder:
                 self.options,
                 opaque=self.compiler.opaque,
                 is_backward=self.direction == "backward",
-                is_repeatable=not calls and _is_repeatable(original, infos),
                 communicates=bool(calls),
             ),
             name=name,
@@ -353,7 +349,6 @@ def _tracked(executor: Executor, graph: int, prefix: str = "") -> Boxed:
             step.run.stats,
             step.run.history.notes,
             step.run.reasons,
-            step.run.settings.limits.num_warmup_calls,
         )
         for step in executor.plan.steps
         if isinstance(step.run, PartitionRunner)
@@ -368,10 +363,3 @@ def _boxed(executor: Executor) -> Boxed:
         return executor(args)
 
     return _torch.mark_boxed(call)
-
-
-def _is_repeatable(gm: fx.GraphModule, infos: Sequence[InputInfo]) -> bool:
-    """Whether nobody sees that a graph runs once more than it is called, on copies of what it writes."""
-    if any(info.mutated and info.whole_storage for info in infos):
-        return False  # it may write beside what it is given
-    return all(map(is_repeatable, gm.graph.nodes))

@@ -29,11 +29,10 @@ from cgpass.passes.functionalize_rng import RngPairs
 from cgpass.passes.split_joint import split_joint
 from cgpass.reason import Reason
 from cgpass.resetting import reset_with_torch
-from cgpass.runtime.driver import GraphDriver
+from cgpass.runtime.driver import CUDADriver, GraphDriver
 from cgpass.runtime.gathered import give_gathered_a_pool
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.rng_states import caller_of
-from cgpass.runtime.settings import cuda_driver
 from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.skips import Skips
 from cgpass.training import TrainingCall
@@ -185,7 +184,7 @@ class Compilation:
     def _aten_compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, direction: Direction
     ) -> Boxed:
-        compiler = Compiler(compiler="eager", annotate=self.options.annotate_kernels == "on")
+        compiler = Compiler(compiler="eager")
         return self.compile_graph(gm, example_inputs, direction, compiler)
 
     # ---- one graph
@@ -340,4 +339,4 @@ class Compilation:
     def _driver(self, device: torch.device) -> GraphDriver:
         if device.type == "cpu":
             return SimulatedDriver(device)
-        return cuda_driver(device, self.options)
+        return CUDADriver(device)

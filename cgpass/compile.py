@@ -10,7 +10,6 @@ from torch import fx
 
 from cgpass import _torch
 from cgpass.graph.inputs import seed_positions
-from cgpass.graph.lines import module_of
 from cgpass.graph.values import graph_outputs
 from cgpass.layouts import Boxed, keep_contiguous, outputs_as_traced
 from cgpass.runtime.seeds import read_on_the_host
@@ -30,8 +29,6 @@ class Compiler:
     """Outputs of a backward that are gradients of parameters."""
     whole_graph_settings: tuple[tuple[str, Any], ...] = ()
     """What `compile_fx` told us to compile the whole graph with."""
-    annotate: bool = False
-    """Whether aten operators say which module their kernels belong to."""
     late: Mapping[str, Any] | None = None
     """Inductor's settings, if partitions are compiled after torch.compile is done; None while it is at it."""
 
@@ -65,7 +62,7 @@ class Compiler:
         """
         seeds = seed_positions(gm)
         if self.compiler == "eager":
-            return read_on_the_host(_torch.boxed_graph_module(self._annotated(gm)), seeds)
+            return read_on_the_host(_torch.boxed_graph_module(gm), seeds)
         settings = dict(self.whole_graph_settings)
         if self.is_backward:
             keep_contiguous(gm, self.parameters)
@@ -82,7 +79,7 @@ class Compiler:
         """
         seeds = seed_positions(gm)
         if self.compiler == "eager":
-            return read_on_the_host(_torch.boxed_graph_module(self._annotated(gm)), seeds)
+            return read_on_the_host(_torch.boxed_graph_module(gm), seeds)
         gm.graph.output_node().meta["user_visible_output_idxs"] = [
             i for i, value in enumerate(graph_outputs(gm)) if isinstance(value, fx.Node)
         ]
@@ -97,18 +94,6 @@ class Compiler:
                 is_inference=self.is_inference,
             )
         return read_on_the_host(as_traced(fn), seeds)
-
-    def _annotated(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """`gm`, or a copy whose operators say which module they are from."""
-        if not (self.annotate and _torch.can_annotate_kernels()):
-            return gm
-        graph = fx.Graph()
-        graph.output(graph.graph_copy(gm.graph, {}))
-        for node in graph.nodes:
-            path = module_of(node)
-            if path is not None and isinstance(node.target, torch._ops.OpOverload):
-                node.target = _torch.belonging_to({"module": path}, node.target)
-        return _torch.lazy_graph_module(gm, graph)
 
     def eager(self, gm: fx.GraphModule) -> Boxed:
         """A partition that no graph can hold: generated Python over its operators."""

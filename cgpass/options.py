@@ -50,32 +50,22 @@ class Options:
     module that shares the compiled code have not moved."""
 
     max_recordings: int = _count(64, at_least=1)
-    """Shapes a partition keeps recordings for."""
+    """Recordings that a partition keeps for one set of parameters and buffers: of different sizes, and of calls whose
+    backward is due."""
 
-    max_static_sets: int = _count(256, at_least=1)
-    """Sets of static addresses per shape."""
+    max_copied_mib: int = _count(64, at_least=0)
+    """A call whose parameters and buffers lie at new places copies them, if they are at most so many MiB; else it runs
+    without a graph."""
 
     outputs: Literal["shared", "owned"] = _choice("shared", "owned")
     """Outputs on pool memory, rescued before it is reused, or copies in allocator memory."""
-
-    max_rerecords: int = _count(128, at_least=0)
-    """Recordings made because a known input moved before a partition stops making more."""
 
     max_pending_calls: int = _count(16, at_least=1)
     """Calls of one function whose results must stay where they lie (forwards whose backward is to come) before more of
     them run without a graph. Each gets memory of its own."""
 
-    num_warmup_calls: int = _count(1, at_least=1)
-    """Calls that run plainly before a recording is made."""
-
     min_partition_ops: int = _count(4, at_least=1)
     """Captured partitions with fewer operators that do work on the device than this run plainly; views don't count."""
-
-    capture_policy: Literal["auto", "always", "measured"] = _choice("auto", "always", "measured")
-    """Which partitions are captured: those whose copies cost less than their launches save (`auto`; where that is close
-    a few calls are timed), all, or those that turn out faster in their first calls (`measured`). It is decided once, by the
-    shapes that come first. What communicates, has side effects, or calls custom operators or Triton
-    kernels of your own is captured whatever is chosen."""
 
     unsafe_ops: tuple[str, ...] = ()
     """Operators that are never captured, as `ns::op` or `ns::op.overload`."""
@@ -92,13 +82,6 @@ class Options:
 
     progress: Literal["auto", "off"] = _choice("auto", "off")
     """A line that tells of compilations and recordings that take long; `auto`: where stderr is a terminal."""
-
-    annotate_kernels: Literal["off", "on"] = _choice("off", "on")
-    """Whether recordings note for profilers which partition their kernels belong to, and with `compiler="eager"` which
-    module. Needs torch 2.15 and a driver for CUDA 13.1."""
-
-    keep_graphs: Literal["off", "on"] = _choice("off", "on")
-    """Whether CUDA keeps in host memory what recordings consist of, for `cgpass.dump_graph`."""
 
     inductor: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Inductor config patches for the partitions."""
@@ -129,6 +112,16 @@ class Options:
             )
         return cls(**{**_defaults(), **_known(options or {})})
 
+
+REMOVED: Final = {
+    "max_static_sets": "max_recordings counts for each set of parameters and buffers",
+    "max_rerecords": "a parameter that moves is copied, up to max_copied_mib a call",
+    "num_warmup_calls": "one call without a graph comes before each recording",
+    "capture_policy": "what can be captured is; min_partition_ops leaves out small partitions",
+    "annotate_kernels": "torch.profiler names each partition's call",
+    "keep_graphs": "cgpass.explain lists the recordings with their causes",
+}
+"""Options of before, and what is there instead."""
 
 _SPECS: Final = {spec.name: spec for spec in fields(Options)}
 
@@ -241,6 +234,8 @@ def _from_text(variable: str, name: str, text: str) -> Any:
 
 def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in options:
+        if name in REMOVED:
+            raise OptionError(f"cgpass: option {name!r} was removed: {REMOVED[name]}.")
         if name not in _SPECS:
             nearest = _nearest(name)
             hint = f"did you mean {nearest!r}?" if nearest else f"known: {', '.join(_SPECS)}."

@@ -5,21 +5,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-CHOSEN: Final = frozenset({"too_small", "no_work", "lifted", "effect_token", "not_worth_it"})
+CHOSEN: Final = frozenset({"too_small", "no_work", "lifted", "effect_token"})
 """Codes of what nobody wants captured: it is not worth it, or nothing of it runs on the device."""
 
 OTHER_FIXES: Final = {
     "too_small": "leave it: its own launches cost little; or set min_partition_ops to as many operators as it holds",
     "no_work": "leave it: nothing is lost",
-    "not_worth_it": 'capture_policy="always" captures it',
     "capture": "name the operator that is to blame in unsafe_ops to have the rest captured",
-    "out_of_memory": "free memory, or keep fewer recordings (max_recordings, max_static_sets); after cgpass.reset() the next "
+    "out_of_memory": "free memory, or keep fewer recordings (max_recordings); after cgpass.reset() the next "
     "calls try again",
     "no_placeholder": "pass the input as a dense tensor",
     "max_recordings": "pad inputs to a few sizes, or raise max_recordings",
-    "max_static_sets": "write new values into parameters and buffers (copy_) instead of replacing them; if so many modules "
-    "share the code, raise max_static_sets",
-    "max_rerecords": "write new values into it (copy_) instead of moving it, or raise max_rerecords",
     "max_pending_calls": "call it under torch.no_grad() if no backward is meant, detach what is kept, or raise "
     "max_pending_calls",
     "not_in_the_pool": "see why what makes it ran without a graph",
@@ -137,7 +133,6 @@ class CallReasons:
         plain_calls: int,
         warmups: int,
         recordings: int,
-        num_warmup_calls: int = 1,
     ) -> tuple[Reason, ...]:
         """All of it as reasons.
 
@@ -146,7 +141,6 @@ class CallReasons:
             plain_calls: Those that ran without a graph after their warm-up.
             warmups: Those that warmed up.
             recordings: Made after them.
-            num_warmup_calls: Those that one recording needs.
         """
         counts = dict(self._counts)
         details = dict(self._details)
@@ -159,8 +153,8 @@ class CallReasons:
         found = [
             _without_a_graph(code, count, calls, *details[code]) for code, count in counts.items()
         ]
-        idle = warmups - recordings * num_warmup_calls
-        if idle <= _FEW * num_warmup_calls or idle <= _MANY * calls:
+        idle = warmups - recordings
+        if idle <= _FEW or idle <= _MANY * calls:
             return tuple(found)
         changed = self._changed.items()
         return (*found, *(_new(*key, count, calls) for key, count in changed if 2 * count > idle))

@@ -71,18 +71,6 @@ class Place:
         )
         telemetry.replace_partition(self.graph, self.name, (part,))
 
-    def is_left_plain(self, why: str) -> None:
-        """Note that the partition could be captured, and is not worth it.
-
-        Args:
-            why: In a line.
-        """
-        reason = Reason("not_worth_it", "", why, OTHER_FIXES["not_worth_it"])
-        part = PartitionSummary(
-            self.name, False, self.num_ops, (f"{why} [not_worth_it]",), why=(reason,)
-        )
-        telemetry.replace_partition(self.graph, self.name, (part,))
-
     def is_tried_again(self) -> None:
         """Note that the partition may be captured, whatever came of it before."""
         part = PartitionSummary(self.name, True, self.num_ops)
@@ -137,10 +125,6 @@ class GiveUp:
             Reason("capture", op_name(node), detail, OTHER_FIXES["capture"], user_line(node))
             for node, (_, detail) in finding.culprits.items()
         ] or [_whole(self._gm, error)]
-
-    def note_left_plain(self, why: str) -> None:
-        """See `Resplit`."""
-        self._place.is_left_plain(why)
 
     def forget(self) -> None:
         """See `Resplit`."""
@@ -204,10 +188,6 @@ class Resplitter:
         for node, found in finding.culprits.items():
             node.meta[PROVEN] = found
         return self._split(gm, error)
-
-    def note_left_plain(self, why: str) -> None:
-        """See `Resplit`."""
-        self._place.is_left_plain(why)
 
     def forget(self) -> None:
         """See `Resplit`."""

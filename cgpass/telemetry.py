@@ -30,8 +30,6 @@ class CallStats:
     """Recordings made, re-recordings included."""
     rerecordings: int = 0
     """Recordings made because a known input's address moved."""
-    promotions: int = 0
-    """Recordings that read inputs where they lie, since those never moved."""
     replays: int = 0
     """Replays, each recording's first one included."""
     plain_calls: int = 0
@@ -39,10 +37,6 @@ class CallStats:
     worth a graph. Calls of graphs of which nothing was to be captured (too small, no CUDA device) are none."""
     copied_bytes: int = 0
     """Bytes copied into placeholders, written back, and copied out of the pool."""
-    trials: int = 0
-    """Partitions whose replays were timed against plain calls until that decided whether to capture them."""
-    left_plain: int = 0
-    """Partitions left plain since graphs of them are no faster, by what their copies cost or as timed."""
     rescues: int = 0
     """Times that held outputs of a recording were moved before a replay would have overwritten them."""
     rescued_bytes: int = 0
@@ -83,7 +77,6 @@ class PartitionRun:
         stats: CallStats,
         notes: Sequence[RecordingNote],
         reasons: CallReasons | None = None,
-        num_warmup_calls: int = 1,
     ) -> None:
         """Keep what a report needs.
 
@@ -91,9 +84,7 @@ class PartitionRun:
             stats: From `new_call_stats`; the partition keeps them alive.
             notes: Of its newest recordings, oldest first, at most `RECORDINGS_KEPT`.
             reasons: Why calls ran without a graph.
-            num_warmup_calls: Calls that warm up for each shape, by the options that it was compiled with.
         """
-        self.num_warmup_calls = num_warmup_calls
         self.notes = notes
         self._reasons = CallReasons() if reasons is None else reasons
         self._live = weakref.ref(stats)
@@ -116,7 +107,6 @@ class PartitionRun:
             plain_calls=stats.plain_calls,
             warmups=stats.warmups,
             recordings=stats.recordings,
-            num_warmup_calls=self.num_warmup_calls,
         )
 
     def end(self, counts: Sequence[int]) -> None:

@@ -130,9 +130,6 @@ from cgpass._torch.process_groups import (
     wait_tensor,
 )
 from cgpass._torch.profiles import (
-    annotating_kernels,
-    belonging_to,
-    can_annotate_kernels,
     profiler_range,
     profiler_state,
 )

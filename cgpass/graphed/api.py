@@ -19,10 +19,9 @@ from cgpass.graphed.preparation import prepared
 from cgpass.graphed.recorder import GroupRecorder
 from cgpass.graphed.schedule import Schedule, interleaved, simple
 from cgpass.graphed.target import Target
-from cgpass.options import current_defaults
 from cgpass.runtime import fast, node
+from cgpass.runtime.driver import CUDADriver
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.settings import cuda_driver
 from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.telemetry import new_call_stats
 
@@ -245,7 +244,7 @@ def _group(options: GraphedOptions, device: torch.device) -> Group | None:
         driver = SimulatedDriver(device)
     elif options.driver != "simulated" and device.type == "cuda":
         pool = getattr(options.pool, "id", options.pool)
-        driver = cuda_driver(device, current_defaults(), pool=pool, stream=options.stream)
+        driver = CUDADriver(device, pool=pool, stream=options.stream)
     else:
         raise DriverUnavailableError(
             f'make_graphed_callables: driver="{options.driver}" can\'t record on {device}; use driver="auto".'

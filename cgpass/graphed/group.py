@@ -145,7 +145,6 @@ class Group:
             lean=self.lean,
             stats=stats,
         )
-        recording.label = label
         if own and not self.lean:
             self._copy_from_now_on(recording, frozenset(range(len(outputs))))
         del outputs
@@ -172,10 +171,8 @@ class Group:
         """As `close`: nobody asks this owner to start over, or tells it of calls."""
         self.close()
 
-    def plan_around(self, victim: Recording, blocks: Sequence[int], by: Recording) -> None:
-        """Have outputs that were held call after call copied at once, which costs less than moving them."""
-        del by
-        self._copy_from_now_on(victim, victim.positions_on(blocks))
+    def move_apart(self, victim: Recording, by: Recording) -> None:
+        """See `Member`: outputs of callables stay where they are."""
 
 
 def _like_gradient(output: torch.Tensor) -> torch.Tensor:

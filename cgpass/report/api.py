@@ -15,10 +15,8 @@ from cgpass.report.calls import Calls
 from cgpass.report.collect import Measured, called, collect, with_times
 from cgpass.report.measure import (
     RUNS,
-    calls_made,
     live_runs,
     main_device,
-    most_warm_ups,
     plainly,
     profiled,
     timed,
@@ -137,14 +135,10 @@ def _observe(calls: Calls, devices: set[torch.device], watch: frames.Watch) -> R
 def _settle(calls: Calls, watch: frames.Watch) -> bool:
     """Call until two calls in a row recorded and compiled nothing; returns whether they did in the end."""
     quiet = 0
-    made = calls_made()
-    number = warm_ups = 0
-    while number < _CALLS + warm_ups:
+    for number in range(_CALLS):
         before = telemetry.counters()
         with watch.watching() if number else contextlib.nullcontext():  # compiled by now
             calls()
-        number += 1
-        warm_ups = most_warm_ups(since=made)
         after = telemetry.counters()
         quiet = quiet + 1 if all(before[name] == after[name] for name in _CHANGES) else 0
         if quiet == 2:

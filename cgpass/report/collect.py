@@ -150,11 +150,10 @@ def _with_inputs(report: PartitionReport, runner: PartitionRunner) -> PartitionR
         report,
         static_inputs=len(runner.layout.parameters),
         live_recordings=len(recordings),
-        timed=runner.timed,
     )
     if not recordings:
         return report
-    newest = max(recordings, key=lambda recording: recording.last_used)
+    newest = max(recordings, key=lambda recording: recording.birth)
     copied = [
         CopiedInput(name=infos[i].name, num_bytes=num_bytes, line=infos[i].line)
         for i, num_bytes in newest.copied_inputs.items()
@@ -162,7 +161,6 @@ def _with_inputs(report: PartitionReport, runner: PartitionRunner) -> PartitionR
     return dataclasses.replace(
         report,
         copied_inputs=tuple(sorted(copied, key=lambda each: -each.num_bytes)),
-        read_in_place=tuple(infos[i].name for i in newest.stationary),
         output_bytes=sum(recording.memory.num_bytes() for recording in recordings),
     )
 

@@ -5,7 +5,7 @@ import dataclasses
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -50,16 +50,6 @@ def live_runs() -> Iterator[tuple[int, telemetry.GraphRun, Any]]:
 def calls_made() -> dict[Key, int]:
     """Calls until now, by what runs a graph: its number, and what the names of its partitions begin with."""
     return {(number, run.prefix): run.tally.calls for number, run, _ in live_runs()}
-
-
-def most_warm_ups(since: Mapping[Key, int]) -> int:
-    """Calls that warm up in what was called since `calls_made()`, by the options that each was compiled with."""
-    called = [
-        run
-        for number, run, _ in live_runs()
-        if run.tally.calls > since.get((number, run.prefix), 0)
-    ]
-    return max((p.num_warmup_calls for run in called for p in run.parts.values()), default=0)
 
 
 class _Step:

@@ -83,8 +83,6 @@ class PartitionReport:
     """Why it is not captured, or why some of its calls ran without a graph."""
     copied_inputs: tuple[CopiedInput, ...] = ()
     """Of its newest recording, largest first."""
-    read_in_place: tuple[str, ...] = ()
-    """Inputs that are read where they lie, since they never moved."""
     static_inputs: int = 0
     """Parameters, buffers and marked inputs, read where they lie."""
     recordings: tuple[RecordingReport, ...] = ()
@@ -95,8 +93,6 @@ class PartitionReport:
     """Since it was compiled: calls, recordings, replays, plain calls, rescues and so on, as `cgpass.counters()`."""
     output_bytes: int | None = None
     """Memory of its recordings' outputs."""
-    timed: str | None = None
-    """What was measured of its replays and plain calls to decide whether to capture it."""
     ms: float | None = None
     """Time in one call of what was explained; see `Report.ms`."""
     plain_ms: float | None = None

@@ -238,8 +238,7 @@ def _details(part: "PartitionReport") -> str:
     reasons = "".join(map(_reason, alike(part.reasons)))
     if not part.captured:
         return f"{_paragraph(f'{_code(part.name)} runs plainly:')}{reasons}" if reasons else ""
-    timed = _paragraph(_e(f"Stays captured: {part.timed}")) if part.timed else ""
-    inner = "".join([timed, _inputs(part), _memory(part), _recordings(part)])
+    inner = "".join([_inputs(part), _memory(part), _recordings(part)])
     if not inner:
         return reasons
     return (
@@ -260,9 +259,6 @@ def _inputs(part: "PartitionReport") -> str:
             '<div class="scroll"><table><tr><th>copied in every replay</th><th>size</th>'
             f'<th class="words">first read at</th></tr>{rows}</table></div>'
         )
-    if part.read_in_place:
-        names = ", ".join(map(_code, part.read_in_place))
-        found += _paragraph(f"Read where they lie, since they never moved: {names}")
     return found
 
 

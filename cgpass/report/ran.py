@@ -49,7 +49,7 @@ def calls_of_parts(summary: GraphSummary, runs: Sequence[telemetry.GraphRun]) ->
 
 def excused(part: telemetry.PartitionRun) -> int:
     """Warm-ups that do not count: all, unless calls go on warming up what is never recorded."""
-    stats, each = part.stats, part.num_warmup_calls
-    needed = stats.recordings * each
+    stats = part.stats
+    needed = stats.recordings
     idle = stats.warmups - needed
-    return needed if idle > _FEW * each and idle > _MANY * stats.calls else stats.warmups
+    return needed if idle > _FEW and idle > _MANY * stats.calls else stats.warmups

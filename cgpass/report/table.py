@@ -215,12 +215,6 @@ def _details(part: "PartitionReport") -> Iterator[str]:
     if part.copied_inputs:
         copied = [f"{each.name} ({size(each.num_bytes)})" for each in part.copied_inputs]
         lines += _wrapped(f"copies in every replay: {listed(copied)}", 6)
-    if part.read_in_place:
-        lines += _wrapped(
-            f"reads where they lie, since they never moved: {listed(part.read_in_place)}", 6
-        )
-    if part.captured and part.timed:
-        lines += _wrapped(f"stays captured: {part.timed}", 6)
     lines += _memory(part)
     lines += _recordings(part)
     if lines:

@@ -7,17 +7,14 @@ static input and no liveness: those are the wrapper's.
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 
 from cgpass import _torch
-from cgpass.errors import CaptureError
 from cgpass.runtime.capturing import capture_runs, may_be_empty, no_gc, when_no_capture_runs
 from cgpass.runtime.pools import Pool
 from cgpass.runtime.streams import CallStreams
-from cgpass.runtime.topology import Topology, read_cuda_graph
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """Takes one list of inputs, which it may empty, and returns a sequence of outputs."""
@@ -43,14 +40,6 @@ class CapturedGraph(Protocol):
 
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
         """Have whoever made earlier calls read tensors that the current stream just wrote, its outputs' new places."""
-
-    def topology(self) -> Topology:
-        """What the graph consists of.
-
-        Raises:
-            CaptureError: Nobody kept that.
-        """
-        ...
 
     def reset(self) -> None:
         """Free the graph. Memory that its outputs lie in is freed when they are."""
@@ -135,11 +124,8 @@ class _CUDAGraph:
         streams: CallStreams,
         instantiate_ms: float,
         run_us: float,
-        *,
-        kept: bool,
     ) -> None:
         self._replay = graph.replay
-        self._raw = graph.raw_cuda_graph if kept else None
         self.instantiate_ms = instantiate_ms
         self.run_us = run_us
         self._streams = streams
@@ -176,15 +162,6 @@ class _CUDAGraph:
         recorded.manual_seed(before[0])
         recorded.set_offset(before[1])
 
-    def topology(self) -> Topology:
-        if self._raw is None:
-            raise CaptureError(
-                "CUDA no longer knows what this graph consists of. Compile with "
-                'options={"keep_graphs": "on"}, or set CGPASS_KEEP_GRAPHS=on, to have it kept in host memory.'
-            )
-        with torch.cuda.device(self._generator.device):
-            return read_cuda_graph(self._raw())
-
     def reset(self) -> None:
         self._end()
 
@@ -207,8 +184,6 @@ class CUDADriver:
         *,
         pool: Any = None,
         stream: torch.cuda.Stream | None = None,
-        annotate: bool = False,
-        keep: bool = False,
     ) -> None:
         """Make pools and a stream, or take the caller's.
 
@@ -216,8 +191,6 @@ class CUDADriver:
             device: The CUDA device, with its index.
             pool: Handle of the first pool, which other graphs may use too.
             stream: Of captures and warm-ups.
-            annotate: Whether graphs note what their kernels belong to, where torch can.
-            keep: Whether what graphs consist of is kept, in host memory.
         """
         self._device = device
         self._index = device.index
@@ -225,8 +198,6 @@ class CUDADriver:
         self._given_pool = pool
         self._returns_due = 0
         """Captures before which memory of warm-ups is to be returned. See Note [Warm-ups have a pool of their own]."""
-        self._annotates = annotate and _torch.can_annotate_kernels()
-        self._keeps = keep
         self._stream = stream or torch.cuda.Stream(device)
         self._streams = CallStreams(self._device)
         self._token = torch.zeros(1, device=device)
@@ -239,7 +210,7 @@ class CUDADriver:
         """See `GraphDriver.record`; `opaque` makes no difference to CUDA."""
         del opaque
         pool = self._pool_to_record_in(slot)
-        graph = torch.cuda.CUDAGraph(keep_graph=True) if self._keeps else torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         generators = [torch.cuda.default_generators[self._index]]
         generators += [a for a in args if isinstance(a, torch.Generator)]
         for generator in generators[1:]:
@@ -255,8 +226,7 @@ class CUDADriver:
         ):
             _torch.clear_cublas_workspaces()
             try:
-                with _torch.annotating_kernels(graph) if self._annotates else nullcontext():
-                    outputs = self._capture(graph, pool, fn, args)
+                outputs = self._capture(graph, pool, fn, args)
             except BaseException:
                 pool.leave()
                 self._repair(generators, states)
@@ -265,7 +235,7 @@ class CUDADriver:
                 _torch.clear_cublas_workspaces()
         current.wait_stream(self._stream)
         times = self._instantiate_ms, self._run_us
-        recorded = _CUDAGraph(graph, pool, generators[0], self._streams, *times, kept=self._keeps)
+        recorded = _CUDAGraph(graph, pool, generators[0], self._streams, *times)
         pool.end_of_warm_ups()
         return recorded, outputs
 
@@ -369,8 +339,6 @@ class CUDADriver:
         try:
             with may_be_empty():
                 graph.capture_end()
-            if self._keeps:  # else that was done
-                graph.instantiate()
         except BaseException:
             _torch.abandon_failed_capture(self._index, pool.handle)
             raise

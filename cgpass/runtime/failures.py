@@ -44,10 +44,6 @@ class Resplit(Protocol):
         """
         ...
 
-    def note_left_plain(self, why: str) -> None:
-        """Note that the partition runs plainly from now on, since capturing it is not worth it."""
-        ...
-
     def forget(self) -> None:
         """Take back that the partition runs plainly: it is captured again."""
         ...

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -10,22 +10,14 @@ from cgpass.errors import CaptureError, StagingError
 from cgpass.reason import CallReasons
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.failures import Resplit
-from cgpass.runtime.owner import Owner
-from cgpass.runtime.strays import note_made_plainly
 from cgpass.runtime.syncs import is_capture_error
-from cgpass.runtime.worth import worth
 from cgpass.telemetry import CallStats
 
 log = logging.getLogger(__name__)
 
-_CALLS_NOTED: Final = 16
-"""Calls of what took a partition's place whose outputs are looked at."""
 _NAME_IT = 'Name the operator in options={"unsafe_ops": (...)} to capture the rest.'
 _NO_SYNCS = "Move what waits for the device or reads data on the host out of the function to have the rest captured."
-_MORE_MEMORY = (
-    "Free memory, or keep fewer recordings (max_recordings, max_static_sets); after cgpass.reset() the next calls try "
-    "again."
-)
+_MORE_MEMORY = "Free memory, or keep fewer recordings (max_recordings); after cgpass.reset() the next calls try again."
 _OTHER_INPUT = "Pass it as a dense tensor to have the partition captured."
 
 
@@ -40,9 +32,7 @@ class Fallback:
         *,
         on_skip: str,
         resplit: Resplit | None,
-        capture_policy: str = "always",
         reasons: CallReasons | None = None,
-        owner: Owner | None = None,
     ) -> None:
         """Nothing failed yet.
 
@@ -52,22 +42,15 @@ class Fallback:
             stats: Where its calls are counted.
             on_skip: "warn", "raise" or "silent".
             resplit: What to do when a capture fails; default: run plainly from then on.
-            capture_policy: As the field of `cgpass.Options`.
             reasons: Told why calls run without a graph.
-            owner: Told what lies in its pool no more.
         """
         self._name = name
         self._reasons = CallReasons() if reasons is None else reasons
         self._fn = fn
-        self._owner = owner
-        self._num_noted = 0
         self._stats = stats
         self._on_skip = on_skip
         self._level = logging.WARNING if on_skip == "warn" else logging.INFO
         self._resplit = resplit
-        self._capture_policy = capture_policy
-        self.worth = worth(capture_policy)
-        """Says whether a recording is of any use."""
         self.replacement: BoxedCallable | None = None
         """What `resplit` made of the partition."""
         self.failure: str | None = None
@@ -77,7 +60,7 @@ class Fallback:
         self._covers: Callable[[Sequence[Any]], bool] | None = None
         self._failed_once = False
         self._refusal: CaptureError | None = None
-        self._said_uncovered = self._said_transform = False
+        self._said_uncovered = self._said_transform = self._said_memory = False
 
     def raise_refusal(self) -> None:
         """Raise what a capture failed with before: a call does not try again what can't succeed.
@@ -124,22 +107,6 @@ class Fallback:
         self._say_it_runs_plainly(self.failure, self._advice())
         return True
 
-    def leave_plain(self, why: str) -> None:
-        """Have the partition run plainly though it can be captured.
-
-        Args:
-            why: In a line.
-        """
-        self.failure, self._code = why, "not_worth_it"
-        self._stats.left_plain += 1
-        if self._resplit is not None:
-            self._resplit.note_left_plain(why)
-        log.info(
-            '%s is not worth capturing and runs without a graph from now on: %s. capture_policy="always" captures it.',
-            self._name,
-            why,
-        )
-
     def note_failure(self) -> bool:
         """Note that a call runs without a graph since the partition is captured no more; returns whether it is so."""
         failure = self.failure
@@ -153,18 +120,33 @@ class Fallback:
         if self.replacement is not None:
             if self._covers is None or self._covers(args):
                 self._stats.calls -= 1
-                return self._noted(self.replacement(args))
+                return self.replacement(args)
             self._say_it_is_uncovered(args)
         outputs = self._fn(args)
         self._stats.plain_calls += 1
-        return outputs if self.failure is None else self._noted(outputs)
-
-    def _noted(self, outputs: Sequence[Any]) -> Sequence[Any]:
-        """Outputs; in the first calls whoever reads those that lie in no pool learns that they never will."""
-        if self._owner is not None and self._num_noted < _CALLS_NOTED:
-            self._num_noted += 1
-            note_made_plainly(self._owner, outputs)
         return outputs
+
+    def no_memory(self, error: Exception) -> str:
+        """Say that a capture found no memory; returns why such calls run without a graph.
+
+        Raises:
+            CaptureError: If `on_skip` is "raise".
+        """
+        why = _text_of(error)
+        if self._on_skip == "raise":
+            refusal = CaptureError(self._message(why, self._advice(error)))
+            self._refuse(refusal)
+            raise refusal
+        if not self._said_memory:
+            self._said_memory = True
+            log.log(
+                self._level,
+                "%s: there is no memory to record calls like this one, which run without a graph from now on: %s. %s",
+                self._name,
+                why,
+                _MORE_MEMORY,
+            )
+        return why
 
     def run_bypassed(self, args: list[Any], *, asked: bool) -> Sequence[Any]:
         """Run a call that is to run plainly, or one inside a transform, whose tensors need have no memory; said once."""
@@ -209,9 +191,7 @@ class Fallback:
         if failed and self._resplit is not None:
             self._resplit.forget()
         self.failure = self._refusal = None
-        self.worth = worth(self._capture_policy)
-        self._failed_once = False
-        self._num_noted = 0
+        self._failed_once = self._said_memory = False
 
     def _refuse(self, refusal: CaptureError) -> None:
         if self._on_skip == "raise":

@@ -1,4 +1,4 @@
-"""Parameters that have memory only while they are used, as FSDP's.
+"""A pool of its own for the parameters that FSDP2 gathers.
 
 Note [Gathered parameters have a pool of their own]
     FSDP2 frees what it gathered after a layer, and allocates it again for the next one. Among all other tensors it would
@@ -9,8 +9,8 @@ Note [Gathered parameters have a pool of their own]
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -85,73 +85,3 @@ def give_pool_back() -> None:
     """Let the pool's memory go, unless something that lies in it is in use."""
     if not any(storage.nbytes() for storage in _gathered):
         _pool.cache_clear()
-
-
-_LOOKS: Final = 256
-"""Calls without a replay in which it is looked for."""
-
-
-class Gathered:
-    """Finds inputs that FSDP2 gathers, or whose storages were emptied after a call; tells modules apart by them.
-
-    Layers that share code, and whose parameters are gathered in one place, have one signature, but recordings of their
-    own: they run one after the other, with what the ones before left for the backward. In the first round each layer
-    warms up for itself, so that all of them are recorded in the order of one step: a layer that came later than the
-    others would need memory apart from theirs.
-    """
-
-    def __init__(self, parameters: Iterable[int]) -> None:
-        """Args: parameters: inputs that may be gathered."""
-        self._watched = tuple(parameters)
-        self._last: list[tuple[int, _torch.WeakStorage]] = []
-        self._looks = 0
-        self._positions: frozenset[int] = frozenset()
-        self.begin()
-
-    def begin(self) -> None:
-        """Have every module warm up again."""
-        self._seen: set[tuple[int, ...]] = set()
-        self._is_first_round = bool(self._watched)
-
-    @property
-    def any(self) -> bool:
-        """Whether some were found."""
-        return bool(self._positions)
-
-    def note(self, args: Sequence[Any], *, is_late: bool = False) -> bool:
-        """Note a call's inputs, and what became of the last one's. **Lifetime:** holds none of them.
-
-        Args:
-            args: The inputs.
-            is_late: Whether this can't be the first round any more.
-
-        Returns:
-            Whether they are gathered, and the module is to warm up for itself.
-        """
-        if self._looks >= _LOOKS and not self._is_first_round:
-            return False
-        storages = [args[i].untyped_storage() for i in self._watched]
-        if self._looks < _LOOKS:
-            self._looks += 1
-            found = list(zip(self._watched, storages, strict=True))
-            self._positions |= {i for i, ref in self._last if _is_empty(ref)}
-            self._positions |= {i for i, storage in found if storage in _gathered}
-            self._last = [(i, _torch.WeakStorage(storage)) for i, storage in found]
-        if not self._is_first_round:
-            return False
-        module = tuple(storage._cdata for storage in storages)
-        if is_late or module in self._seen:
-            self._is_first_round = False
-            self._seen.clear()
-            return False
-        self._seen.add(module)
-        return self.any
-
-    def module(self, args: Sequence[Any]) -> frozenset[int]:
-        """Which module a call is of, by its gathered parameters' storages; nothing where none are gathered."""
-        return frozenset(args[i].untyped_storage()._cdata for i in self._positions)
-
-
-def _is_empty(ref: _torch.WeakStorage) -> bool:
-    storage = ref.get()
-    return storage is not None and storage.nbytes() == 0

@@ -14,16 +14,14 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cgpass import _torch
 from cgpass.runtime import fast
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.liveness import LiveOutputs
-from cgpass.runtime.orders import Orders
 from cgpass.runtime.recording import Recording
-from cgpass.runtime.starts import Starts
 from cgpass.runtime.storage_set import StorageSet
 from cgpass.runtime.writes import has_place
 
@@ -34,9 +32,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-
-RESCUES_IN_A_ROW = 3
-"""Rescues of a recording's outputs, call after call, after which they are laid elsewhere."""
 
 
 class Member(Protocol):
@@ -51,8 +46,8 @@ class Member(Protocol):
     def forget_recordings(self) -> None:
         """Drop recordings, but not what is known of calls."""
 
-    def plan_around(self, victim: Recording, blocks: Sequence[int], by: Recording) -> None:
-        """Have outputs of `victim`, if it is this one's, no longer lie where `by` writes."""
+    def move_apart(self, victim: Recording, by: Recording) -> None:
+        """Have outputs of `victim`, if it is this one's, lie where `by`, if it is not, does not write."""
 
 
 class _Slot:
@@ -84,14 +79,6 @@ class Owner:
         self.closed = False
         self._slots = [_Slot()]
         self._births = 0
-        self.starts = Starts()
-        """Times that all recordings are dropped to be made anew."""
-        self.num_drops = 0
-        """Times that all recordings were dropped to be made anew."""
-        self.num_moves = 0
-        """Times that inputs which stayed moved after all, and are copied for good since."""
-        self.orders = Orders()
-        """Those since some recording came late."""
         self._warned_held = False
         self._thread: int | None = None
         self.several_threads = False
@@ -100,10 +87,6 @@ class Owner:
         """Whether all calls are to run plainly, to be compared with those that replay."""
         self.bypassed = False
         """Whether this call runs plainly: it is to, or is made inside a transform, whose tensors need have no memory."""
-        self.ran_backward = False
-        """Whether a backward was called."""
-        self.made_plainly = StorageSet()
-        """Storages of results that others take to lie in the pool, and that will lie there no more."""
         self._all_go = False
         """Whether every recording is being dropped."""
         self._members: list[Member] = []
@@ -112,8 +95,8 @@ class Owner:
         )
         """Memory of copied inputs, kept alive by the recordings that read it. See Note [Placeholders are shared]."""
         self._pool_addresses: Counter[int] = Counter()
-        self._warm_ups = StorageSet()
-        """Storages of what warm-ups returned."""
+        self._plain_results = StorageSet()
+        """Storages of what captured partitions returned in calls without a graph."""
         _owners.add(self)
 
     def enter_call(self, *, is_backward: bool = False) -> None:
@@ -125,7 +108,6 @@ class Owner:
         self.bypassed = self.plain or fast.in_transform()
         self.driver.enter_call()
         if is_backward:
-            self.ran_backward = True
             return
         thread = threading.get_ident()
         if thread != self._thread:
@@ -160,30 +142,28 @@ class Owner:
             return False
         for victim, blocks in victims:
             victim.rescue(blocks)
-            if victim.rescues_in_a_row >= RESCUES_IN_A_ROW:
-                for member in self._members:
-                    member.plan_around(victim, blocks, recording)
+            for member in self._members:
+                member.move_apart(victim, recording)
         return True
 
     # ---- recordings
 
-    def slot_for(self, num_recordings: int, first: int) -> int | None:
-        """Where a signature that has so many recordings gets one more, None if too much is held everywhere.
+    def slot_for(self, *, beside: bool, first: int = 0) -> int | None:
+        """Where a recording goes, None if too much is held everywhere.
 
         Args:
-            num_recordings: Of the signature.
+            beside: Whether there is one for the same memory, whose results are held: then it goes to another pool.
             first: Slots before this one do not suit.
         """
-        while len(self._slots) < first:
+        while len(self._slots) <= first:
             self._slots.append(_Slot())
         for number, slot in enumerate(self._slots[first:], first):
-            shared = number == first and num_recordings < 2
+            shared = number == first and not beside
             if (shared and self._rescue_lost(slot)) or slot.live.youngest() < 0:
                 return number
         if len(self._slots) >= self.max_pending_calls + first:
             return None
-        self._slots.append(_Slot())
-        return len(self._slots) - 1
+        return self.new_slot()
 
     def warn_of_held(self, name: str) -> None:
         """Say once why a partition can't be recorded although it may be."""
@@ -237,43 +217,8 @@ class Owner:
         """Whether anything is recorded in the first slot."""
         return bool(self._slots[0].recordings)
 
-    def ask_to_start_over(self, *, patience: int | None = None, settles: bool = False) -> None:
-        """Have every recording made anew as soon as nothing is held.
-
-        Args:
-            patience: Calls that wait for that; after them, what is held is moved, once it can be. See `Starts.ask`.
-            settles: Whether that comes to an end by itself.
-        """
-        # those in other slots are made in place of these
-        self.starts.ask(len(self._slots[0].recordings), patience=patience, settles=settles)
-
-    def may_lie_behind(self, slot: int) -> bool:
-        """Whether all may be made anew for something to have the slot after another one."""
-        return self.starts.any_left and slot + 1 < self.max_pending_calls
-
-    def start_over_if_idle(self) -> bool:
-        """Do what was asked for, unless outputs are held; where some always are, do it all the same after a while."""
-        if any(slot.live.youngest() >= 0 for slot in self._slots) and not self.starts.outlasts():
-            return False
-        return self.start_over()
-
-    def start_over(self) -> bool:
-        """Drop every recording to have its memory laid out anew, unless some of it is needed where it lies."""
-        if not self.starts.is_allowed():
-            return False
-        for slot in self._slots:
-            for recording in slot.recordings:
-                held = recording.memory.held()
-                if held and not recording.memory.can_rescue(held):
-                    return False
-        self.starts.begin()
-        self._drop_all()
-        return True
-
     def _drop_all(self) -> None:
         """Drop every recording; who holds outputs keeps them, and a backward that reads some runs without its own."""
-        self.starts.forget()
-        self.num_drops += 1
         with self._dropping_all():
             for member in self._members:
                 member.forget_recordings()
@@ -323,15 +268,15 @@ class Owner:
         """Whether `tensor` lies in the output of any owner's recording, and so may be moved."""
         return any(each.is_pool_storage(tensor) for each in list(_owners))
 
-    def note_warm_up(self, outputs: Iterable[Any]) -> None:
-        """Note what a warm-up returned."""
+    def note_plain_results(self, outputs: Iterable[Any]) -> None:
+        """Note what a captured partition returned without a graph: who reads it in this call runs without one, too."""
         for value in outputs:
             if has_place(value):
-                self._warm_ups.add(value.untyped_storage())
+                self._plain_results.add(value.untyped_storage())
 
-    def is_of_warm_up(self, tensor: "torch.Tensor") -> bool:
-        """Whether `tensor` shares the memory of what a warm-up returned."""
-        return tensor.untyped_storage() in self._warm_ups
+    def ran_without_a_graph(self, tensor: "torch.Tensor") -> bool:
+        """Whether `tensor` shares the memory of what a captured partition returned without a graph."""
+        return tensor.untyped_storage() in self._plain_results
 
     # ---- end
 
@@ -348,10 +293,7 @@ class Owner:
                     if not self.closed:
                         member.forget_failures()
             self._slots = [_Slot()]
-            self.starts.reset()
-            self.num_moves = 0
-            self.orders = Orders()
-            self._warned_held = self.ran_backward = False
+            self._warned_held = False
             self._pool_addresses.clear()
             self.driver.end_warm_ups()
 
@@ -370,15 +312,6 @@ class Owner:
 
 _owners: "weakref.WeakSet[Owner]" = weakref.WeakSet()
 """Owners are kept alive by the compiled functions that use them."""
-
-
-def live_recordings() -> "list[tuple[torch.device, Recording]]":
-    """Every recording of this process, with its device."""
-    return [
-        (owner.driver.device, recording)
-        for owner in list(_owners)
-        for recording in owner.recordings()
-    ]
 
 
 def release_all() -> None:

@@ -70,7 +70,7 @@ class Recorder:
         slot: int,
         *,
         uses: tuple[frozenset[int] | None, frozenset[int]],
-        stationary: Collection[int] = (),
+        copied: Collection[int] = (),
         written: Collection[int] = (),
     ) -> Recording:
         """Record one signature.
@@ -80,7 +80,7 @@ class Recorder:
             layout: What they are.
             slot: Pool to record into.
             uses: Outputs that the user gets (None: all), and outputs that others read.
-            stationary: Copied inputs to be read where they lie instead.
+            copied: Static inputs, and values of other recordings, that are copied in this call.
             written: Inputs that plain calls wrote, besides those that the layout knows.
 
         Raises:
@@ -90,9 +90,9 @@ class Recorder:
         owner = self._owner
         lean = fast.can_swap()
         released = owner.begin_recording(slot)
-        gifts = Gifts(owner, slot, args, layout.pooled if lean else ())
-        copied = [i for i in layout.copied if i not in stationary]
-        placeholders = self._placeholders(args, layout, copied)
+        pooled = [i for i in layout.pooled if i not in copied]
+        gifts = Gifts(owner, slot, args, pooled if lean else ())
+        placeholders = self._placeholders(args, layout, sorted({*layout.copied, *copied}))
         staged = [placeholders[i].tensor if i in placeholders else a for i, a in enumerate(args)]
         if self._finds_writes:
             staged = [counting(value) for value in staged]
@@ -123,7 +123,6 @@ class Recorder:
             consumes=consumes,
             outside=self._outside(said, outputs, slot) if self._finds_writes else None,
             released=released,
-            stationary=tuple(stationary),
             birth=owner.next_birth(),
             slot=slot,
             lean=lean,

@@ -1,8 +1,7 @@
 """One captured graph with its placeholders and outputs."""
 
-from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -13,12 +12,7 @@ from cgpass.runtime.fast_python import ViewSpec, taker
 from cgpass.runtime.output_memory import OutputMemory
 from cgpass.runtime.outputs import CopyOut, InputAlias, alias_of_input, part_of
 from cgpass.runtime.placeholders import Placeholder, copies_in, num_bytes
-from cgpass.runtime.topology import Topology
-from cgpass.summaries import RecordingNote
 from cgpass.telemetry import CallStats
-
-if TYPE_CHECKING:
-    from cgpass.runtime.stationary import Watch
 
 
 class Recording:
@@ -28,12 +22,8 @@ class Recording:
     """
 
     closed = False
-    label = "unnamed"
-    """For listings: what it is a recording of."""
-    note: RecordingNote | None = None
-    """Why and how it was made, if that is known."""
-    made_for: frozenset[int] = frozenset()
-    """See `Gathered.module`: of the call that it was made in."""
+    made_for: tuple[int, ...] = ()
+    """Identities of the storages that it reads in place."""
 
     def __init__(
         self,
@@ -48,7 +38,6 @@ class Recording:
         consumes: Mapping[int, int] | None = None,
         outside: Mapping[int, torch.UntypedStorage] | None = None,
         released: dict[int, tuple[int, ...]] | None = None,
-        stationary: Sequence[int] = (),
         birth: int = 0,
         slot: int = 0,
         lean: bool = False,
@@ -61,13 +50,12 @@ class Recording:
             outputs: What the recorded callable returned; nobody else may go on holding them.
             staged: The inputs it was recorded with, placeholders in place of copied ones.
             placeholders: Of the copied inputs, by position.
-            mutated: Copied or stationary inputs that the graph writes.
+            mutated: Inputs that the graph writes.
             visible: Outputs that the user gets; None for all.
             read: Outputs that other partitions or the backward read.
             consumes: Inputs whose memory it writes, with the number of users of a storage that nobody else holds.
             outside: What it reads or returns that is neither an input nor made by it, by address: kept alive here.
             released: See `liveness.Made`.
-            stationary: Inputs that are read where they lay; see Note [Inputs that never move].
             birth: Position in the owner's order of recordings.
             slot: Which of the owner's pools it lies in.
             lean: See `OutputMemory`.
@@ -78,17 +66,10 @@ class Recording:
         self.birth = birth
         self.slot = slot
         self.released = released or {}
-        self.watch: Watch | None = None
-        """What watches its copied inputs, until that is settled."""
         self.written = frozenset(mutated)
         """Inputs that a replay writes, or that are written from the memory that it writes."""
-        self.stationary = tuple(stationary)
-        self._lie_at = fast.static_key(staged, self.stationary)
-        self._written_in_place = tuple(i for i in mutated if i in self.stationary)
-        self.last_used = 0
-        self._parameters: tuple[_torch.WeakStorage, ...] = ()
-        self.rescues_in_a_row = 0
-        self._rescued = False
+        self.draws: list[int] = []
+        """See `table.Seen.draws`."""
         self.replay: Callable[[], None] = graph.replay
         self.instantiate_ms, self.run_us = graph.instantiate_ms, graph.run_us
         """See `CapturedGraph`."""
@@ -99,7 +80,6 @@ class Recording:
         self._placeholders = dict(placeholders)  # kept alive as long as a recording reads them
         self._copies = copies_in(placeholders)
         self._write_back = [(i, placeholders[i]) for i in mutated if i in placeholders]
-        self._writes = bool(self._write_back or self._written_in_place)
         self.copied_bytes = sum(group.num_bytes for group in self._copies) + sum(
             num_bytes(p.target) for _, p in self._write_back
         )
@@ -163,7 +143,6 @@ class Recording:
                 own.append(output)
             self._own[n] = numbers[id(output)]
         visible, read = uses
-        self._read = read
         shown = {number for n, number in self._own.items() if visible is None or n in visible}
         used = {number for n, number in self._own.items() if n in read}
         self.memory = OutputMemory(
@@ -181,15 +160,6 @@ class Recording:
             i: num_bytes(placeholder.target) * (1 + (i in back))
             for i, placeholder in self._placeholders.items()
         }
-
-    def bytes_read(self) -> int:
-        """Bytes of its own outputs that other partitions or the backward read."""
-        numbers = {number for n, number in self._own.items() if n in self._read}
-        return sum(num_bytes(self.memory.tensors[number]) for number in numbers)
-
-    def retire(self) -> None:
-        """Have no call replay it any more; it is closed when the others are."""
-        self.may_replay = lambda args: False  # type: ignore[method-assign]
 
     def seal(self) -> None:
         """Note that nobody but this recording holds its outputs; to be called once, last of all."""
@@ -227,39 +197,9 @@ class Recording:
             self.private = private
             self._arrange()
 
-    def stays(self, args: Sequence[Any]) -> bool:
-        """Whether copied inputs turned out not to move; `watch` is over then. See Note [Inputs that never move]."""
-        watch = self.watch
-        assert watch is not None
-        ready = watch.note(args)
-        if ready or watch.settled:
-            self.watch = None
-        return ready
-
-    def note_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Note what it reads where it lies, without keeping it: whoever owns the module does."""
-        storages = {s._cdata: s for s in (p.untyped_storage() for p in parameters)}
-        self._parameters = tuple(map(_torch.WeakStorage, storages.values()))
-
-    @property
-    def is_orphaned(self) -> bool:
-        """Whether some parameter that it reads is gone, and nobody holds outputs that a backward may read."""
-        return any(ref.expired for ref in self._parameters) and not self.memory.any_held()
-
-    def moved(self, args: Sequence[Any]) -> list[int]:
-        """Stationary inputs that no longer lie where they did."""
-        addresses = array("q", fast.static_key(args, self.stationary))
-        places = zip(self.stationary, addresses, array("q", self._lie_at), strict=True)
-        return [i for i, now, before in places if now != before]
-
     def may_replay(self, args: Sequence[Any]) -> bool:
-        """Whether a replay finds what it reads, can make its outputs, and writes no inputs that somebody else holds.
-
-        Stationary inputs must not have moved.
-        """
+        """Whether a replay can make its outputs, and writes no inputs that somebody else holds."""
         if self._retyped and not self.fits(args):
-            return False
-        if self.stationary and fast.static_key(args, self.stationary) != self._lie_at:
             return False
         return not self._consumed or fast.exclusive(args, self._consumed, self._users)
 
@@ -276,8 +216,8 @@ class Recording:
         for group in self._copies:
             group.copy_from(args)
         self.replay()
-        if self._writes:
-            self._note_writes(args)
+        for i, placeholder in self._write_back:
+            placeholder.copy_to(args[i])
         outputs = self._outputs.copy()
         if torch.is_inference_mode_enabled():  # what is made in it are inference tensors
             made = [_torch.on_storage(t.untyped_storage(), t) for t in self._escaping]
@@ -293,19 +233,7 @@ class Recording:
         fast.put(outputs, self._same_at, self._same_of(args))
         for n, alias in self._other_aliases:
             outputs[n] = alias.of(args[alias.index])
-        if self._rescued:
-            self._rescued = False
-        else:
-            self.rescues_in_a_row = 0
         return outputs
-
-    def _note_writes(self, args: Sequence[Any]) -> None:
-        """Give written inputs their values, and have autograd know."""
-        for i, placeholder in self._write_back:
-            placeholder.copy_to(args[i])
-        for i in self._written_in_place:
-            if not args[i].is_inference():
-                torch.autograd.graph.increment_version(args[i])
 
     def copy_out(
         self, positions: tuple[int, ...], targets: tuple[int, ...], results: list[Any]
@@ -336,22 +264,10 @@ class Recording:
             return 0
         self._stats.rescues += 1
         self._stats.rescued_bytes += copied
-        if not self._rescued:
-            self._rescued = True
-            self.rescues_in_a_row += 1
         return copied
-
-    def positions_on(self, blocks: Sequence[int]) -> frozenset[int]:
-        """Outputs that lie in blocks."""
-        members = self.memory.members(blocks)
-        return frozenset(n for n, number in self._own.items() if number in members)
 
     def close(self, *, whole_pool: bool = True) -> None:
         """Free the graph; outputs that somebody holds stay theirs. See `OutputMemory.let_go`."""
         self.closed = True
         self.memory.let_go(whole_pool=whole_pool)
         self._graph.reset()
-
-    def topology(self) -> Topology:
-        """What it consists of."""
-        return self._graph.topology()

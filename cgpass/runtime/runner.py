@@ -1,31 +1,46 @@
-"""`PartitionRunner`: records a boxed callable once per signature and replays it."""
+"""`PartitionRunner`: runs one captured partition, by replaying a recording wherever there is one that may.
+
+Note [What a call does]
+    The key of a call is what it computes (sizes, integers, modes), the addresses of what it reads in place, and which
+    inputs are copied; see Note [One rule for inputs]. A call is the first of these rows that fits:
+
+    1   it is inside somebody else's capture or a transform, its owner is closed, or this partition or key is left
+        plain: it runs without a graph
+    2   it has recordings, one of which overwrites nothing that is referenced: replay
+    3   it has recordings, all of which overwrite results of calls whose backward is due: record another one
+    3b  the same, with `max_pending_calls` of them: without a graph
+    4   it has recordings, which overwrite what is referenced otherwise: rescue that, look once more, replay
+    5   it has none, but its key was seen, and there is room: record
+    6   else it runs without a graph, and its key was seen from now on
+
+    Nothing else decides. A recording goes when a storage that it reads in place is gone.
+"""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from cgpass import progress
+import torch
+
+from cgpass import errors, progress
+from cgpass.errors import StaticInputMovedError
 from cgpass.inputs import InputInfo
-from cgpass.reason import CallReasons
-from cgpass.runtime import fast, plain_reasons
-from cgpass.runtime.actions import Action, decide
-from cgpass.runtime.attempts import Attempts
+from cgpass.reason import CallReasons, many
+from cgpass.runtime import fast
 from cgpass.runtime.driver import BoxedCallable
-from cgpass.runtime.failures import Resplit
-from cgpass.runtime.gathered import Gathered
+from cgpass.runtime.failures import Resplit, give_memory_back
+from cgpass.runtime.fallback import Fallback
 from cgpass.runtime.history import History
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.placement import Placement
 from cgpass.runtime.recorder import Recorder
 from cgpass.runtime.recording import Recording
-from cgpass.runtime.rerecording import Rerecording
 from cgpass.runtime.rng_states import forward_states, note_positions
+from cgpass.runtime.rule import Found, Inputs
 from cgpass.runtime.seeds import put_on_the_device
 from cgpass.runtime.settings import RunnerSettings
-from cgpass.runtime.signature import ShapeKey, StaticKey, describe
-from cgpass.runtime.stationary import Watch
-from cgpass.runtime.strays import Strays, copied_instead
+from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe, describe_tensors
+from cgpass.runtime.table import RecordingTable, Seen
 from cgpass.runtime.warmup import WarmUp
 from cgpass.runtime.writes import shares_memory
 from cgpass.telemetry import CallStats, new_call_stats
@@ -33,9 +48,12 @@ from cgpass.tracing import NOWHERE, Source
 
 log = logging.getLogger(__name__)
 
+Result = tuple[Sequence[Any], Recording | None]
+"""A call's outputs, and the recording that made them (None if they were made without a graph)."""
+
 
 class PartitionRunner:
-    """Runs one captured partition: warm-up, record, replay, or plainly. See Note [What a call does]."""
+    """Runs one captured partition. See Note [What a call does]."""
 
     def __init__(
         self,
@@ -48,19 +66,10 @@ class PartitionRunner:
         resplit: Resplit | None = None,
         source: Source = NOWHERE,
     ) -> None:
-        """Wrap `fn`.
-
-        Args:
-            fn: Takes one list of inputs and returns a sequence of outputs. Writes only inputs marked `mutated`.
-            infos: Its inputs.
-            owner: Pool, driver and liveness shared with other runners.
-            settings: What it may do.
-            name: For messages.
-            resplit: What to do when a capture fails; default: run plainly from then on.
-            source: What it is a part of.
-        """
         self.name = source.of(name)
+        self.fn = fn
         self.owner = owner
+        self.settings = settings
         self.stats: CallStats = new_call_stats()
         self.visible: frozenset[int] | None = None
         """Outputs that the user gets, None for all; to be set before the first call."""
@@ -68,24 +77,44 @@ class PartitionRunner:
         """Outputs that other partitions or the backward read; to be set before the first call."""
         self.copied: frozenset[int] = frozenset()
         """Visible outputs that whoever calls `run` has to copy out of the pool. Replaced when that changes."""
-        self._placement = Placement(self.name, owner)
-        self.fn = fn
-        self.settings = settings
         self.written: frozenset[int] = frozenset()
         """Inputs that plain calls and recordings turned out to write, where nobody told."""
+        self.reasons = CallReasons()
+        """Why calls ran without a graph."""
+        self.layout = Layout(
+            infos,
+            check_static=settings.static_input_check != "off",
+            check_layout=settings.check_layout,
+        )
+        self.table = RecordingTable(settings.max_recordings)
+        self._inputs = Inputs(
+            self.layout,
+            owner,
+            max_places=settings.max_recordings,
+            max_copied=settings.max_copied_mib << 20,
+        )
+        self._fallback = Fallback(
+            self.name,
+            fn,
+            self.stats,
+            on_skip=settings.on_skip,
+            resplit=resplit,
+            reasons=self.reasons,
+        )
         self._recorder = Recorder(
             fn, owner, opaque=settings.opaque, finds_writes=settings.check_layout, stats=self.stats
         )
-        self._forget_moves()
-        self.reasons = CallReasons()
-        """Why calls ran without a graph, or warmed up again and again."""
-        self._fallback = settings.fallback(self.name, fn, self.stats, resplit, self.reasons, owner)
         self._warm_ups = WarmUp(fn, owner)
         self.history = History(name, self._warm_ups, source)
-        told = partial(progress.shown, f"recording {self.name}", settings.progress)
-        self._attempts = Attempts(owner, self._warm_ups, self._fallback, self.stats, told)
-        self._set_infos(infos)
-        self._gathered = Gathered(self.layout.parameters)
+        self._told = partial(progress.shown, f"recording {self.name}", settings.progress)
+        self._first_slot = 0
+        """Slots before this one do not suit: see `move_apart`."""
+        self._said: set[str] = set()
+        self._had_new_places = False
+        """Whether the last call without a recording had inputs at new places that could not be copied."""
+        self._draws: list[int] = []
+        """Of this call's key: see `Seen.draws`."""
+        self._last: tuple[ShapeKey, StaticKey, list[Recording]] | None = None
         owner.add(self)
         fast.start()
 
@@ -95,242 +124,310 @@ class PartitionRunner:
         return self._fallback.failure
 
     @property
-    def timed(self) -> str | None:
-        """What was measured of replays and plain calls, once that decided whether to capture it."""
-        return self._fallback.worth.found
-
-    @property
     def owns_outputs(self) -> bool:
         """Whether users own what they get. See Note [Calls from several threads]."""
         return self.owner.several_threads or self.settings.outputs == "owned"
 
-    def _set_infos(self, infos: Sequence[InputInfo]) -> None:
-        self.layout = self.settings.layout(infos)
-        self.table = self.settings.table(self.name, self.layout, self.stats, self.reasons)
-        self._last: tuple[ShapeKey, StaticKey, list[Recording]] | None = None
-
-    # ---- a call
-
-    def run(self, args: list[Any]) -> tuple[Sequence[Any], Recording | None]:
+    def run(self, args: list[Any]) -> Result:
         """Run one call, which empties the list of its inputs.
 
-        Returns:
-            The outputs, and the recording that made them (None if they were made plainly).
-            **Lifetime:** outputs of a recording lie in the pool. They stay valid as long as somebody holds them,
-            since no recording is replayed over held memory; placeholders and temporaries do not.
+        **Lifetime:** outputs of a recording lie in the pool. They stay valid as long as somebody holds them, since no
+        recording is replayed over held memory; placeholders and temporaries do not.
         """
         self.stats.calls += 1
-        if self.layout.seeds:
-            put_on_the_device(args, self.layout.seeds, self.owner.driver.device)
-        states = forward_states(args, self.layout.objects) if self.layout.objects else ()
+        layout = self.layout
+        if layout.seeds:
+            put_on_the_device(args, layout.seeds, self.owner.driver.device)
+        states = forward_states(args, layout.objects) if layout.objects else ()
         if not states:
             return self._run(args)
-        key, start = self.layout.shape_key(args), states[0].start()
+        start, self._draws = states[0].start(), []
         outputs, recording = self._run(args)
-        note_positions(states, start, self.table.draws(key), replayed=recording is not None)
+        note_positions(states, start, self._draws, replayed=recording is not None)
         return outputs, recording
 
-    def _run(self, args: list[Any]) -> tuple[Sequence[Any], Recording | None]:
-        if self.owner.bypassed:
-            return self._fallback.run_bypassed(args, asked=self.owner.plain), None
-        if self.owner.starts.wanted:
-            self.owner.start_over_if_idle()
-        layout = self.layout
-        shape_key, static_key = layout.shape_key(args), layout.static_key(args)
+    def _run(self, args: list[Any], *, again: bool = False) -> Result:
+        """Rows 1 to 4.
+
+        Args:
+            args: The call's inputs.
+            again: Whether making room has moved what this call reads.
+        """
+        owner, layout = self.owner, self.layout
+        if owner.bypassed:
+            return self._fallback.run_bypassed(args, asked=owner.plain), None
+        shape, key = layout.shape_key(args), layout.static_key(args)
         last = self._last
-        if last is not None and last[0] == shape_key and last[1] == static_key:
+        if last is not None and last[0] == shape and last[1] == key:
             recordings = last[2]
         else:
-            recordings = self.table.find(shape_key, static_key)
-        if recordings and not self.owner.driver.is_capturing():
-            recording = self._choose(recordings, args, static_key)
-            if recording is not None:
-                if recording.watch is not None and recording.stays(args):
-                    self.owner.ask_to_start_over()
-                self._last = (shape_key, static_key, recordings)
-                return self._replay(recording, args), recording
-        return self._without_recording(args, shape_key, static_key)
-
-    def _choose(
-        self, recordings: Sequence[Recording], args: Sequence[Any], static_key: StaticKey
-    ) -> Recording | None:
-        """A recording that overwrites nothing that is held, if need be after what is held was rescued."""
-        owner = self.owner
+            recordings = self._recordings(shape, *layout.split(key))
+        if not recordings or owner.driver.is_capturing():
+            return self._without_recording(args, shape, key, again=again)
         for recording in recordings:
             if owner.is_safe(recording) and recording.may_replay(args):
-                return recording
+                self._last = (shape, key, recordings)
+                return self._replay(recording, args), recording
+        recording = self._rescue_for(recordings, args)
+        if layout.static_key(args) != key:  # what is read was among what was moved
+            if not again:
+                return self._run(args, again=True)
+            recording = None
+        if recording is None:
+            return self._without_recording(args, shape, key, again=again)
+        return self._replay(recording, args), recording
+
+    def _recordings(self, shape: ShapeKey, places: bytes, values: bytes) -> list[Recording]:
+        seen = self.table.get((shape, places))
+        return [] if seen is None else seen.recordings.get(values, [])
+
+    def _rescue_for(self, recordings: Sequence[Recording], args: Sequence[Any]) -> Recording | None:
+        """A recording that overwrites nothing that is referenced, after that was moved elsewhere."""
         for recording in recordings:
-            if recording.may_replay(args) and owner.rescue(recording):
-                # which may have replaced this very recording, or moved what it reads
-                kept = recording in self.table.all() and recording.may_replay(args)
-                return recording if kept and self.layout.static_key(args) == static_key else None
+            if recording.may_replay(args) and self.owner.rescue(recording):
+                return recording if not recording.closed and recording.may_replay(args) else None
         return None
 
     def _replay(self, recording: Recording, args: list[Any]) -> list[Any]:
+        self._draws = recording.draws
         outputs = recording.run(args)
         args.clear()
         stats = self.stats
         stats.replays += 1
         stats.copied_bytes += recording.copied_bytes
-        recording.last_used = stats.calls
         self.owner.note_handed_out(recording)
         return outputs
 
+    # ---- calls that are no replay of what was read in place
+
     def _without_recording(
-        self, args: list[Any], shape_key: ShapeKey, static_key: StaticKey
-    ) -> tuple[Sequence[Any], Recording | None]:
-        self._fallback.raise_refusal()
-        if self._fallback.replacement is not None:
-            return self._fallback.run(args), None
-        ran_backward = self.owner.ran_backward and not self.settings.is_backward
-        is_late = ran_backward or self.owner.has_recordings()
-        new_module = self._gathered.note(args, is_late=is_late)
-        warm = not new_module and self.table.is_warm(shape_key, static_key, args)
-        strays = self._find_strays(args) if warm else []
-        if strays:  # which may have changed what is copied
-            static_key = self.layout.static_key(args)
-        new = not self.table.has_recordings(shape_key)
-        if strays and (new or self._strays.are_of_warm_up(args, strays)):
-            warm, strays = False, []  # what made the inputs was itself warming up
-        usable = self._is_usable() and not strays
-        waits = self._rerecording.waits
-        if warm and usable:
-            keys = (shape_key, static_key)
-            usable = self._rerecording.is_over(self.table, self.layout, keys, args)
-        room = usable and self._make_room(shape_key, static_key, args)
-        slot = self._slot(shape_key, static_key, args) if warm and room else 0
-        held = slot is None and not self._rerecording.waits
-        if warm and room and self.layout.static_key(args) != static_key:
-            slot = None  # room was made by moving what this call reads
-        action = decide(usable=usable, warm=warm, safe=False, room=room and slot is not None)
-        full = warm and usable and not room
-        note = self.table.note_full if full else self.table.note_unknown
-        if (full or action is not Action.PLAIN) and (moving := note(shape_key, static_key, args)):
-            self._settle(moving)
-            return self._run(args)
-        if action is Action.RECORD and slot is not None:
-            return self._record_call(args, shape_key, static_key, slot)
-        if action is Action.WARM_UP:
-            identities = self.table.identities(args)
-            outputs = self._warm_up(args, shape_key)
-            self.table.add_warmup(shape_key, static_key, identities)
-            self.stats.warmups += 1
-        else:
-            self._note_plain(strays, refused=usable and not room, held=held)
-            waits = waits or self._rerecording.waits
-            outputs = self._fallback.run(args)
-            if waits:  # whoever reads them is to be recorded later, too
-                self.owner.note_warm_up(outputs)
+        self, args: list[Any], shape: ShapeKey, key: StaticKey, *, again: bool
+    ) -> Result:
+        fallback, owner = self._fallback, self.owner
+        fallback.raise_refusal()
+        if fallback.replacement is not None:
+            return fallback.run(args), None
+        if owner.driver.is_capturing():
+            return self._plain(args, "outer_capture", "somebody else captured a graph of them")
+        if owner.closed or fallback.note_failure():
+            return fallback.run(args), None
+        found = self._inputs.find(args, key)
+        self._refuse_moved(found, args)
+        seen = self.table.get((shape, found.places))
+        if found.code == "not_in_the_pool" and seen is not None:
+            return self._plain(args, found.code, *self._not_in_the_pool(found))
+        if seen is None or found.code is not None:
+            return self._unseen(args, shape, found, key)
+        self._inputs.remember(args, key, found)
+        if seen.left_plain is not None:
+            return self._plain(args, "out_of_memory", seen.left_plain)
+        if found.copied:
+            recordings = seen.recordings.get(found.values, [])
+            for recording in recordings:
+                if owner.is_safe(recording) and recording.may_replay(args):
+                    return self._replay(recording, args), recording
+            recording = self._rescue_for(recordings, args)
+            if self.layout.static_key(args) != key:
+                if not again:
+                    return self._run(args, again=True)
+            elif recording is not None:
+                return self._replay(recording, args), recording
+        return self._record_or_not(args, seen, found, key, again=again)
+
+    def _record_or_not(
+        self, args: list[Any], seen: Seen, found: Found, key: StaticKey, *, again: bool
+    ) -> Result:
+        """Rows 3, 3b and 5."""
+        self._close(self.table.drop_gone())
+        made_for = self._identities(args, found)
+        if not self.table.has_room(made_for):
+            return self._full(args, seen, found)
+        beside = any(r.made_for == made_for for r in seen.recordings.get(found.values, ()))
+        slot = self.owner.slot_for(beside=beside, first=self._first_slot)
+        if slot is None:
+            self.owner.warn_of_held(self.name)
+            limit = self.owner.max_pending_calls
+            why = f"results of {many(limit, 'earlier call')} were held, as many as max_pending_calls={limit} allows"
+            return self._plain(args, "max_pending_calls", why)
+        if self.layout.static_key(args) != key:
+            if not again:
+                return self._run(args, again=True)
+            return self._plain(args, "not_in_the_pool", "what they read was moved to make room")
+        return self._record_call(args, seen, found, key, slot)
+
+    def _plain(self, args: list[Any], code: str, why: str, line: str | None = None) -> Result:
+        """Run without a graph; nothing is remembered."""
+        self.reasons.note(code, lambda: (why, line))
+        outputs = self._fallback.run(args)
+        self.owner.note_plain_results(outputs)
         return outputs, None
 
-    def _note_plain(self, strays: Sequence[int], *, refused: bool, held: bool) -> None:
-        """Note why a call runs without a graph."""
-        if not self._fallback.note_failure():
-            plain_reasons.note(
-                self.reasons,
-                self.layout.infos,
-                is_capturing=self.owner.driver.is_capturing(),
-                strays=strays,
-                refusal=self.table.reached.refusal if refused else None,
-                held=self.owner.max_pending_calls if held else None,
-            )
+    def _unseen(self, args: list[Any], shape: ShapeKey, found: Found, key: StaticKey) -> Result:
+        """Row 6: run without a graph; the key was seen from now on, as it is and as it will be in these places."""
+        places, _ = self.layout.split(key)
+        self._note_what_is_new(args, shape, places, found)
+        keys = (
+            [(shape, places)] if found.code else [(shape, each) for each in {places, found.places}]
+        )
+        draws = self._draws = list[int]()
+        new = [self._new_key(args, each, draws) for each in keys]
+        self._inputs.remember(args, key, found)
+        outputs = self._warm_up(args)
+        self.stats.warmups += 1
+        self.owner.note_plain_results(outputs)
+        for each in new:
+            self.table.remember(each)
+        return outputs, None
 
-    def _record_call(
-        self, args: list[Any], shape_key: ShapeKey, static_key: StaticKey, slot: int
-    ) -> tuple[Sequence[Any], Recording | None]:
-        watch, keys = self.table.watch(shape_key, static_key, args), (shape_key, static_key)
-        cause = self.history.cause(self.layout, keys, args, self.table.find(*keys))
-        record = partial(self._record, args, slot, watch)
-        recording = self._attempts.make(record, args, self.close)
-        if not isinstance(recording, Recording):
-            error, recording = recording, None
-            try:
-                return self._attempts.run_without(args, error, self.close), None
-            finally:
-                del error  # its traceback holds this frame, and with it this call's inputs
-        self.history.add(cause, self.layout, keys, args, recording)
-        recordings = self.table.add(*keys, args, recording)
-        self._last = (*keys, recordings)
-        return self._replay(recording, args), recording
+    def _new_key(self, args: Sequence[Any], key: tuple[ShapeKey, bytes], draws: list[int]) -> Seen:
+        storages = self._inputs.storages(args, key[1])
+        objects = tuple(args[i] for i in self.layout.objects)
+        return Seen(key, tuple(storages.values()), tuple(storages), draws, objects)
 
-    def _warm_up(self, args: list[Any], shape_key: ShapeKey) -> Sequence[Any]:
-        is_last = self.table.num_warmups(shape_key) + 1 >= self.settings.limits.num_warmup_calls
-        check = is_last and not self.stats.recordings and self._fallback.checks_warm_ups
+    def _identities(self, args: Sequence[Any], found: Found) -> tuple[int, ...]:
+        return tuple(self._inputs.storages(args, found.places))
+
+    def _warm_up(self, args: list[Any]) -> Sequence[Any]:
+        check = not self.stats.warmups and self._fallback.checks_warm_ups
         compared = self.layout.copied if self.settings.check_layout else ()
         outputs = self._warm_ups.run(args, check_syncs=check, compared=compared)
         self.written |= self._warm_ups.found_written
         return outputs
 
-    def _is_usable(self) -> bool:
-        fails = self._fallback.failure is not None
-        return not (fails or self.owner.closed or self.owner.driver.is_capturing())
+    # ---- what is said of it
 
-    def _find_strays(self, args: Sequence[Any]) -> list[int]:
-        """Pooled inputs that are not where a recording put them; if that goes on, they become copied ones."""
-        strays = self._strays.find(args, self.layout.pooled, self.stats.calls)
-        if strays and self._strays.persist(args, strays):
-            self._copy_instead(strays)
-        return strays
+    def _refuse_moved(self, found: Found, args: Sequence[Any]) -> None:
+        if self.settings.static_input_check != "error" or not found.replaced:
+            return
+        names = describe_tensors(self.layout.infos, args, found.replaced)
+        raise StaticInputMovedError(
+            f"{self.name}: static inputs moved or were replaced since they were recorded: {names}. Keep parameters and "
+            'buffers where they are, or use static_input_check="rerecord".'
+        )
 
-    def _copy_instead(self, positions: Sequence[int]) -> None:
-        """Copy inputs that were read where they lay, from now on."""
-        before, infos = self.table, self.layout.infos
-        what = f"copies {describe(infos[i] for i in positions)} from now on"
-        log.info("%s %s", self.name, what)
-        self.forget_recordings()
-        self.history.forget(f"it {what}")
-        self._set_infos(copied_instead(infos, positions))
-        self.table.go_on_from(before)
+    def _note_what_is_new(
+        self, args: Sequence[Any], shape: ShapeKey, places: bytes, found: Found
+    ) -> None:
+        infos = self.layout.infos
+        last, code, new = self.table.newest, "new_tensor", list(found.new)
+        if last is not None and last[0] != shape:
+            code, new = "new_shape", self.layout.changed(last[0], shape)
+            if self.table.is_full_of_unseen(tuple(self._inputs.storages(args, places))):
+                self._say_never_recorded(new)
+        if last is not None:
+            self.reasons.note_changed(code, [(infos[i].name, infos[i].line) for i in new])
+        if found.code == "new_places":
+            if self._had_new_places:
+                self._say_moving(found, args)
+            self._had_new_places = True
+        else:
+            self._had_new_places = False
 
-    def _settle(self, moving: Sequence[int]) -> None:
-        """Copy what kept moving, and have what was recorded meanwhile recorded anew."""
-        self.reasons.forget_changes()
-        self._rerecording.begin()
-        self._copy_instead(moving)
+    def _say_never_recorded(self, changed: Sequence[int]) -> None:
+        names = describe(self.layout.infos[i] for i in changed)
+        self._say_once(
+            "sizes",
+            f"{self.settings.max_recordings} calls in a row were never recorded, since each came with another value or "
+            f"layout of {names}. Keep to a few sizes (pad), and pass a number that changes as a 0-dim tensor on the "
+            "device.",
+        )
 
-    def _make_room(self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]) -> bool:
-        room, dropped = self.table.make_room(shape_key, static_key, args)
-        self._close(dropped)
-        return room
+    def _say_moving(self, found: Found, args: Sequence[Any]) -> None:
+        names = describe_tensors(self.layout.infos, args, found.new)
+        self._say_once(
+            "places",
+            f"{names} lie at a new place in every call, and are too large to be copied "
+            f"(max_copied_mib={self.settings.max_copied_mib}): such calls run without a graph. Write new values into "
+            "parameters and buffers (copy_) instead of replacing them.",
+        )
 
-    def forget_recordings(self) -> None:
-        """Drop every recording; calls of shapes known so far record at once."""
-        self._close(self.table.drop_recordings())
-        self._placement.forget_sizes()
+    def _not_in_the_pool(self, found: Found) -> tuple[str, str | None]:
+        infos = [self.layout.infos[i] for i in found.absent]
+        line = next((info.line for info in infos if info.line is not None), None)
+        return f"{describe(infos, 3)} was made without a graph", line
 
-    def _slot(self, shape_key: ShapeKey, static_key: StaticKey, args: Sequence[Any]) -> int | None:
-        """Where to record this signature once more; see `Placement.slot`."""
-        if not self.table.has_recordings(shape_key):
-            self._placement.make_space(self.layout.bytes_that_move(args))
-        found, module = self.table.find(shape_key, static_key), self._gathered.module(args)
-        return self._placement.slot(found, module, self._rerecording)
+    def _full(self, args: list[Any], seen: Seen, found: Found) -> Result:
+        limit, infos = self.settings.max_recordings, self.layout.infos
+        recorded = self.table.recorded_shape()
+        new = [] if recorded is None else self.layout.changed(recorded, seen.key[0])
+        names = describe(infos[i] for i in new) or "what other partitions hand it"
+        self._say_once(
+            "full",
+            f"has as many recordings as max_recordings={limit} allows: calls with another value or layout of {names} run "
+            "without a graph, known ones keep replaying. Keep to a few sizes (pad), or raise the option.",
+        )
+        line = next((infos[i].line for i in new if infos[i].line is not None), None)
+        why = f"as many shapes are recorded as max_recordings={limit} allows, and another value or layout of {names} came"
+        return self._plain(args, "max_recordings", why, line)
 
-    def _record(self, args: list[Any], slot: int, watch: Watch) -> Recording | None:
-        """A recording, None if this call is none for it."""
+    def _say_once(self, what: str, text: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            level = logging.WARNING if self.settings.on_skip == "warn" else logging.INFO
+            log.log(level, "%s: %s", self.name, text)
+
+    # ---- recordings
+
+    def _record_call(
+        self, args: list[Any], seen: Seen, found: Found, key: StaticKey, slot: int
+    ) -> Result:
+        if self._warm_ups.found_syncs:
+            self._warm_ups.found_syncs = False
+            if self._fallback.split(args, None):
+                self.close()
+                self._fallback.note_failure()
+                return self._fallback.run(args), None
+        cause = self.history.cause(self.layout, seen, found, args)
+        recording = self._attempt(args, seen, found, slot)
+        if isinstance(recording, torch.OutOfMemoryError):
+            give_memory_back(recording, self.owner.driver.device)
+            recording = self._attempt(args, seen, found, slot)
+        if not isinstance(recording, Recording):
+            error, recording = recording, None
+            try:
+                return self._run_without(args, seen, error), None
+            finally:
+                del error  # its traceback holds this frame, and with it this call's inputs
+        self.history.add(cause, self.layout, seen, found, args, recording)
+        self.stats.rerecordings += cause.code == "moved"
+        recordings = self.table.add(seen, found.values, recording)
+        if not found.copied:
+            self._last = (seen.key[0], key, recordings)
+        return self._replay(recording, args), recording
+
+    def _attempt(
+        self, args: list[Any], seen: Seen, found: Found, slot: int
+    ) -> Recording | Exception | None:
+        """A recording, what it failed with, or None if this call is none for it."""
+        try:
+            # Memory of recordings is written in whatever mode later calls come: no inference tensors.
+            with self._told(), torch.inference_mode(False), torch.no_grad():
+                return self._record(args, seen, found, slot)
+        except errors.CollectiveTimeoutError:
+            raise
+        except Exception as error:
+            return error
+
+    def _record(self, args: list[Any], seen: Seen, found: Found, slot: int) -> Recording | None:
         if not self._warm_ups.ran_here:
             self.owner.driver.prepare_thread()
-        self._placement.note(self.layout.bytes_that_move(args))
-        written = {*self.layout.mutated, *self.written}
-        stationary: tuple[int, ...] = ()
-        if not self._gathered.any:
-            in_pool, stay = self.owner.is_pool_storage, not self._rerecording.results_move
-            stationary = watch.stationary(args, written, in_pool, results_stay=stay)
-        if stationary:
-            self.stats.promotions += 1
         recording = self._recorder.record(
             args,
             self.layout,
             slot,
             uses=(self.visible, self.read),
-            stationary=stationary,
+            copied=found.copied,
             written=self.written,
         )
-        if not self._is_of_use(recording, args):
+        if self.settings.check_layout:
+            self.written |= recording.written
+        if not recording.fits(args) or (
+            self.settings.check_layout and shares_memory(args, self.written)
+        ):
             recording.close(whole_pool=False)
             return None
-        recording.made_for = self._gathered.module(args)
-        if not (watch.settled or self._gathered.any):
-            recording.watch = watch
+        recording.made_for = self._identities(args, found)
+        recording.draws = seen.draws
         if not recording.memory.is_lean or self.owns_outputs:
             self._copy_from_now_on(recording.visible)
         recording.set_private(self.copied - self.read)
@@ -338,19 +435,27 @@ class PartitionRunner:
         self.stats.recordings += 1
         return recording
 
-    def _is_of_use(self, recording: Recording, args: list[Any]) -> bool:
-        """Whether the call that was recorded can and should be made by replaying."""
-        if self.settings.check_layout:
-            self.written |= recording.written
-            if shares_memory(args, self.written):
-                return False
-        return recording.fits(args) and self._fallback.worth.is_given(self, recording, args)
-
-    def leave_plain(self, why: str) -> None:
-        """See `Candidate`."""
-        self._fallback.leave_plain(why)
-        if self.table.retire():
-            self.owner.ask_to_start_over(patience=0)
+    def _run_without(self, args: list[Any], seen: Seen, error: Exception | None) -> Sequence[Any]:
+        """Make a call that could not be recorded."""
+        fallback = self._fallback
+        if error is None:
+            return fallback.run(args)
+        if isinstance(error, torch.OutOfMemoryError):
+            give_memory_back(error, self.owner.driver.device)
+            seen.left_plain = fallback.no_memory(error)
+            outputs = fallback.run(args)
+            self.owner.note_plain_results(outputs)
+            return outputs
+        if self._warm_ups.first_here():
+            outputs = self._warm_ups.run(args, check_syncs=False)
+            self.stats.warmups += 1
+            self.owner.note_plain_results(outputs)
+            return outputs
+        if fallback.split(args, error):
+            self.close()
+            fallback.note_failure()
+            return fallback.run(args)
+        return fallback.run_again(args, error)
 
     def _copy_from_now_on(self, positions: frozenset[int]) -> None:
         """Have more of the visible outputs copied out by whoever calls."""
@@ -358,41 +463,32 @@ class PartitionRunner:
         for recording in self.table.all():
             recording.set_private(self.copied - self.read)
 
-    def plan_around(self, victim: Recording, blocks: Sequence[int], by: Recording) -> None:
-        """Have outputs that were rescued call after call lie elsewhere.
-
-        Gradients that are kept while forwards run get a pool of their own, if most of them are, and what stays in the
-        old one is laid out anew without them; what is still held when its own partition runs again is copied out.
-        """
+    def move_apart(self, victim: Recording, by: Recording) -> None:
+        """See `Member`: gradients that are kept while a forward runs get a pool that it does not write."""
         own = self.table.all()
-        if victim not in own:
-            return
-        most = 2 * victim.memory.num_bytes(blocks) >= victim.memory.num_bytes()
-        apart = most and self.settings.is_backward and by not in own
-        if apart and self._placement.move_behind(by.slot):
-            self.table.remove(victim)
-            self._close([victim])
-            self.owner.ask_to_start_over(patience=0)
-        else:
-            self._copy_from_now_on(victim.positions_on(blocks))
+        if self.settings.is_backward and victim in own and by not in own and not self._first_slot:
+            self._first_slot = by.slot + 1
+            self.forget_recordings()
 
-    def _close(self, recordings: Iterable[Recording]) -> None:
-        self._last = None
+    def _close(self, recordings: Sequence[Recording]) -> None:
+        if recordings:
+            self._last = None
         for recording in recordings:
             self.owner.close_recording(recording)
 
+    def forget_recordings(self) -> None:
+        """Drop every recording; calls of keys seen so far record at once."""
+        self._close(self.table.drop(lambda recording: True))
+
     def close(self) -> None:
         """Drop every recording; the next calls warm up again unless the owner is closed."""
+        self._last = None
         self._close(self.table.clear())
-        self._placement.begin_again()
-        self._gathered.begin()
+        self._inputs.forget()
+        self._first_slot = 0
         self.history.forget("recordings were freed: cgpass.reset(), or a failed capture")
 
     def forget_failures(self) -> None:
         """See `Member`."""
         self._fallback.forget()
-        self._forget_moves()
-
-    def _forget_moves(self) -> None:
-        self._strays = Strays(self.owner)
-        self._rerecording = Rerecording(self.name, self.owner)
+        self._said.clear()

@@ -1,15 +1,13 @@
 """What must match for a recording to be replayed, and differences as text."""
 
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from cgpass.errors import InputError
 from cgpass.inputs import InputInfo, InputKind
 from cgpass.runtime import fast
-from cgpass.runtime.placeholders import num_bytes
 
 ShapeKey = tuple[Any, ...]
 """Integers, identities of objects, and layouts of tensors where no guard of the caller and no integer covers them."""
@@ -17,8 +15,6 @@ StaticKey = bytes
 """Addresses of static inputs, one after the other: one hash and one comparison whatever their number."""
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_SMALL_TANGENT: Final = 64 << 10
-"""Bytes."""
 _BY_VALUE = (int, bool, str, type(None), torch.dtype, torch.device, torch.layout)
 
 
@@ -44,7 +40,9 @@ class Layout:
         self.copied = positions(InputKind.COPIED)
         self.pooled = positions(InputKind.POOLED)
         self.parameters = positions(InputKind.STATIC)
-        self.static = positions(InputKind.STATIC, InputKind.POOLED) if check_static else self.pooled
+        self.checked = self.parameters if check_static else ()
+        """Static inputs whose addresses are part of the signature."""
+        self.static = (*self.checked, *self.pooled)
         self.seeds = tuple(i for i, info in enumerate(infos) if info.is_seed)
         self.mutated = tuple(i for i, info in enumerate(infos) if info.mutated)
         self.objects = positions(InputKind.GENERATOR, InputKind.OPAQUE)
@@ -72,32 +70,14 @@ class Layout:
             key += _ambient_modes()
         return key
 
-    def bytes_that_move(self, args: Sequence[Any]) -> int:
-        """Size of the inputs that are not known to stay in place."""
-        return sum(num_bytes(args[i]) for i in (*self.copied, *self.pooled))
-
-    def may_stay(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """Copied inputs worth watching: not those without elements, nor small gradients of outputs.
-
-        A loss's gradient lies where its predecessor lay until something else is allocated between two steps. To record
-        anew then costs more than its copies do.
-        """
-        sizes = ((i, num_bytes(args[i])) for i in self.copied)
-        return tuple(
-            i for i, size in sizes if size >= (_SMALL_TANGENT if self.infos[i].is_tangent else 1)
-        )
-
     def static_key(self, args: Sequence[Any]) -> StaticKey:
         """The part of the signature that decides where it is read."""
         return fast.static_key(args, self.static)
 
-    def parameters_of(self, key: StaticKey) -> StaticKey:
-        """The addresses of parameters and buffers among those of a static key."""
-        if not self.pooled:
-            return key
-        pooled = set(self.pooled)
-        addresses = zip(self.static, array("q", key), strict=True)
-        return array("q", [a for i, a in addresses if i not in pooled]).tobytes()
+    def split(self, key: StaticKey) -> tuple[StaticKey, StaticKey]:
+        """A static key's addresses of static inputs, and those of values of other recordings."""
+        end = 8 * len(self.checked)
+        return key[:end], key[end:]
 
     def changed(self, old: ShapeKey, new: ShapeKey) -> list[int]:
         """Positions of the inputs whose part of a shape key differs."""
@@ -105,16 +85,6 @@ class Layout:
         positions = (*self._values, *types, *self.objects, *self._whole, *self._layouts)
         parts = zip(positions, old, new, strict=False)  # after them come the modes
         return sorted({i for i, a, b in parts if a != b})
-
-    def moved(self, old: StaticKey, new: StaticKey) -> list[int]:
-        """Positions of the inputs whose address differs."""
-        addresses = zip(self.static, array("q", old), array("q", new), strict=True)
-        return [i for i, a, b in addresses if a != b]
-
-    def parameters_moved(self, old: StaticKey, new: StaticKey) -> list[int]:
-        """Positions of the parameters and buffers whose address differs."""
-        pooled = set(self.pooled)
-        return [i for i in self.moved(old, new) if i not in pooled]
 
 
 def _ambient_modes() -> tuple[Any, ...]:
@@ -147,28 +117,17 @@ def describe(infos: Iterable[InputInfo], limit: int = 5) -> str:
     return ", ".join(parts)
 
 
-def describe_moved(
-    infos: Sequence[InputInfo],
-    args: Sequence[Any],
-    moves: Mapping[int, int],
-    limit: int = 5,
+def describe_tensors(
+    infos: Sequence[InputInfo], args: Sequence[Any], positions: Sequence[int]
 ) -> str:
-    """Names of tensors that moved, with their sizes, how often they moved and the user's lines that read them.
-
-    Args:
-        infos: Of all inputs.
-        args: A call's inputs.
-        moves: How often each moved, by position; 0 where another tensor may have come in its place.
-        limit: How many to name.
-    """
+    """Names of tensors with their dtypes and sizes and the user's lines that read them, at most five of them."""
     parts = []
-    for i in sorted(moves)[:limit]:
+    for i in positions[:5]:
         info, dtype = infos[i], str(args[i].dtype).removeprefix("torch.")
-        times = {0: "", 1: ", moved once"}.get(moves[i], f", moved {moves[i]} times")
         line = "" if info.line is None else f", read at {info.line}"
-        parts.append(f"{info.name} ({dtype}{list(args[i].size())}{times}{line})")
-    if len(moves) > limit:
-        parts.append(f"and {len(moves) - limit} more")
+        parts.append(f"{info.name} ({dtype}{list(args[i].size())}{line})")
+    if len(positions) > 5:
+        parts.append(f"and {len(positions) - 5} more")
     return ", ".join(parts)
 
 

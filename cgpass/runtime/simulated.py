@@ -7,7 +7,6 @@ lies on them. A partition compiled by Inductor calls no aten op that could be ta
 """
 
 import ctypes
-import inspect
 import threading
 import time
 import weakref
@@ -32,7 +31,6 @@ from cgpass.runtime.collectives import (
 from cgpass.runtime.driver import BoxedCallable, CapturedGraph
 from cgpass.runtime.recorded_states import RecordedStates, inside_operator, recorded
 from cgpass.runtime.syncs import HostMethods, HostReads, call_watched, reads_on_host, refuse
-from cgpass.runtime.topology import GraphNode, Topology
 from cgpass.runtime.writes import written_by
 
 _POISON = 0xFF
@@ -249,20 +247,10 @@ class SimulatedGraph:
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
         """Nothing to order: the CPU has one stream."""
 
-    def topology(self) -> Topology:
-        """The calls, one after the other."""
-        nodes = tuple(_node(inspect.unwrap(call[0])) for call in self._calls)
-        return Topology(nodes, tuple((i, i + 1) for i in range(len(nodes) - 1)))
-
     def reset(self) -> None:
         """Drop the tape, and the memory that no graph uses and nobody holds."""
         self._calls = []
         self._memory = ()
-
-
-def _node(func: Callable[..., Any]) -> GraphNode:
-    known = isinstance(func, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
-    return GraphNode("operator", str(func)) if known else GraphNode("compiled")
 
 
 _this_thread = threading.local()

@@ -12,11 +12,11 @@ from cgpass.errors import DriverUnavailableError, InputError, OutputError
 from cgpass.inputs import InputInfo, InputKind
 from cgpass.options import Options
 from cgpass.runtime import fast
-from cgpass.runtime.driver import GraphDriver
+from cgpass.runtime.driver import CUDADriver, GraphDriver
 from cgpass.runtime.executor import ranged
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner
-from cgpass.runtime.settings import RunnerSettings, cuda_driver
+from cgpass.runtime.settings import RunnerSettings
 from cgpass.runtime.signature import check_tensor, infer_infos, infer_kind
 from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.runtime.writes import shares_memory
@@ -65,8 +65,7 @@ class CUDAGraphWrapper:
         Args:
             fn: What to record.
             static_input_indices: Positions of tensors to be read where they lie: parameters, buffers, caches.
-            options: As for `torch.compile(..., backend="cgpass")`; those that say how to compile have no effect, nor has
-                `capture_policy`: `fn` may do more than it may do twice, so nothing is timed.
+            options: As for `torch.compile(..., backend="cgpass")`; those that say how to compile have no effect.
             name: For messages; the function's own by default.
 
         Raises:
@@ -77,12 +76,6 @@ class CUDAGraphWrapper:
         self._static = _positions(static_input_indices)
         self._options = Options.parse(options)
         self._name = name or getattr(fn, "__qualname__", type(fn).__name__)
-        if self._options.capture_policy == "measured":
-            log.warning(
-                '%s: capture_policy="measured" has no effect on a CUDAGraphWrapper, which captures what it is given: '
-                "take the option out, or compile the function.",
-                self._name,
-            )
         self._runner: PartitionRunner | None = None
         self._infos: tuple[InputInfo, ...] = ()
         self._warned_shared = self._warned_of_none = False
@@ -250,7 +243,7 @@ def _driver(options: Options, device: torch.device) -> GraphDriver:
     if driver == "simulated" and device.type == "cpu":
         return SimulatedDriver(device)
     if driver in ("cuda", "auto") and device.type == "cuda":
-        return cuda_driver(device, options)
+        return CUDADriver(device)
     raise DriverUnavailableError(
         f'driver="{driver}" can\'t record inputs on {device}; use driver="auto", or move them'
     )

@@ -13,10 +13,8 @@ LONGEST = 40
 OPTIONS = (
     {},
     {"outputs": "owned"},
-    {"max_static_sets": 1},
-    {"max_static_sets": 2, "max_recordings": 1},
-    {"num_warmup_calls": 2},
-    {"max_rerecords": 1},
+    {"max_recordings": 2},
+    {"max_copied_mib": 0},
 )
 
 # ---- graphs
@@ -252,6 +250,6 @@ FEW_WAYS = (
     (MODELS[2], OPTIONS[1], PLAIN),
     (MODELS[3], OPTIONS[3], Style(("grad", "grad", "grad", "no_grad"), (3,), (False,), (False,))),
     (MODELS[4], OPTIONS[0], Style(("grad", "grad", "grad", "inference"), (3,), (True,), (False,))),
-    (MODELS[5], OPTIONS[4], PLAIN),
+    (MODELS[5], OPTIONS[2], PLAIN),
 )
 """Models with options and a style: few compilations, for many programs in little time."""

@@ -6,7 +6,7 @@ from array import array
 import pytest
 import torch
 
-from cgpass.runtime import fast, stationary
+from cgpass.runtime import fast
 from cgpass.runtime import recording as recording_module
 from cgpass.runtime.liveness import LiveOutputs
 from cgpass.runtime.output_memory import OutputMemory
@@ -27,7 +27,6 @@ from tests.usage.test_holding import (
 )
 from tests.usage.test_inputs import mutated_input, two_inputs
 from tests.usage.test_randomness import dropout_training
-from tests.usage.test_ways_stationary import moved_after
 
 SIMULATED = Setting(torch.device("cpu"), "simulated")
 
@@ -64,17 +63,6 @@ def copies_nothing_out(patch):
 def consumption_unchecked(patch):
     """A backward that writes on saved tensors is replayed though a second one is to come."""
     patch.setattr(fast, "exclusive", lambda args, positions, counts: True)
-
-
-def stationary_inputs_unchecked(patch):
-    """Inputs that never moved are read where they lay, wherever they are now."""
-    patch.setattr(stationary, "CALLS", 2)
-    patch.setattr(Recording, "moved", lambda self, args: [])
-    patch.setattr(
-        Recording,
-        "may_replay",
-        lambda self, args: fast.exclusive(args, self._consumed, self._users),
-    )
 
 
 def held_blocks_released(patch):
@@ -265,7 +253,6 @@ BROKEN = [
     (always_safe, pending_forwards((0, 1, 2))),
     (order_of_birth_ignored, gradients_kept_over_the_next_forward),
     (wrong_alias, returns_views_of_its_input),
-    (stationary_inputs_unchecked, moved_after(8)),
 ]
 
 

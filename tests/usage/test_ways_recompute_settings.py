@@ -60,13 +60,12 @@ def test_inductor_keeps_torchs_own_handling_on_the_cpu():
         {"unsafe_ops": ("aten::native_dropout", "aten::bernoulli", "aten::rand_like")},
         {"unsafe_ops": ("aten::randperm", "aten::randint"), "min_partition_ops": 1},
         {"min_partition_ops": 30},
-        {"num_warmup_calls": 3},
         {"outputs": "owned"},
     ],
     ids=["unsafe", "unsafe small", "large", "warm-ups", "owned"],
 )
 def test_options(way, options, rng):
-    in_turn = {"num_warmup_calls", "outputs", "min_partition_ops"}
+    in_turn = {"outputs", "min_partition_ops"}
     exact = bool(in_turn & options.keys()) and "unsafe_ops" not in options
     one_of_each_on_cpu(way, another=(rng == "exact") != exact)
     counters = compare(way, trained(Noise), rng=rng, on_skip="silent", **options)

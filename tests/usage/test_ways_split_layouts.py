@@ -34,7 +34,7 @@ def wait_later(x: torch.Tensor) -> torch.Tensor:
 wait_later.register_fake(torch.empty_like)
 wait_later.register_autograd(lambda ctx, grad: wait(grad))
 
-OPTIONS = {"on_skip": "silent", "min_partition_ops": 1, "capture_policy": "always"}
+OPTIONS = {"on_skip": "silent", "min_partition_ops": 1}
 WAITS = {"both": wait_too, "backward": wait_later}
 
 

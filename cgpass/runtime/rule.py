@@ -1,0 +1,208 @@
+"""What each input is in a call: read in place, copied, or a reason to run the call without a graph.
+
+Note [One rule for inputs]
+    What an input is depends on what the compiler knows and on where it lies in this call. A static input (a parameter, a
+    buffer, a tensor marked static) is read in place where it lay in an earlier call, and copied at a place that is new.
+    A value of another recording (a saved tensor, a value between partitions) is read in place where a living recording
+    put it, and copied where a hook, offloading or a rescue moved it. All else on the device is copied.
+
+    The only history is where the static inputs lay: addresses with weak references to their storages, forgotten with
+    these. It tells a tensor that was moved or replaced (its own storage lay elsewhere, or its predecessor's is gone),
+    which is copied, from a tensor of another module that shares the code (its predecessor is still there): a call in
+    which all parameters are another module's runs without a graph, and is in place from the next one on.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cgpass import _torch
+from cgpass.runtime.owner import Owner
+from cgpass.runtime.placeholders import num_bytes
+from cgpass.runtime.signature import Layout
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the inputs of one call are."""
+
+    places: bytes
+    """Addresses of the static inputs that are read in place; zero for those that are copied."""
+    values: bytes
+    """The same for values of other recordings."""
+    copied: tuple[int, ...] = ()
+    """Static inputs and values of other recordings that are copied in this call."""
+    new: tuple[int, ...] = ()
+    """Static inputs at a place that is new for them."""
+    code: str | None = None
+    """Of the reason to run the call without a graph."""
+    absent: tuple[int, ...] = ()
+    """Values of other recordings that lie where none put them."""
+
+    @property
+    def replaced(self) -> tuple[int, ...]:
+        """Static inputs that were moved or replaced: in another module's call, none."""
+        return () if self.code == "new_module" else self.new
+
+
+_Place = tuple[int, _torch.WeakStorage]
+"""The storage that lay there: its identity, and a reference that does not keep it alive."""
+
+
+class Inputs:
+    """Sorts the inputs of a partition's calls. See Note [One rule for inputs]."""
+
+    def __init__(self, layout: Layout, owner: Owner, *, max_places: int, max_copied: int) -> None:
+        """Nothing was seen yet.
+
+        Args:
+            layout: Of the inputs.
+            owner: Of what other recordings made.
+            max_places: Places that are remembered of one storage.
+            max_copied: Bytes that a call may copy of what could be read in place.
+        """
+        self._layout = layout
+        self._owner = owner
+        self._max_places = max_places
+        self._max_copied = max_copied
+        self._known: dict[int, dict[int, _Place]] = {i: {} for i in layout.checked}
+        """Where each static input lay, by address."""
+        self._last: dict[int, _Place] = {}
+        """The storage that each static input had when it was new for the last time."""
+        self._before = b""
+        """Where the static inputs lay in the last call that was looked at."""
+        self._watermark: dict[int, int] = dict.fromkeys(layout.checked, max_places)
+
+    def forget(self) -> None:
+        """Forget every place."""
+        for places in self._known.values():
+            places.clear()
+        self._last.clear()
+        self._before = b""
+
+    def find(self, args: Sequence[Any], key: bytes) -> Found:
+        """Sort one call's inputs.
+
+        Args:
+            args: The inputs.
+            key: Their addresses, see `Layout.static_key`.
+        """
+        layout, owner = self._layout, self._owner
+        places, values = layout.split(key)
+        absent = tuple(
+            i for i in layout.pooled if args[i].numel() and not owner.is_pool_storage(args[i])
+        )
+        new = self._at_new_places(places)
+        code = self._why_not_copied(args, new, absent)
+        if any(owner.ran_without_a_graph(args[i]) for i in absent):
+            code = "not_in_the_pool" if code != "new_module" else code
+        if code is not None:
+            return Found(places, values, (), new, code, absent)
+        return Found(
+            _without(places, layout.checked, new),
+            _without(values, layout.pooled, absent),
+            (*new, *absent),
+            new,
+            None,
+            absent,
+        )
+
+    def _at_new_places(self, places: bytes) -> tuple[int, ...]:
+        if places == self._before:
+            return ()
+        before = array("q", self._before or bytes(len(places)))
+        positions = zip(self._layout.checked, array("q", places), before, strict=True)
+        return tuple(i for i, now, last in positions if now != last and not self._is_known(i, now))
+
+    def _why_not_copied(
+        self, args: Sequence[Any], new: Sequence[int], absent: Sequence[int]
+    ) -> str | None:
+        if new and self._is_another_module(args, new):
+            return "new_module"
+        copied, infos = (*new, *absent), self._layout.infos
+        if (
+            any(infos[i].whole_storage for i in copied)
+            or sum(num_bytes(args[i]) for i in copied) > self._max_copied
+            or _shares_what_is_written(args, copied, self._layout.mutated)
+        ):
+            return "new_places"
+        return None
+
+    def _is_another_module(self, args: Sequence[Any], new: Sequence[int]) -> bool:
+        """Whether all parameters (where there is none, all static inputs) are new, and none was moved or replaced."""
+        checked = self._layout.checked
+        group = [i for i in checked if isinstance(args[i], torch.nn.Parameter)] or checked
+        return {*group} <= {*new} and not any(self._was_moved(i, args[i]) for i in group)
+
+    def _is_known(self, i: int, address: int) -> bool:
+        place = self._known[i].get(address)
+        return not address or (place is not None and not place[1].expired)
+
+    def _was_moved(self, i: int, value: torch.Tensor) -> bool:
+        """Whether this very storage lay elsewhere before, or took the place of one that is gone."""
+        identity = value.untyped_storage()._cdata
+        if any(each == identity and not ref.expired for each, ref in self._known[i].values()):
+            return True
+        last = self._last.get(i)
+        return last is not None and last[1].expired
+
+    def storages(self, args: Sequence[Any], places: bytes) -> dict[int, _torch.WeakStorage]:
+        """Storages of the static inputs that are read in place, by what tells them apart; none is kept alive."""
+        positions = zip(self._layout.checked, array("q", places), strict=True)
+        found = [args[i].untyped_storage() for i, address in positions if address]
+        return {storage._cdata: _torch.WeakStorage(storage) for storage in found}
+
+    def remember(self, args: Sequence[Any], key: bytes, found: Found) -> None:
+        """Note where new static inputs of a call lie; keeps none of them alive."""
+        places, _ = self._layout.split(key)
+        self._before = places
+        addresses = dict(zip(self._layout.checked, array("q", places), strict=True))
+        for i in found.new:
+            storage = args[i].untyped_storage()
+            self._make_room(i, storage._cdata)
+            place = storage._cdata, _torch.WeakStorage(storage)
+            self._known[i][addresses[i]] = self._last[i] = place
+
+    def _make_room(self, i: int, identity: int) -> None:
+        """Forget storages that are gone, and of this one the oldest place."""
+        known = self._known[i]
+        if len(known) < self._watermark[i]:
+            return
+        for address, (_, ref) in list(known.items()):
+            if ref.expired:
+                del known[address]
+        mine = [address for address, place in known.items() if place[0] == identity]
+        for address in mine[: max(0, len(mine) - self._max_places + 1)]:
+            del known[address]
+        self._watermark[i] = max(self._max_places, 2 * len(known))
+
+
+def _shares_what_is_written(
+    args: Sequence[Any], copied: Sequence[int], written: Sequence[int]
+) -> bool:
+    """Whether copies would come apart: of inputs on one storage, one of which is written."""
+    if not (copied and written):
+        return False
+    places = Counter(
+        value.untyped_storage().data_ptr()
+        for value in args
+        if isinstance(value, torch.Tensor) and value.numel()
+    )
+    shared = {args[i].untyped_storage().data_ptr() for i in written if args[i].numel()}
+    shared = {address for address in shared if places[address] > 1}
+    return any(args[i].untyped_storage().data_ptr() in shared for i in copied)
+
+
+def _without(key: bytes, positions: Sequence[int], left_out: Sequence[int]) -> bytes:
+    """Addresses with zero for some of the inputs."""
+    if not left_out:
+        return key
+    addresses = array("q", key)
+    for k, i in enumerate(positions):
+        if i in left_out:
+            addresses[k] = 0
+    return addresses.tobytes()
