@@ -49,8 +49,8 @@ class Found:
         return () if self.code == "new_module" else self.new
 
 
-_Place = tuple[int, _torch.WeakStorage]
-"""The storage that lay there: its identity, and a reference that does not keep it alive."""
+_Place = tuple[int, _torch.WeakStorage, int]
+"""The storage that lay there: its identity, and a reference that does not keep it alive; the tensor's `id`."""
 
 
 class Inputs:
@@ -143,10 +143,11 @@ class Inputs:
         return not address or (place is not None and not place[1].expired)
 
     def _was_moved(self, i: int, value: torch.Tensor) -> bool:
-        """Whether this very storage lay elsewhere before, or took the place of one that is gone."""
-        identity = value.untyped_storage()._cdata
-        if any(each == identity and not ref.expired for each, ref in self._known[i].values()):
-            return True
+        """Whether this very tensor or storage lay elsewhere before, or took the place of one that is gone."""
+        identity, name = value.untyped_storage()._cdata, id(value)
+        for each, ref, known in self._known[i].values():
+            if known == name or (each == identity and not ref.expired):
+                return True
         last = self._last.get(i)
         return last is not None and last[1].expired
 
@@ -164,7 +165,7 @@ class Inputs:
         for i in found.new:
             storage = args[i].untyped_storage()
             self._make_room(i, storage._cdata)
-            place = storage._cdata, _torch.WeakStorage(storage)
+            place = storage._cdata, _torch.WeakStorage(storage), id(args[i])
             self._known[i][addresses[i]] = self._last[i] = place
 
     def _make_room(self, i: int, identity: int) -> None:
@@ -172,8 +173,8 @@ class Inputs:
         known = self._known[i]
         if len(known) < self._watermark[i]:
             return
-        for address, (_, ref) in list(known.items()):
-            if ref.expired:
+        for address, place in list(known.items()):
+            if place[1].expired:
                 del known[address]
         mine = [address for address, place in known.items() if place[0] == identity]
         for address in mine[: max(0, len(mine) - self._max_places + 1)]:

@@ -214,8 +214,10 @@ class PartitionRunner:
         found = self._inputs.find(args, key)
         self._refuse_moved(found, args)
         seen = self.table.get((shape, found.places))
-        if found.code == "not_in_the_pool" and seen is not None:
+        if found.code == "not_in_the_pool" and seen is not None and seen.recordings:
             return self._plain(args, found.code, *self._not_in_the_pool(found))
+        if seen is None and not self.table.has_room(self._identities(args, found)):
+            return self._full(args, shape)
         if seen is None or found.code is not None:
             return self._unseen(args, shape, found, key)
         self._inputs.remember(args, key, found)
@@ -241,7 +243,7 @@ class PartitionRunner:
         self._close(self.table.drop_gone())
         made_for = self._identities(args, found)
         if not self.table.has_room(made_for):
-            return self._full(args, seen, found)
+            return self._full(args, seen.key[0])
         beside = any(r.made_for == made_for for r in seen.recordings.get(found.values, ()))
         slot = self.owner.slot_for(beside=beside, first=self._first_slot)
         if slot is None:
@@ -346,10 +348,10 @@ class PartitionRunner:
         line = next((info.line for info in infos if info.line is not None), None)
         return f"{describe(infos, 3)} was made without a graph", line
 
-    def _full(self, args: list[Any], seen: Seen, found: Found) -> Result:
+    def _full(self, args: list[Any], shape: ShapeKey) -> Result:
         limit, infos = self.settings.max_recordings, self.layout.infos
         recorded = self.table.recorded_shape()
-        new = [] if recorded is None else self.layout.changed(recorded, seen.key[0])
+        new = [] if recorded is None else self.layout.changed(recorded, shape)
         names = describe(infos[i] for i in new) or "what other partitions hand it"
         self._say_once(
             "full",

@@ -3,10 +3,14 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from cgpass import _torch
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.signature import ShapeKey
+
+_KEYS_KEPT: Final = 4096
+"""Keys of one set of storages that were seen once and are remembered: a bound on memory."""
 
 Key = tuple[ShapeKey, bytes]
 """What is computed, and where the static inputs are read: see `rule.Found.places`."""
@@ -51,7 +55,7 @@ class RecordingTable:
         """An empty table.
 
         Args:
-            max_recordings: Of one set of storages; so many keys are kept of it, too.
+            max_recordings: Of one set of storages.
         """
         self._max_recordings = max_recordings
         self._seen: OrderedDict[Key, Seen] = OrderedDict()
@@ -83,14 +87,14 @@ class RecordingTable:
         if len(self._seen) >= self._watermark:
             self._forget_what_is_gone()
         others = self._unrecorded.setdefault(new.identities, OrderedDict())
-        if len(others) >= self._max_recordings:
+        if len(others) >= _KEYS_KEPT:
             old, _ = others.popitem(last=False)
             del self._seen[old]
         others[new.key] = self._seen[new.key] = new
         return new
 
     def is_full_of_unseen(self, identities: tuple[int, ...]) -> bool:
-        """Whether so many keys of one set of storages were seen, and never again, as may be recorded."""
+        """Whether as many keys of one set of storages as may be recorded were seen once, and not again."""
         return len(self._unrecorded.get(identities, ())) >= self._max_recordings
 
     def recorded_shape(self) -> ShapeKey | None:
