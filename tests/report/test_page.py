@@ -129,7 +129,7 @@ def test_a_browser_shows_it(tmp_path, scheme, is_dark):
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
         env={**os.environ, "HOME": str(tmp_path)},
     )

@@ -155,7 +155,7 @@ def test_tlparse_shows_them(trace, tmp_path):
         [tlparse, str(log), "-o", str(out), "--no-browser"],
         check=True,
         capture_output=True,
-        timeout=60,
+        timeout=600,
     )
     index = (out / "index.html").read_text()
     for name in artifacts(trace):
