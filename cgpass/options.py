@@ -56,7 +56,8 @@ class Options:
     """Sets of static addresses per shape."""
 
     outputs: Literal["shared", "owned"] = _choice("shared", "owned")
-    """Outputs on pool memory, rescued before it is reused, or copies in allocator memory."""
+    """`shared`: outputs live in the graph's pool and are copied out only if still alive when it is reused.
+    `owned`: every output is a copy."""
 
     max_rerecords: int = _count(128, at_least=0)
     """Recordings made because a known input moved before a partition stops making more."""
@@ -87,8 +88,9 @@ class Options:
     """Random numbers as eager's own, or generator pairs with seeds of their own."""
 
     parameter_grads: Literal["autograd", "direct"] = _choice("autograd", "direct")
-    """Whether parameters are a part of autograd's graph, or the compiled function adds gradients to their `.grad` without.
-    `direct` is out of reach for `torch.autograd.grad`; parameters with hooks are left to autograd."""
+    """`autograd`: parameters are part of autograd's graph. `direct`: they are not, and the compiled function adds
+    gradients to their `.grad` itself, which is faster with many small parameters; `torch.autograd.grad` can't reach
+    them then, and parameters with hooks are left to autograd."""
 
     progress: Literal["auto", "off"] = _choice("auto", "off")
     """A line that tells of compilations and recordings that take long; `auto`: where stderr is a terminal."""
