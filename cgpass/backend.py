@@ -79,7 +79,7 @@ def cgpass(
         )
     check_names(parsed)
     if parsed.driver != "none" and (parsed.driver != "auto" or torch.cuda.is_available()):
-        native.start()
+        native.loader.start()
     return Compilation(parsed).compile(gm, example_inputs)
 
 

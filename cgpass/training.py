@@ -105,7 +105,7 @@ class TrainingCall:
                 or len(args) != layout.num_inputs
                 or not _torch.autograd_is_plain()
             ):
-                if attach is None and (why := native.why_not()) is not None:
+                if attach is None and (why := native.loader.why_not) is not None:
                     self._say_it_is_not_direct(why)
                 return compiled(*args)
             return self._call(attach, layout, args)

@@ -127,7 +127,7 @@ def _record(
     functions: list[GraphedFunction],
     once: hooks_of.HookSet,
 ) -> None:
-    native.wait(current_defaults().progress)
+    native.loader.wait(current_defaults().progress)
     try:
         with prepared(passes, group), group.owner.lock:
             recorder = GroupRecorder(group, schedule, passes)

@@ -118,8 +118,8 @@ def _compiled(fn: Callable[..., Any] | torch.nn.Module) -> Iterator[Callable[...
 
 def _observe(calls: Calls, devices: set[torch.device], watch: frames.Watch) -> Report:
     measured = Measured(settled=_settle(calls, watch), runs=RUNS)
-    if native.status() is not None:  # where nothing was recorded yet
-        native.wait()
+    if native.loader.status is not None:  # where nothing was recorded yet
+        native.loader.wait()
     measured.captured = timed(calls, devices)
     numbers = called(measured.captured)
     owners = _owners(among=numbers)

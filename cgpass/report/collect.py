@@ -212,7 +212,7 @@ def with_times(functions: Sequence[FunctionReport], measured: Measured) -> Repor
         left_to_eager=tuple(EagerFunction(reason=each, place=each.rest) for each in rests),
         settled=measured.settled,
         runs=measured.runs,
-        native=native.status(),
+        native=native.loader.status,
         ms=measured.captured.ms,
         plain_ms=measured.plain.ms,
         gpu_share=None if measured.launches is None else measured.launches.gpu_share,

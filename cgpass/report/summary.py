@@ -32,5 +32,5 @@ def summary() -> str:
     text = "\n".join(filter(None, parts))
     if not text:
         return "no graph was compiled"
-    status = native.status()
+    status = native.loader.status
     return text if status is None else f"{text}\nnative code: {status}"

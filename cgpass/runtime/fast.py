@@ -1,10 +1,9 @@
 """Which version of what a call does once per tensor is in use: Python's until the C++ in `_fast.cpp` is there.
 
 Note [Two versions of each function]
-    `native` compiles the module beside the first compilation. What this module has from `fast_python.py` is replaced when it
-    is there, at the latest before the first recording, so callers
-    write `fast.aliases(...)` and never import the functions themselves. Both versions take and return the same values:
-    what one made (keys of recordings, counts of holders) the other goes on with.
+    `native` compiles the module, at the latest before the first recording. What this module has from `fast_python.py` is
+    then replaced, so callers write `fast.aliases(...)` and never import the functions themselves. Both versions take and
+    return the same values: what one made (keys of recordings, counts of holders) the other goes on with.
 """
 
 from collections.abc import Callable, Mapping
@@ -86,12 +85,12 @@ def _use(module: ModuleType) -> None:
     install(functions_of(module))
 
 
-native.on_load(native.FUNCTIONS, _use)
+native.loader.on_load(native.FUNCTIONS, _use)
 
 
 def wait() -> bool:
     """Wait until the functions are compiled or have failed to; returns whether they are in use."""
-    native.wait()
+    native.loader.wait()
     return is_compiled()
 
 

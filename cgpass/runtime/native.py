@@ -51,16 +51,9 @@ _LIBRARIES: Final = ("c10", "torch_cpu", "torch_python")
 
 
 class BuildError(Exception):
-    """Why there is no native code."""
+    """Why there is no native code, what to do about it, and all that the compiler said."""
 
     def __init__(self, why: str, fix: str, said: str = "") -> None:
-        """Keep what to tell.
-
-        Args:
-            why: On one line.
-            fix: What to do about it.
-            said: All that the compiler said.
-        """
         super().__init__(why)
         self.fix = fix
         self.said = said
@@ -302,8 +295,8 @@ class Loader:
     def __init__(self) -> None:
         self.users: dict[Path, Use] = {}
         """What is to be called with a source's module."""
-        self.why_not: str | None = None
-        """Why there is none, and will be none."""
+        self.why_not: str | None = "native code is compiled for recordings, and nothing is recorded"
+        """Why there is none, and as it looks will be none."""
         self._modules: dict[Path, ModuleType] = {}
         self._is_started = False
         self._thread: threading.Thread | None = None
@@ -317,11 +310,11 @@ class Loader:
                 use(self._modules[source])
 
     def start(self) -> None:
-        """Load what was compiled before, or have it compiled; in a thread of its own."""
+        """See Note [When native code is compiled]. Waits for nothing."""
         with self._lock:
             if self._is_started:
                 return
-            self._is_started = True
+            self._is_started, self.why_not = True, None
             if not wants_native_code():
                 self.why_not = "it is turned off (CGPASS_FAST=0)"
                 return
@@ -342,8 +335,12 @@ class Loader:
             for source, use in self.users.items():
                 use(modules[source])
 
-    def wait(self, setting: progress.Setting) -> None:
-        """Start if need be, and wait until all is loaded or can't be."""
+    def wait(self, setting: progress.Setting = "off") -> None:
+        """Start if need be, and wait until all is loaded or can't be.
+
+        Args:
+            setting: Whether a line on the terminal says so.
+        """
         self.start()
         thread = self._thread
         if thread is not None and thread.is_alive():
@@ -376,32 +373,3 @@ def _warn(error: BuildError) -> None:
 
 
 loader = Loader()
-
-
-def on_load(source: Path, use: Use) -> None:
-    """Call `use` with the module of a source, once there is one."""
-    loader.on_load(source, use)
-
-
-def start() -> None:
-    """See Note [When native code is compiled]. Waits for nothing."""
-    loader.start()
-
-
-def wait(setting: progress.Setting = "off") -> None:
-    """Wait until all is loaded, or can't be.
-
-    Args:
-        setting: Whether a line on the terminal says so.
-    """
-    loader.wait(setting)
-
-
-def why_not() -> str | None:
-    """Why there is no native code and will be none; None if there is, or may be."""
-    return loader.why_not
-
-
-def status() -> str | None:
-    """See `Loader.status`."""
-    return loader.status

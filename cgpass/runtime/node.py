@@ -84,12 +84,12 @@ def _use(module: ModuleType) -> None:
     _compiled.attach = module.attach
 
 
-native.on_load(native.NODE, _use)
+native.loader.on_load(native.NODE, _use)
 
 
 def wait() -> bool:
     """Wait until the node is compiled or has failed to be; returns whether it is."""
-    native.wait()
+    native.loader.wait()
     return _compiled.attach is not None
 
 

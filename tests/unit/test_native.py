@@ -84,8 +84,9 @@ import os, torch, cgpass
 folder = os.path.join(os.environ["XDG_CACHE_HOME"], "cgpass")
 def fn(x):
     return (x.sin() + 1).cos()
-plain = torch.compile(fn, backend="cgpass", options={"driver": "none", "compiler": "eager"})
-plain(torch.ones(3))
+none = {"driver": "none", "compiler": "eager", "parameter_grads": "direct"}
+plain = torch.compile(torch.nn.Linear(3, 3), backend="cgpass", options=none)
+plain(torch.ones(3)).sum().backward()
 assert "native code" not in cgpass.summary(), cgpass.summary()
 assert not os.path.exists(folder), "nothing is recorded"
 torch.compiler.reset()
@@ -98,7 +99,11 @@ assert cgpass.summary().splitlines()[-1] == "native code: in use", cgpass.summar
 
 
 def test_a_short_process_that_records_leaves_what_was_compiled(copying, tmp_path):
-    subprocess.run([sys.executable, "-c", SHORT % OPTIONS], check=True)
+    run = [sys.executable, "-c", SHORT % OPTIONS]
+    said = subprocess.run(run, check=True, capture_output=True, text=True).stderr
+    assert (
+        said.count("autograd adds their gradients: native code is compiled for recordings, ") == 1
+    )
     assert files(tmp_path / "cache") == expected()
     assert copying.read_text() == "run\n" * 2
 
@@ -110,12 +115,12 @@ def test_times_are_those_with_native_code(copying, tmp_path, monkeypatch):
     found = []
 
     def timed(*args, **settings):
-        found.append(native.status())
+        found.append(native.loader.status)
         return known(*args, **settings)
 
     known = cgpass.explain.__globals__["timed"]
     monkeypatch.setitem(cgpass.explain.__globals__, "timed", timed)
-    native.start()  # and nothing is recorded
+    native.loader.start()  # and nothing is recorded
     with cgpass.set_defaults(driver="simulated", compiler="eager"):
         report = cgpass.explain(lambda x: x + 1, torch.ones(3), training=False)
     assert not any(part.captured for graph in report.graphs for part in graph.partitions)
@@ -157,7 +162,7 @@ def test_of_two_processes_one_compiles(copying, tmp_path, monkeypatch):
     assert copying.read_text() == "run\n" * 2
 
 
-STARTS = "import time; from cgpass.runtime import native; native.start(); print(); "
+STARTS = "import time; from cgpass.runtime import native; native.loader.start(); print(); "
 
 
 @pytest.mark.parametrize("how", ["ends", "is killed"])
@@ -246,11 +251,13 @@ def test_no_compiler_is_said_once(monkeypatch, tmp_path, caplog, swaps):
     torch.compiler.reset()
     costs = "" if swaps else ", and copies its results (torch 2.13: not)"
     assert caplog.messages == [
-        "cgpass runs without its native code: no C++ compiler was found (c++, g++, clang++). Install g++ or clang++, or "
-        f"name a compiler by CXX=. Without it every call takes longer on the host{costs}."
+        (
+            "cgpass runs without its native code: no C++ compiler was found (c++, g++, clang++). Install g++ or clang++, or "
+            f"name a compiler by CXX=. Without it every call takes longer on the host{costs}."
+        )
     ]
     not_used = "not in use: no C++ compiler was found (c++, g++, clang++)"
-    assert native.status() == not_used
+    assert native.loader.status == not_used
     assert cgpass.summary().splitlines()[-1] == f"native code: {not_used}"
 
 
@@ -259,8 +266,10 @@ def test_no_compiler_is_said_once(monkeypatch, tmp_path, caplog, swaps):
     [
         (
             "/nowhere/c++",
-            "/nowhere/c++ can't be run: No such file or directory. "
-            "Install g++ or clang++, or name a compiler by CXX=.",
+            (
+                "/nowhere/c++ can't be run: No such file or directory. "
+                "Install g++ or clang++, or name a compiler by CXX=."
+            ),
         ),
         (
             "false",
@@ -268,8 +277,10 @@ def test_no_compiler_is_said_once(monkeypatch, tmp_path, caplog, swaps):
         ),
         (
             "sh -c 'echo \"x.cpp:1: error: bad\"; exit 3'",
-            "sh failed with status 3: x.cpp:1: error: bad (`python -m cgpass build` shows all that it said). "
-            "Name another compiler by CXX=, or install g++ or clang++.",
+            (
+                "sh failed with status 3: x.cpp:1: error: bad (`python -m cgpass build` shows all that it said). "
+                "Name another compiler by CXX=, or install g++ or clang++."
+            ),
         ),
     ],
 )
@@ -279,7 +290,7 @@ def test_a_failed_build_is_said_once_and_python_goes_on(
     fresh_loader(monkeypatch, tmp_path)
     monkeypatch.setenv("CXX", compiler)
     with caplog.at_level(logging.WARNING, "cgpass"):
-        native.start()
+        native.loader.start()
         assert not fast.wait()
         assert not node.wait()
     (message,) = caplog.messages
@@ -312,7 +323,7 @@ def test_it_can_be_switched_off(monkeypatch, tmp_path, caplog):
         assert not node.wait()
     assert caplog.records == []
     assert list(tmp_path.iterdir()) == []
-    assert native.status() == "not in use: it is turned off (CGPASS_FAST=0)"
+    assert native.loader.status == "not in use: it is turned off (CGPASS_FAST=0)"
 
 
 def test_what_the_variable_may_say(monkeypatch):
@@ -335,4 +346,4 @@ def test_what_the_variable_may_say(monkeypatch):
 def test_what_is_compiled_compiles_here():
     """Else tests of it would skip themselves."""
     assert fast.wait()
-    assert node.wait(), native.why_not()
+    assert node.wait(), native.loader.why_not
