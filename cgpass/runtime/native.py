@@ -104,15 +104,9 @@ def _layout_is_known() -> bool:
 
 
 def cache_folder() -> Path:
-    """Where compiled modules are kept.
-
-    Raises:
-        BuildError: The user has no home.
-    """
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cgpass"
-    except RuntimeError as error:
-        raise BuildError(str(error), _ELSEWHERE) from error
+    """Where compiled modules are kept."""
+    home = os.path.expanduser("~").removeprefix("~")  # a user of a container may have none
+    return Path(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache") / "cgpass"
 
 
 # ---- compiling

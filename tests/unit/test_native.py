@@ -206,6 +206,14 @@ def test_an_unwritable_cache_is_replaced_by_a_temporary_one(
     )
 
 
+def test_a_user_without_a_home_has_a_folder(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/a~b")
+    assert native.cache_folder() == Path("/home/a~b/.cache/cgpass")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert native.cache_folder() == Path("/.cache/cgpass")
+
+
 def test_it_can_be_built_ahead(copying, tmp_path, capsys):
     assert main(["build"]) == 0
     *paths, took = capsys.readouterr().out.splitlines()
