@@ -29,6 +29,7 @@ from cgpass.passes.functionalize_rng import RngPairs
 from cgpass.passes.split_joint import split_joint
 from cgpass.reason import Reason
 from cgpass.resetting import reset_with_torch
+from cgpass.runtime import native
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.gathered import give_gathered_a_pool
 from cgpass.runtime.owner import Owner
@@ -77,6 +78,8 @@ def cgpass(
             'driver="cuda", but torch finds no CUDA device; use driver="auto", or driver="simulated" on CPU'
         )
     check_names(parsed)
+    if parsed.driver != "none" and (parsed.driver != "auto" or torch.cuda.is_available()):
+        native.loader.start()
     return Compilation(parsed).compile(gm, example_inputs)
 
 

@@ -206,7 +206,7 @@ def _from_environment() -> dict[str, Any]:
             continue
         name = variable.removeprefix(_ENV_PREFIX).lower()
         if name == "fast":
-            fast_mode()
+            wants_native_code()
         elif name in _SPECS:
             found[name] = _from_text(variable, name, os.environ[variable])
         elif nearest := _nearest(name, cutoff=0.8):  # RUN is somebody's own, no misspelt RNG
@@ -217,19 +217,18 @@ def _from_environment() -> dict[str, Any]:
     return found
 
 
-def fast_mode() -> Literal["on", "off", "wait"]:
-    """What `CGPASS_FAST` says of the C++ functions: `0` never, `wait` before the first call, else once they are built.
+def wants_native_code() -> bool:
+    """Whether the C++ is to be used: `CGPASS_FAST=0` turns it off.
 
     Raises:
-        OptionError: Another value than `0`, `1` and `wait`.
+        OptionError: Another value than `0` and `1`.
     """
-    modes: dict[str, Literal["on", "off", "wait"]] = {"0": "off", "1": "on", "wait": "wait"}
-    text = os.environ.get("CGPASS_FAST", "1").strip().lower()
-    if text not in modes:
+    text = os.environ.get("CGPASS_FAST", "1").strip()
+    if text not in ("0", "1"):
         raise OptionError(
-            f"cgpass: environment variable CGPASS_FAST must be one of {', '.join(map(repr, modes))}, got {text!r}."
+            f"cgpass: environment variable CGPASS_FAST must be '0' or '1', got {text!r}."
         )
-    return modes[text]
+    return text == "1"
 
 
 def _from_text(variable: str, name: str, text: str) -> Any:

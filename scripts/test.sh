@@ -32,7 +32,7 @@ done
 prepare_venv dev "$torch"
 
 # What cgpass compiles at first use is compiled once, beside the first checks, and not by each process of pytest.
-"$PYTHON" -c 'from cgpass.runtime import fast, node; fast.wait(); node.wait()' &
+"$PYTHON" -m cgpass build >/dev/null &
 building=$!
 
 echo "== ruff and pyrefly: 10 s; then the tests: all of them take 25 to 30 minutes on 2 cores"

@@ -20,7 +20,7 @@ from cgpass.graphed.recorder import GroupRecorder
 from cgpass.graphed.schedule import Schedule, interleaved, simple
 from cgpass.graphed.target import Target
 from cgpass.options import current_defaults
-from cgpass.runtime import fast, node
+from cgpass.runtime import native
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.settings import cuda_driver
 from cgpass.runtime.simulated import SimulatedDriver
@@ -127,8 +127,7 @@ def _record(
     functions: list[GraphedFunction],
     once: hooks_of.HookSet,
 ) -> None:
-    node.start()
-    fast.wait()
+    native.loader.wait(current_defaults().progress)
     try:
         with prepared(passes, group), group.owner.lock:
             recorder = GroupRecorder(group, schedule, passes)

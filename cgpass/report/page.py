@@ -74,6 +74,8 @@ def _paragraph(inner: str, kind: str = "soft") -> str:
 
 def _head(report: "Report") -> Iterator[str]:
     versions = f"cgpass {report.cgpass}, torch {report.torch}, {report.device}"
+    if report.native is not None:
+        versions += f"; native code: {report.native}"
     yield f"<h1>What CUDA graphs hold of it</h1>{_paragraph(_e(versions))}"
     if not report.settled:
         yield _paragraph(_e(f"It did not settle: {unsettled(report)}."), "warn")

@@ -88,6 +88,8 @@ def _wrapped(words: str, indent: int, hanging: int = 2) -> list[str]:
 def _head(report: "Report") -> Iterator[str]:
     versions = f"cgpass {report.cgpass}, torch {report.torch}, {report.device}"
     yield from _wrapped(versions, 0)
+    if report.native is not None:
+        yield from _wrapped(f"native code: {report.native}", 0)
     done, work = report.work
     if report.ms is not None and not done:
         yield from _wrapped(f"one call: {milliseconds(report.ms)} ms", 0)

@@ -8,7 +8,7 @@ from typing import Any
 from cgpass import progress
 from cgpass.inputs import InputInfo
 from cgpass.reason import CallReasons
-from cgpass.runtime import fast, plain_reasons
+from cgpass.runtime import native, plain_reasons
 from cgpass.runtime.actions import Action, decide
 from cgpass.runtime.attempts import Attempts
 from cgpass.runtime.driver import BoxedCallable
@@ -87,7 +87,7 @@ class PartitionRunner:
         self._set_infos(infos)
         self._gathered = Gathered(self.layout.parameters)
         owner.add(self)
-        fast.start()
+        native.loader.start()
 
     @property
     def failure(self) -> str | None:
@@ -238,6 +238,7 @@ class PartitionRunner:
     def _record_call(
         self, args: list[Any], shape_key: ShapeKey, static_key: StaticKey, slot: int
     ) -> tuple[Sequence[Any], Recording | None]:
+        native.loader.wait(self.settings.progress)
         watch, keys = self.table.watch(shape_key, static_key, args), (shape_key, static_key)
         cause = self.history.cause(self.layout, keys, args, self.table.find(*keys))
         record = partial(self._record, args, slot, watch)

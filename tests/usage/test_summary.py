@@ -92,7 +92,7 @@ def test_calls_that_ran_without_a_graph_are_named():
     for size in (4, 5, 6):
         for _ in range(3):
             call(torch.ones(size))
-    *_, head, line = cgpass.summary().splitlines()
+    *_, head, line, _ = cgpass.summary().splitlines()
     assert head.endswith("1 partition captured (4 ops), 0 eager (0 ops)")
     assert line.startswith("  captured_0: 6 of 9 calls ran without a graph: as many shapes are")
     assert line.endswith(" [max_recordings]; pad inputs to a few sizes, or raise max_recordings")
