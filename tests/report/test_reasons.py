@@ -236,7 +236,7 @@ def out_of_memory(*args, **kwargs):
 WHOLE = {
     "capture": (SimulatedDriver, "record", unable, "RuntimeError: operation not permitted"),
     "out_of_memory": (SimulatedDriver, "record", out_of_memory, "OutOfMemoryError: CUDA out of"),
-    "no_placeholder": (recorder, "Placeholder", unable, "StagingError: L['x'] can't be given"),
+    "no_placeholder": (recorder, "Placeholder", unable, "StagingError: x can't be given"),
 }
 
 
