@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import logging
 import os
 import re
 import threading
@@ -14,6 +15,10 @@ from cgpass.errors import OptionError
 
 __all__ = ["Options", "current_defaults", "set_defaults"]
 
+log = logging.getLogger(__name__)
+
+_SCRIPTS_OWN: Final = frozenset({"CGPASS_VENV", "CGPASS_RANDOM_PROGRAMS"})
+"""Variables that this repository's scripts and tests read."""
 _ENV_PREFIX: Final = "CGPASS_"
 _OPERATOR: Final = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*(\.[A-Za-z_]\w*)?")
 
@@ -159,6 +164,8 @@ class _SetDefaults:
 
 _lock: Final = threading.Lock()
 _overrides: Final[dict[str, Any]] = {}
+_told_unknown: Final[set[str]] = set()
+"""Environment variables of which it was said that they are no options."""
 
 
 def set_defaults(**options: Any) -> _SetDefaults:
@@ -197,8 +204,9 @@ def _defaults() -> dict[str, Any]:
 
 
 def _from_environment() -> dict[str, Any]:
-    """Read `CGPASS_<OPTION>`; other variables of that prefix are the scripts' unless misspelt."""
+    """Read `CGPASS_<OPTION>`; say once which other variables of that prefix there are."""
     found = {}
+    unknown = []
     for variable in sorted(os.environ):
         if not variable.startswith(_ENV_PREFIX):
             continue
@@ -212,6 +220,16 @@ def _from_environment() -> dict[str, Any]:
                 f"cgpass: environment variable {variable} is not an option; "
                 f"did you mean {_ENV_PREFIX}{nearest.upper()}?"
             )
+        elif variable not in _SCRIPTS_OWN:
+            unknown.append(variable)
+    if not _told_unknown.issuperset(unknown):
+        _told_unknown.update(unknown)
+        log.warning(
+            "cgpass: environment variables that are no options are ignored: %s; options are %s followed by one of %s",
+            ", ".join(unknown),
+            _ENV_PREFIX,
+            ", ".join(name.upper() for name in (*_SPECS, "fast")),
+        )
     return found
 
 
@@ -236,6 +254,11 @@ def _from_text(variable: str, name: str, text: str) -> Any:
         value = read(text.strip())
     except ValueError:
         value = text  # refused below, with the text as the user wrote it
+    if name == "inductor" and not isinstance(value, Mapping):
+        raise OptionError(
+            f"cgpass: environment variable {variable} must hold Inductor config names and values as JSON, "
+            f"e.g. {variable}='{{\"max_autotune\": true}}', got {_shown(text)}."
+        )
     return _validated(name, value, f"environment variable {variable}")
 
 
