@@ -61,7 +61,8 @@ class Options:
     """Sets of static addresses per shape."""
 
     outputs: Literal["shared", "owned"] = _choice("shared", "owned")
-    """Outputs on pool memory, rescued before it is reused, or copies in allocator memory."""
+    """`shared`: outputs live in the graph's pool and are copied out only if still alive when it is reused. `owned`: every output
+    is a copy."""
 
     max_rerecords: int = _count(128, at_least=0)
     """Recordings made because a known input moved before a partition stops making more."""
@@ -71,10 +72,11 @@ class Options:
     them run without a graph. Each gets memory of its own."""
 
     num_warmup_calls: int = _count(1, at_least=1)
-    """Calls that run plainly before a recording is made."""
+    """Calls that run without a graph before a recording is made."""
 
     min_partition_ops: int = _count(4, at_least=1)
-    """Captured partitions with fewer operators that do work on the device than this run plainly; views don't count."""
+    """Captured partitions with fewer operators that do work on the device than this run without a graph; views
+    don't count."""
 
     capture_policy: Literal["auto", "always", "measured"] = _choice("auto", "always", "measured")
     """Which partitions are captured: those whose copies cost less than their launches save (`auto`; where that is close
@@ -92,8 +94,8 @@ class Options:
     """Random numbers as eager's own, or generator pairs with seeds of their own."""
 
     parameter_grads: Literal["autograd", "direct"] = _choice("autograd", "direct")
-    """Whether parameters are a part of autograd's graph, or the compiled function adds gradients to their `.grad` without.
-    `direct` is out of reach for `torch.autograd.grad`; parameters with hooks are left to autograd."""
+    """`autograd`: parameters are part of the autograd graph. `direct`: the compiled function accumulates into `.grad` itself
+    (faster with many small parameters), which is out of reach for `torch.autograd.grad`; parameters with hooks are left to autograd."""
 
     progress: Literal["auto", "off"] = _choice("auto", "off")
     """A line that tells of compilations and recordings that take long; `auto`: where stderr is a terminal."""

@@ -34,8 +34,8 @@ function 0: model.py:38 in forward
       copies in every replay: x (3.0 MiB), mask (100 B)
       reads where they lie, since they never moved: table
       stays captured: a replay takes 98 us and a plain call 205 us, as measured in its first calls
-      reads 24 static inputs in place (parameters, buffers, marked ones); outputs 5.0 MiB; held
-        outputs moved 2 times (0 B); 3 calls without a graph
+      reads 24 static inputs in place (parameters, buffers, marked ones); outputs 5.0 MiB; outputs
+        still referenced were copied 2 times (0 B); 3 calls without a graph
       3 older recordings
       recording 4 (8.500 ms, instantiate 1.500, warm-up 20.0): first: the first call after the
         warm-up

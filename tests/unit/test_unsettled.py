@@ -191,7 +191,7 @@ def test_many_layers_whose_parameters_come_to_the_same_places_share_a_pool(caplo
     assert counts(run)[:2] == before[:2], "nothing new is recorded"
     assert run.stats.plain_calls == 0
     assert slots == {0}
-    assert "still held" not in caplog.text
+    assert "still referenced" not in caplog.text
 
 
 def test_modules_whose_buffers_are_always_new_get_pools_for_what_is_held():
