@@ -11,7 +11,7 @@ import torch
 
 from cgpass import _torch, progress
 from cgpass.errors import ReportError
-from cgpass.report.check import least_share, run_script, verdict, work_done
+from cgpass.report.check import least_share, run_script, verdict, work_done, wrapped
 from cgpass.report.collect import snapshot
 from cgpass.report.frames import left_to_eager, new_breaks, noted
 from cgpass.report.model import Report, check_ending
@@ -122,7 +122,7 @@ def _check(options: argparse.Namespace) -> int:
     if save is not None:
         report.save(save)
     passes, text = verdict(work_done(report.left_to_eager, report.graph_breaks), least)
-    sys.stdout.write(f"{text}\n")
+    sys.stdout.write(f"{wrapped(text)}\n")
     return 0 if passes else 1
 
 

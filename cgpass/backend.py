@@ -115,8 +115,7 @@ class Compilation:
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Hand the graph to AOTAutograd with our split and our compilers."""
-        for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-            self._names[position] = _torch.dynamo_source_name(node) or node.name
+        self._names = dict(enumerate(_torch.input_names(gm)))
         self._source = tracing.Source(begins_at(gm), _torch.current_trace_id())
         self._graph_break = graph_break_of(gm)
         is_direct = self.options.parameter_grads == "direct"

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import logging
 import os
 import re
 import threading
@@ -14,6 +15,10 @@ from cgpass.errors import OptionError
 
 __all__ = ["Options", "current_defaults", "set_defaults"]
 
+log = logging.getLogger(__name__)
+
+_SCRIPTS_OWN: Final = frozenset({"CGPASS_VENV", "CGPASS_RANDOM_PROGRAMS"})
+"""Variables that this repository's scripts and tests read."""
 _ENV_PREFIX: Final = "CGPASS_"
 _OPERATOR: Final = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*(\.[A-Za-z_]\w*)?")
 
@@ -67,10 +72,11 @@ class Options:
     them run without a graph. Each gets memory of its own."""
 
     num_warmup_calls: int = _count(1, at_least=1)
-    """Calls that run plainly before a recording is made."""
+    """Calls that run without a graph before a recording is made."""
 
     min_partition_ops: int = _count(4, at_least=1)
-    """Captured partitions with fewer operators that do work on the device than this run plainly; views don't count."""
+    """Captured partitions with fewer operators that do work on the device than this run without a graph; views
+    don't count."""
 
     capture_policy: Literal["auto", "always", "measured"] = _choice("auto", "always", "measured")
     """Which partitions are captured: those whose copies cost less than their launches save (`auto`; where that is close
@@ -161,6 +167,8 @@ class _SetDefaults:
 
 _lock: Final = threading.Lock()
 _overrides: Final[dict[str, Any]] = {}
+_told_unknown: Final[set[str]] = set()
+"""Environment variables of which it was said that they are no options."""
 
 
 def set_defaults(**options: Any) -> _SetDefaults:
@@ -199,8 +207,9 @@ def _defaults() -> dict[str, Any]:
 
 
 def _from_environment() -> dict[str, Any]:
-    """Read `CGPASS_<OPTION>`; other variables of that prefix are the scripts' unless misspelt."""
+    """Read `CGPASS_<OPTION>`; say once which other variables of that prefix there are."""
     found = {}
+    unknown = []
     for variable in sorted(os.environ):
         if not variable.startswith(_ENV_PREFIX):
             continue
@@ -214,6 +223,16 @@ def _from_environment() -> dict[str, Any]:
                 f"cgpass: environment variable {variable} is not an option; "
                 f"did you mean {_ENV_PREFIX}{nearest.upper()}?"
             )
+        elif variable not in _SCRIPTS_OWN:
+            unknown.append(variable)
+    if not _told_unknown.issuperset(unknown):
+        _told_unknown.update(unknown)
+        log.warning(
+            "cgpass: environment variables that are no options are ignored: %s; options are %s followed by one of %s",
+            ", ".join(unknown),
+            _ENV_PREFIX,
+            ", ".join(name.upper() for name in (*_SPECS, "fast")),
+        )
     return found
 
 
@@ -237,6 +256,11 @@ def _from_text(variable: str, name: str, text: str) -> Any:
         value = read(text.strip())
     except ValueError:
         value = text  # refused below, with the text as the user wrote it
+    if name == "inductor" and not isinstance(value, Mapping):
+        raise OptionError(
+            f"cgpass: environment variable {variable} must hold Inductor config names and values as JSON, "
+            f"e.g. {variable}='{{\"max_autotune\": true}}', got {_shown(text)}."
+        )
     return _validated(name, value, f"environment variable {variable}")
 
 

@@ -25,7 +25,7 @@ class CallStats:
     """Calls of a captured partition. One that raises, by an error in it or since `on_skip="raise"` refuses it, counts
     as nothing else."""
     warmups: int = 0
-    """Calls that ran plainly to warm up."""
+    """Calls that ran without a graph to warm up."""
     recordings: int = 0
     """Recordings made, re-recordings included."""
     rerecordings: int = 0
@@ -44,7 +44,7 @@ class CallStats:
     left_plain: int = 0
     """Partitions left plain since graphs of them are no faster, by what their copies cost or as timed."""
     rescues: int = 0
-    """Times that held outputs of a recording were moved before a replay would have overwritten them."""
+    """Times that outputs of a recording that were still referenced were copied before a replay would have overwritten them."""
     rescued_bytes: int = 0
     """Bytes copied by rescues."""
 

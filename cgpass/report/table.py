@@ -242,7 +242,9 @@ def _memory(part: "PartitionReport") -> Iterator[str]:
         facts.append(f"outputs {size(part.output_bytes)}")
     rescues, moved = part.counts.get("rescues", 0), part.counts.get("rescued_bytes", 0)
     if rescues:
-        facts.append(f"held outputs moved {many(rescues, 'time')} ({size(moved)})")
+        facts.append(
+            f"outputs still referenced were copied {many(rescues, 'time')} ({size(moved)})"
+        )
     warmups = part.counts.get("warmups", 0)
     if warmups > part.counts.get("replays", 0):
         facts.append(many(warmups, "warm-up call"))

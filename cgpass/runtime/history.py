@@ -134,7 +134,7 @@ class History:
         shape_key, static_key = keys
         if found:
             return "held", (
-                "results of earlier calls are still held, or wait for their backward: one more recording beside theirs"
+                "results of earlier calls are still referenced, or wait for their backward: one more recording beside theirs"
             )
         if self._why_anew is not None:
             return "anew", self._why_anew
@@ -175,7 +175,7 @@ def _moves(
     if elsewhere:
         names = _names(layout, elsewhere)
         return "memory", f"values of other partitions lie elsewhere: {names}"
-    return "anew", "memory of the recordings was laid out anew"
+    return "anew", "memory of the recordings was copied to a new layout"
 
 
 def _addresses(layout: Layout, key: StaticKey) -> Mapping[int, int]:

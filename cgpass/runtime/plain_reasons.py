@@ -80,6 +80,6 @@ def not_in_the_pool(infos: Sequence[InputInfo]) -> tuple[str, str | None]:
 def too_many_held(limit: int) -> tuple[str, None]:
     """Results that are held."""
     return (
-        f"results of {many(limit, 'earlier call')} were held, as many as max_pending_calls={limit} allows",
+        f"results of {many(limit, 'earlier call')} were still referenced, as many as max_pending_calls={limit} allows",
         None,
     )

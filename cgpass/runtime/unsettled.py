@@ -29,7 +29,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
-from cgpass.reason import CallReasons
+from cgpass.inputs import InputKind
+from cgpass.reason import CallReasons, is_size, new_value
 from cgpass.runtime.limits import Limits
 from cgpass.runtime.placeholders import num_bytes
 from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe, describe_moved
@@ -52,6 +53,11 @@ SOON: Final = 2
 TINY: Final = 64 << 10
 """Bytes of one of those; there may be sixteen times as many in all."""
 _HOMES_KEPT: Final = 1024
+_NAMED: Final = 3
+"""Sizes or numbers that a message names."""
+_KEEP_TENSORS: Final = (
+    "Write new values into parameters and buffers (copy_) instead of replacing them"
+)
 
 
 class _Tally:
@@ -152,7 +158,7 @@ class Unsettled:
         limits = self._limits
         if self._shapes >= max(WARM_UPS, limits.max_recordings):
             changed = self._layout.changed(last[0], shape_key)
-            self._say_never_recorded(self._shapes, changed, "another value or layout of")
+            self._say_never_recorded(self._shapes, *self._what_changed(changed, args))
         elif self._sets >= WARM_UPS:
             return self._better_copied(args)
         return []
@@ -267,7 +273,9 @@ class Unsettled:
         whole = any(infos[i].whole_storage for i in moving)
         if not moving or whole or shares_memory(args, self._layout.mutated):
             if self._sets >= many:
-                self._say_never_recorded(self._sets, sorted(self._moves), "other tensors for")
+                moved = describe(infos[i] for i in sorted(self._moves))
+                why = f"each came with other tensors for {moved}"
+                self._say_never_recorded(self._sets, why, _KEEP_TENSORS)
             return []
         self._said = True
         log.log(
@@ -282,15 +290,36 @@ class Unsettled:
         )
         return sorted(moving)
 
-    def _say_never_recorded(self, count: int, positions: list[int], what: str) -> None:
+    def _what_changed(self, positions: Sequence[int], args: Sequence[Any]) -> tuple[str, str]:
+        """Why calls whose shapes differ have no recording, and what to do: of sizes alone, where some are among them."""
+        infos = self._layout.infos
+        numbers = [i for i in positions if infos[i].kind is InputKind.SYMINT]
+        sizes = [i for i in numbers if is_size(infos[i].name)]
+        told = sizes or numbers
+        if not told:
+            what = describe(infos[i] for i in positions)
+            if positions and all(i in self._layout.objects for i in positions):
+                return f"each came with another object for {what}", "Pass the same one in each call"
+            return f"each came with another size or layout of {what}", "Keep to a few sizes: pad it"
+        texts, fixes = zip(*(new_value(infos[i].name) for i in told), strict=True)
+        lines = (f", read at {infos[i].line}" if infos[i].line else "" for i in told)
+        named = [
+            f"{text} ({args[i]} in this call{line})"
+            for text, i, line in zip(texts, told, lines, strict=True)
+        ]
+        verb = "takes" if len(named) == 1 else "take"
+        fix = "; ".join(dict.fromkeys(fixes))
+        return f"{' and '.join(named[:_NAMED])} {verb} new values all the time", fix[
+            0
+        ].upper() + fix[1:]
+
+    def _say_never_recorded(self, count: int, why: str, fix: str) -> None:
         self._said = True
         log.log(
             self._level,
-            "%s: %d calls in a row were never recorded, since each came with %s %s. "
-            "Pass a number that changes as a 0-dim tensor on the device, keep to a few sizes, and write new values into "
-            "parameters and buffers (copy_) instead of replacing them.",
+            "%s: %d calls in a row were never recorded, since %s. %s.",
             self._name,
             count,
-            what,
-            describe(self._layout.infos[i] for i in positions),
+            why,
+            fix,
         )

@@ -35,7 +35,7 @@ def test_calls_of_what_is_left_plain_tell_that_reason_alone(
     plain = cgpass.counters()["plain_calls"]
     assert plain > 3
     head, whole, calls, _ = cgpass.summary().splitlines()
-    assert head.endswith("0 partitions captured (0 ops), 1 eager (4 ops)")
+    assert head.endswith("0 partitions captured (0 operators), 1 eager (4 operators)")
     assert whole.startswith(f"  captured_0: {why}")
     assert whole.endswith(" [not_worth_it]")
     assert calls.startswith(f"  captured_0: {plain} of 12 calls ran without a graph: {why}")

@@ -1,6 +1,7 @@
 """Calls that do nothing but warm up: what is remembered of them, and what is said."""
 
 import logging
+import re
 from random import Random
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 
 import cgpass
+from cgpass.inputs import InputKind
 from cgpass.runtime import fast, unsettled
 from tests.unit.runners import COPIED, STATIC, SYMINT, call, counts, runner
 
@@ -33,7 +35,7 @@ def test_an_integer_that_never_repeats_is_said_once(caplog):
     assert_expected_inline(
         message,
         """\
-forward captured_0: 64 calls in a row were never recorded, since each came with another value or layout of x1 (read at model.py:1 in forward: code). Pass a number that changes as a 0-dim tensor on the device, keep to a few sizes, and write new values into parameters and buffers (copy_) instead of replacing them.""",
+forward captured_0: 64 calls in a row were never recorded, since the number x1 (64 in this call, read at model.py:1 in forward: code) takes new values all the time. Pass it as a 0-dim tensor on the device.""",
     )
     assert counts(run) == (200, 0, 0, 0)
 
@@ -189,7 +191,7 @@ def test_many_layers_whose_parameters_come_to_the_same_places_share_a_pool(caplo
     assert counts(run)[:2] == before[:2], "nothing new is recorded"
     assert run.stats.plain_calls == 0
     assert slots == {0}
-    assert "still held" not in caplog.text
+    assert "still referenced" not in caplog.text
 
 
 def test_modules_whose_buffers_are_always_new_get_pools_for_what_is_held():
@@ -396,4 +398,59 @@ def test_a_wrapper_names_the_input(caplog):
         wrapped(torch.ones(size))
     (message,) = messages(caplog)
     assert message.startswith("doubled: 64 calls in a row were never recorded")
-    assert "another value or layout of input 0." in message
+    assert message.endswith(
+        "since each came with another size or layout of input 0. Keep to a few sizes: pad it."
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda i: (torch.ones(i + 2, 4), 1),
+            "since the first dimension of x (N in this call) takes new values all the time. Keep to a few sizes: pad the batch, or drop the last one (drop_last=True).",
+        ),
+        (
+            lambda i: (torch.ones(3, i + 2), 1),
+            "since the second dimension of x (N in this call) takes new values all the time. Pad the second dimension to a few sizes.",
+        ),
+        (
+            lambda i: (torch.ones(3, 4), i + 2),
+            "since the number n (N in this call, read at test_unsettled.py:NN in scaled: return (x * n).sin()) takes new values all the time. Pass it as a 0-dim tensor on the device.",
+        ),
+    ],
+)
+def test_what_never_repeats_in_a_compiled_function_has_the_remedy_that_fits(caplog, make, said):
+    def scaled(x, n):
+        return (x * n).sin()
+
+    options = {"driver": "simulated", "compiler": "eager", "min_partition_ops": 1}
+    fn = torch.compile(scaled, backend="cgpass", options=options)
+    for i in range(70):
+        fn(*make(i))
+    (message,) = messages(caplog)
+    message = (
+        re.sub(r"\.py:\d+", ".py:NN", message).replace("(66 in", "(N in").replace("(67 in", "(N in")
+    )
+    assert message.endswith(f" 64 calls in a row were never recorded, {said}")
+
+
+def test_an_object_that_is_always_another_is_to_be_the_same(caplog):
+    run = runner(lambda x, g: [x + 1], COPIED, InputKind.OPAQUE)
+    for each in [object() for _ in range(70)]:
+        call(run, X, each)
+    (message,) = messages(caplog)
+    assert "each came with another object for x1 (read at" in message
+    assert message.endswith("Pass the same one in each call.")
+
+
+def test_other_parameters_in_each_call_are_to_be_written_in_place(caplog):
+    run = runner(lambda x, w, b: [b.add_(x) * w[:2]], COPIED, STATIC, STATIC, mutated={2})
+    kept = [torch.full((100,), float(i)) for i in range(300)]
+    for both in kept:
+        call(run, X, both, both[2:4])
+    (message,) = messages(caplog)
+    assert "since each came with other tensors for x1" in message
+    assert message.endswith(
+        ". Write new values into parameters and buffers (copy_) instead of replacing them."
+    )
