@@ -1,20 +1,22 @@
-"""`python -m cgpass report` and `python -m cgpass check`."""
+"""`python -m cgpass report`, `python -m cgpass check` and `python -m cgpass build`."""
 
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from cgpass import _torch
+from cgpass import _torch, progress
 from cgpass.errors import ReportError
-from cgpass.report.check import least_share, run_script, verdict, work_done
+from cgpass.report.check import least_share, run_script, verdict, work_done, wrapped
 from cgpass.report.collect import snapshot
 from cgpass.report.frames import left_to_eager, new_breaks, noted
 from cgpass.report.model import Report, check_ending
 from cgpass.report.outside import with_outside
+from cgpass.runtime import native
 from cgpass.version import VERSION
 
 
@@ -25,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Those of the command line by default.
     """
     options = _parser().parse_args(arguments)
+    if options.command == "build":
+        return _build()
     try:
         return _report(options) if options.command == "report" else _check(options)
     except ReportError as error:
@@ -67,6 +71,13 @@ def _parser() -> argparse.ArgumentParser:
         "arguments",
         nargs=argparse.REMAINDER,
         help="of the script: all that stands behind it, so options of check go before it",
+    )
+    commands.add_parser(
+        "build",
+        help="compile the native code ahead, as for a container",
+        description="Compile the C++ that calls go through, and keep it in the cache folder ($XDG_CACHE_HOME/cgpass, else "
+        "~/.cache/cgpass), where every process with this torch and this Python finds it. Else the first process that "
+        "records does so. Fails (status 1), with what the compiler said, if that can't be.",
     )
     rest.required = False  # argparse names it among what is missing, though none may be
     return parser
@@ -111,8 +122,25 @@ def _check(options: argparse.Namespace) -> int:
     if save is not None:
         report.save(save)
     passes, text = verdict(work_done(report.left_to_eager, report.graph_breaks), least)
-    sys.stdout.write(f"{text}\n")
+    sys.stdout.write(f"{wrapped(text)}\n")
     return 0 if passes else 1
+
+
+def _build() -> int:
+    start = time.monotonic()
+    try:
+        with progress.shown("compiling native code", "auto"):
+            paths = native.build(keep=True)
+            for source, path in zip(native.SOURCES, paths, strict=True):
+                native.load(path, source)
+    except native.BuildError as error:
+        said = f"{error.said.rstrip()}\n" if error.said else ""
+        sys.stderr.write(f"{said}cgpass build: {error}. {error.fix}.\n")
+        return 1
+    took = time.monotonic() - start
+    sys.stdout.write("".join(f"{path}\n" for path in paths))
+    sys.stdout.write(f"native code for torch {torch.__version__} is there, after {took:.1f} s\n")
+    return 0
 
 
 def _check_place(path: Path) -> None:

@@ -29,6 +29,7 @@ from cgpass.passes.functionalize_rng import RngPairs
 from cgpass.passes.split_joint import split_joint
 from cgpass.reason import Reason
 from cgpass.resetting import reset_with_torch
+from cgpass.runtime import native
 from cgpass.runtime.driver import CUDADriver, GraphDriver
 from cgpass.runtime.gathered import give_gathered_a_pool
 from cgpass.runtime.owner import Owner
@@ -76,6 +77,8 @@ def cgpass(
             'driver="cuda", but torch finds no CUDA device; use driver="auto", or driver="simulated" on CPU'
         )
     check_names(parsed)
+    if parsed.driver != "none" and (parsed.driver != "auto" or torch.cuda.is_available()):
+        native.loader.start()
     return Compilation(parsed).compile(gm, example_inputs)
 
 
@@ -111,8 +114,7 @@ class Compilation:
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Hand the graph to AOTAutograd with our split and our compilers."""
-        for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-            self._names[position] = _torch.dynamo_source_name(node) or node.name
+        self._names = dict(enumerate(_torch.input_names(gm)))
         self._source = tracing.Source(begins_at(gm), _torch.current_trace_id())
         self._graph_break = graph_break_of(gm)
         is_direct = self.options.parameter_grads == "direct"

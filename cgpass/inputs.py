@@ -26,7 +26,7 @@ class InputInfo:
     """One input of a partition, as messages and reports name it."""
 
     name: str
-    """As the user knows it, e.g. `L['self'].fc.weight`, else the node's name."""
+    """As the user knows it, e.g. `fc.weight`, else the node's name."""
     kind: InputKind
     line: str | None = None
     """User's source line that first reads it, `model.py:41 in forward: code`."""

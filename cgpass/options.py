@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import logging
 import os
 import re
 import threading
@@ -14,6 +15,10 @@ from cgpass.errors import OptionError
 
 __all__ = ["Options", "current_defaults", "set_defaults"]
 
+log = logging.getLogger(__name__)
+
+_SCRIPTS_OWN: Final = frozenset({"CGPASS_VENV", "CGPASS_RANDOM_PROGRAMS"})
+"""Variables that this repository's scripts and tests read."""
 _ENV_PREFIX: Final = "CGPASS_"
 _OPERATOR: Final = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*(\.[A-Za-z_]\w*)?")
 
@@ -58,14 +63,16 @@ class Options:
     without a graph."""
 
     outputs: Literal["shared", "owned"] = _choice("shared", "owned")
-    """Outputs on pool memory, rescued before it is reused, or copies in allocator memory."""
+    """`shared`: outputs live in the graph's pool and are copied out only if still alive when it is reused.
+    `owned`: every output is a copy."""
 
     max_pending_calls: int = _count(16, at_least=1)
     """Calls of one function whose results must stay where they lie (forwards whose backward is to come) before more of
     them run without a graph. Each gets memory of its own."""
 
     min_partition_ops: int = _count(4, at_least=1)
-    """Captured partitions with fewer operators that do work on the device than this run plainly; views don't count."""
+    """Captured partitions with fewer operators that do work on the device than this run without a graph; views
+    don't count."""
 
     unsafe_ops: tuple[str, ...] = ()
     """Operators that are never captured, as `ns::op` or `ns::op.overload`."""
@@ -77,8 +84,9 @@ class Options:
     """Random numbers as eager's own, or generator pairs with seeds of their own."""
 
     parameter_grads: Literal["autograd", "direct"] = _choice("autograd", "direct")
-    """Whether parameters are a part of autograd's graph, or the compiled function adds gradients to their `.grad` without.
-    `direct` is out of reach for `torch.autograd.grad`; parameters with hooks are left to autograd."""
+    """`autograd`: parameters are part of autograd's graph. `direct`: they are not, and the compiled function adds
+    gradients to their `.grad` itself, which is faster with many small parameters; `torch.autograd.grad` can't reach
+    them then, and parameters with hooks are left to autograd."""
 
     progress: Literal["auto", "off"] = _choice("auto", "off")
     """A line that tells of compilations and recordings that take long; `auto`: where stderr is a terminal."""
@@ -152,6 +160,8 @@ class _SetDefaults:
 
 _lock: Final = threading.Lock()
 _overrides: Final[dict[str, Any]] = {}
+_told_unknown: Final[set[str]] = set()
+"""Environment variables of which it was said that they are no options."""
 
 
 def set_defaults(**options: Any) -> _SetDefaults:
@@ -190,14 +200,15 @@ def _defaults() -> dict[str, Any]:
 
 
 def _from_environment() -> dict[str, Any]:
-    """Read `CGPASS_<OPTION>`; other variables of that prefix are the scripts' unless misspelt."""
+    """Read `CGPASS_<OPTION>`; say once which other variables of that prefix there are."""
     found = {}
+    unknown = []
     for variable in sorted(os.environ):
         if not variable.startswith(_ENV_PREFIX):
             continue
         name = variable.removeprefix(_ENV_PREFIX).lower()
         if name == "fast":
-            fast_mode()
+            wants_native_code()
         elif name in _SPECS:
             found[name] = _from_text(variable, name, os.environ[variable])
         elif nearest := _nearest(name, cutoff=0.8):  # RUN is somebody's own, no misspelt RNG
@@ -205,22 +216,31 @@ def _from_environment() -> dict[str, Any]:
                 f"cgpass: environment variable {variable} is not an option; "
                 f"did you mean {_ENV_PREFIX}{nearest.upper()}?"
             )
+        elif variable not in _SCRIPTS_OWN:
+            unknown.append(variable)
+    if not _told_unknown.issuperset(unknown):
+        _told_unknown.update(unknown)
+        log.warning(
+            "cgpass: environment variables that are no options are ignored: %s; options are %s followed by one of %s",
+            ", ".join(unknown),
+            _ENV_PREFIX,
+            ", ".join(name.upper() for name in (*_SPECS, "fast")),
+        )
     return found
 
 
-def fast_mode() -> Literal["on", "off", "wait"]:
-    """What `CGPASS_FAST` says of the C++ functions: `0` never, `wait` before the first call, else once they are built.
+def wants_native_code() -> bool:
+    """Whether the C++ is to be used: `CGPASS_FAST=0` turns it off.
 
     Raises:
-        OptionError: Another value than `0`, `1` and `wait`.
+        OptionError: Another value than `0` and `1`.
     """
-    modes: dict[str, Literal["on", "off", "wait"]] = {"0": "off", "1": "on", "wait": "wait"}
-    text = os.environ.get("CGPASS_FAST", "1").strip().lower()
-    if text not in modes:
+    text = os.environ.get("CGPASS_FAST", "1").strip()
+    if text not in ("0", "1"):
         raise OptionError(
-            f"cgpass: environment variable CGPASS_FAST must be one of {', '.join(map(repr, modes))}, got {text!r}."
+            f"cgpass: environment variable CGPASS_FAST must be '0' or '1', got {text!r}."
         )
-    return modes[text]
+    return text == "1"
 
 
 def _from_text(variable: str, name: str, text: str) -> Any:
@@ -229,6 +249,11 @@ def _from_text(variable: str, name: str, text: str) -> Any:
         value = read(text.strip())
     except ValueError:
         value = text  # refused below, with the text as the user wrote it
+    if name == "inductor" and not isinstance(value, Mapping):
+        raise OptionError(
+            f"cgpass: environment variable {variable} must hold Inductor config names and values as JSON, "
+            f"e.g. {variable}='{{\"max_autotune\": true}}', got {_shown(text)}."
+        )
     return _validated(name, value, f"environment variable {variable}")
 
 

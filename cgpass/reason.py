@@ -1,5 +1,6 @@
 """Why something runs outside of CUDA graphs: what messages, summaries and reports say of it."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ OTHER_FIXES: Final = {
     "transform": "call it outside of transforms (torch.func, vmap, batched gradients)",
     "outer_capture": "leave it: the graph that is being captured holds it",
     "other_sizes": "name the operator that can't be captured in unsafe_ops to have such calls captured, too",
-    "passing": "leave it, unless it goes on: recordings were being laid out anew, or a capture failed once",
+    "passing": "leave it, unless it goes on: recordings were being copied to a new layout, or a capture failed once",
     "new_tensor": "write into it in place (copy_) instead of replacing it",
     "new_shape": "keep to a few sizes (pad), and pass a number that changes as a 0-dim tensor on the device",
     "graph_break": "do what torch hints at, in the report's words; TORCH_LOGS=graph_breaks shows more",
@@ -30,6 +31,33 @@ OTHER_FIXES: Final = {
     "names every cause",
 }
 """What a user can do, by code, where no rule about an operator is the reason."""
+
+
+_SIZE: Final = re.compile(r"^(.+)\.size\((\d+)\)$")
+_ORDINALS: Final = ("first", "second", "third")
+
+
+def is_size(name: str) -> bool:
+    """Whether an input is the size of a dimension, by its name."""
+    return _SIZE.match(name) is not None
+
+
+def new_value(name: str) -> tuple[str, str]:
+    """What takes new values, `the first dimension of x`, and what to do about it.
+
+    Args:
+        name: As the user knows it, of a number or a size.
+    """
+    size = _SIZE.match(name)
+    if size is None:
+        return f"the number {name}", "pass it as a 0-dim tensor on the device"
+    dim = int(size[2])
+    which = f"the {_ORDINALS[dim]} dimension" if dim < len(_ORDINALS) else f"dimension {dim}"
+    if dim == 0:
+        fix = "keep to a few sizes: pad the batch, or drop the last one (drop_last=True)"
+    else:
+        fix = f"pad {which} to a few sizes"
+    return f"{which} of {size[1]}", fix
 
 
 def many(count: float, noun: str) -> str:
@@ -169,7 +197,11 @@ def _new(code: str, name: str, line: str | None, count: int, calls: int) -> Reas
     detail = (
         f"{NEW[code]} in {count} of {many(calls, 'call')}: such calls warm up, or are recorded each"
     )
-    fix = _KEEP_GRADIENTS if code == "new_tensor" and name.endswith(".grad") else OTHER_FIXES[code]
+    fix = OTHER_FIXES[code]
+    if code == "new_tensor" and name.endswith(".grad"):
+        fix = _KEEP_GRADIENTS
+    elif code == "new_shape" and is_size(name):
+        fix = new_value(name)[1]
     return Reason(code, name, detail, fix, line)
 
 

@@ -1,5 +1,6 @@
 """What is kept of compiled graphs, partitions and recordings for reports: texts and numbers, nothing of the user's."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -49,14 +50,20 @@ class GraphSummary:
     def __str__(self) -> str:
         head = self.direction if self.place is None else f"{self.direction} of {self.place}"
         if self.skip is not None:
-            return f"{head}: runs without CUDA graphs ({self.num_ops} ops): {self.skip}"
+            return (
+                f"{head}: runs without CUDA graphs ({many(self.num_ops, 'operator')}): {self.skip}"
+            )
         captured = [p for p in self.partitions if p.captured]
         eager = [p for p in self.partitions if not p.captured]
         head += (
-            f": {many(len(captured), 'partition')} captured ({sum(p.num_ops for p in captured)} ops), "
-            f"{len(eager)} eager ({sum(p.num_ops for p in eager)} ops)"
+            f": {many(len(captured), 'partition')} captured ({_operators(captured)}), "
+            f"{len(eager)} eager ({_operators(eager)})"
         )
         return "\n".join([head, *(f"  {p.name}: {reason}" for p in eager for reason in p.reasons)])
+
+
+def _operators(parts: Sequence[PartitionSummary]) -> str:
+    return many(sum(part.num_ops for part in parts), "operator")
 
 
 @dataclass(frozen=True)

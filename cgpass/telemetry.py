@@ -25,7 +25,7 @@ class CallStats:
     """Calls of a captured partition. One that raises, by an error in it or since `on_skip="raise"` refuses it, counts
     as nothing else."""
     warmups: int = 0
-    """Calls that ran plainly to warm up."""
+    """Calls that ran without a graph to warm up."""
     recordings: int = 0
     """Recordings made, re-recordings included."""
     rerecordings: int = 0
@@ -38,7 +38,7 @@ class CallStats:
     copied_bytes: int = 0
     """Bytes copied into placeholders, written back, and copied out of the pool."""
     rescues: int = 0
-    """Times that held outputs of a recording were moved before a replay would have overwritten them."""
+    """Times that outputs of a recording that were still referenced were copied before a replay would have overwritten them."""
     rescued_bytes: int = 0
     """Bytes copied by rescues."""
 

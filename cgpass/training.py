@@ -3,7 +3,7 @@
 Note [What AOTAutograd's autograd function does]
     It runs the forward graph, saves what the backward reads, and has autograd call the backward graph; all of it in
     Python and once per parameter. Where nothing else is to be done (see `_torch.training_layout`), a compiled node does
-    that: see Note [A node of our own]. Until it is built, until the backward is compiled (AOTAutograd does that late
+    that: see Note [A node of our own]. Until it is there, until the backward is compiled (AOTAutograd does that late
     where sizes are symbols), and wherever autograd does not run as by default, calls go AOTAutograd's way. Both ways
     save the same tensors in the same order, so that a checkpoint around a call may take the other one when it recomputes.
 """
@@ -18,7 +18,7 @@ from torch import fx
 from cgpass import _torch, tracing
 from cgpass.compile import Boxed
 from cgpass.errors import DoubleBackwardError
-from cgpass.runtime import node
+from cgpass.runtime import native, node
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,6 @@ class TrainingCall:
             if self._num_forwards:
                 self._say_it_is_not_direct(_WRAPPED)
             return compiled
-        node.start()
         layout = self._layout
 
         def call(*args: Any) -> Any:
@@ -106,7 +105,7 @@ class TrainingCall:
                 or len(args) != layout.num_inputs
                 or not _torch.autograd_is_plain()
             ):
-                if attach is None and (why := node.why_not()) is not None:
+                if attach is None and (why := native.loader.why_not) is not None:
                     self._say_it_is_not_direct(why)
                 return compiled(*args)
             return self._call(attach, layout, args)

@@ -163,7 +163,7 @@ class Verification:
         if part.place() not in self._warned:
             self._warned.add(part.place())
             log.warning(
-                "%s, but plain runs differ among themselves, too: it can't be verified. "
+                "%s, but runs without graphs differ among themselves, too: it can't be verified. "
                 "torch.use_deterministic_algorithms(True) chooses kernels that repeat themselves.",
                 text,
             )

@@ -5,8 +5,14 @@ new cache would be recorded anew.
 """
 
 import os
+import sys
+from importlib.util import find_spec
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+if not find_spec("transformers"):
+    print("examples/decoding.py needs transformers: pip install -e '.[demo]'")
+    sys.exit()
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache

@@ -7,13 +7,14 @@ not among them. `model.compile` does the same: the model is compiled in place, a
 import os
 import sys
 import tempfile
+from importlib.util import find_spec
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-try:
-    import accelerate  # noqa: F401 - Trainer needs it
-except ImportError:
-    print("skipped: Trainer needs accelerate, which is not installed (pip install accelerate)")
+if not (find_spec("transformers") and find_spec("accelerate")):
+    print(
+        "examples/huggingface_trainer.py needs transformers and accelerate: pip install -e '.[demo]' accelerate"
+    )
     sys.exit()
 
 import torch

@@ -4,13 +4,13 @@ The network inside is compiled, not the LightningModule around it: what `self.lo
 """
 
 import sys
+from importlib.util import find_spec
 
-try:
-    import lightning
-except ImportError:
-    print("skipped: PyTorch Lightning is not installed (pip install lightning)")
+if not find_spec("lightning"):
+    print("examples/lightning_trainer.py needs lightning: pip install lightning")
     sys.exit()
 
+import lightning
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

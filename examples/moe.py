@@ -5,8 +5,14 @@ of its own, and `cgpass.explain` names it. Experts that are computed without the
 """
 
 import os
+import sys
+from importlib.util import find_spec
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+if not find_spec("transformers"):
+    print("examples/moe.py needs transformers: pip install -e '.[demo]'")
+    sys.exit()
 
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM

@@ -14,10 +14,15 @@ import sys
 import sysconfig
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # repeatable matrix products
+
+if not find_spec("transformers"):
+    print("examples/train_transformer.py needs transformers: pip install -e '.[demo]'")
+    sys.exit()
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel

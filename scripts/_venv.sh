@@ -69,7 +69,7 @@ prepare_venv() {
     wanted=$(<"$stamp") # which has all that the demo needs
   fi
   if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
-    echo "== installing cgpass[$extra] into $directory (minutes the first time)"
+    echo "== installing cgpass[$extra] into $directory (the first time 1 to 3 minutes and up to 6 GB, most of it torch)"
     "$PYTHON" -m pip install --quiet --disable-pip-version-check \
       ${torch:+"torch==$torch"} -e ".[$extra]"
     echo "$wanted" >"$stamp"

@@ -7,7 +7,7 @@
 --take recognises results by what they hold, and merges several of one commit: bench.json of different models, say.
 Results of different commits or machines are refused, and nothing is kept then. A model that lacks arms of the kept one,
 was stopped by an error, or has no figure of cgpass or unchecked losses of it is refused, and a result without models or
-depths that the kept one has: with --into models that were not measured stay as they are. Failed tests and tiny models are never kept, and --check names them. Drawing needs matplotlib, which `pip install -e ".[report]"`
+depths that the kept one has: with --into models that were not measured stay as they are. Failed tests and tiny models are never kept, and --check names them. Drawing needs matplotlib, which `pip install -e ".[dev]"`
 installs; a plot is drawn when the figures that it notes in its metadata are others, or with --redraw.
 """
 
@@ -114,7 +114,7 @@ def write(directory: Path = RESULTS, readme: Path = README, *, redraw: bool = Fa
     }
     if todo and importlib.util.find_spec("matplotlib") is None:
         names = ", ".join(path.name for path in todo)
-        print(f'not drawn: {names}; needs pip install -e ".[report]"', file=sys.stderr)
+        print(f'not drawn: {names}; needs pip install -e ".[dev]"', file=sys.stderr)
         return 1
     for path, what in todo.items():
         plots.draw(path, what)

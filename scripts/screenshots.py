@@ -76,7 +76,7 @@ def main() -> int:
             shot = Path(directory) / f"{mode}.png"
             profile = f"--user-data-dir={directory}/{mode}"
             command = [browser, *FLAGS, *flags, profile, f"--screenshot={shot}", report.as_uri()]
-            subprocess.run(command, check=True, capture_output=True, timeout=120)
+            subprocess.run(command, check=True, capture_output=True, timeout=600)
             with Image.open(shot) as image:
                 image.convert("RGB").quantize(64).save(IMAGES / f"report-{mode}.png", optimize=True)
     return 0

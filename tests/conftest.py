@@ -1,6 +1,7 @@
 """Skips what this machine has no CUDA devices for; keeps one test's options from the next."""
 
 import atexit
+import collections
 import gc
 import importlib
 import logging
@@ -110,6 +111,22 @@ def pytest_collection_modifyitems(items):
         if needed > found:
             reason = f"needs {needed} CUDA device(s), found {found}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter):
+    """A line for each reason to skip tests, and one for all that lack a device."""
+    for reason, count in skipped(terminalreporter.stats.get("skipped", ())).items():
+        terminalreporter.write_line(f"{count} test{'s' * (count > 1)} skipped: {reason}")
+
+
+def skipped(reports):
+    """How many tests were skipped, by reason."""
+    reasons = (report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+    return collections.Counter(
+        "need a CUDA device" if reason.endswith("CUDA device(s), found 0") else reason
+        for reason in reasons
+    )
 
 
 @pytest.fixture(autouse=True, scope="session")

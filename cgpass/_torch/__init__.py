@@ -39,8 +39,8 @@ from cgpass._torch.compiling import (
 )
 from cgpass._torch.dynamo import (
     backend_for_once,
-    dynamo_source_name,
     handles_subclasses,
+    input_names,
     input_position,
     is_compiled,
     is_compiled_by,

@@ -2,10 +2,12 @@
 
 import contextlib
 import functools
+import re
 import threading
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -115,13 +117,53 @@ def is_disabled(fn: Any) -> bool:
     return bool(getattr(fn, "_torchdynamo_disable", False))
 
 
-def dynamo_source_name(node: torch.fx.Node) -> str | None:
-    """What a placeholder of Dynamo's graph stands for in the user's words, `L['self'].fc.weight`."""
-    source = getattr(node.meta.get("grapharg"), "source", None)
-    if source is None:
-        return None
-    name = source.name
+def input_names(gm: torch.fx.GraphModule) -> list[str]:
+    """What the user calls each input of Dynamo's graph: `layers.0.weight`, `batch['ids']`, else the placeholder's name."""
+    nodes = gm.graph.find_nodes(op="placeholder")
+    sources = [_source_name(node) for node in nodes]
+    names = [named_by_user(source) for source in sources]
+    counts = Counter(names)
+    return [
+        node.name
+        if not source
+        else named_by_user(source, rooted=True)
+        if counts[name] > 1
+        else name
+        for node, source, name in zip(nodes, sources, names, strict=True)
+    ]
+
+
+def _source_name(node: torch.fx.Node) -> str:
+    name = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
     return name() if callable(name) else name
+
+
+def named_by_user(source: str, *, rooted: bool = False) -> str:
+    """Turn Dynamo's name of a value, `L['self']._modules['fc']._parameters['weight']`, into the user's, `fc.weight`.
+
+    What a compiled module holds is called as in its `state_dict()`. `fn` is what `torch.compile` calls the module where it
+    was given one that has a forward of torch's own.
+
+    Args:
+        source: Dynamo's name.
+        rooted: Keep what the function calls the compiled module: `self.fc.weight`.
+
+    Source: torch/_dynamo/source.py, guards.py; external_utils.py `wrap_inline`, 2.11 to 2.15.
+    """
+    text = source if rooted else _COMPILED_MODULE.sub("", source)
+    for pattern, words in _USER_WORDS:
+        text = pattern.sub(words, text)
+    return text.lstrip(".")
+
+
+_COMPILED_MODULE: Final = re.compile(r"^L\['(?:self|fn)'\](?=\._(?:modules|parameters|buffers)\[)")
+_USER_WORDS: Final = (
+    (re.compile(r"^___from_numpy\((.*)\)$"), r"\1"),
+    (re.compile(r"(?<![\w.])G\['__import_(\w+)'\]"), lambda found: found[1].replace("_dot_", ".")),
+    (re.compile(r"(?<![\w.])[LG]\['(\w+)'\]"), r"\1"),
+    (re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]"), r".\1"),
+    (re.compile(r"\.(size|stride)\(\)\[(\d+)\]"), r".\1(\2)"),
+)
 
 
 def static_mark(node: torch.fx.Node) -> str | None:

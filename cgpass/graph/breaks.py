@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from cgpass import _torch
+from cgpass.graph import op_tables
 from cgpass.graph.lines import function_name
 from cgpass.reason import Reason, ways
 
@@ -30,6 +31,8 @@ _NO_HELP: Final = (
     "this graph break is fundamental",
 )
 """Hints that are none to users."""
+_OPERATOR: Final = re.compile(r"(?<=Operator )`aten\.(\w+)\.\w+`")
+"""What torch names of operators that read data, or whose result's size depends on it."""
 _STEP: Final = "step_unsupported"
 """What torch says where it compiles what is before a line and leaves all from there on to eager."""
 _WORDS: Final = {
@@ -228,7 +231,15 @@ def reason_of(text: str, line: str | None) -> Reason:
     said = [each.strip() for block in blocks for each in block]
     hints = [each.removeprefix("Hint: ") for each in said if each.startswith("Hint: ")]
     hints = [hint for hint in hints if not any(each in hint.lower() for each in _NO_HELP)]
-    return Reason("graph_break", "", "; ".join(dict.fromkeys(titles)), ways(hints or [_SEE]), line)
+    detail = "; ".join(dict.fromkeys(titles))
+    operator = _OPERATOR.search(text)
+    if operator is not None:
+        detail = f"{detail}: {operator[0].strip('`')}"
+        known = op_tables.OPERATOR_FIXES.get(operator[1])
+        hints = hints if known is None else [known, *hints]
+    elif "Tensor.item()" in text:
+        hints.insert(0, op_tables.FIXES["host_read"])
+    return Reason("graph_break", "", detail, ways(hints or [_SEE]), line)
 
 
 def given_up(text: str, line: str | None, rest: str | None = None) -> Reason:

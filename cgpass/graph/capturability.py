@@ -97,9 +97,26 @@ def why_not_capturable(
         found = rule(query)
         if found is not None:
             code, detail = found
-            fix = op_tables.FIXES[code]
-            return Reason(code, op_name(node), detail, fix, user_line(node))
+            return Reason(code, op_name(node), detail, _fix(query, code), user_line(node))
     return None
+
+
+def _fix(query: _Query, code: str) -> str:
+    """What to do about the operator itself where that is known, else about all that have the same reason."""
+    name = _short_name(query.op) if isinstance(query.op, torch._ops.OpOverload) else ""
+    if code in op_tables.OPERATOR_CODES or name == "lift_fresh_copy":
+        if name == "_linalg_check_errors":
+            return _without_the_check(values.argument(query.node, "api_name"))
+        return op_tables.OPERATOR_FIXES.get(name, op_tables.FIXES[code])
+    return op_tables.FIXES[code]
+
+
+def _without_the_check(checked: object) -> str:
+    """What to do about a check of what a function of `torch.linalg` found."""
+    name = f"{checked}".removeprefix("torch.").replace(".", "_") + "_ex"
+    if name in op_tables.SYNCS:
+        return op_tables.OPERATOR_FIXES[name]
+    return f"use torch.{name.replace('_', '.', 1)}, which does not check"
 
 
 def op_name(node: fx.Node) -> str:

@@ -191,7 +191,7 @@ FIXES = {
     "host_read": "keep the value on the device (torch.where, tensor arithmetic) instead of item()",
     "dynamic_shape": "use a form with a fixed size (nonzero_static, torch.where, output_size=)",
     "host_state": "move it out of the compiled function",
-    "host_sync": "use a form that does not check on the host, if there is one (cholesky_ex, explicit range, bfloat16, numbers)",
+    "host_sync": "use operators that read nothing on the host, or leave it: only this runs outside of the graphs",
     "side_effect": "leave it: only this runs outside of the graphs",
     "effect_token": "leave it: nothing is lost",
     "bool_index": "use torch.where, masked_fill or integer indices instead of a boolean mask",
@@ -215,3 +215,54 @@ FIXES = {
     "torch_unsafe": "leave it: only this runs outside of the graphs",
 }
 """What a user can do, by the code of the reason."""
+
+_NO_OTHER_FORM = (
+    "leave it, or call it outside of the compiled function: no form of it runs in a CUDA graph"
+)
+_LEAVE_CHECK = "leave out check_errors=True"
+_NONZERO = "give the number of results: torch.nonzero_static(x, size=n); instead of x[mask] use torch.where"
+_UNIQUE = "keep the size fixed: torch.sort, and compare neighbours; or call it outside of the compiled function"
+_WHERE = "use torch.where(mask, value, x), which reads the value on the device"
+_INDEX_COPY = "use x.index_copy(dim, index, values), which reads the values on the device"
+
+OPERATOR_FIXES = {
+    "_linalg_eigh": _NO_OTHER_FORM,
+    "_linalg_solve_ex": _LEAVE_CHECK,
+    "_linalg_svd": _NO_OTHER_FORM,
+    "_grouped_mm": "give it bfloat16",
+    "_unique2": _UNIQUE,
+    "allclose": "use torch.isclose(a, b).all(), which stays on the device",
+    "argwhere": _NONZERO,
+    "bincount": "give the number of bins: x.new_zeros(n).scatter_add_(0, x, torch.ones_like(x)); minlength= does not help",
+    "embedding_renorm_": "leave out max_norm=; normalise the weight after the optimizer's step",
+    "equal": "use (a == b).all(), which stays on the device",
+    "histc": "pass min= and max=",
+    "index_fill": _INDEX_COPY,
+    "index_fill_": _INDEX_COPY,
+    "isin": "compare directly, (elements[..., None] == test_elements).any(-1); or pass assume_unique=True where that holds",
+    "lift_fresh_copy": "make the constant once, outside of the compiled function (register_buffer)",
+    "linalg_cholesky_ex": _LEAVE_CHECK,
+    "linalg_eig": _NO_OTHER_FORM,
+    "linalg_inv_ex": _LEAVE_CHECK,
+    "linalg_ldl_factor_ex": _NO_OTHER_FORM,
+    "linalg_lstsq": "for matrices of full rank use torch.linalg.qr and solve_triangular",
+    "linalg_lu_factor_ex": _LEAVE_CHECK,
+    "linalg_matrix_exp": _NO_OTHER_FORM,
+    "linalg_pinv": _NO_OTHER_FORM,
+    "linspace": "give start and end as numbers, or use start + (end - start) * torch.linspace(0, 1, steps)",
+    "logspace": "give start and end as numbers, or use base ** (start + (end - start) * torch.linspace(0, 1, steps))",
+    "masked_fill": _WHERE,
+    "masked_fill_": _WHERE,
+    "masked_select": "keep the size fixed: torch.where(mask, x, 0)",
+    "nonzero": _NONZERO,
+    "normal": "use mean + std * torch.randn_like(std), which does not check std",
+    "repeat_interleave": "pass output_size=",
+    "searchsorted": "leave out sorter=: search in the sorted sequence",
+    "segment_reduce": "use torch.scatter_reduce with the row of each element",
+    "unique_consecutive": _UNIQUE,
+    "unique_dim": _UNIQUE,
+}
+"""What a user can do about one operator, by name, where that is more than its code says."""
+
+OPERATOR_CODES = frozenset({"dynamic_shape", "host_read", "host_sync"})
+"""Reasons that are about what the operator does, not about its inputs."""

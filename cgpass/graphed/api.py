@@ -19,7 +19,7 @@ from cgpass.graphed.preparation import prepared
 from cgpass.graphed.recorder import GroupRecorder
 from cgpass.graphed.schedule import Schedule, interleaved, simple
 from cgpass.graphed.target import Target
-from cgpass.runtime import fast, node
+from cgpass.runtime import native
 from cgpass.runtime.driver import CUDADriver
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
@@ -126,8 +126,7 @@ def _record(
     functions: list[GraphedFunction],
     once: hooks_of.HookSet,
 ) -> None:
-    node.start()
-    fast.wait()
+    native.loader.wait(current_defaults().progress)
     try:
         with prepared(passes, group), group.owner.lock:
             recorder = GroupRecorder(group, schedule, passes)

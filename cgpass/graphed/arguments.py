@@ -85,10 +85,10 @@ class Arguments:
         """Why a replay can't take these arguments."""
         for i in self._spanned:
             if not self.memory[i].is_laid_out_as(tensors[i]):
-                return f"{self._names[i]} is laid out otherwise than the sample, whose elements share memory"
+                return f"{self._names[i]} has another memory layout than the sample, whose elements share memory"
         for i in self._viewed:
             if not self.memory[i].is_laid_out_as(tensors[i]):
-                return f"{self._names[i]}, which results are views of, is laid out otherwise than the sample"
+                return f"{self._names[i]}, which results are views of, has another memory layout than the sample"
         for i in self._written:
             if self._fixed.meet(tensors[i]):
                 return f"{self._names[i]}, which it writes, shares memory with a parameter, a buffer or a sample"

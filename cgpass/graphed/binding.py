@@ -238,16 +238,32 @@ class Binding:
             if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, self._device):
                 expected = f"{list(shape)} {dtype} on {self._device}"
                 got = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
-                return InputError(
-                    f"{what} was {expected} in the sample, now it is {got}. A graph has fixed shapes: pad it, or record "
-                    "a callable for this shape too."
-                )
+                if tensor.shape != shape:
+                    fix = (
+                        "A graph has fixed shapes: pad it, or record a callable for this shape too."
+                    )
+                elif tensor.dtype != dtype:
+                    fix = f"Convert it with .to({dtype}), or record a callable with {tensor.dtype}."
+                else:
+                    fix = f"Move it with .to({str(self._device)!r})."
+                return InputError(f"{what} was {expected} in the sample, now it is {got}. {fix}")
             if tensor.requires_grad and not requires_grad:
                 return InputError(
                     f"{what} requires grad, but did not in the sample: no gradient was recorded for it. Record with a "
                     "sample that requires grad, or detach it."
                 )
         raise AssertionError("some tensor does not fit")
+
+
+def _fix_of(
+    tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> str:
+    """What to do about an argument that is not as the sample was."""
+    if tensor.shape != shape:
+        return "A graph has fixed shapes: pad it, or record a callable for this shape too."
+    if tensor.dtype != dtype:
+        return f"Convert it with .to({dtype}), or record a callable with {tensor.dtype}."
+    return f"Move it with .to({str(device)!r})."
 
 
 def _are_symbolic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -78,7 +78,8 @@ class GraphedOptions:
     """Whether gradients keep their values while held; else the next replay overwrites them, in `.grad`, too: no accumulation."""
 
     parameter_grads: Literal["autograd", "direct"] = "autograd"
-    """Whether parameters are a part of autograd's graph, or the callable adds gradients to their `.grad` without."""
+    """`autograd`: parameters are part of autograd's graph. `direct`: they are not, and the callable adds gradients to
+    their `.grad` itself."""
 
     static_input_check: Literal["rerecord", "error", "off"] = "rerecord"
     """What a moved parameter or buffer does; `off` only where they provably never move."""

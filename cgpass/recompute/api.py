@@ -133,6 +133,6 @@ def _contexts(
 @functools.cache
 def _warn_of_plain_run() -> None:
     log.warning(
-        "cgpass.checkpoint: inside transforms of torch.func and forward-mode AD the function runs plainly: nothing is "
+        "cgpass.checkpoint: inside transforms of torch.func and forward-mode AD the function runs as it is: nothing is "
         "recomputed, no memory is saved, values and gradients are right."
     )

@@ -154,7 +154,7 @@ class RNGStatesTracker:
         """
         if self._current is not None:
             raise RNGTrackerError(
-                f"RNGStatesTracker: set_states inside fork({self._current!r}), whose end would put back what it drew "
+                f"RNGStatesTracker: set_states inside fork({self._current!r}), whose end would restore what it drew "
                 f"from. Call it after the with block."
             )
         if not isinstance(states, Mapping):

@@ -25,6 +25,7 @@ from cgpass.report.model import Report
 from cgpass.report.outside import with_outside
 from cgpass.report.reached import Called, reaches_compiled
 from cgpass.report.state import State
+from cgpass.runtime import native
 from cgpass.runtime.owner import Owner
 
 _CALLS: Final = 8
@@ -115,6 +116,8 @@ def _compiled(fn: Callable[..., Any] | torch.nn.Module) -> Iterator[Callable[...
 
 def _observe(calls: Calls, devices: set[torch.device], watch: frames.Watch) -> Report:
     measured = Measured(settled=_settle(calls, watch), runs=RUNS)
+    if native.loader.status is not None:  # where nothing was recorded yet
+        native.loader.wait()
     measured.captured = timed(calls, devices)
     numbers = called(measured.captured)
     owners = _owners(among=numbers)

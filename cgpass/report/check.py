@@ -5,6 +5,7 @@ import importlib.util
 import os
 import runpy
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from cgpass.errors import ReportError
 from cgpass.reason import NEW, OTHER_FIXES, Reason
 from cgpass.report.model import EagerFunction, ReasonReport
 from cgpass.report.ran import Ran, calls_of_parts
+from cgpass.report.table import WIDTH
 from cgpass.report.words import breaks, many, only_breaks, ran, share, why_left
 from cgpass.summaries import PartitionSummary
 
@@ -145,6 +147,21 @@ def verdict(work: Work, least: float) -> tuple[bool, str]:
     if not enough and work.plain:
         lines += ["runs without graphs:", *(f"  {line}" for line in work.plain)]
     return passes, "\n".join(lines)
+
+
+def wrapped(text: str) -> str:
+    """Text with its long lines in lines of at most 100 columns, the others indented further."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
+        lines += textwrap.wrap(
+            line,
+            WIDTH,
+            subsequent_indent=f"{indent}  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines)
 
 
 def _nothing(work: Work) -> str:

@@ -22,6 +22,7 @@ from cgpass.report.model import (
     Report,
 )
 from cgpass.report.ran import Ran, calls_of_parts
+from cgpass.runtime import native
 from cgpass.runtime.executor import Executor
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner
@@ -209,6 +210,7 @@ def with_times(functions: Sequence[FunctionReport], measured: Measured) -> Repor
         left_to_eager=tuple(EagerFunction(reason=each, place=each.rest) for each in rests),
         settled=measured.settled,
         runs=measured.runs,
+        native=native.loader.status,
         ms=measured.captured.ms,
         plain_ms=measured.plain.ms,
         gpu_share=None if measured.launches is None else measured.launches.gpu_share,

@@ -191,6 +191,8 @@ class Report:
     """Median time of one call with its backward, from start until the device is done."""
     plain_ms: float | None = None
     """The same with all partitions run without CUDA graphs."""
+    native: str | None = None
+    """Whether the C++ of calls is in use, and if not why; None if nothing was to be recorded."""
     gpu_share: float | None = None
     """Share of the call's GPU time that is spent inside CUDA graphs."""
 

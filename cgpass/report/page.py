@@ -74,7 +74,9 @@ def _paragraph(inner: str, kind: str = "soft") -> str:
 
 def _head(report: "Report") -> Iterator[str]:
     versions = f"cgpass {report.cgpass}, torch {report.torch}, {report.device}"
-    yield f"<h1>What CUDA graphs hold of it</h1>{_paragraph(_e(versions))}"
+    if report.native is not None:
+        versions += f"; native code: {report.native}"
+    yield f"<h1>CUDA graph coverage</h1>{_paragraph(_e(versions))}"
     if not report.settled:
         yield _paragraph(_e(f"It did not settle: {unsettled(report)}."), "warn")
     yield f'<div class="tiles">{"".join(_tiles(report))}</div>'
@@ -85,7 +87,7 @@ def _head(report: "Report") -> Iterator[str]:
     if report.work[1] and left:
         yield _paragraph(_e(f"{left[0].upper()}{left[1:]}."), "warn")
     yield _paragraph(
-        '<span class="key graph"></span>in a CUDA graph<span class="key plain"></span>runs plainly'
+        '<span class="key graph"></span>in a CUDA graph<span class="key plain"></span>runs without a graph'
     )
 
 
@@ -162,7 +164,7 @@ def _graph(graph: "GraphReport") -> str:
     if graph.skip is not None:
         why = "".join(map(_reason, alike(graph.reasons))) or _paragraph(_e(graph.skip), "reason")
         ops = many(graph.num_ops, "operator")
-        return f"{head}{_paragraph(_e(f'All of it runs plainly, {ops}.'))}{why}"
+        return f"{head}{_paragraph(_e(f'All of it runs without a graph, {ops}.'))}{why}"
     parts = "".join(map(_details, graph.partitions))
     return f"{head}{_bars(graph)}{_rows(graph.partitions)}{parts}"
 
@@ -197,7 +199,9 @@ def _bar(
     pieces = []
     for part, value in zip(parts, amounts, strict=True):
         kind = "graph" if part.captured and title != "without" else "plain"
-        number = f"{milliseconds(value)} ms" if title != "operators" else f"{part.num_ops} ops"
+        number = (
+            f"{milliseconds(value)} ms" if title != "operators" else many(part.num_ops, "operator")
+        )
         pieces.append(
             f'<i class="{kind}" style="flex-grow:{max(value or 0.0, 1e-4):.4f}" '
             f'title="{_e(part.name)}: {_e(number)}">{_e(part.name)}</i>'
@@ -237,7 +241,9 @@ def _row(part: "PartitionReport") -> str:
 def _details(part: "PartitionReport") -> str:
     reasons = "".join(map(_reason, alike(part.reasons)))
     if not part.captured:
-        return f"{_paragraph(f'{_code(part.name)} runs plainly:')}{reasons}" if reasons else ""
+        return (
+            f"{_paragraph(f'{_code(part.name)} runs without a graph:')}{reasons}" if reasons else ""
+        )
     inner = "".join([_inputs(part), _memory(part), _recordings(part)])
     if not inner:
         return reasons
@@ -268,7 +274,10 @@ def _memory(part: "PartitionReport") -> str:
         facts.append(f"{many(part.static_inputs, 'static input')} read in place")
     if part.output_bytes:
         facts.append(f"outputs {size(part.output_bytes)}")
-    told = [("rescues", "moved held outputs"), ("plain_calls", "ran without a graph")]
+    told = [
+        ("rescues", "copied outputs that were still referenced"),
+        ("plain_calls", "ran without a graph"),
+    ]
     if part.counts.get("warmups", 0) > part.counts.get("replays", 0):
         told.append(("warmups", "warmed up"))
     for name, what in told:

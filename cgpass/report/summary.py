@@ -3,6 +3,7 @@
 from cgpass import _torch, telemetry
 from cgpass.graph.breaks import untold
 from cgpass.report.words import why_left
+from cgpass.runtime import native
 
 
 def summary() -> str:
@@ -11,7 +12,8 @@ def summary() -> str:
     Below each graph, the graph break it ends at, and partitions some of whose calls ran without a graph or warmed up
     again and again, and why. Then graph breaks that no graph ends at, and modules of torch's that one left to eager;
     functions that `torch.compile` gave up as a whole are named by `explain` alone. Then what
-    `make_graphed_callables` returned, as long as it lives, and how it was called.
+    `make_graphed_callables` returned, as long as it lives, and how it was called. Last, whether the native code is in
+    use, unless nothing was to be recorded.
     """
     graphs = [graph for graph, _ in telemetry.graph_runs().values()]
     ends = [graph.graph_break for graph in graphs if graph.graph_break is not None]
@@ -27,4 +29,8 @@ def summary() -> str:
         if each.rest is None or each.rest not in known
     ]
     parts = [telemetry.graphs_summary(), *lines, telemetry.by_hand_summary()]
-    return "\n".join(filter(None, parts)) or "no graph was compiled"
+    text = "\n".join(filter(None, parts))
+    if not text:
+        return "no graph was compiled"
+    status = native.loader.status
+    return text if status is None else f"{text}\nnative code: {status}"

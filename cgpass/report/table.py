@@ -88,6 +88,8 @@ def _wrapped(words: str, indent: int, hanging: int = 2) -> list[str]:
 def _head(report: "Report") -> Iterator[str]:
     versions = f"cgpass {report.cgpass}, torch {report.torch}, {report.device}"
     yield from _wrapped(versions, 0)
+    if report.native is not None:
+        yield from _wrapped(f"native code: {report.native}", 0)
     done, work = report.work
     if report.ms is not None and not done:
         yield from _wrapped(f"one call: {milliseconds(report.ms)} ms", 0)
@@ -234,7 +236,9 @@ def _memory(part: "PartitionReport") -> Iterator[str]:
         facts.append(f"outputs {size(part.output_bytes)}")
     rescues, moved = part.counts.get("rescues", 0), part.counts.get("rescued_bytes", 0)
     if rescues:
-        facts.append(f"held outputs moved {many(rescues, 'time')} ({size(moved)})")
+        facts.append(
+            f"outputs still referenced were copied {many(rescues, 'time')} ({size(moved)})"
+        )
     warmups = part.counts.get("warmups", 0)
     if warmups > part.counts.get("replays", 0):
         facts.append(many(warmups, "warm-up call"))

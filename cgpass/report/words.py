@@ -18,9 +18,8 @@ NONE = "-"
 """Stands for what is not known or does not apply."""
 UNKNOWN = "a function without a line of its own"
 NOTHING = (
-    "cgpass compiled nothing of it, or nothing that ran. What torch.compile returned for another backend runs as it is: "
-    "give explain the function or module itself. What torch.compile gave up long ago stays in eager until "
-    "torch.compiler.reset()."
+    "Nothing here was compiled by cgpass. Either it is already compiled for another backend (pass the original module to "
+    "explain), or torch.compile gave up on it earlier in this process (call torch.compiler.reset())."
 )
 """Stands for functions where there are none."""
 

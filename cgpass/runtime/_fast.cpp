@@ -1,7 +1,7 @@
 // What a call does once per tensor, without Python per tensor. The same functions in Python: fast_python.py.
 //
 // torch/csrc/autograd/python_variable.h takes 15 s to compile, ATen/core/Tensor.h 2 s. The three things that are needed
-// of the former are therefore declared here; fast_build.py checks that tensors are laid out so before it loads this.
+// of the former are therefore declared here; native.py checks that tensors are laid out so before it loads this.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>

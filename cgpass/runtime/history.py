@@ -98,7 +98,7 @@ class History:
     ) -> tuple[str, str]:
         if seen.recordings.get(found.values):
             return "held", (
-                "results of earlier calls are still held, or wait for their backward: one more recording beside theirs"
+                "results of earlier calls are still referenced, or wait for their backward: one more recording beside theirs"
             )
         if self._why_anew is not None:
             return "anew", self._why_anew

@@ -16,18 +16,14 @@ Note [Who adds to leaves]
     since what was saved is dropped, or `run` does.
 """
 
-import logging
-import threading
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from cgpass import _torch
-from cgpass.options import fast_mode
-from cgpass.runtime import fast_build
-
-log = logging.getLogger(__name__)
+from cgpass.runtime import native
 
 Attach = Callable[[Any, Any, Any, Any, Any, Any, Any, Any, Any, str, bool, bool], None]
 """`attach(run, rest, inputs, wanted, direct, outputs, differentiable, checked, unchecked, name, materialize, once)` puts
@@ -51,47 +47,11 @@ a node between tensors.
 """
 
 
-class _Loader:
-    """Has the compiled module loaded once per process."""
+class _Compiled:
+    """What the compiled module has, once it is there."""
 
-    def __init__(self) -> None:
-        self.attach: Attach | None = None
-        self.drop_accumulators: Callable[[Any], None] | None = None
-        self.why_not: str | None = None
-        """Why there is none, and will be none."""
-        self._started = False
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Load the compiled module if it was built before, else build it in the background."""
-        with self._lock:
-            if self._started:
-                return
-            self._started = True
-            if fast_mode() == "off":
-                self.why_not = "compiled code is turned off (CGPASS_FAST=0)"
-                return
-            self._thread = threading.Thread(target=self._load, name="cgpass-node", daemon=True)
-            self._thread.start()
-
-    def _load(self) -> None:
-        try:
-            path = fast_build.cached_path(fast_build.NODE)
-            if not path.exists():
-                fast_build.build(path, fast_build.NODE)
-            module = fast_build.load(path, fast_build.NODE)
-            _register(module.attach)
-            self.drop_accumulators = module.drop_accumulators
-            self.attach = module.attach
-        except fast_build.BuildError as error:
-            self.why_not = str(error)
-            log.info("cgpass goes through AOTAutograd's autograd function: %s", error)
-
-    def wait(self) -> None:
-        """Wait for the build, if there is one."""
-        if self._thread is not None:
-            self._thread.join()
+    attach: Attach | None = None
+    drop_accumulators: Callable[[Any], None] | None = None
 
 
 def _register(attach: Attach) -> None:
@@ -115,31 +75,27 @@ def _register(attach: Attach) -> None:
     torch.autograd.graph.Node.register(type(out[0].grad_fn))
 
 
-_loader = _Loader()
+_compiled = _Compiled()
 
 
-def start() -> None:
-    """Have the node built in the background, if it isn't yet."""
-    _loader.start()
-    if fast_mode() == "wait":
-        _loader.wait()
+def _use(module: ModuleType) -> None:
+    _register(module.attach)
+    _compiled.drop_accumulators = module.drop_accumulators
+    _compiled.attach = module.attach
+
+
+native.loader.on_load(native.NODE, _use)
 
 
 def wait() -> bool:
     """Wait until the node is compiled or has failed to be; returns whether it is."""
-    start()
-    _loader.wait()
-    return _loader.attach is not None
+    native.loader.wait()
+    return _compiled.attach is not None
 
 
 def attach() -> Attach | None:
     """The compiled function, None as long as there is none."""
-    return _loader.attach
-
-
-def why_not() -> str | None:
-    """Why there is none and will be none; None if there is, or may be soon."""
-    return _loader.why_not
+    return _compiled.attach
 
 
 def drop_accumulators(leaves: Sequence[torch.Tensor]) -> None:
@@ -150,5 +106,5 @@ def drop_accumulators(leaves: Sequence[torch.Tensor]) -> None:
     Args:
         leaves: Those that require no grad are left alone.
     """
-    if wait() and _loader.drop_accumulators is not None:
-        _loader.drop_accumulators(leaves)
+    if wait() and _compiled.drop_accumulators is not None:
+        _compiled.drop_accumulators(leaves)

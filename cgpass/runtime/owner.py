@@ -171,7 +171,7 @@ class Owner:
             return
         self._warned_held = True
         log.warning(
-            "%s: results of %d earlier calls are still held (outputs with their graph, forwards whose backward did not "
+            "%s: results of %d earlier calls are still referenced (outputs with their graph, forwards whose backward did not "
             "come yet, or gradients), so calls run without a graph until some are dropped. Call it under torch.no_grad() "
             "if no backward is meant, detach outputs and clone gradients that are kept, or raise the limit: "
             'options={"max_pending_calls": %d}.',

@@ -27,7 +27,7 @@ from cgpass import errors, progress
 from cgpass.errors import StaticInputMovedError
 from cgpass.inputs import InputInfo
 from cgpass.reason import CallReasons, many
-from cgpass.runtime import fast
+from cgpass.runtime import native
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.failures import Resplit, give_memory_back
 from cgpass.runtime.fallback import Fallback
@@ -39,7 +39,14 @@ from cgpass.runtime.rng_states import forward_states, note_positions
 from cgpass.runtime.rule import Found, Inputs
 from cgpass.runtime.seeds import put_on_the_device
 from cgpass.runtime.settings import RunnerSettings
-from cgpass.runtime.signature import Layout, ShapeKey, StaticKey, describe, describe_tensors
+from cgpass.runtime.signature import (
+    Layout,
+    ShapeKey,
+    StaticKey,
+    describe,
+    describe_tensors,
+    what_never_repeats,
+)
 from cgpass.runtime.table import RecordingTable, Seen
 from cgpass.runtime.warmup import WarmUp
 from cgpass.runtime.writes import shares_memory
@@ -116,7 +123,7 @@ class PartitionRunner:
         """Of this call's key: see `Seen.draws`."""
         self._last: tuple[ShapeKey, StaticKey, list[Recording]] | None = None
         owner.add(self)
-        fast.start()
+        native.loader.start()
 
     @property
     def failure(self) -> str | None:
@@ -315,7 +322,7 @@ class PartitionRunner:
         if last is not None and last[0] != shape:
             code, new = "new_shape", self.layout.changed(last[0], shape)
             if self.table.is_full_of_unseen(tuple(self._inputs.storages(args, places))):
-                self._say_never_recorded(new)
+                self._say_never_recorded(new, args)
         if last is not None:
             self.reasons.note_changed(code, [(infos[i].name, infos[i].line) for i in new])
         if found.code == "new_places":
@@ -325,14 +332,10 @@ class PartitionRunner:
         else:
             self._had_new_places = False
 
-    def _say_never_recorded(self, changed: Sequence[int]) -> None:
-        names = describe(self.layout.infos[i] for i in changed)
-        self._say_once(
-            "sizes",
-            f"{self.settings.max_recordings} calls in a row were never recorded, since each came with another value or "
-            f"layout of {names}. Keep to a few sizes (pad), and pass a number that changes as a 0-dim tensor on the "
-            "device.",
-        )
+    def _say_never_recorded(self, changed: Sequence[int], args: Sequence[Any]) -> None:
+        why, fix = what_never_repeats(self.layout, changed, args)
+        limit = self.settings.max_recordings
+        self._say_once("sizes", f"{limit} calls in a row were never recorded, since {why}. {fix}.")
 
     def _say_moving(self, found: Found, args: Sequence[Any]) -> None:
         names = describe_tensors(self.layout.infos, args, found.new)
@@ -379,6 +382,7 @@ class PartitionRunner:
                 self.close()
                 self._fallback.note_failure()
                 return self._fallback.run(args), None
+        native.loader.wait(self.settings.progress)
         cause = self.history.cause(self.layout, seen, found, args)
         recording = self._attempt(args, seen, found, slot)
         if isinstance(recording, torch.OutOfMemoryError):

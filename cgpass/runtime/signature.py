@@ -7,6 +7,7 @@ import torch
 
 from cgpass.errors import InputError
 from cgpass.inputs import InputInfo, InputKind
+from cgpass.reason import is_size, new_value
 from cgpass.runtime import fast
 
 ShapeKey = tuple[Any, ...]
@@ -195,3 +196,26 @@ def check_tensor(name: str, value: torch.Tensor, device: torch.device) -> None:
         )
     if value.device != device:
         raise InputError(f"{name} lies on {value.device}, the recording on {device}: move it there")
+
+
+def what_never_repeats(
+    layout: Layout, positions: Sequence[int], args: Sequence[Any]
+) -> tuple[str, str]:
+    """Why calls that differ in these inputs were never recorded, and what to do: of sizes alone, if some are among them."""
+    infos = layout.infos
+    numbers = [i for i in positions if infos[i].kind is InputKind.SYMINT]
+    told = [i for i in numbers if is_size(infos[i].name)] or numbers
+    if not told:
+        what = describe(infos[i] for i in positions)
+        if positions and all(i in layout.objects for i in positions):
+            return f"each came with another object for {what}", "Pass the same one in each call"
+        return f"each came with another size or layout of {what}", "Keep to a few sizes: pad it"
+    texts, fixes = zip(*(new_value(infos[i].name) for i in told), strict=True)
+    lines = (f", read at {infos[i].line}" if infos[i].line else "" for i in told)
+    named = [
+        f"{text} ({args[i]} in this call{line})"
+        for text, i, line in zip(texts[:3], told, lines, strict=False)
+    ]
+    verb = "takes" if len(named) == 1 else "take"
+    fix = "; ".join(dict.fromkeys(fixes))
+    return f"{' and '.join(named)} {verb} new values all the time", fix[0].upper() + fix[1:]

@@ -171,7 +171,7 @@ def section(results: Results, machine: str) -> str:
         blocks.append(stages(goals.without_differing(results["overhead"])))
     blocks.append(
         fill(
-            "What is to be reached, and what is. The goals were set on a faster host, on which reduce-overhead took 59 us "
+            "Targets and results. The goals were set on a faster host, on which reduce-overhead took 59 us "
             "for one layer and 191 us for 100 of them, inference, and 3872 us for training 100; what it took in these runs "
             "tells how fast this host is."
         )

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def first_line(command: list[str]) -> str:
     """First line a command prints, empty if it fails."""
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     lines = done.stdout.strip().splitlines()

@@ -76,7 +76,7 @@ def check_argument(parser: argparse.ArgumentParser, path: Path | None, kind: str
     if kind not in FIGURES:
         parser.error(f"--plot: there is no plot of results of the kind {kind!r}")
     if importlib.util.find_spec("matplotlib") is None:
-        parser.error('--plot: needs matplotlib, as of pip install -e ".[report]"')
+        parser.error('--plot: needs matplotlib, as of pip install -e ".[dev]"')
 
 
 def shown(path: Path) -> dict[str, Any] | None:

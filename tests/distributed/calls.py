@@ -100,7 +100,9 @@ def one_rank_fails(world):
 
 def one_rank_is_late(world):
     """What one process waits for too long is told as that, and the next call finds the other one again."""
-    group = dist.new_group(timeout=datetime.timedelta(seconds=0.5))
+    group = dist.new_group()  # with a while to meet in
+    for backend in {group._get_backend(device) for device in group._device_types}:
+        backend._set_default_timeout(datetime.timedelta(seconds=0.5))
     errors = []
 
     def fn(x):

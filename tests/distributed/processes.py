@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import ProcessException
 
 import cgpass
 from tests.distributed.calls import CALLS
 from tests.distributed.programs import PROGRAMS, World
 
-TIMEOUT_S = 150
+LIMIT_S = 180
+"""For each program. It takes seconds, so it is stuck after this, however busy the machine is."""
 
 
 def free_port():
@@ -42,19 +44,42 @@ def run_all(world_size, device_type, compiler, names, directory):
         join=False,
         start_method="fork" if device_type == "cpu" else "spawn",
     )
-    end, ended = time.monotonic() + TIMEOUT_S, False
     try:
-        while (
-            not ended and time.monotonic() < end
-        ):  # `join` returns as soon as one process has ended
-            ended = context.join(timeout=end - time.monotonic())
-    except Exception:
-        ended = True  # each says itself what it failed with
-    for process in context.processes:
-        if process.is_alive():
-            process.kill()
-    found = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(world_size)]
-    return [{**each, "ended": ended} for each in found]
+        why = wait(context, lambda: [_saved(directory, rank) for rank in range(world_size)], names)
+    finally:
+        for process in context.processes:
+            process.kill()  # nothing is left of most
+    return [{**_saved(directory, rank), "why": why} for rank in range(world_size)]
+
+
+def wait(context, saved, names, limit_s=LIMIT_S):
+    """Waits until all processes have ended; returns None, or why they did not.
+
+    Args:
+        context: Of the processes.
+        saved: Gives the results so far, by rank.
+        names: Of the programs, in order.
+        limit_s: For each program.
+    """
+    last, since = None, time.monotonic()
+    while True:
+        try:
+            if context.join(timeout=1):
+                return None
+        except ProcessException as error:  # the others are ended
+            return str(error)
+        done = [list(results) for results in saved()]
+        if done != last:
+            last, since = done, time.monotonic()
+        elif time.monotonic() - since > limit_s:
+            left = [[n for n in (*names, "destroyed") if n not in each] for each in done]
+            waiting = [f"rank {rank}: {each[0]}" for rank, each in enumerate(left) if each]
+            return f"timed out after {limit_s} s, waiting for {', '.join(waiting) or 'an exit'}"
+
+
+def _saved(directory, rank):
+    path = directory / f"{rank}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _process(rank, world_size, device_type, compiler, names, directory, port):
@@ -81,8 +106,9 @@ def _process(rank, world_size, device_type, compiler, names, directory, port):
     found = {}
 
     def save():
-        with open(f"{directory}/{rank}.json", "w") as file:
+        with open(f"{directory}/{rank}.part", "w") as file:
             json.dump(found, file)
+        os.replace(file.name, f"{directory}/{rank}.json")  # whole, whenever it is read
 
     driver = "simulated" if device_type == "cpu" else "cuda"
     for name in names:
@@ -92,9 +118,9 @@ def _process(rank, world_size, device_type, compiler, names, directory, port):
             )
         except Exception:
             found[name] = {"error": traceback.format_exc()}
-            break  # the other one may wait for this one
-        finally:
             save()
+            os._exit(1)  # the other one may wait for this one
+        save()
     dist.barrier()
     dist.destroy_process_group()  # with graphs alive
     found["destroyed"] = True

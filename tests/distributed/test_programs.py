@@ -2,12 +2,13 @@
 
 import functools
 import os
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
 from tests.distributed.calls import CALLS
-from tests.distributed.processes import run_all
+from tests.distributed.processes import run_all, wait
 from tests.distributed.programs import PROGRAMS
 
 OF_FOUR = ("tensor_parallel_and_fsdp", "simple_fsdp_in_two_dimensions")
@@ -59,16 +60,34 @@ def found(tmp_path_factory):
     return results
 
 
+def results_of(found, name):
+    """One program's, by rank; it failed, or was never run, says the rank that knows why."""
+    for rank, each in enumerate(found):
+        error = each.get(name, {}).get("error")
+        assert error is None, f"rank {rank}: {error}"
+    lacking = [rank for rank, each in enumerate(found) if name not in each]
+    assert not lacking, f"no result of ranks {lacking}: {found[0]['why']}"
+    return [each[name] for each in found]
+
+
+def test_processes_that_do_not_end_are_told_with_what_they_are_at():
+    context = SimpleNamespace(join=lambda timeout: False)
+    saved = [{"first": {"counters": {"calls": 4}}}, {}]
+    why = wait(context, lambda: saved, ("first", "second"), limit_s=0)
+    assert why == "timed out after 0 s, waiting for rank 0: second, rank 1: first"
+    with pytest.raises(AssertionError) as error:
+        results_of([{**each, "why": why} for each in saved], "first")
+    assert str(error.value).split("\n")[0] == f"no result of ranks [1]: {why}"
+
+
 @pytest.mark.parametrize(
     ("setting", "name"),
     [marked(setting, name) for setting, (*_, names) in SETTINGS.items() for name in names],
 )
 def test_the_same_numbers(found, setting, name):
-    for rank, results in enumerate(found(setting)):
-        assert name in results, f"rank {rank} did not get there: {results}"
-        assert "error" not in results[name], results[name]["error"]
-        counters = results[name]["counters"]
-        assert results[name]["differ"] == 0, (rank, counters)
+    for rank, results in enumerate(results_of(found(setting), name)):
+        counters = results["counters"]
+        assert results["differ"] == 0, (rank, counters)
         fails = (name, rank) in FAILING
         if (name, rank) == ("one_rank_is_late", 1):
             continue  # it never came
@@ -87,4 +106,6 @@ def test_the_same_numbers(found, setting, name):
 
 @pytest.mark.parametrize("setting", [marked(setting) for setting in SETTINGS])
 def test_process_groups_end_while_graphs_are_alive(found, setting):
-    assert all(results.get("destroyed") and results["ended"] for results in found(setting))
+    for results in found(setting):
+        assert results["why"] is None, results["why"]
+        assert results["destroyed"]

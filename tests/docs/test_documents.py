@@ -47,6 +47,12 @@ def test_every_example_is_shown_and_listed():
         assert f"(examples/{path.name})" in README
 
 
+def test_examples_that_need_transformers_are_marked():
+    marked = set(re.findall(r"\(examples/(\w+\.py)\)\*", README))
+    examples = {path.name: path.read_text() for path in (ROOT / "examples").glob("*.py")}
+    assert marked == {name for name, text in examples.items() if "pip install -e '.[demo]'" in text}
+
+
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
 def test_files_that_are_linked_to_exist(name):
     text = (ROOT / name).read_text()
@@ -112,6 +118,20 @@ def test_what_happens_with_a_host_sync(traced, read, expected):
     grown = {name: count - before[name] for name, count in cgpass.counters().items()}
     found = (grown["graphs"], grown["partitions_captured"], grown["partitions_eager"])
     assert found == expected
+
+
+def test_gpt2_of_transformers_is_one_function_once_its_loss_is_named():
+    transformers = pytest.importorskip("transformers")
+    section = (DOCS / "behaviour.md").read_text().split("## Models of Hugging Face transformers")[1]
+    shown, *_ = code_blocks(section)
+    sizes = {"vocab_size": 16, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False)
+    names = {"torch": torch, "GPT2LMHeadModel": transformers.GPT2LMHeadModel, "config": config}
+    tokens = torch.randint(16, (2, 8))
+    with cgpass.set_defaults(driver="simulated", compiler="eager"):
+        exec(shown.replace("compile(model,", "compile(model, fullgraph=True,"), names)
+        names["compiled"](input_ids=tokens, labels=tokens).loss.backward()
+    torch.compiler.reset()
 
 
 def test_without_guards_on_modules_moved_parameters_are_noticed():

@@ -1,5 +1,6 @@
-"""Every example runs as a user runs it, in seconds, and prints what it is there to show."""
+"""Every example runs as a user runs it, and prints what it is there to show."""
 
+import ast
 import re
 import runpy
 import sys
@@ -38,7 +39,7 @@ def run(monkeypatch, capsys):
         finally:
             torch.use_deterministic_algorithms(False)
         out = capsys.readouterr().out
-        if out.startswith("skipped: "):
+        if out.startswith(f"examples/{name}.py needs "):
             pytest.skip(out.strip())
         return out, {name: count - before[name] for name, count in cgpass.counters().items()}
 
@@ -55,6 +56,37 @@ def test_every_example_is_run_here():
     source = Path(__file__).read_text() + 'run("train_distributed"'  # which has tests of its own
     for path in EXAMPLES.glob("*.py"):
         assert f'run("{path.stem}"' in source
+
+
+def imported(path):
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in names}
+
+
+BROUGHT = sys.stdlib_module_names | {"torch", "cgpass"}
+LACKING = {
+    "decoding": "transformers: pip install -e '.[demo]'",
+    "huggingface_trainer": "transformers and accelerate: pip install -e '.[demo]' accelerate",
+    "lightning_trainer": "lightning: pip install lightning",
+    "moe": "transformers: pip install -e '.[demo]'",
+    "train_transformer": "transformers: pip install -e '.[demo]'",
+}
+
+
+def test_examples_that_need_more_are_those_that_say_so():
+    paths = EXAMPLES.glob("*.py")
+    assert {path.stem for path in paths if imported(path) - BROUGHT} == set(LACKING)
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_an_example_that_needs_more_says_so_in_one_line(name, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert not end.value.code
+    assert capsys.readouterr().out == f"examples/{name}.py needs {LACKING[name]}\n"
 
 
 def test_quickstart(run):

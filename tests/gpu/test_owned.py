@@ -64,7 +64,7 @@ def test_outputs_seen_by_another_process():
         input=pickle.dumps(reduce_tensor(shared)),
         capture_output=True,
         env=dict(os.environ),
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert child.returncode == 0, child.stderr.decode()

@@ -53,7 +53,7 @@ def test_an_expanded_sample_and_other_layouts(setting, other, caplog):
     x = other(setting)
     same(graphed(x), x * 2)
     assert graphed.stats.plain_calls == 1
-    assert "argument 0 is laid out otherwise than the sample" in caplog.text
+    assert "argument 0 has another memory layout than the sample" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_a_result_that_is_kept_on_its_module_holds_nothing_after_the_backward(
     setting, way, monkeypatch
 ):
     if way == "function":
-        monkeypatch.setattr(node._loader, "attach", None)
+        monkeypatch.setattr(node._compiled, "attach", None)
     module = setting.module(net())
     graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
     module.features = graphed(setting.randn(4, 8, grad=True))

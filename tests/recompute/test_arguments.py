@@ -143,6 +143,6 @@ def test_running_plainly_is_said_once(caplog):
             torch.vmap(lambda x: cgpass.checkpoint(torch.sin, x))(tensor(4, 3))
     (record,) = caplog.records
     assert record.getMessage() == (
-        "cgpass.checkpoint: inside transforms of torch.func and forward-mode AD the function runs plainly: nothing is "
+        "cgpass.checkpoint: inside transforms of torch.func and forward-mode AD the function runs as it is: nothing is "
         "recomputed, no memory is saved, values and gradients are right."
     )

@@ -106,7 +106,7 @@ def test_states_are_not_set_inside_a_fork():
     with tracker.fork("a"), pytest.raises(RNGTrackerError) as error:
         tracker.set_states(states)
     assert str(error.value) == (
-        "RNGStatesTracker: set_states inside fork('a'), whose end would put back what it drew from. Call it after the "
+        "RNGStatesTracker: set_states inside fork('a'), whose end would restore what it drew from. Call it after the "
         "with block."
     )
 

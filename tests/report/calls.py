@@ -192,7 +192,7 @@ CALLS = {
         held,
         "",
         None,
-        "ran without a graph: results of 1 earlier call were held, as many as max_pending_calls=1 allows",
+        "ran without a graph: results of 1 earlier call were still referenced, as many as max_pending_calls=1 allows",
     ),
     "not_in_the_pool": (
         made_elsewhere,

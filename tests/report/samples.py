@@ -28,7 +28,7 @@ def sample(text="", **changes):
         fix="set min_partition_ops to 1 to capture it",
         count=2,
     )
-    moved = f"L['self'].weight{text} (float32[8, 8]) moved from 0x7f00 to 0x7f80"
+    moved = f"weight{text} (float32[8, 8]) moved from 0x7f00 to 0x7f80"
     captured = PartitionReport(
         name=f"captured_0{text}",
         captured=True,
@@ -36,12 +36,10 @@ def sample(text="", **changes):
         kernels=12,
         kernels_in_graphs=12,
         copied_inputs=(
-            CopiedInput(
-                name=f"L['x']{text}", num_bytes=3 << 20, line=f"model.py:40 in forward{text}"
-            ),
-            CopiedInput(name="L['mask']", num_bytes=100),
+            CopiedInput(name=f"x{text}", num_bytes=3 << 20, line=f"model.py:40 in forward{text}"),
+            CopiedInput(name="mask", num_bytes=100),
         ),
-        read_in_place=(f"L['table']{text}",),
+        read_in_place=(f"table{text}",),
         static_inputs=24,
         recordings=(
             RecordingReport(

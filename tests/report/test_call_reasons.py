@@ -42,7 +42,7 @@ def test_why_calls_ran_without_a_graph(code):
 def test_new_gradients_are_told_how_to_stay():
     reasons = CallReasons()
     for _ in range(6):
-        reasons.note_changed("new_tensor", [("L['m'].weight.grad", None), ("L['m'].weight", None)])
+        reasons.note_changed("new_tensor", [("m.weight.grad", None), ("m.weight", None)])
     grad, weight = reasons.told(calls=20, plain_calls=0, warmups=6, recordings=1)
     assert (grad.code, weight.code) == ("new_tensor", "new_tensor")
     assert grad.fix.startswith("keep gradients where they lie: zero_grad(set_to_none=False)")
@@ -98,7 +98,7 @@ def test_percentages_leave_out_calls_that_ran_without_a_graph(simulated):
     assert "1 of 1 partition captured, 33.3% of 4 operators, 30 calls" in text
     assert (
         "some calls 18 of 30 calls ran without a graph: as many shapes are recorded as max_recordings=1 allows, and "
-        "another value or layout of L['x'].size()[0] came [max_recordings] fix: pad inputs to a few sizes, or raise "
+        "another value or layout of x.size(0) came [max_recordings] fix: pad inputs to a few sizes, or raise "
         "max_recordings"
     ) in text
     assert cgpass.Report.from_dict(report.to_dict()) == report
@@ -158,7 +158,7 @@ def test_a_cache_that_each_call_replaces_is_named(simulated):
     (part,) = report.graphs[0].partitions
     (reason,) = part.reasons
     line = Cache.forward.__code__.co_firstlineno + 1
-    assert (reason.code, reason.op) == ("new_tensor", "L['self'].k")
+    assert (reason.code, reason.op) == ("new_tensor", "self.k")
     assert reason.line == f"test_call_reasons.py:{line} in forward: self.k = self.k + x"
     assert reason.detail.startswith("is a new tensor in ")
     assert reason.fix == "write into it in place (copy_) instead of replacing it"

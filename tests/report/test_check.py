@@ -56,8 +56,8 @@ def test_a_script_that_is_captured_passes(script, registry, capsys, monkeypatch)
         runpy.run_module("cgpass", run_name="__main__", alter_sys=True)
     assert done.value.code == 0
     assert capsys.readouterr().out == (
-        "ran 5\ncgpass check: passed: 100% of the 16 operators that compiled functions ran after their "
-        "warm-ups were captured, 95% are wanted\n"
+        "ran 5\ncgpass check: passed: 100% of the 16 operators that compiled functions ran after their warm-ups were\n"
+        "  captured, 95% are wanted\n"
     )
     assert command.main(["report", str(script.with_name("all.json")), "-o", "-"]) == 0
     assert "beside.py:3 in fn" in capsys.readouterr().out
@@ -276,7 +276,7 @@ def test_graph_breaks_are_named_and_not_counted(registry):
         f"\ngraph breaks at 1 line (test_check.py:{line}): what runs there, outside of compiled functions, is not among these operators"
         in text
     )
-    first, broken, second = cgpass.summary().splitlines()
+    first, broken, second, _ = cgpass.summary().splitlines()
     assert first.startswith("inference of test_check.py:")
     assert broken.startswith(f"  ends at a graph break at test_check.py:{line} in fn: torch._dyn")
     assert second.startswith("inference of test_check.py:")
@@ -326,3 +326,31 @@ def test_a_script_is_all_that_has_to_be_given(capsys):
     with pytest.raises(SystemExit, match="2"):
         command.main(["check"])
     assert capsys.readouterr().err.endswith("the following arguments are required: script\n")
+
+
+def test_long_lines_are_wrapped_and_stay_indented():
+    line = "  forward of model.py:1 in f, eager_1: " + "aten.histc.default reads on the host; " * 9
+    head = "cgpass check: FAILED"
+    first, second, *others = check.wrapped(f"{head}\n{line}").splitlines()
+    assert (first, second[:12]) == (head, "  forward of")
+    assert len(others) > 2
+    assert max(map(len, [second, *others])) <= 100
+    assert all(each[:4].isspace() and each[4] != " " for each in others)
+    assert " ".join("\n".join([second, *others]).split()) == " ".join(line.split())
+
+
+def test_what_is_printed_has_at_most_100_columns(tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import cgpass, torch\n"
+        "cgpass.set_defaults(driver='simulated', compiler='eager', on_skip='silent')\n"
+        "@torch.compile(backend='cgpass')\n"
+        "def f(x):\n"
+        "    return (x * torch.histc(x.sin().cos().tanh(), 4).sum()).sin().cos().tanh().exp()\n"
+        "for _ in range(4):\n"
+        "    f(torch.ones(4))\n"
+    )
+    assert command.main(["check", "--min-captured", "100%", str(script)]) == 1
+    printed = capsys.readouterr().out
+    assert "pass min= and max=" in " ".join(printed.split())
+    assert max(map(len, printed.splitlines())) <= 100

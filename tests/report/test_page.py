@@ -93,8 +93,15 @@ def test_without_times_the_timeline_shows_operators():
     assert widths == ["width:100.00%", "flex-grow:40.0000", "flex-grow:3.0000"]
 
 
+def test_its_words_are_plain():
+    text = page(sample()).text
+    assert "CUDA graph coverage" in text
+    assert "runs without a graph" in text
+    assert "plainly" not in text
+
+
 def test_a_report_of_nothing():
-    assert "cgpass compiled nothing of it" in page(sample(functions=())).text
+    assert "Nothing here was compiled by cgpass" in page(sample(functions=())).text
 
 
 def first_pixel(png):
@@ -129,7 +136,7 @@ def test_a_browser_shows_it(tmp_path, scheme, is_dark):
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
         env={**os.environ, "HOME": str(tmp_path)},
     )

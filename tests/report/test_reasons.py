@@ -180,7 +180,9 @@ def test_reasons_of_compiled_functions(code):
     begins = provoke.__code__.co_firstlineno
     assert file == "test_reasons.py"
     assert begins <= int(place.split()[0]) <= begins + 4
-    assert code in CHOSEN or reason.fix == op_tables.FIXES[code]
+    own = {"dynamic_shape": "nonzero", "host_sync": "histc"}
+    fix = op_tables.OPERATOR_FIXES[own[code]] if code in own else op_tables.FIXES.get(code)
+    assert code in CHOSEN or reason.fix == fix
     assert reason.fix
     said(report, reason)
 
@@ -236,7 +238,7 @@ def out_of_memory(*args, **kwargs):
 WHOLE = {
     "capture": (SimulatedDriver, "record", unable, "RuntimeError: operation not permitted"),
     "out_of_memory": (SimulatedDriver, "record", out_of_memory, "OutOfMemoryError: CUDA out of"),
-    "no_placeholder": (recorder, "Placeholder", unable, "StagingError: L['x'] can't be given"),
+    "no_placeholder": (recorder, "Placeholder", unable, "StagingError: x can't be given"),
 }
 
 

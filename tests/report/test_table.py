@@ -31,16 +31,15 @@ function 0: model.py:38 in forward
     captured_0                graph     40      12       26    3.0 MiB        5    0.750    3.500
     eager_1                   plain      3       4        -          -        -    0.250    0.250
     captured_0:
-      copies in every replay: L['x'] (3.0 MiB), L['mask'] (100 B)
-      reads where they lie, since they never moved: L['table']
+      copies in every replay: x (3.0 MiB), mask (100 B)
+      reads where they lie, since they never moved: table
       stays captured: a replay takes 98 us and a plain call 205 us, as measured in its first calls
-      reads 24 static inputs in place (parameters, buffers, marked ones); outputs 5.0 MiB; held
-        outputs moved 2 times (0 B); 3 calls without a graph
+      reads 24 static inputs in place (parameters, buffers, marked ones); outputs 5.0 MiB; outputs
+        still referenced were copied 2 times (0 B); 3 calls without a graph
       3 older recordings
       recording 4 (8.500 ms, instantiate 1.500, warm-up 20.0): first: the first call after the
         warm-up
-      recording 5 (7.250 ms, pool 1): moved: L['self'].weight (float32[8, 8]) moved from 0x7f00 to
-        0x7f80
+      recording 5 (7.250 ms, pool 1): moved: weight (float32[8, 8]) moved from 0x7f00 to 0x7f80
     eager_1:
       aten._local_scalar_dense.default at model.py:41 in forward: scale = x.max().item()
         the host reads a tensor's data and waits for the device [host_read]

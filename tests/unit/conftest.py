@@ -2,7 +2,7 @@
 
 import pytest
 
-from cgpass.runtime import fast, fast_build
+from cgpass.runtime import fast, native
 from tests.unit.fake_cuda import fake_driver
 from tests.unit.training_functions import maker
 
@@ -11,11 +11,9 @@ from tests.unit.training_functions import maker
 def compiled():
     """The compiled versions by name."""
     try:
-        path = fast_build.cached_path()
-        if not path.exists():
-            fast_build.build(path)
-        return fast.functions_of(fast_build.load(path))
-    except fast_build.BuildError as error:
+        path, _ = native.build()
+        return fast.functions_of(native.load(path, native.FUNCTIONS))
+    except native.BuildError as error:
         pytest.skip(str(error))
 
 

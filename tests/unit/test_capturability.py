@@ -198,9 +198,76 @@ def test_a_node_is_refused_with_its_reason(code):
     (reason,) = found
     op, line = BLAMED[code]
     assert (reason.op, reason.line) == (op, written_at(line))
-    assert reason.fix == op_tables.FIXES[code]
+    own = {"dynamic_shape": "nonzero", "host_sync": "histc"}
+    fix = op_tables.OPERATOR_FIXES[own[code]] if code in own else op_tables.FIXES[code]
+    assert reason.fix == fix
     assert str(reason).startswith(f"{op} at {written_at(line)}: {reason.detail} [{code}]; ")
     assert "\n" not in str(reason)
+
+
+INDEX = Spec((5,), dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("fn", "inputs", "fix"),
+    [
+        (lambda x: torch.histc(x), [(3,)], "pass min= and max="),
+        (
+            lambda x, n: torch.repeat_interleave(x, n),
+            [(5,), INDEX],
+            "pass output_size=",
+        ),
+        (torch.linalg.cholesky, [(3, 3)], "use torch.linalg.cholesky_ex, which does not check"),
+        (torch.inverse, [(3, 3)], "use torch.linalg.inv_ex, which does not check"),
+        (
+            lambda a: torch.linalg.solve(a, a),
+            [(3, 3)],
+            "use torch.linalg.solve_ex, which does not check",
+        ),
+        (
+            lambda a: torch.linalg.inv_ex(a, check_errors=True),
+            [(3, 3)],
+            "leave out check_errors=True",
+        ),
+        (
+            torch.linalg.ldl_factor,
+            [(3, 3)],
+            "leave it, or call it outside of the compiled function: no form of it runs in a CUDA graph",
+        ),
+        (
+            lambda x: torch.masked_select(x, x > 0),
+            [(3,)],
+            "keep the size fixed: torch.where(mask, x, 0)",
+        ),
+        (
+            lambda x: x.masked_fill(x > 0, x.sum()),
+            [(3,)],
+            "use torch.where(mask, value, x), which reads the value on the device",
+        ),
+        (
+            lambda x: torch.bincount(x, minlength=4),
+            [INDEX],
+            "give the number of bins: x.new_zeros(n).scatter_add_(0, x, torch.ones_like(x)); minlength= does not help",
+        ),
+        (
+            lambda x: x + torch.tensor([1.0, 2.0, 3.0]).to(CUDA),
+            [(3,)],
+            "make the constant once, outside of the compiled function (register_buffer)",
+        ),
+    ],
+)
+def test_the_fix_is_that_of_the_operator(fn, inputs, fix):
+    assert reasons(fn, *inputs)[0].fix == fix
+
+
+def test_an_operator_without_a_fix_of_its_own_has_that_of_its_code():
+    (reason, *_) = reasons(lambda x: torch.mode(x)[0], (4000,))
+    assert (reason.op, reason.fix) == ("aten.mode.default", op_tables.FIXES["host_sync"])
+
+
+@pytest.mark.parametrize("name", op_tables.OPERATOR_FIXES)
+def test_operators_with_a_fix_of_their_own_are_known_to_torch(name):
+    assert hasattr(aten, name)
 
 
 def test_an_operator_with_effects_is_named_and_judged_as_itself():

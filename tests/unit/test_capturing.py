@@ -43,11 +43,11 @@ def test_another_threads_capture_counts():
     def captures():
         with capture_runs():
             started.set()
-            end.wait(10)
+            end.wait(60)
 
     thread = threading.Thread(target=captures)
     thread.start()
-    started.wait(10)
+    started.wait(60)
     when_no_capture_runs(lambda: done.append(1))
     assert done == []
     end.set()
@@ -122,11 +122,11 @@ def test_no_gc_ends_when_the_last_thread_leaves():
     def first():
         with no_gc():
             inside.set()
-            leave.wait(10)
+            leave.wait(60)
 
     thread = threading.Thread(target=first)
     thread.start()
-    assert inside.wait(10)
+    assert inside.wait(60)
     with no_gc():
         leave.set()
         thread.join()
@@ -172,7 +172,7 @@ def test_a_forked_process_waits_for_no_thread_that_is_not_in_it():
     entered.wait(60)
     child = os.fork()
     if child == 0:
-        signal.alarm(20)
+        signal.alarm(300)
         with no_gc():
             pass
         os._exit(0)

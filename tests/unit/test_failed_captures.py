@@ -243,7 +243,7 @@ def test_a_split_partition_shows_in_the_summary():
     new = (part("captured_0.captured_0", True), part("captured_0.eager_1", False, "because"))
     telemetry.replace_partition(graph, "captured_0", new)
     assert str(telemetry.graphs(graph)[0]) == (
-        "forward: 1 partition captured (3 ops), 2 eager (6 ops)\n  captured_0.eager_1: because\n  eager_1: old"
+        "forward: 1 partition captured (3 operators), 2 eager (6 operators)\n  captured_0.eager_1: because\n  eager_1: old"
     )
     after = telemetry.counters()
     assert after["partitions_captured"] - before["partitions_captured"] == 1

@@ -1,9 +1,12 @@
 """What scripts/gpu_check.sh says of a run of the tests."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from benchlib import check, taking
+
+from tests.conftest import skipped
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.a" name="test_one" time="0.5"/>
@@ -14,6 +17,12 @@ SKIPPED = (
 )
 FAILED = '<testcase classname="tests.a" name="test_two" time="0"><failure message="no"/></testcase>'
 NOT_INSTALLED = "tests/b.py: expecttest is not installed"
+
+
+def test_tests_that_lack_a_device_are_told_of_in_one_line():
+    reasons = [f"needs {n} CUDA device(s), found {n // 4}" for n in (1, 1, 2, 4)]
+    reports = [SimpleNamespace(longrepr=("f.py", 1, f"Skipped: {each}")) for each in reasons]
+    assert skipped(reports) == {"need a CUDA device": 3, "needs 4 CUDA device(s), found 1": 1}
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,8 @@ def test_sizes_that_no_integer_tells():
 
 def test_names_are_the_users_where_known():
     gm = fake_cuda_graph(lambda x, w: x @ w, (3, 4), (4, 5))
-    infos = input_infos(gm, static={1}, names={"w_1": "L['self'].weight"})
-    assert [info.name for info in infos] == ["x_1", "L['self'].weight"]
+    infos = input_infos(gm, static={1}, names={"w_1": "weight"})
+    assert [info.name for info in infos] == ["x_1", "weight"]
 
 
 def test_line_is_the_first_users():

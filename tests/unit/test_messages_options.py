@@ -125,8 +125,16 @@ ENVIRONMENT = [
         "CGPASS_INDUCTOR",
         "max_autotune",
         (
-            "cgpass: environment variable CGPASS_INDUCTOR must be a dict of Inductor config names and "
-            "values, got 'max_autotune' (str)."
+            "cgpass: environment variable CGPASS_INDUCTOR must hold Inductor config names and values as JSON, "
+            "e.g. CGPASS_INDUCTOR='{\"max_autotune\": true}', got 'max_autotune' (str)."
+        ),
+    ),
+    (
+        "CGPASS_INDUCTOR",
+        "{max_autotune: true}",
+        (
+            "cgpass: environment variable CGPASS_INDUCTOR must hold Inductor config names and values as JSON, "
+            "e.g. CGPASS_INDUCTOR='{\"max_autotune\": true}', got '{max_autotune: true}' (str)."
         ),
     ),
     (

@@ -246,7 +246,7 @@ def test_what_is_saved_stays_while_a_hook_unpacks_it_and_another_thread_is_done_
     def unpack(tensor):
         if threading.current_thread().name == "keeps" and not inside.is_set():
             inside.set()
-            released.wait(10)
+            released.wait(60)
         return tensor
 
     fn = Function(once=False, saved=[torch.ones(1 << 16) for _ in range(8)])
@@ -260,7 +260,7 @@ def test_what_is_saved_stays_while_a_hook_unpacks_it_and_another_thread_is_done_
 
     thread = threading.Thread(target=keep, name="keeps")
     thread.start()
-    inside.wait(10)
+    inside.wait(60)
     drops.backward()
     thread.join()
     for grad, gradient in zip(fn.grads(), fn.gradients, strict=True):

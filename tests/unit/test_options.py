@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 
+from cgpass import options
 from cgpass.errors import CGPassError, OptionError
 from cgpass.options import Options, current_defaults, set_defaults
 
@@ -186,7 +187,21 @@ def test_set_defaults_goes_before_the_environment(monkeypatch):
     assert current_defaults().driver == "none"
 
 
-def test_variables_of_the_scripts_are_left_alone(monkeypatch):
+def test_variables_of_the_scripts_are_left_alone(monkeypatch, caplog):
     monkeypatch.setenv("CGPASS_VENV", "somewhere")
-    monkeypatch.setenv("CGPASS_RUN", "17")
+    monkeypatch.setenv("CGPASS_RANDOM_PROGRAMS", "17")
     assert current_defaults() == Options()
+    assert caplog.text == ""
+
+
+def test_variables_that_are_no_options_are_named_in_one_warning(monkeypatch, caplog):
+    monkeypatch.setattr(options, "_told_unknown", set())
+    monkeypatch.setenv("CGPASS_SIMULATED", "1")
+    monkeypatch.setenv("CGPASS_OPTIONS", "{}")
+    assert current_defaults() == current_defaults() == Options()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith(
+        "cgpass: environment variables that are no options are ignored: CGPASS_OPTIONS, CGPASS_SIMULATED; options are "
+        "CGPASS_ followed by one of COMPILER, DRIVER, "
+    )

@@ -221,9 +221,9 @@ def test_five_thousand_nodes_are_ordered_quickly(width, increase):
         [rng.choice([0, 4, 1000]) for _ in range(size)],
         kept={size - 1},
     )
-    start = time.perf_counter()
+    start = time.process_time()  # a busy machine's other work is not in it
     ordering = find_order(p, increase)
-    elapsed_s = time.perf_counter() - start
+    elapsed_s = time.process_time() - start
     check_valid(p, ordering, increase)
     assert ordering.switches <= count_switches(p, range(size))
     assert elapsed_s < 20

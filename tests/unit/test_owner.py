@@ -70,9 +70,9 @@ def test_there_is_an_end_to_slots(limit, caplog):
     assert [t.tolist() for (t,) in held] == [[2.0 * v] * 2 for v in range(count)]
     assert {r.slot for r in run.table.all()} == set(range(limit))
     assert run.stats.plain_calls == count - 1 - run.stats.recordings > 0
-    (message,) = [r.getMessage() for r in caplog.records if "still held" in r.getMessage()]
+    (message,) = [r.getMessage() for r in caplog.records if "still referenced" in r.getMessage()]
     assert message == (
-        f"forward captured_0: results of {limit} earlier calls are still held (outputs with their graph, forwards whose "
+        f"forward captured_0: results of {limit} earlier calls are still referenced (outputs with their graph, forwards whose "
         "backward did not come yet, or gradients), so calls run without a graph until some are dropped. Call it under "
         "torch.no_grad() if no backward is meant, detach outputs and clone gradients that are kept, or raise the limit: "
         f'options={{"max_pending_calls": {2 * limit}}}.'

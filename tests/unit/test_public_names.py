@@ -57,7 +57,10 @@ def test_public_names():
 @pytest.mark.parametrize("name", cgpass.__all__)
 def test_every_public_name_loads_and_is_documented(name):
     assert getattr(cgpass, name).__doc__
-    assert name in dir(cgpass)
+
+
+def test_completion_offers_public_names_alone():
+    assert sorted(dir(cgpass)) == sorted([*cgpass.__all__, "__version__"])
 
 
 def test_no_module_takes_the_place_of_a_public_name():

@@ -37,13 +37,13 @@ def test_threads_leave_in_any_order(owner, replaced):
     def other():
         with replaced:
             steps[0].set()
-            steps[1].wait(10)
+            steps[1].wait(60)
         steps[0].set()
 
     thread = threading.Thread(target=other)
     with replaced:
         thread.start()
-        assert steps[0].wait(10)
+        assert steps[0].wait(60)
     assert owner.double(3) == 6
     assert owner.double is not before
     steps[1].set()

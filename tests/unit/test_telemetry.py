@@ -69,7 +69,7 @@ def test_only_the_newest_graphs_are_listed(registry, monkeypatch):
     assert [graph.direction for graph in telemetry.graphs()] == ["graph2", "graph3", "graph4"]
     assert [graph.direction for graph in telemetry.graphs(since=4)] == ["graph4"]
     assert telemetry.graphs_summary().startswith(
-        "2 older graphs\ngraph2: 1 partition captured (4 ops)"
+        "2 older graphs\ngraph2: 1 partition captured (4 operators)"
     )
     assert telemetry.counters()["graphs"] == telemetry.counters()["partitions_captured"] == 5
     telemetry.replace_partition(0, "captured_0", ())
@@ -98,7 +98,7 @@ def test_a_summary_says_where_the_function_begins(registry):
     telemetry.add_graph(GraphSummary("inference", (), skip="no", num_ops=7, place=place))
     telemetry.add_graph(GraphSummary("backward", (), skip="no"))
     assert telemetry.graphs_summary().splitlines() == [
-        "forward of model.py:41 in forward: 0 partitions captured (0 ops), 0 eager (0 ops)",
-        "inference of model.py:41 in forward: runs without CUDA graphs (7 ops): no",
-        "backward: runs without CUDA graphs (0 ops): no",
+        "forward of model.py:41 in forward: 0 partitions captured (0 operators), 0 eager (0 operators)",
+        "inference of model.py:41 in forward: runs without CUDA graphs (7 operators): no",
+        "backward: runs without CUDA graphs (0 operators): no",
     ]

@@ -10,7 +10,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import cgpass
-from cgpass.runtime import node
+from cgpass.runtime import native, node
 from tests.unit.training_functions import OPTIONS, randn
 
 
@@ -308,8 +308,8 @@ def test_tensors_that_are_taken_apart_go_aotautograds_way(made):
 
 @pytest.mark.parametrize("why", ["no C++ compiler", None])
 def test_direct_gradients_that_are_not_say_so_once(why, monkeypatch, caplog):
-    monkeypatch.setattr(node._loader, "attach", None)
-    monkeypatch.setattr(node._loader, "why_not", why)
+    monkeypatch.setattr(node._compiled, "attach", None)
+    monkeypatch.setattr(native.loader, "why_not", why)
     linear = torch.nn.Linear(4, 4)
     options = OPTIONS | {"parameter_grads": "direct"}
     compiled = torch.compile(linear, backend=cgpass.cgpass, options=options)
@@ -334,11 +334,3 @@ def test_direct_gradients_of_tensors_that_are_wrapped_say_so(caplog):
             compiled(torch.randn(2, 4)).sum().backward()
     said = [r.getMessage() for r in caplog.records if "parameter_grads" in r.getMessage()]
     assert len(said) == 1, said
-
-
-def test_compiled_code_that_is_turned_off_is_no_node(monkeypatch):
-    monkeypatch.setattr(node, "fast_mode", lambda: "off")
-    loader = node._Loader()
-    loader.start()
-    assert loader.attach is None
-    assert loader.why_not == "compiled code is turned off (CGPASS_FAST=0)"

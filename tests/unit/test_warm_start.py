@@ -62,7 +62,7 @@ def train(module, **options):
     with torch.no_grad():
         values += [call(torch.randn(4, 8)) for _ in range(3)]
     counted = {name: n - before[name] for name, n in cgpass.counters().items()}
-    return values, counted, cgpass.summary().splitlines()[-3:]
+    return values, counted, cgpass.summary().splitlines()[-4:-1]
 
 
 def made():

@@ -12,7 +12,7 @@ OPTIONS = {"driver": "simulated", "compiler": "eager", "min_partition_ops": 1}
 def maker(kind, monkeypatch):
     """What compiles; the function's node is made one way or the other."""
     if kind == "function":
-        monkeypatch.setattr(node._loader, "attach", None)
+        monkeypatch.setattr(node._compiled, "attach", None)
     elif not node.wait():
         pytest.skip("no C++ compiler")
 

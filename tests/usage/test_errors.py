@@ -280,7 +280,7 @@ def test_a_forked_process_goes_on():
     command = [sys.executable, "-W", "ignore", "-c", program]
     root = Path(cgpass.__file__).parents[1]
     done = subprocess.run(
-        command, cwd=root, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=root, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
 

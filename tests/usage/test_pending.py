@@ -51,7 +51,7 @@ def test_results_of_many_calls_held_run_plainly_and_say_so(setting, caplog):
         counters = setting.compare(program)
     assert counters["recordings"] < 20, counters
     assert counters["plain_calls"] > 10, counters
-    messages = [r.getMessage() for r in caplog.records if "still held" in r.getMessage()]
+    messages = [r.getMessage() for r in caplog.records if "still referenced" in r.getMessage()]
     assert len(messages) == 1, messages
 
 
@@ -65,7 +65,7 @@ def test_results_of_as_many_calls_may_be_held_as_the_option_says(setting, caplog
     with cgpass.set_defaults(max_pending_calls=64), caplog.at_level(logging.WARNING, "cgpass"):
         counters = setting.compare(program)
     assert counters["plain_calls"] == 0, counters
-    assert not [r.getMessage() for r in caplog.records if "still held" in r.getMessage()]
+    assert not [r.getMessage() for r in caplog.records if "still referenced" in r.getMessage()]
 
 
 def test_fresh_parameters_every_call_are_not_recorded_each_time(setting):

@@ -51,7 +51,7 @@ def test_operators_that_are_too_small_a_partition_have_their_reason():
     (head, first, second, third), counters = summary_of(long_unsafe, on_skip="silent")
     line = long_unsafe.__code__.co_firstlineno + 1
     assert head == (
-        f"inference of test_summary.py:{line} in long_unsafe: 1 partition captured (4 ops), 1 eager (5 ops)"
+        f"inference of test_summary.py:{line} in long_unsafe: 1 partition captured (4 operators), 1 eager (5 operators)"
     )
     assert first.startswith(f"  eager_1: summaries.host.default at test_summary.py:{line} in")
     assert "[cudagraph_unsafe]" in first
@@ -67,7 +67,7 @@ def test_operators_that_are_too_small_a_partition_have_their_reason():
 
 def test_a_graph_of_which_nothing_is_captured_shows_its_operators():
     (line,), counters = summary_of(lambda x: host(x.sin()) + 1, on_skip="silent")
-    assert "runs without CUDA graphs (3 ops): summaries.host.default" in line
+    assert "runs without CUDA graphs (3 operators): summaries.host.default" in line
     assert counters["skips"] == 1
 
 
@@ -75,7 +75,7 @@ def test_a_tiny_graph_is_no_skip(caplog):
     with caplog.at_level(logging.INFO, "cgpass"):
         (line,), counters = summary_of(lambda x: x.sin() + 1)
     assert line.endswith(
-        "(2 ops): fewer of its operators do work on the device (views don't count) than min_partition_ops=4"
+        "(2 operators): fewer of its operators do work on the device (views don't count) than min_partition_ops=4"
     )
     assert counters["skips"] == counters["plain_calls"] == counters["replays"] == 0
     (record,) = [r for r in caplog.records if "runs without CUDA graphs" in r.getMessage()]
@@ -92,8 +92,8 @@ def test_calls_that_ran_without_a_graph_are_named():
     for size in (4, 5, 6):
         for _ in range(3):
             call(torch.ones(size))
-    *_, head, line = cgpass.summary().splitlines()
-    assert head.endswith("1 partition captured (4 ops), 0 eager (0 ops)")
+    *_, head, line, _ = cgpass.summary().splitlines()
+    assert head.endswith("1 partition captured (4 operators), 0 eager (0 operators)")
     assert line.startswith("  captured_0: 6 of 9 calls ran without a graph: as many shapes are")
     assert line.endswith(" [max_recordings]; pad inputs to a few sizes, or raise max_recordings")
     torch.compiler.reset()
@@ -101,7 +101,7 @@ def test_calls_that_ran_without_a_graph_are_named():
 
 def test_a_graph_of_views_launches_nothing():
     (line,), counters = summary_of(lambda x: x.view(2, 2).T, min_partition_ops=1)
-    assert line.endswith("(2 ops): it launches no work on the device")
+    assert line.endswith("(2 operators): it launches no work on the device")
     assert counters["skips"] == 0
 
 
@@ -154,11 +154,11 @@ def test_a_partition_whose_calls_are_refused_is_not_shown_as_captured():
     assert counters["partitions_captured"] == 0
     (graph,) = telemetry.graphs(before["graphs"])
     head, reason = str(graph).splitlines()
-    assert head.endswith("0 partitions captured (0 ops), 1 eager (6 ops)")
+    assert head.endswith("0 partitions captured (0 operators), 1 eager (6 operators)")
     assert reason.startswith('  captured_0: on_skip="raise" refuses its calls: summaries.waits')
     cgpass.reset()
     (graph,) = telemetry.graphs(before["graphs"])
-    assert str(graph).endswith("1 partition captured (6 ops), 0 eager (0 ops)")
+    assert str(graph).endswith("1 partition captured (6 operators), 0 eager (0 operators)")
     call(X)
     assert refusal(call) == message
     torch.compiler.reset()
@@ -174,7 +174,7 @@ my_getitem.register_fake(torch.empty_like)
 
 def test_operators_count_whatever_they_are_called():
     (head,), _ = summary_of(lambda x: my_getitem(my_getitem(x).sin().split(2)[0]).cos())
-    assert head.endswith("1 partition captured (5 ops), 0 eager (0 ops)")
+    assert head.endswith("1 partition captured (5 operators), 0 eager (0 operators)")
 
 
 def test_defaults_are_those_of_the_moment_in_which_a_function_is_compiled():

@@ -272,7 +272,7 @@ def test_more_pending_forwards_than_recordings_are_right_with_one_warning(way, c
     with caplog.at_level(logging.WARNING, "cgpass"):
         counters = way.compare(program)
     assert counters["replays"] > 0, counters
-    warned = [r.getMessage() for r in caplog.records if "still held" in r.getMessage()]
+    warned = [r.getMessage() for r in caplog.records if "still referenced" in r.getMessage()]
     assert len(warned) == 1, warned
 
 

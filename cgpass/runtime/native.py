@@ -1,0 +1,369 @@
+"""Compiles the C++ of this folder once per torch and Python, keeps the result on disk, and loads it.
+
+Note [When native code is compiled]
+    A compilation that may record starts it, beside itself; the first recording waits for it. So a process that records
+    leaves it for every later one, however short it is. A process that ends before kills the compiler: a file gets its
+    name when it is complete. Of several processes one compiles, under a lock that the kernel takes from whoever dies;
+    the others wait, and load what it made.
+
+`torch.utils.cpp_extension` is not used: it needs ninja, prints, runs the compiler for its version in each process, and
+a killed process leaves a lock behind that all later ones wait for.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+import torch
+
+from cgpass import _torch, progress
+from cgpass.options import wants_native_code
+
+if sys.platform != "win32":  # where nothing is compiled
+    import fcntl
+
+log = logging.getLogger(__name__)
+
+FUNCTIONS: Final = Path(__file__).with_name("_fast.cpp")
+NODE: Final = Path(__file__).with_name("_node.cpp")
+SOURCES: Final = (FUNCTIONS, NODE)
+_ELSEWHERE: Final = "Set XDG_CACHE_HOME to a folder that can be written"
+_INSTALL: Final = "Install g++ or clang++, or name a compiler by CXX="
+_ANOTHER: Final = "Name another compiler by CXX=, or install g++ or clang++"
+_LIBRARIES: Final = ("c10", "torch_cpu", "torch_python")
+
+
+class BuildError(Exception):
+    """Why there is no native code, what to do about it, and all that the compiler said."""
+
+    def __init__(self, why: str, fix: str, said: str = "") -> None:
+        super().__init__(why)
+        self.fix = fix
+        self.said = said
+
+
+class _EndedError(BuildError):
+    """The process ended meanwhile."""
+
+
+# ---- where it lies
+
+
+def file_name(source: Path) -> str:
+    """What a source's compiled module for this torch and this Python is called.
+
+    Raises:
+        BuildError: This platform, or this torch, is not known to work.
+    """
+    if platform.system() != "Linux":
+        raise BuildError(f"it is for Linux, not for {platform.system()}", "Use Linux")
+    if not _layout_is_known():
+        raise BuildError(
+            f"torch {torch.__version__} lays tensors out in a way not known",
+            "Use torch 2.11 to 2.15",
+        )
+    parts = (
+        source.read_text(),
+        torch.__version__,
+        str(torch.version.git_version),
+        str(torch.compiled_with_cxx11_abi()),
+        str(sysconfig.get_config_var("SOABI")),
+    )
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return f"{source.stem.strip('_')}-{key}.so"
+
+
+def _layout_is_known() -> bool:
+    """Whether a Python tensor is its header and then the address of its TensorImpl, as `_fast.cpp` declares it.
+
+    Source: torch/csrc/autograd/python_variable.h, `THPVariable`, 2.11 to 2.15.
+    """
+    if platform.python_implementation() != "CPython":
+        return False
+    with _torch.without_modes():  # a graph may be being traced
+        tensor = torch.empty(0)
+    address = id(tensor) + object.__basicsize__
+    return ctypes.c_void_p.from_address(address).value == tensor._cdata
+
+
+def cache_folder() -> Path:
+    """Where compiled modules are kept."""
+    home = os.path.expanduser("~").removeprefix("~")  # a user of a container may have none
+    return Path(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache") / "cgpass"
+
+
+# ---- compiling
+
+
+def build(*, keep: bool = False) -> list[Path]:
+    """Compile what is not yet compiled; waits for another process that does.
+
+    Args:
+        keep: Whether a cache folder that can't be written is an error; else a temporary folder is used, which is gone
+            when the process ends.
+
+    Returns:
+        The compiled module of each of `SOURCES`.
+
+    Raises:
+        BuildError: Says why that can't be.
+    """
+    names = {source: file_name(source) for source in SOURCES}
+    folder = cache_folder()
+    try:
+        if not all(os.path.exists(folder / name) for name in names.values()):
+            folder = _writable(folder, keep=keep)
+            with _alone(folder):
+                _compile({s: folder / name for s, name in names.items()})
+    except OSError as error:
+        raise BuildError(str(error), _ELSEWHERE) from error
+    return [folder / name for name in names.values()]
+
+
+def _writable(folder: Path, *, keep: bool) -> Path:
+    """A folder, or a temporary one where that can't be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        refusal = None if os.access(folder, os.W_OK) else f"{folder} can't be written"
+    except OSError as error:
+        refusal = f"{folder} can't be made: {error.strerror}"
+    if refusal is None:
+        return folder
+    if keep:
+        raise BuildError(refusal, _ELSEWHERE)
+    folder = Path(tempfile.mkdtemp(prefix="cgpass-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    log.info("native code is compiled for this process alone, in %s: %s", folder, refusal)
+    return folder
+
+
+def _compile(targets: Mapping[Path, Path]) -> None:
+    """Compile sources that are not compiled yet, side by side."""
+    missing = {source: path for source, path in targets.items() if not path.exists()}
+    if not missing:
+        return
+    compiler = _compiler()
+    folder = next(iter(missing.values())).parent
+    log.info("native code for torch %s is compiled, once, to %s", torch.__version__, folder)
+    with contextlib.ExitStack() as stack:
+        runs = [_Run(compiler, source, path) for source, path in missing.items()]
+        for run in runs:
+            stack.callback(run.stop)
+            run.start()
+        for run in runs:
+            run.finish()
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """A block that one process runs at a time, where the file system has locks."""
+    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough where a forked child has it
+        os.close(handle)
+
+
+def _compiler() -> list[str]:
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    if compiler is None:
+        raise BuildError("no C++ compiler was found (c++, g++, clang++)", _INSTALL)
+    return shlex.split(compiler)
+
+
+class _Run:
+    """One run of the compiler."""
+
+    def __init__(self, compiler: list[str], source: Path, target: Path) -> None:
+        self._target = target
+        self._folder = Path(tempfile.mkdtemp(prefix="cgpass-build-"))
+        self._made = self._folder / target.name
+        root = Path(torch.__file__).parent
+        self._command = [
+            *compiler,
+            *("-std=c++20", "-O2", "-DNDEBUG", "-w", "-fPIC", "-shared", "-fvisibility=hidden"),
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+            f"-I{root / 'include'}",
+            f"-I{sysconfig.get_paths()['include']}",
+            *(str(source), "-o", str(self._made), f"-L{root / 'lib'}"),
+            *(f"-l{library}" for library in _LIBRARIES),
+        ]
+        self._log = self._folder / "log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_stopped = False
+        self._pid = os.getpid()
+        # A daemon thread doesn't outlive the interpreter; what it waits for must not either.
+        atexit.register(self.stop)
+
+    def start(self) -> None:
+        with self._log.open("wb") as output:
+            try:
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=os.environ | {"TMPDIR": str(self._folder)},
+                    process_group=0,  # all that it starts ends with it
+                )
+            except OSError as error:
+                why = f"{self._command[0]} can't be run: {error.strerror}"
+                raise BuildError(why, _INSTALL) from error
+
+    def finish(self) -> None:
+        assert self._process is not None
+        status = self._process.wait()
+        if self._is_stopped:
+            raise _EndedError("the process ended", "")
+        if status:
+            said = self._log.read_text(errors="replace")
+            lines = said.splitlines()
+            first = next((line for line in lines if "error" in line), lines[0] if lines else "")
+            why = f"{self._command[0]} failed with status {status}: {first}".removesuffix(": ")
+            raise BuildError(why, _ANOTHER, said)
+        part = self._target.with_suffix(".part")  # the folder may be on another file system
+        shutil.copyfile(self._made, part)
+        part.replace(self._target)
+
+    def stop(self) -> None:
+        """Kill the compiler and all that it started, if it runs; nothing of it is left."""
+        if os.getpid() != self._pid:  # a forked child ends
+            return
+        atexit.unregister(self.stop)
+        process = self._process
+        if process is not None and process.poll() is None:
+            self._is_stopped = True
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+# ---- loading
+
+
+def load(path: Path, source: Path) -> ModuleType:
+    """Import the compiled module of a source.
+
+    Raises:
+        BuildError: It can't be loaded into this process.
+    """
+    spec = importlib.util.spec_from_file_location(f"cgpass.runtime.{source.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        fix = "Delete the file to have it compiled again"
+        raise BuildError(f"{path} can't be loaded: {error}", fix) from error
+    return module
+
+
+Use = Callable[[ModuleType], None]
+
+
+class Loader:
+    """Has the native code compiled and loaded once per process, all of it or nothing."""
+
+    def __init__(self) -> None:
+        self.users: dict[Path, Use] = {}
+        """What is to be called with a source's module."""
+        self.why_not: str | None = "native code is compiled for recordings, and nothing is recorded"
+        """Why there is none, and as it looks will be none."""
+        self._modules: dict[Path, ModuleType] = {}
+        self._is_started = False
+        self._thread: threading.Thread | None = None
+        self._lock = threading.RLock()
+
+    def on_load(self, source: Path, use: Use) -> None:
+        """Call `use` with the module of a source, once there is one."""
+        with self._lock:
+            self.users[source] = use
+            if source in self._modules:
+                use(self._modules[source])
+
+    def start(self) -> None:
+        """See Note [When native code is compiled]. Waits for nothing."""
+        with self._lock:
+            if self._is_started:
+                return
+            self._is_started, self.why_not = True, None
+            if not wants_native_code():
+                self.why_not = "it is turned off (CGPASS_FAST=0)"
+                return
+            self._thread = threading.Thread(target=self._load, name="cgpass-build", daemon=True)
+            self._thread.start()
+
+    def _load(self) -> None:
+        try:
+            modules = {s: load(path, s) for s, path in zip(SOURCES, build(), strict=True)}
+        except _EndedError:
+            return
+        except BuildError as error:
+            self.why_not = str(error)
+            _warn(error)
+            return
+        with self._lock:
+            self._modules = modules
+            for source, use in self.users.items():
+                use(modules[source])
+
+    def wait(self, setting: progress.Setting = "off") -> None:
+        """Start if need be, and wait until all is loaded or can't be.
+
+        Args:
+            setting: Whether a line on the terminal says so.
+        """
+        self.start()
+        thread = self._thread
+        if thread is not None and thread.is_alive():
+            with progress.shown("compiling native code, once per torch version", setting):
+                thread.join()
+
+    @property
+    def status(self) -> str | None:
+        """Whether it is in use, and if not why; None as long as nothing was to be recorded."""
+        if not self._is_started:
+            return None
+        if self._modules:
+            return "in use"
+        return "being compiled" if self.why_not is None else f"not in use: {self.why_not}"
+
+
+def _warn(error: BuildError) -> None:
+    """The one warning of a process that has no native code."""
+    said = " (`python -m cgpass build` shows all that it said)" if error.said else ""
+    copies = (
+        "" if _torch.swap_data_ptr is not None else ", and copies its results (torch 2.13: not)"
+    )
+    log.warning(
+        "cgpass runs without its native code: %s%s. %s. Without it every call takes longer on the host%s.",
+        error,
+        said,
+        error.fix,
+        copies,
+    )
+
+
+loader = Loader()

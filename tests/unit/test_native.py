@@ -1,0 +1,357 @@
+"""The native code is compiled before the first recording, once, and kept; where it can't be one warning says so."""
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import cgpass
+from cgpass import _torch, options
+from cgpass.__main__ import main
+from cgpass.errors import OptionError
+from cgpass.runtime import fast, native, node
+
+PYTHON = fast.PYTHON
+OPTIONS = {"driver": "simulated", "compiler": "eager", "min_partition_ops": 1}
+REPOSITORY = str(Path(cgpass.__file__).parents[1])
+
+
+def fresh_loader(monkeypatch, folder, mode="1"):
+    """A loader that has loaded nothing, with an empty cache."""
+    for name, function in PYTHON.items():
+        monkeypatch.setattr(fast, name, function)
+    monkeypatch.setattr(node, "_compiled", node._Compiled())
+    loader = native.Loader()
+    loader.users.update(native.loader.users)
+    monkeypatch.setattr(native, "loader", loader)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setenv("CGPASS_FAST", mode)
+    monkeypatch.delenv("CXX", raising=False)
+
+
+@pytest.fixture
+def copying(compiled, tmp_path, monkeypatch):
+    """A compiler that takes a second and copies what was compiled before; the file that it notes its runs in."""
+    del compiled  # there is something to copy
+    fast_so, node_so = native.build()
+    compiler, runs = tmp_path / "c++", tmp_path / "runs"
+    compiler.write_text(
+        f"""#!/bin/sh
+echo run >>'{runs}'
+for word; do
+  case $word in *_fast.cpp) from='{fast_so}' ;; *_node.cpp) from='{node_so}' ;; esac
+  [ "$before" = -o ] && to=$word
+  before=$word
+done
+head -c 1000 "$from" >"$to"
+sleep 1
+cp "$from" "$to"
+"""
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CGPASS_FAST", "1")
+    monkeypatch.setenv("PYTHONPATH", REPOSITORY)
+    return runs
+
+
+def files(folder):
+    """All but the lock, which is empty."""
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    assert all(path.stat().st_size == 0 for path in found if path.name == ".lock")
+    return sorted(path.name for path in found if path.name != ".lock")
+
+
+def expected():
+    return sorted(map(native.file_name, native.SOURCES))
+
+
+# ---- when
+
+
+SHORT = """
+import os, torch, cgpass
+folder = os.path.join(os.environ["XDG_CACHE_HOME"], "cgpass")
+def fn(x):
+    return (x.sin() + 1).cos()
+none = {"driver": "none", "compiler": "eager", "parameter_grads": "direct"}
+plain = torch.compile(torch.nn.Linear(3, 3), backend="cgpass", options=none)
+plain(torch.ones(3)).sum().backward()
+assert "native code" not in cgpass.summary(), cgpass.summary()
+assert not os.path.exists(folder), "nothing is recorded"
+torch.compiler.reset()
+compiled = torch.compile(fn, backend="cgpass", options=%r)
+for _ in range(2):
+    compiled(torch.ones(3))
+assert cgpass.counters()["recordings"] == 1
+assert cgpass.summary().splitlines()[-1] == "native code: in use", cgpass.summary()
+"""
+
+
+def test_a_short_process_that_records_leaves_what_was_compiled(copying, tmp_path):
+    run = [sys.executable, "-c", SHORT % OPTIONS]
+    said = subprocess.run(run, check=True, capture_output=True, text=True).stderr
+    assert (
+        said.count("autograd adds their gradients: native code is compiled for recordings, ") == 1
+    )
+    assert files(tmp_path / "cache") == expected()
+    assert copying.read_text() == "run\n" * 2
+
+
+def test_times_are_those_with_native_code(copying, tmp_path, monkeypatch):
+    compiler = str(tmp_path / "c++")
+    fresh_loader(monkeypatch, tmp_path / "cache")
+    monkeypatch.setenv("CXX", compiler)
+    found = []
+
+    def timed(*args, **settings):
+        found.append(native.loader.status)
+        return known(*args, **settings)
+
+    known = cgpass.explain.__globals__["timed"]
+    monkeypatch.setitem(cgpass.explain.__globals__, "timed", timed)
+    native.loader.start()  # and nothing is recorded
+    with cgpass.set_defaults(driver="simulated", compiler="eager"):
+        report = cgpass.explain(lambda x: x + 1, torch.ones(3), training=False)
+    assert not any(part.captured for graph in report.graphs for part in graph.partitions)
+    assert set(found) == {"in use"}
+    assert report.native == "in use"
+    assert "\nnative code: in use\n" in str(report)
+    assert "; native code: in use" in cgpass.report.page.html(report)
+
+
+def forked(fn):
+    """A child that starts with nothing but what was built here; its status is 0 where all went well."""
+    if child := os.fork():
+        return child
+    try:
+        fn()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def builds_and_uses(ones):
+    assert fast.wait()
+    assert fast.aliases((ones,))[0].item() == 1.0
+
+
+def test_of_two_processes_one_compiles(copying, tmp_path, monkeypatch):
+    compiler = str(tmp_path / "c++")
+    fresh_loader(monkeypatch, tmp_path / "cache")
+    monkeypatch.setenv("CXX", compiler)
+    ones = torch.ones(1)
+    assert not fast.is_compiled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a fork beside threads
+        children = [forked(lambda: builds_and_uses(ones)) for _ in range(2)]
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert statuses == [0, 0]
+    assert files(tmp_path / "cache") == expected()
+    assert copying.read_text() == "run\n" * 2
+
+
+STARTS = "import time; from cgpass.runtime import native; native.loader.start(); print(); "
+
+
+@pytest.mark.parametrize("how", ["ends", "is killed"])
+def test_a_process_that_goes_before_leaves_nothing_that_stops_the_next(copying, tmp_path, how):
+    program = STARTS + ("time.sleep(0.5)" if how == "ends" else "time.sleep(60)")
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program], stderr=pipe) as process:
+        while not copying.exists() and process.poll() is None:
+            time.sleep(0.01)
+        if how == "is killed":
+            process.kill()
+        assert process.stderr is not None
+        said = process.stderr.read().decode()
+    assert process.returncode == (0 if how == "ends" else -signal.SIGKILL)
+    assert said == ""
+    assert files(tmp_path / "cache") == []
+    assert main(["build"]) == 0
+    assert files(tmp_path / "cache") == expected()
+
+
+# ---- where
+
+
+def test_an_unwritable_cache_is_replaced_by_a_temporary_one(
+    copying, monkeypatch, tmp_path, caplog, capsys
+):
+    del copying
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with caplog.at_level(logging.INFO, "cgpass"):
+        paths = native.build()
+    assert all(path.exists() and tmp_path not in path.parents for path in paths)
+    said = caplog.messages[0]
+    assert said.startswith("native code is compiled for this process alone, in /")
+    assert said.endswith("/file/cgpass can't be made: Not a directory")
+    assert main(["build"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == (
+        f"cgpass build: {tmp_path}/file/cgpass can't be made: Not a directory. "
+        "Set XDG_CACHE_HOME to a folder that can be written.\n"
+    )
+
+
+def test_a_user_without_a_home_has_a_folder(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/a~b")
+    assert native.cache_folder() == Path("/home/a~b/.cache/cgpass")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert native.cache_folder() == Path("/.cache/cgpass")
+
+
+def test_it_can_be_built_ahead(copying, tmp_path, capsys):
+    assert main(["build"]) == 0
+    *paths, took = capsys.readouterr().out.splitlines()
+    assert paths == [
+        str(tmp_path / "cache" / "cgpass" / native.file_name(source)) for source in native.SOURCES
+    ]
+    assert took.startswith(f"native code for torch {torch.__version__} is there, after ")
+    assert copying.read_text() == "run\n" * 2
+    assert main(["build"]) == 0
+    assert copying.read_text() == "run\n" * 2
+
+
+def test_what_the_compiler_says_is_shown(monkeypatch, tmp_path, capsys):
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho first\necho 'x.cpp:1: error: bad'\nexit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["build"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        f"first\nx.cpp:1: error: bad\ncgpass build: {compiler} failed with status 3: x.cpp:1: error: bad. "
+        "Name another compiler by CXX=, or install g++ or clang++.\n"
+    )
+
+
+# ---- where there is none
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_no_compiler_is_said_once(monkeypatch, tmp_path, caplog, swaps):
+    fresh_loader(monkeypatch, tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(_torch, "swap_data_ptr", (lambda a, b: None) if swaps else None)
+    compiled = torch.compile(lambda x: x.sin() + 1, backend=cgpass.cgpass, options=OPTIONS)
+    with caplog.at_level(logging.WARNING, "cgpass"):
+        for _ in range(3):
+            compiled(torch.ones(3))
+        assert not fast.wait()
+        assert not node.wait()
+        assert fast.can_swap() is swaps
+    torch.compiler.reset()
+    costs = "" if swaps else ", and copies its results (torch 2.13: not)"
+    assert caplog.messages == [
+        (
+            "cgpass runs without its native code: no C++ compiler was found (c++, g++, clang++). Install g++ or clang++, or "
+            f"name a compiler by CXX=. Without it every call takes longer on the host{costs}."
+        )
+    ]
+    not_used = "not in use: no C++ compiler was found (c++, g++, clang++)"
+    assert native.loader.status == not_used
+    assert cgpass.summary().splitlines()[-1] == f"native code: {not_used}"
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [
+        (
+            "/nowhere/c++",
+            (
+                "/nowhere/c++ can't be run: No such file or directory. "
+                "Install g++ or clang++, or name a compiler by CXX=."
+            ),
+        ),
+        (
+            "false",
+            "false failed with status 1. Name another compiler by CXX=, or install g++ or clang++.",
+        ),
+        (
+            "sh -c 'echo \"x.cpp:1: error: bad\"; exit 3'",
+            (
+                "sh failed with status 3: x.cpp:1: error: bad (`python -m cgpass build` shows all that it said). "
+                "Name another compiler by CXX=, or install g++ or clang++."
+            ),
+        ),
+    ],
+)
+def test_a_failed_build_is_said_once_and_python_goes_on(
+    monkeypatch, tmp_path, caplog, compiler, said
+):
+    fresh_loader(monkeypatch, tmp_path)
+    monkeypatch.setenv("CXX", compiler)
+    with caplog.at_level(logging.WARNING, "cgpass"):
+        native.loader.start()
+        assert not fast.wait()
+        assert not node.wait()
+    (message,) = caplog.messages
+    assert message.startswith(f"cgpass runs without its native code: {said} Without it every call ")
+    assert files(tmp_path) == []
+    assert len(fast.aliases((torch.zeros(1),))) == 1
+
+
+def test_a_broken_file_in_the_cache_is_not_loaded(monkeypatch, tmp_path, caplog):
+    fresh_loader(monkeypatch, tmp_path)
+    (tmp_path / "cgpass").mkdir()
+    for name in expected():
+        (tmp_path / "cgpass" / name).write_text("nothing to load")
+    assert not fast.wait()
+    assert "can't be loaded: " in caplog.text
+    assert "Delete the file to have it compiled again." in caplog.text
+
+
+def test_an_unknown_layout_of_tensors_is_not_compiled_for(monkeypatch, tmp_path, caplog):
+    fresh_loader(monkeypatch, tmp_path)
+    monkeypatch.setattr(native, "_layout_is_known", lambda: False)
+    assert not fast.wait()
+    assert "lays tensors out in a way not known. Use torch 2.11 to 2.15." in caplog.text
+
+
+def test_it_can_be_switched_off(monkeypatch, tmp_path, caplog):
+    fresh_loader(monkeypatch, tmp_path, mode="0")
+    with caplog.at_level(logging.INFO, "cgpass"):
+        assert not fast.wait()
+        assert not node.wait()
+    assert caplog.records == []
+    assert list(tmp_path.iterdir()) == []
+    assert native.loader.status == "not in use: it is turned off (CGPASS_FAST=0)"
+
+
+def test_what_the_variable_may_say(monkeypatch):
+    for text, wanted in {"0": False, "1": True}.items():
+        monkeypatch.setenv("CGPASS_FAST", text)
+        assert options.wants_native_code() == wanted
+        assert options.current_defaults() == options.Options()
+    monkeypatch.setenv("CGPASS_FAST", "wait")
+    with pytest.raises(OptionError, match=r"CGPASS_FAST must be '0' or '1', got 'wait'"):
+        options.wants_native_code()
+    with pytest.raises(OptionError, match="CGPASS_FAST must be '0' or '1'"):
+        options.Options.parse({"driver": "none"})
+
+
+@pytest.mark.skipif(
+    not options.wants_native_code()
+    or not ("CXX" in os.environ or any(map(shutil.which, ("c++", "g++", "clang++")))),
+    reason="no C++ compiler, or not to be used",
+)
+def test_what_is_compiled_compiles_here():
+    """Else tests of it would skip themselves."""
+    assert fast.wait()
+    assert node.wait(), native.loader.why_not
