@@ -69,7 +69,8 @@ class Options:
     """Calls that run plainly before a recording is made."""
 
     min_partition_ops: int = _count(4, at_least=1)
-    """Captured partitions with fewer operators that do work on the device than this run plainly; views don't count."""
+    """Where something in a graph can't be captured, the partitions around it that hold fewer operators that do work on the
+    device run without a graph, too; views don't count. A graph that is one partition is captured whatever its size."""
 
     capture_policy: Literal["auto", "always", "measured"] = _choice("auto", "always", "measured")
     """Which partitions are captured: those whose copies cost less than their launches save (`auto`; where that is close
