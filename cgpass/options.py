@@ -46,8 +46,8 @@ class Options:
     """What records and replays; `auto`: `cuda` if the graph is on CUDA, else `none`."""
 
     static_input_check: Literal["rerecord", "error", "off"] = _choice("rerecord", "error", "off")
-    """What a moved static address does; `off` only where they provably never move. Tensors of another
-    module that shares the compiled code have not moved."""
+    """What a static address that moved does, since the tensor moved or the module got another one; `off` only where they
+    provably never move. Tensors of another module that shares the compiled code have not moved."""
 
     max_recordings: int = _count(64, at_least=1)
     """Shapes a partition keeps recordings for."""

@@ -9,10 +9,14 @@ Note [Parameters that are gone]
     outputs stay, too: a backward may read them.
 """
 
+import gc
 import logging
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from cgpass.errors import StaticInputMovedError
 from cgpass.reason import CallReasons
@@ -101,8 +105,8 @@ class RecordingTable:
         self._seen: dict[int, int] = {}
         """Which object each parameter was, by `id`: a reference, weak or not, would be in the user's way."""
         self._newest: StaticKey | None = None
-        self._places: dict[tuple[int, ...], StaticKey] = {}
-        """Where the tensors of each set lay, by their `id`s."""
+        self._places: dict[tuple[_Holder, ...], StaticKey] = {}
+        """Where the tensors of each set lay when `on_moved="error"` saw it first, by who holds them."""
         self._warm_sets: set[tuple[ShapeKey, int]] = set()
         self.reached = Reached(name, layout.infos, limits, stats)
 
@@ -191,8 +195,6 @@ class RecordingTable:
         if len(self._warm_sets) >= _SETS_KEPT:
             self._warm_sets.clear()
             self._places.clear()
-        if self._on_moved == "error":
-            self._places[tuple(identities.values())] = static_key
         self._warm_sets.add((shape_key, hash(self._layout.parameters_of(static_key))))
 
     def _is_warm_set(self, shape_key: ShapeKey, static_key: StaticKey) -> bool:
@@ -315,17 +317,19 @@ class RecordingTable:
     def _refuse_moved(
         self, moved: Sequence[int], static_key: StaticKey, args: Sequence[Any]
     ) -> None:
-        if not moved or self._on_moved != "error":
+        if self._on_moved != "error":
             return
         if self._other_sets:
-            before = self._places.get(tuple(self.identities(args).values()))
+            holders = _holders([args[i] for i in self._layout.parameters])
+            before = self._places.setdefault(holders, static_key)
             moved = self._parameters_moved(before, static_key)
         if moved:
             self.reached.note_moved(moved)
             names = self.reached.describe(moved, args)
             raise StaticInputMovedError(
-                f"{self._name}: static inputs moved since they were recorded: {names}. Keep parameters and buffers "
-                'where they are, or use static_input_check="rerecord".'
+                f"{self._name}: static inputs moved or were replaced since they were recorded: {names}. Write new values "
+                "into parameters and buffers (copy_, load_state_dict without assign=True), or use "
+                'static_input_check="rerecord".'
             )
 
     def _known(self, moved: Sequence[int], args: Sequence[Any]) -> list[int]:
@@ -369,3 +373,36 @@ class RecordingTable:
     def _is_idle(self, recordings: Iterable[Recording], limit: int) -> bool:
         last_used = max((r.last_used for r in recordings), default=0)
         return self._stats.calls - last_used > _IDLE_FACTOR * limit
+
+
+_Holder = tuple["weakref.ref[torch.nn.Module]", str] | int
+"""A module and its name for a tensor, or the `id` of a tensor that no module holds."""
+
+_held: dict[int, tuple["weakref.ref[torch.nn.Module]", str]] = {}
+"""By the `id`s of parameters and buffers of all modules, as of some time ago."""
+
+
+def _holders(tensors: Sequence[torch.Tensor]) -> tuple[_Holder, ...]:
+    """Who holds tensors: a module that gets another tensor for a parameter is the same holder, another module is not."""
+    if not all(map(_is_held, tensors)):
+        _held.clear()
+        for each in gc.get_objects():
+            if issubclass(type(each), torch.nn.Module):
+                ref = weakref.ref(each)
+                for own in _tensors_of(each):
+                    for name, tensor in own.items():
+                        _held.setdefault(id(tensor), (ref, name))
+    return tuple(_held[id(tensor)] if _is_held(tensor) else id(tensor) for tensor in tensors)
+
+
+def _is_held(tensor: torch.Tensor) -> bool:
+    if id(tensor) not in _held:
+        return False
+    ref, name = _held[id(tensor)]
+    module = ref()
+    return module is not None and any(own.get(name) is tensor for own in _tensors_of(module))
+
+
+def _tensors_of(module: torch.nn.Module) -> list[dict[str, Any]]:
+    found = [vars(module).get(name) for name in ("_parameters", "_buffers")]
+    return [own for own in found if isinstance(own, dict)]
