@@ -237,7 +237,7 @@ def test_a_parameter_that_is_replaced_is_an_error_where_that_is_asked_for(way, r
         call(batch).square().mean().backward()
     replace(module)
     for _ in range(2):
-        with pytest.raises(StaticInputMovedError, match="replaced since.*bias"):
+        with pytest.raises(StaticInputMovedError, match=r"replaced since.*bias"):
             call(batch)
     del optimizer
 
