@@ -98,6 +98,8 @@ def explain(
         watch = frames.Watch(before, frames.codes_of(call.values))
         report = _observe(calls, state.devices | calls.devices, watch)
         left = frames.left_to_eager(before, again=watch.given_up)
+        if not (left or report.functions):
+            left = frames.at_limit()
         return with_outside(report, left, watch.graph_breaks())
 
 

@@ -12,7 +12,7 @@ from cgpass.errors import InputError, OptionError
 from cgpass.options import Options
 
 Function = Callable[..., Any] | torch.nn.Module
-Arguments = tuple[Sequence[Any], Mapping[str, Any]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _BY_POSITION: Final = (
     inspect.Parameter.POSITIONAL_ONLY,
@@ -52,7 +52,7 @@ def _signature(fn: Function) -> inspect.Signature | None:
         return None
 
 
-def arguments_of(fn: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+def arguments_of(fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Give a batch that is a mapping, tuple or list by itself as the function takes it: spread out, or as it is.
 
     Raises:
@@ -64,10 +64,10 @@ def arguments_of(fn: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     (batch,) = args
     spread: Arguments
     if isinstance(batch, Mapping):
-        spread = (), batch
+        spread = (), dict(batch)
         is_one = next(iter(signature.parameters), None) not in batch
     else:
-        spread = batch, {}
+        spread = tuple(batch), {}
         is_one = True
         if [each.kind in _BY_POSITION for each in signature.parameters.values()].count(True) == 1:
             return args, kwargs

@@ -9,17 +9,14 @@ Note [Parameters that are gone]
     outputs stay, too: a backward may read them.
 """
 
-import gc
 import logging
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from cgpass.errors import StaticInputMovedError
 from cgpass.reason import CallReasons
+from cgpass.runtime.holders import Holder, holders_of
 from cgpass.runtime.limits import Limits, Reached
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.signature import Layout, ShapeKey, StaticKey
@@ -105,7 +102,7 @@ class RecordingTable:
         self._seen: dict[int, int] = {}
         """Which object each parameter was, by `id`: a reference, weak or not, would be in the user's way."""
         self._newest: StaticKey | None = None
-        self._places: dict[tuple[_Holder, ...], StaticKey] = {}
+        self._places: dict[tuple[Holder, ...], StaticKey] = {}
         """Where the tensors of each set lay when `on_moved="error"` saw it first, by who holds them."""
         self._warm_sets: set[tuple[ShapeKey, int]] = set()
         self.reached = Reached(name, layout.infos, limits, stats)
@@ -320,7 +317,7 @@ class RecordingTable:
         if self._on_moved != "error":
             return
         if self._other_sets:
-            holders = _holders([args[i] for i in self._layout.parameters])
+            holders = holders_of([args[i] for i in self._layout.parameters])
             before = self._places.setdefault(holders, static_key)
             moved = self._parameters_moved(before, static_key)
         if moved:
@@ -373,36 +370,3 @@ class RecordingTable:
     def _is_idle(self, recordings: Iterable[Recording], limit: int) -> bool:
         last_used = max((r.last_used for r in recordings), default=0)
         return self._stats.calls - last_used > _IDLE_FACTOR * limit
-
-
-_Holder = tuple["weakref.ref[torch.nn.Module]", str] | int
-"""A module and its name for a tensor, or the `id` of a tensor that no module holds."""
-
-_held: dict[int, tuple["weakref.ref[torch.nn.Module]", str]] = {}
-"""By the `id`s of parameters and buffers of all modules, as of some time ago."""
-
-
-def _holders(tensors: Sequence[torch.Tensor]) -> tuple[_Holder, ...]:
-    """Who holds tensors: a module that gets another tensor for a parameter is the same holder, another module is not."""
-    if not all(map(_is_held, tensors)):
-        _held.clear()
-        for each in gc.get_objects():
-            if issubclass(type(each), torch.nn.Module):
-                ref = weakref.ref(each)
-                for own in _tensors_of(each):
-                    for name, tensor in own.items():
-                        _held.setdefault(id(tensor), (ref, name))
-    return tuple(_held[id(tensor)] if _is_held(tensor) else id(tensor) for tensor in tensors)
-
-
-def _is_held(tensor: torch.Tensor) -> bool:
-    if id(tensor) not in _held:
-        return False
-    ref, name = _held[id(tensor)]
-    module = ref()
-    return module is not None and any(own.get(name) is tensor for own in _tensors_of(module))
-
-
-def _tensors_of(module: torch.nn.Module) -> list[dict[str, Any]]:
-    found = [vars(module).get(name) for name in ("_parameters", "_buffers")]
-    return [own for own in found if isinstance(own, dict)]

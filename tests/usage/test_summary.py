@@ -189,3 +189,68 @@ def test_defaults_are_those_of_the_moment_in_which_a_function_is_compiled():
         inside(X)
     assert (counters["partitions_captured"], counters["calls"]) == (0, 1)
     torch.compiler.reset()
+
+
+def test_a_reset_begins_the_summary_anew():
+    torch.compiler.reset()
+    options = {"driver": "simulated", "compiler": "eager"}
+    first, second = (
+        torch.compile(lambda x, n=n: x.sin() + n, backend="cgpass", options=options) for n in (1, 2)
+    )
+    for call in (first, second):
+        call(X)
+    assert "test_summary.py" in cgpass.summary()
+    cgpass.reset()
+    assert cgpass.summary() == "no graph was compiled"
+    assert cgpass.counters()["graphs"] > 0
+    second(X)
+    (line,) = cgpass.summary().splitlines()
+    assert line.endswith("1 partition captured (2 ops), 0 eager (0 ops)")
+    torch.compiler.reset()
+    assert cgpass.summary() == "no graph was compiled"
+
+
+def many_options(fn, *args):
+    torch.compiler.reset()
+    for number in range(10):
+        options = {"driver": "simulated", "compiler": "eager", "max_recordings": number + 1}
+        torch.compile(fn(), backend="cgpass", options=options)(*args)
+
+
+def one_more(x):
+    return x.sin() + 1
+
+
+@pytest.mark.parametrize(
+    ("fn", "place"),
+    [
+        (lambda: one_more, f"test_summary.py:{one_more.__code__.co_firstlineno} in one_more"),
+        (
+            lambda: torch.nn.Sequential(torch.nn.Linear(4, 4)),
+            "modules of torch's own classes, as nn.Sequential (they count as one function)",
+        ),
+    ],
+)
+def test_the_recompile_limit_is_named(fn, place):
+    many_options(fn, X)
+    said = (
+        "it was compiled 8 times, as often as torch._dynamo.config.recompile_limit allows, the last time since backend or "
+        "options were others. Calls that fit nothing compiled run in eager"
+    )
+    (line,) = [each for each in cgpass.summary().splitlines() if "left to eager" in each]
+    assert line == (
+        f"left to eager: {place}: {said} [recompile_limit]; compile it once, with one set of options, or call "
+        "torch.compiler.reset() before it gets others"
+    )
+    (left,) = cgpass.explain(fn(), X).left_to_eager
+    assert (left.place, left.reason.detail) == (place, said)
+    torch.compiler.reset()
+    assert cgpass.summary() == "no graph was compiled"
+
+
+def test_the_recompile_limit_of_another_backend_is_not_ours():
+    torch.compiler.reset()
+    for size in range(2, 13):
+        torch.compile(one_more, backend="eager", dynamic=False)(torch.ones(size))
+    assert cgpass.summary() == "no graph was compiled"
+    torch.compiler.reset()
