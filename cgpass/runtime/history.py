@@ -91,7 +91,7 @@ class History:
         detail = cause.detail
         if recording.stationary:
             names = _names(layout, recording.stationary)
-            detail += f"; {names} never moved, and is read where it lies"
+            detail += f"; it reads in place what had not moved until then: {names}"
         note = RecordingNote(
             cause.code,
             detail,

@@ -16,6 +16,7 @@ from typing import Any
 
 from cgpass.errors import StaticInputMovedError
 from cgpass.reason import CallReasons
+from cgpass.runtime.holders import Holder, holders_of
 from cgpass.runtime.limits import Limits, Reached
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.signature import Layout, ShapeKey, StaticKey
@@ -101,8 +102,8 @@ class RecordingTable:
         self._seen: dict[int, int] = {}
         """Which object each parameter was, by `id`: a reference, weak or not, would be in the user's way."""
         self._newest: StaticKey | None = None
-        self._places: dict[tuple[int, ...], StaticKey] = {}
-        """Where the tensors of each set lay, by their `id`s."""
+        self._places: dict[tuple[Holder, ...], StaticKey] = {}
+        """Where the tensors of each set lay when `on_moved="error"` saw it first, by who holds them."""
         self._warm_sets: set[tuple[ShapeKey, int]] = set()
         self.reached = Reached(name, layout.infos, limits, stats)
 
@@ -191,8 +192,6 @@ class RecordingTable:
         if len(self._warm_sets) >= _SETS_KEPT:
             self._warm_sets.clear()
             self._places.clear()
-        if self._on_moved == "error":
-            self._places[tuple(identities.values())] = static_key
         self._warm_sets.add((shape_key, hash(self._layout.parameters_of(static_key))))
 
     def _is_warm_set(self, shape_key: ShapeKey, static_key: StaticKey) -> bool:
@@ -315,17 +314,19 @@ class RecordingTable:
     def _refuse_moved(
         self, moved: Sequence[int], static_key: StaticKey, args: Sequence[Any]
     ) -> None:
-        if not moved or self._on_moved != "error":
+        if self._on_moved != "error":
             return
         if self._other_sets:
-            before = self._places.get(tuple(self.identities(args).values()))
+            holders = holders_of([args[i] for i in self._layout.parameters])
+            before = self._places.setdefault(holders, static_key)
             moved = self._parameters_moved(before, static_key)
         if moved:
             self.reached.note_moved(moved)
             names = self.reached.describe(moved, args)
             raise StaticInputMovedError(
-                f"{self._name}: static inputs moved since they were recorded: {names}. Keep parameters and buffers "
-                'where they are, or use static_input_check="rerecord".'
+                f"{self._name}: static inputs moved or were replaced since they were recorded: {names}. Write new values "
+                "into parameters and buffers (copy_, load_state_dict without assign=True), or use "
+                'static_input_check="rerecord".'
             )
 
     def _known(self, moved: Sequence[int], args: Sequence[Any]) -> list[int]:

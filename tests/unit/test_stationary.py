@@ -126,7 +126,7 @@ def test_an_input_that_stays_is_copied_no_more(caplog):
     assert counts(run) == (1, 2, 11, 0)
     assert (run.stats.promotions, run.stats.rerecordings) == (1, 0)
     assert len(run.table.all()) == 1
-    assert "x0 (read at model.py:0 in forward: code) never moved, and is read" in caplog.text
+    assert "had not moved until then: x0 (read at model.py:0 in forward: code)" in caplog.text
 
 
 def test_an_input_that_moves_after_all_is_copied_again(caplog):

@@ -199,7 +199,7 @@ def test_error_says_which_input_moved():
         call(run, X, weight.clone())
     assert_expected_inline(
         str(error.value),
-        """forward captured_0: static inputs moved since they were recorded: x1 (float32[2], moved once, read at model.py:1 in forward: code). Keep parameters and buffers where they are, or use static_input_check="rerecord".""",
+        """forward captured_0: static inputs moved or were replaced since they were recorded: x1 (float32[2], moved once, read at model.py:1 in forward: code). Write new values into parameters and buffers (copy_, load_state_dict without assign=True), or use static_input_check="rerecord".""",
     )
     assert call(run, X, weight) == [[1, 1]]
 
