@@ -69,6 +69,7 @@ def cgpass(
     del name
     _torch.register_backend("cgpass", cgpass)
     _torch.note_graph_breaks()
+    _torch.note_function()
     give_gathered_a_pool()
     live_counter.show()
     parsed = parse_options(options, mode)

@@ -51,8 +51,8 @@ class Options:
     """What records and replays; `auto`: `cuda` if the graph is on CUDA, else `none`."""
 
     static_input_check: Literal["rerecord", "error", "off"] = _choice("rerecord", "error", "off")
-    """What a moved static address does; `off` only where they provably never move. Tensors of another
-    module that shares the compiled code have not moved."""
+    """What a static address that moved does, since the tensor moved or the module got another one; `off` only where they
+    provably never move. Tensors of another module that shares the compiled code have not moved."""
 
     max_recordings: int = _count(64, at_least=1)
     """Recordings that a partition keeps for one set of parameters and buffers: of different sizes, and of calls whose
@@ -71,8 +71,8 @@ class Options:
     them run without a graph. Each gets memory of its own."""
 
     min_partition_ops: int = _count(4, at_least=1)
-    """Captured partitions with fewer operators that do work on the device than this run without a graph; views
-    don't count."""
+    """Where something in a graph can't be captured, the partitions around it that hold fewer operators that do work on the
+    device run without a graph, too; views don't count. A graph that is one partition is captured whatever its size."""
 
     unsafe_ops: tuple[str, ...] = ()
     """Operators that are never captured, as `ns::op` or `ns::op.overload`."""

@@ -30,6 +30,10 @@ OTHER_FIXES: Final = {
     "recompile_limit": "keep what changes from call to call the same, or make it a tensor; TORCH_LOGS=recompiles "
     "names every cause",
 }
+OTHER_OPTIONS: Final = (
+    "compile it once, with one set of options, or call torch.compiler.reset() before it gets others"
+)
+"""What a user can do where other options had a function compiled as often as torch allows."""
 """What a user can do, by code, where no rule about an operator is the reason."""
 
 

@@ -1,6 +1,6 @@
 """`reset`: frees all that was recorded."""
 
-from cgpass import _torch
+from cgpass import _torch, telemetry
 from cgpass.runtime.gathered import give_pool_back
 from cgpass.runtime.owner import release_all
 
@@ -8,13 +8,15 @@ from cgpass.runtime.owner import release_all
 def reset() -> None:
     """Free every recording of this process; `torch.compiler.reset()` calls it too.
 
-    Compiled functions stay usable: their next calls warm up and record again.
+    Compiled functions stay usable: their next calls warm up and record again. `cgpass.summary()` begins anew, with the
+    graphs that are compiled or called from now on; `cgpass.counters()` go on.
     """
+    telemetry.begin_summary()
     release_all()
     give_pool_back()
 
 
 def reset_with_torch() -> None:
     """The same as torch forgets what it compiled."""
-    _torch.end_graph_breaks()
+    _torch.end_notes()
     reset()

@@ -162,6 +162,10 @@ class _Registry:
     runs: dict[int, list[GraphRun]] = field(default_factory=dict)
     """What runs these."""
     functions: int = 0
+    since: int = 0
+    """Graphs that were compiled before the summary began."""
+    calls_before: dict[int, int] = field(default_factory=dict)
+    """Calls of these until then."""
     listeners: list[Callable[[int, GraphRun], None]] = field(default_factory=list)
     """Told of what runs graphs that are compiled from now on."""
 
@@ -291,12 +295,34 @@ def counters() -> dict[str, int]:
     return totals
 
 
+def begin_summary() -> None:
+    """Have summaries list only graphs that are compiled or called from now on."""
+    with _registry.lock:
+        _registry.since = _registry.compiled.graphs
+        _registry.calls_before = {
+            number: _calls(_registry.runs.get(number, ())) for number in _registry.graphs
+        }
+
+
+def _calls(runs: Sequence[GraphRun]) -> int:
+    return sum(run.tally.calls for run in runs)
+
+
+def summarised() -> tuple[tuple[GraphSummary, tuple[GraphRun, ...]], ...]:
+    """Graphs that were compiled or called since `begin_summary`, oldest first."""
+    before = _registry.calls_before
+    return tuple(
+        (graph, runs)
+        for number, (graph, runs) in graph_runs().items()
+        if number >= _registry.since or _calls(runs) > before.get(number, 0)
+    )
+
+
 def graphs_summary() -> str:
-    """Every graph compiled in this process that is listed, a few lines each."""
-    listed = graph_runs().values()
-    older = compile_stats.graphs - len(listed)
-    lines = [many(older, "older graph")] if older else []
-    for graph, runs in listed:
+    """Every graph that is listed and was compiled or called since `begin_summary`, a few lines each."""
+    older = compile_stats.graphs - GRAPHS_KEPT - _registry.since
+    lines = [many(older, "older graph")] if older > 0 else []
+    for graph, runs in summarised():
         broken = None if graph.direction == "backward" else graph.graph_break
         lines += [str(graph), *([f"  {broken.ending}"] if broken else []), *_plain_calls(runs)]
     return "\n".join(lines)

@@ -106,6 +106,24 @@ class GraphBreak:
 
 
 _graph_breaks: deque[GraphBreak] = deque(maxlen=1024)
+_ours: set[str] = set()
+
+
+def note_function() -> None:
+    """Note which function Dynamo compiles for our backend now."""
+    from torch._guards import CompileContext
+
+    _ours.add(function_of(CompileContext.current_compile_id()))
+
+
+def function_of(compile_id: object) -> str:
+    """Torch's number of the function that a compilation was of: the same in each of them."""
+    return str(compile_id).rpartition("/")[0]
+
+
+def is_ours(compilation: Any) -> bool:
+    """Whether a function was compiled for our backend before, in this compilation or another."""
+    return function_of(compilation.compile_id) in _ours
 
 
 def note_graph_breaks() -> None:
@@ -162,7 +180,8 @@ def graph_breaks() -> list[GraphBreak]:
     return list(_graph_breaks)
 
 
-def end_graph_breaks() -> None:
-    """Note that Dynamo forgets all that it compiled so far."""
+def end_notes() -> None:
+    """Note that Dynamo forgets all that it compiled so far, and numbers functions anew."""
+    _ours.clear()
     for each in graph_breaks():
         each.over = True

@@ -19,6 +19,7 @@ from cgpass.graphed.preparation import prepared
 from cgpass.graphed.recorder import GroupRecorder
 from cgpass.graphed.schedule import Schedule, interleaved, simple
 from cgpass.graphed.target import Target
+from cgpass.options import current_defaults
 from cgpass.runtime import native
 from cgpass.runtime.driver import CUDADriver
 from cgpass.runtime.owner import Owner

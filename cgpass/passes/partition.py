@@ -33,7 +33,7 @@ class Partition(Pass):
     unsafe_ops: frozenset[str] = frozenset()
     """Operators never captured, "ns::op" or "ns::op.overload"."""
     min_partition_ops: int = 4
-    """A captured partition with fewer operators that launch work runs plainly."""
+    """A captured partition beside others with fewer operators that launch work runs plainly."""
     max_memory_increase: float = 0.05
     """How much reordering may raise the estimated peak memory, as a fraction."""
     collectives: bool = True
@@ -54,13 +54,15 @@ class Partition(Pass):
             for group in groups
         ]
         groups, reasons = _with_views(gm, groups, reasons)
-        segments = _cut(groups, reasons, range(len(groups)), self.min_partition_ops)
+        captured = tuple(reason is None for reason in reasons)
+        # A graph that is one partition is no splinter: it is captured if it does any work.
+        minimum = 1 if all(captured) else self.min_partition_ops
+        segments = _cut(groups, reasons, range(len(groups)), minimum)
         modified = False
         if not _is_tagged(gm, groups, segments):
-            captured = tuple(reason is None for reason in reasons)
             if len(set(captured)) > 1:
                 order = find_order(_problem(gm, groups, captured), self.max_memory_increase).order
-                segments = _cut(groups, reasons, order, self.min_partition_ops)
+                segments = _cut(groups, reasons, order, minimum)
             _apply(gm, groups, segments)
             modified = True
         notes = [one.reason for segment in segments for one in segment if one.reason is not None]

@@ -1,7 +1,6 @@
 """`explain`: runs a function and reports what was captured of it, what was not, and why."""
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -10,7 +9,9 @@ import torch
 from cgpass import _torch, telemetry
 from cgpass.backend import cgpass
 from cgpass.errors import OptionError
+from cgpass.options import set_defaults
 from cgpass.report import frames
+from cgpass.report.arguments import arguments_of, options_of, refusals_told
 from cgpass.report.calls import Calls
 from cgpass.report.collect import Measured, called, collect, with_times
 from cgpass.report.measure import (
@@ -41,8 +42,10 @@ def explain(
         print(cgpass.explain(model, batch))
         cgpass.explain(model, batch).save("report.html")
 
-    What is not compiled yet is compiled with `backend="cgpass"`, anew in each explain; options are given by
-    `cgpass.set_defaults`, as a statement or around the call. What `torch.compile` returned, and modules some of whose
+    What is not compiled yet is compiled with `backend="cgpass"`, anew in each explain; options are given as
+    `options={...}` or by `cgpass.set_defaults`. A batch by itself is given as data loaders mean it: a mapping by name
+    (`**batch`) if the function takes these names, a tuple or list as `*batch` if it takes more than one argument and
+    these. What `torch.compile` returned, and modules some of whose
     submodules are compiled, run as they are. Up to 8 calls (and warm-ups) run until nothing new is recorded, then 6
     with CUDA graphs and 6 without them, and on CUDA one under `torch.profiler`; `cgpass.counters()` counts all but
     those without.
@@ -70,35 +73,33 @@ def explain(
         A report; `print` shows it. Functions that `torch.compile` left to eager are named beside those that it compiled.
 
     Raises:
-        OptionError: `options=`, which the function does not take.
+        OptionError: Options of `cgpass.Options` by themselves, which belong into `options=`; `options=` for what is
+            compiled already.
+        InputError: The function does not take the batch in any of these ways.
         Exception: Whatever the function raises, as it is.
     """
-    if "options" in kwargs and not _takes_options(fn):
-        raise OptionError(
-            "cgpass.explain takes no options: give them by cgpass.set_defaults(...), as a statement or around the call"
-        )
+    options = options_of(fn, kwargs)
+    args, kwargs = arguments_of(fn, args, kwargs)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(refusals_told(fn, args, kwargs))
         before = stack.enter_context(frames.noted())
         call = Called(fn, args, kwargs)
-        run = fn if reaches_compiled(call) else stack.enter_context(_compiled(fn))
+        is_compiled = reaches_compiled(call)
+        if options and is_compiled:
+            raise OptionError(
+                "cgpass.explain: what is compiled already has its options; give them to torch.compile instead"
+            )
+        stack.enter_context(set_defaults(**options))
+        run = fn if is_compiled else stack.enter_context(_compiled(fn))
         state = State(call)
         stack.callback(state.put_back)
         calls = Calls(run, args, kwargs, state, training=training)
         watch = frames.Watch(before, frames.codes_of(call.values))
         report = _observe(calls, state.devices | calls.devices, watch)
         left = frames.left_to_eager(before, again=watch.given_up)
+        if not (left or report.functions):
+            left = frames.at_limit()
         return with_outside(report, left, watch.graph_breaks())
-
-
-def _takes_options(fn: Callable[..., Any] | torch.nn.Module) -> bool:
-    """Whether a function has an argument `options` of its own, or may have one."""
-    fn = getattr(fn, "_orig_mod", fn)
-    try:
-        signature = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn)
-    except (TypeError, ValueError):  # one of C++
-        return True
-    named = signature.parameters.values()
-    return any(each.name == "options" or each.kind is each.VAR_KEYWORD for each in named)
 
 
 @contextlib.contextmanager

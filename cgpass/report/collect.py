@@ -202,7 +202,7 @@ def with_times(functions: Sequence[FunctionReport], measured: Measured) -> Repor
     )
     breaks = [each.graph_break for each in found]
     rests = dict.fromkeys(each for each in breaks if each is not None and each.rest is not None)
-    return Report(
+    report = Report(
         cgpass=VERSION,
         torch=torch.__version__,
         device=_device_name(found, measured.device),
@@ -215,6 +215,28 @@ def with_times(functions: Sequence[FunctionReport], measured: Measured) -> Repor
         plain_ms=measured.plain.ms,
         gpu_share=None if measured.launches is None else measured.launches.gpu_share,
     )
+    return _without_times(report) if _is_simulated(found) else report
+
+
+def _without_times(report: Any) -> Any:
+    """The same without what simulated graphs can't tell."""
+    if isinstance(report, tuple):
+        return tuple(map(_without_times, report))
+    if not dataclasses.is_dataclass(report) or isinstance(report, type):
+        return report
+    changes = {
+        each.name: None if _is_time(each.name) else _without_times(getattr(report, each.name))
+        for each in dataclasses.fields(report)
+    }
+    return dataclasses.replace(report, **changes)
+
+
+def _is_time(name: str) -> bool:
+    return name == "ms" or name.endswith("_ms")
+
+
+def _is_simulated(functions: Sequence[FunctionReport]) -> bool:
+    return "simulated" in {function.driver for function in functions}
 
 
 def snapshot() -> Report:
@@ -233,8 +255,8 @@ def snapshot() -> Report:
     return with_times(counted, Measured())
 
 
-def _device_name(functions: Iterable[FunctionReport], device: torch.device | None) -> str:
-    if "simulated" in {function.driver for function in functions}:
+def _device_name(functions: Sequence[FunctionReport], device: torch.device | None) -> str:
+    if _is_simulated(functions):
         return "cpu (simulated graphs: right in what they do, no measure of speed)"
     if device is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())

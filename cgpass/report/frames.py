@@ -14,7 +14,7 @@ from typing import Any, Final
 from cgpass import _torch, telemetry
 from cgpass.graph.breaks import given_up
 from cgpass.graph.lines import function_name
-from cgpass.reason import OTHER_FIXES, Reason, ways
+from cgpass.reason import OTHER_FIXES, OTHER_OPTIONS, Reason, ways
 from cgpass.report.model import EagerFunction, ReasonReport
 
 _NOTED: Final = 4096
@@ -23,6 +23,9 @@ _AT_LIMIT: Final = "recompile limit exceeded"
 _LIMIT: Final = re.compile(r"exceeding the (\w+) .*currently set to (\d+)")
 _VERSION: Final = re.compile(r"^\[?\d+/\d+\]?: ")
 _HINT: Final = re.compile(r"\(HINT: (.*)\)\s*$")
+_OTHER_BACKEND: Final = "BACKEND_MATCH"
+_WRAPPER: Final = os.path.join("torch", "_dynamo", "external_utils.py")
+"""Holds the function as which Dynamo compiles modules of torch's. Source: `wrap_inline`, 2.11 to 2.15."""
 _SOURCE: Final = re.compile(r"^(.*?)\s+# (.*?)\s*# (\S+):(\d+) in (\S+)")
 """A guard, with the line that needs it."""
 
@@ -65,6 +68,19 @@ def left_to_eager(
         _described(function, each)
         for function, each in _last(_torch.compilations()).items()
         if _torch.was_given_up(each) and (id(each) not in known or function in again)
+    )
+
+
+def at_limit() -> tuple[EagerFunction, ...]:
+    """Functions that cgpass compiled as often as torch allows, so that calls which fit nothing compiled run in eager.
+
+    A note without its function's name may be from before a reset.
+    """
+    last = _last(_since_reset(_torch.compilations()))
+    return tuple(
+        _described(function, each)
+        for function, each in last.items()
+        if _is_at_limit(each) and _torch.is_ours(each) and len(function) > 1
     )
 
 
@@ -177,7 +193,7 @@ def _last(notes: Iterable[Any]) -> dict[Function, Any]:
     functions: dict[str, Function] = {}
     last: dict[Function, Any] = {}
     for each in notes:
-        frame = str(each.compile_id).rpartition("/")[0]
+        frame = _torch.function_of(each.compile_id)
         if each.co_name is not None:
             functions[frame] = each.co_filename, each.co_firstlineno, each.co_name
         elif not _is_at_limit(each):  # a backward's
@@ -212,6 +228,8 @@ def _described(function: Function, compilation: Any) -> EagerFunction:
     if len(function) > 1:
         file, line, name = function
         place = f"{os.path.basename(file)}:{line} in {function_name(name)}"
+        if file.endswith(_WRAPPER):
+            place = "modules of torch's own classes, as nn.Sequential (they count as one function)"
     found = _at_limit(compilation) if _is_at_limit(compilation) else _broken(compilation)
     reason = ReasonReport(
         code=found.code, op=found.op, detail=found.detail, fix=found.fix, line=found.line
@@ -254,9 +272,11 @@ def _at_limit(compilation: Any) -> Reason:
     option, times = limit.groups() if limit else ("recompile_limit", "so many")
     cause, line, hint = _cause(compilation.recompile_reason or "")
     why = f"; the guard that failed last: {cause}" if cause else ""
+    usual = OTHER_FIXES["recompile_limit"]
+    if cause.startswith(_OTHER_BACKEND):
+        why, usual = ", the last time since backend or options were others", OTHER_OPTIONS
     often = f"{times} times, as often as torch._dynamo.config.{option} allows"
     detail = f"it was compiled {often}{why}. Calls that fit nothing compiled run in eager"
-    usual = OTHER_FIXES["recompile_limit"]
     return Reason("recompile_limit", "", detail, ways([*([hint] if hint else []), usual]), line)
 
 

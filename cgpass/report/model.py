@@ -54,8 +54,8 @@ class RecordingReport:
     copied_bytes: int
     pool: int
     """Which of the function's pools it lies in; results that are held need more than one."""
-    record_ms: float
-    """Host time of capturing and instantiating it."""
+    record_ms: float | None = None
+    """Host time of capturing and instantiating it; None if it is simulated."""
     instantiate_ms: float | None = None
     """Host time of ending the capture, in which the graph is instantiated; None where nothing is."""
     warm_up_ms: float | None = None
@@ -188,7 +188,8 @@ class Report:
     runs: int = 0
     """Calls that were measured with CUDA graphs, and as many without."""
     ms: float | None = None
-    """Median time of one call with its backward, from start until the device is done."""
+    """Median time of one call with its backward, from start until the device is done. None, as all times, where graphs
+    are simulated: they are no measure of speed."""
     plain_ms: float | None = None
     """The same with all partitions run without CUDA graphs."""
     native: str | None = None
@@ -206,6 +207,11 @@ class Report:
         """Those that functions end at, and others."""
         ends = (each.graph_break for each in self.functions)
         return *(each for each in ends if each is not None), *self.graph_breaks
+
+    @property
+    def partitions(self) -> tuple[PartitionReport, ...]:
+        """Those of all graphs."""
+        return tuple(part for graph in self.graphs for part in graph.partitions)
 
     @property
     def of_all_calls(self) -> bool:

@@ -19,9 +19,9 @@ from cgpass.report.words import (
     listed,
     many,
     milliseconds,
+    ratio,
     share,
     size,
-    speedup,
     subject,
     unsettled,
 )
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         GraphReport,
         PartitionReport,
         ReasonReport,
+        RecordingReport,
         Report,
     )
 
@@ -96,15 +97,20 @@ def _tiles(report: "Report") -> Iterator[str]:
     if report.ms is not None:
         what = "one call with CUDA graphs" if done else "one call"
         yield _tile(f"{milliseconds(report.ms)} ms", what)
-    faster = speedup(report.ms, report.plain_ms)
-    if done and faster is not None:
-        yield _tile(f"{milliseconds(report.plain_ms)} ms", f"without ({faster})")
+    times = ratio(report.ms, report.plain_ms)
+    if done and times is not None:
+        yield _tile(f"{milliseconds(report.plain_ms)} ms", f"without: {times}")
     if work:
         when = "" if report.settled else " if it settled"
         yield _tile(
             share(done, work),
             f"{in_graphs(report)} in graphs{when}",
         )
+    if report.ms is None and report.partitions:
+        captured = [part for part in report.partitions if part.captured]
+        yield _tile(f"{len(captured)} of {len(report.partitions)}", "partitions captured")
+        made = sum(part.counts.get("recordings", len(part.recordings)) for part in captured)
+        yield _tile(str(made), "recordings made")
     if report.gpu_share is not None:
         yield _tile(share(report.gpu_share, 1), "of the call's GPU time in graphs")
     pools = [f.pool_bytes for f in report.functions if f.pool_bytes is not None]
@@ -213,15 +219,18 @@ def _bar(
     )
 
 
-_TITLES = ("partition", "runs", "ops", "kernels", "replays", "copied", "recorded", "ms", "plain ms")
+_TITLES = ("partition", "runs", "ops", "kernels", "replays", "copied", "recorded")
 
 
-def _rows(parts: Iterable["PartitionReport"]) -> str:
-    head = "".join(f"<th>{_e(title)}</th>" for title in _TITLES)
-    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(map(_row, parts))}</table></div>'
+def _rows(parts: Sequence["PartitionReport"]) -> str:
+    timed = any(part.ms is not None for part in parts)
+    titles = (*_TITLES, *(("ms", "plain ms") if timed else ()))
+    head = "".join(f"<th>{_e(title)}</th>" for title in titles)
+    rows = "".join(_row(part, timed=timed) for part in parts)
+    return f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div>'
 
 
-def _row(part: "PartitionReport") -> str:
+def _row(part: "PartitionReport", *, timed: bool) -> str:
     cells = [
         "graph" if part.captured else "plain",
         part.num_ops,
@@ -229,8 +238,7 @@ def _row(part: "PartitionReport") -> str:
         part.counts.get("replays", 0) if part.captured else NONE,
         size(copied_bytes(part)) if part.captured else NONE,
         part.counts.get("recordings", len(part.recordings)) if part.captured else NONE,
-        milliseconds(part.ms),
-        milliseconds(part.plain_ms),
+        *((milliseconds(part.ms), milliseconds(part.plain_ms)) if timed else ()),
     ]
     return f"<tr><td>{_code(part.name)}</td>{''.join(f'<td>{_e(c)}</td>' for c in cells)}</tr>"
 
@@ -289,16 +297,22 @@ def _memory(part: "PartitionReport") -> str:
 def _recordings(part: "PartitionReport") -> str:
     if not part.recordings:
         return ""
+    timed = any(each.record_ms is not None for each in part.recordings)
+    times = "<th>warm-up ms</th><th>record ms</th><th>instantiate ms</th>" if timed else ""
     rows = "".join(
-        f"<tr><td>{_e(each.cause)}</td><td>{_e(milliseconds(each.warm_up_ms))}</td>"
-        f"<td>{_e(milliseconds(each.record_ms))}</td><td>{_e(milliseconds(each.instantiate_ms))}</td>"
+        f"<tr><td>{_e(each.cause)}</td>{_times(each) if timed else ''}"
         f'<td>{_e(size(each.copied_bytes))}</td><td>{_e(each.pool)}</td><td class="words">{_e(each.detail)}</td></tr>'
         for each in part.recordings
     )
     return (
-        '<div class="scroll"><table><tr><th>recorded for</th><th>warm-up ms</th><th>record ms</th><th>instantiate ms</th><th>copies</th>'
+        f'<div class="scroll"><table><tr><th>recorded for</th>{times}<th>copies</th>'
         f'<th>pool</th><th class="words">what was new</th></tr>{rows}</table></div>'
     )
+
+
+def _times(recording: "RecordingReport") -> str:
+    found = recording.warm_up_ms, recording.record_ms, recording.instantiate_ms
+    return "".join(f"<td>{_e(milliseconds(ms))}</td>" for ms in found)
 
 
 def _reason(reasons: Sequence["ReasonReport"]) -> str:

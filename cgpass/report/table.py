@@ -19,9 +19,9 @@ from cgpass.report.words import (
     listed,
     many,
     milliseconds,
+    ratio,
     share,
     size,
-    speedup,
     subject,
     unsettled,
     why_left,
@@ -50,9 +50,9 @@ _COLUMNS: Final = (
     ("replays", 8),
     ("copied", 10),
     ("recorded", 8),
-    ("ms", 8),
-    ("plain ms", 8),
 )
+_TIMES: Final = (("ms", 8), ("plain ms", 8))
+"""Columns where times are known."""
 
 
 def text(report: "Report") -> str:
@@ -94,8 +94,8 @@ def _head(report: "Report") -> Iterator[str]:
     if report.ms is not None and not done:
         yield from _wrapped(f"one call: {milliseconds(report.ms)} ms", 0)
     elif report.ms is not None:
-        faster = speedup(report.ms, report.plain_ms)
-        than = f", {milliseconds(report.plain_ms)} ms without ({faster})" if faster else ""
+        times = ratio(report.ms, report.plain_ms)
+        than = f", {milliseconds(report.plain_ms)} ms without: {times}" if times else ""
         yield from _wrapped(f"one call: {milliseconds(report.ms)} ms with CUDA graphs{than}", 0)
     if work:
         line = f"in graphs{'' if report.settled else ' if it settled'}: {share(done, work)} {in_graphs(report)}"
@@ -168,20 +168,22 @@ def _skip(graph: "GraphReport") -> Iterator[str]:
 
 
 def _rows(parts: Sequence["PartitionReport"]) -> Iterator[str]:
-    yield _row("partition", [title for title, _ in _COLUMNS])
+    timed = any(part.ms is not None for part in parts)
+    yield _row("partition", [title for title, _ in (*_COLUMNS, *(_TIMES if timed else ()))])
     for part in parts:
         name = " ".join(part.name.split())
         if len(name) > _NAME:
             yield from _wrapped(name, 4)
             name = ""
-        yield _row(name, _cells(part))
+        times = [milliseconds(part.ms), milliseconds(part.plain_ms)] if timed else []
+        yield _row(name, [*_cells(part), *times])
 
 
 def _row(name: str, cells: Iterable[str]) -> str:
     """One line; a number too wide for its column takes the room of those before it, as far as there is."""
     line = f"    {name:{_NAME}}"
     edge = len(line)
-    for cell, (_, width) in zip(cells, _COLUMNS, strict=True):
+    for cell, (_, width) in zip(cells, (*_COLUMNS, *_TIMES), strict=False):
         edge += width + 1
         line += cell.rjust(max(len(cell) + 1, edge - len(line)))
     return line[:WIDTH].rstrip()
@@ -195,8 +197,6 @@ def _cells(part: "PartitionReport") -> list[str]:
             str(part.num_ops),
             kernels,
             *[NONE] * 3,
-            milliseconds(part.ms),
-            milliseconds(part.plain_ms),
         ]
     return [
         "graph",
@@ -205,8 +205,6 @@ def _cells(part: "PartitionReport") -> list[str]:
         str(part.counts.get("replays", 0)),
         size(copied_bytes(part)),
         str(part.counts.get("recordings", len(part.recordings))),
-        milliseconds(part.ms),
-        milliseconds(part.plain_ms),
     ]
 
 
@@ -271,14 +269,15 @@ def _recordings(part: "PartitionReport") -> Iterator[str]:
 
 
 def _recording(number: int, each: "RecordingReport") -> list[str]:
-    facts = [f"{milliseconds(each.record_ms)} ms"]
+    facts = [] if each.record_ms is None else [f"{milliseconds(each.record_ms)} ms"]
     if each.instantiate_ms is not None:
         facts.append(f"instantiate {milliseconds(each.instantiate_ms)}")
     if each.warm_up_ms is not None:
         facts.append(f"warm-up {milliseconds(each.warm_up_ms)}")
     if each.pool:
         facts.append(f"pool {each.pool}")
-    return _wrapped(f"recording {number} ({', '.join(facts)}): {each.cause}: {each.detail}", 6)
+    told = f" ({', '.join(facts)})" if facts else ""
+    return _wrapped(f"recording {number}{told}: {each.cause}: {each.detail}", 6)
 
 
 def _reasons(reasons: Sequence["ReasonReport"], indent: int) -> list[str]:

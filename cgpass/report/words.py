@@ -71,9 +71,9 @@ def listed(names: Sequence[str], limit: int = 5) -> str:
     return ", ".join(names[:limit]) + (f", and {left} more" if left > 0 else "")
 
 
-def speedup(ms: float | None, plain_ms: float | None) -> str | None:
-    """How many times faster, None where nobody knows."""
-    return None if not ms or plain_ms is None else f"{plain_ms / ms:.2f}x"
+def ratio(ms: float | None, plain_ms: float | None) -> str | None:
+    """How much of the time graphs take, None where nobody knows."""
+    return None if ms is None or not plain_ms else f"graphs take {ms / plain_ms:.2f}x the time"
 
 
 def alike(reasons: Iterable["ReasonReport"]) -> list[list["ReasonReport"]]:

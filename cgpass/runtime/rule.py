@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from cgpass import _torch
+from cgpass.runtime.holders import Holder, holders_of
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.placeholders import num_bytes
 from cgpass.runtime.signature import Layout
@@ -42,11 +43,6 @@ class Found:
     """Of the reason to run the call without a graph."""
     absent: tuple[int, ...] = ()
     """Values of other recordings that lie where none put them."""
-
-    @property
-    def replaced(self) -> tuple[int, ...]:
-        """Static inputs that were moved or replaced: in another module's call, none."""
-        return () if self.code == "new_module" else self.new
 
 
 _Place = tuple[int, _torch.WeakStorage, int]
@@ -73,6 +69,8 @@ class Inputs:
         """Where each static input lay, by address."""
         self._last: dict[int, _Place] = {}
         """The storage that each static input had when it was new for the last time."""
+        self._first: dict[tuple[Holder, ...], bytes] = {}
+        """Where static inputs lay in their first call, by who holds them: known where moves are errors."""
         self._before = b""
         """Where the static inputs lay in the last call that was looked at."""
         self._watermark: dict[int, int] = dict.fromkeys(layout.checked, max_places)
@@ -82,6 +80,7 @@ class Inputs:
         for places in self._known.values():
             places.clear()
         self._last.clear()
+        self._first.clear()
         self._before = b""
 
     def find(self, args: Sequence[Any], key: bytes) -> Found:
@@ -150,6 +149,16 @@ class Inputs:
                 return True
         last = self._last.get(i)
         return last is not None and last[1].expired
+
+    def moved(self, args: Sequence[Any], key: bytes, found: Found) -> tuple[int, ...]:
+        """Static inputs that moved or were replaced since their module was called first; another module's did not."""
+        places, _ = self._layout.split(key)
+        if self._layout.knows_no_modules:
+            return found.new if self._last else ()
+        holders = holders_of([args[i] for i in self._layout.checked])
+        before = self._first.setdefault(holders, places)
+        pairs = zip(self._layout.checked, array("q", before), array("q", places), strict=True)
+        return tuple(i for i, first, now in pairs if first != now)
 
     def storages(self, args: Sequence[Any], places: bytes) -> dict[int, _torch.WeakStorage]:
         """Storages of the static inputs that are read in place, by what tells them apart; none is kept alive."""

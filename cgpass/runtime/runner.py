@@ -169,30 +169,32 @@ class PartitionRunner:
             recordings = last[2]
         else:
             recordings = self._recordings(shape, *layout.split(key))
-        if not recordings or owner.driver.is_capturing():
-            return self._without_recording(args, shape, key, again=again)
-        for recording in recordings:
-            if owner.is_safe(recording) and recording.may_replay(args):
-                self._last = (shape, key, recordings)
-                return self._replay(recording, args), recording
-        recording = self._rescue_for(recordings, args)
-        if layout.static_key(args) != key:  # what is read was among what was moved
-            if not again:
-                return self._run(args, again=True)
-            recording = None
-        if recording is None:
-            return self._without_recording(args, shape, key, again=again)
-        return self._replay(recording, args), recording
+        if recordings and not owner.driver.is_capturing():
+            self._last = (shape, key, recordings)
+            result = self._replay_one(recordings, args, key, again=again)
+            if result is not None:
+                return result
+        return self._without_recording(args, shape, key, again=again)
 
     def _recordings(self, shape: ShapeKey, places: bytes, values: bytes) -> list[Recording]:
         seen = self.table.get((shape, places))
         return [] if seen is None else seen.recordings.get(values, [])
 
-    def _rescue_for(self, recordings: Sequence[Recording], args: Sequence[Any]) -> Recording | None:
-        """A recording that overwrites nothing that is referenced, after that was moved elsewhere."""
+    def _replay_one(
+        self, recordings: Sequence[Recording], args: list[Any], key: StaticKey, *, again: bool
+    ) -> Result | None:
+        """Replay one that overwrites nothing that is referenced, if need be after that was rescued; None if none may."""
+        owner = self.owner
         for recording in recordings:
-            if recording.may_replay(args) and self.owner.rescue(recording):
-                return recording if not recording.closed and recording.may_replay(args) else None
+            if owner.is_safe(recording) and recording.may_replay(args):
+                return self._replay(recording, args), recording
+        for recording in recordings:
+            if recording.may_replay(args) and owner.rescue(recording):
+                if self.layout.static_key(args) != key:  # what is read was among what was moved
+                    return None if again else self._run(args, again=True)
+                if not recording.closed and recording.may_replay(args):
+                    return self._replay(recording, args), recording
+                return None
         return None
 
     def _replay(self, recording: Recording, args: list[Any]) -> list[Any]:
@@ -210,16 +212,12 @@ class PartitionRunner:
     def _without_recording(
         self, args: list[Any], shape: ShapeKey, key: StaticKey, *, again: bool
     ) -> Result:
-        fallback, owner = self._fallback, self.owner
-        fallback.raise_refusal()
-        if fallback.replacement is not None:
-            return fallback.run(args), None
-        if owner.driver.is_capturing():
-            return self._plain(args, "outer_capture", "somebody else captured a graph of them")
-        if owner.closed or fallback.note_failure():
-            return fallback.run(args), None
+        result = self._left_plain(args)
+        if result is not None:
+            return result
         found = self._inputs.find(args, key)
-        self._refuse_moved(found, args)
+        if self.settings.static_input_check == "error":
+            self._refuse_moved(self._inputs.moved(args, key, found), args)
         seen = self.table.get((shape, found.places))
         if found.code == "not_in_the_pool" and seen is not None and seen.recordings:
             return self._plain(args, found.code, *self._not_in_the_pool(found))
@@ -232,16 +230,20 @@ class PartitionRunner:
             return self._plain(args, "out_of_memory", seen.left_plain)
         if found.copied:
             recordings = seen.recordings.get(found.values, [])
-            for recording in recordings:
-                if owner.is_safe(recording) and recording.may_replay(args):
-                    return self._replay(recording, args), recording
-            recording = self._rescue_for(recordings, args)
-            if self.layout.static_key(args) != key:
-                if not again:
-                    return self._run(args, again=True)
-            elif recording is not None:
-                return self._replay(recording, args), recording
-        return self._record_or_not(args, seen, found, key, again=again)
+            result = self._replay_one(recordings, args, key, again=again)
+        return result or self._record_or_not(args, seen, found, key, again=again)
+
+    def _left_plain(self, args: list[Any]) -> Result | None:
+        """Row 1, but for keys that are left plain."""
+        fallback = self._fallback
+        fallback.raise_refusal()
+        if fallback.replacement is not None:
+            return fallback.run(args), None
+        if self.owner.driver.is_capturing():
+            return self._plain(args, "outer_capture", "somebody else captured a graph of them")
+        if self.owner.closed or fallback.note_failure():
+            return fallback.run(args), None
+        return None
 
     def _record_or_not(
         self, args: list[Any], seen: Seen, found: Found, key: StaticKey, *, again: bool
@@ -305,14 +307,14 @@ class PartitionRunner:
 
     # ---- what is said of it
 
-    def _refuse_moved(self, found: Found, args: Sequence[Any]) -> None:
-        if self.settings.static_input_check != "error" or not found.replaced:
-            return
-        names = describe_tensors(self.layout.infos, args, found.replaced)
-        raise StaticInputMovedError(
-            f"{self.name}: static inputs moved or were replaced since they were recorded: {names}. Keep parameters and "
-            'buffers where they are, or use static_input_check="rerecord".'
-        )
+    def _refuse_moved(self, moved: Sequence[int], args: Sequence[Any]) -> None:
+        if moved:
+            names = describe_tensors(self.layout.infos, args, moved)
+            raise StaticInputMovedError(
+                f"{self.name}: static inputs moved or were replaced since they were recorded: {names}. Write new values "
+                "into parameters and buffers (copy_, load_state_dict without assign=True), or use "
+                'static_input_check="rerecord".'
+            )
 
     def _note_what_is_new(
         self, args: Sequence[Any], shape: ShapeKey, places: bytes, found: Found

@@ -48,7 +48,7 @@ class Layout:
         self.mutated = tuple(i for i, info in enumerate(infos) if info.mutated)
         self.objects = positions(InputKind.GENERATOR, InputKind.OPAQUE)
         self._values = positions(InputKind.SYMINT)
-        self._typed = check_layout
+        self._typed = self.knows_no_modules = check_layout
         self._whole = tuple(i for i in self.copied if infos[i].whole_storage)
         self._layouts = (
             positions(InputKind.COPIED, InputKind.STATIC)

@@ -73,7 +73,7 @@ def test_the_start_runs(capsys):
     train, expect = (block.replace('"cuda"', '"cpu"') for block in code_blocks(start))
     train = train.replace(".cuda()", "")
     names = {}
-    with cgpass.set_defaults(driver="simulated", compiler="eager", min_partition_ops=1):
+    with cgpass.set_defaults(driver="simulated", compiler="eager"):
         exec(train, names)
         exec(expect, names)
     assert "forward of module Sequential: 1 partition captured" in capsys.readouterr().out

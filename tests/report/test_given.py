@@ -130,14 +130,17 @@ def test_what_another_backend_compiles_further_away_is_no_hindrance():
     assert cgpass.explain(fn, X).work == (5, 5)
 
 
-@pytest.mark.parametrize(
-    "fn", [lambda x: x.sin(), model(), torch.compile(model(), backend="eager")]
-)
-def test_options_are_no_argument(fn):
-    with pytest.raises(
-        OptionError, match=r"^cgpass.explain takes no options: give them by cgpass.set_defaults"
-    ):
-        cgpass.explain(fn, X, options={"driver": "simulated"})
+@pytest.mark.parametrize("fn", [lambda x: x.sin(), model()])
+def test_options_are_those_of_what_explain_compiles(fn):
+    report = cgpass.explain(fn, X, options={"driver": "none"})
+    assert report.graphs
+    assert {graph.skip for graph in report.graphs} == {'driver="none" turns them off'}
+    assert cgpass.explain(fn, X).graphs[0].skip is None
+
+
+def test_what_is_compiled_already_has_its_options():
+    with pytest.raises(OptionError, match=r"^cgpass.explain: what is compiled already has its opt"):
+        cgpass.explain(torch.compile(model(), backend="eager"), X, options={"driver": "none"})
 
 
 def test_an_argument_of_the_functions_own_is_given_to_it():

@@ -18,7 +18,7 @@ def test_text():
         str(sample()),
         """\
 cgpass 0.1.0, torch 2.11.0+cu130, NVIDIA H200
-one call: 1.500 ms with CUDA graphs, 4.500 ms without (3.00x)
+one call: 1.500 ms with CUDA graphs, 4.500 ms without: graphs take 0.33x the time
 in graphs: 66.7% of the 18 kernels of compiled functions, 90% of the call's GPU time
 graph breaks at 1 line (no known line): what runs there, outside of compiled functions, is not among
   these kernels

@@ -89,7 +89,7 @@ def test_inputs_that_never_move_and_memory_that_was_freed():
     last = run.history.notes[-1]
     assert last.copied_bytes == 0
     assert last.detail.endswith(
-        "; x0 (read at model.py:0 in forward: code) never moved, and is read where it lies"
+        "; it reads in place what had not moved until then: x0 (read at model.py:0 in forward: code)"
     )
     run.owner.release()
     for _ in range(2):

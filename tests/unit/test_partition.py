@@ -238,11 +238,19 @@ def test_too_small_a_partition_runs_plainly():
     assert small[0].fix == "set min_partition_ops to 1 to capture it"
 
 
-@pytest.mark.parametrize(("minimum", "found"), [(4, "captured_0"), (5, "eager_0")])
-def test_minimum_holds_for_the_whole_graph(minimum, found):
-    gm = fake_cuda_graph(lambda x: chain(x).view(2, 2).t(), (4,))
-    partition(gm, min_partition_ops=minimum)
+@pytest.mark.parametrize(
+    ("fn", "found"),
+    [
+        (lambda x: x.sin().view(2, 2).t(), "captured_0"),
+        (lambda x: x.view(2, 2).t(), "eager_0"),
+    ],
+)
+def test_a_graph_without_boundaries_is_captured_if_it_does_any_work(fn, found):
+    gm = fake_cuda_graph(fn, (4,))
+    result = partition(gm, min_partition_ops=4)
     assert tags(gm) == [found]
+    assert {note.code for note in result.notes} == ({"no_work"} if found == "eager_0" else set())
+    assert not partition(gm, min_partition_ops=4).modified
 
 
 def test_memory_limit_keeps_big_values_apart():

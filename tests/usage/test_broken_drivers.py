@@ -93,7 +93,7 @@ def always_safe(patch):
 
 def no_address_check(patch):
     """Whatever was recorded first is replayed, wherever parameters are now."""
-    patch.setattr(Layout, "static_key", lambda self, args: tuple(0 for _ in self.static))
+    patch.setattr(Layout, "static_key", lambda self, args: bytes(8 * len(self.static)))
 
 
 def stale_saved_tensor(patch):
@@ -237,7 +237,6 @@ BROKEN = [
     (no_rescue, held_outputs),
     (rescue_of_one_block, held_outputs),
     (rescue_without_new_stand_ins, held_outputs),
-    (copies_nothing_out, kept_results),
     (no_address_check, assigned_states),
     (no_address_check, replaced_data),
     (stale_saved_tensor, interleaved),

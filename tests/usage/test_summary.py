@@ -66,17 +66,22 @@ def test_operators_that_are_too_small_a_partition_have_their_reason():
 
 
 def test_a_graph_of_which_nothing_is_captured_shows_its_operators():
-    (line,), counters = summary_of(lambda x: host(x.sin()) + 1, on_skip="silent")
+    (line, *_), counters = summary_of(lambda x: host(x.sin()) + 1, on_skip="silent")
     assert "runs without CUDA graphs (3 operators): summaries.host.default" in line
     assert counters["skips"] == 1
 
 
-def test_a_tiny_graph_is_no_skip(caplog):
+def test_a_tiny_graph_is_captured():
+    (line, *_), counters = summary_of(lambda x: x.sin())
+    assert line.endswith("in <lambda>: 1 partition captured (1 operator), 0 eager (0 operators)")
+    assert counters["plain_calls"] == counters["skips"] == 0
+    assert counters["replays"] == 2
+
+
+def test_a_graph_that_launches_nothing_is_no_skip(caplog):
     with caplog.at_level(logging.INFO, "cgpass"):
-        (line,), counters = summary_of(lambda x: x.sin() + 1)
-    assert line.endswith(
-        "(2 operators): fewer of its operators do work on the device (views don't count) than min_partition_ops=4"
-    )
+        (line, *_), counters = summary_of(lambda x: x.view(2, 2).T)
+    assert line.endswith("(2 operators): it launches no work on the device")
     assert counters["skips"] == counters["plain_calls"] == counters["replays"] == 0
     (record,) = [r for r in caplog.records if "runs without CUDA graphs" in r.getMessage()]
     assert record.levelno == logging.INFO
@@ -99,16 +104,10 @@ def test_calls_that_ran_without_a_graph_are_named():
     torch.compiler.reset()
 
 
-def test_a_graph_of_views_launches_nothing():
-    (line,), counters = summary_of(lambda x: x.view(2, 2).T, min_partition_ops=1)
-    assert line.endswith("(2 operators): it launches no work on the device")
-    assert counters["skips"] == 0
-
-
 @pytest.mark.parametrize("fn", [long_unsafe, lambda x: x.sin().cos() + 1, lambda x: host(x)])
 def test_none_captures_nothing_and_has_nothing_to_say(fn, caplog):
     with caplog.at_level(logging.INFO, "cgpass"):
-        (line,), counters = summary_of(
+        (line, *_), counters = summary_of(
             fn, driver="none", on_skip="raise", unsafe_ops=("aten::linear",)
         )
     assert line.endswith('driver="none" turns them off')
@@ -189,4 +188,69 @@ def test_defaults_are_those_of_the_moment_in_which_a_function_is_compiled():
         outside(X)
         inside(X)
     assert (counters["partitions_captured"], counters["calls"]) == (0, 1)
+    torch.compiler.reset()
+
+
+def test_a_reset_begins_the_summary_anew():
+    torch.compiler.reset()
+    options = {"driver": "simulated", "compiler": "eager"}
+    first, second = (
+        torch.compile(lambda x, n=n: x.sin() + n, backend="cgpass", options=options) for n in (1, 2)
+    )
+    for call in (first, second):
+        call(X)
+    assert "test_summary.py" in cgpass.summary()
+    cgpass.reset()
+    assert cgpass.summary() == "no graph was compiled"
+    assert cgpass.counters()["graphs"] > 0
+    second(X)
+    line, _ = cgpass.summary().splitlines()
+    assert line.endswith("1 partition captured (2 operators), 0 eager (0 operators)")
+    torch.compiler.reset()
+    assert cgpass.summary() == "no graph was compiled"
+
+
+def many_options(fn, *args):
+    torch.compiler.reset()
+    for number in range(10):
+        options = {"driver": "simulated", "compiler": "eager", "max_recordings": number + 1}
+        torch.compile(fn(), backend="cgpass", options=options)(*args)
+
+
+def one_more(x):
+    return x.sin() + 1
+
+
+@pytest.mark.parametrize(
+    ("fn", "place"),
+    [
+        (lambda: one_more, f"test_summary.py:{one_more.__code__.co_firstlineno} in one_more"),
+        (
+            lambda: torch.nn.Sequential(torch.nn.Linear(4, 4)),
+            "modules of torch's own classes, as nn.Sequential (they count as one function)",
+        ),
+    ],
+)
+def test_the_recompile_limit_is_named(fn, place):
+    many_options(fn, X)
+    said = (
+        "it was compiled 8 times, as often as torch._dynamo.config.recompile_limit allows, the last time since backend or "
+        "options were others. Calls that fit nothing compiled run in eager"
+    )
+    (line,) = [each for each in cgpass.summary().splitlines() if "left to eager" in each]
+    assert line == (
+        f"left to eager: {place}: {said} [recompile_limit]; compile it once, with one set of options, or call "
+        "torch.compiler.reset() before it gets others"
+    )
+    (left,) = cgpass.explain(fn(), X).left_to_eager
+    assert (left.place, left.reason.detail) == (place, said)
+    torch.compiler.reset()
+    assert cgpass.summary() == "no graph was compiled"
+
+
+def test_the_recompile_limit_of_another_backend_is_not_ours():
+    torch.compiler.reset()
+    for size in range(2, 13):
+        torch.compile(one_more, backend="eager", dynamic=False)(torch.ones(size))
+    assert cgpass.summary() == "no graph was compiled"
     torch.compiler.reset()

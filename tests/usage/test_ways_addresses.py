@@ -217,6 +217,44 @@ def test_a_static_input_that_moves_is_an_error_where_that_is_asked_for(way):
     torch.testing.assert_close(call(batches[4]), module(batches[4]))
 
 
+def replace_all(module):
+    module.load_state_dict({k: v.clone() for k, v in module.state_dict().items()}, assign=True)
+
+
+def replace_a_parameter(module):
+    module.layers[2].bias = nn.Parameter(module.layers[2].bias.detach() + 1)
+
+
+@pytest.mark.parametrize("replace", [replace_all, replace_a_parameter])
+@pytest.mark.parametrize("kept", [True, False], ids=["kept by an optimizer", "gone"])
+def test_a_parameter_that_is_replaced_is_an_error_where_that_is_asked_for(way, replace, kept):
+    torch.compiler.reset()
+    session = way.session(static_input_check="error")
+    module, call = session.compiled(MLP)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1) if kept else None
+    batch = session.batches(4, 8)[0]
+    for _ in range(4):
+        call(batch).square().mean().backward()
+    replace(module)
+    for _ in range(2):
+        with pytest.raises(StaticInputMovedError, match=r"replaced since.*bias"):
+            call(batch)
+    del optimizer
+
+
+def test_another_module_is_no_error_where_replacing_is(way):
+    """Nor is one that is made after another one was freed, and whose tensors lie in the same places."""
+    torch.compiler.reset()
+    session = way.session(static_input_check="error")
+    shared = session.compile(lambda module, x: module(x))
+    batch = session.batches(4, 8)[0]
+    for _ in range(3):
+        modules = [session.module(MLP) for _ in range(2)]
+        for module in modules * 4:
+            torch.testing.assert_close(shared(module, batch), module(batch))
+            shared(module, batch).square().mean().backward()
+
+
 def test_an_adapter_merged_into_its_weight_and_taken_out(way):
     class Adapted(nn.Module):
         def __init__(self):
