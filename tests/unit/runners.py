@@ -1,9 +1,9 @@
 """What the tests of the runtime share: runners of plain functions on the simulated driver."""
 
 import torch
+from cgpass.runtime.limits import Limits
 
 from cgpass.inputs import InputInfo, InputKind
-from cgpass.runtime.limits import Limits
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner
 from cgpass.runtime.settings import RunnerSettings

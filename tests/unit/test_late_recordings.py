@@ -7,14 +7,14 @@ import threading
 import numpy as np
 import pytest
 import torch
+from cgpass.runtime.rerecording import Rerecording
+from cgpass.runtime.strays import Strays
 
 from cgpass import _torch
 from cgpass.runtime import gathered, orders, strays
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.rerecording import Rerecording
 from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.runtime.storage_set import StorageSet
-from cgpass.runtime.strays import Strays
 from tests.unit.runners import COPIED, POOLED, STATIC, call, counts, runner
 
 

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cgpass.runtime.starts import MAX_STARTS, PATIENCE
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 
 from cgpass.runtime import fast, starts
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
-from cgpass.runtime.starts import MAX_STARTS, PATIENCE
 from tests.unit.runners import COPIED, POOLED, call, counts, runner
 
 X = torch.ones(2)

@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn import functional as F
 
 
-
 def jagged(session, *lengths):
     rows = [session.randn(length, 8) for length in lengths]
     return torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
