@@ -217,6 +217,18 @@ class Owner:
         """Whether anything is recorded in the first slot."""
         return bool(self._slots[0].recordings)
 
+    def make_space(self) -> None:
+        """Drop every recording before a larger one is made, unless something has to stay where it lies.
+
+        Smaller ones find room in the memory of a larger one when they are made again, it finds none in theirs.
+        """
+        for slot in self._slots:
+            for recording in slot.recordings:
+                held = recording.memory.held()
+                if held and not recording.memory.can_rescue(held):
+                    return
+        self._drop_all()
+
     def _drop_all(self) -> None:
         """Drop every recording; who holds outputs keeps them, and a backward that reads some runs without its own."""
         with self._dropping_all():

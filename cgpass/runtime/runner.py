@@ -116,6 +116,8 @@ class PartitionRunner:
         self._told = partial(progress.shown, f"recording {self.name}", settings.progress)
         self._first_slot = 0
         """Slots before this one do not suit: see `move_apart`."""
+        self._largest = 0
+        """Bytes of the inputs that move, of the largest call recorded."""
         self._said: set[str] = set()
         self._had_new_places = False
         """Whether the last call without a recording had inputs at new places that could not be copied."""
@@ -253,6 +255,10 @@ class PartitionRunner:
         made_for = self._identities(args, found)
         if not self.table.has_room(made_for):
             return self._full(args, seen.key[0])
+        size = self.layout.bytes_that_move(args)
+        if 0 < self._largest < size and not seen.recordings:
+            self.owner.make_space()
+        self._largest = max(self._largest, size)
         beside = any(r.made_for == made_for for r in seen.recordings.get(found.values, ()))
         slot = self.owner.slot_for(beside=beside, first=self._first_slot)
         if slot is None:
@@ -486,6 +492,7 @@ class PartitionRunner:
 
     def forget_recordings(self) -> None:
         """Drop every recording; calls of keys seen so far record at once."""
+        self._largest = 0
         self._close(self.table.drop(lambda recording: True))
 
     def close(self) -> None:

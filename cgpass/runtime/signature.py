@@ -9,6 +9,7 @@ from cgpass.errors import InputError
 from cgpass.inputs import InputInfo, InputKind
 from cgpass.reason import is_size, new_value
 from cgpass.runtime import fast
+from cgpass.runtime.placeholders import num_bytes
 
 ShapeKey = tuple[Any, ...]
 """Integers, identities of objects, and layouts of tensors where no guard of the caller and no integer covers them."""
@@ -70,6 +71,10 @@ class Layout:
         if self._typed:  # last: no input stands for them
             key += _ambient_modes()
         return key
+
+    def bytes_that_move(self, args: Sequence[Any]) -> int:
+        """Size of the inputs that are not known to stay in place."""
+        return sum(num_bytes(args[i]) for i in (*self.copied, *self.pooled))
 
     def static_key(self, args: Sequence[Any]) -> StaticKey:
         """The part of the signature that decides where it is read."""
