@@ -142,3 +142,23 @@ def test_an_argument_is_emptied_inside(way, fn):
         return values
 
     assert_replays(way.compare(program))
+
+
+def with_an_empty_result(x):
+    return (x.sin() * 2).cos() + 1, torch.empty(0, device=x.device)
+
+
+@pytest.mark.parametrize("outputs", ["shared", "owned"])
+def test_empty_results_are_enlarged(way, outputs):
+    """As where a tensor is made in one graph, and is an operator's `out=` in the next."""
+
+    def program(session):
+        call = session.compile(with_an_empty_result)
+        kept = []
+        for batch in session.batches(4, 8, count=8):
+            first, out = call(batch)
+            torch.exp(batch, out=out)
+            kept += [first, out]
+        return kept
+
+    assert_replays(way.compare(program, outputs=outputs))
