@@ -216,6 +216,9 @@ class Recording:
             if leader != n and spec is not None:
                 del first[number]
                 self._followers.append((n, spec))
+        empty = [k for k in first if not self.memory.tensors[k].untyped_storage().nbytes()]
+        self._empty = [(first.pop(number), self.memory.tensors[number]) for number in empty]
+        """Outputs without memory, made anew in each call: who gets one may enlarge it (`out=`, say)."""
         self._escaping_at = tuple(first.values())
         self._escaping = tuple(self.memory.tensors[number] for number in first)
         self._copy_out: CopyOut | None = None
@@ -284,6 +287,9 @@ class Recording:
         else:
             made = fast.aliases(self._escaping)
         fast.put(outputs, self._escaping_at, made)
+        for n, like in self._empty:
+            storage = torch.UntypedStorage(0, device=like.device)
+            outputs[n] = _torch.on_storage(storage, like)
         if self._followers:  # what shares memory shares the count of writes that autograd checks
             for n, spec in self._followers:
                 (outputs[n],) = fast.views(outputs, (spec,))
