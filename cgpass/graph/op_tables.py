@@ -80,9 +80,16 @@ HOST_STATE = frozenset(
         "set_",
         "shallow_copy_data_",
         "fsdp::set_",
+        "inductor::resize_storage_bytes_",
     }
 )
 """Operators that change or read what only the host knows: storages, streams, pinned memory."""
+
+WRITES_FIRST = frozenset({"inductor::resize_storage_bytes_"})
+"""Operators that change their first argument, and whose schema does not say so.
+
+Source: torch/_inductor/inductor_prims.py, 2.11 to 2.15. Dynamo makes it of `tensor.untyped_storage().resize_(n)`.
+"""
 
 HOST_NAMESPACES = frozenset(
     {"c10d", "debugprims", "export", "mempool", "profiler", "streams", "symm_mem"}

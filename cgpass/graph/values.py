@@ -180,6 +180,8 @@ def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     """
     if isinstance(node.target, torch._ops.OpOverload):
         found = _written_by_schema(node, node.target._schema)
+        if node.target._schema.name in op_tables.WRITES_FIRST:
+            found = list(_nodes(node.args[:1]))
     elif hop_name(node) == "triton_kernel_wrapper_mutation":
         found = list(_nodes(node.kwargs.get("kwargs")))
     elif any(_writes_inputs(body) for body in bodies(node)):

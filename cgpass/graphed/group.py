@@ -35,8 +35,6 @@ class Group:
         self.own_grads = own_grads
         self.lean = fast.can_swap()
         """Whether what is held can be moved; else outputs are copied."""
-        self._copied: dict[int, tuple[int, ...]] = {}
-        """Outputs that are copied at once, by birth of their recordings: what was held call after call, or all."""
         self._pending: dict[int, PendingCalls] = {}
         self._grads: weakref.WeakValueDictionary[tuple[Any, ...], Placeholder] = (
             weakref.WeakValueDictionary()
@@ -72,17 +70,11 @@ class Group:
         """
         if not own:
             return outputs
-        copied = self._copied.get(recording.birth)
-        if copied is not None:
+        if copied := recording.private:  # what was held call after call, or all
             recording.copy_out(copied, copied, outputs)
         if self.lean:
             self.owner.note_handed_out(recording)
         return outputs
-
-    def _copy_from_now_on(self, recording: Recording, positions: frozenset[int]) -> None:
-        found = positions.union(self._copied.get(recording.birth, ()))
-        recording.set_private(found)
-        self._copied[recording.birth] = tuple(sorted(found))
 
     def grad_placeholders(
         self, outputs: Sequence[torch.Tensor], *, shared: bool
@@ -146,7 +138,7 @@ class Group:
             stats=stats,
         )
         if own and not self.lean:
-            self._copy_from_now_on(recording, frozenset(range(len(outputs))))
+            recording.set_private(frozenset(range(len(outputs))))
         del outputs
         recording.seal()
         owner.add_recording(recording)
@@ -162,7 +154,6 @@ class Group:
         if self.owner.closed:
             self.members.clear()
         self._pending.clear()
-        self._copied.clear()
 
     def forget_failures(self) -> None:
         """Nothing to do: what a callable has used up goes with its recordings."""

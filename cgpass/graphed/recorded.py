@@ -243,6 +243,9 @@ class RecordedPass:
         give_up_samples(self.arguments.memory)
         for call in [call for call in self.due_weight_grads if call.recorded is self]:
             self.due_weight_grads.remove(call)
+        for due in self.pending.alive():  # nothing that it needs is left to be put aside
+            if isinstance(due, Call) and due.is_due_to(self):
+                self.pending.remove(due)
         for recording in (self.forward, self.backward, self.weight_grads):
             if recording is not None:
                 self.group.owner.close_recording(recording)

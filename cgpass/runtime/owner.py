@@ -181,7 +181,10 @@ class Owner:
         )
 
     def new_slot(self) -> int:
-        """A pool for what is to lie by itself, whose memory no other recording shares."""
+        """A pool for what is to lie by itself, whose memory no other recording shares: an empty one, if there is one."""
+        for number, slot in enumerate(self._slots[1:], 1):
+            if not slot.recordings and slot.live.youngest() < 0:
+                return number
         self._slots.append(_Slot())
         return len(self._slots) - 1
 
@@ -268,7 +271,7 @@ class Owner:
         slot.recordings = [other for other in slot.recordings if other is not recording]
         if recording.memory.is_lean:  # else what is held stays where it lies, and counts
             slot.live.discard(recording)
-        self._pool_addresses.subtract(recording.memory.addresses())
+        self._pool_addresses -= Counter(recording.memory.addresses())
         recording.close(whole_pool=self._all_go)
 
     def is_pool_storage(self, tensor: "torch.Tensor") -> bool:

@@ -123,6 +123,7 @@ class Recorder:
             consumes=consumes,
             outside=self._outside(said, outputs, slot) if self._finds_writes else None,
             released=released,
+            counts_writes=self._finds_writes,
             birth=owner.next_birth(),
             slot=slot,
             lean=lean,

@@ -38,6 +38,7 @@ class Recording:
         consumes: Mapping[int, int] | None = None,
         outside: Mapping[int, torch.UntypedStorage] | None = None,
         released: dict[int, tuple[int, ...]] | None = None,
+        counts_writes: bool = False,
         birth: int = 0,
         slot: int = 0,
         lean: bool = False,
@@ -56,6 +57,7 @@ class Recording:
             consumes: Inputs whose memory it writes, with the number of users of a storage that nobody else holds.
             outside: What it reads or returns that is neither an input nor made by it, by address: kept alive here.
             released: See `liveness.Made`.
+            counts_writes: Whether autograd is to know of every write, since nobody else tells it.
             birth: Position in the owner's order of recordings.
             slot: Which of the owner's pools it lies in.
             lean: See `OutputMemory`.
@@ -79,6 +81,7 @@ class Recording:
         self._outside = dict(outside or {})
         self._placeholders = dict(placeholders)  # kept alive as long as a recording reads them
         self._copies = copies_in(placeholders)
+        self._counts_writes = counts_writes
         self._write_back = [(i, placeholders[i]) for i in mutated if i in placeholders]
         self.copied_bytes = sum(group.num_bytes for group in self._copies) + sum(
             num_bytes(p.target) for _, p in self._write_back
@@ -186,6 +189,9 @@ class Recording:
             if leader != n and spec is not None:
                 del first[number]
                 self._followers.append((n, spec))
+        empty = [k for k in first if not self.memory.tensors[k].untyped_storage().nbytes()]
+        self._empty = [(first.pop(number), self.memory.tensors[number]) for number in empty]
+        """Outputs without memory, made anew in each call: who gets one may enlarge it (`out=`, say)."""
         self._escaping_at = tuple(first.values())
         self._escaping = tuple(self.memory.tensors[number] for number in first)
         self._copy_out: CopyOut | None = None
@@ -217,13 +223,18 @@ class Recording:
             group.copy_from(args)
         self.replay()
         for i, placeholder in self._write_back:
-            placeholder.copy_to(args[i])
+            placeholder.copy_to(args[i].data)  # a compiled function counts those writes that autograd is to know of
+            if self._counts_writes and not args[i].is_inference():
+                torch.autograd.graph.increment_version(args[i])
         outputs = self._outputs.copy()
         if torch.is_inference_mode_enabled():  # what is made in it are inference tensors
             made = [_torch.on_storage(t.untyped_storage(), t) for t in self._escaping]
         else:
             made = fast.aliases(self._escaping)
         fast.put(outputs, self._escaping_at, made)
+        for n, like in self._empty:
+            storage = torch.UntypedStorage(0, device=like.device)
+            outputs[n] = _torch.on_storage(storage, like)
         if self._followers:  # what shares memory shares the count of writes that autograd checks
             for n, spec in self._followers:
                 (outputs[n],) = fast.views(outputs, (spec,))

@@ -113,3 +113,52 @@ def test_activations_are_emptied_and_filled_again_for_the_backward(way):
         return values + state(module)
 
     assert_replays(way.compare(program))
+
+
+def empties_what_it_read(x, w):
+    y = (x * 2).sin() + x.cos()
+    x.untyped_storage().resize_(0)
+    return (y + w).sin() + w.cos()
+
+
+def replaces_what_it_empties(x, w):
+    x.untyped_storage().resize_(0)
+    with torch.no_grad():
+        x.set_(torch.ones(2, device=x.device))
+    return w.sin() * 2 + w.cos()
+
+
+@pytest.mark.parametrize("fn", [empties_what_it_read, replaces_what_it_empties])
+def test_an_argument_is_emptied_inside(way, fn):
+    """By an operator that no graph can hold, and whose schema does not say that it writes."""
+
+    def program(session):
+        call = session.compile(fn)
+        values = []
+        for batch in session.batches(4, 8, count=5):
+            given = batch.clone()
+            out = call(given, batch + 1)
+            values += [out.clone(), torch.tensor(given.untyped_storage().nbytes())]
+        return values
+
+    assert_replays(way.compare(program))
+
+
+def with_an_empty_result(x):
+    return (x.sin() * 2).cos() + 1, torch.empty(0, device=x.device)
+
+
+@pytest.mark.parametrize("outputs", ["shared", "owned"])
+def test_empty_results_are_enlarged(way, outputs):
+    """As where a tensor is made in one graph, and is an operator's `out=` in the next."""
+
+    def program(session):
+        call = session.compile(with_an_empty_result)
+        kept = []
+        for batch in session.batches(4, 8, count=8):
+            first, out = call(batch)
+            torch.exp(batch, out=out)
+            kept += [first, out]
+        return kept
+
+    assert_replays(way.compare(program, outputs=outputs))

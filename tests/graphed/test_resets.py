@@ -1,0 +1,70 @@
+"""`reset()` leaves nothing behind, however often it is called."""
+
+import gc
+from collections import Counter
+
+import pytest
+import torch
+
+import cgpass
+from tests.graphed.steps import net, same, same_grads, step, twins
+
+
+def ours():
+    """How many objects of each of our classes there are."""
+    gc.collect()
+    kinds = [type(each) for each in gc.get_objects()]
+    return Counter(kind.__qualname__ for kind in kinds if kind.__module__.startswith("cgpass."))
+
+
+def in_use(device):
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def again(graphed, plain, x):
+    graphed.reset()
+    for _ in range(2):
+        same(step(graphed, x)[0], step(plain, x)[0])
+
+
+def test_resets_leave_nothing_behind(setting):
+    module, plain = twins(setting, net())
+    graphed, x = setting.graphed(module, (setting.randn(4, 8),)), setting.randn(4, 8)
+    again(graphed, plain, x)
+    before, memory = ours(), in_use(setting.device)
+    for _ in range(5):
+        again(graphed, plain, x)
+    assert ours() == before
+    assert in_use(setting.device) == memory
+    same_grads(module, plain)
+
+
+def test_a_backward_is_still_due_when_its_memory_is_recorded_anew(setting, caplog):
+    module, plain = twins(setting, net())
+    graphed, x = setting.graphed(module, (setting.randn(4, 8),)), setting.randn(4, 8)
+    again(graphed, plain, x)
+    pending = graphed(x)
+    expected = pending.detach().clone()
+    for _ in range(2):
+        again(graphed, plain, x)
+        with torch.no_grad():
+            same(graphed(2 * x), plain(2 * x))
+    same(pending, expected)
+    assert "another order" not in caplog.text
+    with pytest.raises(cgpass.errors.GraphedBackwardError, match=r"freed between this forward"):
+        pending.sum().backward()
+    same_grads(module, plain)
+
+
+def test_nothing_is_put_aside_for_a_callable_that_was_reset(setting, caplog):
+    """Its footprint may be freed memory."""
+    modules = [twins(setting, net())[0] for _ in range(2)]
+    graphed = setting.graphed(tuple(modules), ((setting.randn(4, 8),), (setting.randn(4, 8),)))
+    x = setting.randn(4, 8)
+    pending = graphed[1](x)
+    graphed[1].reset()
+    step(graphed[0], x)  # not in the order of the recordings
+    assert [each.graphed.stats.rescues for each in graphed] == [0, 0]
+    assert "another order" not in caplog.text
+    with pytest.raises(cgpass.errors.GraphedBackwardError, match=r"freed between this forward"):
+        pending.sum().backward()
