@@ -32,6 +32,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from cgpass import _torch
+from cgpass.runtime.bits import copy_all
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.failures import random_state_kept
 from cgpass.runtime.owner import Owner
@@ -270,7 +271,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     memory = torch.empty_strided(
         tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
-    return memory.copy_(tensor)
+    copy_all([memory], [tensor])
+    return memory
 
 
 def _timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
