@@ -274,7 +274,7 @@ class Compilation:
             return self._skips.run_plainly(gm, example_inputs, direction, compiler, target.skip)
         context = PassContext(device=target.device, stage="graph", direction=direction, dump=None)
         # What our passes put in is for partitions: Inductor has no lowering for `aten._to_copy`.
-        original = copy_of(gm) if has_cpu_scalars(gm, target.device) else gm
+        original = copy_of(gm) if has_cpu_scalars(gm) else gm
         laid_out: set[str] = set()  # otherwise than traced
         if direction == "backward":
             inputs = gm.graph.find_nodes(op="placeholder")

@@ -38,11 +38,11 @@ def is_argument(node: fx.Node) -> bool:
     return node.all_input_nodes[0].op == "placeholder"
 
 
-def has_cpu_scalars(gm: fx.GraphModule, device: torch.device) -> bool:
-    """Whether a graph for `device` makes or reads tensors on the CPU."""
+def has_cpu_scalars(gm: fx.GraphModule) -> bool:
+    """Whether a graph makes or reads tensors of one number on the CPU."""
     found = (node.meta.get("val") for node in gm.graph.nodes)
-    kinds = {value.device.type for value in found if isinstance(value, torch.Tensor)}
-    return device.type != "cpu" and "cpu" in kinds
+    tensors = (value for value in found if isinstance(value, torch.Tensor))
+    return any(value.device.type == "cpu" and value.dim() == 0 for value in tensors)
 
 
 PROVEN = "cgpass_proven"
