@@ -14,6 +14,7 @@ from cgpass.assembly import GraphBuilder, passes_for
 from cgpass.compile import Boxed, Compiler, Direction
 from cgpass.errors import DoubleBackwardError, DriverUnavailableError
 from cgpass.graph.breaks import graph_break_of
+from cgpass.graph.capturability import has_cpu_scalars, is_argument
 from cgpass.graph.lines import begins_at
 from cgpass.graph.origins import Origins
 from cgpass.graph.partition_tag import get_tag
@@ -29,6 +30,7 @@ from cgpass.passes.functionalize_rng import RngPairs
 from cgpass.passes.split_joint import split_joint
 from cgpass.reason import Reason
 from cgpass.resetting import reset_with_torch
+from cgpass.resplit import copy_of
 from cgpass.runtime import native
 from cgpass.runtime.driver import CUDADriver, GraphDriver
 from cgpass.runtime.gathered import give_gathered_a_pool
@@ -270,6 +272,8 @@ class Compilation:
         if target.skip is not None:
             return self._skips.run_plainly(gm, example_inputs, direction, compiler, target.skip)
         context = PassContext(device=target.device, stage="graph", direction=direction, dump=None)
+        # What our passes put in is for partitions: Inductor has no lowering for `aten._to_copy`.
+        original = copy_of(gm) if has_cpu_scalars(gm) else gm
         laid_out: set[str] = set()  # otherwise than traced
         if direction == "backward":
             inputs = gm.graph.find_nodes(op="placeholder")
@@ -279,7 +283,9 @@ class Compilation:
         tags = {tag for tag in map(get_tag, gm.graph.nodes) if tag is not None}
         reasons = [note for note in result.notes if isinstance(note, Reason)]
         kinds = self._placeholder_kinds(gm, direction)
-        is_whole = len(tags) == 1 and not has_nested_ints(gm)
+        is_whole = len(tags) == 1 and not (
+            has_nested_ints(gm) or any(map(is_argument, gm.graph.nodes))
+        )
         otherwise: list[int] = []
         if laid_out and not is_whole:  # anew in each call
             inputs = gm.graph.find_nodes(op="placeholder")
@@ -288,7 +294,9 @@ class Compilation:
         if direction == "forward":
             self._saved = origins.by_name()
         if not any(tag.captured for tag in tags):
-            return self._skips.run_uncaptured(gm, example_inputs, direction, compiler, reasons)
+            return self._skips.run_uncaptured(
+                original, example_inputs, direction, compiler, reasons
+            )
         if target.records:
             self._skips.warn_of_replaced(gm, direction)
             self._skips.report(reasons, direction)
@@ -330,6 +338,9 @@ class Compilation:
             position = _torch.input_position(node)
             if position in self._names:
                 names[node.name] = self._names[position]
+        for node in filter(is_argument, gm.graph.nodes):
+            source = node.all_input_nodes[0].name
+            names[node.name] = names.get(source, source)
         return names
 
     def _owner_on(self, device: torch.device) -> Owner:

@@ -14,6 +14,7 @@ from torch import fx
 from cgpass.graph.size_check import SymbolValues
 from cgpass.graph.values import graph_outputs
 from cgpass.runtime import fast
+from cgpass.runtime.bits import copy_all
 
 if TYPE_CHECKING:
     from cgpass.telemetry import CallStats
@@ -272,7 +273,7 @@ def _move(values: list[Any], moves: Sequence[_Move]) -> None:
         targets.append(target)
         sources.append(value)
     for targets, sources in by_dtype.values():
-        torch._foreach_copy_(targets, sources)
+        copy_all(targets, sources)
 
 
 def keep_contiguous(gm: fx.GraphModule, positions: Container[int]) -> None:

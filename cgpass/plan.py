@@ -2,10 +2,12 @@
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import fx
 
+from cgpass.graph.capturability import is_argument
 from cgpass.graph.lines import user_line
 from cgpass.graph.values import attribute, graph_outputs
 from cgpass.runtime.executor import Plan, Step
@@ -20,7 +22,7 @@ def build_plan(gm: fx.GraphModule, runs: Mapping[str, Run], visible: frozenset[i
     """Plan the calls of an outlined graph.
 
     Args:
-        gm: Placeholders, calls of submodules, `getitem`, host scalars and attributes, as `Outline` leaves it.
+        gm: Placeholders, calls of submodules, `getitem`, host scalars, arguments and attributes, as `Outline` leaves it.
         runs: What runs each submodule, by its name.
         visible: Positions of outputs that the user gets.
     """
@@ -75,6 +77,25 @@ def outputs_made(gm: fx.GraphModule) -> tuple[str, ...]:
     return tuple(made)
 
 
+_BY_VALUE: Final = frozenset(
+    {torch.bool, torch.int32, torch.int64, torch.float32, torch.float64, torch.complex128}
+)
+"""Dtypes of what Python's and NumPy's numbers become, every value of which `torch.full` takes as a number."""
+
+
+def _argument_step(node: fx.Node) -> Callable[[list[Any]], Sequence[Any]]:
+    """Puts a CPU scalar on the device. As a kernel's argument where it can: nothing is staged, nothing waits."""
+    device = node.meta["val"].device
+
+    def run(values: list[Any]) -> Sequence[Any]:
+        (scalar,) = values
+        if scalar.dtype in _BY_VALUE:
+            return (torch.full((), scalar.item(), dtype=scalar.dtype, device=device),)
+        return (scalar.to(device, non_blocking=True),)
+
+    return run
+
+
 def _host_step(node: fx.Node) -> Callable[[list[Any]], Sequence[Any]]:
     readers = node.all_input_nodes
     target = node.target
@@ -109,7 +130,8 @@ class _Builder:
             elif node.op == "call_function" and node.target is not operator.getitem:
                 self._slots[node] = self._new_slot()
                 inputs = tuple(self._slots[n] for n in node.all_input_nodes)
-                self._steps.append((node.name, _host_step(node), inputs, (self._slots[node],), ()))
+                run = _argument_step(node) if is_argument(node) else _host_step(node)
+                self._steps.append((node.name, run, inputs, (self._slots[node],), ()))
         outputs = tuple(
             self._slots[value] if isinstance(value, fx.Node) else self._constant(value)
             for value in graph_outputs(self._gm)

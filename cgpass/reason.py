@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-CHOSEN: Final = frozenset({"too_small", "no_work", "lifted", "effect_token"})
+CHOSEN: Final = frozenset({"too_small", "no_work", "lifted", "cpu_number", "effect_token"})
 """Codes of what nobody wants captured: it is not worth it, or nothing of it runs on the device."""
 
 OTHER_FIXES: Final = {

@@ -276,8 +276,16 @@ def _difference(ours: Any, plain: Any) -> str | None:
     index = tuple(int(n) for n in torch.unravel_index(torch.tensor(first), ours.shape))
     return (
         f"({_kind(ours)}) differs in {count} of {ours.numel()} elements, first at {list(index)}: "
-        f"{ours[index].item()!r}, and {plain[index].item()!r} without a graph"
+        f"{_shown(ours[index])}, and {_shown(plain[index])} without a graph"
     )
+
+
+def _shown(element: torch.Tensor) -> str:
+    """A number, or the bytes of what Python has no number for."""
+    try:
+        return repr(element.item())
+    except NotImplementedError:
+        return f"bytes {_bits(element).flatten().tolist()}"
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,23 @@ LIFTED = "cgpass_lifted"
 """In `node.meta`: the copy to the device that our own lifting of a CPU scalar put there."""
 
 
+def is_argument(node: fx.Node) -> bool:
+    """Whether a node puts a CPU scalar among the graph's inputs on the device, for partitions to take it as an input.
+
+    It belongs to none of them: it runs first of all, before anything writes the scalar.
+    """
+    if node.op != "call_function" or not node.meta.get(LIFTED):
+        return False
+    return node.all_input_nodes[0].op == "placeholder"
+
+
+def has_cpu_scalars(gm: fx.GraphModule) -> bool:
+    """Whether a graph makes or reads tensors of one number on the CPU."""
+    found = (node.meta.get("val") for node in gm.graph.nodes)
+    tensors = (value for value in found if isinstance(value, torch.Tensor))
+    return any(value.device.type == "cpu" and value.dim() == 0 for value in tensors)
+
+
 PROVEN = "cgpass_proven"
 """In `node.meta`: code and detail of what running the node showed."""
 
@@ -70,7 +87,7 @@ def why_not_capturable(
     """Why `node` can't be part of a CUDA graph on `device`, None if it can.
 
     Args:
-        node: any node; placeholders, outputs, `get_attr` and host scalars are never in the way.
+        node: any node; placeholders, outputs, `get_attr`, host scalars and arguments are never in the way.
         device: where the graph is captured.
         unsafe_ops: operators that the user keeps out, `"ns::op"` or `"ns::op.overload"`.
         gm: holds the nested graphs that the node refers to; default: the node's own module.
@@ -89,7 +106,9 @@ def why_not_capturable(
             collectives=collectives,
             quantised=quantised,
         )
-    if node.op in ("placeholder", "output", "get_attr") or values.is_host_scalar(node):
+    if node.op in ("placeholder", "output", "get_attr"):
+        return None
+    if values.is_host_scalar(node) or is_argument(node):
         return None
     holder = gm or node.graph.owning_module
     query = _Query(node, device, unsafe_ops, holder, collectives, quantised)
@@ -275,6 +294,8 @@ def _devices(query: _Query) -> _Found:
     if not reads and not makes:
         return None
     on_device = any(_on(t, query.device) for t in (*query.inputs, *query.outputs))
+    if not on_device and all(tensor.dim() == 0 for tensor in (*reads, *makes)):
+        return "cpu_number", "it computes a number on the CPU"
     if not on_device:
         return "cpu_tensor", "it runs on the CPU"
     if makes:

@@ -206,6 +206,7 @@ FIXES = {
     "higher_order_op": "leave it: only this runs outside of the graphs",
     "nested_graph": "see the operator named: it decides for the whole nested graph",
     "other_device": "move the tensor to the graph's device before the compiled function",
+    "cpu_number": "leave it: it costs no device time",
     "cpu_tensor": "create the tensor on the device",
     "device_to_host": "copy to the CPU after the compiled function",
     "host_to_device": "create the tensor on the device, or copy it before the compiled function",

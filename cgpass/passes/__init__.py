@@ -36,7 +36,7 @@ def graph_passes(options: Options, *, collectives: bool = True) -> tuple[Pass, .
         # First, since every other pass goes by values.
         RngValues(),
         # Before the partitions are cut, since what it moves to the device needs no boundary.
-        LiftCpuScalars(),
+        LiftCpuScalars(aten_kernels=options.compiler == "eager"),
         # Whatever comes later has to keep the order and the tags.
         *cut_passes(options, collectives=collectives),
     )

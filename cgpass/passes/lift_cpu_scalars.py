@@ -32,6 +32,37 @@ _FILLED: dict[Any, Callable[[fx.Node], Any]] = {
 }
 """Operators that make a tensor of one number, and how to find the number."""
 
+_EXACT = frozenset(
+    {
+        aten._to_copy.default,
+        aten.add.Tensor,
+        aten.div.Tensor,
+        aten.mul.Tensor,
+        aten.neg.default,
+        aten.reciprocal.default,
+        aten.rsub.Scalar,
+        aten.rsub.Tensor,
+        aten.sub.Tensor,
+        prims.convert_element_type.default,
+    }
+)
+"""Operators that give the same bits on the host and on the device."""
+
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+"""What aten's kernels compute in, where that is another dtype."""
+
+_IN_WIDE = (
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.mul.Tensor,
+    aten.eq.Tensor,
+    aten.ne.Tensor,
+)
+"""Operators whose kernels take a scalar on the host without rounding it to the other operand's dtype.
+
+Source: aten/src/ATen/native/cuda/Loops.cuh `opmath_gpu_kernel_with_scalars` and who calls it, 2.11.
+"""
+
 _FRESH = (aten.lift_fresh_copy.default, aten.lift_fresh.default)
 
 
@@ -48,24 +79,34 @@ def move_constant(constant: torch.Tensor, device: torch.device) -> torch.Tensor:
 class LiftCpuScalars(Pass):
     """Lift CPU scalars, constants and filled tensors that device operators read.
 
-    - A CPU scalar, input or computed, is copied to the device once, directly after the inputs or
-      after the node that computes it. This copy is the one boundary that is left.
+    - A CPU scalar among the inputs (a Python float that changes is one) is put on the device once,
+      first of all: an argument of what reads it. What is computed from such scalars alone is
+      computed on the device, by operators that give the same bits there.
+    - A scalar that is computed otherwise is copied to the device after the node that computes it.
+      This copy is the one boundary that is left.
     - A constant of the graph is moved to the device now and costs nothing at run time.
     - A tensor of one number (`full`, `scalar_tensor`, `zeros`) is made on the device.
 
     Other copies from the CPU stay where they are. A scalar that the graph writes to before its last
-    reader is left alone. With half-precision operands an aten kernel rounds a scalar that lies on
-    the device to the operands' type first, and one that lies on the CPU not.
+    reader is left alone.
+
+    Note [Scalars in aten's kernels]
+        Given a scalar on the host, aten's kernels for half precision add, subtract, multiply and
+        compare in float32 with the scalar itself, and all divide by multiplying with its inverse.
+        One on the device they round to the operands' type first, and divide by it. Where such
+        kernels run, readers are rewritten to have the bits of the former.
     """
 
     name: ClassVar[str] = "lift_cpu_scalars"
 
     move: Callable[[torch.Tensor, torch.device], torch.Tensor] = move_constant
     """Moves a constant's values to the device."""
+    aten_kernels: bool = False
+    """Whether aten's kernels run captured partitions, not Inductor's, which read scalars alike wherever they lie."""
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
         """Rewrite `gm` in place."""
-        lift = _Lift(gm, ctx.device, self.move)
+        lift = _Lift(gm, ctx.device, self)
         changed = [lift.scalar(source, readers) for source, readers in lift.scalars().items()]
         changed += [lift.copy(node) for node in lift.copies()]
         lift.drop_unread()
@@ -79,11 +120,13 @@ class _Lift:
         self,
         gm: fx.GraphModule,
         device: torch.device,
-        move: Callable[[torch.Tensor, torch.device], torch.Tensor],
+        settings: LiftCpuScalars,
     ) -> None:
         self._gm = gm
         self._device = device
-        self._move = move
+        self._move = settings.move
+        self._aten_kernels = settings.aten_kernels
+        self._lifted: dict[fx.Node, fx.Node] = {}
         self._order = {node: position for position, node in enumerate(gm.graph.nodes)}
         self._candidates: list[fx.Node] = []
         self._written: dict[int, int] = {}
@@ -116,6 +159,7 @@ class _Lift:
             if node.all_input_nodes  # not of a number
             and _is_cpu_tensor(node.all_input_nodes[0])
             and self._is_on_device(node)
+            and not node.meta.get(LIFTED)
         ]
 
     def scalar(self, source: fx.Node, readers: list[fx.Node]) -> bool:
@@ -123,18 +167,86 @@ class _Lift:
         first_write = self._first_write(source)
         if any(self._order[reader] > first_write for reader in readers):
             return False
+        lifted = self._lift(source, readers[0])
+        for reader in readers:
+            reader.replace_input_with(source, lifted)
+            if self._aten_kernels:
+                self._keep_bits(reader, lifted)
+        return True
+
+    def _lift(self, source: fx.Node, reader: fx.Node) -> fx.Node:
+        """What stands for a CPU scalar on the device."""
+        if source in self._lifted:
+            return self._lifted[source]
         value = _on(source.meta["val"], self._device)
         constant = self._constant(source)
         if constant is not None:
             lifted = self._moved(constant, source, value)
         elif _is_filled(source):
             lifted = self._filled(source, value)
+        elif source.op != "placeholder" and self._is_argument(source):
+            args = {arg: self._lift(arg, source) for arg in source.all_input_nodes}
+            with self._gm.graph.inserting_after(source):
+                lifted = self._gm.graph.node_copy(source, args.__getitem__)
+            inherit_meta(lifted, source, value)
         else:
-            lifted = self._copied(source, readers[0], value)
-        for reader in readers:
-            reader.replace_input_with(source, lifted)
+            lifted = self._copied(source, reader, value)
         self._candidates.append(source)
-        return True
+        self._lifted[source] = lifted
+        return lifted
+
+    def _is_argument(self, node: fx.Node) -> bool:
+        """Whether a CPU scalar is an input as it was when the call began, or is computed from such alone."""
+        if not _is_cpu_tensor(node) or node.meta["val"].dim():
+            return False
+        if node.op == "placeholder":
+            return True
+        if self._constant(node) is not None or _is_filled(node):
+            return True
+        if node.op != "call_function" or not node.all_input_nodes:
+            return False
+        return (node.target in _EXACT or (not self._aten_kernels and _is_pointwise(node))) and all(
+            self._order[node] < self._first_write(arg) and self._is_argument(arg)
+            for arg in node.all_input_nodes
+        )
+
+    def _keep_bits(self, reader: fx.Node, scalar: fx.Node) -> None:
+        """Have an operator compute as with a scalar on the host. See Note [Scalars in aten's kernels]."""
+        divides = reader.target is aten.div.Tensor and reader.args[1] is scalar
+        if not divides and reader.target not in _IN_WIDE:
+            return
+        first, second = reader.args[:2]
+        assert isinstance(first, fx.Node)
+        assert isinstance(second, fx.Node)
+        value = reader.meta["val"]
+        common = torch.result_type(first.meta["val"], second.meta["val"])
+        common = value.dtype if divides else common
+        wide = _WIDE.get(common, common)
+        if wide == common and not divides:
+            return
+        with self._gm.graph.inserting_before(reader):
+            first, second = self._cast(first, wide), self._cast(second, wide)
+            if divides:
+                reader.target = aten.mul.Tensor
+                inverse = self._gm.graph.call_function(aten.reciprocal.default, (second,))
+                inherit_meta(inverse, reader, second.meta["val"])
+                second = inverse
+        reader.args = (first, second, *reader.args[2:])
+        if value.dtype == common != wide:
+            reader.meta["val"] = _as_type(value, wide)
+            with self._gm.graph.inserting_after(reader):
+                narrow = self._gm.graph.call_function(aten._to_copy.default, (reader,))
+            reader.replace_all_uses_with(narrow)
+            narrow.args, narrow.kwargs = (reader,), {"dtype": common}
+            inherit_meta(narrow, reader, value)
+
+    def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        value = node.meta["val"]
+        if value.dtype == dtype:
+            return node
+        cast = self._gm.graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
+        inherit_meta(cast, node, _as_type(value, dtype))
+        return cast
 
     def copy(self, node: fx.Node) -> bool:
         """Make what `node` copies on the device; false if it has to be copied every call."""
@@ -155,6 +267,9 @@ class _Lift:
             made = self._filled(source, _on(had, self._device), before=node)
             node.replace_input_with(source, made)
             self._candidates.append(source)
+            return True
+        elif self._is_argument(source) and self._order[node] < self._first_write(source):
+            node.replace_input_with(source, self._lift(source, node))
             return True
         else:
             return False
@@ -249,6 +364,17 @@ class _Lift:
 def _is_cpu_tensor(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.device.type == "cpu"
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    """Whether an operator computes element by element: Inductor's kernels on the device compute it of CPU scalars, too."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+def _as_type(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    with _torch.mode_of(value):
+        return torch.empty_like(value, dtype=dtype)
 
 
 def _is_filled(node: fx.Node) -> bool:

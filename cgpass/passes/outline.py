@@ -13,6 +13,7 @@ from torch import fx
 from cgpass import _torch
 from cgpass.errors import PostconditionError, PreconditionError
 from cgpass.graph import values
+from cgpass.graph.capturability import is_argument
 from cgpass.graph.partition_tag import KEY, PartitionTag, get_tag, set_tag
 from cgpass.passes.base import Pass, PassContext, PassResult
 
@@ -23,7 +24,8 @@ class Outline(Pass):
 
     Each returns a tuple, takes its inputs in the order of their first use and after them every
     backed symbol that its values mention and that is not among them. Attributes and host scalars
-    are copied into each submodule that uses them. Names and meta of nodes stay.
+    are copied into each submodule that uses them; CPU scalars on the device are made first of all.
+    Names and meta of nodes stay.
     """
 
     name: ClassVar[str] = "outline"
@@ -69,7 +71,9 @@ class Outline(Pass):
 
 
 def _is_passive(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "get_attr", "output") or values.is_host_scalar(node)
+    if node.op in ("placeholder", "get_attr", "output"):
+        return True
+    return values.is_host_scalar(node) or is_argument(node)
 
 
 def _is_outlined(node: fx.Node) -> bool:
@@ -124,6 +128,8 @@ class _Outliner:
     def run(self) -> fx.GraphModule:
         for node in self._gm.graph.find_nodes(op="placeholder"):
             self._outer[node] = self._graph.node_copy(node)
+        for node in filter(is_argument, self._gm.graph.nodes):
+            self._value(node)  # before what writes the input that it is made of
         bodies: dict[PartitionTag, _Body] = {}
         available = dict.fromkeys(self._outer)
         for tag, nodes in self._partitions.items():

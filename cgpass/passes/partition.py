@@ -11,7 +11,7 @@ from torch import fx
 
 from cgpass.errors import PostconditionError
 from cgpass.graph import values
-from cgpass.graph.capturability import why_not_capturable
+from cgpass.graph.capturability import is_argument, why_not_capturable
 from cgpass.graph.lines import user_line
 from cgpass.graph.partition_tag import PartitionTag, get_tag, set_reason, set_tag
 from cgpass.graph.quantised import quantised_nodes
@@ -94,8 +94,10 @@ Segment = list[_Member]
 
 
 def _is_passive(node: fx.Node) -> bool:
-    """Whether a node belongs to no partition: it costs nothing and is there wherever it is used."""
-    return node.op in ("placeholder", "get_attr", "output") or values.is_host_scalar(node)
+    """Whether a node belongs to no partition: it is there wherever it is used."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return True
+    return values.is_host_scalar(node) or is_argument(node)
 
 
 def _groups(gm: fx.GraphModule) -> list[Group]:

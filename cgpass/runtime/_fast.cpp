@@ -9,6 +9,7 @@
 #include <ATen/ops/_foreach_copy_ops.h>
 #include <ATen/ops/copy_ops.h>
 #include <ATen/ops/empty_strided_ops.h>
+#include <ATen/ops/view_ops.h>
 #include <Python.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
@@ -512,6 +513,33 @@ at::Tensor new_like(const at::Tensor& like) {
       at::detail::empty_strided_generic(like.sizes(), like.strides(), allocator, keys, dtype));
 }
 
+// As bits.py.
+bool has_copy_kernel(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kBool:
+    case at::kByte:
+    case at::kChar:
+    case at::kShort:
+    case at::kInt:
+    case at::kLong:
+    case at::kHalf:
+    case at::kBFloat16:
+    case at::kFloat:
+    case at::kDouble:
+    case at::kComplexFloat:
+    case at::kComplexDouble:
+      return true;
+    default:
+      return false;
+  }
+}
+
+at::Tensor bits_of(const at::Tensor& tensor) {
+  const auto size = tensor.itemsize();
+  const auto dtype = size == 1 ? at::kByte : size == 2 ? at::kShort : size == 4 ? at::kInt : at::kLong;
+  return at::_ops::view_dtype::call(tensor, dtype);
+}
+
 std::vector<at::Tensor> copied(const std::vector<at::Tensor>& sources) {
   const NoGIL no_gil;
   const at::AutoDispatchBelowAutograd below_autograd;
@@ -519,7 +547,15 @@ std::vector<at::Tensor> copied(const std::vector<at::Tensor>& sources) {
   std::vector<at::Tensor> out;
   out.reserve(sources.size());
   for (const at::Tensor& source : sources) out.push_back(new_like(source));
-  at::_ops::_foreach_copy_::call(out, sources, false);
+  if (has_copy_kernel(sources[0].scalar_type())) {
+    at::_ops::_foreach_copy_::call(out, sources, false);
+    return out;
+  }
+  for (size_t k = 0; k < out.size(); ++k) {
+    const bool as_values = sources[k].is_conj() || sources[k].is_quantized();
+    at::Tensor target = as_values ? out[k] : bits_of(out[k]);
+    at::_ops::copy_::call(target, as_values ? sources[k] : bits_of(sources[k]), false);
+  }
   return out;
 }
 

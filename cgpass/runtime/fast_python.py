@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from cgpass import _torch
+from cgpass.runtime.bits import copy_all
 from cgpass.runtime.placeholders import bytes_of
 
 _OF_A_COUNT = next(map(sys.getrefcount, [object()])) - 1
@@ -265,7 +266,7 @@ def copies(tensors: tuple[torch.Tensor, ...], layouts: Sequence[Layout]) -> list
     allocate = _torch.strided_allocator(tensors[0].device)
     out = [allocate(size, stride, dtype) for size, stride in layouts]
     with torch.no_grad():
-        torch._foreach_copy_(out, tensors)
+        copy_all(out, tensors)
     return out
 
 

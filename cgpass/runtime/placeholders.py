@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from cgpass import _torch
+from cgpass.runtime.bits import COPIED_AS_THEY_ARE, as_bits
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
@@ -31,8 +32,9 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What lies in memory: `tensor` without its conjugate and negative bits."""
-    return _torch.with_lazy_bits(tensor, conj=tensor.is_conj(), neg=tensor.is_neg())
+    """What lies in memory: `tensor` without its conjugate and negative bits, of a dtype that can be copied."""
+    plain = _torch.with_lazy_bits(tensor, conj=tensor.is_conj(), neg=tensor.is_neg())
+    return as_bits(plain)
 
 
 class Placeholder:
@@ -51,9 +53,9 @@ class Placeholder:
             whole_storage: Whether to copy all of its storage, for it to lie there in the same place.
         """
         conj, neg = like.is_conj(), like.is_neg()
-        self.lazy = conj or neg
+        self.lazy = conj or neg or like.dtype not in COPIED_AS_THEY_ARE
         self.whole = whole_storage
-        like = memory_of(like)
+        like = _torch.with_lazy_bits(like, conj=conj, neg=neg)
         self.flat = overlaps_itself(like)
         if whole_storage:
             self.target = torch.empty_like(bytes_of(like.untyped_storage()))
@@ -66,6 +68,7 @@ class Placeholder:
                 like.size(), like.stride(), dtype=like.dtype, device=like.device
             )
             self.tensor = self.target
+        self.target = as_bits(self.target)
         self.tensor = _torch.with_lazy_bits(self.tensor, conj=conj, neg=neg)
 
     def copy_from(self, value: torch.Tensor) -> None:
@@ -75,7 +78,7 @@ class Placeholder:
     def copy_to(self, value: torch.Tensor) -> None:
         """Give `value` the placeholder's value: its own elements, not what else lies in its storage."""
         if self.whole:
-            value.copy_(self.tensor)
+            memory_of(value).copy_(memory_of(self.tensor))
         else:
             self.source(value).copy_(self.target)
 

@@ -127,6 +127,7 @@ if torch.__version__ < "2.13":
     del COMPILED["layout"]  # a graph break there
 ON_CUDA = {
     "other_device",
+    "cpu_number",
     "cpu_tensor",
     "device_to_host",
     "host_to_device",
@@ -279,7 +280,7 @@ def test_what_is_not_worth_a_graph_says_what_it_would_cost(monkeypatch):
 @pytest.mark.gpu
 def test_reasons_between_devices():
     def fn(x, y, scalar):
-        x = (x * 2).sin().cos().exp() * scalar
+        x = (x * 2).sin().cos().exp() * scalar * y.sum()
         x = x + y.sin().cuda()
         x = x.cpu().cuda() + x
         return x.sin().cos().tanh().exp()

@@ -105,6 +105,7 @@ PROVOKED = {
         why(by_hand(hops.invoke_subgraph, "body", "name", "x", body=reading_body()))
     ],
     "other_device": lambda: reasons(torch.sin, Spec((3,), device="cuda:1")),
+    "cpu_number": lambda: reasons(torch.sin, cpu()),
     "cpu_tensor": lambda: reasons(torch.sin, cpu(3)),
     "device_to_host": lambda: reasons(lambda x: x.cpu(), (3,)),
     "host_to_device": lambda: reasons(lambda x: x.to(CUDA), cpu(3)),
@@ -148,10 +149,11 @@ BLAMED = {
     "higher_order_op": ("run_and_save_rng_state", 42),
     "nested_graph": ("invoke_subgraph", 42),
     "other_device": ("aten.sin.default", 41),
+    "cpu_number": ("aten.sin.default", 41),
     "cpu_tensor": ("aten.sin.default", 41),
     "device_to_host": ("aten._to_copy.default", 41),
     "host_to_device": ("aten._to_copy.default", 41),
-    "lifted": ("aten._to_copy.default", 41),
+    "lifted": ("aten._to_copy.default", 42),
     "cpu_scalar": ("aten.mul.Tensor", 41),
     "layout": ("aten.add.Tensor", 42),
     "unbacked_size": ("aten.add.Tensor", 42),
@@ -177,7 +179,7 @@ def proven(code) -> fx.Node:
 
 
 def lifted_copy() -> fx.Node:
-    graph = placed(fake_cuda_graph(lambda x: x.to(CUDA), cpu()))
+    graph = placed(fake_cuda_graph(lambda x: x.sum().to(CUDA), cpu(3)))
     (node,) = graph.graph.find_nodes(op="call_function", target=aten._to_copy.default)
     node.meta[LIFTED] = True
     return node

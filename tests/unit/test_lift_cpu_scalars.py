@@ -3,12 +3,13 @@
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from torch import fx
 
 from cgpass.graph.capturability import why_not_capturable
 from cgpass.graph.text import graph_text
 from cgpass.passes.base import PassContext
 from cgpass.passes.lift_cpu_scalars import LiftCpuScalars, move_constant
-from tests.graphs import CUDA, calls, cpu, fake_cuda, inference_graph, ints
+from tests.graphs import CUDA, Spec, calls, cpu, fake_cuda, inference_graph, ints
 
 aten = torch.ops.aten
 CONTEXT = PassContext(device=CUDA, stage="partition", direction="forward")
@@ -19,8 +20,8 @@ def fake_move(constant, device):
         return torch.empty(constant.shape, dtype=constant.dtype, device=device)
 
 
-def lift(gm):
-    result = LiftCpuScalars(move=fake_move).run(gm, CONTEXT)
+def lift(gm, **settings):
+    result = LiftCpuScalars(move=fake_move, **settings).run(gm, CONTEXT)
     assert result.gm is gm
     assert result.notes == ()
     gm.graph.lint()
@@ -47,7 +48,7 @@ sin: float32[3]@cuda = aten.sin.default(mul)
 add: float32[3]@cuda = aten.add.Tensor(sin, _to_copy_default)
 return (add,)""",
     )
-    assert boundaries(gm) == {"_to_copy_default": "lifted"}
+    assert boundaries(gm) == {}
 
 
 def test_a_constant_moves_to_the_device_at_compile_time():
@@ -121,12 +122,104 @@ def test_a_filled_tensor_of_another_type_is_cast_on_the_device():
     assert cast.all_input_nodes[0].meta["val"].dtype == torch.float32
 
 
-def test_a_computed_scalar_is_copied_where_it_is_computed():
+def test_what_is_computed_from_scalar_inputs_is_computed_on_the_device():
     gm = inference_graph(lambda x, s: x * (s + 1), (3,), cpu())
     assert lift(gm)
+    assert_expected_inline(
+        graph_text(gm),
+        """\
+arg0_1: float32[]@cpu = placeholder
+arg1_1: float32[3]@cuda = placeholder
+_to_copy_default: float32[]@cuda = aten._to_copy.default(arg0_1, device=cuda:0, non_blocking=True)
+add_1: float32[]@cuda = aten.add.Tensor(_to_copy_default, 1)
+mul: float32[3]@cuda = aten.mul.Tensor(arg1_1, add_1)
+return (mul,)""",
+    )
+    assert boundaries(gm) == {}
+
+
+def test_a_scalar_that_is_computed_otherwise_is_copied_where_it_is_computed():
+    gm = inference_graph(lambda x, s: x * s.sum(), (3,), cpu(3))
+    assert lift(gm)
     (copied,) = calls(gm, aten._to_copy.default)
-    assert copied.prev.target is aten.add.Tensor
-    assert boundaries(gm) == {"add": "cpu_tensor", "_to_copy_default": "lifted"}
+    assert copied.prev.target is aten.sum.default
+    assert boundaries(gm) == {"sum_1": "cpu_tensor", "_to_copy_default": "lifted"}
+
+
+def test_aten_s_kernels_compute_other_functions_of_scalars_on_the_host():
+    def fn(x, s):
+        return x * s.sin()
+
+    gm = inference_graph(fn, (3,), cpu())
+    assert lift(gm)
+    assert boundaries(gm) == {}
+    gm = inference_graph(fn, (3,), cpu())
+    assert lift(gm, aten_kernels=True)
+    assert boundaries(gm) == {"sin": "cpu_number", "_to_copy_default": "lifted"}
+
+
+def test_a_scalar_that_is_also_read_on_the_host_stays_there():
+    gm = inference_graph(lambda x, s: (x * (s + 1), s + 1, (s + 1).to("cuda:0")), (3,), cpu())
+    assert lift(gm)
+    assert boundaries(gm) == {"add_1": "cpu_number"}
+
+
+def test_a_scalar_that_is_written_before_what_computes_with_it_is_computed_on_the_host():
+    gm = inference_graph(lambda x, s: x * (s + 1), (3,), cpu())
+    (add,) = calls(gm, aten.add.Tensor)
+    with gm.graph.inserting_before(add):
+        write = gm.graph.call_function(aten.fill_.Scalar, (add.args[0], 2.0))
+    write.meta["val"] = add.args[0].meta["val"]
+    assert lift(gm)
+    assert boundaries(gm)["add"] == "cpu_number"
+
+
+class OnCpu(fx.Interpreter):
+    """Runs a graph that was traced on CUDA."""
+
+    def call_function(self, target, args, kwargs):
+        moved = {"device": "cpu"} if "device" in kwargs else {}
+        return super().call_function(target, args, {**kwargs, **moved})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, s: x * s,
+        lambda x, s: x - s,
+        lambda x, s: torch.add(x, s, alpha=3),
+        lambda x, s: x == s,
+    ],
+    ids=["mul", "sub", "alpha", "eq"],
+)
+def test_aten_s_kernels_do_not_round_scalars_to_half_precision(fn, dtype):
+    gm = inference_graph(fn, Spec((64,), dtype), cpu(dtype=torch.float64))
+    assert lift(gm, aten_kernels=True)
+    x, s = torch.randn(64).to(dtype), torch.tensor(0.1, dtype=torch.float64)
+    expected = fn(x.float(), s.float())
+    expected = expected if expected.dtype == torch.bool else expected.to(dtype)
+    (result,) = OnCpu(gm).run(x, s)
+    assert torch.equal(result, expected)
+    assert result.dtype == expected.dtype == gm.graph.output_node().args[0][0].meta["val"].dtype
+
+
+def test_aten_s_kernels_multiply_with_the_inverse_of_a_divisor():
+    gm = inference_graph(lambda x, s: x / s, (64,), cpu(dtype=torch.float64))
+    assert lift(gm, aten_kernels=True)
+    x, s = torch.randn(64), torch.tensor(0.3, dtype=torch.float64)
+    (result,) = OnCpu(gm).run(x, s)
+    assert torch.equal(result, x * (1 / s.float()))
+    assert not torch.equal(result, x / s.float())
+
+
+def test_inductor_s_kernels_read_scalars_alike_wherever_they_lie():
+    gm = inference_graph(
+        lambda x, s: x * s / s, Spec((3,), torch.float16), cpu(dtype=torch.float64)
+    )
+    assert lift(gm)
+    assert [len(calls(gm, op)) for op in (aten.mul.Tensor, aten.div.Tensor)] == [1, 1]
+    assert len(calls(gm, aten._to_copy.default)) == 1
 
 
 def test_new_nodes_keep_the_user_s_line():
@@ -183,7 +276,7 @@ def test_a_constant_without_values_is_copied_every_call():
     with fake_cuda():
         gm._tensor_constant0 = torch.empty(())
     assert lift(gm)
-    assert list(boundaries(gm).values()) == ["cpu_tensor", "lifted"]
+    assert list(boundaries(gm).values()) == ["cpu_number", "lifted"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,139 @@
+"""Copies of every dtype, with the multi-tensor kernel as on CUDA: it knows few of them."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import cgpass
+from cgpass.runtime import fast_python
+from cgpass.runtime.bits import COPIED_AS_THEY_ARE, as_bits, copy_all
+from cgpass.runtime.placeholders import Placeholder, copies_in
+
+KNOWN = set(COPIED_AS_THEY_ARE)
+OTHERS = [
+    getattr(torch, name)
+    for name in [
+        "uint16",
+        "uint32",
+        "uint64",
+        "complex32",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        "float4_e2m1fn_x2",
+        "int4",
+        "bits8",
+        "bits16",
+    ]
+]
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
+EVERY = pytest.mark.parametrize("dtype", OTHERS, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def few_kernels(monkeypatch):
+    copy = torch._foreach_copy_
+
+    def refusing(targets, sources):
+        for tensor in (*targets, *sources):
+            if tensor.dtype not in KNOWN:
+                raise RuntimeError(f'"foreach_tensor_copy" not implemented for {tensor.dtype}')
+        return copy(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", refusing)
+
+
+def values(dtype, *size):
+    shape = (*size[:-1], size[-1] * dtype.itemsize)
+    return torch.randint(0, 100, shape, dtype=torch.uint8).view(dtype)
+
+
+def layouts(dtype):
+    whole = values(dtype, 4, 6)
+    return [whole, whole.t(), whole[:, 1:5], whole[0].expand(3, 6), whole[:0]]
+
+
+@EVERY
+def test_bits_are_those_of_the_memory(dtype):
+    for tensor in layouts(dtype):
+        bits = as_bits(tensor)
+        assert bits.dtype in COPIED_AS_THEY_ARE
+        assert bits.data_ptr() == tensor.data_ptr()
+        assert (bits.shape, bits.stride()) == (tensor.shape, tensor.stride())
+
+
+@EVERY
+def test_inputs_of_every_dtype_are_copied_in_and_back(dtype):
+    values_in = layouts(dtype)
+    placeholders = {i: Placeholder(value) for i, value in enumerate(values_in)}
+    for group in copies_in(placeholders):
+        group.copy_from(values_in)
+    for i, placeholder in placeholders.items():
+        assert placeholder.tensor.dtype == dtype
+        assert placeholder.tensor.stride() == values_in[i].stride()
+        assert torch.equal(as_bits(placeholder.tensor), as_bits(values_in[i]))
+    whole = Placeholder(values_in[2], whole_storage=True)
+    whole.copy_from(values_in[2])
+    written = values(dtype, 4, 6)[:, 1:5]
+    whole.copy_to(written)
+    assert torch.equal(as_bits(written), as_bits(values_in[2]))
+
+
+@EVERY
+def test_outputs_of_every_dtype_are_copied_out(dtype):
+    tensors = tuple(layouts(dtype)[:3])
+    found = fast_python.copies(tensors, [(tuple(t.size()), t.stride()) for t in tensors])
+    for copied, tensor in zip(found, tensors, strict=True):
+        assert (copied.dtype, copied.stride()) == (dtype, tensor.stride())
+        assert copied.data_ptr() != tensor.data_ptr()
+        assert torch.equal(as_bits(copied), as_bits(tensor))
+
+
+def test_a_conjugate_is_copied_as_its_values():
+    source = torch.complex(torch.randn(4), torch.randn(4)).to(torch.complex32)
+    target = torch.empty_like(source)
+    copy_all([target], [source.conj()])
+    assert torch.equal(as_bits(target), as_bits(source.conj().resolve_conj()))
+
+
+@pytest.mark.parametrize("outputs", ["shared", "owned"])
+@pytest.mark.parametrize("dtype", OTHERS[:10], ids=str)
+def test_compiled_functions_of_every_dtype_replay(dtype, outputs, monkeypatch):
+    monkeypatch.setattr("cgpass.runtime.fast.copies", fast_python.copies)
+    options = {"driver": "simulated", "compiler": "eager", "min_partition_ops": 1}
+
+    def fn(x):
+        return as_bits(x).bitwise_xor(1).view(dtype), x.clone()
+
+    torch._dynamo.reset()
+    made = torch.compile(fn, backend=cgpass.cgpass, options={**options, "outputs": outputs})
+    before = cgpass.counters()["replays"]
+    for _ in range(5):
+        x = values(dtype, 4, 6)
+        for ours, expected in zip(made(x), fn(x), strict=True):
+            assert torch.equal(as_bits(ours), as_bits(expected))
+    assert cgpass.counters()["replays"] > before
+
+
+def test_the_compiled_copies_know_the_same_dtypes():
+    names = {
+        "Bool": "bool",
+        "Byte": "uint8",
+        "Char": "int8",
+        "Short": "int16",
+        "Int": "int32",
+        "Long": "int64",
+        "Half": "float16",
+        "BFloat16": "bfloat16",
+        "Float": "float32",
+        "Double": "float64",
+        "ComplexFloat": "complex64",
+        "ComplexDouble": "complex128",
+    }
+    source = (Path(cgpass.__file__).parent / "runtime" / "_fast.cpp").read_text()
+    listed = {getattr(torch, names[name]) for name in re.findall(r"case at::k(\w+):", source)}
+    assert listed == COPIED_AS_THEY_ARE
