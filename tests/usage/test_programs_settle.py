@@ -5,10 +5,12 @@ see of that step. Everything may happen in the first half of its steps; in the s
 and nothing is recorded.
 """
 
+import contextlib
 import copy
 import itertools
 import logging
 import re
+import sys
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import cgpass
+from cgpass import _torch
 from cgpass.errors import OptionError
 from cgpass.options import REMOVED
 from cgpass.report.measure import live_runs
@@ -1000,32 +1003,57 @@ def kept_by(runner):
     }
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_nothing_grows_with_thousands_of_sizes(way, training, caplog):
-    found, plain_results = [], []
+@contextlib.contextmanager
+def python_calls():
+    """Counts calls of Python functions."""
+    made = [0]
+
+    def count(frame, event, arg):
+        made[0] += event == "call"
+
+    sys.setprofile(count)
+    try:
+        yield made
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize(("training", "sizes"), [(False, 5000), (True, 600)])
+def test_nothing_grows_with_thousands_of_sizes(way, training, sizes, caplog):
+    """Only keys that were seen once do, up to as many as are kept."""
+    found, plain_results, calls_made = [], [], []
 
     def program(session):
-        module, call = session.compiled(lambda: MLP(4, 1))
-        rows, others = session.randn(5002, 4), runners()
-        for number in range(5000):
+        module, call = session.compiled(lambda: MLP(2, 1))
+        rows, others = session.randn(2 + sizes, 2), runners()
+        for number in range(sizes):
             x = rows[: 2 + number]
             torch._dynamo.mark_dynamic(x, 0)
-            with torch.set_grad_enabled(training):
+            looked_at = number in (100, sizes - 200, sizes - 1)
+            count = python_calls() if looked_at else contextlib.nullcontext()
+            with count as made, torch.set_grad_enabled(training):
                 loss = call(x).sum()
             if training:
                 loss.backward()
                 module.zero_grad()
-            if number in (4200, 4999):
+            if looked_at:
                 ours = runners(others)
                 found.append([kept_by(runner) for runner in ours])
                 plain_results.extend(len(runner.owner._plain_results) for runner in ours)
+                calls_made.append(made[0])
         return [loss.detach()]
 
     with counted() as counters:
         way.run(program)
     assert counters["graphs"] <= 2, "a graph for all sizes"
-    assert found[0] == found[1]
+    kept = [
+        {key for each in kept for key in each.items() if "keys" not in key[0]} for kept in found
+    ]
+    assert kept[0] == kept[1] == kept[2]
+    assert all(each["keys"] <= 4096 for each in found[-1])
+    assert training or found[1] == found[2]
     assert max(plain_results) <= 64, plain_results
+    assert max(calls_made) < 1.5 * calls_made[0], calls_made
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 1 + training, messages
     assert all("never recorded, since the first dimension of x" in each for each in messages)
@@ -1048,6 +1076,35 @@ def test_a_written_buffer_at_a_new_place_is_written_back(way):
     counters = way.compare(program)
     assert counters["replays"] >= 2 * 30 - 8, counters
     assert counters["recordings"] <= 4, counters
+
+
+def test_memory_that_comes_back_as_another_tensor_is_recorded_once_for_a_size(setting):
+    """As caching allocators give it. Every recording that is kept is one that can be found."""
+    session = setting.session()
+    call = session.wrap(lambda w, x: (w.sin() * x + w.cos()).exp(), static_input_indices=[0])
+    memory = session.randn(8)
+
+    def made_anew():
+        storage = _torch.storage_at(memory.data_ptr(), memory.nbytes, memory.device)
+        return _torch.on_storage(storage, memory)
+
+    def check_one(size):
+        x = session.randn(size, 8)
+        assert torch.equal(call(weight, x), (weight.sin() * x + weight.cos()).exp())
+
+    weight = made_anew()
+    check_one(2)
+    for other in (10, 9, 8):
+        weight = None
+        weight = made_anew()
+        for size in [other, 2] * 3:
+            check_one(size)
+            runner = call._runner
+            assert {*runner.owner.recordings()} == {*runner.table.all()}
+        before = counts()
+        for size in [other, 2] * 3:
+            check_one(size)
+        assert not any(grown(before)[name] for name in NEVER)
 
 
 class Large(nn.Module):
