@@ -22,8 +22,6 @@ class Recording:
     """
 
     closed = False
-    made_for: tuple[int, ...] = ()
-    """Identities of the storages that it reads in place."""
 
     def __init__(
         self,

@@ -251,15 +251,16 @@ class PartitionRunner:
         self, args: list[Any], seen: Seen, found: Found, key: StaticKey, *, again: bool
     ) -> Result:
         """Rows 3, 3b and 5."""
+        storages = self._inputs.storages(args, found.places)
+        self.table.renew(seen, tuple(storages.values()), tuple(storages))
         self._close(self.table.drop_gone())
-        made_for = self._identities(args, found)
-        if not self.table.has_room(made_for):
+        if not self.table.has_room(seen.identities):
             return self._full(args, seen.key[0])
         size = self.layout.bytes_that_move(args)
         if 0 < self._largest < size and not seen.recordings:
             self.owner.make_space()
         self._largest = max(self._largest, size)
-        beside = any(r.made_for == made_for for r in seen.recordings.get(found.values, ()))
+        beside = found.values in seen.recordings
         slot = self.owner.slot_for(beside=beside, first=self._first_slot)
         if slot is None:
             self.owner.warn_of_held(self.name)
@@ -440,7 +441,6 @@ class PartitionRunner:
         ):
             recording.close(whole_pool=False)
             return None
-        recording.made_for = self._identities(args, found)
         recording.draws = seen.draws
         if not recording.memory.is_lean or self.owns_outputs:
             self._copy_from_now_on(recording.visible)

@@ -1,6 +1,6 @@
 """`RecordingTable`: the keys of one partition that were seen, and the recordings of each."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -60,6 +60,8 @@ class RecordingTable:
         self._max_recordings = max_recordings
         self._seen: OrderedDict[Key, Seen] = OrderedDict()
         self._unrecorded: dict[tuple[int, ...], OrderedDict[Key, Seen]] = {}
+        self._recorded: Counter[tuple[int, ...]] = Counter()
+        """Recordings of each set of storages."""
         self._watermark = max_recordings
         self.newest: Key | None = None
         """The key that was remembered last."""
@@ -74,7 +76,7 @@ class RecordingTable:
 
     def has_room(self, storages: tuple[int, ...]) -> bool:
         """Whether one more recording may be made for a set of storages."""
-        return sum(r.made_for == storages for r in self.all()) < self._max_recordings
+        return self._recorded[storages] < self._max_recordings
 
     def remember(self, new: Seen) -> Seen:
         """Note that a key was seen; returns what is known of it."""
@@ -82,7 +84,7 @@ class RecordingTable:
         found = self._seen.get(new.key)
         if found is not None:
             found.draws[:] = new.draws
-            self._renew(found)
+            self.renew(found, new.storages, new.identities)
             return found
         if len(self._seen) >= self._watermark:
             self._forget_what_is_gone()
@@ -101,10 +103,28 @@ class RecordingTable:
         """What was computed by the newest recording, if there is one."""
         return next((s.key[0] for s in reversed(self._seen.values()) if s.recordings), None)
 
-    def _renew(self, seen: Seen) -> None:
+    def renew(
+        self, seen: Seen, storages: tuple[_torch.WeakStorage, ...], identities: tuple[int, ...]
+    ) -> None:
+        """Note that a key was seen again, be it with other storages where those were that are gone."""
         others = self._unrecorded.get(seen.identities)
-        if others is not None and seen.key in others:
-            others.move_to_end(seen.key)
+        if seen.identities == identities:
+            if others is not None and seen.key in others:
+                others.move_to_end(seen.key)
+            return
+        if others is not None and others.pop(seen.key, None) is not None:
+            self._unrecorded.setdefault(identities, OrderedDict())[seen.key] = seen
+            if not others:
+                del self._unrecorded[seen.identities]
+        recorded = len(seen.all())
+        self._count(seen.identities, -recorded)
+        self._count(identities, recorded)
+        seen.storages, seen.identities = storages, identities
+
+    def _count(self, identities: tuple[int, ...], recordings: int) -> None:
+        self._recorded[identities] += recordings
+        if not self._recorded[identities]:
+            del self._recorded[identities]
 
     def _forget_what_is_gone(self) -> None:
         for key, seen in list(self._seen.items()):
@@ -127,6 +147,7 @@ class RecordingTable:
             others.pop(seen.key, None)
         members = seen.recordings.setdefault(values, [])
         members.append(recording)
+        self._count(seen.identities, 1)
         return members
 
     def drop(self, wanted: Callable[[Recording], bool]) -> list[Recording]:
@@ -136,6 +157,7 @@ class RecordingTable:
             for values, members in list(seen.recordings.items()):
                 gone = [recording for recording in members if wanted(recording)]
                 dropped += gone
+                self._count(seen.identities, -len(gone))
                 left = [recording for recording in members if recording not in gone]
                 if left:
                     seen.recordings[values] = left
@@ -157,5 +179,6 @@ class RecordingTable:
         recordings = self.all()
         self._seen.clear()
         self._unrecorded.clear()
+        self._recorded.clear()
         self.newest = None
         return recordings

@@ -1,0 +1,1148 @@
+"""Programs as users write them: after their first steps all calls are replays, and the numbers are those of no graphs.
+
+A program here is a function of a session that makes one step: a function of its number, which returns what a user could
+see of that step. Everything may happen in the first half of its steps; in the second half no call runs without a graph
+and nothing is recorded.
+"""
+
+import contextlib
+import copy
+import itertools
+import logging
+import re
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import cgpass
+from cgpass import _torch
+from cgpass.errors import OptionError
+from cgpass.options import REMOVED
+from cgpass.report.measure import live_runs
+from tests.usage.programs import MLP, Block, ConvNet, Counter, Tied, counted, gradients, state
+
+STEPS, SETTLED = 120, 60
+COUNTED = ("warmups", "plain_calls", "recordings", "replays")
+NEVER = COUNTED[:3]
+"""What a program that settled does no more."""
+
+
+def counts():
+    counters = cgpass.counters()
+    return {name: counters[name] for name in COUNTED}
+
+
+def grown(before):
+    return {name: value - before[name] for name, value in counts().items()}
+
+
+def check(setting, make, *, steps=STEPS, settled=SETTLED, **options):
+    """Run a program with graphs and without: the same bits, and only replays once it has settled."""
+    changes = []
+
+    def program(session):
+        step, values = make(session), []
+        for number in range(steps):
+            before = counts()
+            values += [value.detach().clone() for value in step(number)]
+            if session.options["driver"] == setting.driver:
+                changes.append(grown(before))
+        return values
+
+    setting.compare(program, **options)
+    unsettled = {
+        number: change
+        for number, change in enumerate(changes)
+        if number >= settled and any(change[name] for name in NEVER)
+    }
+    assert not unsettled, unsettled
+    assert len(changes) == steps
+    assert sum(change["replays"] for change in changes[settled:]) > 0
+
+
+def sgd(module, lr=0.05):
+    return torch.optim.SGD(module.parameters(), lr=lr)
+
+
+def stepped(optimizer):
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# ---- models
+
+
+class Attribute(nn.Module):
+    """Keeps its state in a plain attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.prev = torch.zeros(8)
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x) + self.prev.to(x.device))
+        self.prev = y.detach().mean(0)
+        return y
+
+
+class AssignedBuffer(nn.Module):
+    """Keeps its state in a buffer that is a new tensor after each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("prev", torch.zeros(8))
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x) + self.prev)
+        self.prev = y.detach().mean(0)
+        return y
+
+
+class RunningMean(nn.Module):
+    """Writes its state in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        self.count += 1
+        return torch.tanh(y - self.mean)
+
+
+class LoRA(nn.Module):
+    """Has an adapter that is switched on and off."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(8, 8).requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+        self.on = True
+
+    def forward(self, x):
+        y = self.base(x)
+        if self.on:
+            y = y + self.up(self.down(x))
+        return torch.tanh(y) * 2
+
+
+class Attention(nn.Module):
+    """Decodes one token with a cache of keys and values that it is given."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x, position, keys, values):
+        keys.index_copy_(1, position, self.k(x))
+        values.index_copy_(1, position, self.v(x))
+        seen = torch.arange(keys.shape[1], device=x.device) <= position
+        scores = (self.q(x) @ keys.transpose(1, 2)).masked_fill(~seen, float("-inf"))
+        return scores.softmax(-1) @ values
+
+
+class Cached(nn.Module):
+    """The same with a cache of its own."""
+
+    def __init__(self, width=8, length=6):
+        super().__init__()
+        self.attention = Attention(width)
+        self.register_buffer("keys", torch.zeros(2, length, width))
+        self.register_buffer("values", torch.zeros(2, length, width))
+
+    def forward(self, x, position):
+        return self.attention(x, position, self.keys, self.values)
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its blocks in the backward, their dropout among it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(8, dropout=0.2) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class TwoHeads(nn.Module):
+    """Reads one parameter as two."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+
+    def forward(self, x, y):
+        return torch.tanh(self.first(x)) + torch.sin(self.second(y))
+
+
+# ---- several forwards before a backward
+
+
+def unrolled(make, lengths):
+    def program(session):
+        cell, call = session.compiled(make)
+        optimizer = sgd(cell)
+
+        def step(number):
+            hidden, loss = session.randn(4, 8), 0
+            for _ in range(lengths[number % len(lengths)]):
+                hidden = call(session.randn(4, 8), hidden)
+                loss = loss + hidden.square().mean()
+            loss.backward()
+            values = [loss.detach(), *gradients(cell)]
+            stepped(optimizer)
+            return values
+
+        return step
+
+    return program
+
+
+def rnn(*lengths):
+    return unrolled(lambda: nn.RNNCell(8, 8), lengths)
+
+
+def gru_whose_hidden_state_goes_on(session):
+    cell, call = session.compiled(lambda: nn.GRUCell(8, 8))
+    optimizer, carried = sgd(cell), [session.randn(4, 8)]
+
+    def step(number):
+        hidden = carried[0]
+        for _ in range(3):
+            hidden = call(session.randn(4, 8), hidden)
+        loss = hidden.square().mean()
+        loss.backward()
+        carried[0] = hidden.detach()
+        values = [loss.detach(), *gradients(cell)]
+        stepped(optimizer)
+        return values
+
+    return step
+
+
+def siamese(session):
+    module, call = session.compiled(MLP)
+    optimizer = sgd(module)
+
+    def step(number):
+        loss = F.cosine_similarity(call(session.randn(4, 8)), call(session.randn(4, 8))).mean()
+        loss.backward()
+        values = [loss.detach(), *gradients(module)]
+        stepped(optimizer)
+        return values
+
+    return step
+
+
+def perceptual(session):
+    _, call = session.compiled(lambda: ConvNet().requires_grad_(False).eval())
+    generator, generate = session.compiled(lambda: nn.Conv2d(3, 3, 3, padding=1))
+    optimizer = sgd(generator)
+
+    def step(number):
+        image = session.randn(2, 3, 6, 6)
+        loss = (call(generate(image)) - call(image.flip(-1))).square().mean()
+        loss.backward()
+        values = [loss.detach(), *gradients(generator)]
+        stepped(optimizer)
+        return values
+
+    return step
+
+
+def three_pending(session):
+    module, call = session.compiled(MLP)
+    orders = list(itertools.permutations(range(3)))
+
+    def step(number):
+        losses = [call(session.randn(4, 8)).square().mean() for _ in range(3)]
+        for index in orders[number % len(orders)]:
+            losses[index].backward()
+        values = [*losses, *gradients(module)]
+        module.zero_grad()
+        return values
+
+    return step
+
+
+def dpo(session):
+    policy, call = session.compiled(MLP)
+    reference = copy.deepcopy(policy).requires_grad_(False)
+    judge, optimizer = session.compile(reference), sgd(policy)
+
+    def step(number):
+        chosen, rejected = session.randn(4, 8), session.randn(4, 8)
+        ours = call(chosen).mean() - call(rejected).mean()
+        with torch.no_grad():
+            theirs = judge(chosen).mean() - judge(rejected).mean()
+        loss = -F.logsigmoid(ours - theirs)
+        loss.backward()
+        values = [loss.detach(), *gradients(policy)]
+        stepped(optimizer)
+        return values
+
+    return step
+
+
+# ---- state
+
+
+def trained(make, make_batch=lambda session, number: session.randn(4, 8)):
+    def program(session):
+        module, call = session.compiled(make)
+        optimizer = sgd(module)
+
+        def step(number):
+            loss = call(make_batch(session, number)).square().mean()
+            loss.backward()
+            values = [loss.detach(), *gradients(module), *state(module)]
+            stepped(optimizer)
+            return values
+
+        return step
+
+    return program
+
+
+def stateful(make):
+    def program(session):
+        module, call = session.compiled(make)
+        optimizer = sgd(module)
+
+        def step(number):
+            loss = call(session.randn(4, 8)).square().mean()
+            loss.backward()
+            values = [loss.detach(), module.prev, *gradients(module)]
+            stepped(optimizer)
+            return values
+
+        return step
+
+    return program
+
+
+def stateful_inference(make):
+    def program(session):
+        module, call = session.compiled(make)
+
+        def step(number):
+            with torch.no_grad():
+                return [call(session.randn(4, 8)), module.prev]
+
+        return step
+
+    return program
+
+
+def two_batch_sizes(session, number):
+    return session.randn(4 + 4 * (number % 2), 8)
+
+
+# ---- several models
+
+
+def teacher_and_student(session):
+    student, call = session.compiled(MLP)
+    teacher = copy.deepcopy(student).requires_grad_(False)
+    teach, optimizer = session.compile(teacher), sgd(student)
+
+    def step(number):
+        batch = session.randn(4, 8)
+        with torch.no_grad():
+            target = teach(batch)
+        loss = F.mse_loss(call(batch), target + 1)
+        loss.backward()
+        values = [loss.detach(), *gradients(student)]
+        stepped(optimizer)
+        with torch.no_grad():
+            for mine, theirs in zip(teacher.parameters(), student.parameters(), strict=True):
+                mine.lerp_(theirs, 0.1)
+        return [*values, *state(teacher)]
+
+    return step
+
+
+def gan(session):
+    generator, generate = session.compiled(MLP)
+    critic, judge = session.compiled(lambda: nn.Sequential(MLP(), nn.Linear(8, 1)))
+    optimizers = sgd(generator), sgd(critic)
+
+    def step(number):
+        fake = generate(session.randn(4, 8))
+        real = judge(session.randn(4, 8))
+        critic_loss = F.softplus(-real).mean() + F.softplus(judge(fake.detach())).mean()
+        critic_loss.backward()
+        stepped(optimizers[1])
+        loss = F.softplus(-judge(fake)).mean()
+        loss.backward()
+        values = [critic_loss.detach(), loss.detach(), *gradients(generator)]
+        stepped(optimizers[0])
+        optimizers[1].zero_grad()
+        return [*values, *state(critic)]
+
+    return step
+
+
+def polyak_targets(session):
+    value, call = session.compiled(lambda: nn.Sequential(MLP(), nn.Linear(8, 1)))
+    target = copy.deepcopy(value)
+    look_ahead, optimizer = session.compile(target), sgd(value)
+
+    def step(number):
+        with torch.no_grad():
+            wanted = session.randn(4, 1) + 0.9 * look_ahead(session.randn(4, 8))
+        loss = F.mse_loss(call(session.randn(4, 8)), wanted)
+        loss.backward()
+        values = [loss.detach(), *gradients(value)]
+        stepped(optimizer)
+        if number % 4 == 3:
+            with torch.no_grad():
+                torch._foreach_lerp_([*target.parameters()], [*value.parameters()], 0.5)
+        return values
+
+    return step
+
+
+def several_optimizers(session):
+    module, call = session.compiled(MLP)
+    weights = [p for p in module.parameters() if p.dim() > 1]
+    biases = [p for p in module.parameters() if p.dim() == 1]
+    optimizers = torch.optim.AdamW(weights, lr=1e-2), torch.optim.SGD(biases, lr=0.1, momentum=0.9)
+
+    def step(number):
+        loss = call(session.randn(4, 8)).square().mean()
+        loss.backward()
+        values = [loss.detach(), *gradients(module)]
+        for optimizer in optimizers:
+            stepped(optimizer)
+        return [*values, *state(module)]
+
+    return step
+
+
+def twelve_layers_that_share_code(session):
+    layers = session.module(lambda: nn.ModuleList(MLP(8, 1) for _ in range(12)))
+    calls, optimizer = [session.compile(layer) for layer in layers], sgd(layers)
+
+    def step(number):
+        x = session.randn(4, 8)
+        for call in calls:
+            x = call(x)
+        loss = x.square().mean()
+        loss.backward()
+        values = [loss.detach(), *gradients(layers)]
+        stepped(optimizer)
+        return values
+
+    return step
+
+
+# ---- weights that change
+
+
+def lora_switched(session):
+    module, call = session.compiled(LoRA)
+
+    def step(number):
+        module.on = number % 3 != 2
+        with torch.set_grad_enabled(module.on):
+            loss = call(session.randn(4, 8)).square().mean()
+        if module.on:
+            loss.backward()
+        values = [loss.detach(), *gradients(module)]
+        module.zero_grad()
+        return values
+
+    return step
+
+
+def frozen_half_way(session):
+    module, call = session.compiled(lambda: nn.Sequential(MLP(), MLP()))
+    optimizer = sgd(module)
+
+    def step(number):
+        if number == SETTLED // 2:
+            module[0].requires_grad_(False)
+        loss = call(session.randn(4, 8)).square().mean()
+        loss.backward()
+        values = [loss.detach(), *gradients(module)]
+        stepped(optimizer)
+        return values
+
+    return step
+
+
+def swap_data(module, others):
+    for parameter, other in zip(module.parameters(), others, strict=True):
+        parameter.data, other.data = other.data, parameter.data
+
+
+def averages_swapped_in(session):
+    module, call = session.compiled(MLP)
+    optimizer = sgd(module)
+    averages = [p.detach().clone() for p in module.parameters()]
+
+    def step(number):
+        loss = call(session.randn(4, 8)).square().mean()
+        loss.backward()
+        values = [loss.detach(), *gradients(module)]
+        stepped(optimizer)
+        with torch.no_grad():
+            torch._foreach_lerp_(averages, [*module.parameters()], 0.1)
+        if number % 4 == 3:
+            swap_data(module, averages)
+            with torch.no_grad():
+                values.append(call(session.randn(4, 8)))
+            swap_data(module, averages)
+        return values
+
+    return step
+
+
+def sets_of_data_taking_turns(session):
+    """Training goes on in whichever of two sets is there."""
+    module, call = session.compiled(MLP)
+    optimizer = sgd(module)
+    others = [p.detach() + 0.1 for p in module.parameters()]
+
+    def step(number):
+        if number % 3 == 2:
+            swap_data(module, others)
+        loss = call(session.randn(4, 8)).square().mean()
+        loss.backward()
+        values = [loss.detach(), *gradients(module)]
+        stepped(optimizer)
+        return values
+
+    return step
+
+
+def state_loaded_by_assignment(session):
+    module, call = session.compiled(MLP)
+
+    def step(number):
+        if number in (20, 40):
+            loaded = {name: value * 1.5 for name, value in module.state_dict().items()}
+            module.load_state_dict(loaded, assign=True)
+        loss = call(session.randn(4, 8)).square().mean()
+        loss.backward()
+        values = [loss.detach(), *gradients(module)]
+        stepped(sgd(module))
+        return values
+
+    return step
+
+
+def data_made_anew_in_every_step(session):
+    """Memory that was freed comes back, as caching allocators give it."""
+    module, call = session.compiled(MLP)
+
+    def step(number):
+        for parameter in module.parameters():
+            parameter.data = parameter.data * 1.01
+        loss = call(session.randn(4, 8)).square().mean()
+        loss.backward()
+        values = [loss.detach(), *gradients(module)]
+        module.zero_grad()
+        return values
+
+    return step
+
+
+def data_taken_from_a_ring(session):
+    """Every parameter lies at one of three places, all of which stay."""
+    module, call = session.compiled(MLP)
+    ring = [[p.detach() * scale for p in module.parameters()] for scale in (1, 0.5, 2)]
+
+    def step(number):
+        for parameter, data in zip(module.parameters(), ring[number % 3], strict=True):
+            parameter.data = data
+        loss = call(session.randn(4, 8)).square().mean()
+        loss.backward()
+        values = [loss.detach(), *gradients(module)]
+        module.zero_grad()
+        return values
+
+    return step
+
+
+# ---- decoding
+
+
+def decoding_with_a_static_cache(session):
+    module, call = session.compiled(lambda: Cached().requires_grad_(False))
+
+    def step(number):
+        if number % 6 == 0:
+            module.keys.zero_()
+            module.values.zero_()
+        with torch.no_grad():
+            out = call(session.randn(2, 1, 8), session.tensor([number % 6]))
+        return [out, module.keys]
+
+    return step
+
+
+def decoding_with_a_cache_made_anew(session):
+    _, call = session.compiled(lambda: Attention().requires_grad_(False))
+    cache = []
+
+    def step(number):
+        if number % 6 == 0:
+            cache[:] = [torch.zeros(2, 6, 8, device=session.device) for _ in range(2)]
+        with torch.no_grad():
+            out = call(session.randn(2, 1, 8), session.tensor([number % 6]), *cache)
+        return [out, *cache]
+
+    return step
+
+
+def wrapper_with_two_caches(session):
+    module = session.module(lambda: Attention().requires_grad_(False))
+    call = session.wrap(module, static_input_indices=[2, 3])
+    caches = [[torch.zeros(2, 6, 8, device=session.device) for _ in range(2)] for _ in range(2)]
+
+    def step(number):
+        with torch.no_grad():
+            cache = caches[number % 2]
+            out = call(session.randn(2, 1, 8), session.tensor([number // 2 % 6]), *cache)
+        return [out, *cache]
+
+    return step
+
+
+def results_passed_back(session):
+    _, call = session.compiled(MLP)
+    carried = [session.randn(4, 8)]
+
+    def step(number):
+        with torch.no_grad():
+            carried[0] = call(carried[0]) + 0
+            carried[0] = call(call(carried[0]))
+        return list(carried)
+
+    return step
+
+
+def results_passed_back_with_their_graph(session):
+    """A loop that goes on from what it got; every fifth step has a backward."""
+    module, call = session.compiled(MLP)
+    carried = [session.randn(4, 8)]
+
+    def step(number):
+        carried[0] = call(carried[0])
+        values = [carried[0].detach()]
+        if number % 5 == 4:
+            carried[0].square().mean().backward()
+            values += gradients(module)
+            module.zero_grad()
+            carried[0] = session.randn(4, 8)
+        return values
+
+    return step
+
+
+# ---- steps of training
+
+
+def evaluation_in_between(session):
+    module, call = session.compiled(lambda: nn.Sequential(MLP(), nn.Dropout(0.2), MLP()))
+    optimizer = sgd(module)
+
+    def step(number):
+        loss = call(session.randn(4, 8)).square().mean()
+        loss.backward()
+        values = [loss.detach(), *gradients(module)]
+        stepped(optimizer)
+        if number % 5 == 4:
+            module.eval()
+            with torch.no_grad():
+                values += [call(session.randn(6, 8)) for _ in range(3)]
+            module.train()
+        return values
+
+    return step
+
+
+def checkpoint_around(use_reentrant):
+    def program(session):
+        module, call = session.compiled(lambda: Block(8, dropout=0.2))
+        optimizer = sgd(module)
+
+        def step(number):
+            x = session.randn(2, 3, 8).requires_grad_()
+            out = checkpoint(call, x, use_reentrant=use_reentrant)
+            out = checkpoint(call, out, use_reentrant=use_reentrant)
+            loss = out.square().mean()
+            loss.backward()
+            values = [loss.detach(), x.grad, *gradients(module)]
+            stepped(optimizer)
+            return values
+
+        return step
+
+    return program
+
+
+def accumulation(session):
+    module, call = session.compiled(MLP)
+    optimizer = sgd(module)
+
+    def step(number):
+        values = []
+        for _ in range(4):
+            loss = call(session.randn(4, 8)).square().mean() / 4
+            loss.backward()
+            values.append(loss.detach())
+        values += gradients(module)
+        stepped(optimizer)
+        return values
+
+    return step
+
+
+def zeroed(when, *, set_to_none):
+    def program(session):
+        module, call = session.compiled(MLP)
+        optimizer = sgd(module)
+
+        def step(number):
+            loss = call(session.randn(4, 8)).square().mean()
+            if when == "between":
+                optimizer.zero_grad(set_to_none=set_to_none)
+            loss.backward()
+            values = [loss.detach(), *gradients(module)]
+            optimizer.step()
+            if when == "after":
+                optimizer.zero_grad(set_to_none=set_to_none)
+            return values
+
+        return step
+
+    return program
+
+
+def tied_at_two_inputs(session):
+    """The same tensors as two arguments of a function, and one parameter under two names."""
+    module, call = session.compiled(TwoHeads)
+
+    def step(number):
+        x = session.randn(4, 8).requires_grad_()
+        loss = call(x, x).square().mean() + call(x, session.randn(4, 8)).square().mean()
+        loss.backward()
+        values = [loss.detach(), x.grad, *gradients(module)]
+        module.zero_grad()
+        return values
+
+    return step
+
+
+def tied_embedding(session, number):
+    return torch.randint(0, 16, (2, 5), generator=session.generator).to(session.device)
+
+
+def saved_on_cpu(session):
+    module, call = session.compiled(MLP)
+    optimizer = sgd(module)
+
+    def step(number):
+        with save_on_cpu():
+            loss = call(session.randn(4, 8)).square().mean()
+        loss.backward()
+        values = [loss.detach(), *gradients(module)]
+        stepped(optimizer)
+        return values
+
+    return step
+
+
+def backward_twice(session):
+    module, call = session.compiled(MLP)
+
+    def step(number):
+        loss = call(session.randn(4, 8)).square().mean()
+        loss.backward(retain_graph=True)
+        values = [loss.detach(), *gradients(module)]
+        loss.backward()
+        values += gradients(module)
+        module.zero_grad()
+        return values
+
+    return step
+
+
+def gradients_of_inputs(session):
+    _, call = session.compiled(MLP)
+
+    def step(number):
+        x = session.randn(4, 8).requires_grad_()
+        (grad,) = torch.autograd.grad(call(x).square().mean(), x)
+        return [grad]
+
+    return step
+
+
+def scaled_loss(session):
+    """As a GradScaler: the scale grows, and steps whose gradients are not finite are left out."""
+    module, call = session.compiled(MLP)
+    optimizer, scale = sgd(module), session.tensor(8.0)
+
+    def step(number):
+        loss = call(session.randn(4, 8)).square().mean()
+        (loss * (scale * (float("inf") if number % 7 == 3 else 1))).backward()
+        values = [loss.detach(), *gradients(module)]
+        grads = [p.grad for p in module.parameters()]
+        torch._foreach_mul_(grads, 1 / scale)
+        if all(grad.isfinite().all() for grad in grads):
+            optimizer.step()
+            scale.mul_(1.01)
+        else:
+            scale.mul_(0.5)
+        optimizer.zero_grad()
+        return values
+
+    return step
+
+
+def written_arguments(session):
+    """An argument that is written, sometimes one and the same, sometimes a new one."""
+    module, call = session.compiled(Counter)
+    kept = session.randn(3)
+
+    def step(number):
+        given = kept if number % 3 else session.randn(3)
+        with torch.no_grad():
+            out = call(session.randn(4, 8), given)
+        return [out, given, module.seen]
+
+    return step
+
+
+PROGRAMS = {
+    "rnn_4": rnn(4),
+    "rnn_8": rnn(8),
+    "rnn_4_and_8": rnn(4, 8),
+    "gru": gru_whose_hidden_state_goes_on,
+    "siamese": siamese,
+    "perceptual": perceptual,
+    "three_pending": three_pending,
+    "dpo": dpo,
+    "attribute": stateful(Attribute),
+    "attribute_inference": stateful_inference(Attribute),
+    "assigned_buffer": stateful(AssignedBuffer),
+    "assigned_buffer_inference": stateful_inference(AssignedBuffer),
+    "running_mean": trained(RunningMean),
+    "batch_norm": trained(ConvNet, lambda session, number: session.randn(2, 3, 6, 6)),
+    "two_batch_sizes": trained(MLP, two_batch_sizes),
+    "teacher_and_student": teacher_and_student,
+    "gan": gan,
+    "polyak_targets": polyak_targets,
+    "several_optimizers": several_optimizers,
+    "twelve_layers": twelve_layers_that_share_code,
+    "lora": lora_switched,
+    "frozen_half_way": frozen_half_way,
+    "averages_swapped_in": averages_swapped_in,
+    "sets_of_data": sets_of_data_taking_turns,
+    "assigned_state": state_loaded_by_assignment,
+    "new_data": data_made_anew_in_every_step,
+    "ring_of_data": data_taken_from_a_ring,
+    "static_cache": decoding_with_a_static_cache,
+    "new_cache": decoding_with_a_cache_made_anew,
+    "wrapper_with_two_caches": wrapper_with_two_caches,
+    "results_passed_back": results_passed_back,
+    "results_passed_back_grad": results_passed_back_with_their_graph,
+    "evaluation_in_between": evaluation_in_between,
+    "checkpoint_inside": trained(Checkpointed, lambda session, number: session.randn(2, 3, 8)),
+    "checkpoint_around": checkpoint_around(use_reentrant=False),
+    "reentrant_checkpoint_around": checkpoint_around(use_reentrant=True),
+    "accumulation": accumulation,
+    "zeroed_between": zeroed("between", set_to_none=True),
+    "zeroed_between_in_place": zeroed("between", set_to_none=False),
+    "zeroed_in_place": zeroed("after", set_to_none=False),
+    "tied_at_two_inputs": tied_at_two_inputs,
+    "tied_embedding": trained(Tied, tied_embedding),
+    "saved_on_cpu": saved_on_cpu,
+    "backward_twice": backward_twice,
+    "gradients_of_inputs": gradients_of_inputs,
+    "scaled_loss": scaled_loss,
+    "written_arguments": written_arguments,
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_after_its_first_steps_a_program_only_replays(way, name):
+    check(way, PROGRAMS[name])
+
+
+# ---- programs that settle otherwise, and what does not grow
+
+
+def runners(others=()):
+    """Of the partitions that are captured now, but for those of earlier tests."""
+    plans = [live.plan for _, _, live in live_runs() if hasattr(live, "plan")]
+    runs = [step.run for plan in plans for step in plan.steps]
+    return [run for run in runs if hasattr(run, "table") and run not in others]
+
+
+def test_a_cache_that_is_a_new_buffer_costs_two_calls_a_generation(way):
+    """Read in place where it lay before; the other tokens of a generation replay."""
+    totals = []
+
+    def program(session):
+        module, call = session.compiled(lambda: Cached(length=12).requires_grad_(False))
+        values = []
+        for number in range(120):
+            if number % 12 == 0:
+                module.keys, module.values = torch.zeros_like(module.keys), module.values * 0
+                before = counts()
+            with torch.no_grad():
+                out = call(session.randn(2, 1, 8), session.tensor([number % 12]))
+            values += [out, module.keys.clone(), module.values.clone()]
+            if number % 12 == 11 and session.options["driver"] == way.driver:
+                totals.append(grown(before))
+        return values
+
+    way.compare(program)
+    for total in totals[1:]:
+        assert total["warmups"] + total["plain_calls"] <= 1, totals
+        assert total["recordings"] <= 2, totals
+    assert totals[-1]["recordings"] == 1, totals
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_layers_that_share_code_have_no_placeholders_for_weights(way, training):
+    """In their first calls neither."""
+    copied, inputs = [], []
+
+    def program(session):
+        others = runners()
+        layers = session.module(lambda: nn.ModuleList(MLP(16, 1) for _ in range(80)))
+        calls = [session.compile(layer) for layer in layers]
+        values = []
+        for _ in range(6):
+            before, x = cgpass.counters(), session.randn(4, 16)
+            with torch.set_grad_enabled(training):
+                for call in calls:
+                    x = call(x)
+                loss = x.square().mean()
+            if training:
+                loss.backward()
+                values += gradients(layers)
+                layers.zero_grad()
+            values.append(loss.detach())
+            if session.options["driver"] == way.driver:
+                after = cgpass.counters()
+                replays = after["replays"] - before["replays"]
+                copied.append((after["copied_bytes"] - before["copied_bytes"], replays))
+        for runner in runners(others):
+            for recording in runner.table.all():
+                inputs.append({*recording.copied_inputs} & {*runner.layout.checked})
+        return values
+
+    counters = way.compare(program)
+    assert copied[-1][1] == 80 * (1 + training), copied
+    for (
+        number_of_bytes,
+        replays,
+    ) in copied:  # a layer's input and its gradient, never 16 x 16 weights
+        assert number_of_bytes <= replays * 2 * 4 * 16 * 4, copied
+    assert not any(inputs), inputs
+    assert counters["recordings"] == 80 * (1 + training), counters
+
+
+def test_more_forwards_than_may_be_pending_run_without_a_graph(way, caplog):
+    def program(session):
+        module, call = session.compiled(MLP)
+        values = []
+        for _ in range(20):
+            losses = [call(session.randn(4, 8)).square().mean() for _ in range(7)]
+            for loss in losses[::2] + losses[1::2]:
+                loss.backward()
+            values += [*losses, *gradients(module)]
+            values = [value.detach().clone() for value in values]
+            module.zero_grad()
+        return values
+
+    with caplog.at_level(logging.WARNING, "cgpass"):
+        counters = way.compare(program, max_pending_calls=4)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1, messages
+    assert "results of 4 earlier calls are still referenced" in messages[0]
+    assert 'options={"max_pending_calls": 8}' in messages[0]
+    assert counters["plain_calls"] >= 2 * 3 * 15, counters
+    assert counters["replays"] >= 2 * 4 * 15, counters
+    assert counters["recordings"] <= 10, counters
+
+
+def kept_by(runner):
+    """Lengths of what a runner and its owner keep."""
+    table, inputs, owner = runner.table, runner._inputs, runner.owner
+    return {
+        "keys": len(table._seen),
+        "keys without a recording": sum(map(len, table._unrecorded.values())),
+        "places": sum(map(len, inputs._known.values())),
+        "recordings": len(owner.recordings()),
+        "slots": len(owner._slots),
+        "placeholders": len(owner.placeholders),
+        "pool addresses": len(owner._pool_addresses),
+    }
+
+
+@contextlib.contextmanager
+def python_calls():
+    """Counts calls of Python functions."""
+    made = [0]
+
+    def count(frame, event, arg):
+        made[0] += event == "call"
+
+    sys.setprofile(count)
+    try:
+        yield made
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize(("training", "sizes"), [(False, 5000), (True, 600)])
+def test_nothing_grows_with_thousands_of_sizes(way, training, sizes, caplog):
+    """Only keys that were seen once do, up to as many as are kept."""
+    found, plain_results, calls_made = [], [], []
+
+    def program(session):
+        module, call = session.compiled(lambda: MLP(2, 1))
+        rows, others = session.randn(2 + sizes, 2), runners()
+        for number in range(sizes):
+            x = rows[: 2 + number]
+            torch._dynamo.mark_dynamic(x, 0)
+            looked_at = number in (100, sizes - 200, sizes - 1)
+            count = python_calls() if looked_at else contextlib.nullcontext()
+            with count as made, torch.set_grad_enabled(training):
+                loss = call(x).sum()
+            if training:
+                loss.backward()
+                module.zero_grad()
+            if looked_at:
+                ours = runners(others)
+                found.append([kept_by(runner) for runner in ours])
+                plain_results.extend(len(runner.owner._plain_results) for runner in ours)
+                calls_made.append(made[0])
+        return [loss.detach()]
+
+    with counted() as counters:
+        way.run(program)
+    assert counters["graphs"] <= 2, "a graph for all sizes"
+    kept = [
+        {key for each in kept for key in each.items() if "keys" not in key[0]} for kept in found
+    ]
+    assert kept[0] == kept[1] == kept[2]
+    assert all(each["keys"] <= 4096 for each in found[-1])
+    assert training or found[1] == found[2]
+    assert max(plain_results) <= 64, plain_results
+    assert max(calls_made) < 1.5 * calls_made[0], calls_made
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1 + training, messages
+    assert all("never recorded, since the first dimension of x" in each for each in messages)
+
+
+def test_a_written_buffer_at_a_new_place_is_written_back(way):
+    def program(session):
+        module, call = session.compiled(RunningMean)
+        values, given = [], []
+        for _ in range(30):
+            module.mean = session.randn(8)
+            given.append(module.mean)
+            loss = call(session.randn(4, 8)).square().mean()
+            loss.backward()
+            assert module.mean is given[-1]
+            values += [loss.detach(), *gradients(module), module.mean.clone()]
+            module.zero_grad()
+        return values + given
+
+    counters = way.compare(program)
+    assert counters["replays"] >= 2 * 30 - 8, counters
+    assert counters["recordings"] <= 4, counters
+
+
+def test_memory_that_comes_back_as_another_tensor_is_recorded_once_for_a_size(setting):
+    """As caching allocators give it. Every recording that is kept is one that can be found."""
+    session = setting.session()
+    call = session.wrap(lambda w, x: (w.sin() * x + w.cos()).exp(), static_input_indices=[0])
+    memory = session.randn(8)
+
+    def made_anew():
+        storage = _torch.storage_at(memory.data_ptr(), memory.nbytes, memory.device)
+        return _torch.on_storage(storage, memory)
+
+    def check_one(size):
+        x = session.randn(size, 8)
+        assert torch.equal(call(weight, x), (weight.sin() * x + weight.cos()).exp())
+
+    weight = made_anew()
+    check_one(2)
+    for other in (10, 9, 8):
+        weight = None
+        weight = made_anew()
+        for size in [other, 2] * 3:
+            check_one(size)
+            runner = call._runner
+            assert {*runner.owner.recordings()} == {*runner.table.all()}
+        before = counts()
+        for size in [other, 2] * 3:
+            check_one(size)
+        assert not any(grown(before)[name] for name in NEVER)
+
+
+class Large(nn.Module):
+    """Has a weight of 1.2 MiB between small ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.large, self.last = nn.Linear(8, 320), nn.Linear(320, 1000), MLP(1000, 1)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.large(self.first(x))))
+
+
+def test_a_large_parameter_that_is_new_in_every_call_runs_without_a_graph(way, caplog):
+    def program(session):
+        module, call = session.compiled(lambda: Large().requires_grad_(False))
+        values = []
+        for _ in range(20):
+            module.large.weight = nn.Parameter(module.large.weight * 0.9, requires_grad=False)
+            values.append(call(session.randn(4, 8)).clone())
+        return values
+
+    with caplog.at_level(logging.WARNING, "cgpass"):
+        counters = way.compare(program, max_copied_mib=1)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1, messages
+    assert "large.weight (float32[1000, 320], read at " in messages[0]
+    assert "in forward: return self.last(torch.tanh(self.large(self.first(x)))))" in messages[0]
+    assert "too large to be copied (max_copied_mib=1)" in messages[0]
+    assert (counters["replays"], counters["recordings"]) == (0, 0), counters
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_an_option_that_was_removed_says_what_is_there_instead(name):
+    says = re.escape(f"cgpass: option {name!r} was removed: {REMOVED[name]}.")
+    with pytest.raises(OptionError, match=says):
+        cgpass.set_defaults(**{name: 1})
+    call = torch.compile(MLP(), backend=cgpass.cgpass, options={name: 1})
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=says) as raised:
+        call(torch.randn(4, 8))
+    assert isinstance(raised.value.inner_exception, OptionError)
