@@ -25,7 +25,7 @@ def can_swap():
 
 
 def partition(fn=lambda x: [x * 2], *, owner=None, read=(), visible=None, **settings):
-    run = runner(fn, COPIED, owner=owner, settings=settings)
+    run = runner(fn, COPIED, owner=owner, **settings)
     run.visible = None if visible is None else frozenset(visible)
     run.read = frozenset(read)
     return run

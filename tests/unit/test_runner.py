@@ -134,14 +134,14 @@ def test_a_failed_capture_runs_plainly_and_warns_once(caplog):
 
 
 def test_silent_says_nothing_louder_than_info(caplog):
-    run = runner(sync, COPIED, settings={"on_skip": "silent"})
+    run = runner(sync, COPIED, on_skip="silent")
     for _ in range(3):
         call(run, X)
     assert warnings(caplog) == []
 
 
 def test_raise_raises_from_the_cause():
-    run = runner(sync, COPIED, settings={"on_skip": "raise"})
+    run = runner(sync, COPIED, on_skip="raise")
     call(run, X)
     with pytest.raises(CaptureError, match="can't be captured") as error:
         call(run, X)
@@ -156,7 +156,7 @@ def test_raise_tries_once():
         tries.append(x)
         return sync(x)
 
-    run = runner(fn, COPIED, settings={"on_skip": "raise"})
+    run = runner(fn, COPIED, on_skip="raise")
     call(run, X)
     messages = []
     for _ in range(3):
@@ -192,7 +192,7 @@ def test_the_users_own_error_passes_and_the_next_call_works(caplog, on_skip):
             raise ValueError("user's")
         return [x * 2]
 
-    run = runner(fn, COPIED, settings={"on_skip": on_skip})
+    run = runner(fn, COPIED, on_skip=on_skip)
     call(run, X)
     fail.append(True)
     with pytest.raises(ValueError, match=r"^user's$"):
