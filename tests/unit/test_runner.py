@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cgpass.errors import CaptureError
-from cgpass.runtime import fast, stationary
+from cgpass.runtime import fast
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver, is_recording
 from tests.unit.runners import COPIED, OPAQUE, POOLED, STATIC, SYMINT, call, counts, runner
@@ -39,13 +39,6 @@ def test_warm_up_record_replay():
     assert counts(run) == (1, 1, 4, 0)
     assert len(python_runs) == 2
     assert run.stats.copied_bytes == 4 * 8
-
-
-def test_more_warm_ups_on_request():
-    run = runner(lambda x: [x * 2], COPIED, num_warmup_calls=3)
-    for _ in range(5):
-        call(run, X)
-    assert counts(run) == (3, 1, 2, 0)
 
 
 def test_each_integer_and_each_object_has_its_own_recording():
@@ -251,39 +244,6 @@ def test_pooled_inputs_are_not_copied():
         assert call(second, a, W) == [[2.0 * value + 1] * 2]
         del a
     assert counts(first) == counts(second) == (1, 1, 5, 0)
-    assert second.stats.copied_bytes == 0
-
-
-def test_stray_pooled_inputs_run_plainly_and_are_copied_after_eight_in_a_row():
-    strays = [
-        torch.full((2,), 5.0) for _ in range(8)
-    ]  # first: none lies where a warm-up's output lay
-    first, second = chain()
-    for _ in range(3):
-        (a,), _ = first.run([X])
-        call(second, a, W)
-        del a
-    assert counts(second) == (1, 1, 2, 0)
-    for number in range(1, 8):
-        assert call(second, strays.pop(), W) == [[6, 6]]
-        assert second.stats.plain_calls == number
-    assert call(second, strays.pop(), W) == [[6, 6]]
-    assert counts(second) == (2, 1, 2, 7), "the eighth warms up with a copied input"
-    for value in range(4):
-        assert call(second, torch.full((2,), float(value)), W) == [[value + 1.0] * 2]
-    assert counts(second) == (2, 2, 6, 7)
-    assert second.stats.copied_bytes == 4 * 8
-
-
-def test_single_strays_change_nothing(monkeypatch):
-    monkeypatch.setattr(stationary, "CALLS", 100)
-    strays = [X * 2 for _ in range(6)]
-    first, second = chain()
-    for number in range(30):
-        (a,), _ = first.run([X])
-        call(second, strays.pop() if number % 5 == 4 else a, W)
-        del a
-    assert counts(second) == (1, 1, 23, 6)
     assert second.stats.copied_bytes == 0
 
 
