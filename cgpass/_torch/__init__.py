@@ -147,6 +147,7 @@ from cgpass._torch.randomness import (
 )
 from cgpass._torch.storages import (
     WeakStorage,
+    expired,
     is_zero_tensor,
     on_storage,
     storage_at,

@@ -141,6 +141,10 @@ class Owner:
         if not all(victim.memory.can_rescue(blocks) for victim, blocks in victims):
             return False
         for victim, blocks in victims:
+            if (
+                victim.closed
+            ):  # it went with another one of its partition's, and its blocks were moved
+                continue
             victim.rescue(blocks)
             for member in self._members:
                 member.move_apart(victim, recording)

@@ -249,8 +249,10 @@ class PartitionRunner:
         self, args: list[Any], seen: Seen, found: Found, key: StaticKey, *, again: bool
     ) -> Result:
         """Rows 3, 3b and 5."""
+        storages = self._inputs.storages(args, found.places)
+        made_for = tuple(storages)
+        self.table.renew(seen, tuple(storages.values()), made_for)
         self._close(self.table.drop_gone())
-        made_for = self._identities(args, found)
         if not self.table.has_room(made_for):
             return self._full(args, seen.key[0])
         beside = any(r.made_for == made_for for r in seen.recordings.get(found.values, ()))

@@ -82,7 +82,7 @@ class RecordingTable:
         found = self._seen.get(new.key)
         if found is not None:
             found.draws[:] = new.draws
-            self._renew(found)
+            self.renew(found, new.storages, new.identities)
             return found
         if len(self._seen) >= self._watermark:
             self._forget_what_is_gone()
@@ -101,10 +101,21 @@ class RecordingTable:
         """What was computed by the newest recording, if there is one."""
         return next((s.key[0] for s in reversed(self._seen.values()) if s.recordings), None)
 
-    def _renew(self, seen: Seen) -> None:
-        others = self._unrecorded.get(seen.identities)
-        if others is not None and seen.key in others:
-            others.move_to_end(seen.key)
+    def renew(
+        self, seen: Seen, storages: tuple[_torch.WeakStorage, ...], identities: tuple[int, ...]
+    ) -> None:
+        """Note that a key was seen once more, and which storages lie in its places now."""
+        if self._take_out(seen):
+            self._unrecorded.setdefault(identities, OrderedDict())[seen.key] = seen
+        seen.storages, seen.identities = storages, identities
+
+    def _take_out(self, seen: Seen) -> bool:
+        """Have a key no longer among those without a recording; returns whether it was."""
+        others = self._unrecorded.get(seen.identities, {})
+        found = others.pop(seen.key, None) is not None
+        if found and not others:
+            del self._unrecorded[seen.identities]
+        return found
 
     def _forget_what_is_gone(self) -> None:
         for key, seen in list(self._seen.items()):
@@ -113,18 +124,11 @@ class RecordingTable:
         self._watermark = max(self._max_recordings, 2 * len(self._seen))
 
     def _forget(self, key: Key) -> None:
-        seen = self._seen.pop(key)
-        others = self._unrecorded.get(seen.identities)
-        if others is not None:
-            others.pop(key, None)
-            if not others:
-                del self._unrecorded[seen.identities]
+        self._take_out(self._seen.pop(key))
 
     def add(self, seen: Seen, values: bytes, recording: Recording) -> list[Recording]:
         """Keep a recording; returns all that read the same memory."""
-        others = self._unrecorded.get(seen.identities)
-        if others is not None:
-            others.pop(seen.key, None)
+        self._take_out(seen)
         members = seen.recordings.setdefault(values, [])
         members.append(recording)
         return members
