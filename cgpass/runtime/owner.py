@@ -141,9 +141,7 @@ class Owner:
         if not all(victim.memory.can_rescue(blocks) for victim, blocks in victims):
             return False
         for victim, blocks in victims:
-            if (
-                victim.closed
-            ):  # it went with another one of its partition's, and its blocks were moved
+            if victim.closed:  # with another one of its partition: its outputs were moved
                 continue
             victim.rescue(blocks)
             for member in self._members:

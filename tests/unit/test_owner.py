@@ -87,7 +87,9 @@ def test_what_nobody_holds_belongs_to_the_pool_again(can_swap):
     assert released == {recording.birth: (1,)}
     held.clear()
     assert run.owner.begin_recording(0) == {recording.birth: (0, 1)}
-    assert run.owner.begin_recording(run.owner.slot_for(beside=False, first=1)) == {}, "another pool"
+    assert run.owner.begin_recording(run.owner.slot_for(beside=False, first=1)) == {}, (
+        "another pool"
+    )
 
 
 def test_a_recording_knows_what_it_may_lie_on(can_swap):
