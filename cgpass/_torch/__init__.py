@@ -72,7 +72,6 @@ from cgpass._torch.graphs import (
     have_stale_streams_follow,
     is_capturing,
     make_library_handles,
-    memory_bandwidth,
     pool_segments,
     release_pool,
     uses_expandable_segments,

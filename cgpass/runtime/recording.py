@@ -71,7 +71,7 @@ class Recording:
         self.draws: list[int] = []
         """See `table.Seen.draws`."""
         self.replay: Callable[[], None] = graph.replay
-        self.instantiate_ms, self.run_us = graph.instantiate_ms, graph.run_us
+        self.instantiate_ms = graph.instantiate_ms
         """See `CapturedGraph`."""
         self._graph = graph
         consumes = consumes or {}
