@@ -247,11 +247,6 @@ class Owner:
         self._slots[recording.slot].recordings.append(recording)
         self._pool_addresses.update(recording.memory.addresses())
 
-    def recordings(self) -> list[Recording]:
-        """In the order in which they were made."""
-        found = [recording for slot in self._slots for recording in slot.recordings]
-        return sorted(found, key=lambda recording: recording.birth)
-
     def close_recording(self, recording: Recording) -> None:
         """Free a recording; outputs that somebody holds stay theirs."""
         slot = self._slots[recording.slot]

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 def recordings():
     """Every recording of this process."""
-    return [r for each in list(owner._owners) for r in each.recordings()]
+    return [r for each in list(owner._owners) for slot in each._slots for r in slot.recordings]
 
 
 @pytest.fixture

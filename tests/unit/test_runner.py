@@ -500,7 +500,7 @@ def test_what_takes_a_dead_tensors_place_is_copied_and_no_recording_is_lost():
         assert call(run, X, w, n) == [[n, n]]
         del w
     assert counts(run) == (3, 2, 17, 0)
-    assert run.table.all() == run.owner.recordings()
+    assert run.table.all() == run.owner._slots[0].recordings
 
 
 def test_a_recording_that_went_while_another_one_was_moved_is_left_alone(can_swap):
