@@ -342,12 +342,16 @@ class PartitionRunner:
         self._say_once("sizes", f"{limit} calls in a row were never recorded, since {why}. {fix}.")
 
     def _say_moving(self, found: Found, args: Sequence[Any]) -> None:
-        names = describe_tensors(self.layout.infos, args, found.new)
+        names = describe_tensors(self.layout.infos, args, found.new or found.absent)
+        fix = (
+            "Write new values into parameters and buffers (copy_) instead of replacing them."
+            if found.new
+            else "Leave saved tensors where they lie (hooks and offloading move them), or raise max_copied_mib."
+        )
         self._say_once(
             "places",
             f"{names} lie at a new place in every call, and are too large to be copied "
-            f"(max_copied_mib={self.settings.max_copied_mib}): such calls run without a graph. Write new values into "
-            "parameters and buffers (copy_) instead of replacing them.",
+            f"(max_copied_mib={self.settings.max_copied_mib}): such calls run without a graph. {fix}",
         )
 
     def _not_in_the_pool(self, found: Found) -> tuple[str, str | None]:
