@@ -96,12 +96,6 @@ def test_what_replaced_a_tensor_that_is_gone_in_its_very_place_is_copied():
         del w
 
 
-def test_one_parameter_of_several_that_is_another_tensor_is_copied():
-    part, (u, v, w) = Partition(COPIED, STATIC, STATIC), (Parameter(X.clone()) for _ in range(3))
-    part(X, u, v)
-    assert part(X, u, w).copied == (2,)
-
-
 def test_a_call_of_another_module_is_none_of_copies():
     """A buffer that both share does not make them one."""
     part, shared = Partition(STATIC, STATIC), X.clone()
@@ -211,14 +205,6 @@ def test_of_one_storage_the_oldest_places_are_forgotten():
     assert number_known(part) <= 8
     assert part(X, base[499:]).new == ()
     assert part(X, base[1:]).new == (1,)
-
-
-def test_no_tensor_is_kept_alive():
-    part, w = Partition(COPIED, STATIC), torch.ones(2)
-    part(X, w)
-    storage = torch.multiprocessing.reductions.StorageWeakRef(w.untyped_storage())
-    del w
-    assert storage.expired()
 
 
 # ---- static_input_check="error"
