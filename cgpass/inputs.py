@@ -38,5 +38,3 @@ class InputInfo:
     """Read by its storage's addresses (`as_strided`): a copied input is copied with all of its storage."""
     is_resized: bool = False
     """A tensor with sizes or strides that no integer among the inputs tells."""
-    is_tangent: bool = False
-    """Gradient of an output: autograd makes it anew for every backward."""

@@ -23,7 +23,7 @@ OTHER_FIXES: Final = {
     "transform": "call it outside of transforms (torch.func, vmap, batched gradients)",
     "outer_capture": "leave it: the graph that is being captured holds it",
     "other_sizes": "name the operator that can't be captured in unsafe_ops to have such calls captured, too",
-    "passing": "leave it, unless it goes on: recordings were being copied to a new layout, or a capture failed once",
+    "passing": "leave it, unless it goes on: a capture failed once",
     "new_tensor": "write into it in place (copy_) instead of replacing it",
     "new_shape": "keep to a few sizes (pad), and pass a number that changes as a 0-dim tensor on the device",
     "graph_break": "do what torch hints at, in the report's words; TORCH_LOGS=graph_breaks shows more",
@@ -153,10 +153,6 @@ class CallReasons:
             inputs: Names of the inputs, and the user's lines that read them.
         """
         self._changed.update((code, *each) for each in inputs)
-
-    def forget_changes(self) -> None:
-        """Forget what was new in calls: it is copied from now on."""
-        self._changed.clear()
 
     def told(
         self,

@@ -31,7 +31,6 @@ class StubGraph:
     """A graph of nothing."""
 
     instantiate_ms = None
-    run_us = 0.0
 
     def replay(self) -> None:
         pass

@@ -72,7 +72,6 @@ from cgpass._torch.graphs import (
     have_stale_streams_follow,
     is_capturing,
     make_library_handles,
-    memory_bandwidth,
     pool_segments,
     release_pool,
     uses_expandable_segments,
@@ -147,6 +146,7 @@ from cgpass._torch.randomness import (
 )
 from cgpass._torch.storages import (
     WeakStorage,
+    expired,
     is_zero_tensor,
     on_storage,
     storage_at,

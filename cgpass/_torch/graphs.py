@@ -58,16 +58,6 @@ def end_allocating_to_pool(device: int, pool: tuple[int, int]) -> None:
     torch._C._cuda_endAllocateToPool(device, pool)
 
 
-def memory_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a device can read or write; a guess where it doesn't say."""
-    if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        bits_per_s = 2e3 * getattr(found, "memory_clock_rate", 0) * found.memory_bus_width
-        if bits_per_s > 0:
-            return 0.8 * bits_per_s / 8  # of what is promised
-    return 1e12
-
-
 def release_pool(device: int, pool: tuple[int, int]) -> None:
     """Take back one user of a pool."""
     torch._C._cuda_releasePool(device, pool)

@@ -48,7 +48,6 @@ def input_infos(
             is_seed=index in seeds,
             whole_storage=node in strided,
             is_resized=node in resized,
-            is_tangent=node.name.startswith("tangents_"),
         )
         for index, node in enumerate(placeholders)
     )

@@ -17,12 +17,6 @@ _RESUMED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
 _TORCH_ROOT = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
-def module_of(node: fx.Node) -> str | None:
-    """The innermost module whose forward a node is from, or is the backward of: "L['self'].layers.0"."""
-    stack = _modules(node)
-    return stack[-1][0] if stack else None
-
-
 def function_name(name: str) -> str:
     """The user's own name of a function, of what is left of it behind a graph break, too.
 

@@ -37,8 +37,6 @@ _OPERATOR_WRAPPERS = {
     "with_effects": 1,
 }
 """Higher-order operators that run one operator, with its place among their arguments; behind it come its own."""
-_KNOWN = frozenset({"aten", "inductor", "prims", "quantized", "quantized_decomposed", "rngprims"})
-"""Namespaces of operators that do what their schema says and nothing else."""
 _EFFECT_HOPS = frozenset({"with_effects", "print", "call_torchbind", "aoti_call_delegate"})
 
 
@@ -309,36 +307,6 @@ def has_side_effect(node: fx.Node) -> bool:
     if any(has_side_effect(inner) for body in bodies(node) for inner in body.graph.nodes):
         return True
     return node.meta.get("val") is None or node.is_impure(impure_random=False)
-
-
-def is_repeatable(node: fx.Node) -> bool:
-    """Whether nobody sees that a node runs more often than it is called, on copies of what its graph is given.
-
-    Of operators of other libraries and your own, and of Triton kernels, nobody knows: they may communicate, say.
-    """
-    if node.op != "call_function" or node.target is operator.getitem:
-        return True
-    if hop_name(node) in _EFFECT_HOPS or not _is_known(node):
-        return False
-    inner = (each for body in bodies(node) for each in body.graph.nodes)
-    if not all(map(is_repeatable, inner)):
-        return False
-    if written := mutated_inputs(node):
-        constants = node.graph.find_nodes(op="get_attr")
-        held = {key for constant in constants for key in storage_keys(constant)}
-        return not any(arg.op == "get_attr" or held & storage_keys(arg) for arg in written)
-    return not has_side_effect(node)
-
-
-def _is_known(node: fx.Node) -> bool:
-    """Whether a node calls what torch defines, or a graph, which is to be looked into."""
-    if hop_name(node) is None:
-        operators = [node.target] if isinstance(node.target, torch._ops.OpOverload) else []
-    else:
-        operators = [arg for arg in node.args if isinstance(arg, torch._ops.OpOverload)]
-        if not operators and not bodies(node):
-            return False
-    return all(each.namespace in _KNOWN for each in operators)
 
 
 def _symbolic(values: Iterable[object]) -> Iterator[object]:

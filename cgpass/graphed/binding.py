@@ -255,17 +255,6 @@ class Binding:
         raise AssertionError("some tensor does not fit")
 
 
-def _fix_of(
-    tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device
-) -> str:
-    """What to do about an argument that is not as the sample was."""
-    if tensor.shape != shape:
-        return "A graph has fixed shapes: pad it, or record a callable for this shape too."
-    if tensor.dtype != dtype:
-        return f"Convert it with .to({dtype}), or record a callable with {tensor.dtype}."
-    return f"Move it with .to({str(device)!r})."
-
-
 def _are_symbolic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether arguments stand for what `torch.fx.symbolic_trace` will be called with."""
     leaves = pytree.tree_leaves((args, kwargs))

@@ -47,11 +47,6 @@ def live_runs() -> Iterator[tuple[int, telemetry.GraphRun, Any]]:
                 yield number, run, live
 
 
-def calls_made() -> dict[Key, int]:
-    """Calls until now, by what runs a graph: its number, and what the names of its partitions begin with."""
-    return {(number, run.prefix): run.tally.calls for number, run, _ in live_runs()}
-
-
 class _Step:
     """Notes when a step begins and ends. Its clock is the device's, where that has one."""
 

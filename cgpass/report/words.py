@@ -29,7 +29,6 @@ _WITHOUT_OPERATOR: Final = {
     "no_placeholder": "capture failed",
     "graph_break": "a graph break",
     "recompile_limit": "the limit on compilations",
-    "not_worth_it": "all of it",
 }
 """What reasons are said of that blame no operator, by code."""
 

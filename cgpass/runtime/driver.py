@@ -33,11 +33,6 @@ class CapturedGraph(Protocol):
         """Host time of making the recorded graph one that can be launched, None if there is no such step."""
         ...
 
-    @property
-    def run_us(self) -> float:
-        """Host time of running the callable while it was recorded."""
-        ...
-
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
         """Have whoever made earlier calls read tensors that the current stream just wrote, its outputs' new places."""
 
@@ -123,11 +118,9 @@ class _CUDAGraph:
         generator: torch.Generator,
         streams: CallStreams,
         instantiate_ms: float,
-        run_us: float,
     ) -> None:
         self._replay = graph.replay
         self.instantiate_ms = instantiate_ms
-        self.run_us = run_us
         self._streams = streams
         self.share = streams.share
         self._generator = generator
@@ -201,7 +194,7 @@ class CUDADriver:
         self._stream = stream or torch.cuda.Stream(device)
         self._streams = CallStreams(self._device)
         self._token = torch.zeros(1, device=device)
-        self._run_us = self._instantiate_ms = 0.0
+        self._instantiate_ms = 0.0
         """Of the last capture."""
 
     def record(
@@ -234,8 +227,7 @@ class CUDADriver:
             finally:
                 _torch.clear_cublas_workspaces()
         current.wait_stream(self._stream)
-        times = self._instantiate_ms, self._run_us
-        recorded = _CUDAGraph(graph, pool, generators[0], self._streams, *times)
+        recorded = _CUDAGraph(graph, pool, generators[0], self._streams, self._instantiate_ms)
         pool.end_of_warm_ups()
         return recorded, outputs
 
@@ -328,13 +320,11 @@ class CUDADriver:
         self, graph: torch.cuda.CUDAGraph, pool: Pool, fn: BoxedCallable, args: list[Any]
     ) -> list[Any]:
         graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
-        start = time.perf_counter()
         try:
             outputs = list(fn(args))
         except BaseException:
             self._end_failed(graph, pool)
             raise
-        self._run_us = (time.perf_counter() - start) * 1e6
         start = time.perf_counter()
         try:
             with may_be_empty():

@@ -120,14 +120,9 @@ class OutputMemory:
         """Where the blocks lie."""
         return list(self._addresses)
 
-    def members(self, blocks: Sequence[int]) -> frozenset[int]:
-        """Numbers of the tensors that lie in blocks."""
-        return frozenset(number for k in blocks for number in self._blocks[k].members)
-
-    def num_bytes(self, blocks: Iterable[int] | None = None) -> int:
-        """Size of blocks, of all by default."""
-        numbers = range(len(self._blocks)) if blocks is None else blocks
-        return sum(self._blocks[k].base.numel() for k in numbers)
+    def num_bytes(self) -> int:
+        """Size of all blocks."""
+        return sum(block.base.numel() for block in self._blocks)
 
     def num_users(self, address: int) -> tuple[int, int] | None:
         """Number of the kept block at an address, and this recording's own references to its stand-in."""

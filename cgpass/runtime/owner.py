@@ -141,6 +141,8 @@ class Owner:
         if not all(victim.memory.can_rescue(blocks) for victim, blocks in victims):
             return False
         for victim, blocks in victims:
+            if victim.closed:  # with another one of its partition: its outputs were moved
+                continue
             victim.rescue(blocks)
             for member in self._members:
                 member.move_apart(victim, recording)
@@ -259,11 +261,6 @@ class Owner:
             _torch.before_process_groups_end(release_all, release_idle)
         self._slots[recording.slot].recordings.append(recording)
         self._pool_addresses.update(recording.memory.addresses())
-
-    def recordings(self) -> list[Recording]:
-        """In the order in which they were made."""
-        found = [recording for slot in self._slots for recording in slot.recordings]
-        return sorted(found, key=lambda recording: recording.birth)
 
     def close_recording(self, recording: Recording) -> None:
         """Free a recording; outputs that somebody holds stay theirs."""

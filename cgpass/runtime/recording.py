@@ -22,6 +22,8 @@ class Recording:
     """
 
     closed = False
+    made_for: tuple[int, ...] = ()
+    """Identities of the storages that it reads in place: of layers whose parameters come to one place in turn, one's."""
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class Recording:
         self.draws: list[int] = []
         """See `table.Seen.draws`."""
         self.replay: Callable[[], None] = graph.replay
-        self.instantiate_ms, self.run_us = graph.instantiate_ms, graph.run_us
+        self.instantiate_ms = graph.instantiate_ms
         """See `CapturedGraph`."""
         self._graph = graph
         consumes = consumes or {}

@@ -14,7 +14,7 @@ Note [One rule for inputs]
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,8 @@ class Inputs:
         """Where static inputs lay in their first call, by who holds them: known where moves are errors."""
         self._before = b""
         """Where the static inputs lay in the last call that was looked at."""
+        self._there: list[_torch.WeakStorage | None] = []
+        """The storages that lay there; None for tensors without elements."""
         self._watermark: dict[int, int] = dict.fromkeys(layout.checked, max_places)
 
     def forget(self) -> None:
@@ -81,7 +83,7 @@ class Inputs:
             places.clear()
         self._last.clear()
         self._first.clear()
-        self._before = b""
+        self._before, self._there = b"", []
 
     def find(self, args: Sequence[Any], key: bytes) -> Found:
         """Sort one call's inputs.
@@ -111,11 +113,19 @@ class Inputs:
         )
 
     def _at_new_places(self, places: bytes) -> tuple[int, ...]:
-        if places == self._before:
-            return ()
-        before = array("q", self._before or bytes(len(places)))
-        positions = zip(self._layout.checked, array("q", places), before, strict=True)
-        return tuple(i for i, now, last in positions if now != last and not self._is_known(i, now))
+        if not self._before:
+            return tuple(i for i, now in self._addresses(places) if not self._is_known(i, now))
+        before, gone = array("q", self._before), _torch.expired(self._there)
+        positions = zip(self._addresses(places), before, gone, strict=True)
+        return tuple(
+            i
+            for (i, now), last, is_gone in positions
+            if (now != last or is_gone) and not self._is_known(i, now)
+        )
+
+    def _addresses(self, places: bytes) -> Iterator[tuple[int, int]]:
+        """Each static input with where it lies."""
+        return zip(self._layout.checked, array("q", places), strict=True)
 
     def _why_not_copied(
         self, args: Sequence[Any], new: Sequence[int], absent: Sequence[int]
@@ -157,25 +167,27 @@ class Inputs:
             return found.new if self._last else ()
         holders = holders_of([args[i] for i in self._layout.checked])
         before = self._first.setdefault(holders, places)
-        pairs = zip(self._layout.checked, array("q", before), array("q", places), strict=True)
-        return tuple(i for i, first, now in pairs if first != now)
+        pairs = zip(self._addresses(places), array("q", before), strict=True)
+        return tuple(i for (i, now), first in pairs if first != now)
 
     def storages(self, args: Sequence[Any], places: bytes) -> dict[int, _torch.WeakStorage]:
         """Storages of the static inputs that are read in place, by what tells them apart; none is kept alive."""
-        positions = zip(self._layout.checked, array("q", places), strict=True)
-        found = [args[i].untyped_storage() for i, address in positions if address]
+        found = [args[i].untyped_storage() for i, address in self._addresses(places) if address]
         return {storage._cdata: _torch.WeakStorage(storage) for storage in found}
 
     def remember(self, args: Sequence[Any], key: bytes, found: Found) -> None:
         """Note where new static inputs of a call lie; keeps none of them alive."""
         places, _ = self._layout.split(key)
-        self._before = places
-        addresses = dict(zip(self._layout.checked, array("q", places), strict=True))
+        if places == self._before and not found.new:
+            return
+        addresses = dict(self._addresses(places))
         for i in found.new:
             storage = args[i].untyped_storage()
             self._make_room(i, storage._cdata)
             place = storage._cdata, _torch.WeakStorage(storage), id(args[i])
             self._known[i][addresses[i]] = self._last[i] = place
+        known = (self._known[i].get(address) for i, address in addresses.items())
+        self._before, self._there = places, [place and place[1] for place in known]
 
     def _make_room(self, i: int, identity: int) -> None:
         """Forget storages that are gone, and of this one the oldest place."""

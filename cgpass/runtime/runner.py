@@ -252,15 +252,16 @@ class PartitionRunner:
     ) -> Result:
         """Rows 3, 3b and 5."""
         storages = self._inputs.storages(args, found.places)
-        self.table.renew(seen, tuple(storages.values()), tuple(storages))
+        made_for = tuple(storages)
+        self.table.renew(seen, tuple(storages.values()), made_for)
         self._close(self.table.drop_gone())
-        if not self.table.has_room(seen.identities):
+        if not self.table.has_room(made_for):
             return self._full(args, seen.key[0])
         size = self.layout.bytes_that_move(args)
         if 0 < self._largest < size and not seen.recordings:
             self.owner.make_space()
         self._largest = max(self._largest, size)
-        beside = found.values in seen.recordings
+        beside = any(r.made_for == made_for for r in seen.recordings.get(found.values, ()))
         slot = self.owner.slot_for(beside=beside, first=self._first_slot)
         if slot is None:
             self.owner.warn_of_held(self.name)
@@ -347,12 +348,16 @@ class PartitionRunner:
         self._say_once("sizes", f"{limit} calls in a row were never recorded, since {why}. {fix}.")
 
     def _say_moving(self, found: Found, args: Sequence[Any]) -> None:
-        names = describe_tensors(self.layout.infos, args, found.new)
+        names = describe_tensors(self.layout.infos, args, found.new or found.absent)
+        fix = (
+            "Write new values into parameters and buffers (copy_) instead of replacing them."
+            if found.new
+            else "Leave saved tensors where they lie (hooks and offloading move them), or raise max_copied_mib."
+        )
         self._say_once(
             "places",
             f"{names} lie at a new place in every call, and are too large to be copied "
-            f"(max_copied_mib={self.settings.max_copied_mib}): such calls run without a graph. Write new values into "
-            "parameters and buffers (copy_) instead of replacing them.",
+            f"(max_copied_mib={self.settings.max_copied_mib}): such calls run without a graph. {fix}",
         )
 
     def _not_in_the_pool(self, found: Found) -> tuple[str, str | None]:
@@ -441,7 +446,7 @@ class PartitionRunner:
         ):
             recording.close(whole_pool=False)
             return None
-        recording.draws = seen.draws
+        recording.made_for, recording.draws = seen.identities, seen.draws
         if not recording.memory.is_lean or self.owns_outputs:
             self._copy_from_now_on(recording.visible)
         recording.set_private(self.copied - self.read)

@@ -8,7 +8,6 @@ lies on them. A partition compiled by Inductor calls no aten op that could be ta
 
 import ctypes
 import threading
-import time
 import weakref
 from collections.abc import Callable, Container, Sequence
 from typing import Any
@@ -223,10 +222,9 @@ class SimulatedGraph:
     instantiate_ms = None
     """There is nothing to instantiate."""
 
-    def __init__(self, tape: _Tape, memory: Sequence[object], run_us: float) -> None:
-        """Args: tape: what was recorded. memory: keeps alive what it touches by address. run_us: see `CapturedGraph`."""
+    def __init__(self, tape: _Tape, memory: Sequence[object]) -> None:
+        """Args: tape: what was recorded. memory: keeps alive what it touches by address."""
         self._calls = tape.calls
-        self.run_us = run_us
         self._memory = memory
 
     def replay(self) -> None:
@@ -292,7 +290,6 @@ class SimulatedDriver:
         del inputs
         outer = is_recording()
         _this_thread.recording = True
-        start = time.perf_counter()
         try:
             with capture_runs(), no_gc(), torch.no_grad():
                 outputs = self._run(tape, fn, args, opaque=opaque)
@@ -302,7 +299,7 @@ class SimulatedDriver:
             del tape.states  # which hold the tape in turn
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
-        return SimulatedGraph(tape, memory, (time.perf_counter() - start) * 1e6), outputs
+        return SimulatedGraph(tape, memory), outputs
 
     def _run(self, tape: _Tape, fn: BoxedCallable, args: list[Any], *, opaque: bool) -> list[Any]:
         if opaque:

@@ -106,25 +106,18 @@ class RecordingTable:
     def renew(
         self, seen: Seen, storages: tuple[_torch.WeakStorage, ...], identities: tuple[int, ...]
     ) -> None:
-        """Note that a key was seen again, be it with other storages where those were that are gone."""
-        others = self._unrecorded.get(seen.identities)
-        if seen.identities == identities:
-            if others is not None and seen.key in others:
-                others.move_to_end(seen.key)
-            return
-        if others is not None and others.pop(seen.key, None) is not None:
+        """Note that a key was seen once more, and which storages lie in its places now."""
+        if self._take_out(seen):
             self._unrecorded.setdefault(identities, OrderedDict())[seen.key] = seen
-            if not others:
-                del self._unrecorded[seen.identities]
-        recorded = len(seen.all())
-        self._count(seen.identities, -recorded)
-        self._count(identities, recorded)
         seen.storages, seen.identities = storages, identities
 
-    def _count(self, identities: tuple[int, ...], recordings: int) -> None:
-        self._recorded[identities] += recordings
-        if not self._recorded[identities]:
-            del self._recorded[identities]
+    def _take_out(self, seen: Seen) -> bool:
+        """Have a key no longer among those without a recording; returns whether it was."""
+        others = self._unrecorded.get(seen.identities, {})
+        found = others.pop(seen.key, None) is not None
+        if found and not others:
+            del self._unrecorded[seen.identities]
+        return found
 
     def _forget_what_is_gone(self) -> None:
         for key, seen in list(self._seen.items()):
@@ -133,36 +126,30 @@ class RecordingTable:
         self._watermark = max(self._max_recordings, 2 * len(self._seen))
 
     def _forget(self, key: Key) -> None:
-        seen = self._seen.pop(key)
-        others = self._unrecorded.get(seen.identities)
-        if others is not None:
-            others.pop(key, None)
-            if not others:
-                del self._unrecorded[seen.identities]
+        self._take_out(self._seen.pop(key))
 
     def add(self, seen: Seen, values: bytes, recording: Recording) -> list[Recording]:
         """Keep a recording; returns all that read the same memory."""
-        others = self._unrecorded.get(seen.identities)
-        if others is not None:
-            others.pop(seen.key, None)
+        self._take_out(seen)
         members = seen.recordings.setdefault(values, [])
         members.append(recording)
-        self._count(seen.identities, 1)
+        self._recorded[recording.made_for] += 1
         return members
 
     def drop(self, wanted: Callable[[Recording], bool]) -> list[Recording]:
         """Forget some recordings, but not their keys; returns what is to be closed."""
-        dropped = []
+        dropped: list[Recording] = []
         for seen in self._seen.values():
             for values, members in list(seen.recordings.items()):
                 gone = [recording for recording in members if wanted(recording)]
                 dropped += gone
-                self._count(seen.identities, -len(gone))
+                self._recorded.subtract(recording.made_for for recording in gone)
                 left = [recording for recording in members if recording not in gone]
                 if left:
                     seen.recordings[values] = left
                 else:
                     del seen.recordings[values]
+        self._recorded = +self._recorded
         return dropped
 
     def drop_gone(self) -> list[Recording]:

@@ -1,7 +1,6 @@
 """What the tests of the runtime share: runners of plain functions on the simulated driver."""
 
 import torch
-from cgpass.runtime.limits import Limits
 
 from cgpass.inputs import InputInfo, InputKind
 from cgpass.runtime.owner import Owner
@@ -20,13 +19,13 @@ def infos(*kinds, mutated=()):
     )
 
 
-def runner(fn, *kinds, owner=None, mutated=(), settings=None, resplit=None, **limits):
+def runner(fn, *kinds, owner=None, mutated=(), resplit=None, **settings):
     """A runner of `fn(*inputs)`; runners given one `owner` share its pool."""
     return PartitionRunner(
         lambda args: fn(*args),
         infos(*kinds, mutated=mutated),
         owner or Owner(SimulatedDriver()),
-        RunnerSettings(limits=Limits(**limits), **(settings or {})),
+        RunnerSettings(**settings),
         name="forward captured_0",
         resplit=resplit,
     )

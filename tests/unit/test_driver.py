@@ -1,16 +1,12 @@
 """What of the CUDA driver can be shown without CUDA: which calls it makes, in which order."""
 
-import contextlib
 import gc
 
 import pytest
 import torch
 
-from cgpass import _torch
-from cgpass.errors import CaptureError
 from cgpass.runtime import driver as driver_module
-from cgpass.runtime.driver import CUDADriver
-from tests.unit.fake_cuda import DEVICE, FakeGenerator, fake_driver
+from tests.unit.fake_cuda import DEVICE, FakeGenerator
 
 
 def test_a_capture(cuda):
@@ -243,74 +239,3 @@ def hooked(graph):
             super().capture_end()
 
     return Hooked
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_kernels_are_annotated_from_begin_to_end_of_a_capture(monkeypatch, fails):
-    notes = pytest.importorskip("torch.cuda._graph_annotations")
-    if not _torch.can_annotate_kernels():
-        pytest.skip("this torch notes nothing about the kernels of one graph")
-    _, log = fake_driver(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", hooked(log.graph))
-    driver = CUDADriver(DEVICE, annotate=True)
-    for name in (
-        "maybe_stamp_capture_root",
-        "resolve_pending_annotations",
-        "discard_capture_annotations",
-        "_set_annotations_enabled",
-    ):
-        assert callable(getattr(notes, name))
-        monkeypatch.setattr(notes, name, lambda *args, name=name: log.append(name))
-
-    def fn(args):
-        log.append("run")
-        if fails:
-            raise ValueError("inside")
-        return []
-
-    with pytest.raises(ValueError, match="inside") if fails else contextlib.nullcontext():
-        driver.record(fn, [], opaque=False)
-    ours = [each for each in log if "annotations" in each or each[:3] in ("beg", "end", "run")]
-    order = ["_set_annotations_enabled", "begin", "run", "resolve_pending_annotations", "end"]
-    failed = ["discard_capture_annotations"] * fails
-    assert [each.split(" ")[0] for each in ours][: 6 + fails] == [
-        *order,
-        *failed,
-        "_set_annotations_enabled",
-    ]
-    assert "maybe_stamp_capture_root" in log
-    assert "remove start" in log
-    assert "remove end" in log
-
-
-def test_what_belongs_to_a_partition_runs_as_before():
-    if not _torch.can_annotate_kernels():
-        pytest.skip("this torch notes nothing about the kernels of one graph")
-    assert _torch.belonging_to({"name": "cgpass: a"}, lambda args: [args[0] + 1])([1]) == [2]
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_what_a_graph_consists_of_is_kept_if_asked_for(monkeypatch, keep):
-    _, log = fake_driver(monkeypatch)
-
-    class Kept(log.graph):
-        def __init__(self, keep_graph=False):
-            self.log.append(f"keep {keep_graph}")
-
-        def instantiate(self):
-            self.log.append("instantiate")
-
-        def raw_cuda_graph(self):
-            return 0x1
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Kept)
-    monkeypatch.setattr(driver_module, "read_cuda_graph", lambda raw: ("read", raw))
-    graph, _ = CUDADriver(DEVICE, keep=keep).record(lambda args: [], [], opaque=False)
-    assert f"keep {keep}" in log
-    assert ("instantiate" in log) is keep
-    if keep:
-        assert log.index("instantiate") == log.index("end") + 1
-        assert graph.topology() == ("read", 0x1)
-    else:
-        with pytest.raises(CaptureError, match="keep_graphs"):
-            graph.topology()

@@ -13,7 +13,7 @@ from cgpass.runtime.capturing import is_any_capture_running
 from cgpass.runtime.failures import Outcome
 from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.summaries import GraphSummary, PartitionSummary
-from tests.unit.runners import COPIED, call, counts, runner
+from tests.unit.runners import COPIED, SYMINT, call, counts, runner
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -181,8 +181,34 @@ def test_a_runner_passes_on_what_the_split_raises(error):
     assert run.failure is None
 
 
-def test_reset_has_a_failed_capture_tried_again(caplog):
-    """What failed may have been a matter of memory: a partition is not plain for ever."""
+def test_without_memory_a_call_is_recorded_once_more_and_then_again_after_a_reset(caplog):
+    """Other calls than those of this key go on being recorded."""
+    due = [1, 1]
+
+    def fn(x):
+        if due and is_any_capture_running():
+            due.pop()
+            raise torch.OutOfMemoryError("there was no memory")
+        return [x * 2]
+
+    run = runner(lambda x, n: fn(x), COPIED, SYMINT)
+    for n in (3, 3, 3, 4, 4, 4):
+        assert call(run, torch.ones(3), n) == [[2.0] * 3]
+    assert due == []
+    assert counts(run) == (2, 1, 2, 2)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "forward captured_0: there is no memory to record calls like this one, which run without a graph from now on: "
+        "OutOfMemoryError: there was no memory. Free memory, or keep fewer recordings (max_recordings); after "
+        "cgpass.reset() the next calls try again."
+    )
+    run.owner.release()
+    for _ in range(3):
+        assert call(run, torch.ones(3), 3) == [[2.0] * 3]
+    assert counts(run) == (3, 2, 4, 2)
+
+
+def test_memory_that_is_there_at_the_second_attempt_is_enough(caplog):
     due = [1]
 
     def fn(x):
@@ -191,15 +217,29 @@ def test_reset_has_a_failed_capture_tried_again(caplog):
             raise torch.OutOfMemoryError("there was no memory")
         return [x * 2]
 
-    splitter = Splitter(Outcome())
-    run = split_runner(splitter, fn)
+    run = runner(fn, COPIED)
     for _ in range(3):
         assert call(run, torch.ones(3)) == [[2.0] * 3]
+    assert counts(run) == (1, 1, 2, 0)
+    assert caplog.records == []
+
+
+def test_reset_has_a_failed_capture_tried_again():
+    due = [True]
+
+    def fn(x):
+        return refusing(x) if due else [x + 3]
+
+    splitter = Splitter(Outcome(why="all of it waits"))
+    run = split_runner(splitter, fn)
+    for _ in range(3):
+        call(run, torch.ones(3))
     assert counts(run) == (1, 0, 0, 2)
     run.owner.release()
     assert splitter.calls[1:] == ["forget"]
+    due.clear()
     for _ in range(3):
-        assert call(run, torch.ones(3)) == [[2.0] * 3]
+        assert call(run, torch.ones(3)) == [[4.0] * 3]
     assert counts(run) == (2, 1, 2, 2)
 
 

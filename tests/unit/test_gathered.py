@@ -111,35 +111,6 @@ def test_what_others_replaced_is_patched_by_itself(gathers, monkeypatch):
     assert gathers == [("begin", "cpu"), ("end", "cpu")]
 
 
-def test_what_is_gathered_is_known_before_it_is_emptied():
-    _, tensor = made()
-    known, other = gathered.Gathered([0, 1]), torch.zeros(8)
-    known.note([tensor, other])
-    assert known.any
-    assert known.module([tensor, other]) == {tensor.untyped_storage()._cdata}
-    view = tensor.view(2, 4)
-    assert known.module([view, other]) == known.module([tensor, other])
-    _, second = made()
-    assert known.module([second, other]) != known.module([tensor, other])
-
-
-def test_modules_warm_up_in_the_first_round():
-    tensors = [made()[1] for _ in range(4)]
-    known, other = gathered.Gathered([0, 1]), torch.zeros(8)
-    calls = [0, 1, 2, 0, 3, 1]  # once one comes back, whoever is new is late
-    found = [known.note([tensors[n], other]) for n in calls]
-    assert found == [True, True, True, False, False, False]
-    known.begin()
-    assert [known.note([tensors[n], other]) for n in (0, 0)] == [True, False]
-    late = gathered.Gathered([0])
-    assert [late.note([each], is_late=late.any) for each in tensors] == [True, False, False, False]
-
-
-def test_modules_whose_parameters_stay_do_not_warm_up_for_themselves():
-    plain = gathered.Gathered([0])
-    assert not any(plain.note([torch.zeros(8)]) for _ in range(3))
-
-
 def test_what_died_is_forgotten():
     param, tensor = made()
     assert list(gathered._gathered) == [tensor.untyped_storage()]

@@ -137,7 +137,7 @@ def test_a_parameter_that_moved_is_named_as_in_its_state_dict() -> None:
         compiled(x)
     kept, model[0].weight.data = model[0].weight.data, torch.zeros(4, 4)
     with pytest.raises(
-        StaticInputMovedError, match=r"recorded: 0\.weight \(float32\[4, 4\], moved"
+        StaticInputMovedError, match=r"recorded: 0\.weight \(float32\[4, 4\], read at "
     ):
         compiled(x)
     assert kept is not None

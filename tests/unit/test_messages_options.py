@@ -14,18 +14,16 @@ PARSED = [
         {"spam": 1},
         (
             "cgpass: unknown option 'spam'; known: compiler, driver, static_input_check, "
-            "max_recordings, max_static_sets, outputs, max_rerecords, "
-            "max_pending_calls, num_warmup_calls, min_partition_ops, capture_policy, unsafe_ops, on_skip, rng, "
-            "parameter_grads, progress, annotate_kernels, keep_graphs, inductor."
+            "max_recordings, max_copied_mib, outputs, max_pending_calls, min_partition_ops, unsafe_ops, on_skip, rng, "
+            "parameter_grads, progress, inductor."
         ),
     ),
     (
         {3: 1},
         (
             "cgpass: unknown option 3; known: compiler, driver, static_input_check, "
-            "max_recordings, max_static_sets, outputs, max_rerecords, "
-            "max_pending_calls, num_warmup_calls, min_partition_ops, capture_policy, unsafe_ops, on_skip, rng, "
-            "parameter_grads, progress, annotate_kernels, keep_graphs, inductor."
+            "max_recordings, max_copied_mib, outputs, max_pending_calls, min_partition_ops, unsafe_ops, on_skip, rng, "
+            "parameter_grads, progress, inductor."
         ),
     ),
     (
@@ -47,12 +45,20 @@ PARSED = [
         "cgpass: option 'max_recordings' must be an int >= 1, got 0 (int).",
     ),
     (
-        {"max_rerecords": "many"},
-        "cgpass: option 'max_rerecords' must be an int >= 0, got 'many' (str).",
+        {"max_copied_mib": "many"},
+        "cgpass: option 'max_copied_mib' must be an int >= 0, got 'many' (str).",
     ),
     (
-        {"num_warmup_calls": True},
-        "cgpass: option 'num_warmup_calls' must be an int >= 1, got True (bool).",
+        {"max_pending_calls": True},
+        "cgpass: option 'max_pending_calls' must be an int >= 1, got True (bool).",
+    ),
+    (
+        {"max_rerecords": 3},
+        "cgpass: option 'max_rerecords' was removed: a parameter that moves is copied, up to max_copied_mib a call.",
+    ),
+    (
+        {"num_warmup_calls": 2},
+        "cgpass: option 'num_warmup_calls' was removed: one call without a graph comes before each recording.",
     ),
     (
         {"unsafe_ops": "aten::add"},

@@ -17,20 +17,15 @@ def test_defaults_are_those_documented():
         "driver": "auto",
         "static_input_check": "rerecord",
         "max_recordings": 64,
-        "max_static_sets": 256,
+        "max_copied_mib": 64,
         "outputs": "shared",
-        "max_rerecords": 128,
         "max_pending_calls": 16,
-        "num_warmup_calls": 1,
         "min_partition_ops": 4,
-        "capture_policy": "auto",
         "unsafe_ops": (),
         "on_skip": "warn",
         "rng": "exact",
         "parameter_grads": "autograd",
         "progress": "auto",
-        "annotate_kernels": "off",
-        "keep_graphs": "off",
         "inductor": {},
     }
 
@@ -61,10 +56,8 @@ def test_error_is_a_cgpass_error_and_a_value_error():
     ("name", "smallest"),
     [
         ("max_recordings", 1),
-        ("max_static_sets", 1),
-        ("max_rerecords", 0),
+        ("max_copied_mib", 0),
         ("max_pending_calls", 1),
-        ("num_warmup_calls", 1),
         ("min_partition_ops", 1),
     ],
 )

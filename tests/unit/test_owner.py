@@ -2,15 +2,13 @@
 
 import contextlib
 import gc
-from types import SimpleNamespace
 
 import pytest
 import torch
-from cgpass.runtime.starts import MAX_STARTS, PATIENCE
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 
-from cgpass.runtime import fast, starts
+from cgpass.runtime import fast
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runners import COPIED, POOLED, call, counts, runner
@@ -25,7 +23,7 @@ def can_swap():
 
 
 def partition(fn=lambda x: [x * 2], *, owner=None, read=(), visible=None, **settings):
-    run = runner(fn, COPIED, owner=owner, settings=settings)
+    run = runner(fn, COPIED, owner=owner, **settings)
     run.visible = None if visible is None else frozenset(visible)
     run.read = frozenset(read)
     return run
@@ -41,25 +39,26 @@ def recorded(run):
 def test_the_first_slot_serves_while_nothing_is_held():
     owner = Owner(SimulatedDriver())
     recorded(partition(owner=owner))
-    assert [owner.slot_for(n, 0) for n in (0, 1, 2, 9)] == [0] * 4
+    assert [owner.slot_for(beside=each) for each in (False, True)] == [0, 0]
 
 
-def test_a_third_recording_of_a_signature_gets_a_pool_of_its_own_while_results_are_held():
+def test_one_more_recording_of_the_same_memory_gets_a_pool_of_its_own_while_results_are_held():
     run = partition(visible=(), read=(0,))
     recorded(run)
     held, _ = run.run([X])
-    assert [run.owner.slot_for(n, 0) for n in (0, 1)] == [0, 0]
-    assert run.owner.slot_for(2, 0) == 1
-    assert run.owner.slot_for(2, 0) == 1, "an empty one is there already"
+    assert run.owner.slot_for(beside=False) == 0
+    assert run.owner.slot_for(beside=True) == 1
+    assert run.owner.slot_for(beside=True) == 1, "an empty one is there already"
     assert [t.tolist() for t in held] == [[2, 2]]
 
 
 def test_slots_may_be_passed_over():
     owner = Owner(SimulatedDriver())
-    assert owner.slot_for(0, 1) == 1
-    assert owner.slot_for(3, 1) == 1
-    assert owner.slot_for(0, 0) == 0
-    assert Owner(SimulatedDriver(), max_pending_calls=1).slot_for(0, 1) == 1, "it counts from there"
+    assert owner.slot_for(beside=False, first=1) == 1
+    assert owner.slot_for(beside=True, first=1) == 1
+    assert owner.slot_for(beside=False) == 0
+    least = Owner(SimulatedDriver(), max_pending_calls=1)
+    assert least.slot_for(beside=True, first=1) == 1, "it counts from there"
 
 
 @pytest.mark.parametrize("limit", [1, 5, 16])
@@ -88,7 +87,9 @@ def test_what_nobody_holds_belongs_to_the_pool_again(can_swap):
     assert released == {recording.birth: (1,)}
     held.clear()
     assert run.owner.begin_recording(0) == {recording.birth: (0, 1)}
-    assert run.owner.begin_recording(run.owner.slot_for(0, 1)) == {}, "another pool"
+    assert run.owner.begin_recording(run.owner.slot_for(beside=False, first=1)) == {}, (
+        "another pool"
+    )
 
 
 def test_a_recording_knows_what_it_may_lie_on(can_swap):
@@ -156,24 +157,6 @@ def test_a_rescue_is_all_or_nothing(can_swap):
     assert kept[0][0].tolist() == [2, 2]
 
 
-def test_three_rescues_in_a_row_have_a_forwards_output_copied_out(can_swap):
-    run = partition(lambda x: [x * 2, x * 3])
-    (recording, kept) = recorded(run), []
-    for number in range(1, 4):
-        kept.append(run.run([X * number])[0][1])
-        assert run.copied == frozenset()
-        assert run.owner.rescue(recording)
-        assert run.stats.rescues == number
-    assert run.copied == {1}
-    assert run.table.all() == [recording]
-    assert [t.tolist() for t in kept] == [[3.0 * n] * 2 for n in range(1, 4)]
-    outputs, _ = run.run([X])
-    results = outputs.copy()
-    recording.copy_out((1,), (1,), results)
-    assert results[1].tolist() == [3, 3]
-    assert not run.owner.is_pool_storage(results[1])
-
-
 def held_gradients(*, is_backward):
     """A forward that finds gradients of the call before, which lie where it writes."""
     owner = Owner(SimulatedDriver())
@@ -182,9 +165,7 @@ def held_gradients(*, is_backward):
     recorded(forward)
     recorded(backward)
     for value in range(8):
-        results, recording = backward.run([X * value])
-        recording.copy_out(tuple(backward.copied), tuple(backward.copied), results)
-        gradient = results.pop()
+        (gradient,), _ = backward.run([X * value])
         for number in range(2):
             assert call(forward, X * number) == [[2.0 * number] * 2]
         assert gradient.tolist() == [3.0 * value] * 2
@@ -192,36 +173,18 @@ def held_gradients(*, is_backward):
     return forward, backward
 
 
-def test_three_rescues_in_a_row_move_gradients_to_a_pool_of_their_own(can_swap):
+def test_gradients_that_had_to_be_moved_once_get_a_pool_of_their_own(can_swap):
     forward, backward = held_gradients(is_backward=True)
-    assert backward.stats.rescues == 3
+    assert backward.stats.rescues == 1
     assert counts(backward) == (1, 2, 9, 0)
     assert [r.slot for r in backward.table.all()] == [1]
     assert [r.slot for r in forward.table.all()] == [0]
-    assert backward.copied == frozenset()
 
 
-def test_gradients_that_are_rescued_in_that_pool_too_move_to_the_next_one(can_swap):
-    forward, backward = held_gradients(is_backward=True)
-    (recording,) = backward.table.all()
-    blocks = range(len(recording.memory.addresses()))
-    backward.plan_around(recording, blocks, SimpleNamespace(slot=recording.slot))
-    assert backward.table.all() == []
-    for _ in range(3):
-        assert call(forward, X) == [[2, 2]]
-        assert call(backward, X) == [[3, 3]]
-    assert [r.slot for r in backward.table.all()] == [2]
-    assert [r.slot for r in forward.table.all()] == [0]
-
-
-def test_there_is_no_pool_behind_the_last_one(can_swap):
-    _, backward = held_gradients(is_backward=True)
-    (recording,) = backward.table.all()
-    backward.owner.max_pending_calls = 2
-    blocks = range(len(recording.memory.addresses()))
-    backward.plan_around(recording, blocks, SimpleNamespace(slot=recording.slot))
-    assert backward.table.all() == [recording]
-    assert backward.copied == {0}
+def test_results_that_are_no_gradients_are_moved_each_time(can_swap):
+    _, other = held_gradients(is_backward=False)
+    assert counts(other) == (1, 1, 9, 0)
+    assert other.stats.rescues == 8
 
 
 def test_a_release_forgets_that_gradients_had_a_pool_of_their_own(can_swap):
@@ -230,30 +193,6 @@ def test_a_release_forgets_that_gradients_had_a_pool_of_their_own(can_swap):
     for _ in range(3):
         assert call(backward, X) == [[3, 3]]
     assert [r.slot for r in backward.table.all()] == [0]
-
-
-def test_gradients_are_copied_out_where_nothing_may_be_made_anew_any_more(can_swap, monkeypatch):
-    monkeypatch.setattr(starts, "MAX_STARTS", 0)
-    _, backward = held_gradients(is_backward=True)
-    assert counts(backward) == (1, 1, 9, 0)
-    assert backward.copied == {0}
-
-
-def test_three_rescues_in_a_row_have_outputs_copied_out_that_are_no_gradients(can_swap):
-    _, other = held_gradients(is_backward=False)
-    assert counts(other) == (1, 1, 9, 0)
-    assert other.copied == {0}
-
-
-def test_gradients_that_their_own_backward_finds_held_are_copied_out(can_swap):
-    run = partition(lambda x: [x * 3], is_backward=True)
-    recording, kept = recorded(run), []
-    for value in range(3):
-        kept.append(run.run([X * value])[0][0])
-        assert run.owner.rescue(recording)
-    assert run.copied == {0}
-    assert run.table.all() == [recording]
-    assert [t.tolist() for t in kept] == [[3.0 * v] * 2 for v in range(3)]
 
 
 def test_where_outputs_lie_is_known_while_their_recording_lives(can_swap):
@@ -320,58 +259,3 @@ def test_an_owner_that_is_collected_during_a_trace_frees_its_memory_for_real(tra
     assert held.tolist() == [4, 4]
     assert type(held) is torch.Tensor
     assert (len(others), ignored) == (64, [])
-
-
-def held(run):
-    (out,), _ = run.run([X])
-    return out
-
-
-def test_who_asks_with_less_patience_is_not_kept_waiting():
-    owner = Owner(SimulatedDriver())
-    run = partition(owner=owner, visible=(), read=(0,))
-    recorded(run)
-    out = held(run)
-    owner.ask_to_start_over(patience=100)
-    owner.ask_to_start_over(patience=0)
-    assert not owner.start_over_if_idle()
-    for _ in range(PATIENCE):
-        owner.start_over_if_idle()
-    assert not owner.starts.wanted, "what is read may not be moved: it was tried often enough"
-    del out
-    owner.ask_to_start_over(patience=100)
-    assert owner.start_over_if_idle()
-
-
-def test_what_is_held_is_tried_to_be_moved_for_as_long_as_it_was_waited_for():
-    owner = Owner(SimulatedDriver())
-    run = partition(owner=owner, visible=(), read=(0,))
-    recorded(run)
-    out = held(run)
-    owner.ask_to_start_over()
-    tried = []
-    while owner.starts.wanted:
-        tried.append(owner.start_over_if_idle())
-    assert tried == [False] * (2 * PATIENCE + 1)
-    assert out.tolist() == [2, 2]
-
-
-def test_a_release_forgets_how_often_inputs_moved():
-    owner = Owner(SimulatedDriver())
-    owner.num_moves = 5
-    owner.release()
-    assert owner.num_moves == 0
-
-
-def test_what_settles_starts_over_as_often_as_it_must():
-    owner = Owner(SimulatedDriver())
-    for _ in range(MAX_STARTS + 2):
-        owner.ask_to_start_over(settles=True)
-        assert owner.start_over_if_idle()
-    for _ in range(MAX_STARTS):
-        owner.ask_to_start_over()
-        assert owner.start_over_if_idle()
-    owner.ask_to_start_over()
-    assert not owner.starts.wanted
-    owner.ask_to_start_over(settles=True)
-    assert owner.start_over_if_idle()

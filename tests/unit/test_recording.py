@@ -263,39 +263,6 @@ def test_replays_go_on_after_a_rescue(private):
     assert results[0].tolist() == outputs[1].tolist() == [12, 12]
 
 
-@pytest.mark.usefixtures("can_swap")
-def test_rescues_in_a_row_start_again_after_a_call_without_one():
-    recording = make(lambda x: [x + 1], torch.zeros(2))
-    kept = []
-    for rescue in (True, True, False, True):
-        kept.append(recording.run([torch.zeros(2)]))
-        if rescue:
-            recording.rescue([0])
-    assert recording.rescues_in_a_row == 1
-    assert [t.tolist() for (t,) in kept] == [[1, 1]] * 4
-
-
-@pytest.mark.usefixtures("can_swap")
-def test_two_rescues_before_one_replay_count_once():
-    recording = make(lambda x: [x + 1, x + 2], torch.zeros(2))
-    kept = recording.run([torch.zeros(2)])
-    recording.rescue([0])
-    recording.rescue([1])
-    assert recording.rescues_in_a_row == 1
-    assert [t.tolist() for t in kept] == [[1, 1], [2, 2]]
-
-
-def test_which_outputs_lie_in_a_block():
-    def fn(x):
-        y = x * 2
-        return [x, y, None, y.view(1, 2), x + 1]
-
-    recording = make(fn, torch.zeros(2))
-    assert recording.positions_on([0]) == {1, 3}
-    assert recording.positions_on([1]) == {4}
-    assert recording.positions_on([0, 1]) == {1, 3, 4}
-
-
 def test_outputs_outlive_a_closed_recording():
     recording = make(lambda x: [x + 1, x + 2], torch.zeros(64))
     kept = recording.run([torch.zeros(64)])[1]
@@ -304,41 +271,3 @@ def test_outputs_outlive_a_closed_recording():
     others = [torch.full((64,), -1.0) for _ in range(64)]
     assert kept.tolist() == [2] * 64
     assert len(others) == 64
-
-
-class NoGraph:
-    """A graph that keeps no inputs, as CUDA's don't."""
-
-    instantiate_ms = 1.5
-    run_us = 100.0
-
-    def replay(self):
-        pass
-
-    def share(self, tensors):
-        pass
-
-    def reset(self):
-        pass
-
-
-def test_a_recording_is_an_orphan_once_a_parameter_is_gone_and_its_outputs_are_not_held():
-    weight, other = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
-    x = torch.ones(3)
-    recording = Recording(NoGraph(), [torch.zeros(3)], [x, weight, other], {}, lean=fast.can_swap())
-    recording.seal()
-    recording.note_parameters([weight, other])
-    torch.utils.swap_tensors(other, torch.nn.Parameter(torch.zeros(3)))  # nobody knows the tensor
-    recording.note_parameters([weight, other])
-    assert not recording.is_orphaned
-    (held,) = recording.run([x, weight, other])
-    del weight
-    assert recording.is_orphaned is not fast.can_swap(), "a backward may read what is held"
-    del held
-    assert recording.is_orphaned
-
-
-def test_a_recording_without_parameters_is_no_orphan():
-    recording = Recording(NoGraph(), [torch.zeros(3)], [torch.ones(3)], {}, lean=fast.can_swap())
-    recording.seal()
-    assert not recording.is_orphaned

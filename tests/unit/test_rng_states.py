@@ -196,7 +196,7 @@ def test_a_runner_learns_the_distance_of_each_shape(user):
         run_with_state(draw(user, 4), rng_state=rng_state)
         return (x + 1,)
 
-    run = runner(kernels, COPIED, OPAQUE, settings={"check_layout": True})
+    run = runner(kernels, COPIED, OPAQUE, check_layout=True)
     for size in (2, 3, 2, 3):
         run.run([torch.ones(size), state])
     assert counts(run)[:2] == (2, 2)

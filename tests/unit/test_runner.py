@@ -4,11 +4,12 @@ import concurrent.futures
 import logging
 import threading
 
+import numpy as np
 import pytest
 import torch
 
 from cgpass.errors import CaptureError
-from cgpass.runtime import fast, stationary
+from cgpass.runtime import fast
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver, is_recording
 from tests.unit.runners import COPIED, OPAQUE, POOLED, STATIC, SYMINT, call, counts, runner
@@ -39,13 +40,6 @@ def test_warm_up_record_replay():
     assert counts(run) == (1, 1, 4, 0)
     assert len(python_runs) == 2
     assert run.stats.copied_bytes == 4 * 8
-
-
-def test_more_warm_ups_on_request():
-    run = runner(lambda x: [x * 2], COPIED, num_warmup_calls=3)
-    for _ in range(5):
-        call(run, X)
-    assert counts(run) == (3, 1, 2, 0)
 
 
 def test_each_integer_and_each_object_has_its_own_recording():
@@ -134,14 +128,14 @@ def test_a_failed_capture_runs_plainly_and_warns_once(caplog):
 
 
 def test_silent_says_nothing_louder_than_info(caplog):
-    run = runner(sync, COPIED, settings={"on_skip": "silent"})
+    run = runner(sync, COPIED, on_skip="silent")
     for _ in range(3):
         call(run, X)
     assert warnings(caplog) == []
 
 
 def test_raise_raises_from_the_cause():
-    run = runner(sync, COPIED, settings={"on_skip": "raise"})
+    run = runner(sync, COPIED, on_skip="raise")
     call(run, X)
     with pytest.raises(CaptureError, match="can't be captured") as error:
         call(run, X)
@@ -156,7 +150,7 @@ def test_raise_tries_once():
         tries.append(x)
         return sync(x)
 
-    run = runner(fn, COPIED, settings={"on_skip": "raise"})
+    run = runner(fn, COPIED, on_skip="raise")
     call(run, X)
     messages = []
     for _ in range(3):
@@ -192,7 +186,7 @@ def test_the_users_own_error_passes_and_the_next_call_works(caplog, on_skip):
             raise ValueError("user's")
         return [x * 2]
 
-    run = runner(fn, COPIED, settings={"on_skip": on_skip})
+    run = runner(fn, COPIED, on_skip=on_skip)
     call(run, X)
     fail.append(True)
     with pytest.raises(ValueError, match=r"^user's$"):
@@ -251,39 +245,6 @@ def test_pooled_inputs_are_not_copied():
         assert call(second, a, W) == [[2.0 * value + 1] * 2]
         del a
     assert counts(first) == counts(second) == (1, 1, 5, 0)
-    assert second.stats.copied_bytes == 0
-
-
-def test_stray_pooled_inputs_run_plainly_and_are_copied_after_eight_in_a_row():
-    strays = [
-        torch.full((2,), 5.0) for _ in range(8)
-    ]  # first: none lies where a warm-up's output lay
-    first, second = chain()
-    for _ in range(3):
-        (a,), _ = first.run([X])
-        call(second, a, W)
-        del a
-    assert counts(second) == (1, 1, 2, 0)
-    for number in range(1, 8):
-        assert call(second, strays.pop(), W) == [[6, 6]]
-        assert second.stats.plain_calls == number
-    assert call(second, strays.pop(), W) == [[6, 6]]
-    assert counts(second) == (2, 1, 2, 7), "the eighth warms up with a copied input"
-    for value in range(4):
-        assert call(second, torch.full((2,), float(value)), W) == [[value + 1.0] * 2]
-    assert counts(second) == (2, 2, 6, 7)
-    assert second.stats.copied_bytes == 4 * 8
-
-
-def test_single_strays_change_nothing(monkeypatch):
-    monkeypatch.setattr(stationary, "CALLS", 100)
-    strays = [X * 2 for _ in range(6)]
-    first, second = chain()
-    for number in range(30):
-        (a,), _ = first.run([X])
-        call(second, strays.pop() if number % 5 == 4 else a, W)
-        del a
-    assert counts(second) == (1, 1, 23, 6)
     assert second.stats.copied_bytes == 0
 
 
@@ -372,7 +333,7 @@ def test_what_fails_in_thread_after_thread_is_not_tried_forever(caplog):
     assert counts(run) == (4, 0, 0, 3)
 
 
-def test_what_reads_a_warm_ups_outputs_warms_up_too():
+def test_what_reads_a_plain_calls_outputs_runs_without_a_graph_too():
     owner = Owner(SimulatedDriver())
     forward = runner(lambda x, w: (x * w,), COPIED, STATIC, owner=owner)
     backward = runner(lambda y: (y + 1,), POOLED, owner=owner)
@@ -381,10 +342,211 @@ def test_what_reads_a_warm_ups_outputs_warms_up_too():
         outputs, _ = forward.run([X, w])
         return call(backward, *outputs)
 
-    other, first, second = torch.zeros(2), torch.ones(2), torch.full((2,), 2.0)
+    first, second = torch.ones(2), torch.full((2,), 2.0)
     for w in (first, first, first, second, second):
         assert step(w) == [(w + 1).tolist()]
-    assert counts(forward)[0] == counts(backward)[0] == 2
-    assert counts(backward)[2:] == (3, 0)
-    assert call(backward, other) == [[1, 1]]  # not where a warm-up's output was
-    assert counts(backward)[3] == 1
+    assert counts(forward) == (2, 2, 3, 0)
+    assert counts(backward)[::3] == (1, 1)
+    assert counts(backward)[2] == 3
+
+
+# ---- Note [What a call does]: what was called before, and the row that the next call is
+
+
+def scaled(**settings):
+    """A partition of a static tensor and a number whose outputs a backward reads."""
+    limit = settings.pop("max_pending_calls", 16)
+    owner = Owner(SimulatedDriver(), max_pending_calls=limit)
+    return runner(lambda x, w, n: [x * w * n], COPIED, STATIC, SYMINT, owner=owner, **settings)
+
+
+def calls(*numbers, weights=1, **settings):
+    """Calls with these numbers, of several modules in turn; the next call has the last of each."""
+    run, all_weights = scaled(**settings), [torch.ones(2) for _ in range(weights)]
+    for n in numbers:
+        for w in all_weights:
+            call(run, X, w, n)
+    return run, [X, all_weights[-1], numbers[-1]], all_weights
+
+
+def bypassed():
+    run, args, kept = calls(2, 2)
+    run.owner.bypassed = True
+    return run, args, kept
+
+
+def closed():
+    run, args, kept = calls(2, 2)
+    run.owner.close()
+    return run, args, kept
+
+
+def failed():
+    run = runner(sync, COPIED, on_skip="silent")
+    for _ in range(2):
+        call(run, X)
+    return run, [X], None
+
+
+def without_memory():
+    def fn(x, n):
+        if n == 3 and is_recording():
+            raise torch.OutOfMemoryError("no memory")
+        return [x * n]
+
+    run = runner(fn, COPIED, SYMINT)
+    for n in (3, 3, 2, 2):
+        call(run, X, n)
+    return run, [X, 3], None
+
+
+def back():
+    """A tensor that lay elsewhere in between is back in a place where it was recorded."""
+    run, (x, w, n), _ = calls(2, 2)
+    here, w.data = w.data, torch.ones(2)
+    for _ in range(2):
+        call(run, x, w, n)
+    kept, w.data = w.data, here
+    return run, [x, w, n], kept
+
+
+def pending(calls_held=1, **settings):
+    """Results are held that a backward reads."""
+    run, args, _ = calls(2, 2, **settings)
+    run.visible, run.read = frozenset(), frozenset({0})
+    run.forget_recordings()
+    return run, args, [run.run(args.copy())[0] for _ in range(calls_held)]
+
+
+def shown():
+    """Results are held that the user alone reads."""
+    run, args, _ = calls(2, 2)
+    return run, args, run.run(args.copy())
+
+
+def moved(times=1, **settings):
+    """One call at each place."""
+    run, (x, w, n), _ = calls(2, **settings)
+    kept = [w.data]
+    for _ in range(times):
+        call(run, x, w, n)
+        w.data = torch.ones(2)
+        kept.append(w.data)
+    return run, [x, w, n], kept
+
+
+def stayed():
+    run, args, kept = moved()
+    call(run, *args)
+    return run, args, kept
+
+
+def without_room():
+    run, (x, w, _), _ = calls(2, 2, max_recordings=1)
+    return run, [x, w, 3], None
+
+
+def other_module(numbers=(2, 2), seen=False):
+    run, (x, w, n), _ = calls(*numbers, max_recordings=1)
+    other = torch.ones(2)
+    if seen:
+        call(run, x, other, n)
+    return run, [x, other, n], w
+
+
+@pytest.mark.parametrize(
+    ("row", "situation", "before", "after"),
+    [
+        ("1", bypassed, (1, 1, 1, 0), (1, 1, 1, 1)),
+        ("1", closed, (1, 1, 1, 0), (1, 1, 1, 1)),
+        ("1", failed, (1, 0, 0, 1), (1, 0, 0, 2)),
+        ("1", without_memory, (2, 1, 1, 1), (2, 1, 1, 2)),
+        ("2", lambda: calls(2, 2), (1, 1, 1, 0), (1, 1, 2, 0)),
+        ("2", lambda: calls(2, 2, 3, 3, 2), (2, 2, 3, 0), (2, 2, 4, 0)),
+        ("2", back, (2, 2, 2, 0), (2, 2, 3, 0)),
+        ("3", pending, (1, 2, 2, 0), (1, 3, 3, 0)),
+        ("3b", lambda: pending(2, max_pending_calls=2), (1, 3, 3, 0), (1, 3, 3, 1)),
+        ("4", shown, (1, 1, 2, 0), (1, 1, 3, 0)),
+        ("5", lambda: calls(2), (1, 0, 0, 0), (1, 1, 1, 0)),
+        ("5", lambda: calls(2, weights=3), (3, 0, 0, 0), (3, 1, 1, 0)),
+        ("5", lambda: other_module(seen=True), (2, 1, 1, 0), (2, 2, 2, 0)),
+        ("5", stayed, (2, 1, 1, 0), (2, 2, 2, 0)),
+        ("5", lambda: moved(2), (2, 1, 1, 0), (2, 2, 2, 0)),
+        ("2", lambda: moved(3), (2, 2, 2, 0), (2, 2, 3, 0)),
+        ("6", scaled, (0, 0, 0, 0), (1, 0, 0, 0)),
+        ("6", other_module, (1, 1, 1, 0), (2, 1, 1, 0)),
+        ("6", moved, (1, 1, 1, 0), (2, 1, 1, 0)),
+        ("6", lambda: moved(max_copied_mib=0), (1, 1, 1, 0), (2, 1, 1, 0)),
+        ("6, no room", without_room, (1, 1, 1, 0), (1, 1, 1, 1)),
+    ],
+)
+def test_what_a_call_does(can_swap, row, situation, before, after):
+    made = situation()
+    run, args, kept = made if isinstance(made, tuple) else (made, [X, X.clone(), 2], None)
+    assert counts(run) == before
+    rescues, wanted = run.stats.rescues, run.fn(args.copy())[0].tolist()
+    outputs, recording = run.run(args)
+    assert [each.tolist() for each in outputs] == [wanted]
+    assert (counts(run), run.stats.rescues - rescues) == (after, row == "4")
+    assert (recording is None) is (row[0] in "16" or row == "3b")
+    del kept
+
+
+def test_what_takes_a_dead_tensors_place_is_copied_and_no_recording_is_lost():
+    memory = np.ones(2, np.float32)
+    run = scaled()
+    for n in (1, 2) * 10:
+        w = torch.from_numpy(memory)
+        assert call(run, X, w, n) == [[n, n]]
+        del w
+    assert counts(run) == (3, 2, 17, 0)
+    assert run.table.all() == run.owner._slots[0].recordings
+
+
+def test_a_recording_that_went_while_another_one_was_moved_is_left_alone(can_swap):
+    owner = Owner(SimulatedDriver())
+    forward = runner(lambda x: [x * 2], COPIED, owner=owner)
+    backward = runner(lambda x, n: [x * n], COPIED, SYMINT, owner=owner, is_backward=True)
+    for _ in range(2):
+        call(forward, X)
+    held = [backward.run([X, n])[0][0] for n in (3, 3, 4, 4)]
+    assert call(forward, X) == [[2, 2]]
+    assert backward.table.all() == []
+    assert backward.stats.rescued_bytes == 8, "the other was left to its holder"
+    assert [t.tolist() for t in held] == [[3, 3], [3, 3], [4, 4], [4, 4]]
+
+
+def test_what_is_too_large_to_be_copied_call_after_call_is_named_once(caplog):
+    def warned(run, calls):
+        caplog.clear()
+        for args in calls:
+            run.run(list(args))
+        return warnings(caplog)
+
+    limit = "(max_copied_mib=0): such calls run without a graph."
+    w, moving = X.clone(), X.clone()
+    saved = runner(lambda s, w: [s * w], POOLED, STATIC, max_copied_mib=0)
+    assert warned(saved, [(X.clone(), w) for _ in range(5)]) == [
+        (
+            "forward captured_0: x0 (float32[2], read at model.py:0 in forward: code) lie at a new place in every call, and "
+            f"are too large to be copied {limit} Leave saved tensors where they lie (hooks and offloading move them), or "
+            "raise max_copied_mib."
+        )
+    ]
+    kept = [moving.data]
+
+    def moved():
+        for _ in range(5):
+            moving.data = X.clone()
+            kept.append(moving.data)
+            yield X, moving
+
+    static = runner(lambda x, w: [x * w], COPIED, STATIC, max_copied_mib=0)
+    static.run([X, moving])
+    assert warned(static, moved()) == [
+        (
+            "forward captured_0: x1 (float32[2], read at model.py:1 in forward: code) lie at a new place in every call, and "
+            f"are too large to be copied {limit} Write new values into parameters and buffers (copy_) instead of replacing "
+            "them."
+        )
+    ]

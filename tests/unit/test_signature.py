@@ -41,16 +41,6 @@ def test_static_key_tells_every_address(count):
         assert found.static_key([X, *others]) != key
 
 
-def test_moved_names_positions_among_all_inputs():
-    found = layout(COPIED, STATIC, SYMINT, POOLED)
-    a, b, c = (torch.zeros(1) for _ in range(3))
-    before = found.static_key([X, a, 3, b])
-    assert found.moved(before, found.static_key([X, a, 3, c])) == [3]
-    assert found.moved(before, found.static_key([X, c, 3, b])) == [1]
-    assert found.moved(before, found.static_key([X, b, 3, a])) == [1, 3]
-    assert found.moved(before, found.static_key([X, a, 4, b])) == []
-
-
 def test_integers_and_identities_make_the_shape_key():
     found = layout(SYMINT, OPAQUE, COPIED)
     a, b = [], []

@@ -161,24 +161,6 @@ def test_side_effects_are_writes_and_calls_without_result():
 
     gm = fake_cuda_graph(fn, (3,))
     assert flags(gm, values.has_side_effect) == ["_assert_async", "add_"]
-    assert flags(gm, is_not_repeatable) == ["_assert_async"]
-
-
-def is_not_repeatable(node):
-    return not values.is_repeatable(node)
-
-
-def test_what_a_graph_holds_is_no_input():
-    """A copy of the inputs is no copy of that."""
-    gm = fake_cuda_graph(lambda x, y: y.view(-1).add_(x), (3,), (3,))
-    assert flags(gm, is_not_repeatable) == []
-    y = node_named(gm, "y_1")
-    gm.register_buffer("held", torch.zeros(3))
-    with gm.graph.inserting_after(y):
-        held = gm.graph.get_attr("held")
-    held.meta.update(y.meta)
-    y.replace_all_uses_with(held)
-    assert flags(gm, is_not_repeatable) == ["add_"]
 
 
 def test_symbols_are_ordered_by_appearance():

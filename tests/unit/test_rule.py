@@ -1,0 +1,225 @@
+"""What each input of a call is: a test for each row of Note [One rule for inputs]."""
+
+import dataclasses
+from array import array
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import Parameter
+
+from cgpass.runtime.owner import Owner
+from cgpass.runtime.rule import Inputs
+from cgpass.runtime.signature import Layout
+from cgpass.runtime.simulated import SimulatedDriver
+from tests.unit.runners import COPIED, POOLED, STATIC, infos
+
+X = torch.ones(2)
+
+
+class Partition:
+    """The inputs of a partition's calls, sorted and then remembered as the runner does."""
+
+    def __init__(self, *kinds, mutated=(), whole=(), max_places=64, max_copied=64 << 20):
+        described = tuple(
+            dataclasses.replace(info, whole_storage=i in whole)
+            for i, info in enumerate(infos(*kinds, mutated=mutated))
+        )
+        self.layout = Layout(described, check_static=True, check_layout=False)
+        self.owner = Owner(SimulatedDriver())
+        self.inputs = Inputs(self.layout, self.owner, max_places=max_places, max_copied=max_copied)
+
+    def __call__(self, *args):
+        key = self.layout.static_key(args)
+        found = self.inputs.find(args, key)
+        self.inputs.remember(args, key, found)
+        return found
+
+
+def places(*tensors):
+    """Where tensors lie; zero for numbers."""
+    return array("q", [t if isinstance(t, int) else t.data_ptr() for t in tensors]).tobytes()
+
+
+def number_known(partition):
+    return sum(map(len, partition.inputs._known.values()))
+
+
+# ---- static inputs
+
+
+def test_what_lies_where_it_lay_is_read_in_place():
+    part, (v, w) = Partition(COPIED, STATIC, STATIC), (Parameter(X.clone()) for _ in range(2))
+    first = part(X, v, w)
+    assert (first.code, first.new, first.copied) == ("new_module", (1, 2), ())
+    for _ in range(2):
+        found = part(X, v, w)
+        assert (found.places, found.new, found.copied, found.code) == (places(v, w), (), (), None)
+
+
+def test_a_tensor_that_moved_is_copied_once_and_known_at_both_places():
+    part, (v, w) = Partition(COPIED, STATIC, STATIC), (Parameter(X.clone()) for _ in range(2))
+    part(X, v, w)
+    kept, w.data = w.data, X.clone()
+    found = part(X, v, w)
+    assert (found.places, found.new, found.copied) == (places(v, 0), (2,), (2,))
+    assert found.code is None
+    assert part(X, v, w).places == places(v, w)
+    w.data = kept
+    assert part(X, v, w).new == ()
+
+
+def test_all_parameters_that_moved_at_once_are_copied():
+    part, w = Partition(COPIED, STATIC), Parameter(X.clone())
+    part(X, w)
+    kept, w.data = w.data, X.clone()
+    found = part(X, w)
+    assert (found.places, found.copied, found.code) == (places(0), (1,), None)
+    del kept
+
+
+def test_what_replaced_a_tensor_that_is_gone_is_copied():
+    part, w = Partition(COPIED, STATIC), Parameter(X.clone())
+    part(X, w)
+    del w
+    w = Parameter(torch.ones(64)[32:34])
+    assert part(X, w).copied == (1,)
+    assert part(X, w).copied == ()
+
+
+def test_what_replaced_a_tensor_that_is_gone_in_its_very_place_is_copied():
+    part, memory = Partition(COPIED, STATIC), np.ones(2, np.float32)
+    for expected in (None, (1,), (1,)):
+        w = torch.from_numpy(memory)
+        found = part(X, w)
+        assert expected is None or (found.copied, found.code) == (expected, None)
+        del w
+
+
+def test_a_call_of_another_module_is_none_of_copies():
+    """A buffer that both share does not make them one."""
+    part, shared = Partition(STATIC, STATIC), X.clone()
+    modules = [Parameter(X.clone()) for _ in range(3)]
+    for w in modules:
+        found = part(w, shared)
+        assert (found.code, found.copied, found.places) == ("new_module", (), places(w, shared))
+    for w in modules:
+        found = part(w, shared)
+        assert (found.code, found.new, found.places) == (None, (), places(w, shared))
+
+
+@pytest.mark.parametrize(("max_copied", "code"), [(8, None), (7, "new_places")])
+def test_what_is_too_large_to_be_copied_is_not(max_copied, code):
+    part, w = Partition(COPIED, STATIC, max_copied=max_copied), Parameter(X.clone())
+    part(X, w)
+    kept, w.data = w.data, X.clone()
+    found = part(X, w)
+    assert (found.code, found.copied) == (code, () if code else (1,))
+    assert found.places == (places(w) if code else places(0))
+    assert part(X, w).places == places(w), "it is in place from the next call on"
+    del kept
+
+
+def test_what_is_read_beside_its_view_is_not_copied():
+    part, w = Partition(COPIED, STATIC, whole=(1,)), Parameter(X.clone())
+    part(X, w)
+    kept, w.data = w.data, X.clone()
+    assert part(X, w).code == "new_places"
+    del kept
+
+
+@pytest.mark.parametrize(
+    ("written", "other", "code"),
+    [
+        ((2,), "shares", "new_places"),
+        ((), "shares", None),
+        ((2,), "own", None),
+        ((1,), "own", None),
+    ],
+)
+def test_what_shares_memory_with_what_is_written_is_not_copied(written, other, code):
+    part, (v, w) = Partition(COPIED, STATIC, STATIC, mutated=written), (X.clone(), X.clone())
+    part(X, v, w)
+    base = torch.ones(4)
+    kept, v.data = v.data, base[:2]
+    if other == "shares":
+        w.data = base[2:]
+    assert part(X, v, w).code == code
+    del kept
+
+
+def test_an_empty_tensor_lies_nowhere_and_is_never_new():
+    part, w = Partition(STATIC, STATIC), X.clone()
+    part(w, torch.empty(0))
+    found = part(w, torch.empty(0))
+    assert (found.new, found.places) == ((), places(w, 0))
+
+
+# ---- values of other recordings
+
+
+def test_what_lies_in_the_pool_is_read_in_place():
+    part, saved = Partition(POOLED, STATIC), X.clone()
+    part.owner._pool_addresses[saved.untyped_storage().data_ptr()] += 1
+    found = part(saved, X)
+    assert (found.values, found.absent) == (places(saved), ())
+
+
+def test_what_was_made_without_a_graph_has_its_reader_run_without_one():
+    part, saved, w = Partition(POOLED, STATIC), X.clone(), X.clone()
+    part.owner.note_plain_results([saved, None, 3])
+    assert part(saved, w).code == "new_module", "it is remembered as if nothing were amiss"
+    found = part(saved[1:], w)
+    assert (found.code, found.absent, found.copied) == ("not_in_the_pool", (0,), ())
+
+
+def test_what_was_moved_by_a_hook_is_copied():
+    part, saved, w = Partition(POOLED, STATIC), X.clone(), X.clone()
+    part(saved, w)
+    found = part(saved, w)
+    assert (found.code, found.absent, found.copied, found.new) == (None, (0,), (0,), ())
+    assert (found.places, found.values) == (places(w), places(0))
+
+
+# ---- what is kept
+
+
+def test_places_are_forgotten_with_their_storages():
+    part = Partition(COPIED, STATIC, max_places=4)
+    for size in range(2, 5000):
+        part(X, torch.ones(size))
+    assert number_known(part) <= 8
+    alive = [torch.ones(2) for _ in range(100)]
+    for w in alive * 2:
+        found = part(X, w)
+    assert found.new == (), "of what lives nothing is forgotten"
+    assert number_known(part) >= 100
+    part.inputs.forget()
+    assert number_known(part) == 0
+
+
+def test_of_one_storage_the_oldest_places_are_forgotten():
+    part, base = Partition(COPIED, STATIC, max_places=4), torch.ones(1000)
+    for n in range(500):
+        part(X, base[n:])
+    assert number_known(part) <= 8
+    assert part(X, base[499:]).new == ()
+    assert part(X, base[1:]).new == (1,)
+
+
+# ---- static_input_check="error"
+
+
+def test_what_moved_since_its_module_was_called_first_is_named():
+    part, module, other = Partition(COPIED, STATIC), torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+
+    def moved(module):
+        args = (X, module.weight)
+        key = part.layout.static_key(args)
+        return part.inputs.moved(args, key, part(*args))
+
+    assert (moved(module), moved(other), moved(module)) == ((), (), ())
+    kept, module.weight.data = module.weight.data, torch.ones(1, 2)
+    assert moved(module) == (1,)
+    assert moved(other) == ()
+    del kept
