@@ -94,7 +94,6 @@ def fails_in_call(number, steps=8):
 EAGER = {"unsafe_ops": ("failures::raises",), "on_skip": "silent"}
 WHERE = {
     "in the warm-up": (0, {}),
-    "in the last warm-up": (1, {"num_warmup_calls": 2}),
     "in the call that records": (1, {}),
     "between graphs, first call": (0, EAGER),
     "between graphs, in the call that records": (1, EAGER),
@@ -152,19 +151,34 @@ def test_an_interrupt_during_a_capture_leaves_all_usable(setting):
     assert_steady({**counters, "calls": counters["calls"] - 1}, captured=1)
 
 
-def test_memory_that_runs_out_while_recording_makes_calls_plain(setting, caplog):
+def out_of_memory(times, *, reset_before=None):
+    """A program whose second call finds no memory to record, so many times."""
+
     def program(session):
         _, call = session.compiled(Model)
         values = []
         for number, x in enumerate(session.batches(4, 8)):
             if number == 1 and session.options["driver"] != "none":
-                ONCE.append(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"))
+                text = "CUDA out of memory. Tried to allocate 1 GiB"
+                ONCE.extend(torch.OutOfMemoryError(text) for _ in range(times))
+            if number == reset_before:
+                cgpass.reset()
             values.append(call(x).clone())
         return values
 
+    return program
+
+
+def test_memory_that_runs_out_once_is_freed_and_the_call_recorded(setting, caplog):
     with caplog.at_level(logging.WARNING, "cgpass"), torch.no_grad():
-        counters = setting.compare(program)
-    assert (counters["recordings"], counters["plain_calls"], counters["skips"]) == (0, 7, 1)
+        assert_steady(setting.compare(out_of_memory(1)), captured=1)
+    assert not warned(caplog)
+
+
+def test_memory_that_runs_out_twice_makes_calls_plain(setting, caplog):
+    with caplog.at_level(logging.WARNING, "cgpass"), torch.no_grad():
+        counters = setting.compare(out_of_memory(2))
+    assert (counters["recordings"], counters["plain_calls"], counters["skips"]) == (0, 7, 0)
     (message,) = warned(caplog)
     assert "OutOfMemoryError: CUDA out of memory" in message
     assert "unsafe_ops" not in message
@@ -172,19 +186,8 @@ def test_memory_that_runs_out_while_recording_makes_calls_plain(setting, caplog)
 
 
 def test_after_reset_what_ran_out_of_memory_is_captured(setting):
-    def program(session):
-        _, call = session.compiled(Model)
-        values = []
-        for number, x in enumerate(session.batches(4, 8)):
-            if number == 1 and session.options["driver"] != "none":
-                ONCE.append(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"))
-            if number == 3:
-                cgpass.reset()
-            values.append(call(x).clone())
-        return values
-
     with torch.no_grad():
-        counters = setting.compare(program, on_skip="silent")
+        counters = setting.compare(out_of_memory(2, reset_before=3), on_skip="silent")
     assert (counters["recordings"], counters["plain_calls"], counters["replays"]) == (1, 2, 4)
     assert (counters["skips"], counters["partitions_captured"]) == (0, 1)
 

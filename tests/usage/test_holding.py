@@ -25,16 +25,16 @@ def held_outputs(session):
 
 
 def assert_settled(counters, *, captured=2, recordings=None):
-    """Every call but the warm-ups is a replay, and what is held moves three times a recording at most.
+    """Every call but the warm-ups is a replay, and what is held is moved once.
 
-    After that it is copied out, or gradients get a pool of their own: one recording more, and all of them once more.
+    Gradients that are kept over a forward get a pool of their own: one recording more.
     """
     most = 2 * captured + 1 if recordings is None else recordings
     assert counters["partitions_captured"] == captured, counters
     assert captured <= counters["recordings"] <= most, counters
     assert counters["plain_calls"] == counters["rerecordings"] == 0, counters
     assert counters["replays"] == counters["calls"] - counters["warmups"] > 0, counters
-    assert counters["rescues"] <= 3 * counters["recordings"], counters
+    assert counters["rescues"] <= 2 * counters["calls"], counters
 
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
@@ -233,7 +233,7 @@ def test_gradient_accumulation(setting, set_to_none):
         return values
 
     noting, found = grown(program)
-    assert_steady(setting.compare(noting), captured=2)
+    assert_steady(setting.compare(noting), captured=2, recordings=2 + set_to_none)
     setting.run(noting)
     cycles = [found[0]["rescues"], *growth(found, "rescues")]
     most = [1] * 5 if set_to_none else [1, 0, 0, 0, 0]

@@ -8,7 +8,8 @@ import torch
 import cgpass
 from cgpass import telemetry
 
-EXPERTS = "transformers.grouped_mm_fallback.default"
+EXPERTS = "transformers.grouped_mm_fallback"
+"""The operator and that of its backward."""
 
 
 def tiny_mixtral():

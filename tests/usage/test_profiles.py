@@ -1,6 +1,5 @@
 """Partitions as named ranges of `torch.profiler`'s traces."""
 
-import contextlib
 import json
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import cgpass
-from cgpass import _torch
 from cgpass.runtime.executor import Executor
 
 
@@ -90,66 +88,3 @@ def test_nothing_is_named_while_nobody_profiles(session, monkeypatch):
     call, x = session.compile(halves), session.randn(4, 4)
     for _ in range(3):
         call(x)
-
-
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.linear(x).sin().cos().tanh()
-
-
-def test_kernels_are_said_to_belong_to_partitions_and_modules(session, monkeypatch):
-    said, open_blocks = set(), []
-
-    @contextlib.contextmanager
-    def mark_kernels(what, *, backward):
-        assert not backward
-        open_blocks.append(what)
-        said.add(tuple(text for block in open_blocks for text in block.values()))
-        yield
-        open_blocks.pop()
-
-    if not _torch.can_annotate_kernels():
-        pytest.skip("this torch notes nothing about the kernels of one graph")
-    monkeypatch.setattr("torch.cuda.graph_annotations.mark_kernels", mark_kernels)
-    session.options["annotate_kernels"] = "on"
-    model = session.module(Block)
-    call = session.compile(model)
-    for _ in range(3):
-        x = session.randn(2, 4)
-        y = call(x)
-        assert torch.equal(y, model(x))
-        y.sum().backward()
-    names = {
-        (partition.partition(" of ")[0], *(module.rpartition(".")[2] for module in modules))
-        for partition, *modules in said
-    }
-    assert names == {
-        (f"cgpass: {direction} captured_0", *module)
-        for direction in ("forward", "backward")
-        for module in ((), ("linear",))  # the rest is of no submodule
-    }
-
-
-@pytest.mark.gpu
-def test_kernels_inside_of_replays_say_what_they_belong_to():
-    annotations = pytest.importorskip("torch.cuda.graph_annotations")
-    if not annotations.is_available():
-        pytest.skip("the driver gives no ids of graph nodes")
-    torch.compiler.reset()
-    options = {"driver": "cuda", "compiler": "eager", "annotate_kernels": "on"}
-    call = torch.compile(halves, backend="cgpass", options={**options, "on_skip": "silent"})
-    x = torch.randn(4, 4, device="cuda")
-    for _ in range(3):
-        call(x)
-    names = {
-        note["name"] for notes in annotations.get_kernel_annotations().values() for note in notes
-    }
-    torch.compiler.reset()
-    assert {name.partition(" of ")[0] for name in names} >= {
-        "cgpass: inference captured_0",
-        "cgpass: inference captured_2",
-    }

@@ -62,7 +62,7 @@ def test_inductor_keeps_torchs_own_handling_on_the_cpu():
         {"min_partition_ops": 30},
         {"outputs": "owned"},
     ],
-    ids=["unsafe", "unsafe small", "large", "warm-ups", "owned"],
+    ids=["unsafe", "unsafe small", "large", "owned"],
 )
 def test_options(way, options, rng):
     in_turn = {"outputs", "min_partition_ops"}

@@ -31,10 +31,10 @@ def test_a_buffer_is_replaced_in_the_forward(way, caplog):
         return values
 
     counters = way.compare(program)
-    assert counters["warmups"] <= 80
-    assert counters["recordings"] <= 20
-    assert counters["replays"] >= 200
-    assert caplog.text.count("copied from now on") <= 1
+    assert counters["warmups"] == 2
+    assert counters["recordings"] == 1
+    assert counters["replays"] == 298
+    assert not caplog.records
 
 
 def test_a_buffer_is_replaced_in_the_forward_of_a_training_step(way):
@@ -50,8 +50,8 @@ def test_a_buffer_is_replaced_in_the_forward_of_a_training_step(way):
         return values
 
     counters = way.compare(program)
-    assert counters["warmups"] + counters["recordings"] + counters["plain_calls"] <= 300
-    assert counters["replays"] >= 100
+    assert counters["warmups"] + counters["recordings"] + counters["plain_calls"] <= 10
+    assert counters["replays"] >= counters["calls"] - 5
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -76,8 +76,8 @@ def test_data_of_every_parameter_is_new_in_every_call(way, training):
 
     counters = way.compare(program)
     assert counters["plain_calls"] == 0
-    assert counters["recordings"] <= 70 * (1 + training)
-    assert counters["replays"] >= counters["calls"] - 4
+    assert counters["recordings"] <= 2 * (1 + training)
+    assert counters["replays"] >= counters["calls"] - 5
 
 
 def test_every_call_has_parameters_of_its_own(way):
