@@ -266,7 +266,7 @@ class PartitionRunner:
         if slot is None:
             self.owner.warn_of_held(self.name)
             limit = self.owner.max_pending_calls
-            why = f"results of {many(limit, 'earlier call')} were held, as many as max_pending_calls={limit} allows"
+            why = f"results of {many(limit, 'earlier call')} were still referenced, as many as max_pending_calls={limit} allows"
             return self._plain(args, "max_pending_calls", why)
         if self.layout.static_key(args) != key:
             if not again:
@@ -462,9 +462,7 @@ class PartitionRunner:
         if isinstance(error, torch.OutOfMemoryError):
             give_memory_back(error, self.owner.driver.device)
             seen.left_plain = fallback.no_memory(error)
-            outputs = fallback.run(args)
-            self.owner.note_plain_results(outputs)
-            return outputs
+            return self._plain(args, "out_of_memory", seen.left_plain)[0]
         if self._warm_ups.first_here():
             outputs = self._warm_ups.run(args, check_syncs=False)
             self.stats.warmups += 1

@@ -132,7 +132,8 @@ def test_huggingface_trainer(run):
     out, grown = run("huggingface_trainer")
     first, last = losses(out.split("\nloss ")[1].join(["loss ", ""]))
     assert last < 0.8 * first
-    assert (grown["recordings"], grown["replays"], grown["plain_calls"]) == (2, 38, 0)
+    # the Trainer keeps gradients over the next forward: the backward is recorded once more, in a pool of its own
+    assert (grown["recordings"], grown["replays"], grown["plain_calls"]) == (3, 38, 0)
 
 
 def test_lightning_trainer(run):

@@ -24,7 +24,9 @@ def test_every_cell_of_ours_names_tests_that_exist():
 
 def test_every_option_is_explained():
     source = (ROOT / "cgpass" / "graphed" / "options.py").read_text()
-    fields = re.findall(r"^    (\w+): [^\n]+ = [^\n]+\n    \"\"\"(.+)\"\"\"", source, re.MULTILINE)
+    fields = re.findall(
+        r"^    (\w+): [^\n]+ = [^\n]+\n    \"\"\"([^\"]+)\"\"\"", source, re.MULTILINE
+    )
     names = re.findall(r"^    (\w+): .* = ", source, re.MULTILINE)
     assert [name for name, _ in fields] == names
     assert len(names) > 12

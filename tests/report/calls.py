@@ -23,25 +23,6 @@ def too_many_shapes():
     return run
 
 
-def too_many_sets():
-    run = runner(scaled, COPIED, STATIC, settings={"other_sets": True}, max_static_sets=1)
-    for weight in [torch.ones(2) for _ in range(3)] * 2:
-        call(run, X, weight)
-    return run
-
-
-def moved_too_often():
-    run = runner(scaled, COPIED, STATIC, max_rerecords=1)
-    weight, kept = torch.zeros(2), []
-    for _ in range(2):
-        call(run, X, weight)
-    for _ in range(4):
-        kept.append(weight.data)
-        weight.data = weight.data.clone()
-        call(run, X, weight)
-    return run
-
-
 def held():
     run = runner(
         lambda x: [x * 2, x + 1], COPIED, owner=Owner(SimulatedDriver(), max_pending_calls=1)
@@ -59,8 +40,9 @@ def made_elsewhere():
     for _ in range(3):
         outputs, _ = first.run([torch.ones(2)])
         call(second, *outputs)
-    del outputs
-    call(second, torch.ones(2))
+    value = torch.ones(2)
+    owner.note_plain_results([value])
+    call(second, value)
     return second
 
 
@@ -138,16 +120,6 @@ def without_a_placeholder():
     return failing(StagingError("x0 can't be given memory of fixed address"))
 
 
-def slower():
-    run = runner(lambda x: [x * 2], COPIED)
-    for _ in range(3):
-        call(run, X)
-    run.leave_plain("a replay takes 98 us and a plain call 27 us")
-    for _ in range(2):
-        call(run, X)
-    return run
-
-
 def replaced():
     run = runner(scaled, COPIED, STATIC)
     kept = [torch.ones(2) for _ in range(12)]
@@ -170,23 +142,8 @@ CALLS = {
         LINE,
         (
             "3 of 5 calls ran without a graph: as many shapes are recorded as max_recordings=1 allows, and another value or "
-            "layout of x1 came"
+            "layout of x1 (read at model.py:1 in forward: code) came"
         ),
-    ),
-    "max_static_sets": (
-        too_many_sets,
-        "",
-        LINE,
-        (
-            "ran without a graph: as many sets of parameters and buffers are recorded as max_static_sets=1 allows, and x1 lay "
-            "elsewhere"
-        ),
-    ),
-    "max_rerecords": (
-        moved_too_often,
-        "",
-        LINE,
-        "3 of 6 calls ran without a graph: x1 moved, and was recorded anew for that as often as max_rerecords=1 allows",
     ),
     "max_pending_calls": (
         held,
@@ -198,10 +155,7 @@ CALLS = {
         made_elsewhere,
         "",
         "model.py:0 in forward: code",
-        (
-            "1 of 4 calls ran without a graph: x0 (read at model.py:0 in forward: code) lay where no recording had put it: "
-            "made without a graph, or moved since"
-        ),
+        "1 of 4 calls ran without a graph: x0 (read at model.py:0 in forward: code) was made without a graph",
     ),
     "transform": (
         transformed,
@@ -244,12 +198,6 @@ CALLS = {
         "",
         None,
         "3 of 4 calls ran without a graph: StagingError: x0 can't be given memory of fixed address",
-    ),
-    "not_worth_it": (
-        slower,
-        "",
-        None,
-        "2 of 5 calls ran without a graph: a replay takes 98 us and a plain call 27 us",
     ),
     "new_tensor": (
         replaced,

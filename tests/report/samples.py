@@ -39,7 +39,6 @@ def sample(text="", **changes):
             CopiedInput(name=f"x{text}", num_bytes=3 << 20, line=f"model.py:40 in forward{text}"),
             CopiedInput(name="mask", num_bytes=100),
         ),
-        read_in_place=(f"table{text}",),
         static_inputs=24,
         recordings=(
             RecordingReport(
@@ -58,7 +57,6 @@ def sample(text="", **changes):
         live_recordings=2,
         counts={"calls": 30, "replays": 26, "plain_calls": 3, "recordings": 5, "rescues": 2},
         output_bytes=5 << 20,
-        timed="a replay takes 98 us and a plain call 205 us, as measured in its first calls",
         ms=0.75,
         plain_ms=3.5,
     )

@@ -22,7 +22,7 @@ def told(run):
     )
 
 
-ALONE = {"capture", "out_of_memory", "no_placeholder", "not_worth_it", "passing"}
+ALONE = {"capture", "out_of_memory", "no_placeholder", "passing"}
 """Codes that all calls without a graph of such a partition have."""
 
 
@@ -50,18 +50,10 @@ def test_new_gradients_are_told_how_to_stay():
 
 
 def test_what_replays_has_no_reasons_however_it_began():
-    run = runner(scaled, COPIED, STATIC, settings={"other_sets": True})
+    run = runner(scaled, COPIED, STATIC)
     for weight in [torch.ones(2) for _ in range(30)] * 3:
         call(run, X, weight)
     assert run.stats.recordings == 30
-    assert told(run) == ()
-
-
-def test_what_is_copied_from_now_on_is_told_no_more():
-    run = runner(scaled, COPIED, STATIC, settings={"other_sets": True})
-    kept = [torch.ones(2) for _ in range(300)]
-    for weight in kept:
-        call(run, X, weight)
     assert told(run) == ()
 
 
@@ -144,24 +136,15 @@ class Cache(nn.Module):
         return (self.k * self.weight).sin().cos().exp().tanh()
 
 
-def test_a_cache_that_each_call_replaces_is_named(simulated):
-    model, kept = Cache(), []
-    compiled = torch.compile(model, backend="cgpass")
-
-    def calls(x):
-        compiled(x)
-        kept.append(model.k)  # the next one can't lie where it does
-
-    report = cgpass.explain(calls, torch.randn(4, 8), training=False)
-    assert not report.settled
-    assert "warmed up; see the causes below" in joined(report)
+def test_a_cache_that_each_call_replaces_is_copied_and_named(simulated):
+    report = cgpass.explain(Cache(), torch.randn(4, 8), training=False)
+    assert report.settled
     (part,) = report.graphs[0].partitions
-    (reason,) = part.reasons
+    assert not part.reasons
     line = Cache.forward.__code__.co_firstlineno + 1
-    assert (reason.code, reason.op) == ("new_tensor", "self.k")
-    assert reason.line == f"test_call_reasons.py:{line} in forward: self.k = self.k + x"
-    assert reason.detail.startswith("is a new tensor in ")
-    assert reason.fix == "write into it in place (copy_) instead of replacing it"
+    copied = {each.name: each for each in part.copied_inputs}
+    assert copied.keys() == {"self.k", "x"}
+    assert copied["self.k"].line == f"test_call_reasons.py:{line} in forward: self.k = self.k + x"
 
 
 def test_a_recording_for_other_tensors_names_them():

@@ -37,6 +37,43 @@ def test_a_buffer_is_replaced_in_the_forward(way, caplog):
     assert not caplog.records
 
 
+@pytest.mark.xfail(
+    strict=True, reason="each value that is kept is another place to be read in place"
+)
+def test_a_buffer_is_replaced_in_the_forward_and_every_value_kept(way):
+    def program(session):
+        module, call = session.compiled(Recurrent)
+        module.requires_grad_(False)
+        kept = []
+        for batch in session.batches(2, 8, count=60):
+            call(batch)
+            kept.append(module.state)
+        return kept
+
+    counters = way.compare(program)
+    assert counters["recordings"] <= 2, counters
+    assert counters["warmups"] <= 4, counters
+
+
+@pytest.mark.xfail(
+    strict=True, reason="nothing is said where all parameters are new and the old ones live on"
+)
+def test_a_state_that_is_new_in_every_call_and_kept_is_warned_of(way, caplog):
+    def program(session):
+        module, call = session.compiled(MLP)
+        states = [{k: v * 1.01 for k, v in module.state_dict().items()} for _ in range(80)]
+        values = []
+        with torch.no_grad():
+            for state, batch in zip(states, session.batches(4, 8, count=80), strict=True):
+                module.load_state_dict(state, assign=True)
+                values.append(call(batch).clone())
+        return values
+
+    way.compare(program)
+    assert len(caplog.records) == 1, caplog.text
+    assert "layers.0.weight" in caplog.text
+
+
 def test_a_buffer_is_replaced_in_the_forward_of_a_training_step(way):
     def program(session):
         module, call = session.compiled(Recurrent)
