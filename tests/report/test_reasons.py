@@ -8,7 +8,7 @@ import torch
 from torch._library.effects import EffectType
 
 import cgpass
-from cgpass import _torch, resplit
+from cgpass import resplit
 from cgpass.culprits import Finding
 from cgpass.graph import op_tables
 from cgpass.graph.breaks import given_up, graph_break_of
