@@ -83,19 +83,21 @@ class Inputs:
         self._first.clear()
         self._before = b""
 
-    def find(self, args: Sequence[Any], key: bytes) -> Found:
+    def find(self, args: Sequence[Any], key: bytes, *, closely: bool = False) -> Found:
         """Sort one call's inputs.
 
         Args:
             args: The inputs.
             key: Their addresses, see `Layout.static_key`.
+            closely: Whether a static input that lies where one lay in the last call may be another one, which got
+                its memory. That takes long where there are many.
         """
         layout, owner = self._layout, self._owner
         places, values = layout.split(key)
         absent = tuple(
             i for i in layout.pooled if args[i].numel() and not owner.is_pool_storage(args[i])
         )
-        new = self._at_new_places(places)
+        new = self._at_new_places(places, closely=closely)
         code = self._why_not_copied(args, new, absent)
         if any(owner.ran_without_a_graph(args[i]) for i in absent):
             code = "not_in_the_pool" if code != "new_module" else code
@@ -110,10 +112,13 @@ class Inputs:
             absent,
         )
 
-    def _at_new_places(self, places: bytes) -> tuple[int, ...]:
-        if places == self._before:
+    def _at_new_places(self, places: bytes, *, closely: bool) -> tuple[int, ...]:
+        if closely or not self._before:
+            before = array("q", bytes(len(places)))
+        elif places == self._before:
             return ()
-        before = array("q", self._before or bytes(len(places)))
+        else:
+            before = array("q", self._before)
         positions = zip(self._layout.checked, array("q", places), before, strict=True)
         return tuple(i for i, now, last in positions if now != last and not self._is_known(i, now))
 
