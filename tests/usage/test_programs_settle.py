@@ -9,6 +9,7 @@ import contextlib
 import copy
 import itertools
 import logging
+import random
 import re
 import sys
 
@@ -1083,25 +1084,48 @@ def test_a_written_buffer_at_a_new_place_is_written_back(way):
     assert counters["recordings"] <= 4, counters
 
 
+def made_anew(memory):
+    """A tensor in memory that was another one's."""
+    storage = _torch.storage_at(memory.data_ptr(), memory.nbytes, memory.device)
+    return _torch.on_storage(storage, memory)
+
+
+def test_a_buffer_that_is_made_anew_is_copied_wherever_it_comes_to_lie(setting):
+    """Also where the one before it lay, or one long ago."""
+    totals = []
+
+    def program(session):
+        module, call = session.compiled(RunningMean)
+        memories, values, order = session.batches(8), [], random.Random(0)
+        for _ in range(200):
+            before = counts()
+            module.mean = None
+            module.mean = made_anew(order.choice(memories))
+            with torch.no_grad():
+                values += [call(session.randn(4, 8)).clone(), module.mean.clone()]
+            totals.append(grown(before))
+        return values + memories
+
+    counters = setting.compare(program, only_eager=True)
+    assert not any(total[name] for total in totals[8:] for name in NEVER), totals
+    assert counters["recordings"] <= 2, counters
+
+
 def test_memory_that_comes_back_as_another_tensor_is_recorded_once_for_a_size(setting):
     """As caching allocators give it. Every recording that is kept is one that can be found."""
     session = setting.session()
     call = session.wrap(lambda w, x: (w.sin() * x + w.cos()).exp(), static_input_indices=[0])
     memory = session.randn(8)
 
-    def made_anew():
-        storage = _torch.storage_at(memory.data_ptr(), memory.nbytes, memory.device)
-        return _torch.on_storage(storage, memory)
-
     def check_one(size):
         x = session.randn(size, 8)
         assert torch.equal(call(weight, x), (weight.sin() * x + weight.cos()).exp())
 
-    weight = made_anew()
+    weight = made_anew(memory)
     check_one(2)
     for other in (10, 9, 8):
         weight = None
-        weight = made_anew()
+        weight = made_anew(memory)
         for size in [other, 2] * 3:
             check_one(size)
             runner = call._runner
