@@ -5,6 +5,7 @@ see of that step. Everything may happen in the first half of its steps; in the s
 and nothing is recorded.
 """
 
+import collections
 import contextlib
 import copy
 import itertools
@@ -834,7 +835,193 @@ def written_arguments(session):
     return step
 
 
+# ---- what is held, and what changes while a backward is due
+
+
+def four_graphs_held(session):
+    """Every backward comes three steps after its forward."""
+    module, call = session.compiled(MLP)
+    losses = collections.deque(maxlen=4)
+
+    def step(number):
+        losses.append(call(session.randn(4, 8)).square().mean())
+        values = list(losses)
+        if len(losses) == 4:
+            losses[0].backward()
+            values += gradients(module)
+            module.zero_grad()
+        return values
+
+    return step
+
+
+def backward_that_never_comes(session):
+    module, call = session.compiled(MLP)
+
+    def step(number):
+        loss = call(session.randn(4, 8)).square().mean()
+        if number % 3:
+            loss.backward()
+        values = [loss, *gradients(module)]
+        module.zero_grad()
+        return values
+
+    return step
+
+
+def gradients_kept(session):
+    """A step goes by the gradients of the last three."""
+    module, call = session.compiled(MLP)
+    kept = collections.deque(maxlen=3)
+
+    def step(number):
+        loss = call(session.randn(4, 8)).square().mean()
+        loss.backward()
+        kept.append([p.grad for p in module.parameters()])
+        with torch.no_grad():
+            for parameter, *grads in zip(module.parameters(), *kept, strict=True):
+                parameter -= 0.01 * sum(grads)
+        module.zero_grad()
+        return [loss, *(grad for grads in kept for grad in grads)]
+
+    return step
+
+
+def optimizers_in_the_backward(session):
+    module, call = session.compiled(lambda: nn.Sequential(MLP(), MLP()))
+    for parameter in module.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.05)
+        parameter.register_post_accumulate_grad_hook(lambda _, mine=optimizer: stepped(mine))
+
+    def step(number):
+        loss = call(session.randn(4, 8)).square().mean()
+        loss.backward()
+        return [loss, *state(module)]
+
+    return step
+
+
+def evaluation_while_a_backward_is_due(session):
+    """With other weights among it."""
+    module, call = session.compiled(MLP)
+    optimizer = sgd(module)
+    averages = [p.detach() * 0.9 for p in module.parameters()]
+
+    def step(number):
+        loss = call(session.randn(4, 8)).square().mean()
+        swap_data(module, averages)
+        with torch.no_grad():
+            values = [loss, call(session.randn(4, 8))]
+        swap_data(module, averages)
+        with torch.inference_mode():
+            values.append(call(session.randn(4, 8)).clone())
+        loss.backward()
+        values += gradients(module)
+        stepped(optimizer)
+        return values
+
+    return step
+
+
+def weights_of_an_inner_loop(session):
+    """As MAML: results of a backward are the weights of the next forward."""
+    module = session.module(MLP)
+    call = session.compile(lambda weights, x: torch.func.functional_call(module, weights, x))
+    optimizer = sgd(module)
+
+    def step(number):
+        weights = dict(module.named_parameters())
+        loss = call(weights, session.randn(4, 8)).square().mean()
+        grads = torch.autograd.grad(loss, [*weights.values()])
+        inner = {n: w - 0.1 * g for (n, w), g in zip(weights.items(), grads, strict=True)}
+        loss = call(inner, session.randn(4, 8)).square().mean()
+        loss.backward()
+        values = [loss, *gradients(module)]
+        stepped(optimizer)
+        return values
+
+    return step
+
+
+class TwoBuffers(nn.Module):
+    """Reads one buffer and writes another."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("old", torch.zeros(8))
+        self.register_buffer("new", torch.ones(8))
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x) + self.old)
+        self.new.copy_(y.detach().mean(0))
+        return y * self.new
+
+
+def buffers_that_change_places(session):
+    module, call = session.compiled(TwoBuffers)
+
+    def step(number):
+        loss = call(session.randn(4, 8)).square().mean()
+        loss.backward()
+        module.old, module.new = module.new, module.old
+        values = [loss, *gradients(module), module.old]
+        module.zero_grad()
+        return values
+
+    return step
+
+
+def weights_as_views_of_one_new_tensor(session):
+    """As where a flat parameter is gathered for every step."""
+    module, call = session.compiled(MLP)
+    parameters = [*module.parameters()]
+
+    def step(number):
+        flat = torch.cat([p.detach().flatten() for p in parameters]) * 1.01
+        for parameter, data in zip(
+            parameters, flat.split([p.numel() for p in parameters]), strict=True
+        ):
+            parameter.data = data.view_as(parameter)
+        loss = call(session.randn(4, 8)).square().mean()
+        loss.backward()
+        values = [loss, *gradients(module)]
+        module.zero_grad()
+        return values
+
+    return step
+
+
+def one_weight_new(session):
+    module, call = session.compiled(lambda: nn.Sequential(MLP(), MLP()))
+
+    def step(number):
+        layer = module[1].layers[0]
+        layer.weight = nn.Parameter(layer.weight.detach() * 1.01)
+        loss = call(session.randn(4, 8)).square().mean()
+        loss.backward()
+        values = [loss, *gradients(module)]
+        module.zero_grad()
+        return values
+
+    return step
+
+
+def growing_sizes(session, number):
+    return session.randn(2 + min(number // 8, 6), 8)
+
+
 PROGRAMS = {
+    "four_graphs_held": four_graphs_held,
+    "backward_that_never_comes": backward_that_never_comes,
+    "gradients_kept": gradients_kept,
+    "optimizers_in_the_backward": optimizers_in_the_backward,
+    "evaluation_while_a_backward_is_due": evaluation_while_a_backward_is_due,
+    "inner_loop": weights_of_an_inner_loop,
+    "buffers_that_change_places": buffers_that_change_places,
+    "views_of_one_new_tensor": weights_as_views_of_one_new_tensor,
+    "one_weight_new": one_weight_new,
+    "growing_sizes": trained(MLP, growing_sizes),
     "rnn_4": rnn(4),
     "rnn_8": rnn(8),
     "rnn_4_and_8": rnn(4, 8),
@@ -1106,7 +1293,7 @@ def test_a_buffer_that_is_made_anew_is_copied_wherever_it_comes_to_lie(setting):
             totals.append(grown(before))
         return values + memories
 
-    counters = setting.compare(program, only_eager=True)
+    counters = setting.compare(program)
     assert not any(total[name] for total in totals[8:] for name in NEVER), totals
     assert counters["recordings"] <= 2, counters
 
