@@ -55,8 +55,6 @@ _IN_WIDE = (
     aten.add.Tensor,
     aten.sub.Tensor,
     aten.mul.Tensor,
-    aten.eq.Tensor,
-    aten.ne.Tensor,
 )
 """Operators whose kernels take a scalar on the host without rounding it to the other operand's dtype.
 
@@ -91,8 +89,8 @@ class LiftCpuScalars(Pass):
     reader is left alone.
 
     Note [Scalars in aten's kernels]
-        Given a scalar on the host, aten's kernels for half precision add, subtract, multiply and
-        compare in float32 with the scalar itself, and all divide by multiplying with its inverse.
+        Given a scalar on the host, aten's kernels for half precision add, subtract and multiply
+        in float32 with the scalar itself, and all divide by multiplying with its inverse.
         One on the device they round to the operands' type first, and divide by it. Where such
         kernels run, readers are rewritten to have the bits of the former.
     """

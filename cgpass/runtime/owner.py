@@ -150,22 +150,25 @@ class Owner:
 
     # ---- recordings
 
-    def slot_for(self, *, beside: bool, first: int = 0) -> int | None:
-        """Where a recording goes, None if too much is held everywhere.
+    def slot_for(self, number: int, *, first: int = 0) -> int | None:
+        """Where a recording goes, None if too much is held.
 
         Args:
-            beside: Whether there is one for the same memory, whose results are held: then it goes to another pool.
+            number: Recordings for the same memory, all of whose results are held: each has a pool of its own, which it
+                shares with those of other partitions and layers that have as many.
             first: Slots before this one do not suit.
         """
-        while len(self._slots) <= first:
-            self._slots.append(_Slot())
-        for number, slot in enumerate(self._slots[first:], first):
-            shared = number == first and not beside
-            if (shared and self._rescue_lost(slot)) or slot.live.youngest() < 0:
-                return number
-        if len(self._slots) >= self.max_pending_calls + first:
+        wanted = first + number
+        if number >= self.max_pending_calls:
             return None
-        return self.new_slot()
+        while len(self._slots) <= wanted:
+            self._slots.append(_Slot())
+        if self._rescue_lost(self._slots[wanted]):
+            return wanted
+        for other, slot in enumerate(self._slots[first:], first):
+            if slot.live.youngest() < 0:
+                return other
+        return self.new_slot() if len(self._slots) < self.max_pending_calls + first else None
 
     def warn_of_held(self, name: str) -> None:
         """Say once why a partition can't be recorded although it may be."""

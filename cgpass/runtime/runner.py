@@ -119,6 +119,8 @@ class PartitionRunner:
         self._largest = 0
         """Bytes of the inputs that move, of the largest call recorded."""
         self._said: set[str] = set()
+        self._new_modules = 0
+        """Calls since the last recording whose parameters were taken for another module's: for a warning alone."""
         self._had_new_places = False
         """Whether the last call without a recording had inputs at new places that could not be copied."""
         self._draws: list[int] = []
@@ -261,8 +263,8 @@ class PartitionRunner:
         if 0 < self._largest < size and not seen.recordings:
             self.owner.make_space()
         self._largest = max(self._largest, size)
-        beside = any(r.made_for == made_for for r in seen.recordings.get(found.values, ()))
-        slot = self.owner.slot_for(beside=beside, first=self._first_slot)
+        number = sum(r.made_for == made_for for r in seen.recordings.get(found.values, ()))
+        slot = self.owner.slot_for(number, first=self._first_slot)
         if slot is None:
             self.owner.warn_of_held(self.name)
             limit = self.owner.max_pending_calls
@@ -335,6 +337,10 @@ class PartitionRunner:
                 self._say_never_recorded(new, args)
         if last is not None:
             self.reasons.note_changed(code, [(infos[i].name, infos[i].line) for i in new])
+        if found.code == "new_module":
+            self._new_modules += 1
+            if self._new_modules == 2 * self.settings.max_recordings:
+                self._say_others(found, args)
         if found.code == "new_places":
             if self._had_new_places:
                 self._say_moving(found, args)
@@ -346,6 +352,15 @@ class PartitionRunner:
         why, fix = what_never_repeats(self.layout, changed, args)
         limit = self.settings.max_recordings
         self._say_once("sizes", f"{limit} calls in a row were never recorded, since {why}. {fix}.")
+
+    def _say_others(self, found: Found, args: Sequence[Any]) -> None:
+        names = describe_tensors(self.layout.infos, args, found.new)
+        self._say_once(
+            "modules",
+            f"{self._new_modules} calls came with other parameters, none of which came again: {names}. Such calls run "
+            "without a graph. Write new values into parameters (copy_, load_state_dict without assign=True) instead of "
+            "replacing them.",
+        )
 
     def _say_moving(self, found: Found, args: Sequence[Any]) -> None:
         names = describe_tensors(self.layout.infos, args, found.new or found.absent)
@@ -397,6 +412,7 @@ class PartitionRunner:
                 self._fallback.note_failure()
                 return self._fallback.run(args), None
         native.loader.wait(self.settings.progress)
+        self._new_modules = 0
         cause = self.history.cause(self.layout, seen, found, args)
         recording = self._attempt(args, seen, found, slot)
         if isinstance(recording, torch.OutOfMemoryError):

@@ -50,9 +50,6 @@ def test_each_layer_is_recorded_once_and_replayed_from_the_second_step_on(librar
             assert step["replays"] == calls * (n + 1) - without
 
 
-@pytest.mark.xfail(
-    strict=True, reason="max_pending_calls bounds pools of all layers, not calls of each"
-)
 def test_layers_that_come_in_another_order_than_they_were_recorded_in_are_so_anew(library):
     """Two forwards ahead of the backward: the second ones are recorded before the first ones are."""
     calls = 2 * 2 * 18

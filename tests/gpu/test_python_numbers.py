@@ -106,6 +106,8 @@ def compare(fn, kind, compiler, *, dtype=torch.float32, train=False):
 @pytest.mark.parametrize("fn", [few, several, arithmetic])
 @pytest.mark.parametrize("kind", KINDS)
 def test_forward(kind, fn, compiler):
+    if compiler == "inductor" and (kind == "complex64" or (kind, fn) == ("complex", several)):
+        pytest.skip("torch.compile by itself raises: Inductor has no lowering for it")
     counters = compare(fn, kind, compiler)
     assert counters["replays"], counters
     if kind in ARGUMENTS:

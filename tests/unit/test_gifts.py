@@ -246,7 +246,7 @@ def test_another_slots_blocks_are_not_given():
     first, _ = pair()
     for value in range(2):
         made, _ = first.run([X * value])
-    gifts = Gifts(first.owner, first.owner.slot_for(beside=True), made, [0])
+    gifts = Gifts(first.owner, first.owner.slot_for(1), made, [0])
     passed = made.copy()
     gifts.put_into(passed)
     assert passed[0] is made[0]

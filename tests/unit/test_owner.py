@@ -39,26 +39,27 @@ def recorded(run):
 def test_the_first_slot_serves_while_nothing_is_held():
     owner = Owner(SimulatedDriver())
     recorded(partition(owner=owner))
-    assert [owner.slot_for(beside=each) for each in (False, True)] == [0, 0]
+    assert [owner.slot_for(n) for n in (0, 1)] == [0, 1]
 
 
 def test_one_more_recording_of_the_same_memory_gets_a_pool_of_its_own_while_results_are_held():
     run = partition(visible=(), read=(0,))
     recorded(run)
     held, _ = run.run([X])
-    assert run.owner.slot_for(beside=False) == 0
-    assert run.owner.slot_for(beside=True) == 1
-    assert run.owner.slot_for(beside=True) == 1, "an empty one is there already"
+    assert run.owner.slot_for(0) == 0
+    assert run.owner.slot_for(1) == 1
+    assert run.owner.slot_for(1) == 1, "an empty one is there already"
     assert [t.tolist() for t in held] == [[2, 2]]
 
 
 def test_slots_may_be_passed_over():
     owner = Owner(SimulatedDriver())
-    assert owner.slot_for(beside=False, first=1) == 1
-    assert owner.slot_for(beside=True, first=1) == 1
-    assert owner.slot_for(beside=False) == 0
+    assert owner.slot_for(0, first=1) == 1
+    assert owner.slot_for(1, first=1) == 2
+    assert owner.slot_for(0) == 0
     least = Owner(SimulatedDriver(), max_pending_calls=1)
-    assert least.slot_for(beside=True, first=1) == 1, "it counts from there"
+    assert least.slot_for(0, first=1) == 1, "it counts from there"
+    assert least.slot_for(1, first=1) is None
 
 
 @pytest.mark.parametrize("limit", [1, 5, 16])
@@ -87,9 +88,7 @@ def test_what_nobody_holds_belongs_to_the_pool_again(can_swap):
     assert released == {recording.birth: (1,)}
     held.clear()
     assert run.owner.begin_recording(0) == {recording.birth: (0, 1)}
-    assert run.owner.begin_recording(run.owner.slot_for(beside=False, first=1)) == {}, (
-        "another pool"
-    )
+    assert run.owner.begin_recording(run.owner.slot_for(0, first=1)) == {}, "another pool"
 
 
 def test_a_recording_knows_what_it_may_lie_on(can_swap):
