@@ -105,6 +105,8 @@ class RecordingTable:
         self._places: dict[tuple[Holder, ...], StaticKey] = {}
         """Where the tensors of each set lay when `on_moved="error"` saw it first, by who holds them."""
         self._warm_sets: set[tuple[ShapeKey, int]] = set()
+        self._was_recorded = False
+        """Whether anything was recorded since all was forgotten: parameters move only then."""
         self.reached = Reached(name, layout.infos, limits, stats)
 
     def find(self, shape_key: ShapeKey, static_key: StaticKey) -> list[Recording]:
@@ -221,6 +223,7 @@ class RecordingTable:
         recording.note_parameters(args[i] for i in self._layout.parameters)
         members = shape.sets.setdefault(static_key, [])
         members.append(recording)
+        self._was_recorded = True
         self._note_set(shape_key, static_key, self.identities(args))
         return members
 
@@ -248,6 +251,7 @@ class RecordingTable:
         self._places.clear()
         self._warm_sets.clear()
         self._newest = None
+        self._was_recorded = False
         self.reached.clear()
         return recordings
 
@@ -316,6 +320,9 @@ class RecordingTable:
     ) -> None:
         if self._on_moved != "error":
             return
+        if not self._was_recorded:
+            self._places.clear()
+            moved = []
         if self._other_sets:
             holders = holders_of([args[i] for i in self._layout.parameters])
             before = self._places.setdefault(holders, static_key)
