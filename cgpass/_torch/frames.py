@@ -80,6 +80,8 @@ class GraphBreak:
     """Whether a graph tells of it."""
     over: bool = False
     """Whether Dynamo forgot since what it compiled."""
+    earlier: bool = False
+    """Whether summaries began anew since."""
 
     @property
     def function(self) -> tuple[str, str]:

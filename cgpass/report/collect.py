@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cgpass import telemetry
+from cgpass.options import Options
 from cgpass.reason import Reason
 from cgpass.report.kernels import Launches
 from cgpass.report.measure import Key, Times
@@ -236,7 +237,9 @@ def _is_time(name: str) -> bool:
 
 
 def _is_simulated(functions: Sequence[FunctionReport]) -> bool:
-    return "simulated" in {function.driver for function in functions}
+    """Whether graphs are simulated, or would be where nothing was recorded."""
+    drivers = {function.driver for function in functions} - {None}
+    return "simulated" in (drivers or {Options.parse(None).driver})
 
 
 def snapshot() -> Report:

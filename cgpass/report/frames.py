@@ -24,7 +24,7 @@ _LIMIT: Final = re.compile(r"exceeding the (\w+) .*currently set to (\d+)")
 _VERSION: Final = re.compile(r"^\[?\d+/\d+\]?: ")
 _HINT: Final = re.compile(r"\(HINT: (.*)\)\s*$")
 _OTHER_BACKEND: Final = "BACKEND_MATCH"
-_WRAPPER: Final = os.path.join("torch", "_dynamo", "external_utils.py")
+WRAPPER: Final = os.path.join("torch", "_dynamo", "external_utils.py")
 """Holds the function as which Dynamo compiles modules of torch's. Source: `wrap_inline`, 2.11 to 2.15."""
 _SOURCE: Final = re.compile(r"^(.*?)\s+# (.*?)\s*# (\S+):(\d+) in (\S+)")
 """A guard, with the line that needs it."""
@@ -228,7 +228,7 @@ def _described(function: Function, compilation: Any) -> EagerFunction:
     if len(function) > 1:
         file, line, name = function
         place = f"{os.path.basename(file)}:{line} in {function_name(name)}"
-        if file.endswith(_WRAPPER):
+        if file.endswith(WRAPPER):
             place = "modules of torch's own classes, as nn.Sequential (they count as one function)"
     found = _at_limit(compilation) if _is_at_limit(compilation) else _broken(compilation)
     reason = ReasonReport(

@@ -1,8 +1,11 @@
 """`summary`: what this process compiled, in a few lines."""
 
+import os
+
 from cgpass import _torch, telemetry
 from cgpass.graph.breaks import untold
-from cgpass.report.frames import at_limit
+from cgpass.graph.lines import function_name
+from cgpass.report import frames
 from cgpass.report.words import why_left
 from cgpass.runtime import native
 
@@ -20,9 +23,14 @@ def summary() -> str:
     graphs = [graph for graph, _ in telemetry.summarised()]
     ends = [graph.graph_break for graph in graphs if graph.graph_break is not None]
     known = {reason.rest for reason in ends}
-    found = untold(
-        _torch.graph_breaks(), [end.line for end in ends], [graph.place for graph in graphs]
-    )
+    places = [graph.place for graph in graphs]
+    functions = set(map(_function_at, places))
+    noted = [
+        each
+        for each in _torch.graph_breaks()
+        if not each.earlier or _function_of(each) in functions
+    ]
+    found = untold(noted, [end.line for end in ends], places)
     lines = [
         f"graph break at {each.line}: {each.detail}"
         if each.rest is None
@@ -32,7 +40,7 @@ def summary() -> str:
     ]
     lines += [
         f"{why_left(each.place, each.reason)}: {each.reason.detail} [{each.reason.code}]; {each.reason.fix}"
-        for each in at_limit()
+        for each in frames.at_limit()
     ]
     parts = [telemetry.graphs_summary(), *lines, telemetry.by_hand_summary()]
     text = "\n".join(filter(None, parts))
@@ -40,3 +48,16 @@ def summary() -> str:
         return "no graph was compiled"
     status = native.loader.status
     return text if status is None else f"{text}\nnative code: {status}"
+
+
+def _function_at(place: str | None) -> str:
+    """Of `model.py:41 in forward`, the file and the name; modules of torch's own are one function."""
+    where, _, name = (place or "").partition(" in ")
+    return f"{where.rpartition(':')[0]} in {name}" if name else "module"
+
+
+def _function_of(noted: _torch.GraphBreak) -> str:
+    file, name = noted.function
+    if file.endswith(frames.WRAPPER):
+        return "module"
+    return f"{os.path.basename(file)} in {function_name(name)}"

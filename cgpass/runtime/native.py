@@ -242,9 +242,13 @@ class _Run:
             first = next((line for line in lines if "error" in line), lines[0] if lines else "")
             why = f"{self._command[0]} failed with status {status}: {first}".removesuffix(": ")
             raise BuildError(why, _ANOTHER, said)
-        part = self._target.with_suffix(".part")  # the folder may be on another file system
-        shutil.copyfile(self._made, part)
-        part.replace(self._target)
+        # The folder may be on another file system, and that may have no locks: nobody else writes to this name.
+        part = self._target.with_suffix(f".{self._folder.name}.part")
+        try:
+            shutil.copyfile(self._made, part)
+            part.replace(self._target)
+        finally:
+            part.unlink(missing_ok=True)
 
     def stop(self) -> None:
         """Kill the compiler and all that it started, if it runs; nothing of it is left."""

@@ -70,7 +70,7 @@ class Inputs:
         self._last: dict[int, _Place] = {}
         """The storage that each static input had when it was new for the last time."""
         self._first: dict[tuple[Holder, ...], bytes] = {}
-        """Where static inputs lay in their first call, by who holds them: known where moves are errors."""
+        """Where static inputs lay when they were recorded, by who holds them: known where moves are errors."""
         self._before = b""
         """Where the static inputs lay in the last call that was looked at."""
         self._there: list[_torch.WeakStorage | None] = []
@@ -160,12 +160,16 @@ class Inputs:
         last = self._last.get(i)
         return last is not None and last[1].expired
 
-    def moved(self, args: Sequence[Any], key: bytes, found: Found) -> tuple[int, ...]:
-        """Static inputs that moved or were replaced since their module was called first; another module's did not."""
+    def moved(
+        self, args: Sequence[Any], key: bytes, found: Found, *, recorded: bool
+    ) -> tuple[int, ...]:
+        """Static inputs that moved or were replaced since their module's calls were recorded; another module's did not."""
         places, _ = self._layout.split(key)
         if self._layout.knows_no_modules:
-            return found.new if self._last else ()
+            return found.new if recorded else ()
         holders = holders_of([args[i] for i in self._layout.checked])
+        if not recorded:
+            self._first[holders] = places
         before = self._first.setdefault(holders, places)
         pairs = zip(self._addresses(places), array("q", before), strict=True)
         return tuple(i for (i, now), first in pairs if first != now)

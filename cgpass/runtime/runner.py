@@ -222,7 +222,8 @@ class PartitionRunner:
         found = self._inputs.find(args, key)
         seen = self.table.get((shape, found.places))
         if self.settings.static_input_check == "error":
-            self._refuse_moved(self._inputs.moved(args, key, found), args)
+            recorded = self.stats.recordings > 0
+            self._refuse_moved(self._inputs.moved(args, key, found, recorded=recorded), args)
         if found.code == "not_in_the_pool" and seen is not None and seen.recordings:
             return self._plain(args, found.code, *self._not_in_the_pool(found))
         if seen is None and not self.table.has_room(self._identities(args, found)):

@@ -329,3 +329,14 @@ def test_names_without_a_value_are_no_hindrance():
     assert report.graphs
     if not report:
         later = fn
+
+
+def test_the_simulated_driver_shows_no_times_where_nothing_is_captured():
+    torch.compiler.reset()
+    options = {"driver": "simulated", "compiler": "eager"}
+    for fn in (lambda x: x.view(-1), lambda x: torch.histc(x.sin(), bins=4) * 2):
+        report = cgpass.explain(fn, torch.ones(4), options=options)
+        assert report.ms is None
+        assert " ms" not in str(report)
+    plainly = cgpass.explain(lambda x: x.view(-1), torch.ones(4), options={"driver": "none"})
+    assert plainly.ms is not None

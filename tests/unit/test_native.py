@@ -187,6 +187,30 @@ def test_a_process_that_goes_before_leaves_nothing_that_stops_the_next(copying, 
 # ---- where
 
 
+def test_where_there_are_no_locks_nobody_writes_into_what_another_copies(
+    copying, tmp_path, monkeypatch
+):
+    fresh_loader(monkeypatch, tmp_path / "cache")
+    monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+    written = []
+
+    def copyfile(made, to):
+        written.append(to)
+        if len(written) == 2:
+            raise OSError("no space left")
+        return known(made, to)
+
+    known = shutil.copyfile
+    monkeypatch.setattr(shutil, "copyfile", copyfile)
+    monkeypatch.setattr(native, "SOURCES", (native.FUNCTIONS,))
+    (made,) = native.build()
+    made.unlink()
+    with pytest.raises(native.BuildError, match="no space left"):
+        native.build()
+    assert len(set(written)) == 2
+    assert [each.name for each in (tmp_path / "cache" / "cgpass").iterdir()] == [".lock"]
+
+
 def test_an_unwritable_cache_is_replaced_by_a_temporary_one(
     copying, monkeypatch, tmp_path, caplog, capsys
 ):

@@ -27,6 +27,12 @@ host.register_fake(torch.empty_like)
 waits.register_fake(torch.empty_like)
 
 
+class Breaks(torch.nn.Module):
+    def forward(self, x):
+        torch._dynamo.graph_break()  # of Breaks.forward
+        return x.exp()
+
+
 def summary_of(fn, **options):
     """Lines about the graphs of three calls, and what they added to the counters."""
     torch.compiler.reset()
@@ -208,6 +214,36 @@ def test_a_reset_begins_the_summary_anew():
     assert line.endswith("1 partition captured (2 operators), 0 eager (0 operators)")
     torch.compiler.reset()
     assert cgpass.summary() == "no graph was compiled"
+
+
+def test_a_reset_leaves_out_graph_breaks_of_what_is_not_called_again():
+    torch.compiler.reset()
+    options = {"driver": "simulated", "compiler": "eager"}
+
+    def breaks(x):
+        torch._dynamo.graph_break()
+        return x.sin()
+
+    first = torch.compile(breaks, backend="cgpass", options=options)
+    second = torch.compile(lambda x: x.cos(), backend="cgpass", options=options)
+    module = torch.compile(
+        torch.nn.Sequential(Breaks(), torch.nn.Linear(4, 4)), backend="cgpass", options=options
+    )
+    for call in (first, second, module):
+        call(X)
+    assert cgpass.summary().count("torch._dynamo.graph_break()") > 2
+    cgpass.reset()
+    assert cgpass.summary() == "no graph was compiled"
+    second(X)
+    assert "graph break" not in cgpass.summary()
+    for call, code in (
+        (first, "in breaks: torch._dynamo.graph_break()"),
+        (module, "of Breaks.forward"),
+    ):
+        cgpass.reset()
+        call(X)
+        assert code in cgpass.summary()
+    torch.compiler.reset()
 
 
 def many_options(fn, *args):

@@ -242,6 +242,20 @@ def test_a_parameter_that_is_replaced_is_an_error_where_that_is_asked_for(way, r
     del optimizer
 
 
+def test_a_parameter_replaced_before_anything_is_recorded_is_no_error(way):
+    torch.compiler.reset()
+    session = way.session(static_input_check="error")
+    module, call = session.compiled(MLP)
+    batch = session.batches(4, 8)[0]
+    call(batch).square().mean().backward()
+    replace_all(module)
+    for _ in range(4):
+        call(batch).square().mean().backward()
+    replace_all(module)
+    with pytest.raises(StaticInputMovedError, match=r"replaced since.*bias"):
+        call(batch)
+
+
 def test_another_module_is_no_error_where_replacing_is(way):
     """Nor is one that is made after another one was freed, and whose tensors lie in the same places."""
     torch.compiler.reset()
