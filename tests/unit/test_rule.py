@@ -210,14 +210,17 @@ def test_of_one_storage_the_oldest_places_are_forgotten():
 # ---- static_input_check="error"
 
 
-def test_what_moved_since_its_module_was_called_first_is_named():
+def test_what_moved_since_its_module_was_recorded_is_named():
     part, module, other = Partition(COPIED, STATIC), torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
 
-    def moved(module):
+    def moved(module, recorded=True):
         args = (X, module.weight)
         key = part.layout.static_key(args)
-        return part.inputs.moved(args, key, part(*args))
+        return part.inputs.moved(args, key, part(*args), recorded=recorded)
 
+    assert moved(module, recorded=False) == ()
+    module.weight.data = torch.ones(1, 2)
+    assert moved(module, recorded=False) == (), "nothing was recorded"
     assert (moved(module), moved(other), moved(module)) == ((), (), ())
     kept, module.weight.data = module.weight.data, torch.ones(1, 2)
     assert moved(module) == (1,)
