@@ -97,7 +97,7 @@ class Inputs:
         absent = tuple(
             i for i in layout.pooled if args[i].numel() and not owner.is_pool_storage(args[i])
         )
-        new = self._at_new_places(places)
+        new = self._at_new_places(args, places)
         code = self._why_not_copied(args, new, absent)
         if any(owner.ran_without_a_graph(args[i]) for i in absent):
             code = "not_in_the_pool" if code != "new_module" else code
@@ -112,15 +112,16 @@ class Inputs:
             absent,
         )
 
-    def _at_new_places(self, places: bytes) -> tuple[int, ...]:
+    def _at_new_places(self, args: Sequence[Any], places: bytes) -> tuple[int, ...]:
         if not self._before:
-            return tuple(i for i, now in self._addresses(places) if not self._is_known(i, now))
+            addresses = self._addresses(places)
+            return tuple(i for i, now in addresses if not self._is_known(i, now, args[i]))
         before, gone = array("q", self._before), _torch.expired(self._there)
         positions = zip(self._addresses(places), before, gone, strict=True)
         return tuple(
             i
             for (i, now), last, is_gone in positions
-            if (now != last or is_gone) and not self._is_known(i, now)
+            if (now != last or is_gone) and not self._is_known(i, now, args[i])
         )
 
     def _addresses(self, places: bytes) -> Iterator[tuple[int, int]]:
@@ -147,9 +148,12 @@ class Inputs:
         group = [i for i in checked if isinstance(args[i], torch.nn.Parameter)] or checked
         return {*group} <= {*new} and not any(self._was_moved(i, args[i]) for i in group)
 
-    def _is_known(self, i: int, address: int) -> bool:
+    def _is_known(self, i: int, address: int, value: torch.Tensor) -> bool:
+        """Whether this storage lay there before: what is alive may have been moved, and left its place to another one."""
         place = self._known[i].get(address)
-        return not address or (place is not None and not place[1].expired)
+        if not address or place is None:
+            return not address
+        return not place[1].expired and place[0] == value.untyped_storage()._cdata
 
     def _was_moved(self, i: int, value: torch.Tensor) -> bool:
         """Whether this very tensor or storage lay elsewhere before, or took the place of one that is gone."""

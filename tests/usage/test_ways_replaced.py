@@ -37,9 +37,6 @@ def test_a_buffer_is_replaced_in_the_forward(way, caplog):
     assert not caplog.records
 
 
-@pytest.mark.xfail(
-    strict=True, reason="each value that is kept is another place to be read in place"
-)
 def test_a_buffer_is_replaced_in_the_forward_and_every_value_kept(way):
     def program(session):
         module, call = session.compiled(Recurrent)
