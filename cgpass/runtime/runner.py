@@ -178,6 +178,7 @@ class PartitionRunner:
             result = self._replay_one(recordings, args, key, again=again)
             if result is not None:
                 return result
+            key = layout.static_key(args)  # to rescue some may have moved what is read
         return self._without_recording(args, shape, key, again=again)
 
     def _recordings(self, shape: ShapeKey, places: bytes, values: bytes) -> list[Recording]:
@@ -291,7 +292,8 @@ class PartitionRunner:
         keys = (
             [(shape, places)] if found.code else [(shape, each) for each in {places, found.places}]
         )
-        draws = self._draws = list[int]()
+        known = (self.table.get(each) for each in keys)
+        draws = self._draws = next((seen.draws for seen in known if seen is not None), [])
         new = [self._new_key(args, each, draws) for each in keys]
         self._inputs.remember(args, key, found)
         outputs = self._warm_up(args)
@@ -499,8 +501,10 @@ class PartitionRunner:
 
     def move_apart(self, victim: Recording, by: Recording) -> None:
         """See `Member`: gradients that are kept while a forward runs get a pool that it does not write."""
+        if not self.settings.is_backward or self._first_slot:
+            return
         own = self.table.all()
-        if self.settings.is_backward and victim in own and by not in own and not self._first_slot:
+        if victim in own and by not in own:
             self._first_slot = by.slot + 1
             self.forget_recordings()
 

@@ -83,7 +83,6 @@ class RecordingTable:
         self.newest = new.key
         found = self._seen.get(new.key)
         if found is not None:
-            found.draws[:] = new.draws
             self.renew(found, new.storages, new.identities)
             return found
         if len(self._seen) >= self._watermark:

@@ -550,3 +550,15 @@ def test_what_is_too_large_to_be_copied_call_after_call_is_named_once(caplog):
             "them."
         )
     ]
+
+
+def test_one_more_call_without_a_graph_leaves_known_how_far_operators_draw():
+    """Recordings go by what an earlier call of the same key learnt."""
+    run, value = runner(lambda p, x: [p * x], POOLED, COPIED), torch.ones(2)
+    run.owner.note_plain_results([value])
+    call(run, value, torch.ones(2))
+    (seen,) = run.table._seen.values()
+    seen.draws[:] = [5]
+    assert call(run, value, torch.ones(2)) == [[1, 1]]
+    assert counts(run) == (2, 0, 0, 0)
+    assert seen.draws == [5]
