@@ -223,9 +223,8 @@ class Recording:
             group.copy_from(args)
         self.replay()
         for i, placeholder in self._write_back:
-            placeholder.copy_to(
-                args[i].data
-            )  # a compiled function counts those writes that autograd is to know of
+            # A compiled function itself counts those writes that autograd is to know of.
+            placeholder.copy_to(args[i].data)
             if self._counts_writes and not args[i].is_inference():
                 torch.autograd.graph.increment_version(args[i])
         outputs = self._outputs.copy()

@@ -134,12 +134,12 @@ class Inputs:
         if new and self._is_another_module(args, new):
             return "new_module"
         copied, infos = (*new, *absent), self._layout.infos
-        if (
-            any(infos[i].whole_storage for i in copied)
-            or sum(num_bytes(args[i]) for i in copied) > self._max_copied
-            or _shares_what_is_written(args, copied, self._layout.mutated)
-        ):
-            return "new_places"
+        if sum(num_bytes(args[i]) for i in copied) > self._max_copied:
+            return "too_large"
+        if any(infos[i].whole_storage for i in copied):
+            return "whole_storage"
+        if _shares_what_is_written(args, copied, self._layout.mutated):
+            return "shares_memory"
         return None
 
     def _is_another_module(self, args: Sequence[Any], new: Sequence[int]) -> bool:

@@ -55,6 +55,13 @@ from cgpass.tracing import NOWHERE, Source
 
 log = logging.getLogger(__name__)
 
+_CANNOT_BE_COPIED = {
+    "too_large": "are too large to be copied (max_copied_mib={})",
+    "whole_storage": "can't be copied, since more of their storages is read than they are",
+    "shares_memory": "can't be copied, since an input that is written shares memory with another",
+}
+"""Codes of `rule.Found` whose inputs would be copied otherwise, and why they are not."""
+
 Result = tuple[Sequence[Any], Recording | None]
 """A call's outputs, and the recording that made them (None if they were made without a graph)."""
 
@@ -344,17 +351,15 @@ class PartitionRunner:
             self._new_modules += 1
             if self._new_modules == 2 * self.settings.max_recordings:
                 self._say_others(found, args)
-        if found.code == "new_places":
-            if self._had_new_places:
-                self._say_moving(found, args)
-            self._had_new_places = True
-        else:
-            self._had_new_places = False
+        cannot_be_copied = found.code in _CANNOT_BE_COPIED
+        if cannot_be_copied and self._had_new_places:
+            self._say_moving(found, args)
+        self._had_new_places = cannot_be_copied
 
     def _say_never_recorded(self, changed: Sequence[int], args: Sequence[Any]) -> None:
         why, fix = what_never_repeats(self.layout, changed, args)
         limit = self.settings.max_recordings
-        self._say_once("sizes", f"{limit} calls in a row were never recorded, since {why}. {fix}.")
+        self._say_once("sizes", f"{limit} calls came that were never recorded, since {why}. {fix}.")
 
     def _say_others(self, found: Found, args: Sequence[Any]) -> None:
         names = describe_tensors(self.layout.infos, args, found.new)
@@ -367,6 +372,7 @@ class PartitionRunner:
 
     def _say_moving(self, found: Found, args: Sequence[Any]) -> None:
         names = describe_tensors(self.layout.infos, args, found.new or found.absent)
+        why = _CANNOT_BE_COPIED[found.code or ""].format(self.settings.max_copied_mib)
         fix = (
             "Write new values into parameters and buffers (copy_) instead of replacing them."
             if found.new
@@ -374,14 +380,15 @@ class PartitionRunner:
         )
         self._say_once(
             "places",
-            f"{names} lie at a new place in every call, and are too large to be copied "
-            f"(max_copied_mib={self.settings.max_copied_mib}): such calls run without a graph. {fix}",
+            f"{names} lie at a new place in every call, and {why}: such calls run without a graph. {fix}",
         )
 
     def _not_in_the_pool(self, found: Found) -> tuple[str, str | None]:
         infos = [self.layout.infos[i] for i in found.absent]
         line = next((info.line for info in infos if info.line is not None), None)
-        return f"{describe(infos, 3)} was made without a graph", line
+        names = ", ".join(info.name for info in infos[:3])
+        more = f" and {len(infos) - 3} more" if len(infos) > 3 else ""
+        return f"what made {names}{more} ran without a graph", line
 
     def _full(self, args: list[Any], shape: ShapeKey) -> Result:
         limit, infos = self.settings.max_recordings, self.layout.infos
@@ -394,6 +401,7 @@ class PartitionRunner:
             "without a graph, known ones keep replaying. Keep to a few sizes (pad), or raise the option.",
         )
         line = next((infos[i].line for i in new if infos[i].line is not None), None)
+        names = ", ".join(infos[i].name for i in new[:3]) or "what other partitions hand it"
         why = f"as many shapes are recorded as max_recordings={limit} allows, and another value or layout of {names} came"
         return self._plain(args, "max_recordings", why, line)
 

@@ -142,7 +142,7 @@ CALLS = {
         LINE,
         (
             "3 of 5 calls ran without a graph: as many shapes are recorded as max_recordings=1 allows, and another value or "
-            "layout of x1 (read at model.py:1 in forward: code) came"
+            "layout of x1 came"
         ),
     ),
     "max_pending_calls": (
@@ -155,7 +155,7 @@ CALLS = {
         made_elsewhere,
         "",
         "model.py:0 in forward: code",
-        "1 of 4 calls ran without a graph: x0 (read at model.py:0 in forward: code) was made without a graph",
+        "1 of 4 calls ran without a graph: what made x0 ran without a graph",
     ),
     "transform": (
         transformed,

@@ -108,7 +108,7 @@ def test_a_call_of_another_module_is_none_of_copies():
         assert (found.code, found.new, found.places) == (None, (), places(w, shared))
 
 
-@pytest.mark.parametrize(("max_copied", "code"), [(8, None), (7, "new_places")])
+@pytest.mark.parametrize(("max_copied", "code"), [(8, None), (7, "too_large")])
 def test_what_is_too_large_to_be_copied_is_not(max_copied, code):
     part, w = Partition(COPIED, STATIC, max_copied=max_copied), Parameter(X.clone())
     part(X, w)
@@ -124,14 +124,14 @@ def test_what_is_read_beside_its_view_is_not_copied():
     part, w = Partition(COPIED, STATIC, whole=(1,)), Parameter(X.clone())
     part(X, w)
     kept, w.data = w.data, X.clone()
-    assert part(X, w).code == "new_places"
+    assert part(X, w).code == "whole_storage"
     del kept
 
 
 @pytest.mark.parametrize(
     ("written", "other", "code"),
     [
-        ((2,), "shares", "new_places"),
+        ((2,), "shares", "shares_memory"),
         ((), "shares", None),
         ((2,), "own", None),
         ((1,), "own", None),

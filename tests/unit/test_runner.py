@@ -562,3 +562,13 @@ def test_one_more_call_without_a_graph_leaves_known_how_far_operators_draw():
     assert call(run, value, torch.ones(2)) == [[1, 1]]
     assert counts(run) == (2, 0, 0, 0)
     assert seen.draws == [5]
+
+
+def test_what_shares_memory_with_what_is_written_says_that_and_not_a_size(caplog):
+    run = runner(lambda v, w: [v * w.add_(1)], STATIC, STATIC, mutated=(1,))
+    for _ in range(4):
+        base = torch.ones(4)
+        call(run, base[:2], base[2:])
+    (record,) = caplog.records
+    assert "can't be copied, since an input that is written shares memory" in record.getMessage()
+    assert "max_copied_mib" not in record.getMessage()

@@ -120,4 +120,4 @@ def test_offsets_that_never_repeat(setting, caplog):
         return [call(whole[2 * n : 2 * n + 12]) for n in range(80)]
 
     setting.compare(program)
-    assert "64 calls in a row were never recorded" in caplog.text
+    assert "64 calls came that were never recorded" in caplog.text
