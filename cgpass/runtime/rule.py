@@ -156,7 +156,11 @@ class Inputs:
         return not place[1].expired and place[0] == value.untyped_storage()._cdata
 
     def _was_moved(self, i: int, value: torch.Tensor) -> bool:
-        """Whether this very tensor or storage lay elsewhere before, or took the place of one that is gone."""
+        """Whether this very tensor or storage lay elsewhere before, or took the place of one that is gone.
+
+        A tensor that is gone may have left its `id` to this one, which then counts as moved. A weak reference would tell,
+        but `torch.utils.swap_tensors` refuses tensors that have one.
+        """
         identity, name = value.untyped_storage()._cdata, id(value)
         for each, ref, known in self._known[i].values():
             if known == name or (each == identity and not ref.expired):

@@ -17,6 +17,7 @@ Note [What a call does]
 """
 
 import logging
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -61,6 +62,9 @@ _CANNOT_BE_COPIED = {
     "shares_memory": "can't be copied, since an input that is written shares memory with another",
 }
 """Codes of `rule.Found` whose inputs would be copied otherwise, and why they are not."""
+
+_LETTING_GO = 0.001
+"""Seconds. Autograd's own thread lets go of what a backward read when whoever called that goes on already."""
 
 Result = tuple[Sequence[Any], Recording | None]
 """A call's outputs, and the recording that made them (None if they were made without a graph)."""
@@ -272,7 +276,13 @@ class PartitionRunner:
         if 0 < self._largest < size and not seen.recordings:
             self.owner.make_space()
         self._largest = max(self._largest, size)
-        number = sum(r.made_for == made_for for r in seen.recordings.get(found.values, ()))
+        recordings = seen.recordings.get(found.values, [])
+        number = sum(recording.made_for == made_for for recording in recordings)
+        if 0 < number < self.owner.max_pending_calls:
+            time.sleep(_LETTING_GO)
+            result = self._replay_one(recordings, args, key, again=again)
+            if result is not None:
+                return result
         slot = self.owner.slot_for(number, first=self._first_slot)
         if slot is None:
             self.owner.warn_of_held(self.name)

@@ -81,7 +81,8 @@ def test_one_thread_calls_and_another_reads(way):
         in_threads(produce, consume)
         return values
 
-    assert way.compare(program)["plain_calls"] == 0
+    # Results that lie in the pool may move while the other thread is inside of an operator: see docs/limits.md.
+    assert way.compare(program, outputs="owned")["plain_calls"] == 0
 
 
 @pytest.mark.parametrize("parameter_grads", ["autograd", "direct"])
