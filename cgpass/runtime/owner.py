@@ -12,6 +12,7 @@ import contextlib
 import logging
 import sys
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+_LETTING_GO = 0.001
+"""Seconds, once a backward: autograd's own thread lets go of gradients when whoever called it goes on already."""
+
+
 class Member(Protocol):
     """Something that an owner frees."""
 
@@ -46,8 +51,11 @@ class Member(Protocol):
     def forget_recordings(self) -> None:
         """Drop recordings, but not what is known of calls."""
 
-    def move_apart(self, victim: Recording, by: Recording) -> None:
-        """Have outputs of `victim`, if it is this one's, lie where `by`, if it is not, does not write."""
+    def would_move_apart(self, victim: Recording, by: Recording) -> bool:
+        """Whether outputs of `victim`, this one's, are to lie where `by`, which is not, does not write."""
+
+    def move_apart(self, by: Recording) -> None:
+        """Have outputs lie where `by` does not write."""
 
 
 class _Slot:
@@ -140,13 +148,19 @@ class Owner:
         victims = self.overwritten_by(recording)
         if not all(victim.memory.can_rescue(blocks) for victim, blocks in victims):
             return False
+        if any(self._to_move_apart(victim, recording) for victim, _ in victims):
+            time.sleep(_LETTING_GO)
+            victims = self.overwritten_by(recording)
         for victim, blocks in victims:
             if victim.closed:  # with another one of its partition: its outputs were moved
                 continue
             victim.rescue(blocks)
-            for member in self._members:
-                member.move_apart(victim, recording)
+            for member in self._to_move_apart(victim, recording):
+                member.move_apart(recording)
         return True
+
+    def _to_move_apart(self, victim: Recording, by: Recording) -> list[Member]:
+        return [member for member in self._members if member.would_move_apart(victim, by)]
 
     # ---- recordings
 

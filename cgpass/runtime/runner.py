@@ -17,7 +17,6 @@ Note [What a call does]
 """
 
 import logging
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -62,9 +61,6 @@ _CANNOT_BE_COPIED = {
     "shares_memory": "can't be copied, since an input that is written shares memory with another",
 }
 """Codes of `rule.Found` whose inputs would be copied otherwise, and why they are not."""
-
-_LETTING_GO = 0.001
-"""Seconds. Autograd's own thread lets go of what a backward read when whoever called that goes on already."""
 
 Result = tuple[Sequence[Any], Recording | None]
 """A call's outputs, and the recording that made them (None if they were made without a graph)."""
@@ -276,13 +272,7 @@ class PartitionRunner:
         if 0 < self._largest < size and not seen.recordings:
             self.owner.make_space()
         self._largest = max(self._largest, size)
-        recordings = seen.recordings.get(found.values, [])
-        number = sum(recording.made_for == made_for for recording in recordings)
-        if 0 < number < self.owner.max_pending_calls:
-            time.sleep(_LETTING_GO)
-            result = self._replay_one(recordings, args, key, again=again)
-            if result is not None:
-                return result
+        number = sum(r.made_for == made_for for r in seen.recordings.get(found.values, ()))
         slot = self.owner.slot_for(number, first=self._first_slot)
         if slot is None:
             self.owner.warn_of_held(self.name)
@@ -517,14 +507,17 @@ class PartitionRunner:
         for recording in self.table.all():
             recording.set_private(self.copied - self.read)
 
-    def move_apart(self, victim: Recording, by: Recording) -> None:
-        """See `Member`: gradients that are kept while a forward runs get a pool that it does not write."""
+    def would_move_apart(self, victim: Recording, by: Recording) -> bool:
+        """See `Member`: gradients that are kept while a forward runs get a pool that it does not write, once."""
         if not self.settings.is_backward or self._first_slot:
-            return
+            return False
         own = self.table.all()
-        if victim in own and by not in own:
-            self._first_slot = by.slot + 1
-            self.forget_recordings()
+        return victim in own and by not in own
+
+    def move_apart(self, by: Recording) -> None:
+        """See `Member`."""
+        self._first_slot = by.slot + 1
+        self.forget_recordings()
 
     def _close(self, recordings: Sequence[Recording]) -> None:
         if recordings:
