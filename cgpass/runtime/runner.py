@@ -182,31 +182,32 @@ class PartitionRunner:
             recordings = self._recordings(shape, *layout.split(key))
         if recordings and not owner.driver.is_capturing():
             self._last = (shape, key, recordings)
-            result = self._replay_one(recordings, args, key, again=again)
-            if result is not None:
-                return result
-            key = layout.static_key(args)  # to rescue some may have moved what is read
+            recording = self._choose(recordings, args, key)
+            if recording is not None:
+                return self._replay(recording, args), recording
+            moved = layout.static_key(args)  # to rescue some may have moved what is read
+            if moved != key and not again:
+                return self._run(args, again=True)
+            key = moved
         return self._without_recording(args, shape, key, again=again)
 
     def _recordings(self, shape: ShapeKey, places: bytes, values: bytes) -> list[Recording]:
         seen = self.table.get((shape, places))
         return [] if seen is None else seen.recordings.get(values, [])
 
-    def _replay_one(
-        self, recordings: Sequence[Recording], args: list[Any], key: StaticKey, *, again: bool
-    ) -> Result | None:
-        """Replay one that overwrites nothing that is referenced, if need be after that was rescued; None if none may."""
+    def _choose(
+        self, recordings: Sequence[Recording], args: list[Any], key: StaticKey
+    ) -> Recording | None:
+        """One that overwrites nothing that is referenced, if need be after that was rescued; None if there is none."""
         owner = self.owner
         for recording in recordings:
             if owner.is_safe(recording) and recording.may_replay(args):
-                return self._replay(recording, args), recording
+                return recording
         for recording in recordings:
             if recording.may_replay(args) and owner.rescue(recording):
-                if self.layout.static_key(args) != key:  # what is read was among what was moved
-                    return None if again else self._run(args, again=True)
-                if not recording.closed and recording.may_replay(args):
-                    return self._replay(recording, args), recording
-                return None
+                moved = self.layout.static_key(args) != key  # what is read was among what was moved
+                may = not (moved or recording.closed) and recording.may_replay(args)
+                return recording if may else None
         return None
 
     def _replay(self, recording: Recording, args: list[Any]) -> list[Any]:
@@ -243,8 +244,12 @@ class PartitionRunner:
             return self._plain(args, "out_of_memory", seen.left_plain)
         if found.copied:
             recordings = seen.recordings.get(found.values, [])
-            result = self._replay_one(recordings, args, key, again=again)
-        return result or self._record_or_not(args, seen, found, key, again=again)
+            recording = self._choose(recordings, args, key)
+            if recording is not None:
+                return self._replay(recording, args), recording
+            if not again and self.layout.static_key(args) != key:
+                return self._run(args, again=True)
+        return self._record_or_not(args, seen, found, key, again=again)
 
     def _left_plain(self, args: list[Any]) -> Result | None:
         """Row 1, but for keys that are left plain."""
