@@ -11,9 +11,13 @@ Note [What a call does]
     3b  the same, with `max_pending_calls` of them: without a graph
     4   it has recordings, which overwrite what is referenced otherwise: rescue that, look once more, replay
     5   it has none, but its key was seen, and there is room: record
-    6   else it runs without a graph, and its key was seen from now on
+    6   else it runs without a graph, and its key was seen from now on, unless there is no room for it or what it reads
+        was made without a graph in this very call
 
-    Nothing else decides. A recording goes when a storage that it reads in place is gone.
+    Nothing else decides. A recording goes when a storage that it reads in place is gone, once something else is
+    recorded. All go, and are made again in their next calls, before a larger one is made, which finds no room in their
+    memory (`Owner.make_space`), and when a second thread calls; a backward's do once, when its gradients turn out to be
+    kept while a forward runs (`move_apart`). A partition that failed keeps the recordings that it has.
 """
 
 import logging

@@ -58,6 +58,20 @@ def test_what_nobody_holds_does_not_pile_up():
     assert len(live._stack) == 1
 
 
+def test_what_was_moved_in_each_call_does_not_pile_up():
+    if not fast.can_swap():
+        pytest.skip("this process can't swap storages")
+    live, older, made, kept = LiveOutputs(), Made(1), Made(2), []
+    kept.append(older.hand_out())
+    live.push(older)
+    for _ in range(100):
+        made.memory.rescue(made.memory.held())
+        kept.append(made.hand_out())
+        live.push(made)
+        assert live.youngest() == 2
+    assert len(live._stack) == 2
+
+
 def test_a_discarded_recording_is_forgotten():
     live, first, second = LiveOutputs(), Made(1), Made(2)
     kept = [made.hand_out() for made in (first, second)]
