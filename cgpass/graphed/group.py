@@ -162,8 +162,13 @@ class Group:
         """As `close`: nobody asks this owner to start over, or tells it of calls."""
         self.close()
 
-    def move_apart(self, victim: Recording, by: Recording) -> None:
+    def would_move_apart(self, victim: Recording, by: Recording) -> bool:
         """See `Member`: outputs of callables stay where they are."""
+        del victim, by
+        return False
+
+    def move_apart(self, by: Recording) -> None:
+        """See `Member`: never asked for."""
 
 
 def _like_gradient(output: torch.Tensor) -> torch.Tensor:
