@@ -81,7 +81,7 @@ def cgpass(
         )
     check_names(parsed)
     if parsed.driver != "none" and (parsed.driver != "auto" or torch.cuda.is_available()):
-        native.loader.start()
+        native.loader.start(parsed.progress)
     return Compilation(parsed).compile(gm, example_inputs)
 
 

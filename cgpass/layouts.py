@@ -28,6 +28,14 @@ _SIZES_KEPT: Final = 256
 """Combinations of sizes whose layouts are known; others run as a whole again."""
 
 
+def _geometry(values: Sequence[Any], positions: tuple[int, ...]) -> object:
+    """Something that is equal for equal sizes and strides; in Python where nothing is recorded."""
+    if fast.is_loaded:
+        return fast.geometry(values, positions)
+    found = [values[i] for i in positions]
+    return tuple([(x.size(), x.stride()) if isinstance(x, torch.Tensor) else None for x in found])
+
+
 class StrideNotes:
     """Has outputs come with the strides that other graphs were compiled for.
 
@@ -49,9 +57,9 @@ class StrideNotes:
         self._whole: Boxed | None = None
         self._noted: dict[_Sizes, dict[int, _Place]] = {}
         """By sizes, what is known of each output; the oldest first."""
-        self._said: tuple[_Sizes, bytes] | None = None
+        self._said: tuple[_Sizes, object] | None = None
         """Sizes and geometry that were noted last."""
-        self._fitting: tuple[_Sizes, bytes] | None = None
+        self._fitting: tuple[_Sizes, object] | None = None
         """Sizes and geometry that were found to be as they should."""
 
     def noting(self, fn: Boxed) -> Boxed:
@@ -60,7 +68,7 @@ class StrideNotes:
         def run(args: list[Any]) -> Any:
             sizes = self._sizes_of(args)
             outputs = fn(args)
-            said = (sizes, fast.geometry(outputs, self._positions))
+            said = (sizes, _geometry(outputs, self._positions))
             if said != self._said:
                 found = [(i, outputs[i]) for i in self._positions]
                 if sizes not in self._noted and len(self._noted) >= _SIZES_KEPT:
@@ -81,7 +89,7 @@ class StrideNotes:
             if noted is None:
                 return self._run_whole(args)
             outputs = list(fn(args))
-            found = (sizes, fast.geometry(outputs, self._positions))
+            found = (sizes, _geometry(outputs, self._positions))
             if found == self._fitting:
                 return outputs
             wanted = ((i, place.strides_for(outputs[i])) for i, place in noted.items())
@@ -121,9 +129,9 @@ class _Traced:
         used = [s for strides in self._wanted.values() for s in strides if not isinstance(s, int)]
         self._sizes = SymbolValues.of(gm, {symbol for s in used for symbol in s.free_symbols})
         self._positions = tuple(self._wanted)
-        self._fitting: tuple[tuple[int, ...], bytes] = ((), b"")
+        self._fitting: tuple[tuple[int, ...], object] = ((), b"")
         """Sizes and geometry that were found to be as they should."""
-        self._moves: dict[tuple[tuple[int, ...], bytes], list[_Move]] = {}
+        self._moves: dict[tuple[tuple[int, ...], object], list[_Move]] = {}
         """By sizes and geometry, which to lay out anew and with which strides."""
 
     def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
@@ -132,7 +140,7 @@ class _Traced:
 
     def lay_out(self, values: list[Any], sizes: tuple[int, ...]) -> None:
         """Have tensors lie as traced, each copied if it doesn't."""
-        found = (sizes, fast.geometry(values, self._positions))
+        found = (sizes, _geometry(values, self._positions))
         if found == self._fitting:
             return
         moves = self._moves.get(found)

@@ -21,6 +21,7 @@ OTHER_FIXES: Final = {
     "max_pending_calls",
     "not_in_the_pool": "see why what makes it ran without a graph",
     "transform": "call it outside of transforms (torch.func, vmap, batched gradients)",
+    "no_native_code": "install g++ or clang++, or name a compiler by CXX=; python -m cgpass build shows what it says",
     "outer_capture": "leave it: the graph that is being captured holds it",
     "other_sizes": "name the operator that can't be captured in unsafe_ops to have such calls captured, too",
     "passing": "leave it, unless it goes on: a capture failed once",

@@ -19,6 +19,11 @@ _NAME_IT = 'Name the operator in options={"unsafe_ops": (...)} to capture the re
 _NO_SYNCS = "Move what waits for the device or reads data on the host out of the function to have the rest captured."
 _MORE_MEMORY = "Free memory, or keep fewer recordings (max_recordings); after cgpass.reset() the next calls try again."
 _OTHER_INPUT = "Pass it as a dense tensor to have the partition captured."
+_BYPASSED = {
+    "transform": "they came from inside of a transform",
+    "no_native_code": "cgpass has no native code, which recordings need",
+}
+"""Why such calls run without a graph, by code."""
 
 
 class Fallback:
@@ -148,11 +153,11 @@ class Fallback:
             )
         return why
 
-    def run_bypassed(self, args: list[Any], *, asked: bool) -> Sequence[Any]:
-        """Run a call that is to run plainly, or one inside a transform, whose tensors need have no memory; said once."""
-        if not asked:
-            self._reasons.note("transform", lambda: ("they came from inside of a transform", None))
-        if not asked and not self._said_transform:
+    def run_bypassed(self, args: list[Any], why: str) -> Sequence[Any]:
+        """Run a call without a graph, whatever it is. Args: why: see `Owner.bypassed`; a transform is said once."""
+        if why in _BYPASSED:
+            self._reasons.note(why, lambda: (_BYPASSED[why], None))
+        if why == "transform" and not self._said_transform:
             self._said_transform = True
             log.log(
                 self._level,

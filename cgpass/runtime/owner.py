@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cgpass import _torch
-from cgpass.runtime import fast
+from cgpass.runtime import fast, native
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.liveness import LiveOutputs
 from cgpass.runtime.recording import Recording
@@ -93,8 +93,9 @@ class Owner:
         """Whether calls other than backwards came from several threads."""
         self.plain = False
         """Whether all calls are to run plainly, to be compared with those that replay."""
-        self.bypassed = False
-        """Whether this call runs plainly: it is to, or is made inside a transform, whose tensors need have no memory."""
+        self.bypassed: str | None = None
+        """Why this call runs without a graph, if it does: "asked", "transform" (whose tensors need have no memory),
+        "no_native_code"."""
         self._all_go = False
         """Whether every recording is being dropped."""
         self._members: list[Member] = []
@@ -113,7 +114,13 @@ class Owner:
         Args:
             is_backward: Whether it is a backward, which autograd makes on a thread of its own.
         """
-        self.bypassed = self.plain or fast.in_transform()
+        self.bypassed = None
+        if self.plain:
+            self.bypassed = "asked"
+        elif not (fast.is_loaded or native.loader.wait()):
+            self.bypassed = "no_native_code"
+        elif fast.in_transform():
+            self.bypassed = "transform"
         self.driver.enter_call()
         if is_backward:
             return
@@ -283,8 +290,7 @@ class Owner:
         """Free a recording; outputs that somebody holds stay theirs."""
         slot = self._slots[recording.slot]
         slot.recordings = [other for other in slot.recordings if other is not recording]
-        if recording.memory.is_lean:  # else what is held stays where it lies, and counts
-            slot.live.discard(recording)
+        slot.live.discard(recording)
         self._pool_addresses -= Counter(recording.memory.addresses())
         recording.close(whole_pool=self._all_go)
 

@@ -4,8 +4,8 @@ Note [What a call does]
     The key of a call is what it computes (sizes, integers, modes), the addresses of what it reads in place, and which
     inputs are copied; see Note [One rule for inputs]. A call is the first of these rows that fits:
 
-    1   it is inside somebody else's capture or a transform, its owner is closed, or this partition or key is left
-        plain: it runs without a graph
+    1   it is inside somebody else's capture or a transform, its owner is closed, there is no native code, or this
+        partition or key is left plain: it runs without a graph
     2   it has recordings, one of which overwrites nothing that is referenced: replay
     3   it has recordings, all of which overwrite results of calls whose backward is due: record another one
     3b  the same, with `max_pending_calls` of them: without a graph
@@ -138,7 +138,7 @@ class PartitionRunner:
         """Of this call's key: see `Seen.draws`."""
         self._last: tuple[ShapeKey, StaticKey, list[Recording]] | None = None
         owner.add(self)
-        native.loader.start()
+        native.loader.start(settings.progress)
 
     @property
     def failure(self) -> str | None:
@@ -176,8 +176,8 @@ class PartitionRunner:
             again: Whether making room has moved what this call reads.
         """
         owner, layout = self.owner, self.layout
-        if owner.bypassed:
-            return self._fallback.run_bypassed(args, asked=owner.plain), None
+        if owner.bypassed is not None:
+            return self._fallback.run_bypassed(args, owner.bypassed), None
         shape, key = layout.shape_key(args), layout.static_key(args)
         last = self._last
         if last is not None and last[0] == shape and last[1] == key:
@@ -431,7 +431,6 @@ class PartitionRunner:
                 self.close()
                 self._fallback.note_failure()
                 return self._fallback.run(args), None
-        native.loader.wait(self.settings.progress)
         self._new_modules = 0
         cause = self.history.cause(self.layout, seen, found, args)
         recording = self._attempt(args, seen, found, slot)
@@ -483,7 +482,7 @@ class PartitionRunner:
             recording.close(whole_pool=False)
             return None
         recording.made_for, recording.draws = seen.identities, seen.draws
-        if not recording.memory.is_lean or self.owns_outputs:
+        if self.owns_outputs:
             self._copy_from_now_on(recording.visible)
         recording.set_private(self.copied - self.read)
         self.owner.add_recording(recording)

@@ -48,7 +48,14 @@ def made_elsewhere():
 
 def transformed():
     run = runner(lambda x: [x * 2], COPIED)
-    run.owner.bypassed = True
+    run.owner.bypassed = "transform"
+    call(run, X)
+    return run
+
+
+def without_native_code():
+    run = runner(lambda x: [x * 2], COPIED)
+    run.owner.bypassed = "no_native_code"
     call(run, X)
     return run
 
@@ -162,6 +169,12 @@ CALLS = {
         "",
         None,
         "1 of 1 call ran without a graph: they came from inside of a transform",
+    ),
+    "no_native_code": (
+        without_native_code,
+        "",
+        None,
+        "1 of 1 call ran without a graph: cgpass has no native code, which recordings need",
     ),
     "outer_capture": (
         captured_by_others,
