@@ -22,7 +22,6 @@ OTHER_FIXES: Final = {
     "not_in_the_pool": "see why what makes it ran without a graph",
     "transform": "call it outside of transforms (torch.func, vmap, batched gradients)",
     "outer_capture": "leave it: the graph that is being captured holds it",
-    "other_sizes": "name the operator that can't be captured in unsafe_ops to have such calls captured, too",
     "passing": "leave it, unless it goes on: a capture failed once",
     "new_tensor": "write into it in place (copy_) instead of replacing it",
     "new_shape": "keep to a few sizes (pad), and pass a number that changes as a 0-dim tensor on the device",
