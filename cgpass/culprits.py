@@ -4,8 +4,8 @@ Note [A failed capture]
     The operators are found by running the partition once more, one after the other. They are known of the function's
     code from then on, and Dynamo is told to compile it again in its next call: what turned out while capturing goes the
     same way as what was known before, `unsafe_ops` among it. The call at hand runs plainly, and so do backwards that are
-    due. With process groups nothing is compiled again, since all ranks must keep the same partitions: the partition
-    runs plainly.
+    due. A function that holds collectives is not compiled again, since all ranks must keep the same partitions: the
+    partition runs plainly.
 """
 
 import contextlib
@@ -69,13 +69,15 @@ class FailedOperators:
         self._compile_id = None if trace_id is None else trace_id.compile_id
         known = _Known() if code is None else _known.get(code, _Known())
         self._operators = dict(known.operators)
+        self._communicates = False
         self.told = bool(known.replaced)
         """Whether the user was told of these: this compilation takes the place of one where they failed."""
         while known.replaced:
             telemetry.remove_function(known.replaced.pop())
 
     def mark(self, gm: fx.GraphModule) -> None:
-        """Mark those that failed as `PROVEN` in a graph that is to be partitioned."""
+        """Mark those that failed as `PROVEN` in a graph of the function that is to be partitioned."""
+        self._communicates |= any(map(values.is_collective, gm.graph.nodes))
         for node in gm.graph.nodes if self._operators else ():
             if node.op == "call_function" and (found := self._operators.get(_name(node))):
                 node.meta[PROVEN] = found
@@ -88,7 +90,7 @@ class FailedOperators:
             code is None
             or self._compile_id is None
             or operators.keys() <= self._operators.keys()
-            or _torch.has_process_groups()
+            or self._communicates
             or not _torch.compile_again(code, self._compile_id)
         ):
             return False
@@ -245,8 +247,7 @@ def find_culprits(
         trial: Whether to try a capture if the sync check finds nothing.
 
     Returns:
-        Everything that waits for the device; else what failed in the trial, with all that call the same operator.
-        Generators are where they were.
+        Everything that waits for the device, else what failed in the trial. Generators are where they were.
     """
     with torch.inference_mode(False), torch.no_grad(), random_state_kept(driver.device, args):
         inputs = _private(gm, args)
@@ -334,14 +335,6 @@ class _Following(fx.Interpreter):
         return super().run_node(n)
 
 
-def _same_operator(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
-    """Every node that calls the operator that `node` calls, wrapped or not."""
-    op = values.called(node)[0]
-    if not isinstance(op, torch._ops.OpOverload):
-        return [node]
-    return [other for other in gm.graph.nodes if values.called(other)[0] is op]
-
-
 def _by_trial(gm: fx.GraphModule, inputs: list[Any], driver: GraphDriver) -> Finding:
     follower = _Following(gm)
 
@@ -355,7 +348,7 @@ def _by_trial(gm: fx.GraphModule, inputs: list[Any], driver: GraphDriver) -> Fin
         if isinstance(error, torch.OutOfMemoryError) or node is None or node.op != "call_function":
             return Finding(clean=False)
         found = ("failed_capture", f"capturing it failed ({first_line(error)})")
-        return Finding(dict.fromkeys(_same_operator(gm, node), found))
+        return Finding({node: found})
     del outputs
     graph.reset()
     return Finding()

@@ -83,7 +83,7 @@ class Reason:
 
     code: str
     """Stable name of the rule, a key of `graph.op_tables.FIXES` or of `OTHER_FIXES`; "capture" where the capture of a
-    whole partition failed, which is not split."""
+    whole partition failed and no operator was found."""
     op: str
     """What the node calls; empty if no single operator is to blame."""
     detail: str

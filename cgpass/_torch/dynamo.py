@@ -109,6 +109,7 @@ def compile_again(code: types.CodeType, compile_id: Any) -> bool:
         or _stance.stance != "default"
         or _stance.skip_guard_eval_unsafe
         or config.error_on_recompile
+        or config.enable_compiler_collectives  # all ranks would have to compile
         or max(alike.values()) >= config.recompile_limit
         or max(each.compile_id.frame_compile_id for each in valid) + 1
         >= config.accumulated_recompile_limit

@@ -1,14 +1,17 @@
 """What can't be captured, and errors: the guilty operator runs eagerly, the rest is captured, errors come through."""
 
+import gc
 import logging
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 
 import cgpass
 from cgpass import telemetry
 from cgpass.errors import CaptureError
+from cgpass.runtime import owner as owners
 from cgpass.runtime.capturing import is_any_capture_running
 from tests.usage.programs import MLP, rows, train
 
@@ -334,3 +337,75 @@ def test_a_partition_that_is_nothing_but_guilty_runs_plainly(setting, caplog):
     (message,) = warned(caplog)
     assert "can't be captured as a whole" in message
     assert "failures.fails.default at test_failures.py:" in message
+
+
+def stance():
+    return torch.compiler.set_stance("fail_on_recompile")
+
+
+def limit():
+    return torch._dynamo.config.patch(recompile_limit=1)
+
+
+@pytest.mark.parametrize("forbids", [stance, limit])
+def test_where_torch_may_compile_no_more_it_runs_plainly(setting, caplog, forbids):
+    def program(session):
+        _, call = session.compiled(lambda: Around(fails))
+        x, values = session.randn(4, 8), []
+        with torch.no_grad():
+            values.append(call(x).clone())
+            with forbids():
+                values += [call(x).clone() for _ in range(3)]
+            return [*values, call(x).clone()]
+
+    with caplog.at_level(logging.WARNING, "cgpass"):
+        counters = setting.compare(program)
+    assert (counters["graphs"], counters["recordings"], counters["plain_calls"]) == (1, 0, 4)
+    (message,) = warned(caplog)
+    assert "can't be captured and runs without a graph from now on: failures.fails" in message
+
+
+def test_without_dynamo_it_runs_plainly(setting, caplog):
+    session = setting.session()
+    module = fx.symbolic_trace(lambda x: (torch.ops.failures.fails(x.sin().cos()).exp().tanh(),))
+    x = session.randn(4)
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "cgpass"):
+        call = cgpass.cgpass(module, [x], options=session.options)
+        for _ in range(4):
+            assert torch.equal(call(x)[0], fails(x.sin().cos()).exp().tanh())
+    (message,) = warned(caplog)
+    assert "can't be captured and runs without a graph from now on: failures.fails" in message
+
+
+def test_what_was_compiled_before_is_freed(setting):
+    gc.collect()
+    before, session = set(owners._owners), setting.session()
+    namespace = {"fails": fails}
+    exec("def fn(x): return fails(x.sin().cos().tanh().exp()).sin().cos()", namespace)
+    call, x = session.compile(namespace.pop("fn")), session.randn(4).requires_grad_()
+    held = [call(x) for _ in range(5)]
+    for out in held:
+        out.sum().backward()
+    del held, out
+    x.grad = None
+    gc.collect()
+    assert len(set(owners._owners) - before) == 1
+    del call
+    namespace.clear()  # torch keeps what it compiled there
+    gc.collect()
+    assert set(owners._owners) <= before
+
+
+def test_a_checkpoint_recomputes_with_what_was_compiled_since(setting):
+    def program(session):
+        module, call = session.compiled(lambda: Around(fails))
+        values = []
+        for x in session.batches(4, 8, count=8):
+            checkpoint(call, x, use_reentrant=False).square().mean().backward()
+            values += [p.grad.clone() for p in module.parameters()]
+            module.zero_grad()
+        return values
+
+    counters = setting.compare(program)
+    assert counters["partitions_eager"] == 1
+    assert counters["replays"] > 0
