@@ -33,7 +33,7 @@ from cgpass.inputs import InputInfo
 from cgpass.reason import CallReasons, many
 from cgpass.runtime import native
 from cgpass.runtime.driver import BoxedCallable
-from cgpass.runtime.failures import Resplit, give_memory_back
+from cgpass.runtime.failures import OnFailure, give_memory_back
 from cgpass.runtime.fallback import Fallback
 from cgpass.runtime.history import History
 from cgpass.runtime.owner import Owner
@@ -81,7 +81,7 @@ class PartitionRunner:
         settings: RunnerSettings,
         *,
         name: str,
-        resplit: Resplit | None = None,
+        on_failure: OnFailure | None = None,
         source: Source = NOWHERE,
     ) -> None:
         self.name = source.of(name)
@@ -116,7 +116,7 @@ class PartitionRunner:
             fn,
             self.stats,
             on_skip=settings.on_skip,
-            resplit=resplit,
+            on_failure=on_failure,
             reasons=self.reasons,
         )
         self._recorder = Recorder(
@@ -142,7 +142,7 @@ class PartitionRunner:
 
     @property
     def failure(self) -> str | None:
-        """Why the partition is captured no more, if nothing replaces it."""
+        """Why the partition is captured no more."""
         return self._fallback.failure
 
     @property
@@ -259,8 +259,6 @@ class PartitionRunner:
         """Row 1, but for keys that are left plain."""
         fallback = self._fallback
         fallback.raise_refusal()
-        if fallback.replacement is not None:
-            return fallback.run(args), None
         if self.owner.driver.is_capturing():
             return self._plain(args, "outer_capture", "somebody else captured a graph of them")
         if self.owner.closed or fallback.note_failure():
@@ -427,7 +425,7 @@ class PartitionRunner:
     ) -> Result:
         if self._warm_ups.found_syncs:
             self._warm_ups.found_syncs = False
-            if self._fallback.split(args, None):
+            if self._fallback.is_to_blame(args, None):
                 self.close()
                 self._fallback.note_failure()
                 return self._fallback.run(args), None
@@ -503,7 +501,7 @@ class PartitionRunner:
             self.stats.warmups += 1
             self.owner.note_plain_results(outputs)
             return outputs
-        if fallback.split(args, error):
+        if fallback.is_to_blame(args, error):
             self.close()
             fallback.note_failure()
             return fallback.run(args)

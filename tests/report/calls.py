@@ -3,7 +3,6 @@
 import torch
 
 from cgpass.errors import StagingError
-from cgpass.runtime.failures import Outcome
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runners import COPIED, POOLED, STATIC, SYMINT, call, runner
@@ -65,35 +64,6 @@ def captured_by_others():
     run.owner.driver.is_capturing = lambda: True
     call(run, X)
     return run
-
-
-def of_a_size_that_parts_are_not_made_for():
-    def fails(args):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    run = runner(
-        lambda x: [x * 2], COPIED, resplit=Split(Outcome(lambda args: [args[0] * 2], covers=no))
-    )
-    run.owner.driver.record = fails
-    for _ in range(3):
-        call(run, X)
-    return run
-
-
-def no(args):
-    return False
-
-
-class Split:
-    """Stands for what splits a partition."""
-
-    checks_warm_ups = False
-
-    def __init__(self, outcome):
-        self.outcome = outcome
-
-    def __call__(self, args, error):
-        return self.outcome
 
 
 def put_off():
@@ -181,12 +151,6 @@ CALLS = {
         "",
         None,
         "1 of 1 call ran without a graph: somebody else captured a graph of them",
-    ),
-    "other_sizes": (
-        of_a_size_that_parts_are_not_made_for,
-        "",
-        None,
-        "ran without a graph: the kernels of its parts are not made for inputs of such sizes ([(2,)])",
     ),
     "passing": (
         put_off,

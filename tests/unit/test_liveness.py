@@ -59,8 +59,6 @@ def test_what_nobody_holds_does_not_pile_up():
 
 
 def test_what_was_moved_in_each_call_does_not_pile_up():
-    if not fast.can_swap():
-        pytest.skip("this process can't swap storages")
     live, older, made, kept = LiveOutputs(), Made(1), Made(2), []
     kept.append(older.hand_out())
     live.push(older)
