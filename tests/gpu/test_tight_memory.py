@@ -26,12 +26,12 @@ def spared(num_bytes):
     """Leave so much to this process, beside what it has reserved."""
     total = torch.cuda.get_device_properties(DEVICE).total_memory
     torch.cuda.set_per_process_memory_fraction(
-        (torch.cuda.memory_reserved() + num_bytes) / total, DEVICE
+        (torch.cuda.memory_reserved() + num_bytes) / total, torch.cuda.current_device()
     )
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
+        torch.cuda.set_per_process_memory_fraction(1.0, torch.cuda.current_device())
 
 
 @pytest.fixture(autouse=True)
