@@ -39,6 +39,7 @@ __all__ = [
     "reset",
     "set_defaults",
     "summary",
+    "train_step",
     "verify",
 ]
 
@@ -58,6 +59,7 @@ _HOMES: Final = {
     "make_graphed_callables": "cgpass.graphed.api",
     "reset": "cgpass.resetting",
     "summary": "cgpass.report.summary",
+    "train_step": "cgpass.whole_step",
     "verify": "cgpass.verification",
 }
 

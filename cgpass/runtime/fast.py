@@ -83,6 +83,9 @@ unchanged: Callable[
 members: Callable[[Sequence[Mapping[str, Any]], Sequence[str]], list[Any]]
 """`members(mappings, keys)`: what each mapping has for its key; a KeyError where one has nothing."""
 
+are: Callable[[Sequence[Any], Sequence[int], Sequence[Any]], bool]
+"""`are(values, positions, objects)`: whether the values at `positions` are these very objects."""
+
 put: Callable[[list[Any], Sequence[int], Sequence[Any]], None]
 """`put(into, positions, values)`: assign one value to each position."""
 
@@ -157,6 +160,9 @@ a node between tensors.
     materialize: Whether a gradient that nothing gave is zeros for `run`; else None.
     once: Whether `run` raises when it is called again. The node itself does so once saved tensors were dropped.
 """
+
+first_watched: Callable[[Sequence[torch.Tensor]], int]
+"""`first_watched(leaves)`: the first that has a gradient, or whose gradient somebody would notice being made; -1 for none."""
 
 take_accumulators: Callable[[Sequence[torch.Tensor]], list[Any]]
 """`take_accumulators(leaves)`: have each leaf forget the node of autograd's graphs that adds to its `.grad`.
