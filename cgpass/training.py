@@ -36,24 +36,18 @@ here = _Here()
 class Step(Protocol):
     """A training step that this thread is in: see `cgpass.train_step`."""
 
-    def call(self, training: "TrainingCall", args: tuple[Any, ...]) -> list[Any] | None:
-        """Run a step of which this is the forward, as a whole; returns what the forward returns, or None: not done."""
+    def call(
+        self,
+        training: "TrainingCall",
+        args: tuple[Any, ...],
+        run: Callable[[tuple[Any, ...]], Any],
+    ) -> Any:
+        """Run what a forward is the beginning of, or with `run` the forward alone; returns what that returns."""
         ...
 
-    def note_graph(self, why: str | None = None) -> None:
-        """Note that a graph was called on its own, and why none like it can be a whole step."""
+    def note_graph(self, why: str) -> None:
+        """Note that a graph is called that no step can have as a whole, and why."""
         ...
-
-
-_TWICE_WITHOUT_DETERMINISM = (
-    "This compiled backward function is being run with torch.use_deterministic_algorithms(True), but it was previously "
-    "generated during the forward function while torch.use_deterministic_algorithms(False) was set."
-)
-
-_WRAPPED = (
-    "AOTAutograd does more around the function than to call it, as where a result is a view or a detach() of another one "
-    "or of an input, or a tensor is of a subclass; return what is computed"
-)
 
 
 class TrainingCall:
@@ -119,26 +113,30 @@ class TrainingCall:
                 return compiled
             self._say_it_is_not_direct(_WRAPPED)
             return _noted(compiled)
-        layout = self._layout
+
+        def run(args: tuple[Any, ...]) -> Any:
+            if self.is_plain(args):
+                return self.call(args)
+            if not fast.is_loaded and (why := native.loader.why_not) is not None:
+                self._say_it_is_not_direct(why)
+            return compiled(*args)
 
         def call(*args: Any) -> Any:
-            if (
-                not fast.is_loaded
-                or self._backward is None
-                or len(args) != layout.num_inputs
-                or not _torch.autograd_is_plain()
-            ):
-                if not fast.is_loaded and (why := native.loader.why_not) is not None:
-                    self._say_it_is_not_direct(why)
-                if here.step is not None:
-                    here.step.note_graph("autograd is not as by default in this call")
-                return compiled(*args)
             step = here.step
-            if step is not None and (returned := step.call(self, args)) is not None:
-                return returned
-            return self.call(args)
+            return run(args) if step is None else step.call(self, args, run)
 
         return call
+
+    def is_plain(self, args: Sequence[Any]) -> bool:
+        """Whether both graphs are there, and autograd does in this call what it does by default."""
+        layout = self._layout
+        return (
+            fast.is_loaded
+            and self._backward is not None
+            and layout is not None
+            and len(args) == layout.num_inputs
+            and _torch.autograd_is_plain()
+        )
 
     def _say_it_is_not_direct(self, why: str) -> None:
         if self._is_direct and not self._said:

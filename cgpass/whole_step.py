@@ -39,7 +39,7 @@ from cgpass.option_names import parse_options
 from cgpass.options import Options
 from cgpass.plan import whole_plan
 from cgpass.reason import many
-from cgpass.runtime import fast
+from cgpass.runtime import fast, native
 from cgpass.runtime.executor import Executor
 from cgpass.runtime.runner import PartitionRunner
 from cgpass.summaries import GraphSummary, PartitionSummary
@@ -230,7 +230,7 @@ class TrainStep:
         """Why this call can't be a whole step, whatever Dynamo compiled for it."""
         new = self._update.look()
         if not fast.is_loaded:
-            return _FIRST
+            return native.loader.why_not or _FIRST
         if self._options.driver == "none":
             return 'driver="none" turns graphs off'
         if self._accumulate > 1:
@@ -239,34 +239,31 @@ class TrainStep:
 
     # ---- `training.Step`
 
-    def note_graph(self, why: str | None = None) -> None:
+    def note_graph(self, why: str) -> None:
         """See `training.Step`."""
         self._graphs += 1
         self._why = self._why or why
 
-    def call(self, training: TrainingCall, args: tuple[Any, ...]) -> list[Any] | None:
+    def call(
+        self,
+        training: TrainingCall,
+        args: tuple[Any, ...],
+        run: Callable[[tuple[Any, ...]], Any],
+    ) -> Any:
         """See `training.Step`."""
         self._graphs += 1
         variant = self._variants.get(training)
-        if self._why is not None or self._graphs > 1 or self._whole is not None:
-            pass
-        elif isinstance(variant, str):
-            self._why = variant
-        elif variant is not None:
+        if isinstance(variant, _Whole) and self._why is None:
             self._why = variant.why_not(args)
             if self._why is None:
                 self._whole = variant
                 return variant.run(args)
-        self._met = None
-        if variant is None and self._graphs == 1:
-            here.step = None
-            try:
-                returned = training.call(args)
-            finally:
-                here.step = self
+        returned = run(args)
+        if variant is None:
             self._met = training, args, returned
-            return returned
-        return None
+        elif isinstance(variant, str):
+            self._why = self._why or variant
+        return returned
 
     def _learn(self, met: "_Met | None", loss: Any) -> None:
         """Find out whether the next call of this variant may be a whole step; the backward may be compiled only now."""
@@ -635,6 +632,9 @@ class _Whole:
 
     def why_not(self, args: tuple[Any, ...]) -> str | None:
         """Why a call can't be a whole step."""
+        training = self._training()
+        if training is None or not training.is_plain(args):
+            return "autograd is in a mode of its own in this call"
         if not fast.are(args, self._positions, self._leaves):
             return "parameters were replaced by others"
         if self._runner is not None and self._runner.failure is not None:
