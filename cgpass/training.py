@@ -50,6 +50,17 @@ class Step(Protocol):
         ...
 
 
+_TWICE_WITHOUT_DETERMINISM = (
+    "This compiled backward function is being run with torch.use_deterministic_algorithms(True), but it was previously "
+    "generated during the forward function while torch.use_deterministic_algorithms(False) was set."
+)
+
+_WRAPPED = (
+    "AOTAutograd does more around the function than to call it, as where a result is a view or a detach() of another one "
+    "or of an input, or a tensor is of a subclass; return what is computed"
+)
+
+
 class TrainingCall:
     """A forward and a backward graph, called in turns by autograd."""
 

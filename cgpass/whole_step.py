@@ -33,6 +33,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass import _torch, telemetry
+from cgpass.backend import cgpass
 from cgpass.errors import InputError, OptionError
 from cgpass.inputs import InputInfo, InputKind
 from cgpass.option_names import parse_options
@@ -126,7 +127,7 @@ class TrainStep:
         """Calls since the last update."""
         self._lock = threading.RLock()
         fn = _detaching(loss_fn)
-        given: dict[str, Any] = {"backend": "cgpass", "options": dataclasses.asdict(options)}
+        given: dict[str, Any] = {"backend": cgpass, "options": dataclasses.asdict(options)}
         self._compiled = torch.compile(fn, fullgraph=True, **given)
         self._broken = torch.compile(fn, **given)
         self._broken_at: str | None = None
@@ -230,7 +231,7 @@ class TrainStep:
         """Why this call can't be a whole step, whatever Dynamo compiled for it."""
         new = self._update.look()
         if not fast.is_loaded:
-            return native.loader.why_not or _FIRST
+            return (self.calls > 1 and native.loader.why_not) or _FIRST
         if self._options.driver == "none":
             return 'driver="none" turns graphs off'
         if self._accumulate > 1:

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 import cgpass
 from tests.usage import programs
-from tests.usage.programs import SEED, MLP, Block, ConvNet, Tied
+from tests.usage.programs import MLP, SEED, Block, ConvNet, Tied
 
 STEPS = 10
 
@@ -466,7 +466,7 @@ def interrupted(session):
     for number, batch in enumerate(batches):
         if number == 5:
             before = programs.state(training.module)
-            with pytest.raises(Exception, match="shape|size"):
+            with pytest.raises(Exception, match=r"shape|size"):
                 training.step(session.randn(4, 7))
             after = programs.state(training.module)
             assert all(map(torch.equal, before, after))
