@@ -180,6 +180,9 @@ drop_accumulators: Callable[[Sequence[torch.Tensor]], None]
 
 def taker(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], list[Any]]:
     """A function that makes a list of the values at `positions`: without native code, too."""
+    first, end = (positions[0], positions[0] + len(positions)) if positions else (0, 0)
+    if positions == tuple(range(first, end)):
+        return lambda values: list(values[first:end])
     if len(positions) < 2:
         return lambda values: [values[i] for i in positions]
     take = operator.itemgetter(*positions)
