@@ -188,5 +188,5 @@ def has_global_optimizer_hooks() -> bool:
 
     Source: torch/optim/optimizer.py `register_optimizer_step_pre_hook`, 2.11 to 2.15.
     """
-    module = torch.optim.optimizer
+    module = sys.modules["torch.optim.optimizer"]
     return bool(module._global_optimizer_pre_hooks or module._global_optimizer_post_hooks)
