@@ -93,8 +93,6 @@ class PartitionRunner:
         """Outputs that the user gets, None for all; to be set before the first call."""
         self.read: frozenset[int] = frozenset()
         """Outputs that other partitions or the backward read; to be set before the first call."""
-        self.copied: frozenset[int] = frozenset()
-        """Visible outputs that whoever calls `run` has to copy out of the pool. Replaced when that changes."""
         self.written: frozenset[int] = frozenset()
         """Inputs that plain calls and recordings turned out to write, where nobody told."""
         self.reasons = CallReasons()
@@ -147,7 +145,7 @@ class PartitionRunner:
 
     @property
     def owns_outputs(self) -> bool:
-        """Whether users own what they get. See Note [Calls from several threads]."""
+        """Whether users own what they get, so that whoever calls `run` copies it. See Note [Calls from several threads]."""
         return self.owner.several_threads or self.settings.outputs == "owned"
 
     def run(self, args: list[Any]) -> Result:
@@ -480,9 +478,6 @@ class PartitionRunner:
             recording.close(whole_pool=False)
             return None
         recording.made_for, recording.draws = seen.identities, seen.draws
-        if self.owns_outputs:
-            self._copy_from_now_on(recording.visible)
-        recording.set_private(self.copied - self.read)
         self.owner.add_recording(recording)
         self.stats.recordings += 1
         return recording
@@ -506,12 +501,6 @@ class PartitionRunner:
             fallback.note_failure()
             return fallback.run(args)
         return fallback.run_again(args, error)
-
-    def _copy_from_now_on(self, positions: frozenset[int]) -> None:
-        """Have more of the visible outputs copied out by whoever calls."""
-        self.copied |= positions
-        for recording in self.table.all():
-            recording.set_private(self.copied - self.read)
 
     def would_move_apart(self, victim: Recording, by: Recording) -> bool:
         """See `Member`: gradients that are kept while a forward runs get a pool that it does not write, once."""

@@ -127,9 +127,8 @@ class CUDAGraphWrapper:
                 run = ranged(run, f"cgpass: {self._name}")
             outputs, recording = run(list(args))
             results = list(outputs)
-            if recording is not None:
-                own = recording.private
-                runner.stats.copied_bytes += recording.copy_out(own, own, results)
+            if recording is not None and runner.owns_outputs:
+                runner.stats.copied_bytes += recording.copy_out(results)
         spec = results.pop()
         return pytree.tree_unflatten(results, spec)
 

@@ -67,7 +67,6 @@ def test_held_outputs_are_moved():
         call(run, X)
     assert counts(run) == (1, 1, 25, 0)
     assert (run.stats.rescues, run.stats.rescued_bytes) == (8, 64)
-    assert run.copied == frozenset(), "not call after call"
 
 
 def test_held_outputs_of_another_partition_are_moved():
