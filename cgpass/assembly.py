@@ -33,13 +33,12 @@ from cgpass.passes import eager_passes, graph_passes, outline_passes
 from cgpass.passes.base import Pass, PassContext, run_passes
 from cgpass.plan import build_plan, outputs_made, plan_as_dict, whole_plan
 from cgpass.reason import Reason
-from cgpass.runtime.collectives import may_be_captured
+from cgpass.runtime.collectives import CollectiveCall, may_be_captured, timeouts_told
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.executor import Executor, Plan
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner
 from cgpass.runtime.settings import RunnerSettings
-from cgpass.runtime.timeouts import CollectiveCall, timeouts_told
 from cgpass.skips import OFF, counted
 from cgpass.summaries import GraphSummary, PartitionSummary
 

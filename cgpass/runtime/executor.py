@@ -170,13 +170,6 @@ class Executor:
     def __init__(
         self, plan: Plan, owner: Owner | None, names: Mapping[str, str] | None = None
     ) -> None:
-        """Prepare the steps.
-
-        Args:
-            plan: What to run.
-            owner: Of its runners; None if nothing is recorded.
-            names: What profiles call each step, by its name; those that have none are not shown there.
-        """
         self.plan = plan
         self._names = [(names or {}).get(step.name) for step in plan.steps]
         self.owner = owner
@@ -206,9 +199,6 @@ class Executor:
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run every step.
-
-        Args:
-            args: The graph's inputs; the list is emptied.
 
         Returns:
             The graph's outputs. **Lifetime:** they may lie in the pool, where no replay overwrites them while they are

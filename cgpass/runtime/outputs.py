@@ -54,13 +54,7 @@ class InputAlias:
 def alias_of_input(
     output: torch.Tensor, inputs: Sequence[Any], by_storage: Mapping[int, int]
 ) -> InputAlias | None:
-    """Which input an output is (a view of), if it is one.
-
-    Args:
-        output: What the recorded callable returned.
-        inputs: What it was recorded with.
-        by_storage: Position of the first input on the storage at an address.
-    """
+    """Which input an output is (a view of), if it is one; `by_storage` has the first input on the storage at an address."""
     storage = output.untyped_storage()
     index = by_storage.get(storage.data_ptr()) if storage.nbytes() else None
     if index is None:

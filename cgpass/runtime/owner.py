@@ -16,12 +16,12 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from cgpass import _torch
 from cgpass.runtime import fast, native
 from cgpass.runtime.driver import GraphDriver
-from cgpass.runtime.liveness import LiveOutputs
+from cgpass.runtime.output_memory import OutputMemory
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.storage_set import StorageSet
 from cgpass.runtime.writes import has_place
@@ -37,6 +37,67 @@ log = logging.getLogger(__name__)
 
 _LETTING_GO = 0.001
 """Seconds, once a backward: autograd's own thread lets go of gradients when whoever called it goes on already."""
+
+
+class Made(Protocol):
+    """A recording, as far as its outputs matter."""
+
+    birth: int
+    memory: OutputMemory
+    released: dict[int, tuple[int, ...]]
+    """Blocks that were free when it was made, by the birth of the recording whose outputs lay there."""
+
+
+R = TypeVar("R", bound=Made)
+
+
+class LiveOutputs(Generic[R]):
+    """Recordings of one slot whose outputs may be held, in order of birth."""
+
+    __slots__ = ("_stack",)
+
+    def __init__(self) -> None:
+        self._stack: list[tuple[int, OutputMemory, R]] = []
+
+    def youngest(self) -> int:
+        """Birth of the youngest recording with a held output, -1 if none."""
+        stack = self._stack
+        while stack:
+            birth, memory, _ = stack[-1]
+            if memory.any_held():
+                return birth
+            stack.pop()
+        return -1
+
+    def push(self, recording: R) -> None:
+        """Note that a recording younger than every held one hands out its outputs."""
+        stack = self._stack
+        while stack and stack[-1][0] >= recording.birth:  # what was held there was moved
+            stack.pop()
+        stack.append((recording.birth, recording.memory, recording))
+
+    def discard(self, recording: R) -> None:
+        """Forget a recording that is no more."""
+        self._stack = [entry for entry in self._stack if entry[2] is not recording]
+
+    def is_safe(self, recording: R) -> bool:
+        """Whether a replay overwrites nothing that is held. See Note [What a replay overwrites]."""
+        if self.youngest() >= recording.birth:
+            return False
+        released = recording.released
+        return not released or not fast.any_held_among(self._stack, released)
+
+    def overwritten_by(self, recording: R) -> list[tuple[R, list[int]]]:
+        """Recordings with held outputs that a replay would overwrite, and the blocks of each."""
+        found: list[tuple[R, list[int]]] = []
+        for other in dict.fromkeys(other for _, _, other in self._stack):
+            among = None
+            if other.birth < recording.birth:
+                among = recording.released.get(other.birth, ())
+            blocks = other.memory.held(among)
+            if blocks:
+                found.append((other, blocks))
+        return found
 
 
 class Member(Protocol):
@@ -75,12 +136,6 @@ class Owner:
     """Driver (with its pools and stream), order of recordings, live outputs of a compiled function."""
 
     def __init__(self, driver: GraphDriver, *, max_pending_calls: int = 16) -> None:
-        """Start with one pool.
-
-        Args:
-            driver: Records and replays; its pools are this owner's.
-            max_pending_calls: Its pools: how many calls' results may be held while the function still replays.
-        """
         self.driver = driver
         self.max_pending_calls = max_pending_calls
         self.lock = threading.RLock()
@@ -109,11 +164,7 @@ class Owner:
         _owners.add(self)
 
     def enter_call(self, *, is_backward: bool = False) -> None:
-        """Begin a call of the compiled function; to be called with `lock` held.
-
-        Args:
-            is_backward: Whether it is a backward, which autograd makes on a thread of its own.
-        """
+        """Begin a call of the compiled function, with `lock` held. Autograd makes backwards on a thread of its own."""
         self.bypassed = None
         if self.plain:
             self.bypassed = "asked"
@@ -172,12 +223,10 @@ class Owner:
     # ---- recordings
 
     def slot_for(self, number: int, *, first: int = 0) -> int | None:
-        """Where a recording goes, None if too much is held.
+        """Where a recording goes, not before `first`; None if too much is held.
 
-        Args:
-            number: Recordings for the same memory, all of whose results are held: each has a pool of its own, which it
-                shares with those of other partitions and layers that have as many.
-            first: Slots before this one do not suit.
+        `number` recordings for the same memory have all of their results held: each has a pool of its own, which it shares
+        with those of other partitions and layers that have as many.
         """
         wanted = first + number
         if number >= self.max_pending_calls:

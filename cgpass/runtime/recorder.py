@@ -8,6 +8,9 @@ Note [Placeholders are shared]
 """
 
 import contextlib
+import functools
+import threading
+import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -17,14 +20,16 @@ import torch
 from cgpass import _torch
 from cgpass.errors import StagingError
 from cgpass.inputs import InputInfo
+from cgpass.runtime import fast
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.failures import thrown_into
-from cgpass.runtime.gifts import Gifts
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.placeholders import Placeholder
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.signature import Layout, layout_of, place_of
+from cgpass.runtime.syncs import syncs_noted
 from cgpass.runtime.writes import (
+    Changes,
     SaidToBeWritten,
     Writes,
     counting,
@@ -33,6 +38,112 @@ from cgpass.runtime.writes import (
     refuse_new_layouts,
 )
 from cgpass.telemetry import CallStats
+
+
+class Gifts:
+    """Blocks of earlier recordings that nobody but this call's inputs holds, handed over for one capture.
+
+    The callable drops them where it needs them no longer, and later temporaries and outputs lie on them: saved tensors
+    die inside the backward. A replay therefore overwrites them, and asks `Recording.may_replay` first.
+    """
+
+    def __init__(self, owner: Owner, slot: int, args: Sequence[Any], pooled: Sequence[int]) -> None:
+        self._args = args
+        groups: dict[int, list[int]] = {}
+        for i in pooled:
+            groups.setdefault(args[i].untyped_storage().data_ptr(), []).append(i)
+        self._given: list[tuple[Recording, int, list[int], int]] = []
+        for address, positions in groups.items():
+            found = owner.block_at(slot, address)
+            if found is None:
+                continue
+            recording, number, references = found
+            users = references + len(positions)
+            if fast.exclusive(args, positions, [users] * len(positions)):
+                self._given.append((recording, number, positions, users))
+        self._lent: list[_torch.WeakStorage] = []
+
+    def put_into(self, inputs: list[Any]) -> None:
+        """Replace inputs by tensors that own their memory."""
+        for recording, number, positions, _ in self._given:
+            storage = recording.memory.give(number)
+            self._lent.append(_torch.WeakStorage(storage))
+            for i in positions:
+                inputs[i] = _torch.on_storage(storage, self._args[i])
+
+    def take_back(self) -> dict[int, int]:
+        """Return what did not die; tells the inputs that did, and how many users their storages may have."""
+        consumed: dict[int, int] = {}
+        for (recording, number, positions, users), weak in zip(
+            self._given, self._lent, strict=False
+        ):
+            storage = weak.get()
+            if storage is None:
+                consumed.update(dict.fromkeys(positions, users))
+            else:
+                recording.memory.take_back(number, storage)
+        return consumed
+
+
+class WarmUp:
+    """Runs a partition plainly, and notes whether it syncs and what it writes."""
+
+    def __init__(self, fn: BoxedCallable, owner: Owner) -> None:
+        self._fn = fn
+        self._owner = owner
+        self._here = threading.local()
+        self._extra = 3
+        """How many threads may yet run a call after a capture of theirs failed."""
+        self.found_syncs = False
+        """Whether the last call that was checked seemed to wait for the device."""
+        self.last_ms: float | None = None
+        """Host time of the last call."""
+        self.found_written: frozenset[int] = frozenset()
+        """Inputs whose bits the last call changed, among those compared."""
+
+    @property
+    def ran_here(self) -> bool:
+        """Whether this thread ran a call."""
+        return getattr(self._here, "ran", False)
+
+    def first_here(self) -> bool:
+        """Whether what failed may succeed once this thread ran a call: libraries keep handles for each thread."""
+        if self.ran_here or not self._extra:
+            return False
+        self._extra -= 1
+        return True
+
+    def run(
+        self, args: list[Any], *, check_syncs: bool, compared: Sequence[int] = ()
+    ) -> Sequence[Any]:
+        """Run one call. Finding out what it waits for, or whether it changed `compared` inputs, may wait for the device."""
+        if compared:
+            changes = Changes(args, compared)
+            outputs = self._run_once(args, check_syncs=check_syncs)
+            self.found_written = changes.found()
+            return outputs
+        return self._run_once(args, check_syncs=check_syncs)
+
+    def _run_once(self, args: list[Any], *, check_syncs: bool) -> Sequence[Any]:
+        if check_syncs:
+            with syncs_noted(self._owner.driver.device) as found:
+                outputs = self._run(args)
+            self.found_syncs = bool(found)
+            return outputs
+        return self._run(args)
+
+    def _run(self, args: list[Any]) -> Sequence[Any]:
+        self._here.ran = True
+        owner, start = self._owner, time.perf_counter()
+        run = (
+            self._fn
+            if owner.has_recordings()
+            else functools.partial(owner.driver.warm_up, self._fn)
+        )
+        with _torch.autocast_cache_off():
+            outputs = run(args)
+        self.last_ms = (time.perf_counter() - start) * 1e3
+        return outputs
 
 
 class Recorder:
@@ -47,15 +158,6 @@ class Recorder:
         finds_writes: bool,
         stats: CallStats,
     ) -> None:
-        """Keep what every recording needs.
-
-        Args:
-            fn: What is recorded.
-            owner: Driver, pools, order of recordings.
-            opaque: Whether the callable's kernels bypass aten.
-            finds_writes: Whether nobody says which inputs are written.
-            stats: Where recordings count their rescues.
-        """
         self._fn = fn
         self._owner = owner
         self._opaque = opaque
@@ -72,19 +174,11 @@ class Recorder:
         copied: Collection[int] = (),
         written: Collection[int] = (),
     ) -> Recording:
-        """Record one signature.
+        """Record one signature; nobody but `args` may hold inputs that are to die inside.
 
-        Args:
-            args: A call's inputs; nobody but this list may hold those that are to die inside.
-            layout: What they are.
-            slot: Pool to record into.
-            uses: Outputs that the user gets (None: all), and outputs that others read.
-            copied: Static inputs, and values of other recordings, that are copied in this call.
-            written: Inputs that plain calls wrote, besides those that the layout knows.
-
-        Raises:
-            CaptureError: The callable gives an input another shape; looked for where it finds writes.
-            StagingError: A copied input is of a kind that no placeholder can stand for.
+        `uses` are the outputs that the user gets (None: all), and those that others read. `written` are inputs that plain
+        calls wrote, besides those that the layout knows. Raises `CaptureError` where the callable gives an input another
+        shape, and `StagingError` where no placeholder can stand for one.
         """
         owner = self._owner
         released = owner.begin_recording(slot)

@@ -42,24 +42,6 @@ class Recording:
         slot: int = 0,
         stats: CallStats | None = None,
     ) -> None:
-        """Describe a recorded graph.
-
-        Args:
-            graph: What the driver recorded.
-            outputs: What the recorded callable returned; nobody else may go on holding them.
-            staged: The inputs it was recorded with, placeholders in place of copied ones.
-            placeholders: Of the copied inputs, by position.
-            mutated: Inputs that the graph writes.
-            visible: Outputs that the user gets; None for all.
-            read: Outputs that other partitions or the backward read.
-            consumes: Inputs whose memory it writes, with the number of users of a storage that nobody else holds.
-            outside: What it reads or returns that is neither an input nor made by it, by address: kept alive here.
-            released: See `liveness.Made`.
-            counts_writes: Whether autograd is to know of every write, since nobody else tells it.
-            birth: Position in the owner's order of recordings.
-            slot: Which of the owner's pools it lies in.
-            stats: Where rescues are counted.
-        """
         self._stats = stats or CallStats()
         self.visible = frozenset(range(len(outputs))) if visible is None else visible
         self.birth = birth

@@ -45,7 +45,6 @@ class ForwardState:
     __slots__ = ("_generator", "_number", "_positions")
 
     def __init__(self, generator: torch.Generator, positions: _Positions, number: int) -> None:
-        """Args: generator: the user's. positions: of a call. number: of the pair."""
         self._generator = generator
         self._positions = positions
         self._number = number
@@ -78,14 +77,7 @@ def forward_states(args: Sequence[Any], among: Iterable[int]) -> tuple[ForwardSt
 def note_positions(
     states: Sequence[ForwardState], start: Any, distances: list[int], *, replayed: bool
 ) -> None:
-    """Note where a partition's operators drew, once it ran.
-
-    Args:
-        states: Of the operators.
-        start: Where the partition began.
-        distances: From there to the operators: learnt of plain calls, used for replays.
-        replayed: Whether it was a replay.
-    """
+    """Note where a partition's operators drew. Distances from where it began are learnt of plain calls, used for replays."""
     if replayed:
         for state, distance in zip(states, distances, strict=True):
             state.replayed(start, distance)
@@ -97,7 +89,6 @@ class ExactForward:
     """Calls a forward graph whose pairs draw from the user's generator."""
 
     def __init__(self, fn: Boxed, devices: Sequence[torch.device], positions_at: int) -> None:
-        """Args: fn: the graph. devices: of its pairs. positions_at: where they go among its outputs."""
         self._fn = fn
         self._positions = _Positions()
         generators = [_torch.default_generator(device) for device in devices]
@@ -123,7 +114,6 @@ class PairedForward:
     """Calls a forward graph whose pairs have generators of their own."""
 
     def __init__(self, fn: Boxed, devices: Sequence[torch.device], positions_at: int) -> None:
-        """Args: as for `ExactForward`."""
         self._fn = fn
         self._states = [_private_generator(device) for device in devices]
         self._users = [_torch.default_generator(device) for device in devices]
@@ -170,7 +160,6 @@ class Backward:
     """Calls a backward graph whose pairs draw what their forward drew."""
 
     def __init__(self, fn: Boxed, devices: Sequence[torch.device], positions_at: int) -> None:
-        """Args: as for `ExactForward`, but positions_at: where the positions are among the inputs."""
         self._fn = fn
         self._states = [_private_generator(device) for device in devices]
         self._seeds: list[int | None] = [None] * len(devices)
@@ -215,12 +204,7 @@ def caller_of(
 ) -> Boxed:
     """What calls a compiled graph with pairs, with the calling convention of one that has none.
 
-    Args:
-        fn: The graph; its last inputs are the pairs' states.
-        direction: Which graph it is.
-        devices: Where each pair draws.
-        positions_at: Where the positions are among its outputs or inputs.
-        exact: Whether forwards draw from the user's generator.
+    The graph's last inputs are the pairs' states; `positions_at` is where the positions are among its outputs or inputs.
     """
     _torch.install_rng_kernel(run_with_state, _refuse_selective_checkpoint)
     if direction == "backward":

@@ -33,11 +33,9 @@ from cgpass.inputs import InputInfo
 from cgpass.reason import CallReasons, many
 from cgpass.runtime import native
 from cgpass.runtime.driver import BoxedCallable
-from cgpass.runtime.failures import OnFailure, give_memory_back
-from cgpass.runtime.fallback import Fallback
-from cgpass.runtime.history import History
+from cgpass.runtime.failures import Fallback, OnFailure, give_memory_back
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.recorder import Recorder
+from cgpass.runtime.recorder import Recorder, WarmUp
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.rng_states import forward_states, note_positions
 from cgpass.runtime.rule import Found, Inputs
@@ -51,8 +49,7 @@ from cgpass.runtime.signature import (
     describe_tensors,
     what_never_repeats,
 )
-from cgpass.runtime.table import RecordingTable, Seen
-from cgpass.runtime.warmup import WarmUp
+from cgpass.runtime.table import History, RecordingTable, Seen
 from cgpass.runtime.writes import shares_memory
 from cgpass.telemetry import CallStats, new_call_stats
 from cgpass.tracing import NOWHERE, Source
@@ -167,12 +164,7 @@ class PartitionRunner:
         return outputs, recording
 
     def _run(self, args: list[Any], *, again: bool = False) -> Result:
-        """Rows 1 to 4.
-
-        Args:
-            args: The call's inputs.
-            again: Whether making room has moved what this call reads.
-        """
+        """Rows 1 to 4."""
         owner, layout = self.owner, self.layout
         if owner.bypassed is not None:
             return self._fallback.run_bypassed(args, owner.bypassed), None

@@ -26,13 +26,6 @@ class Layout:
     def __init__(
         self, infos: Sequence[InputInfo], *, check_static: bool, check_layout: bool
     ) -> None:
-        """Sort inputs by kind.
-
-        Args:
-            infos: One per input, in order.
-            check_static: Whether addresses of parameters and buffers are part of the signature.
-            check_layout: Whether tensors' sizes, strides and dtypes are, because no guard of the caller covers them.
-        """
         self.infos = tuple(infos)
         kinds = [info.kind for info in infos]
 

@@ -6,16 +6,19 @@ in one pool, whose blocks are free as soon as nobody holds them, within a record
 lies on them. A partition compiled by Inductor calls no aten op that could be taped, so it is taped as one call.
 """
 
+import contextlib
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable, Container, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
 from cgpass import _torch
+from cgpass.graph.draws import draws
+from cgpass.runtime import rng_ops
 from cgpass.runtime.capturing import capture_runs, no_gc
 from cgpass.runtime.collectives import (
     Alone,
@@ -28,7 +31,6 @@ from cgpass.runtime.collectives import (
     only_wraps,
 )
 from cgpass.runtime.driver import BoxedCallable, CapturedGraph
-from cgpass.runtime.recorded_states import RecordedStates, inside_operator, recorded
 from cgpass.runtime.syncs import HostMethods, HostReads, call_watched, reads_on_host, refuse
 from cgpass.runtime.writes import written_by
 
@@ -71,7 +73,6 @@ class SimulatedPool:
     """Memory of one owner's recordings: a block is free when the last storage on it has died."""
 
     def __init__(self) -> None:
-        """An empty pool."""
         self._free: dict[int, list[_Block]] = {}
         self._blocks: dict[int, _Block] = {}
 
@@ -96,6 +97,121 @@ class SimulatedPool:
         finalizer: Any = weakref.finalize(view, free.append, block)
         finalizer.atexit = False
         return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+
+
+class Recorder(Protocol):
+    """Who records what a thread does."""
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether an operator of this recording made the memory of a tensor."""
+        ...
+
+
+class RecordedStates:
+    """The default generator as one recording sees it: its states are read and set by operators, which are recorded.
+
+    Attributes:
+        foreign: Whether it stands where another recording, or code outside of any, stood: a replay does not go there,
+            so nothing may draw.
+    """
+
+    def __init__(self, recorder: Recorder, refuse: Callable[[str], None]) -> None:
+        self._recorder = recorder
+        self._refuse = refuse
+        self.foreign = False
+
+    def get_state(self) -> torch.Tensor:
+        """`torch.get_rng_state`."""
+        if self.foreign:
+            return torch.default_generator.get_state()
+        return rng_ops.get_state(torch.default_generator)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        """`torch.set_rng_state`."""
+        self.foreign = not self._recorder.made(state)
+        if self.foreign:
+            rng_ops.put_state(torch.default_generator, state)
+        else:
+            rng_ops.set_state(torch.default_generator, state)
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        """`torch.manual_seed`."""
+        if seed % 2**64 != torch.default_generator.initial_seed():
+            self._refuse("torch.manual_seed, which no replay repeats. Seed before the call")
+        return torch.default_generator
+
+    def initial_seed(self) -> int:
+        """`torch.initial_seed`."""
+        return torch.default_generator.initial_seed()
+
+    def seed(self) -> int:
+        """`torch.seed`."""
+        self._refuse("torch.seed, which no replay repeats. Seed before the call")
+        return torch.default_generator.initial_seed()
+
+    def refuse_draw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise if an operator draws where no replay draws."""
+        if self.foreign and draws(func, args, kwargs):
+            self._refuse(f"{func} draws {_FOREIGN}")
+
+    def end(self) -> None:
+        """Raise if the recording leaves the generator where no replay leaves it."""
+        if self.foreign:
+            self._refuse(f"torch.set_rng_state without setting it back, {_FOREIGN}")
+
+
+_FOREIGN: Final = (
+    "from a state that was read outside of this recording, where no replay draws. Recompute by cgpass.checkpoint "
+    "instead of torch.utils.checkpoint, and set states before the call"
+)
+
+
+class _Local(threading.local):
+    states: RecordedStates | None = None
+
+
+_local: Final = _Local()
+_lock: Final = threading.Lock()
+_recordings = 0
+
+
+class _Stand:
+    """Stands for the default generator where torch's functions look it up; other threads get the generator itself."""
+
+    def __getattr__(self, name: str) -> Any:
+        states = _local.states
+        return getattr(torch.default_generator if states is None else states, name)
+
+
+_stand: Final = _Stand()
+
+
+@contextlib.contextmanager
+def recorded(states: RecordedStates) -> Iterator[None]:
+    """Have torch's functions on the default generator work on `states` in this thread, for a block."""
+    global _recordings
+    with _lock:
+        _recordings += 1
+        _torch.replace_default_generator(_stand)
+    outer, _local.states = _local.states, states
+    try:
+        yield
+    finally:
+        _local.states = outer
+        with _lock:
+            _recordings -= 1
+            if not _recordings:
+                _torch.replace_default_generator(torch.default_generator)
+
+
+@contextlib.contextmanager
+def inside_operator() -> Iterator[None]:
+    """What an operator does with the generator is its own business: a replay runs it again."""
+    outer, _local.states = _local.states, None
+    try:
+        yield
+    finally:
+        _local.states = outer
 
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], bool, Any]
@@ -223,7 +339,6 @@ class SimulatedGraph:
     """There is nothing to instantiate."""
 
     def __init__(self, tape: _Tape, memory: Sequence[object]) -> None:
-        """Args: tape: what was recorded. memory: keeps alive what it touches by address."""
         self._calls = tape.calls
         self._memory = memory
 
@@ -263,7 +378,6 @@ class SimulatedDriver:
     """`GraphDriver` on CPU."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """Args: device: the CPU."""
         self._device = device or torch.device("cpu")
         self._pools: weakref.WeakValueDictionary[int, SimulatedPool] = weakref.WeakValueDictionary()
         """Kept by the graphs that use them."""

@@ -57,7 +57,6 @@ class HostMethods(TorchFunctionMode):
     """Notices methods that give the host a tensor's data, and call no operator where that lies there already."""
 
     def __init__(self, on_read: Callable[[Any], None]) -> None:
-        """Args: on_read: called with the method's name before it is."""
         super().__init__()
         self._on_read = on_read
 
@@ -75,7 +74,6 @@ class HostReads(_torch.TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, on_read: Callable[[Any], None]) -> None:
-        """Args: on_read: called with the operator, or the method's name, before it is."""
         super().__init__()
         self._on_read = on_read
         self._methods = HostMethods(on_read)

@@ -29,15 +29,7 @@ def counting(value: Any) -> Any:
 
 
 def refuse_new_layouts(inputs: Sequence[Any], layouts: Sequence[tuple[Any, ...] | None]) -> None:
-    """Refuse a recorded callable that gave its inputs another shape or other memory: a replay can't.
-
-    Args:
-        inputs: What it was called with.
-        layouts: `places` of these inputs before the call.
-
-    Raises:
-        CaptureError: Names the first such input.
-    """
+    """Raise `CaptureError` for inputs that have another shape or other memory than `places` said before: a replay can't."""
     for i, (before, after) in enumerate(zip(layouts, places(inputs), strict=True)):
         if before != after:
             raise CaptureError(
@@ -58,7 +50,6 @@ class Changes:
     """Bits of a plain call's inputs before it. **Lifetime:** copies of them live as long as this."""
 
     def __init__(self, inputs: Sequence[Any], positions: Iterable[int]) -> None:
-        """Args: inputs: of the call. positions: tensors to compare; self-overlapping ones can't be written."""
         self._before = [
             (i, inputs[i], _bits(inputs[i]).clone())
             for i in positions
@@ -84,7 +75,6 @@ class Writes:
     """Version counters of a call's inputs before it."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
-        """Args: inputs: none made in inference mode."""
         self._before = [
             (i, value, value._version)
             for i, value in enumerate(inputs)
@@ -141,7 +131,6 @@ class SaidToBeWritten(_torch.TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, inputs: Sequence[Any]) -> None:
-        """Args: inputs: what is called with; they are not held."""
         super().__init__()
         self.found: set[int] = set()
         """Positions of the inputs that were written."""

@@ -5,8 +5,8 @@ import torch
 
 from cgpass.inputs import InputKind
 from cgpass.runtime import fast
-from cgpass.runtime.gifts import Gifts
 from cgpass.runtime.owner import Owner
+from cgpass.runtime.recorder import Gifts
 from cgpass.runtime.runner import PartitionRunner
 from cgpass.runtime.settings import RunnerSettings
 from cgpass.runtime.simulated import SimulatedDriver

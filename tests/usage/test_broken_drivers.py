@@ -8,9 +8,8 @@ import torch
 
 from cgpass.runtime import fast
 from cgpass.runtime import recording as recording_module
-from cgpass.runtime.liveness import LiveOutputs
 from cgpass.runtime.output_memory import OutputMemory
-from cgpass.runtime.owner import Owner
+from cgpass.runtime.owner import LiveOutputs, Owner
 from cgpass.runtime.placeholders import CopyIn, Placeholder
 from cgpass.runtime.recorder import Recorder
 from cgpass.runtime.recording import Recording
