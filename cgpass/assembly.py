@@ -38,7 +38,6 @@ from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.executor import Executor, Plan
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner
-from cgpass.runtime.settings import RunnerSettings
 from cgpass.skips import OFF, counted
 from cgpass.summaries import GraphSummary, PartitionSummary
 
@@ -214,15 +213,13 @@ class GraphBuilder:
             fn,
             infos,
             self.owner(self.target.device),
-            RunnerSettings.of(
-                self.options,
-                opaque=self.compiler.opaque,
-                is_backward=self.direction == "backward",
-                communicates=bool(calls),
-            ),
+            self.options,
             name=named,
             on_failure=on_failure,
             source=self.source,
+            opaque=self.compiler.opaque,
+            is_backward=self.direction == "backward",
+            communicates=bool(calls),
         )
 
     def _add_summary(self, partitions: tuple[PartitionSummary, ...]) -> int:

@@ -27,7 +27,7 @@ from cgpass.graph.lines import spans
 from cgpass.reason import OTHER_FIXES, Reason
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.failures import Outcome, random_state_kept
-from cgpass.runtime.syncs import is_capture_error, is_sync_error, sync_check
+from cgpass.runtime.syncs import is_capture_error, syncs_noted
 from cgpass.summaries import PartitionSummary
 
 log = logging.getLogger(__name__)
@@ -314,12 +314,9 @@ class _Checked(fx.Interpreter):
         return fx.node.map_arg((n.args, n.kwargs), fetch)
 
     def _waits(self, n: fx.Node, args: Any, kwargs: Any) -> str | None:
-        try:
-            with sync_check(self._device):
-                self.call_function(n.target, args, kwargs)
-        except Exception as error:
-            return first_line(error) if is_sync_error(error) else None
-        return None
+        with syncs_noted(self._device) as found, contextlib.suppress(Exception):
+            self.call_function(n.target, args, kwargs)
+        return next(iter(found), None)
 
 
 class _Following(fx.Interpreter):

@@ -91,7 +91,7 @@ class Verification:
         if not isinstance(runner, PartitionRunner):
             return run
         part = _Partition(number, step.name, runner, step.made)
-        if runner.settings.communicates:
+        if runner.communicates:
             return self._left_alone(part, run)
         calls = 0
 

@@ -9,7 +9,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,18 +20,15 @@ BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """Takes one list of inputs, which it may empty, and returns a sequence of outputs."""
 
 
-class CapturedGraph(Protocol):
+class CapturedGraph:
     """What a driver recorded."""
 
-    @property
-    def replay(self) -> Callable[[], None]:
-        """Runs the recorded work again on the current stream, reading and writing the same memory."""
-        ...
+    instantiate_ms: float | None = None
+    """Host time of making the recorded graph one that can be launched, None if there is no such step."""
 
-    @property
-    def instantiate_ms(self) -> float | None:
-        """Host time of making the recorded graph one that can be launched, None if there is no such step."""
-        ...
+    def replay(self) -> None:
+        """Run the recorded work again on the current stream, reading and writing the same memory."""
+        raise NotImplementedError
 
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
         """Have whoever made earlier calls read tensors that the current stream just wrote, its outputs' new places."""
@@ -40,13 +37,12 @@ class CapturedGraph(Protocol):
         """Free the graph. Memory that its outputs lie in is freed when they are."""
 
 
-class GraphDriver(Protocol):
-    """Records callables on one device, all of them into one memory pool."""
+class GraphDriver:
+    """Records callables on one device, all of them into one memory pool. What it has nothing to do for does nothing."""
 
-    @property
-    def device(self) -> torch.device:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         """Where tensors must lie."""
-        ...
 
     def record(
         self, fn: BoxedCallable, args: list[Any], *, opaque: bool, slot: int = 0
@@ -63,42 +59,38 @@ class GraphDriver(Protocol):
             The graph and `fn`'s outputs. Output tensors hold nothing of meaning before the first replay.
             **Lifetime:** they own their memory in the pool; each replay writes it again.
         """
-        ...
+        raise NotImplementedError
 
     def warm_up(self, fn: BoxedCallable, args: list[Any]) -> Sequence[Any]:
         """Run `fn(args)` with memory of the first pool, in which nothing was recorded yet.
 
         Otherwise what outlives the first calls (optimizer states) would come to lie among memory that only they need.
         """
-        ...
+        return fn(args)
 
     def end_warm_ups(self) -> None:
         """Have pools belong to their graphs alone."""
-        ...
 
     def prepare_thread(self) -> None:
         """Before this thread records what it never warmed up: make what libraries keep for each thread."""
-        ...
 
     def live_blocks(self, slot: int) -> dict[int, int]:
         """Memory of a pool that is in use now: bytes by address. Captures that are over count with what outlived them."""
-        ...
+        raise NotImplementedError
 
     def pool_bytes(self) -> int | None:
         """Memory that its pools take from the device; None if no device is asked for any."""
-        ...
+        return None
 
     def give_back(self) -> None:
         """Return memory that nobody uses: after the last graph of a pool, the pool's."""
-        ...
 
     def is_capturing(self) -> bool:
         """Whether somebody else records on the current stream."""
-        ...
+        raise NotImplementedError
 
     def enter_call(self) -> None:
         """Order this call after the previous one if it came on another stream."""
-        ...
 
 
 class Pool:
@@ -207,7 +199,7 @@ class CallStreams:
                 tensor.record_stream(stream)
 
 
-class _CUDAGraph:
+class _CUDAGraph(CapturedGraph):
     """A recorded graph among those that use its pool.
 
     Note [Which state a replay draws from]
@@ -271,7 +263,7 @@ def _destroy(graph: torch.cuda.CUDAGraph, pool: Pool) -> None:
     when_no_capture_runs(graph.reset)
 
 
-class CUDADriver:
+class CUDADriver(GraphDriver):
     """Records into CUDA graphs: one pool (more where results of several calls are held) and one side stream.
 
     Source: capture rules in the CUDA C++ Programming Guide, "CUDA Graphs"; torch/cuda/graphs.py, 2.11.
@@ -284,14 +276,14 @@ class CUDADriver:
         pool: Any = None,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        self._device = device
+        super().__init__(device)
         self._index = device.index
         self._pools: dict[int, Pool] = {}
         self._given_pool = pool
         self._returns_due = 0
         """Captures before which memory of warm-ups is to be returned. See Note [Warm-ups have a pool of their own]."""
         self._stream = stream or torch.cuda.Stream(device)
-        self._streams = CallStreams(self._device)
+        self._streams = CallStreams(device)
         self._token = torch.zeros(1, device=device)
         self._instantiate_ms = 0.0
         """Of the last capture."""
@@ -440,11 +432,6 @@ class CUDADriver:
                 graph.capture_end()
             except RuntimeError:
                 _torch.abandon_failed_capture(self._index, pool.handle)
-
-    @property
-    def device(self) -> torch.device:
-        """The CUDA device."""
-        return self._device
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured."""

@@ -191,7 +191,7 @@ class Executor:
         self._wraps: list[Callable[[Step, Run], Run]] = []
         self._take_outputs = taker(plan.outputs)
         runners = [step.run for step in plan.steps if isinstance(step.run, PartitionRunner)]
-        self._is_backward = any(runner.settings.is_backward for runner in runners)
+        self._is_backward = any(runner.is_backward for runner in runners)
         self._stats = runners[0].stats if runners else CallStats()
         self._owns = any(runner.owns_outputs for runner in runners)
         self._owned = None if owner is None else _Owned(plan, owner)

@@ -5,7 +5,7 @@ import logging
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -14,6 +14,8 @@ from cgpass.reason import CallReasons
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.syncs import is_capture_error
 from cgpass.telemetry import CallStats
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,6 @@ def give_memory_back(error: BaseException, device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-log = logging.getLogger(__name__)
-
 _NAME_IT = 'Name the operator in options={"unsafe_ops": (...)} to capture the rest.'
 _NO_SYNCS = "Move what waits for the device or reads data on the host out of the function to have the rest captured."
 _MORE_MEMORY = "Free memory, or keep fewer recordings (max_recordings); after cgpass.reset() the next calls try again."
@@ -111,13 +111,13 @@ class Fallback:
         *,
         on_skip: str,
         on_failure: OnFailure | None,
-        reasons: CallReasons | None = None,
+        reasons: CallReasons,
     ) -> None:
         self._name = name
-        self._reasons = CallReasons() if reasons is None else reasons
+        self._reasons = reasons
         self._fn = fn
         self._stats = stats
-        self._on_skip = on_skip
+        self._refuses = on_skip == "raise"
         self._level = logging.WARNING if on_skip == "warn" else logging.INFO
         self._on_failure = on_failure
         self.failure: str | None = None
@@ -126,14 +126,16 @@ class Fallback:
         """Of that reason."""
         self._failed_once = False
         self._refusal: CaptureError | None = None
-        self._said_transform = self._said_memory = False
+        self.said: set[str] = set()
+
+    def say_once(self, what: str, text: str) -> None:
+        """Say something of the partition, until failures are forgotten once."""
+        if what not in self.said:
+            self.said.add(what)
+            log.log(self._level, "%s", text)
 
     def raise_refusal(self) -> None:
-        """Raise what a capture failed with before: a call does not try again what can't succeed.
-
-        Raises:
-            CaptureError: If `on_skip` is "raise" and it did.
-        """
+        """Raise what a capture failed with before, if `on_skip` is "raise": it would fail again."""
         if self._refusal is not None:
             raise CaptureError(str(self._refusal))
 
@@ -153,7 +155,8 @@ class Fallback:
         try:
             outcome = self._on_failure(list(args), error)
         except CaptureError as refusal:
-            self._refuse(refusal)
+            if self._refuses:
+                self._refusal = CaptureError(str(refusal))  # without frames that hold inputs
             raise
         if outcome is None:
             return False
@@ -166,7 +169,7 @@ class Fallback:
                 outcome.why,
             )
         else:
-            self._say_it_runs_plainly(self.failure, self._advice())
+            log.log(self._level, "%s", self._message(outcome.why, _NAME_IT))
         return True
 
     def note_failure(self) -> bool:
@@ -184,62 +187,46 @@ class Fallback:
         return outputs
 
     def no_memory(self, error: Exception) -> str:
-        """Say that a capture found no memory; returns why such calls run without a graph.
-
-        Raises:
-            CaptureError: If `on_skip` is "raise".
-        """
+        """Say that a capture found no memory, or raise it; returns why such calls run without a graph."""
         why = _text_of(error)
-        if self._on_skip == "raise":
-            refusal = CaptureError(self._message(why, self._advice(error)))
-            self._refuse(refusal)
-            raise refusal
-        if not self._said_memory:
-            self._said_memory = True
-            log.log(
-                self._level,
-                "%s: there is no memory to record calls like this one, which run without a graph from now on: %s. %s",
-                self._name,
-                why,
-                _MORE_MEMORY,
-            )
+        if self._refuses:
+            self._refuse(error, _MORE_MEMORY)
+        self.say_once(
+            "memory",
+            f"{self._name}: there is no memory to record calls like this one, which run without a graph from now on: {why}. "
+            f"{_MORE_MEMORY}",
+        )
         return why
 
     def run_bypassed(self, args: list[Any], why: str) -> Sequence[Any]:
         """Run a call without a graph, whatever it is: see `Owner.bypassed`; a transform is said once."""
         if why in _BYPASSED:
             self._reasons.note(why, lambda: (_BYPASSED[why], None))
-        if why == "transform" and not self._said_transform:
-            self._said_transform = True
-            log.log(
-                self._level,
-                "%s runs without a graph inside of transforms (torch.func, vmap, batched gradients): call it outside of "
-                "them to have it replayed.",
-                self._name,
+        if why == "transform":
+            self.say_once(
+                why,
+                f"{self._name} runs without a graph inside of transforms (torch.func, vmap, batched gradients): call it "
+                "outside of them to have it replayed.",
             )
         return self.run(args)
 
     def run_again(self, args: list[Any], error: Exception) -> Sequence[Any]:
         """Make a call whose capture failed without it, and try none like it again unless the error was the user's.
 
-        Raises:
-            CaptureError: If `on_skip` is "raise".
+        Not for what ran out of memory. Raises `CaptureError` if `on_skip` is "raise".
         """
-        passing = not (
-            self._failed_once
-            or isinstance(error, torch.OutOfMemoryError | StagingError)
-            or is_capture_error(error)
-        )
-        if self._on_skip == "raise" and not passing:
-            refusal = CaptureError(self._message(_text_of(error), self._advice(error)))
-            self._refuse(refusal)
-            raise refusal from error
+        staging = isinstance(error, StagingError)
+        passing = not (self._failed_once or staging or is_capture_error(error))
+        advice = _NO_SYNCS if self._on_failure is None else _NAME_IT
+        advice = _OTHER_INPUT if staging else advice
+        if self._refuses and not passing:
+            self._refuse(error, advice)
         outputs = self.run(args)  # if this raises, the error is the user's own
         self._failed_once = True
         if not passing:
-            self.failure, self._code = _text_of(error), _code_of(error)
+            self.failure, self._code = _text_of(error), "no_placeholder" if staging else "capture"
             self.note_failure()
-            self._say_it_runs_plainly(self.failure, self._advice(error))
+            log.log(self._level, "%s", self._message(self.failure, advice))
         return outputs
 
     def forget(self) -> None:
@@ -248,39 +235,19 @@ class Fallback:
         if failed and self._on_failure is not None:
             self._on_failure.forget()
         self.failure = self._refusal = None
-        self._failed_once = self._said_memory = False
+        self._failed_once = False
+        self.said.clear()
 
-    def _refuse(self, refusal: CaptureError) -> None:
-        if self._on_skip == "raise":
-            self._refusal = CaptureError(
-                str(refusal)
-            )  # without the frames that hold the call's inputs
+    def _refuse(self, error: Exception, advice: str) -> NoReturn:
+        text = self._message(_text_of(error), advice)
+        self._refusal = CaptureError(text)  # another one has the frames that hold the call's inputs
+        raise CaptureError(text) from error
 
     def _message(self, why: str, advice: str) -> str:
-        refuses = self._on_skip == "raise"
-        then = (
-            'on_skip="raise" refuses its calls' if refuses else "runs without a graph from now on"
-        )
+        then = "runs without a graph from now on"
+        then = 'on_skip="raise" refuses its calls' if self._refuses else then
         text = f"{self._name} can't be captured and {then}: {why}"
         return f"{text.rstrip('.')}. {advice}"
-
-    def _advice(self, error: Exception | None = None) -> str:
-        """What the user can do about it."""
-        if isinstance(error, torch.OutOfMemoryError):
-            return _MORE_MEMORY
-        if isinstance(error, StagingError):
-            return _OTHER_INPUT
-        return _NO_SYNCS if self._on_failure is None else _NAME_IT
-
-    def _say_it_runs_plainly(self, why: str, advice: str) -> None:
-        log.log(self._level, "%s", self._message(why, advice))
-
-
-def _code_of(error: Exception) -> str:
-    """The code of the reason that a capture failed for."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return "out_of_memory"
-    return "no_placeholder" if isinstance(error, StagingError) else "capture"
 
 
 def _text_of(error: Exception) -> str:

@@ -8,7 +8,6 @@ Note [Placeholders are shared]
 """
 
 import contextlib
-import functools
 import threading
 import time
 from collections import Counter
@@ -114,35 +113,19 @@ class WarmUp:
         return True
 
     def run(
-        self, args: list[Any], *, check_syncs: bool, compared: Sequence[int] = ()
+        self, args: list[Any], *, check_syncs: bool = False, compared: Sequence[int] = ()
     ) -> Sequence[Any]:
         """Run one call. Finding out what it waits for, or whether it changed `compared` inputs, may wait for the device."""
-        if compared:
-            changes = Changes(args, compared)
-            outputs = self._run_once(args, check_syncs=check_syncs)
-            self.found_written = changes.found()
-            return outputs
-        return self._run_once(args, check_syncs=check_syncs)
-
-    def _run_once(self, args: list[Any], *, check_syncs: bool) -> Sequence[Any]:
-        if check_syncs:
-            with syncs_noted(self._owner.driver.device) as found:
-                outputs = self._run(args)
-            self.found_syncs = bool(found)
-            return outputs
-        return self._run(args)
-
-    def _run(self, args: list[Any]) -> Sequence[Any]:
         self._here.ran = True
-        owner, start = self._owner, time.perf_counter()
-        run = (
-            self._fn
-            if owner.has_recordings()
-            else functools.partial(owner.driver.warm_up, self._fn)
-        )
-        with _torch.autocast_cache_off():
-            outputs = run(args)
+        driver, changes, start = self._owner.driver, Changes(args, compared), time.perf_counter()
+        noted = syncs_noted(driver.device) if check_syncs else contextlib.nullcontext(())
+        with noted as found, _torch.autocast_cache_off():
+            if self._owner.has_recordings():
+                outputs = self._fn(args)
+            else:
+                outputs = driver.warm_up(self._fn, args)
         self.last_ms = (time.perf_counter() - start) * 1e3
+        self.found_syncs, self.found_written = bool(found), changes.found()
         return outputs
 
 

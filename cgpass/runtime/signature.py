@@ -116,15 +116,17 @@ def describe(infos: Iterable[InputInfo], limit: int = 5) -> str:
     return ", ".join(parts)
 
 
+def describe_tensor(info: InputInfo, value: torch.Tensor) -> str:
+    """Name of a tensor with its dtype and size and the user's line that reads it."""
+    line = "" if info.line is None else f", read at {info.line}"
+    return f"{info.name} ({str(value.dtype).removeprefix('torch.')}{list(value.size())}{line})"
+
+
 def describe_tensors(
     infos: Sequence[InputInfo], args: Sequence[Any], positions: Sequence[int]
 ) -> str:
     """Names of tensors with their dtypes and sizes and the user's lines that read them, at most five of them."""
-    parts = []
-    for i in positions[:5]:
-        info, dtype = infos[i], str(args[i].dtype).removeprefix("torch.")
-        line = "" if info.line is None else f", read at {info.line}"
-        parts.append(f"{info.name} ({dtype}{list(args[i].size())}{line})")
+    parts = [describe_tensor(infos[i], args[i]) for i in positions[:5]]
     if len(positions) > 5:
         parts.append(f"and {len(positions) - 5} more")
     return ", ".join(parts)

@@ -30,7 +30,7 @@ from cgpass.runtime.collectives import (
     made_alone,
     only_wraps,
 )
-from cgpass.runtime.driver import BoxedCallable, CapturedGraph
+from cgpass.runtime.driver import BoxedCallable, CapturedGraph, GraphDriver
 from cgpass.runtime.syncs import HostMethods, HostReads, call_watched, reads_on_host, refuse
 from cgpass.runtime.writes import written_by
 
@@ -332,11 +332,8 @@ class _Tape(_torch.TorchDispatchMode):
                 raise RuntimeError(f"a generator used by {func} is not registered with the graph")
 
 
-class SimulatedGraph:
+class SimulatedGraph(CapturedGraph):
     """A tape that can be run again."""
-
-    instantiate_ms = None
-    """There is nothing to instantiate."""
 
     def __init__(self, tape: _Tape, memory: Sequence[object]) -> None:
         self._calls = tape.calls
@@ -357,9 +354,6 @@ class SimulatedGraph:
                         old.untyped_storage().copy_(new.untyped_storage())
             under_way.wait()
 
-    def share(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Nothing to order: the CPU has one stream."""
-
     def reset(self) -> None:
         """Drop the tape, and the memory that no graph uses and nobody holds."""
         self._calls = []
@@ -374,18 +368,13 @@ def is_recording() -> bool:
     return getattr(_this_thread, "recording", False)
 
 
-class SimulatedDriver:
+class SimulatedDriver(GraphDriver):
     """`GraphDriver` on CPU."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device or torch.device("cpu")
+        super().__init__(device or torch.device("cpu"))
         self._pools: weakref.WeakValueDictionary[int, SimulatedPool] = weakref.WeakValueDictionary()
         """Kept by the graphs that use them."""
-
-    @property
-    def device(self) -> torch.device:
-        """The CPU."""
-        return self._device
 
     def record(
         self, fn: BoxedCallable, args: list[Any], *, opaque: bool, slot: int = 0
@@ -427,30 +416,11 @@ class SimulatedDriver:
         tape.unjoined.refuse()
         return outputs
 
-    def warm_up(self, fn: BoxedCallable, args: list[Any]) -> Sequence[Any]:
-        """See `GraphDriver.warm_up`; where the memory lies makes no difference here."""
-        return fn(args)
-
-    def end_warm_ups(self) -> None:
-        """See `GraphDriver.end_warm_ups`: they took no memory of a pool."""
-
-    def prepare_thread(self) -> None:
-        """See `GraphDriver.prepare_thread`. Nothing is kept for each thread."""
-
     def live_blocks(self, slot: int) -> dict[int, int]:
         """See `GraphDriver.live_blocks`."""
         pool = self._pools.get(slot)
         return {} if pool is None else pool.live_blocks()
 
-    def pool_bytes(self) -> None:
-        """See `GraphDriver.pool_bytes`: blocks are the process's own memory."""
-
-    def give_back(self) -> None:
-        """See `GraphDriver.give_back`: done when the last graph went."""
-
     def is_capturing(self) -> bool:
         """Whether this thread records right now, through whichever driver."""
         return is_recording()
-
-    def enter_call(self) -> None:
-        """Nothing to order: the CPU has one stream."""

@@ -115,23 +115,6 @@ def call_watched(
 
 
 @contextlib.contextmanager
-def sync_check(device: torch.device) -> Iterator[None]:
-    """Make work inside that waits for the device raise, where that can be found out without harm to others."""
-    if device.type != "cuda":
-        with HostReads(refuse(f"{_SYNC} operation")):
-            yield
-    elif _other_threads():
-        yield
-    else:
-        before = torch.cuda.get_sync_debug_mode()
-        _set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            _set_sync_debug_mode(before)
-
-
-@contextlib.contextmanager
 def syncs_noted(device: torch.device) -> Iterator[list[str]]:
     """Note what inside waits for the device, and let it. Yields a list that is complete at the end."""
     found: list[str] = []
@@ -151,16 +134,11 @@ def syncs_noted(device: torch.device) -> Iterator[list[str]]:
                 _set_sync_debug_mode(before)
         for warning in caught:
             if _SYNC in str(warning.message):
-                found.append(str(warning.message))
+                found.append(str(warning.message).partition(" (Triggered")[0])
             else:
                 warnings.warn_explicit(
                     warning.message, warning.category, warning.filename, warning.lineno
                 )
-
-
-def is_sync_error(error: BaseException) -> bool:
-    """Whether `error` comes from a sync check."""
-    return isinstance(error, RuntimeError) and _SYNC in str(error)
 
 
 def is_capture_error(error: BaseException) -> bool:

@@ -1,9 +1,9 @@
-"""`RecordingTable`: the keys of one partition that were seen, and the recordings of each."""
+"""The keys of one partition that were seen, the recordings of each, and why these were made."""
 
 import logging
 import time
 from array import array
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -12,12 +12,16 @@ from cgpass import _torch, tracing
 from cgpass.runtime.recorder import WarmUp
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.rule import Found
-from cgpass.runtime.signature import Layout, ShapeKey, describe
+from cgpass.runtime.signature import Layout, ShapeKey, describe, describe_tensor
 from cgpass.summaries import RECORDINGS_KEPT, RecordingNote
 from cgpass.tracing import NOWHERE, Source
 
+log = logging.getLogger(__name__)
+
+_NAMED: Final = 3
+"""Inputs that a cause names."""
 _KEYS_KEPT: Final = 4096
-"""Keys of one set of storages that were seen once and are remembered: a bound on memory."""
+"""Keys without a recording that are remembered: a bound on memory."""
 
 Key = tuple[ShapeKey, bytes]
 """What is computed, and where the static inputs are read: see `rule.Found.places`."""
@@ -55,13 +59,14 @@ class RecordingTable:
     """Key -> addresses of other recordings' values -> recordings.
 
     No recording gives way to one of another key: they go when a storage that they read in place is gone.
-    Keys without a recording are forgotten with their storages, too, and of one set of storages all but the newest.
+    Keys without a recording are forgotten with their storages, too, and all but the newest.
     """
 
     def __init__(self, max_recordings: int) -> None:
         self._max_recordings = max_recordings
-        self._seen: OrderedDict[Key, Seen] = OrderedDict()
-        self._unrecorded: dict[tuple[int, ...], OrderedDict[Key, Seen]] = {}
+        self._seen: dict[Key, Seen] = {}
+        self._unrecorded: dict[Key, Seen] = {}
+        """Those without a recording, least recently used first."""
         self._recorded: Counter[tuple[int, ...]] = Counter()
         """Recordings of each set of storages."""
         self._watermark = max_recordings
@@ -89,16 +94,15 @@ class RecordingTable:
             return found
         if len(self._seen) >= self._watermark:
             self._forget_what_is_gone()
-        others = self._unrecorded.setdefault(new.identities, OrderedDict())
-        if len(others) >= _KEYS_KEPT:
-            old, _ = others.popitem(last=False)
-            del self._seen[old]
-        others[new.key] = self._seen[new.key] = new
+        if len(self._unrecorded) >= _KEYS_KEPT:
+            self._forget(next(iter(self._unrecorded)))
+        self._unrecorded[new.key] = self._seen[new.key] = new
         return new
 
     def is_full_of_unseen(self, identities: tuple[int, ...]) -> bool:
         """Whether as many keys of one set of storages as may be recorded were seen once, and not again."""
-        return len(self._unrecorded.get(identities, ())) >= self._max_recordings
+        number = sum(seen.identities == identities for seen in self._unrecorded.values())
+        return number >= self._max_recordings
 
     def recorded_shape(self) -> ShapeKey | None:
         """What was computed by the newest recording, if there is one."""
@@ -108,17 +112,9 @@ class RecordingTable:
         self, seen: Seen, storages: tuple[_torch.WeakStorage, ...], identities: tuple[int, ...]
     ) -> None:
         """Note that a key was seen once more, and which storages lie in its places now."""
-        if self._take_out(seen):
-            self._unrecorded.setdefault(identities, OrderedDict())[seen.key] = seen
+        if self._unrecorded.pop(seen.key, None) is not None:
+            self._unrecorded[seen.key] = seen
         seen.storages, seen.identities = storages, identities
-
-    def _take_out(self, seen: Seen) -> bool:
-        """Have a key no longer among those without a recording; returns whether it was."""
-        others = self._unrecorded.get(seen.identities, {})
-        found = others.pop(seen.key, None) is not None
-        if found and not others:
-            del self._unrecorded[seen.identities]
-        return found
 
     def _forget_what_is_gone(self) -> None:
         for key, seen in list(self._seen.items()):
@@ -127,11 +123,12 @@ class RecordingTable:
         self._watermark = max(self._max_recordings, 2 * len(self._seen))
 
     def _forget(self, key: Key) -> None:
-        self._take_out(self._seen.pop(key))
+        del self._seen[key]
+        self._unrecorded.pop(key, None)
 
     def add(self, seen: Seen, values: bytes, recording: Recording) -> list[Recording]:
         """Keep a recording; returns all that read the same memory."""
-        self._take_out(seen)
+        self._unrecorded.pop(seen.key, None)
         members = seen.recordings.setdefault(values, [])
         members.append(recording)
         self._recorded[recording.made_for] += 1
@@ -157,9 +154,7 @@ class RecordingTable:
         """Forget recordings that read storages which are gone, unless their outputs are held."""
         gone = {id(r) for seen in self._seen.values() if seen.is_gone for r in seen.all()}
         dropped = self.drop(lambda r: id(r) in gone and not r.memory.any_held())
-        for key, seen in list(self._seen.items()):
-            if seen.is_gone and not seen.recordings:
-                self._forget(key)
+        self._forget_what_is_gone()
         return dropped
 
     def clear(self) -> list[Recording]:
@@ -170,22 +165,6 @@ class RecordingTable:
         self._recorded.clear()
         self.newest = None
         return recordings
-
-
-log = logging.getLogger(__name__)
-
-_NAMED: Final = 3
-"""Inputs that a cause names."""
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Why a recording is about to be made."""
-
-    code: str
-    detail: str
-    started: float
-    """By `time.perf_counter`."""
 
 
 class History:
@@ -209,26 +188,21 @@ class History:
             self._why_anew = why
         self._places.clear()
 
-    def cause(self, layout: Layout, seen: Seen, found: Found, args: Sequence[Any]) -> Cause:
-        """Why a call is recorded; to be called before it is."""
-        return Cause(*self._compare(layout, seen, found, args), started=time.perf_counter())
-
     def add(
         self,
-        cause: Cause,
+        started: float,
         layout: Layout,
         seen: Seen,
         found: Found,
         args: Sequence[Any],
         recording: Recording,
-    ) -> None:
-        """Note a recording, just made."""
+    ) -> str:
+        """Note a recording, just made and not in the table yet; returns the code of its cause."""
         note = RecordingNote(
-            cause.code,
-            cause.detail,
+            *self._compare(layout, seen, found, args),
             recording.copied_bytes,
             recording.slot,
-            (time.perf_counter() - cause.started) * 1e3,
+            (time.perf_counter() - started) * 1e3,
             recording.instantiate_ms,
             self._warm_ups.last_ms,
         )
@@ -239,6 +213,7 @@ class History:
         self._places.pop(shape, None)
         self._places[shape] = found.places  # the newest comes last
         self._tensors = _tensors(layout, args)
+        return note.cause
 
     def _announce(self, note: RecordingNote) -> None:
         self._causes[note.cause] += 1
@@ -270,13 +245,8 @@ class History:
         if not moved:
             names = _names(layout, [i for i in layout.pooled if args[i].numel()])
             return "memory", f"values of other partitions lie elsewhere: {names}"
-        others = [
-            i
-            for i, a, b in zip(
-                layout.parameters, self._tensors, _tensors(layout, args), strict=False
-            )
-            if a != b
-        ]
+        pairs = zip(layout.parameters, self._tensors, _tensors(layout, args), strict=False)
+        others = [i for i, a, b in pairs if a != b]
         if others and not found.copied:
             return "other tensors", _others(layout, others)
         texts = [_move(layout, i, args[i], before[i], now[i]) for i in moved[:_NAMED]]
@@ -291,13 +261,10 @@ def _others(layout: Layout, new: Sequence[int]) -> str:
 
 
 def _move(layout: Layout, i: int, value: Any, before: int, now: int) -> str:
-    info = layout.infos[i]
-    dtype = str(value.dtype).removeprefix("torch.")
-    line = "" if info.line is None else f", read at {info.line}"
     where = (
         f"moved from {before:#x} to {now:#x}" if now and before else "lies at new places: copied"
     )
-    return f"{info.name} ({dtype}{list(value.size())}{line}) {where}"
+    return f"{describe_tensor(layout.infos[i], value)} {where}"
 
 
 def _names(layout: Layout, positions: Sequence[int]) -> str:
