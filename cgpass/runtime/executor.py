@@ -4,7 +4,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,14 +17,6 @@ from cgpass.runtime.runner import PartitionRunner
 from cgpass.telemetry import CallStats, Tally
 
 _profiler = _torch.profiler_state
-
-
-class Observer(Protocol):
-    """Told of each step of a call."""
-
-    def step(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Entered before a step of this name runs, left after it."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -125,16 +117,6 @@ Run = Callable[[list[Any]], tuple[Sequence[Any], Recording | None]]
 """Runs a step: its outputs, and the recording that made them."""
 
 
-def _within(run: Run, name: str, observer: Observer) -> Run:
-    """`run`, with an observer told of it."""
-
-    def observed(values: list[Any]) -> Any:
-        with observer.step(name):
-            return run(values)
-
-    return observed
-
-
 def ranged(run: Run, name: str) -> Run:
     """`run`, as a range of a profile."""
 
@@ -213,9 +195,19 @@ class Executor:
             return self._run(args)
 
     @contextlib.contextmanager
-    def observed(self, observer: Observer) -> Iterator[None]:
-        """Have an observer told of every step inside; calls outside cost nothing for it."""
-        end = self.wrap(lambda step, run: _within(run, step.name, observer))
+    def observed(
+        self, context: Callable[[str], contextlib.AbstractContextManager[Any]]
+    ) -> Iterator[None]:
+        """Run every step inside of the context of its name; calls outside cost nothing for it."""
+
+        def wrap(step: Step, run: Run) -> Run:
+            def within(values: list[Any]) -> Any:
+                with context(step.name):
+                    return run(values)
+
+            return within
+
+        end = self.wrap(wrap)
         try:
             yield
         finally:

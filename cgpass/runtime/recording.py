@@ -43,10 +43,10 @@ class Recording:
         stats: CallStats | None = None,
     ) -> None:
         self._stats = stats or CallStats()
-        self.visible = frozenset(range(len(outputs))) if visible is None else visible
         self.birth = birth
         self.slot = slot
         self.released = released or {}
+        """Blocks that were free when it was made, by the birth of the recording whose outputs lay there."""
         self.written = frozenset(mutated)
         """Inputs that a replay writes, or that are written from the memory that it writes."""
         self.draws: list[int] = []
@@ -57,10 +57,13 @@ class Recording:
         self._graph = graph
         consumes = consumes or {}
         self._consumed, self._users = tuple(consumes), tuple(consumes.values())
+        """Inputs whose memory it writes, and the number of users of a storage that nobody else holds."""
         self._outside = dict(outside or {})
+        """What it reads or returns that is neither an input nor made by it, by address: kept alive here."""
         self._placeholders = dict(placeholders)  # kept alive as long as a recording reads them
         self._copies = copies_in(placeholders)
         self._counts_writes = counts_writes
+        """Whether autograd is to know of every write, since nobody else tells it."""
         self._write_back = [(i, placeholders[i]) for i in mutated if i in placeholders]
         self.copied_bytes = sum(group.num_bytes for group in self._copies) + sum(
             num_bytes(p.target) for _, p in self._write_back
@@ -75,7 +78,7 @@ class Recording:
         self.own: dict[int, int] = {}
         """Which of the memory's tensors an output is, by position."""
         self._outputs = list(outputs)
-        self._take_over(outputs, staged, by_storage, (visible, read))
+        self._take_over(outputs, staged, by_storage, visible, read)
         del outputs
         self._sort_aliases(staged)
         self._arrange()
@@ -103,7 +106,8 @@ class Recording:
         outputs: Sequence[Any],
         staged: Sequence[Any],
         by_storage: Mapping[int, int],
-        uses: tuple[frozenset[int] | None, frozenset[int]],
+        visible: frozenset[int] | None,
+        read: frozenset[int],
     ) -> None:
         """Sort outputs: views of inputs, what lies elsewhere, and tensors of the recording's own, each once."""
         own: list[torch.Tensor] = []
@@ -121,7 +125,6 @@ class Recording:
                 numbers[id(output)] = len(own)
                 own.append(output)
             self.own[n] = numbers[id(output)]
-        visible, read = uses
         shown = {number for n, number in self.own.items() if visible is None or n in visible}
         used = {number for n, number in self.own.items() if n in read}
         self.memory = OutputMemory(

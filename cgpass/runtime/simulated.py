@@ -11,7 +11,7 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch.utils import _pytree as pytree
@@ -99,14 +99,6 @@ class SimulatedPool:
         return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
 
 
-class Recorder(Protocol):
-    """Who records what a thread does."""
-
-    def made(self, tensor: torch.Tensor) -> bool:
-        """Whether an operator of this recording made the memory of a tensor."""
-        ...
-
-
 class RecordedStates:
     """The default generator as one recording sees it: its states are read and set by operators, which are recorded.
 
@@ -115,8 +107,8 @@ class RecordedStates:
             so nothing may draw.
     """
 
-    def __init__(self, recorder: Recorder, refuse: Callable[[str], None]) -> None:
-        self._recorder = recorder
+    def __init__(self, made: Callable[[torch.Tensor], bool], refuse: Callable[[str], None]) -> None:
+        self._made = made
         self._refuse = refuse
         self.foreign = False
 
@@ -128,7 +120,7 @@ class RecordedStates:
 
     def set_state(self, state: torch.Tensor) -> None:
         """`torch.set_rng_state`."""
-        self.foreign = not self._recorder.made(state)
+        self.foreign = not self._made(state)
         if self.foreign:
             rng_ops.put_state(torch.default_generator, state)
         else:
@@ -242,7 +234,7 @@ class _Tape(_torch.TorchDispatchMode):
         self._registered = {_implementation(generator) for generator in generators}
         self._placed: set[int] = set()
         self.unjoined = Unjoined()
-        self.states = RecordedStates(self, refuse(_REFUSAL))
+        self.states = RecordedStates(self.made, refuse(_REFUSAL))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -278,7 +270,7 @@ class _Tape(_torch.TorchDispatchMode):
             return call_watched(func, args, kwargs, HostReads(refuse(_REFUSAL)))
 
     def made(self, tensor: torch.Tensor) -> bool:
-        """See `Recorder.made`."""
+        """Whether an operator of this recording made the memory of a tensor."""
         return _address(tensor) in self._placed
 
     def _where(self, value: Any) -> Any:

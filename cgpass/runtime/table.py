@@ -14,7 +14,7 @@ from cgpass.runtime.recording import Recording
 from cgpass.runtime.rule import Found
 from cgpass.runtime.signature import Layout, ShapeKey, describe, describe_tensor
 from cgpass.summaries import RECORDINGS_KEPT, RecordingNote
-from cgpass.tracing import NOWHERE, Source
+from cgpass.tracing import Source
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class RecordingTable:
 class History:
     """Compares what is recorded with what was recorded before, and keeps the newest causes."""
 
-    def __init__(self, name: str, warm_ups: WarmUp, source: Source = NOWHERE) -> None:
+    def __init__(self, name: str, warm_ups: WarmUp, source: Source) -> None:
         self._name = name
         self._warm_ups = warm_ups
         self._source = source

@@ -19,7 +19,7 @@ class Noting:
         self.steps = []
 
     @contextlib.contextmanager
-    def step(self, name):
+    def __call__(self, name):
         self.steps.append(f"begin {name}")
         try:
             yield
