@@ -184,16 +184,7 @@ class GraphBuilder:
         graph: int,
         otherwise: Sequence[int] = (),
     ) -> PartitionRunner:
-        """What runs a captured partition.
-
-        Args:
-            name: Of the partition.
-            fn: What it was compiled to.
-            infos: Its inputs.
-            original: The partition as it was before.
-            graph: Number of its graph.
-            otherwise: Inputs that it was not traced with as they come.
-        """
+        """What runs a captured partition."""
         calls = collective_calls(original)
         named = f"{self.direction} {name}"
         if calls:

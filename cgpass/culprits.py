@@ -57,11 +57,6 @@ class FailedOperators:
     """Operators of one function that failed to be captured. See Note [A failed capture]."""
 
     def __init__(self, function: int | None = None) -> None:
-        """Of the function that Dynamo compiles now, if it does.
-
-        Args:
-            function: Its number in what telemetry knows.
-        """
         self._function = function
         code = _torch.compiled_code()
         self._code = None if code is None else weakref.ref(code)  # whose caches keep all this alive
@@ -145,17 +140,6 @@ class FailedCapture:
         refuses: bool,
         as_traced: Callable[[list[Any]], Sequence[Any]] = list,
     ) -> None:
-        """Keep what a search needs.
-
-        Args:
-            gm: The partition as it was before it was compiled.
-            place: Of the partition.
-            operators: Of its function.
-            driver: Gives what records it; None if it may not run once more than it is called.
-            what: The partition, for messages.
-            refuses: Whether to raise instead of running anything plainly.
-            as_traced: Gives inputs as `gm` was traced with.
-        """
         self.checks_warm_ups = driver is not None and has_unvetted_ops(gm)
         self._gm = gm
         self._place = place

@@ -37,7 +37,6 @@ class _SymbolValues:
     """Values of symbols, from a call's inputs."""
 
     def __init__(self, places: Mapping[sympy.Symbol, _Place]) -> None:
-        """Args: places: where each is."""
         self._places = dict(places)
 
     @classmethod
@@ -60,7 +59,6 @@ class _Traced:
     """Strides of some inputs or outputs, as traced."""
 
     def __init__(self, gm: fx.GraphModule, values: Iterable[tuple[int, object]]) -> None:
-        """Args: gm: before it is compiled. values: of it, with their positions."""
         self._wanted: dict[int, tuple[Any, ...]] = {}
         for position, value in values:
             fake = value.meta.get("val") if isinstance(value, fx.Node) else None

@@ -73,15 +73,6 @@ class Skips:
         graph_break: Reason | None = None,
         told: bool = False,
     ) -> None:
-        """Nothing was told yet.
-
-        Args:
-            options: The user's.
-            source: Of the function.
-            function: Its number in what telemetry knows.
-            graph_break: Why Dynamo ended it where it did, if the user's goes on.
-            told: Whether the user knows of operators that failed to be captured.
-        """
         self._told = told
         self._options = options
         self._source = source

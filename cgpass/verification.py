@@ -56,7 +56,6 @@ class Verification:
     """Checks that go on; see `verify`."""
 
     def __init__(self, every: int) -> None:
-        """Begin. Args: every: which calls are checked."""
         self.checked = 0
         """Calls of partitions that were compared."""
         self._every = every

@@ -26,7 +26,7 @@ from cgpass.errors import CollectiveTimeoutError
 from cgpass.graph import op_tables
 from cgpass.runtime.capturing import is_any_capture_running
 from cgpass.runtime.driver import BoxedCallable
-from cgpass.runtime.writes import extent, has_place, written_by
+from cgpass.runtime.writes import extent, has_place, tensors_in, written_by
 
 _FUNCTIONAL, _IN_PLACE = "_c10d_functional", "c10d"
 
@@ -121,15 +121,11 @@ def completed(func: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(func)
     def run(*args: Any, **kwargs: Any) -> Any:
         results = func(*args, **kwargs)
-        for value in _tensors(results):
+        for value in tensors_in(results):
             _torch.wait_tensor()(value)
         return results
 
     return run
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 class UnderWay:
@@ -150,8 +146,8 @@ class UnderWay:
         if not self._works or _only_views(func):
             return
         if isinstance(func, torch._ops.OpOverload):
-            reads = _extents(_tensors((args, kwargs)))
-            writes = _extents([*written_by(func, args, kwargs), *_tensors(results)])
+            reads = _extents(tensors_in((args, kwargs)))
+            writes = _extents([*written_by(func, args, kwargs), *tensors_in(results)])
             if not (_overlap(writes, self._read) or _overlap(reads, self._written)):
                 return
         self.wait()
@@ -160,7 +156,7 @@ class UnderWay:
         """Note what a call started."""
         if _works_in_place(func):
             self._works += [v for v in pytree.tree_leaves(results) if hasattr(v, "wait")]
-            self._read += _extents(_tensors(args))
+            self._read += _extents(tensors_in(args))
             self._written += _extents(written_by(func, args, {}))
 
     def wait(self) -> None:

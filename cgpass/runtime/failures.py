@@ -72,16 +72,6 @@ def random_state_kept(device: torch.device, args: Iterable[Any]) -> Iterator[Non
             generator.set_state(state)
 
 
-def thrown_into(error: BaseException) -> BaseException:
-    """An error as it came out of a `with` block, for the generator that it was thrown into to raise another one from it.
-
-    Its traceback begins with the generator's frame, which knows its caller, whose frame holds the error: a cycle that
-    would keep what the other frames hold until the garbage collector comes (Python 3.12).
-    """
-    frames = error.__traceback__
-    return error if frames is None else error.with_traceback(frames.tb_next)
-
-
 def give_memory_back(error: BaseException, device: torch.device) -> None:
     """Free what a capture held that ran out of memory: values in its frames, and blocks that lie idle."""
     traceback.clear_frames(error.__traceback__)

@@ -11,17 +11,15 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
 from cgpass import _torch
 from cgpass.errors import StagingError
-from cgpass.inputs import InputInfo
 from cgpass.runtime import fast
 from cgpass.runtime.driver import BoxedCallable
-from cgpass.runtime.failures import thrown_into
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.placeholders import Placeholder
 from cgpass.runtime.recording import Recording
@@ -30,11 +28,9 @@ from cgpass.runtime.syncs import syncs_noted
 from cgpass.runtime.writes import (
     Changes,
     SaidToBeWritten,
-    Writes,
+    Watched,
     counting,
     has_place,
-    places,
-    refuse_new_layouts,
 )
 from cgpass.telemetry import CallStats
 
@@ -171,13 +167,10 @@ class Recorder:
         staged = [placeholders[i].tensor if i in placeholders else a for i, a in enumerate(args)]
         if self._finds_writes:
             staged = [counting(value) for value in staged]
-        for i, placeholder in placeholders.items():
-            with _staging(layout.infos[i]):
-                placeholder.copy_from(args[i])
         passed = staged.copy()
         gifts.put_into(passed)
         watched = staged if self._finds_writes else ()
-        writes, before, said = Writes(watched), places(watched), SaidToBeWritten(watched)
+        before, said = Watched(watched), SaidToBeWritten(watched)
         try:
             fn = self._watched_by(said) if self._finds_writes else self._fn
             with _torch.autocast_cache_off():
@@ -185,14 +178,14 @@ class Recorder:
         finally:
             passed.clear()
             consumes = gifts.take_back()
-        refuse_new_layouts(watched, before)
+        before.refuse_new_layouts()
         visible, read = uses
         recording = Recording(
             graph,
             outputs,
             staged,
             placeholders,
-            mutated=sorted({*layout.mutated, *written, *writes.found(), *said.found}),
+            mutated=sorted({*layout.mutated, *written, *before.written(), *said.found}),
             visible=visible,
             read=read,
             consumes=consumes,
@@ -236,34 +229,30 @@ class Recorder:
     def _placeholders(
         self, args: Sequence[Any], layout: Layout, copied: Sequence[int]
     ) -> dict[int, Placeholder]:
-        """See Note [Placeholders are shared]."""
+        """Copies of inputs. See Note [Placeholders are shared]."""
         numbers: Counter[tuple[Any, ...]] = Counter()
         found: dict[int, Placeholder] = {}
         for i in copied:
-            like = layout_of(args[i])
-            found[i] = self._placeholder(numbers[like], args[i], layout.infos[i])
+            value, info = args[i], layout.infos[i]
+            like = layout_of(value)
+            key = (numbers[like], *like, *(place_of(value) if info.whole_storage else ()))
             numbers[like] += 1
+            try:
+                found[i] = self._placeholder(key, value, whole_storage=info.whole_storage)
+                found[i].copy_from(value)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # ours: nothing of the user's ran
+                raise StagingError(
+                    f"{info.name} can't be given memory of fixed address ({type(error).__name__}: {error})"
+                ) from error
         return found
 
-    def _placeholder(self, number: int, value: torch.Tensor, info: InputInfo) -> Placeholder:
-        """Number `number` of those laid out as `value`."""
-        whole, known = info.whole_storage, self._owner.placeholders
-        key = (number, *layout_of(value), *(place_of(value) if whole else ()))
+    def _placeholder(
+        self, key: tuple[Any, ...], value: torch.Tensor, *, whole_storage: bool
+    ) -> Placeholder:
+        known = self._owner.placeholders
         found = known.get(key)
         if found is None:
-            with _staging(info):
-                found = known[key] = Placeholder(value, whole_storage=whole)
+            found = known[key] = Placeholder(value, whole_storage=whole_storage)
         return found
-
-
-@contextlib.contextmanager
-def _staging(info: InputInfo) -> Iterator[None]:
-    """Tell errors of ours from those of what is recorded: nothing of the user's runs inside."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise StagingError(
-            f"{info.name} can't be given memory of fixed address ({type(error).__name__}: {error})"
-        ) from thrown_into(error)

@@ -32,14 +32,10 @@ from cgpass.runtime.collectives import (
 )
 from cgpass.runtime.driver import BoxedCallable, CapturedGraph, GraphDriver
 from cgpass.runtime.syncs import HostMethods, HostReads, call_watched, reads_on_host, refuse
-from cgpass.runtime.writes import written_by
+from cgpass.runtime.writes import tensors_in, written_by
 
 _POISON = 0xFF
 _REFUSAL = "operation not permitted when stream is capturing"
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _implementation(generator: torch.Generator) -> int:
@@ -251,7 +247,7 @@ class _Tape(_torch.TorchDispatchMode):
         """Run `func`, put what it allocated into the pool, and note the call."""
         for tensor in written_by(func, args, kwargs):
             self._keep_contents(_address(tensor), tensor.untyped_storage().nbytes())
-        known = {_address(t) for t in _tensors((args, kwargs))}
+        known = {_address(t) for t in tensors_in((args, kwargs))}
         where = pytree.tree_map(self._where, (args, kwargs))
         placed: dict[int, torch.UntypedStorage] = {}
         out = pytree.tree_map(
@@ -259,7 +255,7 @@ class _Tape(_torch.TorchDispatchMode):
             self._call(func, args, kwargs),
         )
         grad = torch.is_grad_enabled()
-        self.unjoined.note(func, map(_address, _tensors(out)))
+        self.unjoined.note(func, map(_address, tensors_in(out)))
         self.calls.append((completed(func), *where, grad, pytree.tree_map(self._where, out)))
         return out
 
@@ -341,7 +337,7 @@ class SimulatedGraph(CapturedGraph):
                 under_way.wait_before(func, args, kwargs, recorded)
                 again = func(*args, **kwargs)
                 under_way.note(func, args, again)
-                for old, new in zip(_tensors(recorded), _tensors(again), strict=True):
+                for old, new in zip(tensors_in(recorded), tensors_in(again), strict=True):
                     if _address(old) != _address(new):  # whole: elements may share memory
                         old.untyped_storage().copy_(new.untyped_storage())
             under_way.wait()
@@ -379,7 +375,7 @@ class SimulatedDriver(GraphDriver):
         states = [g.get_state() for g in generators]
         pool = self._pools.get(slot) or SimulatedPool()
         self._pools[slot] = pool
-        inputs = _tensors(args)
+        inputs = tensors_in(args)
         tape = _Tape(pool, inputs, generators)
         memory = list(self._pools.values())  # as CUDA graphs: inputs live as long as who owns them
         del inputs

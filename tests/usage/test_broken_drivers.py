@@ -124,7 +124,7 @@ def frozen_rng(patch):
 def shared_placeholder(patch):
     """Two inputs of one layout share their placeholder."""
 
-    def shared(self, number, value, info):
+    def shared(self, key, value, whole_storage):
         key = (value.size(), value.stride(), value.dtype)
         return self._owner.placeholders.setdefault(key, Placeholder(value))
 
