@@ -48,25 +48,6 @@ class Plan:
     visible: frozenset[int] = frozenset()
     """Positions of outputs that the user gets."""
 
-    def __str__(self) -> str:
-        lines = [f"inputs: {_range(self.num_inputs)}"]
-        if self.constants:
-            lines.append(f"constants: {', '.join(str(slot) for slot, _ in self.constants)}")
-        for step in self.steps:
-            drops = f", drops {_slots(step.drops)}" if step.drops else ""
-            lines.append(f"{step.name}: {_slots(step.inputs)} -> {_slots(step.outputs)}{drops}")
-        visible = [i for i in range(len(self.outputs)) if i in self.visible]
-        lines.append(f"outputs: {_slots(self.outputs)}, visible: {_slots(visible)}")
-        return "\n".join(lines)
-
-
-def _range(n: int) -> str:
-    return "none" if n == 0 else "0" if n == 1 else f"0 to {n - 1}"
-
-
-def _slots(slots: Sequence[int]) -> str:
-    return "(" + ", ".join(map(str, slots)) + ")"
-
 
 class _Owned:
     """Copies what users get out of the pool, where they are to own it."""

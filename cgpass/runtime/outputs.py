@@ -10,6 +10,7 @@ import torch
 from cgpass import _torch
 from cgpass.runtime import fast
 from cgpass.runtime.placeholders import num_bytes, overlaps_itself
+from cgpass.runtime.signature import layout_of
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,7 @@ def alias_of_input(
     source = inputs[index]
     itemsize = output.dtype.itemsize
     offset = output.storage_offset() * itemsize - source.storage_offset() * source.dtype.itemsize
-    same = (
-        offset == 0
-        and output.dtype == source.dtype
-        and output.size() == source.size()
-        and output.stride() == source.stride()
-        and output.is_conj() == source.is_conj()
-        and output.is_neg() == source.is_neg()
-    )
+    same = offset == 0 and layout_of(output) == layout_of(source)
     return InputAlias(
         index,
         same,
