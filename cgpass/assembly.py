@@ -33,13 +33,11 @@ from cgpass.passes import eager_passes, graph_passes, outline_passes
 from cgpass.passes.base import Pass, PassContext, run_passes
 from cgpass.plan import build_plan, outputs_made, plan_as_dict, whole_plan
 from cgpass.reason import Reason
-from cgpass.runtime.collectives import may_be_captured
+from cgpass.runtime.collectives import CollectiveCall, may_be_captured, timeouts_told
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.executor import Executor, Plan
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner
-from cgpass.runtime.settings import RunnerSettings
-from cgpass.runtime.timeouts import CollectiveCall, timeouts_told
 from cgpass.skips import OFF, counted
 from cgpass.summaries import GraphSummary, PartitionSummary
 
@@ -186,16 +184,7 @@ class GraphBuilder:
         graph: int,
         otherwise: Sequence[int] = (),
     ) -> PartitionRunner:
-        """What runs a captured partition.
-
-        Args:
-            name: Of the partition.
-            fn: What it was compiled to.
-            infos: Its inputs.
-            original: The partition as it was before.
-            graph: Number of its graph.
-            otherwise: Inputs that it was not traced with as they come.
-        """
+        """What runs a captured partition."""
         calls = collective_calls(original)
         named = f"{self.direction} {name}"
         if calls:
@@ -215,15 +204,13 @@ class GraphBuilder:
             fn,
             infos,
             self.owner(self.target.device),
-            RunnerSettings.of(
-                self.options,
-                opaque=self.compiler.opaque,
-                is_backward=self.direction == "backward",
-                communicates=bool(calls),
-            ),
+            self.options,
             name=named,
             on_failure=on_failure,
             source=self.source,
+            opaque=self.compiler.opaque,
+            is_backward=self.direction == "backward",
+            communicates=bool(calls),
         )
 
     def _add_summary(self, partitions: tuple[PartitionSummary, ...]) -> int:

@@ -27,7 +27,7 @@ from cgpass.graph.lines import spans
 from cgpass.reason import OTHER_FIXES, Reason
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.failures import Outcome, random_state_kept
-from cgpass.runtime.syncs import is_capture_error, is_sync_error, sync_check
+from cgpass.runtime.syncs import is_capture_error, syncs_noted
 from cgpass.summaries import PartitionSummary
 
 log = logging.getLogger(__name__)
@@ -57,11 +57,6 @@ class FailedOperators:
     """Operators of one function that failed to be captured. See Note [A failed capture]."""
 
     def __init__(self, function: int | None = None) -> None:
-        """Of the function that Dynamo compiles now, if it does.
-
-        Args:
-            function: Its number in what telemetry knows.
-        """
         self._function = function
         code = _torch.compiled_code()
         self._code = None if code is None else weakref.ref(code)  # whose caches keep all this alive
@@ -145,17 +140,6 @@ class FailedCapture:
         refuses: bool,
         as_traced: Callable[[list[Any]], Sequence[Any]] = list,
     ) -> None:
-        """Keep what a search needs.
-
-        Args:
-            gm: The partition as it was before it was compiled.
-            place: Of the partition.
-            operators: Of its function.
-            driver: Gives what records it; None if it may not run once more than it is called.
-            what: The partition, for messages.
-            refuses: Whether to raise instead of running anything plainly.
-            as_traced: Gives inputs as `gm` was traced with.
-        """
         self.checks_warm_ups = driver is not None and has_unvetted_ops(gm)
         self._gm = gm
         self._place = place
@@ -314,12 +298,9 @@ class _Checked(fx.Interpreter):
         return fx.node.map_arg((n.args, n.kwargs), fetch)
 
     def _waits(self, n: fx.Node, args: Any, kwargs: Any) -> str | None:
-        try:
-            with sync_check(self._device):
-                self.call_function(n.target, args, kwargs)
-        except Exception as error:
-            return first_line(error) if is_sync_error(error) else None
-        return None
+        with syncs_noted(self._device) as found, contextlib.suppress(Exception):
+            self.call_function(n.target, args, kwargs)
+        return next(iter(found), None)
 
 
 class _Following(fx.Interpreter):

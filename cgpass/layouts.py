@@ -13,7 +13,7 @@ from torch import fx
 
 from cgpass.graph.values import graph_outputs
 from cgpass.runtime import fast
-from cgpass.runtime.bits import copy_all
+from cgpass.runtime.placeholders import copy_all
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 """Takes one list of inputs, which it may empty, and returns a sequence of outputs."""
@@ -37,7 +37,6 @@ class _SymbolValues:
     """Values of symbols, from a call's inputs."""
 
     def __init__(self, places: Mapping[sympy.Symbol, _Place]) -> None:
-        """Args: places: where each is."""
         self._places = dict(places)
 
     @classmethod
@@ -60,7 +59,6 @@ class _Traced:
     """Strides of some inputs or outputs, as traced."""
 
     def __init__(self, gm: fx.GraphModule, values: Iterable[tuple[int, object]]) -> None:
-        """Args: gm: before it is compiled. values: of it, with their positions."""
         self._wanted: dict[int, tuple[Any, ...]] = {}
         for position, value in values:
             fake = value.meta.get("val") if isinstance(value, fx.Node) else None

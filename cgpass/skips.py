@@ -1,8 +1,9 @@
 """What runs without CUDA graphs: whole graphs, compiled as `torch.compile` would, and what is said of them and of parts."""
 
+import contextlib
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from torch import fx
@@ -16,8 +17,9 @@ from cgpass.graph.values import num_ops
 from cgpass.option_names import overloads
 from cgpass.options import Options
 from cgpass.reason import Reason
-from cgpass.runtime.plain import PlainGraph
+from cgpass.runtime.driver import BoxedCallable
 from cgpass.summaries import GraphSummary
+from cgpass.telemetry import Tally
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,39 @@ _FAILED: Final = frozenset({"syncs", "failed_capture"})
 """Codes of operators that failed to be captured when their function was called."""
 OFF: Final = 'driver="none" turns them off'
 """What a summary says of graphs that nobody wants captured."""
+
+
+class PlainGraph:
+    """Calls a whole graph that nothing is captured of."""
+
+    owner = None
+    """As of an `Executor` that records nothing."""
+
+    def __init__(self, fn: BoxedCallable) -> None:
+        self.tally = Tally()
+        self._fn = fn
+
+    def __call__(self, args: list[Any]) -> Any:
+        """Run it; the list is emptied."""
+        self.tally.calls += 1
+        return self._fn(args)
+
+    @contextlib.contextmanager
+    def observed(
+        self, context: Callable[[str], contextlib.AbstractContextManager[Any]]
+    ) -> Iterator[None]:
+        """As `Executor.observed`, with one step that has no name."""
+        fn = self._fn
+
+        def run(args: list[Any]) -> Any:
+            with context(""):
+                return fn(args)
+
+        self._fn = run
+        try:
+            yield
+        finally:
+            self._fn = fn
 
 
 class Skips:
@@ -38,15 +73,6 @@ class Skips:
         graph_break: Reason | None = None,
         told: bool = False,
     ) -> None:
-        """Nothing was told yet.
-
-        Args:
-            options: The user's.
-            source: Of the function.
-            function: Its number in what telemetry knows.
-            graph_break: Why Dynamo ended it where it did, if the user's goes on.
-            told: Whether the user knows of operators that failed to be captured.
-        """
         self._told = told
         self._options = options
         self._source = source

@@ -78,13 +78,6 @@ class PartitionRun:
         notes: Sequence[RecordingNote],
         reasons: CallReasons | None = None,
     ) -> None:
-        """Keep what a report needs.
-
-        Args:
-            stats: From `new_call_stats`; the partition keeps them alive.
-            notes: Of its newest recordings, oldest first, at most `RECORDINGS_KEPT`.
-            reasons: Why calls ran without a graph.
-        """
         self.notes = notes
         self._reasons = CallReasons() if reasons is None else reasons
         self._live = weakref.ref(stats)

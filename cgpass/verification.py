@@ -56,7 +56,6 @@ class Verification:
     """Checks that go on; see `verify`."""
 
     def __init__(self, every: int) -> None:
-        """Begin. Args: every: which calls are checked."""
         self.checked = 0
         """Calls of partitions that were compared."""
         self._every = every
@@ -91,7 +90,7 @@ class Verification:
         if not isinstance(runner, PartitionRunner):
             return run
         part = _Partition(number, step.name, runner, step.made)
-        if runner.settings.communicates:
+        if runner.communicates:
             return self._left_alone(part, run)
         calls = 0
 

@@ -20,11 +20,12 @@ import torch
 from benchlib import arguments
 
 from cgpass.inputs import InputInfo, InputKind
+from cgpass.options import Options
 from cgpass.plan import whole_plan
 from cgpass.runtime import native
 from cgpass.runtime.executor import Executor
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.runner import PartitionRunner, RunnerSettings
+from cgpass.runtime.runner import PartitionRunner
 
 
 class StubGraph:
@@ -78,7 +79,7 @@ def make_runner(kinds: list[InputKind], num_outputs: int) -> PartitionRunner:
         return [torch.zeros(1) for _ in range(num_outputs)]
 
     owner: Any = Owner(StubDriver())
-    return PartitionRunner(fn, infos, owner, RunnerSettings(on_skip="raise"), name="stub")
+    return PartitionRunner(fn, infos, owner, Options(on_skip="raise"), name="stub")
 
 
 Case = tuple[Callable[[list[Any]], Any], list[Any], PartitionRunner]

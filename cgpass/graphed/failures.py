@@ -11,7 +11,6 @@ import torch
 from cgpass import _torch
 from cgpass.errors import CaptureError, CGPassError, GraphedArgumentError
 from cgpass.runtime import rng_ops
-from cgpass.runtime.failures import thrown_into
 from cgpass.runtime.syncs import is_capture_error
 
 _LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch,))
@@ -43,7 +42,7 @@ def blamed(
                 f"make_graphed_callables: the {direction} of {name} draws random numbers from a generator of its own, at "
                 f"{user_line(error)}: {_first_line(error)}. Draw from the default one, or from a state of "
                 "GraphedOptions(rng_tracker=...)."
-            ) from thrown_into(error)
+            ) from _thrown_into(error)
         if not is_capture_error(error):
             raise
         line, operator = user_line(error), _operator(again)
@@ -53,7 +52,7 @@ def blamed(
             f"make_graphed_callables: the {direction} of {name} can't be captured{where}: {_first_line(error)}. "
             "Move what waits for the device (or needs the host) out of the callable or into a capture-time hook, or "
             'use torch.compile(backend="cgpass"), which captures around it.'
-        ) from thrown_into(error)
+        ) from _thrown_into(error)
 
 
 _FREED = "backward through the graph a second time"  # torch/csrc/autograd/variable.h, 2.11 to 2.15
@@ -78,7 +77,7 @@ def freed_graphs_named(name: str) -> Iterator[None]:
             f"make_graphed_callables: {name} takes gradients itself (torch.autograd.grad or backward) and so frees what "
             "the backward of its results needs. Pass create_graph=True or retain_graph=True there if they are to have "
             "one; else detach them, or record under torch.no_grad() with torch.enable_grad() inside."
-        ) from thrown_into(error)
+        ) from _thrown_into(error)
 
 
 _FOREIGN_GENERATOR = (
@@ -134,3 +133,13 @@ class LastOp(_torch.TorchDispatchMode):
         if func not in rng_ops.OPERATORS:
             self.name = str(func)
         return func(*args, **(kwargs or {}))
+
+
+def _thrown_into(error: BaseException) -> BaseException:
+    """An error as it came out of a `with` block, for the generator that it was thrown into to raise another one from it.
+
+    Its traceback begins with the generator's frame, which knows its caller, whose frame holds the error: a cycle that
+    would keep what the other frames hold until the garbage collector comes (Python 3.12).
+    """
+    frames = error.__traceback__
+    return error if frames is None else error.with_traceback(frames.tb_next)

@@ -67,8 +67,6 @@ class Group:
         """
         if not own:
             return outputs
-        if copied := recording.private:  # what was held call after call, or all
-            recording.copy_out(copied, copied, outputs)
         self.owner.note_handed_out(recording)
         return outputs
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import statistics
 import time
 from collections import defaultdict
@@ -80,16 +81,8 @@ _MakeStep = Callable[[Key, torch.device | None], Any]
 """Gives a context for a step of a graph, on a device if it is known."""
 
 
-class _Watch:
-    """An observer of one executor."""
-
-    def __init__(self, make: _MakeStep, number: int, device: torch.device | None) -> None:
-        self._make = make
-        self._number = number
-        self._device = device
-
-    def step(self, name: str) -> Any:
-        return self._make((self._number, name), self._device)
+def _step(make: _MakeStep, number: int, device: torch.device | None, name: str) -> Any:
+    return make((number, name), device)
 
 
 @contextlib.contextmanager
@@ -98,7 +91,7 @@ def watched(make: _MakeStep) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for number, _, live in list(live_runs()):
             device = None if live.owner is None else live.owner.driver.device
-            stack.enter_context(live.observed(_Watch(make, number, device)))
+            stack.enter_context(live.observed(functools.partial(_step, make, number, device)))
         yield
 
 

@@ -4,34 +4,31 @@ A driver knows how to record a callable, to replay what it recorded and where me
 static input and no liveness: those are the wrapper's.
 """
 
+import contextlib
+import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from cgpass import _torch
 from cgpass.runtime.capturing import capture_runs, may_be_empty, no_gc, when_no_capture_runs
-from cgpass.runtime.pools import Pool
-from cgpass.runtime.streams import CallStreams
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """Takes one list of inputs, which it may empty, and returns a sequence of outputs."""
 
 
-class CapturedGraph(Protocol):
+class CapturedGraph:
     """What a driver recorded."""
 
-    @property
-    def replay(self) -> Callable[[], None]:
-        """Runs the recorded work again on the current stream, reading and writing the same memory."""
-        ...
+    instantiate_ms: float | None = None
+    """Host time of making the recorded graph one that can be launched, None if there is no such step."""
 
-    @property
-    def instantiate_ms(self) -> float | None:
-        """Host time of making the recorded graph one that can be launched, None if there is no such step."""
-        ...
+    def replay(self) -> None:
+        """Run the recorded work again on the current stream, reading and writing the same memory."""
+        raise NotImplementedError
 
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
         """Have whoever made earlier calls read tensors that the current stream just wrote, its outputs' new places."""
@@ -40,13 +37,12 @@ class CapturedGraph(Protocol):
         """Free the graph. Memory that its outputs lie in is freed when they are."""
 
 
-class GraphDriver(Protocol):
-    """Records callables on one device, all of them into one memory pool."""
+class GraphDriver:
+    """Records callables on one device, all of them into one memory pool. What it has nothing to do for does nothing."""
 
-    @property
-    def device(self) -> torch.device:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         """Where tensors must lie."""
-        ...
 
     def record(
         self, fn: BoxedCallable, args: list[Any], *, opaque: bool, slot: int = 0
@@ -63,45 +59,147 @@ class GraphDriver(Protocol):
             The graph and `fn`'s outputs. Output tensors hold nothing of meaning before the first replay.
             **Lifetime:** they own their memory in the pool; each replay writes it again.
         """
-        ...
+        raise NotImplementedError
 
     def warm_up(self, fn: BoxedCallable, args: list[Any]) -> Sequence[Any]:
         """Run `fn(args)` with memory of the first pool, in which nothing was recorded yet.
 
         Otherwise what outlives the first calls (optimizer states) would come to lie among memory that only they need.
         """
-        ...
+        return fn(args)
 
     def end_warm_ups(self) -> None:
         """Have pools belong to their graphs alone."""
-        ...
 
     def prepare_thread(self) -> None:
         """Before this thread records what it never warmed up: make what libraries keep for each thread."""
-        ...
 
     def live_blocks(self, slot: int) -> dict[int, int]:
         """Memory of a pool that is in use now: bytes by address. Captures that are over count with what outlived them."""
-        ...
+        raise NotImplementedError
 
     def pool_bytes(self) -> int | None:
         """Memory that its pools take from the device; None if no device is asked for any."""
-        ...
+        return None
 
     def give_back(self) -> None:
         """Return memory that nobody uses: after the last graph of a pool, the pool's."""
-        ...
 
     def is_capturing(self) -> bool:
         """Whether somebody else records on the current stream."""
-        ...
+        raise NotImplementedError
 
     def enter_call(self) -> None:
         """Order this call after the previous one if it came on another stream."""
-        ...
 
 
-class _CUDAGraph:
+class Pool:
+    """A memory pool and the graphs that keep it in use; whoever replays them keeps them alive.
+
+    Note [Warm-ups have a pool of their own]
+        What a warm-up takes and gives back stays the pool's for good, cut up as the warm-up needed it: a capture in the
+        same pool finds most of it of the wrong sizes and takes as much again (ViT-S, training: 458 MiB against 350).
+        In the ordinary pool a warm-up would leave as much behind, and what outlives it would lie in between. So
+        warm-ups have a pool, and the first capture gets a new one. What is free of the old one goes back to the device
+        then, and once more when the second capture begins: by then gradients of a warm-up are gone, too.
+    """
+
+    def __init__(self, device: int, handle: Any = None) -> None:
+        self.is_given = handle is not None
+        """Whether it is the user's own, which other graphs may use too."""
+        self.handle: Any = handle or torch.cuda.graph_pool_handle()
+        self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self._device = device
+        self._users = 0
+        """Warm-ups that keep it in use until a graph does."""
+        self._failed = False
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the allocators take captures into it: not once its last user is gone, or one of them failed."""
+        return not self._failed and (bool(self.graphs) or self._users > 0)
+
+    @property
+    def is_for_warm_ups(self) -> bool:
+        """Whether no graph lies in it, but memory of warm-ups does."""
+        return not self.graphs and self._users > 0 and not self.is_given
+
+    @contextlib.contextmanager
+    def allocating(self) -> Iterator[None]:
+        """Have this thread's allocations come from this pool."""
+        _torch.begin_allocating_to_pool(self._device, self.handle)
+        self._users += 1
+        try:
+            yield
+        finally:
+            _torch.end_allocating_to_pool(self._device, self.handle)
+
+    def end_of_warm_ups(self) -> None:
+        """Leave the pool to its graphs."""
+        while self._users:
+            self._users -= 1
+            _torch.release_pool(self._device, self.handle)
+
+    def leave(self) -> None:
+        """Use it no more: a failed capture leaves it open in the allocator of host memory, or closes it for good."""
+        self._failed = True
+        self.end_of_warm_ups()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.end_of_warm_ups()
+
+
+class CallStreams:
+    """Streams that calls came on, and what they wait for.
+
+    Note [Calls on several streams]
+        An output that was dropped may still be read by work that its stream has yet to do. torch's allocator gives its
+        memory to nobody else on other streams; a recording writes it again whoever calls. So, once calls came on
+        several streams, a replay waits for what all of them have been given so far. That is asked for after outputs
+        were found to be dropped: what is launched later can't read them. Likewise what a rescue copies on the calling
+        stream is read on the holder's, which waits for the copy, and whose use of it the allocator is told of.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: int | None = None
+        self._seen: dict[int, torch.cuda.Stream] = {}
+        self.others: tuple[torch.cuda.Stream, ...] = ()
+        """All but the calling one."""
+
+    def enter(self) -> None:
+        """Make the current stream wait for the stream of the previous call, if that was another one."""
+        raw = _torch.current_raw_stream(self._device.index)
+        if raw == self._last or _torch.is_capturing():
+            return
+        current = torch.cuda.current_stream(self._device)
+        if self._last is not None:
+            current.wait_stream(self._seen[self._last])
+        self._last = raw
+        self._seen[raw] = current
+        self.others = tuple(stream for number, stream in self._seen.items() if number != raw)
+
+    def wait(self) -> None:
+        """Make the calling stream wait for what the others have been given so far."""
+        busy = [stream for stream in self.others if not stream.query()]
+        if busy:
+            current = torch.cuda.current_stream(self._device)
+            for stream in busy:
+                current.wait_stream(stream)
+
+    def share(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Have the other streams read tensors that the calling one just wrote."""
+        if not self.others:
+            return
+        written = torch.cuda.current_stream(self._device).record_event()
+        for stream in self.others:
+            stream.wait_event(written)
+            for tensor in tensors:
+                tensor.record_stream(stream)
+
+
+class _CUDAGraph(CapturedGraph):
     """A recorded graph among those that use its pool.
 
     Note [Which state a replay draws from]
@@ -165,7 +263,7 @@ def _destroy(graph: torch.cuda.CUDAGraph, pool: Pool) -> None:
     when_no_capture_runs(graph.reset)
 
 
-class CUDADriver:
+class CUDADriver(GraphDriver):
     """Records into CUDA graphs: one pool (more where results of several calls are held) and one side stream.
 
     Source: capture rules in the CUDA C++ Programming Guide, "CUDA Graphs"; torch/cuda/graphs.py, 2.11.
@@ -178,21 +276,14 @@ class CUDADriver:
         pool: Any = None,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """Make pools and a stream, or take the caller's.
-
-        Args:
-            device: The CUDA device, with its index.
-            pool: Handle of the first pool, which other graphs may use too.
-            stream: Of captures and warm-ups.
-        """
-        self._device = device
+        super().__init__(device)
         self._index = device.index
         self._pools: dict[int, Pool] = {}
         self._given_pool = pool
         self._returns_due = 0
         """Captures before which memory of warm-ups is to be returned. See Note [Warm-ups have a pool of their own]."""
         self._stream = stream or torch.cuda.Stream(device)
-        self._streams = CallStreams(self._device)
+        self._streams = CallStreams(device)
         self._token = torch.zeros(1, device=device)
         self._instantiate_ms = 0.0
         """Of the last capture."""
@@ -341,11 +432,6 @@ class CUDADriver:
                 graph.capture_end()
             except RuntimeError:
                 _torch.abandon_failed_capture(self._index, pool.handle)
-
-    @property
-    def device(self) -> torch.device:
-        """The CUDA device."""
-        return self._device
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured."""

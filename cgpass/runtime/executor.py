@@ -4,7 +4,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,17 +14,9 @@ from cgpass.runtime.outputs import CopyOut
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.runner import PartitionRunner
-from cgpass.telemetry import Tally
+from cgpass.telemetry import CallStats, Tally
 
 _profiler = _torch.profiler_state
-
-
-class Observer(Protocol):
-    """Told of each step of a call."""
-
-    def step(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Entered before a step of this name runs, left after it."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -56,160 +48,54 @@ class Plan:
     visible: frozenset[int] = frozenset()
     """Positions of outputs that the user gets."""
 
-    def __str__(self) -> str:
-        lines = [f"inputs: {_range(self.num_inputs)}"]
-        if self.constants:
-            lines.append(f"constants: {', '.join(str(slot) for slot, _ in self.constants)}")
-        for step in self.steps:
-            drops = f", drops {_slots(step.drops)}" if step.drops else ""
-            lines.append(f"{step.name}: {_slots(step.inputs)} -> {_slots(step.outputs)}{drops}")
-        visible = [i for i in range(len(self.outputs)) if i in self.visible]
-        lines.append(f"outputs: {_slots(self.outputs)}, visible: {_slots(visible)}")
-        return "\n".join(lines)
 
-
-def _range(n: int) -> str:
-    return "none" if n == 0 else "0" if n == 1 else f"0 to {n - 1}"
-
-
-def _slots(slots: Sequence[int]) -> str:
-    return "(" + ", ".join(map(str, slots)) + ")"
-
-
-class _CopyOut:
-    """Outputs of one step that are copied out of the pool, and where in the graph's results they go."""
-
-    def __init__(self, number: int, plan: Plan, runner: PartitionRunner) -> None:
-        """Tell the runner who gets what of its outputs."""
-        self.runner = runner
-        step = plan.steps[number]
-        numbers = {slot: n for n, slot in enumerate(step.outputs)}
-        self._pairs = [
-            (numbers[slot], position)
-            for position, slot in enumerate(plan.outputs)
-            if position in plan.visible and slot in numbers
-        ]
-        read = {slot for other in plan.steps for slot in other.inputs}
-        read.update(s for position, s in enumerate(plan.outputs) if position not in plan.visible)
-        runner.visible = frozenset(n for n, _ in self._pairs)
-        runner.read = frozenset(n for slot, n in numbers.items() if slot in read)
-        self._copied: frozenset[int] = frozenset()
-        self._positions: tuple[int, ...] = ()
-        self._targets: tuple[int, ...] = ()
-
-    def run(self, recording: Recording, copies: list[Any]) -> None:
-        """Copy what the runner says, as soon as it was made: nobody holds the pool's own tensors.
-
-        Args:
-            recording: What made the step's outputs.
-            copies: Takes each copy under its position in the graph's results.
-        """
-        copied = self.runner.copied
-        if copied is not self._copied:
-            self._copied = copied
-            pairs = [(n, target) for n, target in self._pairs if n in copied]
-            self._positions = tuple(n for n, _ in pairs)
-            self._targets = tuple(target for _, target in pairs)
-        if self._positions:
-            copied_bytes = recording.copy_out(self._positions, self._targets, copies)
-            self.runner.stats.copied_bytes += copied_bytes
-
-
-class _CopyRest:
-    """Copies what shares memory with copied outputs: views of them that other steps return.
-
-    Where users own all that they get, it copies whatever else lies in the pool, too: views of inputs that other
-    partitions made.
-    """
+class _Owned:
+    """Copies what users get out of the pool, where they are to own it."""
 
     def __init__(self, plan: Plan, owner: Owner) -> None:
-        """Args: plan: of the steps. owner: of its runners."""
         self._owner = owner
-        self._visible = tuple(sorted(plan.visible))
-        slots = [(plan.outputs[position], position) for position in self._visible]
-        self._inputs = [position for slot, position in slots if slot < plan.num_inputs]
-        self._made: list[list[tuple[int, int]]] = []
-        """Number of each visible output among its step's, and its position in the results; per step."""
-        for step in plan.steps:
-            numbers = {slot: n for n, slot in enumerate(step.outputs)}
-            self._made.append([(numbers[slot], p) for slot, p in slots if slot in numbers])
-        runners = [step.run for step in plan.steps if isinstance(step.run, PartitionRunner)]
-        self._stats = runners[0].stats if runners else None
-        self._owned = any(runner.owns_outputs for runner in runners)
-        self._several_steps = len(plan.steps) > 1
+        made = {s: (k, n) for k, step in enumerate(plan.steps) for n, s in enumerate(step.outputs)}
+        self._visible = [(p, made.get(plan.outputs[p])) for p in sorted(plan.visible)]
+        self._births: list[int] | None = None
+        """Of the recordings that made the results last; 0 for a step that ran plainly."""
+        self._others: list[int] = []
+        """Results that those recordings did not make: where they lie may be new in each call."""
+        self._copies = CopyOut((), ())
 
-    def run(
-        self,
-        results: list[Any],
-        copies: list[Any] | None,
-        recordings: Sequence[Recording | None],
-    ) -> list[Any] | None:
-        """Go through a call's results.
+    def run(self, results: list[Any], recordings: Sequence[Recording | None]) -> int:
+        """Put copies of what lies in the pool into a call's results; returns bytes copied."""
+        births = [0 if each is None else each.birth for each in recordings]
+        if births != self._births:
+            own = [p for p, at in self._visible if at and _makes(recordings[at[0]], at[1])]
+            self._others = [p for p, _ in self._visible if p not in own]
+            self._births, self._copies = births, CopyOut(results, own)
+        copies, owner = self._copies, self._owner
+        tensors = [n for n in self._others if isinstance(results[n], torch.Tensor)]
+        more = [n for n in tensors if owner.is_pool_storage(results[n])]
+        if more:
+            copies = CopyOut(results, [*copies.positions, *more])
+        copies.run(results)
+        return copies.copied_bytes
 
-        Args:
-            results: The graph's, as its steps made them; left alone.
-            copies: Of those that were copied already, None if none was.
-            recordings: What made each step's outputs, None if they were made plainly.
 
-        Returns:
-            Copies of these, of what shares memory with them, and of what else is to be copied.
-        """
-        owner = self._owner
-        owned = self._owned or owner.several_threads
-        if owner.bypassed or not (owned or (self._several_steps and copies)):
-            return copies
-        suspects = self._suspects(results, copies, recordings)
-        if not suspects:
-            return copies
-        copies = copies or [None] * len(results)
-        tensors = [n for n in self._visible if isinstance(results[n], torch.Tensor)]
-        addresses = {n: results[n].untyped_storage().data_ptr() for n in tensors}
-        copied = {addresses[n] for n in tensors if copies[n] is not None}
-        left = {
-            addresses[n]
-            for n in suspects
-            if addresses[n] in copied or (owned and owner.is_pool_storage(results[n]))
-        }
-        left.discard(0)  # no memory at all
-        together = tuple(n for n in tensors if addresses[n] in left)
-        copy_out = CopyOut(results, together, together)
-        copy_out.run(copies)
-        if self._stats is not None:
-            self._stats.copied_bytes += copy_out.copied_bytes
-        return copies
+def _makes(recording: Recording | None, output: int) -> bool:
+    return recording is not None and output in recording.own
 
-    def _suspects(
-        self,
-        results: list[Any],
-        copies: list[Any] | None,
-        recordings: Sequence[Recording | None],
-    ) -> list[int]:
-        """Positions of tensors that were not copied and may lie in memory that their step did not make."""
-        found = list(self._inputs)
-        for pairs, recording in zip(self._made, recordings, strict=True):
-            if recording is None:
-                found += [position for _, position in pairs]
-            elif recording.aliases:
-                found += [position for n, position in pairs if n in recording.aliases]
-        return [
-            n
-            for n in found
-            if isinstance(results[n], torch.Tensor) and (copies is None or copies[n] is None)
-        ]
+
+def _tell_uses(plan: Plan) -> None:
+    """Tell runners who gets what of their outputs."""
+    read = {slot for step in plan.steps for slot in step.inputs}
+    read.update(s for position, s in enumerate(plan.outputs) if position not in plan.visible)
+    visible = {plan.outputs[position] for position in plan.visible}
+    for step in plan.steps:
+        if isinstance(step.run, PartitionRunner):
+            numbers = list(enumerate(step.outputs))
+            step.run.visible = frozenset(n for n, slot in numbers if slot in visible)
+            step.run.read = frozenset(n for n, slot in numbers if slot in read)
 
 
 Run = Callable[[list[Any]], tuple[Sequence[Any], Recording | None]]
 """Runs a step: its outputs, and the recording that made them."""
-
-
-def _within(run: Run, name: str, observer: Observer) -> Run:
-    """`run`, with an observer told of it."""
-
-    def observed(values: list[Any]) -> Any:
-        with observer.step(name):
-            return run(values)
-
-    return observed
 
 
 def ranged(run: Run, name: str) -> Run:
@@ -247,13 +133,6 @@ class Executor:
     def __init__(
         self, plan: Plan, owner: Owner | None, names: Mapping[str, str] | None = None
     ) -> None:
-        """Prepare the steps.
-
-        Args:
-            plan: What to run.
-            owner: Of its runners; None if nothing is recorded.
-            names: What profiles call each step, by its name; those that have none are not shown there.
-        """
         self.plan = plan
         self._names = [(names or {}).get(step.name) for step in plan.steps]
         self.owner = owner
@@ -268,22 +147,21 @@ class Executor:
                 [(where, (None,) * len(step.drops[part])) for where, part in _runs(step.drops)],
                 _runs(step.outputs),
                 len(step.outputs),
-                _CopyOut(number, plan, step.run) if isinstance(step.run, PartitionRunner) else None,
             )
-            for number, step in enumerate(plan.steps)
+            for step in plan.steps
         ]
         self._steps = self._bare_steps
         self._wraps: list[Callable[[Step, Run], Run]] = []
         self._take_outputs = taker(plan.outputs)
         runners = [step.run for step in plan.steps if isinstance(step.run, PartitionRunner)]
-        self._is_backward = any(runner.settings.is_backward for runner in runners)
-        self._copy_rest = None if owner is None else _CopyRest(plan, owner)
+        self._is_backward = any(runner.is_backward for runner in runners)
+        self._stats = runners[0].stats if runners else CallStats()
+        self._owns = any(runner.owns_outputs for runner in runners)
+        self._owned = None if owner is None else _Owned(plan, owner)
+        _tell_uses(plan)
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run every step.
-
-        Args:
-            args: The graph's inputs; the list is emptied.
 
         Returns:
             The graph's outputs. **Lifetime:** they may lie in the pool, where no replay overwrites them while they are
@@ -298,9 +176,19 @@ class Executor:
             return self._run(args)
 
     @contextlib.contextmanager
-    def observed(self, observer: Observer) -> Iterator[None]:
-        """Have an observer told of every step inside; calls outside cost nothing for it."""
-        end = self.wrap(lambda step, run: _within(run, step.name, observer))
+    def observed(
+        self, context: Callable[[str], contextlib.AbstractContextManager[Any]]
+    ) -> Iterator[None]:
+        """Run every step inside of the context of its name; calls outside cost nothing for it."""
+
+        def wrap(step: Step, run: Run) -> Run:
+            def within(values: list[Any]) -> Any:
+                with context(step.name):
+                    return run(values)
+
+            return within
+
+        end = self.wrap(wrap)
         try:
             yield
         finally:
@@ -341,9 +229,8 @@ class Executor:
         slots = args + self._template
         args.clear()
         steps = self._steps if not _profiler._is_profiler_enabled else self._named_steps()
-        copies: list[Any] | None = None
         recordings: list[Recording | None] = []
-        for run, take, drops, places, num_outputs, copy_out in steps:
+        for run, take, drops, places, num_outputs in steps:
             inputs = take(slots)
             for where, nothing in drops:
                 slots[where] = nothing
@@ -351,17 +238,12 @@ class Executor:
             if len(outputs) != num_outputs:
                 raise ValueError(f"{num_outputs} outputs expected, got {len(outputs)}")
             recordings.append(recording)
-            if recording is not None and copy_out is not None and copy_out.runner.copied:
-                copies = copies or [None] * len(self.plan.outputs)
-                copy_out.run(recording, copies)
             for where, part in places:
                 slots[where] = outputs[part]
             del inputs, outputs
         results = self._take_outputs(slots)
-        if self._copy_rest is not None:
-            copies = self._copy_rest.run(results, copies, recordings)
-        if copies is None:
-            return results
-        return [
-            result if copy is None else copy for result, copy in zip(results, copies, strict=True)
-        ]
+        owned, owner = self._owned, self.owner
+        if owned is not None and owner is not None and (self._owns or owner.several_threads):
+            if not owner.bypassed:
+                self._stats.copied_bytes += owned.run(results, recordings)
+        return results

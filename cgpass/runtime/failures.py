@@ -1,12 +1,21 @@
 """What a runner does around captures that fail: who is asked why, state put back, memory given back."""
 
 import contextlib
+import logging
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
+
+from cgpass.errors import CaptureError, StagingError
+from cgpass.reason import CallReasons
+from cgpass.runtime.driver import BoxedCallable
+from cgpass.runtime.syncs import is_capture_error
+from cgpass.telemetry import CallStats
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,18 +72,173 @@ def random_state_kept(device: torch.device, args: Iterable[Any]) -> Iterator[Non
             generator.set_state(state)
 
 
-def thrown_into(error: BaseException) -> BaseException:
-    """An error as it came out of a `with` block, for the generator that it was thrown into to raise another one from it.
-
-    Its traceback begins with the generator's frame, which knows its caller, whose frame holds the error: a cycle that
-    would keep what the other frames hold until the garbage collector comes (Python 3.12).
-    """
-    frames = error.__traceback__
-    return error if frames is None else error.with_traceback(frames.tb_next)
-
-
 def give_memory_back(error: BaseException, device: torch.device) -> None:
     """Free what a capture held that ran out of memory: values in its frames, and blocks that lie idle."""
     traceback.clear_frames(error.__traceback__)
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+_NAME_IT = 'Name the operator in options={"unsafe_ops": (...)} to capture the rest.'
+_NO_SYNCS = "Move what waits for the device or reads data on the host out of the function to have the rest captured."
+_MORE_MEMORY = "Free memory, or keep fewer recordings (max_recordings); after cgpass.reset() the next calls try again."
+_OTHER_INPUT = "Pass it as a dense tensor to have the partition captured."
+_BYPASSED = {
+    "transform": "they came from inside of a transform",
+    "no_native_code": "cgpass has no native code, which recordings need",
+}
+"""Why such calls run without a graph, by code."""
+
+
+class Fallback:
+    """Takes a partition's place: nothing but the callable itself, and why."""
+
+    def __init__(
+        self,
+        name: str,
+        fn: BoxedCallable,
+        stats: CallStats,
+        *,
+        on_skip: str,
+        on_failure: OnFailure | None,
+        reasons: CallReasons,
+    ) -> None:
+        self._name = name
+        self._reasons = reasons
+        self._fn = fn
+        self._stats = stats
+        self._refuses = on_skip == "raise"
+        self._level = logging.WARNING if on_skip == "warn" else logging.INFO
+        self._on_failure = on_failure
+        self.failure: str | None = None
+        """Why it is captured no more."""
+        self._code = "capture"
+        """Of that reason."""
+        self._failed_once = False
+        self._refusal: CaptureError | None = None
+        self.said: set[str] = set()
+
+    def say_once(self, what: str, text: str) -> None:
+        """Say something of the partition, until failures are forgotten once."""
+        if what not in self.said:
+            self.said.add(what)
+            log.log(self._level, "%s", text)
+
+    def raise_refusal(self) -> None:
+        """Raise what a capture failed with before, if `on_skip` is "raise": it would fail again."""
+        if self._refusal is not None:
+            raise CaptureError(str(self._refusal))
+
+    @property
+    def checks_warm_ups(self) -> bool:
+        """Whether to look out for what waits for the device before anything is captured."""
+        return self._on_failure is not None and self._on_failure.checks_warm_ups
+
+    def is_to_blame(self, args: Sequence[Any], error: Exception | None) -> bool:
+        """Find out whether the partition can't be captured; then it runs plainly, and its recordings are of no more use.
+
+        `error` is what its capture raised, None if the sync check found something in a warm-up. Raises it where it is the
+        user's own, and `CaptureError` if `on_skip` is "raise".
+        """
+        if self._on_failure is None:
+            return False
+        try:
+            outcome = self._on_failure(list(args), error)
+        except CaptureError as refusal:
+            if self._refuses:
+                self._refusal = CaptureError(str(refusal))  # without frames that hold inputs
+            raise
+        if outcome is None:
+            return False
+        self.failure, self._code = outcome.why, "capture"
+        if outcome.again:
+            log.log(
+                self._level,
+                "%s can't be captured as a whole; the next call compiles the function again, to capture all but this: %s",
+                self._name,
+                outcome.why,
+            )
+        else:
+            log.log(self._level, "%s", self._message(outcome.why, _NAME_IT))
+        return True
+
+    def note_failure(self) -> bool:
+        """Note that a call runs without a graph since the partition is captured no more; returns whether it is so."""
+        failure = self.failure
+        if failure is None:
+            return False
+        self._reasons.note(self._code, lambda: (failure, None))
+        return True
+
+    def run(self, args: list[Any]) -> Sequence[Any]:
+        """Run the callable itself."""
+        outputs = self._fn(args)
+        self._stats.plain_calls += 1
+        return outputs
+
+    def no_memory(self, error: Exception) -> str:
+        """Say that a capture found no memory, or raise it; returns why such calls run without a graph."""
+        why = _text_of(error)
+        if self._refuses:
+            self._refuse(error, _MORE_MEMORY)
+        self.say_once(
+            "memory",
+            f"{self._name}: there is no memory to record calls like this one, which run without a graph from now on: {why}. "
+            f"{_MORE_MEMORY}",
+        )
+        return why
+
+    def run_bypassed(self, args: list[Any], why: str) -> Sequence[Any]:
+        """Run a call without a graph, whatever it is: see `Owner.bypassed`; a transform is said once."""
+        if why in _BYPASSED:
+            self._reasons.note(why, lambda: (_BYPASSED[why], None))
+        if why == "transform":
+            self.say_once(
+                why,
+                f"{self._name} runs without a graph inside of transforms (torch.func, vmap, batched gradients): call it "
+                "outside of them to have it replayed.",
+            )
+        return self.run(args)
+
+    def run_again(self, args: list[Any], error: Exception) -> Sequence[Any]:
+        """Make a call whose capture failed without it, and try none like it again unless the error was the user's.
+
+        Not for what ran out of memory. Raises `CaptureError` if `on_skip` is "raise".
+        """
+        staging = isinstance(error, StagingError)
+        passing = not (self._failed_once or staging or is_capture_error(error))
+        advice = _NO_SYNCS if self._on_failure is None else _NAME_IT
+        advice = _OTHER_INPUT if staging else advice
+        if self._refuses and not passing:
+            self._refuse(error, advice)
+        outputs = self.run(args)  # if this raises, the error is the user's own
+        self._failed_once = True
+        if not passing:
+            self.failure, self._code = _text_of(error), "no_placeholder" if staging else "capture"
+            self.note_failure()
+            log.log(self._level, "%s", self._message(self.failure, advice))
+        return outputs
+
+    def forget(self) -> None:
+        """Forget what failed, for captures to be tried again."""
+        failed = self.failure is not None or self._refusal is not None
+        if failed and self._on_failure is not None:
+            self._on_failure.forget()
+        self.failure = self._refusal = None
+        self._failed_once = False
+        self.said.clear()
+
+    def _refuse(self, error: Exception, advice: str) -> NoReturn:
+        text = self._message(_text_of(error), advice)
+        self._refusal = CaptureError(text)  # another one has the frames that hold the call's inputs
+        raise CaptureError(text) from error
+
+    def _message(self, why: str, advice: str) -> str:
+        then = "runs without a graph from now on"
+        then = 'on_skip="raise" refuses its calls' if self._refuses else then
+        text = f"{self._name} can't be captured and {then}: {why}"
+        return f"{text.rstrip('.')}. {advice}"
+
+
+def _text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

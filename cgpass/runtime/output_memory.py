@@ -58,13 +58,6 @@ class OutputMemory:
         *,
         share: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None,
     ) -> None:
-        """Take over the driver's outputs; nobody else may go on holding them.
-
-        Args:
-            outputs: What the graph writes, each tensor once.
-            uses: Of each, whether the user gets it, and whether other partitions or the backward do.
-            share: Told of tensors that holders have from now on and that were just written.
-        """
         self._share = share
         self._blocks: list[_Block] = []
         by_address: dict[int, _Block] = {}
@@ -210,9 +203,8 @@ class OutputMemory:
     def let_go(self, *, whole_pool: bool = True) -> int:
         """Leave what is held to its holders, for good; returns bytes copied.
 
-        Args:
-            whole_pool: Whether nothing is replayed any more in this pool: then kept blocks are left to the holders.
-                Else older recordings go on writing them, and all that is held is copied.
+        Where nothing is replayed any more in this pool, kept blocks are left to the holders. Else older recordings go on
+        writing them, and all that is held is copied.
         """
         held = self._in_place(self.held())
         kept = [k for k in held if whole_pool and self._blocks[k].owning is not None]

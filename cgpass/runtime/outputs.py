@@ -10,6 +10,7 @@ import torch
 from cgpass import _torch
 from cgpass.runtime import fast
 from cgpass.runtime.placeholders import num_bytes, overlaps_itself
+from cgpass.runtime.signature import layout_of
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,7 @@ class InputAlias:
 def alias_of_input(
     output: torch.Tensor, inputs: Sequence[Any], by_storage: Mapping[int, int]
 ) -> InputAlias | None:
-    """Which input an output is (a view of), if it is one.
-
-    Args:
-        output: What the recorded callable returned.
-        inputs: What it was recorded with.
-        by_storage: Position of the first input on the storage at an address.
-    """
+    """Which input an output is (a view of), if it is one; `by_storage` has the first input on the storage at an address."""
     storage = output.untyped_storage()
     index = by_storage.get(storage.data_ptr()) if storage.nbytes() else None
     if index is None:
@@ -70,14 +65,7 @@ def alias_of_input(
     source = inputs[index]
     itemsize = output.dtype.itemsize
     offset = output.storage_offset() * itemsize - source.storage_offset() * source.dtype.itemsize
-    same = (
-        offset == 0
-        and output.dtype == source.dtype
-        and output.size() == source.size()
-        and output.stride() == source.stride()
-        and output.is_conj() == source.is_conj()
-        and output.is_neg() == source.is_neg()
-    )
+    same = offset == 0 and layout_of(output) == layout_of(source)
     return InputAlias(
         index,
         same,
@@ -90,32 +78,19 @@ def alias_of_input(
     )
 
 
-class _SameDtype:
-    """Outputs that one call copies."""
-
-    __slots__ = ("targets", "tensors")
-
-    def __init__(self, members: Sequence[tuple[int, torch.Tensor]]) -> None:
-        self.targets = tuple(n for n, _ in members)
-        self.tensors = tuple(tensor for _, tensor in members)
-
-
 class CopyOut:
-    """Copies some outputs of a recording into memory of their own.
+    """Copies some results of calls into memory of their own.
 
-    What never changes between replays (layouts, which outputs share memory) is worked out once.
+    What never changes between calls (layouts, which results share memory) is worked out once; no tensor is kept.
     """
 
-    def __init__(
-        self, outputs: Sequence[Any], positions: tuple[int, ...], targets: tuple[int, ...]
-    ) -> None:
-        """Args: outputs: of a recording. positions, targets: as for `Recording.copy_out`."""
-        self.request = (positions, targets)
+    def __init__(self, results: Sequence[Any], positions: Sequence[int]) -> None:
+        self.positions = tuple(positions)
         first: dict[int, int] = {}
         own: list[tuple[int, torch.Tensor]] = []
         self._twins: list[tuple[int, int]] = []
-        for position, n in zip(positions, targets, strict=True):
-            tensor = outputs[position]
+        for n in positions:
+            tensor = results[n]
             if id(tensor) in first:
                 self._twins.append((n, first[id(tensor)]))
             elif isinstance(tensor, torch.Tensor):
@@ -128,25 +103,28 @@ class CopyOut:
             if t.numel() and (shared[t.untyped_storage().data_ptr()] > 1 or overlaps_itself(t))
         ]
         whole = {n for n, _ in together}
-        self._whole, self._parts = _leaders_and_parts(together)
-        simple: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
+        leaders, self._parts = _leaders_and_parts(together)
+        self._whole = [n for n, _ in leaders]
+        simple: dict[torch.dtype, list[int]] = {}
         for n, tensor in own:
             if n not in whole:
-                simple.setdefault(tensor.dtype, []).append((n, tensor))
-        self._simple = [_SameDtype(members) for members in simple.values()]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for _, t in self._whole}
+                simple.setdefault(tensor.dtype, []).append(n)
+        groups = map(tuple, simple.values())
+        self._simple = [(members, fast.taker(members)) for members in groups]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for _, t in leaders}
         self.copied_bytes = sum(num_bytes(t) for n, t in own if n not in whole)
         self.copied_bytes += sum(storage.nbytes() for storage in storages.values())
 
     def run(self, results: list[Any]) -> None:
-        """Copy into `results`, on the current stream.
+        """Copy what `results` has, and put the copies there, on the current stream.
 
         **Lifetime:** the copies are the caller's; copies of outputs that share memory share memory.
         """
-        for group in self._simple:
-            fast.put(results, group.targets, fast.copies(group.tensors))
+        for positions, take in self._simple:
+            fast.put(results, positions, fast.copies(take(results)))
         storages: dict[int, torch.UntypedStorage] = {}
-        for n, tensor in self._whole:
+        for n in self._whole:
+            tensor = results[n]
             source = tensor.untyped_storage()
             if source.data_ptr() not in storages:
                 storages[source.data_ptr()] = source.clone()

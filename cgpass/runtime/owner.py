@@ -8,20 +8,18 @@ Note [Calls from several threads]
     its holders. Backwards do not count as calls: autograd makes them on threads of its own, and whoever called waits.
 """
 
-import contextlib
 import logging
 import sys
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cgpass import _torch
 from cgpass.runtime import fast, native
 from cgpass.runtime.driver import GraphDriver
-from cgpass.runtime.liveness import LiveOutputs
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.storage_set import StorageSet
 from cgpass.runtime.writes import has_place
@@ -29,6 +27,7 @@ from cgpass.runtime.writes import has_place
 if TYPE_CHECKING:
     import torch
 
+    from cgpass.runtime.output_memory import OutputMemory
     from cgpass.runtime.placeholders import Placeholder
 
 
@@ -37,6 +36,55 @@ log = logging.getLogger(__name__)
 
 _LETTING_GO = 0.001
 """Seconds, once a backward: autograd's own thread lets go of gradients when whoever called it goes on already."""
+
+
+class LiveOutputs:
+    """Recordings of one slot whose outputs may be held, in order of birth."""
+
+    __slots__ = ("_stack",)
+
+    def __init__(self) -> None:
+        self._stack: list[tuple[int, OutputMemory, Recording]] = []
+
+    def youngest(self) -> int:
+        """Birth of the youngest recording with a held output, -1 if none."""
+        stack = self._stack
+        while stack:
+            birth, memory, _ = stack[-1]
+            if memory.any_held():
+                return birth
+            stack.pop()
+        return -1
+
+    def push(self, recording: Recording) -> None:
+        """Note that a recording younger than every held one hands out its outputs."""
+        stack = self._stack
+        while stack and stack[-1][0] >= recording.birth:  # what was held there was moved
+            stack.pop()
+        stack.append((recording.birth, recording.memory, recording))
+
+    def discard(self, recording: Recording) -> None:
+        """Forget a recording that is no more."""
+        self._stack = [entry for entry in self._stack if entry[2] is not recording]
+
+    def is_safe(self, recording: Recording) -> bool:
+        """Whether a replay overwrites nothing that is held. See Note [What a replay overwrites]."""
+        if self.youngest() >= recording.birth:
+            return False
+        released = recording.released
+        return not released or not fast.any_held_among(self._stack, released)
+
+    def overwritten_by(self, recording: Recording) -> list[tuple[Recording, list[int]]]:
+        """Recordings with held outputs that a replay would overwrite, and the blocks of each."""
+        found: list[tuple[Recording, list[int]]] = []
+        for other in dict.fromkeys(other for _, _, other in self._stack):
+            among = None
+            if other.birth < recording.birth:
+                among = recording.released.get(other.birth, ())
+            blocks = other.memory.held(among)
+            if blocks:
+                found.append((other, blocks))
+        return found
 
 
 class Member(Protocol):
@@ -62,7 +110,7 @@ class _Slot:
     """A pool and what was recorded into it."""
 
     def __init__(self) -> None:
-        self.live: LiveOutputs[Recording] = LiveOutputs()
+        self.live = LiveOutputs()
         self.recordings: list[Recording] = []
 
     def lost(self) -> list[tuple[Recording, list[int]]]:
@@ -75,12 +123,6 @@ class Owner:
     """Driver (with its pools and stream), order of recordings, live outputs of a compiled function."""
 
     def __init__(self, driver: GraphDriver, *, max_pending_calls: int = 16) -> None:
-        """Start with one pool.
-
-        Args:
-            driver: Records and replays; its pools are this owner's.
-            max_pending_calls: Its pools: how many calls' results may be held while the function still replays.
-        """
         self.driver = driver
         self.max_pending_calls = max_pending_calls
         self.lock = threading.RLock()
@@ -109,11 +151,7 @@ class Owner:
         _owners.add(self)
 
     def enter_call(self, *, is_backward: bool = False) -> None:
-        """Begin a call of the compiled function; to be called with `lock` held.
-
-        Args:
-            is_backward: Whether it is a backward, which autograd makes on a thread of its own.
-        """
+        """Begin a call of the compiled function, with `lock` held. Autograd makes backwards on a thread of its own."""
         self.bypassed = None
         if self.plain:
             self.bypassed = "asked"
@@ -172,12 +210,10 @@ class Owner:
     # ---- recordings
 
     def slot_for(self, number: int, *, first: int = 0) -> int | None:
-        """Where a recording goes, None if too much is held.
+        """Where a recording goes, not before `first`; None if too much is held.
 
-        Args:
-            number: Recordings for the same memory, all of whose results are held: each has a pool of its own, which it
-                shares with those of other partitions and layers that have as many.
-            first: Slots before this one do not suit.
+        `number` recordings for the same memory have all of their results held: each has a pool of its own, which it shares
+        with those of other partitions and layers that have as many.
         """
         wanted = first + number
         if number >= self.max_pending_calls:
@@ -260,19 +296,17 @@ class Owner:
 
     def _drop_all(self) -> None:
         """Drop every recording; who holds outputs keeps them, and a backward that reads some runs without its own."""
-        with self._dropping_all():
-            for member in self._members:
-                member.forget_recordings()
-        self._slots = [_Slot()]
+        self._have_all_go(lambda member: member.forget_recordings())
         self.driver.give_back()
 
-    @contextlib.contextmanager
-    def _dropping_all(self) -> Iterator[None]:
+    def _have_all_go(self, free: Callable[[Member], None]) -> None:
         self._all_go = True
         try:
-            yield
+            for member in self._members:
+                free(member)
         finally:
             self._all_go = False
+        self._slots = [_Slot()]
 
     def next_birth(self) -> int:
         """Position of one more recording in the order of recordings."""
@@ -321,13 +355,14 @@ class Owner:
 
     def release(self) -> None:
         """Free every recording. Calls made afterwards warm up and record again, whatever failed or was used up before."""
+
+        def free(member: Member) -> None:
+            member.close()
+            if not self.closed:
+                member.forget_failures()
+
         with self.lock:
-            with self._dropping_all():
-                for member in self._members:
-                    member.close()
-                    if not self.closed:
-                        member.forget_failures()
-            self._slots = [_Slot()]
+            self._have_all_go(free)
             self._warned_held = False
             self._pool_addresses.clear()
             self.driver.end_warm_ups()

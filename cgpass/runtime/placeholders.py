@@ -1,12 +1,54 @@
 """Copied inputs: memory of fixed address that stands for tensors that move."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from cgpass import _torch
-from cgpass.runtime.bits import COPIED_AS_THEY_ARE, as_bits
+
+COPIED_AS_THEY_ARE: Final = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    }
+)
+"""Dtypes that `torch._foreach_copy_` has kernels for. `_native.cpp` has the same list.
+
+Source: aten/src/ATen/native/cuda/ForeachBinaryOpList.cu `foreach_tensor_copy_list_kernel_cuda_`, 2.11.
+"""
+
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of an element."""
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a tensor's elements as integers if copying kernels don't know its dtype, else the tensor itself."""
+    if tensor.dtype in COPIED_AS_THEY_ARE or tensor.is_quantized:
+        return tensor
+    return tensor.view(_BITS[tensor.dtype.itemsize])
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Give tensors the values of others, on the current stream."""
+    if targets[0].dtype in COPIED_AS_THEY_ARE:
+        torch._foreach_copy_(list(targets), list(sources))
+        return
+    for target, source in zip(targets, sources, strict=True):
+        if source.is_conj() or source.is_quantized:
+            target.copy_(source)
+        else:
+            as_bits(target).copy_(as_bits(source))
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
@@ -46,12 +88,6 @@ class Placeholder:
     __slots__ = ("__weakref__", "flat", "lazy", "target", "tensor", "whole")
 
     def __init__(self, like: torch.Tensor, *, whole_storage: bool = False) -> None:
-        """Make room.
-
-        Args:
-            like: An input of the layout to be copied.
-            whole_storage: Whether to copy all of its storage, for it to lie there in the same place.
-        """
         conj, neg = like.is_conj(), like.is_neg()
         self.lazy = conj or neg or like.dtype not in COPIED_AS_THEY_ARE
         self.whole = whole_storage
@@ -107,7 +143,6 @@ class CopyIn:
     __slots__ = ("_odd", "_positions", "_targets", "num_bytes")
 
     def __init__(self, members: Sequence[tuple[int, Placeholder]]) -> None:
-        """Args: members: positions of inputs and their placeholders."""
         self._positions = [i for i, _ in members]
         self._targets = [p.target for _, p in members]
         self._odd = [(k, p) for k, (_, p) in enumerate(members) if not p.is_plain]

@@ -8,31 +8,121 @@ Note [Placeholders are shared]
 """
 
 import contextlib
+import threading
+import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
 from cgpass import _torch
 from cgpass.errors import StagingError
-from cgpass.inputs import InputInfo
+from cgpass.runtime import fast
 from cgpass.runtime.driver import BoxedCallable
-from cgpass.runtime.failures import thrown_into
-from cgpass.runtime.gifts import Gifts
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.placeholders import Placeholder
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.signature import Layout, layout_of, place_of
+from cgpass.runtime.syncs import syncs_noted
 from cgpass.runtime.writes import (
+    Changes,
     SaidToBeWritten,
-    Writes,
+    Watched,
     counting,
     has_place,
-    places,
-    refuse_new_layouts,
 )
 from cgpass.telemetry import CallStats
+
+
+class Gifts:
+    """Blocks of earlier recordings that nobody but this call's inputs holds, handed over for one capture.
+
+    The callable drops them where it needs them no longer, and later temporaries and outputs lie on them: saved tensors
+    die inside the backward. A replay therefore overwrites them, and asks `Recording.may_replay` first.
+    """
+
+    def __init__(self, owner: Owner, slot: int, args: Sequence[Any], pooled: Sequence[int]) -> None:
+        self._args = args
+        groups: dict[int, list[int]] = {}
+        for i in pooled:
+            groups.setdefault(args[i].untyped_storage().data_ptr(), []).append(i)
+        self._given: list[tuple[Recording, int, list[int], int]] = []
+        for address, positions in groups.items():
+            found = owner.block_at(slot, address)
+            if found is None:
+                continue
+            recording, number, references = found
+            users = references + len(positions)
+            if fast.exclusive(args, positions, [users] * len(positions)):
+                self._given.append((recording, number, positions, users))
+        self._lent: list[_torch.WeakStorage] = []
+
+    def put_into(self, inputs: list[Any]) -> None:
+        """Replace inputs by tensors that own their memory."""
+        for recording, number, positions, _ in self._given:
+            storage = recording.memory.give(number)
+            self._lent.append(_torch.WeakStorage(storage))
+            for i in positions:
+                inputs[i] = _torch.on_storage(storage, self._args[i])
+
+    def take_back(self) -> dict[int, int]:
+        """Return what did not die; tells the inputs that did, and how many users their storages may have."""
+        consumed: dict[int, int] = {}
+        for (recording, number, positions, users), weak in zip(
+            self._given, self._lent, strict=False
+        ):
+            storage = weak.get()
+            if storage is None:
+                consumed.update(dict.fromkeys(positions, users))
+            else:
+                recording.memory.take_back(number, storage)
+        return consumed
+
+
+class WarmUp:
+    """Runs a partition plainly, and notes whether it syncs and what it writes."""
+
+    def __init__(self, fn: BoxedCallable, owner: Owner) -> None:
+        self._fn = fn
+        self._owner = owner
+        self._here = threading.local()
+        self._extra = 3
+        """How many threads may yet run a call after a capture of theirs failed."""
+        self.found_syncs = False
+        """Whether the last call that was checked seemed to wait for the device."""
+        self.last_ms: float | None = None
+        """Host time of the last call."""
+        self.found_written: frozenset[int] = frozenset()
+        """Inputs whose bits the last call changed, among those compared."""
+
+    @property
+    def ran_here(self) -> bool:
+        """Whether this thread ran a call."""
+        return getattr(self._here, "ran", False)
+
+    def first_here(self) -> bool:
+        """Whether what failed may succeed once this thread ran a call: libraries keep handles for each thread."""
+        if self.ran_here or not self._extra:
+            return False
+        self._extra -= 1
+        return True
+
+    def run(
+        self, args: list[Any], *, check_syncs: bool = False, compared: Sequence[int] = ()
+    ) -> Sequence[Any]:
+        """Run one call. Finding out what it waits for, or whether it changed `compared` inputs, may wait for the device."""
+        self._here.ran = True
+        driver, changes, start = self._owner.driver, Changes(args, compared), time.perf_counter()
+        noted = syncs_noted(driver.device) if check_syncs else contextlib.nullcontext(())
+        with noted as found, _torch.autocast_cache_off():
+            if self._owner.has_recordings():
+                outputs = self._fn(args)
+            else:
+                outputs = driver.warm_up(self._fn, args)
+        self.last_ms = (time.perf_counter() - start) * 1e3
+        self.found_syncs, self.found_written = bool(found), changes.found()
+        return outputs
 
 
 class Recorder:
@@ -47,15 +137,6 @@ class Recorder:
         finds_writes: bool,
         stats: CallStats,
     ) -> None:
-        """Keep what every recording needs.
-
-        Args:
-            fn: What is recorded.
-            owner: Driver, pools, order of recordings.
-            opaque: Whether the callable's kernels bypass aten.
-            finds_writes: Whether nobody says which inputs are written.
-            stats: Where recordings count their rescues.
-        """
         self._fn = fn
         self._owner = owner
         self._opaque = opaque
@@ -72,19 +153,11 @@ class Recorder:
         copied: Collection[int] = (),
         written: Collection[int] = (),
     ) -> Recording:
-        """Record one signature.
+        """Record one signature; nobody but `args` may hold inputs that are to die inside.
 
-        Args:
-            args: A call's inputs; nobody but this list may hold those that are to die inside.
-            layout: What they are.
-            slot: Pool to record into.
-            uses: Outputs that the user gets (None: all), and outputs that others read.
-            copied: Static inputs, and values of other recordings, that are copied in this call.
-            written: Inputs that plain calls wrote, besides those that the layout knows.
-
-        Raises:
-            CaptureError: The callable gives an input another shape; looked for where it finds writes.
-            StagingError: A copied input is of a kind that no placeholder can stand for.
+        `uses` are the outputs that the user gets (None: all), and those that others read. `written` are inputs that plain
+        calls wrote, besides those that the layout knows. Raises `CaptureError` where the callable gives an input another
+        shape, and `StagingError` where no placeholder can stand for one.
         """
         owner = self._owner
         released = owner.begin_recording(slot)
@@ -94,13 +167,10 @@ class Recorder:
         staged = [placeholders[i].tensor if i in placeholders else a for i, a in enumerate(args)]
         if self._finds_writes:
             staged = [counting(value) for value in staged]
-        for i, placeholder in placeholders.items():
-            with _staging(layout.infos[i]):
-                placeholder.copy_from(args[i])
         passed = staged.copy()
         gifts.put_into(passed)
         watched = staged if self._finds_writes else ()
-        writes, before, said = Writes(watched), places(watched), SaidToBeWritten(watched)
+        before, said = Watched(watched), SaidToBeWritten(watched)
         try:
             fn = self._watched_by(said) if self._finds_writes else self._fn
             with _torch.autocast_cache_off():
@@ -108,14 +178,14 @@ class Recorder:
         finally:
             passed.clear()
             consumes = gifts.take_back()
-        refuse_new_layouts(watched, before)
+        before.refuse_new_layouts()
         visible, read = uses
         recording = Recording(
             graph,
             outputs,
             staged,
             placeholders,
-            mutated=sorted({*layout.mutated, *written, *writes.found(), *said.found}),
+            mutated=sorted({*layout.mutated, *written, *before.written(), *said.found}),
             visible=visible,
             read=read,
             consumes=consumes,
@@ -159,34 +229,30 @@ class Recorder:
     def _placeholders(
         self, args: Sequence[Any], layout: Layout, copied: Sequence[int]
     ) -> dict[int, Placeholder]:
-        """See Note [Placeholders are shared]."""
+        """Copies of inputs. See Note [Placeholders are shared]."""
         numbers: Counter[tuple[Any, ...]] = Counter()
         found: dict[int, Placeholder] = {}
         for i in copied:
-            like = layout_of(args[i])
-            found[i] = self._placeholder(numbers[like], args[i], layout.infos[i])
+            value, info = args[i], layout.infos[i]
+            like = layout_of(value)
+            key = (numbers[like], *like, *(place_of(value) if info.whole_storage else ()))
             numbers[like] += 1
+            try:
+                found[i] = self._placeholder(key, value, whole_storage=info.whole_storage)
+                found[i].copy_from(value)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # ours: nothing of the user's ran
+                raise StagingError(
+                    f"{info.name} can't be given memory of fixed address ({type(error).__name__}: {error})"
+                ) from error
         return found
 
-    def _placeholder(self, number: int, value: torch.Tensor, info: InputInfo) -> Placeholder:
-        """Number `number` of those laid out as `value`."""
-        whole, known = info.whole_storage, self._owner.placeholders
-        key = (number, *layout_of(value), *(place_of(value) if whole else ()))
+    def _placeholder(
+        self, key: tuple[Any, ...], value: torch.Tensor, *, whole_storage: bool
+    ) -> Placeholder:
+        known = self._owner.placeholders
         found = known.get(key)
         if found is None:
-            with _staging(info):
-                found = known[key] = Placeholder(value, whole_storage=whole)
+            found = known[key] = Placeholder(value, whole_storage=whole_storage)
         return found
-
-
-@contextlib.contextmanager
-def _staging(info: InputInfo) -> Iterator[None]:
-    """Tell errors of ours from those of what is recorded: nothing of the user's runs inside."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise StagingError(
-            f"{info.name} can't be given memory of fixed address ({type(error).__name__}: {error})"
-        ) from thrown_into(error)

@@ -42,29 +42,11 @@ class Recording:
         slot: int = 0,
         stats: CallStats | None = None,
     ) -> None:
-        """Describe a recorded graph.
-
-        Args:
-            graph: What the driver recorded.
-            outputs: What the recorded callable returned; nobody else may go on holding them.
-            staged: The inputs it was recorded with, placeholders in place of copied ones.
-            placeholders: Of the copied inputs, by position.
-            mutated: Inputs that the graph writes.
-            visible: Outputs that the user gets; None for all.
-            read: Outputs that other partitions or the backward read.
-            consumes: Inputs whose memory it writes, with the number of users of a storage that nobody else holds.
-            outside: What it reads or returns that is neither an input nor made by it, by address: kept alive here.
-            released: See `liveness.Made`.
-            counts_writes: Whether autograd is to know of every write, since nobody else tells it.
-            birth: Position in the owner's order of recordings.
-            slot: Which of the owner's pools it lies in.
-            stats: Where rescues are counted.
-        """
         self._stats = stats or CallStats()
-        self.visible = frozenset(range(len(outputs))) if visible is None else visible
         self.birth = birth
         self.slot = slot
         self.released = released or {}
+        """Blocks that were free when it was made, by the birth of the recording whose outputs lay there."""
         self.written = frozenset(mutated)
         """Inputs that a replay writes, or that are written from the memory that it writes."""
         self.draws: list[int] = []
@@ -75,10 +57,13 @@ class Recording:
         self._graph = graph
         consumes = consumes or {}
         self._consumed, self._users = tuple(consumes), tuple(consumes.values())
+        """Inputs whose memory it writes, and the number of users of a storage that nobody else holds."""
         self._outside = dict(outside or {})
+        """What it reads or returns that is neither an input nor made by it, by address: kept alive here."""
         self._placeholders = dict(placeholders)  # kept alive as long as a recording reads them
         self._copies = copies_in(placeholders)
         self._counts_writes = counts_writes
+        """Whether autograd is to know of every write, since nobody else tells it."""
         self._write_back = [(i, placeholders[i]) for i in mutated if i in placeholders]
         self.copied_bytes = sum(group.num_bytes for group in self._copies) + sum(
             num_bytes(p.target) for _, p in self._write_back
@@ -90,15 +75,14 @@ class Recording:
             and i not in consumes
             and value.untyped_storage().nbytes()
         }
-        self._own: dict[int, int] = {}
+        self.own: dict[int, int] = {}
         """Which of the memory's tensors an output is, by position."""
         self._outputs = list(outputs)
-        self._take_over(outputs, staged, by_storage, (visible, read))
+        self._take_over(outputs, staged, by_storage, visible, read)
         del outputs
         self._sort_aliases(staged)
-        self.private: tuple[int, ...] = ()
-        """Outputs of its own that the caller of `run` copies at once and gives to nobody."""
         self._arrange()
+        self._copies_out: CopyOut | None = None
 
     def _sort_aliases(self, staged: Sequence[Any]) -> None:
         """Tell outputs that are plain views of inputs from other aliases of them."""
@@ -122,7 +106,8 @@ class Recording:
         outputs: Sequence[Any],
         staged: Sequence[Any],
         by_storage: Mapping[int, int],
-        uses: tuple[frozenset[int] | None, frozenset[int]],
+        visible: frozenset[int] | None,
+        read: frozenset[int],
     ) -> None:
         """Sort outputs: views of inputs, what lies elsewhere, and tensors of the recording's own, each once."""
         own: list[torch.Tensor] = []
@@ -139,10 +124,9 @@ class Recording:
             if id(output) not in numbers:
                 numbers[id(output)] = len(own)
                 own.append(output)
-            self._own[n] = numbers[id(output)]
-        visible, read = uses
-        shown = {number for n, number in self._own.items() if visible is None or n in visible}
-        used = {number for n, number in self._own.items() if n in read}
+            self.own[n] = numbers[id(output)]
+        shown = {number for n, number in self.own.items() if visible is None or n in visible}
+        used = {number for n, number in self.own.items() if n in read}
         self.memory = OutputMemory(
             own,
             [(n in shown, n in used) for n in range(len(own))],
@@ -164,16 +148,12 @@ class Recording:
 
     def _arrange(self) -> None:
         """Work out what never changes between replays."""
-        for n, number in self._own.items():
+        for n, number in self.own.items():
             self._outputs[n] = self.memory.tensors[number]
         first: dict[int, int] = {}
-        private = set(self.private)
-        self._twins: list[tuple[int, int]] = []
-        for n, number in self._own.items():
-            if n not in private:
-                if number in first:
-                    self._twins.append((n, first[number]))
-                first.setdefault(number, n)
+        for n, number in self.own.items():
+            first.setdefault(number, n)
+        self._twins = [(n, first[k]) for n, k in self.own.items() if first[k] != n]
         leaders: dict[int, int] = {}
         self._followers: list[tuple[int, fast.ViewSpec]] = []
         for number, n in list(first.items()):
@@ -188,14 +168,6 @@ class Recording:
         """Outputs without memory, made anew in each call: who gets one may enlarge it (`out=`, say)."""
         self._escaping_at = tuple(first.values())
         self._escaping = tuple(self.memory.tensors[number] for number in first)
-        self._copy_out: CopyOut | None = None
-
-    def set_private(self, positions: frozenset[int]) -> None:
-        """Name the outputs that are private, of this recording as of those that return more than it does."""
-        private = tuple(n for n in self._own if n in positions)
-        if private != self.private:
-            self.private = private
-            self._arrange()
 
     def may_replay(self, args: Sequence[Any]) -> bool:
         """Whether a replay can make its outputs, and writes no inputs that somebody else holds."""
@@ -211,7 +183,7 @@ class Recording:
         """Copy in what moves, replay, and hand out the outputs.
 
         **Lifetime:** tensors returned are fresh aliases of pool memory: the next replay of this recording writes
-        over them, unless `LiveOutputs` is asked first. Private ones are the recording's own tensors.
+        over them, unless `LiveOutputs` is asked first.
         """
         for group in self._copies:
             group.copy_from(args)
@@ -241,24 +213,12 @@ class Recording:
             outputs[n] = alias.of(args[alias.index])
         return outputs
 
-    def copy_out(
-        self, positions: tuple[int, ...], targets: tuple[int, ...], results: list[Any]
-    ) -> int:
-        """Put copies of pool tensors where a caller keeps them.
-
-        Args:
-            positions: Outputs of this recording; those that don't lie in the pool are left alone.
-            targets: Where in `results` the copy of each goes.
-            results: Changed in place.
-
-        Returns:
-            Bytes copied.
-        """
-        plan = self._copy_out
-        if plan is None or plan.request != (positions, targets):
-            plan = self._copy_out = CopyOut(self._outputs, positions, targets)
-        plan.run(results)
-        return plan.copied_bytes
+    def copy_out(self, results: list[Any]) -> int:
+        """Put copies of its own outputs in their place, for the caller to keep; returns bytes copied."""
+        if self._copies_out is None:
+            self._copies_out = CopyOut(results, tuple(self.own))
+        self._copies_out.run(results)
+        return self._copies_out.copied_bytes
 
     # ---- what is held
 

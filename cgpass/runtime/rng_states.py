@@ -45,7 +45,6 @@ class ForwardState:
     __slots__ = ("_generator", "_number", "_positions")
 
     def __init__(self, generator: torch.Generator, positions: _Positions, number: int) -> None:
-        """Args: generator: the user's. positions: of a call. number: of the pair."""
         self._generator = generator
         self._positions = positions
         self._number = number
@@ -78,14 +77,7 @@ def forward_states(args: Sequence[Any], among: Iterable[int]) -> tuple[ForwardSt
 def note_positions(
     states: Sequence[ForwardState], start: Any, distances: list[int], *, replayed: bool
 ) -> None:
-    """Note where a partition's operators drew, once it ran.
-
-    Args:
-        states: Of the operators.
-        start: Where the partition began.
-        distances: From there to the operators: learnt of plain calls, used for replays.
-        replayed: Whether it was a replay.
-    """
+    """Note where a partition's operators drew. Distances from where it began are learnt of plain calls, used for replays."""
     if replayed:
         for state, distance in zip(states, distances, strict=True):
             state.replayed(start, distance)
@@ -93,25 +85,41 @@ def note_positions(
         distances[:] = [state.distance(start) for state in states]
 
 
-class ExactForward:
+class _Caller:
+    """Calls a graph with pairs of generators, one of each on each of the devices."""
+
+    def __init__(self, fn: Boxed, devices: Sequence[torch.device], positions_at: int) -> None:
+        self._fn = fn
+        self._at = positions_at
+        """Where positions go among a forward's outputs, or are among a backward's inputs."""
+        self._cuda = tuple(dict.fromkeys(device for device in devices if device.type == "cuda"))
+        self._generators = [_torch.default_generator(device) for device in devices]
+        """The user's."""
+
+    def _refuse_foreign_capture(self) -> None:
+        if self._cuda and _torch.is_capturing():
+            raise CaptureError(
+                "a compiled function that recomputes random operators (activation checkpointing with dropout) was called "
+                "inside a capture of your own: nobody can tell there which numbers its backward has to repeat. Call it "
+                "outside, or checkpoint with cgpass.checkpoint in a capture by hand."
+            )
+
+
+class ExactForward(_Caller):
     """Calls a forward graph whose pairs draw from the user's generator."""
 
     def __init__(self, fn: Boxed, devices: Sequence[torch.device], positions_at: int) -> None:
-        """Args: fn: the graph. devices: of its pairs. positions_at: where they go among its outputs."""
-        self._fn = fn
+        super().__init__(fn, devices, positions_at)
         self._positions = _Positions()
-        generators = [_torch.default_generator(device) for device in devices]
-        self._nowhere = [_position_of(generator) for generator in generators]
+        self._nowhere = [_position_of(generator) for generator in self._generators]
         self._states = [
             ForwardState(generator, self._positions, number)
-            for number, generator in enumerate(generators)
+            for number, generator in enumerate(self._generators)
         ]
-        self._devices = _cuda_devices(devices)
-        self._at = positions_at
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Call it; `args` is emptied."""
-        _refuse_foreign_capture(self._devices)
+        self._refuse_foreign_capture()
         self._positions.by_number = self._nowhere.copy()
         args.extend(self._states)
         outputs = list(self._fn(args))
@@ -119,22 +127,29 @@ class ExactForward:
         return outputs
 
 
-class PairedForward:
-    """Calls a forward graph whose pairs have generators of their own."""
+class _Private(_Caller):
+    """One whose pairs have generators of their own here."""
 
     def __init__(self, fn: Boxed, devices: Sequence[torch.device], positions_at: int) -> None:
-        """Args: as for `ExactForward`."""
-        self._fn = fn
-        self._states = [_private_generator(device) for device in devices]
-        self._users = [_torch.default_generator(device) for device in devices]
+        super().__init__(fn, devices, positions_at)
+        self._states = [_private_generator(generator) for generator in self._generators]
         self._seeds: list[int | None] = [None] * len(devices)
-        self._devices = _cuda_devices(devices)
-        self._at = positions_at
         self._lock = threading.RLock()
+
+    def _put(self, number: int, seed: int, offset: int) -> None:
+        """Set a CUDA generator; asking it for its seed costs as much as setting that."""
+        if self._seeds[number] != seed:
+            self._seeds[number] = seed
+            self._states[number].manual_seed(seed)
+        self._states[number].set_offset(offset)
+
+
+class PairedForward(_Private):
+    """Calls a forward graph whose pairs have generators of their own."""
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Call it; `args` is emptied."""
-        _refuse_foreign_capture(self._devices)
+        self._refuse_foreign_capture()
         with self._lock:
             snapshot = _pack(self._set_states())
             args.extend(self._states)
@@ -145,19 +160,16 @@ class PairedForward:
     def _set_states(self) -> list[Any]:
         """Set the private generators from where the users' stand, and move those on; returns their positions."""
         stands: dict[torch.device, tuple[int, int]] = {}
-        for device in self._devices:
+        for device in self._cuda:
             user = _torch.default_generator(device)
             stands[device] = user.initial_seed(), user.get_offset()
             user.set_offset(stands[device][1] + _STEPS_OF_A_CALL)
         positions: list[Any] = []
-        for number, (state, user) in enumerate(zip(self._states, self._users, strict=True)):
+        for number, (state, user) in enumerate(zip(self._states, self._generators, strict=True)):
             if user.device.type == "cuda":
                 seed, offset = stands[user.device]
                 seed = (seed * _GOLDEN + (number + 1) * _GOLDEN**2) % 2**63
-                if self._seeds[number] != seed:
-                    self._seeds[number] = seed
-                    state.manual_seed(seed)
-                state.set_offset(offset)
+                self._put(number, seed, offset)
                 positions.append((seed, offset))
             else:
                 with _drawing:
@@ -166,21 +178,12 @@ class PairedForward:
         return positions
 
 
-class Backward:
+class Backward(_Private):
     """Calls a backward graph whose pairs draw what their forward drew."""
-
-    def __init__(self, fn: Boxed, devices: Sequence[torch.device], positions_at: int) -> None:
-        """Args: as for `ExactForward`, but positions_at: where the positions are among the inputs."""
-        self._fn = fn
-        self._states = [_private_generator(device) for device in devices]
-        self._seeds: list[int | None] = [None] * len(devices)
-        self._devices = _cuda_devices(devices)
-        self._at = positions_at
-        self._lock = threading.RLock()
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Call it; `args` is emptied."""
-        _refuse_foreign_capture(self._devices)
+        self._refuse_foreign_capture()
         positions = args.pop(self._at)
         with self._lock:
             self._rewind(positions)
@@ -191,11 +194,7 @@ class Backward:
         """Set the generators to positions that `_pack` has put together."""
         if positions.dtype is torch.int64:
             for number, (bits, offset) in enumerate(positions.tolist()):
-                seed = bits % 2**64
-                if self._seeds[number] != seed:  # asking a generator costs as much as setting it
-                    self._seeds[number] = seed
-                    self._states[number].manual_seed(seed)
-                self._states[number].set_offset(offset)
+                self._put(number, bits % 2**64, offset)
         elif positions.dtype is torch.uint8:
             _unpack(positions, self._states)
         else:
@@ -215,12 +214,7 @@ def caller_of(
 ) -> Boxed:
     """What calls a compiled graph with pairs, with the calling convention of one that has none.
 
-    Args:
-        fn: The graph; its last inputs are the pairs' states.
-        direction: Which graph it is.
-        devices: Where each pair draws.
-        positions_at: Where the positions are among its outputs or inputs.
-        exact: Whether forwards draw from the user's generator.
+    The graph's last inputs are the pairs' states; `positions_at` is where the positions are among its outputs or inputs.
     """
     _torch.install_rng_kernel(run_with_state, _refuse_selective_checkpoint)
     if direction == "backward":
@@ -263,10 +257,8 @@ def _in_place_of(default: torch.Generator, state: torch.Generator) -> Iterator[N
 # ---- generators and positions
 
 
-def _private_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.Generator()
-    return _torch.default_generator(device).clone_state()
+def _private_generator(user: torch.Generator) -> torch.Generator:
+    return torch.Generator() if user.device.type == "cpu" else user.clone_state()
 
 
 def _position_of(generator: torch.Generator) -> Any:
@@ -307,22 +299,9 @@ def _unpack(packed: torch.Tensor, states: Sequence[torch.Generator]) -> None:
             state.set_state(row.clone())
 
 
-def _cuda_devices(devices: Sequence[torch.device]) -> tuple[torch.device, ...]:
-    return tuple(dict.fromkeys(device for device in devices if device.type == "cuda"))
-
-
 def _refuse_selective_checkpoint() -> None:
     raise CheckpointError(
         "a compiled function that recomputes random operators (activation checkpointing with dropout) was called inside "
         "a selective checkpoint that is not compiled: which of its random operators that one saves, nobody can tell. "
         "Have torch.compile compile the selective checkpoint too, or use one without context_fn."
     )
-
-
-def _refuse_foreign_capture(devices: Sequence[torch.device]) -> None:
-    if devices and _torch.is_capturing():
-        raise CaptureError(
-            "a compiled function that recomputes random operators (activation checkpointing with dropout) was called "
-            "inside a capture of your own: nobody can tell there which numbers its backward has to repeat. Call it "
-            "outside, or checkpoint with cgpass.checkpoint in a capture by hand."
-        )

@@ -12,6 +12,8 @@ Note [One rule for inputs]
     which all parameters are another module's runs without a graph, and is in place from the next one on.
 """
 
+import gc
+import weakref
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,10 +23,41 @@ from typing import Any
 import torch
 
 from cgpass import _torch
-from cgpass.runtime.holders import Holder, holders_of
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.placeholders import num_bytes
 from cgpass.runtime.signature import Layout
+
+Holder = tuple["weakref.ref[torch.nn.Module]", str] | int
+"""A module and its name for a tensor, or the `id` of a tensor that no module holds."""
+
+_held: dict[int, tuple["weakref.ref[torch.nn.Module]", str]] = {}
+"""By the `id`s of parameters and buffers of all modules, as of some time ago."""
+
+
+def holders_of(tensors: Sequence[torch.Tensor]) -> tuple[Holder, ...]:
+    """Who holds tensors: a module that gets another tensor for a parameter is the same holder, another module is not."""
+    if not all(map(_is_held, tensors)):
+        _held.clear()
+        for each in gc.get_objects():
+            if issubclass(type(each), torch.nn.Module):
+                ref = weakref.ref(each)
+                for own in _tensors_of(each):
+                    for name, tensor in own.items():
+                        _held.setdefault(id(tensor), (ref, name))
+    return tuple(_held[id(tensor)] if _is_held(tensor) else id(tensor) for tensor in tensors)
+
+
+def _is_held(tensor: torch.Tensor) -> bool:
+    if id(tensor) not in _held:
+        return False
+    ref, name = _held[id(tensor)]
+    module = ref()
+    return module is not None and any(own.get(name) is tensor for own in _tensors_of(module))
+
+
+def _tensors_of(module: torch.nn.Module) -> list[dict[str, Any]]:
+    found = [vars(module).get(name) for name in ("_parameters", "_buffers")]
+    return [own for own in found if isinstance(own, dict)]
 
 
 @dataclass(frozen=True)
@@ -53,14 +86,6 @@ class Inputs:
     """Sorts the inputs of a partition's calls. See Note [One rule for inputs]."""
 
     def __init__(self, layout: Layout, owner: Owner, *, max_places: int, max_copied: int) -> None:
-        """Nothing was seen yet.
-
-        Args:
-            layout: Of the inputs.
-            owner: Of what other recordings made.
-            max_places: Places that are remembered of one storage.
-            max_copied: Bytes that a call may copy of what could be read in place.
-        """
         self._layout = layout
         self._owner = owner
         self._max_places = max_places
@@ -86,12 +111,7 @@ class Inputs:
         self._before, self._there = b"", []
 
     def find(self, args: Sequence[Any], key: bytes) -> Found:
-        """Sort one call's inputs.
-
-        Args:
-            args: The inputs.
-            key: Their addresses, see `Layout.static_key`.
-        """
+        """Sort one call's inputs."""
         layout, owner = self._layout, self._owner
         places, values = layout.split(key)
         absent = tuple(

@@ -21,8 +21,8 @@ Note [What a call does]
 """
 
 import logging
+import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,19 +30,17 @@ import torch
 from cgpass import errors, progress
 from cgpass.errors import StaticInputMovedError
 from cgpass.inputs import InputInfo
+from cgpass.options import Options
 from cgpass.reason import CallReasons, many
 from cgpass.runtime import native
 from cgpass.runtime.driver import BoxedCallable
-from cgpass.runtime.failures import OnFailure, give_memory_back
-from cgpass.runtime.fallback import Fallback
-from cgpass.runtime.history import History
+from cgpass.runtime.failures import Fallback, OnFailure, give_memory_back
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.recorder import Recorder
+from cgpass.runtime.recorder import Recorder, WarmUp
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.rng_states import forward_states, note_positions
 from cgpass.runtime.rule import Found, Inputs
 from cgpass.runtime.seeds import put_on_the_device
-from cgpass.runtime.settings import RunnerSettings
 from cgpass.runtime.signature import (
     Layout,
     ShapeKey,
@@ -51,8 +49,7 @@ from cgpass.runtime.signature import (
     describe_tensors,
     what_never_repeats,
 )
-from cgpass.runtime.table import RecordingTable, Seen
-from cgpass.runtime.warmup import WarmUp
+from cgpass.runtime.table import History, RecordingTable, Seen
 from cgpass.runtime.writes import shares_memory
 from cgpass.telemetry import CallStats, new_call_stats
 from cgpass.tracing import NOWHERE, Source
@@ -70,6 +67,13 @@ Result = tuple[Sequence[Any], Recording | None]
 """A call's outputs, and the recording that made them (None if they were made without a graph)."""
 
 
+def _named(infos: Sequence[InputInfo]) -> tuple[str, str | None]:
+    """Names of inputs, at most three of them, and the first of the user's lines that read them."""
+    more = f" and {len(infos) - 3} more" if len(infos) > 3 else ""
+    line = next((info.line for info in infos if info.line is not None), None)
+    return ", ".join(info.name for info in infos[:3]) + more, line
+
+
 class PartitionRunner:
     """Runs one captured partition. See Note [What a call does]."""
 
@@ -78,58 +82,64 @@ class PartitionRunner:
         fn: BoxedCallable,
         infos: Sequence[InputInfo],
         owner: Owner,
-        settings: RunnerSettings,
+        options: Options,
         *,
         name: str,
         on_failure: OnFailure | None = None,
         source: Source = NOWHERE,
+        opaque: bool = False,
+        is_backward: bool = False,
+        communicates: bool = False,
+        check_layout: bool = False,
     ) -> None:
         self.name = source.of(name)
         self.fn = fn
         self.owner = owner
-        self.settings = settings
+        self.options = options
+        self.is_backward = is_backward
+        """Whether outputs are gradients, which may be kept while other partitions run."""
+        self.communicates = communicates
+        """Whether `fn` communicates with other processes, which take no part in runs that this one makes alone."""
+        self._check_layout = check_layout
+        """Whether tensors' sizes, strides and dtypes belong to the signature, since no guard covers them."""
         self.stats: CallStats = new_call_stats()
         self.visible: frozenset[int] | None = None
         """Outputs that the user gets, None for all; to be set before the first call."""
         self.read: frozenset[int] = frozenset()
         """Outputs that other partitions or the backward read; to be set before the first call."""
-        self.copied: frozenset[int] = frozenset()
-        """Visible outputs that whoever calls `run` has to copy out of the pool. Replaced when that changes."""
         self.written: frozenset[int] = frozenset()
         """Inputs that plain calls and recordings turned out to write, where nobody told."""
         self.reasons = CallReasons()
         """Why calls ran without a graph."""
         self.layout = Layout(
             infos,
-            check_static=settings.static_input_check != "off",
-            check_layout=settings.check_layout,
+            check_static=options.static_input_check != "off",
+            check_layout=check_layout,
         )
-        self.table = RecordingTable(settings.max_recordings)
+        self.table = RecordingTable(options.max_recordings)
         self._inputs = Inputs(
             self.layout,
             owner,
-            max_places=settings.max_recordings,
-            max_copied=settings.max_copied_mib << 20,
+            max_places=options.max_recordings,
+            max_copied=options.max_copied_mib << 20,
         )
         self._fallback = Fallback(
             self.name,
             fn,
             self.stats,
-            on_skip=settings.on_skip,
+            on_skip=options.on_skip,
             on_failure=on_failure,
             reasons=self.reasons,
         )
         self._recorder = Recorder(
-            fn, owner, opaque=settings.opaque, finds_writes=settings.check_layout, stats=self.stats
+            fn, owner, opaque=opaque, finds_writes=check_layout, stats=self.stats
         )
         self._warm_ups = WarmUp(fn, owner)
         self.history = History(name, self._warm_ups, source)
-        self._told = partial(progress.shown, f"recording {self.name}", settings.progress)
         self._first_slot = 0
         """Slots before this one do not suit: see `move_apart`."""
         self._largest = 0
         """Bytes of the inputs that move, of the largest call recorded."""
-        self._said: set[str] = set()
         self._new_modules = 0
         """Calls since the last recording whose parameters were taken for another module's: for a warning alone."""
         self._had_new_places = False
@@ -138,17 +148,12 @@ class PartitionRunner:
         """Of this call's key: see `Seen.draws`."""
         self._last: tuple[ShapeKey, StaticKey, list[Recording]] | None = None
         owner.add(self)
-        native.loader.start(settings.progress)
-
-    @property
-    def failure(self) -> str | None:
-        """Why the partition is captured no more."""
-        return self._fallback.failure
+        native.loader.start(options.progress)
 
     @property
     def owns_outputs(self) -> bool:
-        """Whether users own what they get. See Note [Calls from several threads]."""
-        return self.owner.several_threads or self.settings.outputs == "owned"
+        """Whether users own what they get, so that whoever calls `run` copies it. See Note [Calls from several threads]."""
+        return self.owner.several_threads or self.options.outputs == "owned"
 
     def run(self, args: list[Any]) -> Result:
         """Run one call, which empties the list of its inputs.
@@ -169,12 +174,7 @@ class PartitionRunner:
         return outputs, recording
 
     def _run(self, args: list[Any], *, again: bool = False) -> Result:
-        """Rows 1 to 4.
-
-        Args:
-            args: The call's inputs.
-            again: Whether making room has moved what this call reads.
-        """
+        """Rows 1 to 4."""
         owner, layout = self.owner, self.layout
         if owner.bypassed is not None:
             return self._fallback.run_bypassed(args, owner.bypassed), None
@@ -234,12 +234,15 @@ class PartitionRunner:
             return result
         found = self._inputs.find(args, key)
         seen = self.table.get((shape, found.places))
-        if self.settings.static_input_check == "error":
+        if self.options.static_input_check == "error":
             recorded = self.stats.recordings > 0
             self._refuse_moved(self._inputs.moved(args, key, found, recorded=recorded), args)
         if found.code == "not_in_the_pool" and seen is not None and seen.recordings:
-            return self._plain(args, found.code, *self._not_in_the_pool(found))
-        if seen is None and not self.table.has_room(self._identities(args, found)):
+            names, line = _named([self.layout.infos[i] for i in found.absent])
+            return self._plain(args, found.code, f"what made {names} ran without a graph", line)
+        if seen is None and not self.table.has_room(
+            tuple(self._inputs.storages(args, found.places))
+        ):
             return self._full(args, shape)
         if seen is None or found.code is not None:
             return self._unseen(args, shape, found, key)
@@ -311,8 +314,6 @@ class PartitionRunner:
         new = [self._new_key(args, each, draws) for each in keys]
         self._inputs.remember(args, key, found)
         outputs = self._warm_up(args)
-        self.stats.warmups += 1
-        self.owner.note_plain_results(outputs)
         for each in new:
             self.table.remember(each)
         return outputs, None
@@ -322,14 +323,13 @@ class PartitionRunner:
         objects = tuple(args[i] for i in self.layout.objects)
         return Seen(key, tuple(storages.values()), tuple(storages), draws, objects)
 
-    def _identities(self, args: Sequence[Any], found: Found) -> tuple[int, ...]:
-        return tuple(self._inputs.storages(args, found.places))
-
     def _warm_up(self, args: list[Any]) -> Sequence[Any]:
         check = not self.stats.warmups and self._fallback.checks_warm_ups
-        compared = self.layout.copied if self.settings.check_layout else ()
+        compared = self.layout.copied if self._check_layout else ()
         outputs = self._warm_ups.run(args, check_syncs=check, compared=compared)
         self.written |= self._warm_ups.found_written
+        self.stats.warmups += 1
+        self.owner.note_plain_results(outputs)
         return outputs
 
     # ---- what is said of it
@@ -350,13 +350,14 @@ class PartitionRunner:
         last, code, new = self.table.newest, "new_tensor", list(found.new)
         if last is not None and last[0] != shape:
             code, new = "new_shape", self.layout.changed(last[0], shape)
-            if self.table.is_full_of_unseen(tuple(self._inputs.storages(args, places))):
+            mine = tuple(self._inputs.storages(args, places))
+            if "sizes" not in self._fallback.said and self.table.is_full_of_unseen(mine):
                 self._say_never_recorded(new, args)
         if last is not None:
             self.reasons.note_changed(code, [(infos[i].name, infos[i].line) for i in new])
         if found.code == "new_module":
             self._new_modules += 1
-            if self._new_modules == 2 * self.settings.max_recordings:
+            if self._new_modules == 2 * self.options.max_recordings:
                 self._say_others(found, args)
         cannot_be_copied = found.code in _CANNOT_BE_COPIED
         if cannot_be_copied and self._had_new_places:
@@ -365,7 +366,7 @@ class PartitionRunner:
 
     def _say_never_recorded(self, changed: Sequence[int], args: Sequence[Any]) -> None:
         why, fix = what_never_repeats(self.layout, changed, args)
-        limit = self.settings.max_recordings
+        limit = self.options.max_recordings
         self._say_once("sizes", f"{limit} calls came that were never recorded, since {why}. {fix}.")
 
     def _say_others(self, found: Found, args: Sequence[Any]) -> None:
@@ -379,7 +380,7 @@ class PartitionRunner:
 
     def _say_moving(self, found: Found, args: Sequence[Any]) -> None:
         names = describe_tensors(self.layout.infos, args, found.new or found.absent)
-        why = _CANNOT_BE_COPIED[found.code or ""].format(self.settings.max_copied_mib)
+        why = _CANNOT_BE_COPIED[found.code or ""].format(self.options.max_copied_mib)
         fix = (
             "Write new values into parameters and buffers (copy_) instead of replacing them."
             if found.new
@@ -390,33 +391,23 @@ class PartitionRunner:
             f"{names} lie at a new place in every call, and {why}: such calls run without a graph. {fix}",
         )
 
-    def _not_in_the_pool(self, found: Found) -> tuple[str, str | None]:
-        infos = [self.layout.infos[i] for i in found.absent]
-        line = next((info.line for info in infos if info.line is not None), None)
-        names = ", ".join(info.name for info in infos[:3])
-        more = f" and {len(infos) - 3} more" if len(infos) > 3 else ""
-        return f"what made {names}{more} ran without a graph", line
-
     def _full(self, args: list[Any], shape: ShapeKey) -> Result:
-        limit, infos = self.settings.max_recordings, self.layout.infos
+        limit, infos = self.options.max_recordings, self.layout.infos
         recorded = self.table.recorded_shape()
-        new = [] if recorded is None else self.layout.changed(recorded, shape)
-        names = describe(infos[i] for i in new) or "what other partitions hand it"
+        new = [infos[i] for i in self.layout.changed(recorded, shape)] if recorded else []
+        other = "what other partitions hand it"
         self._say_once(
             "full",
-            f"has as many recordings as max_recordings={limit} allows: calls with another value or layout of {names} run "
-            "without a graph, known ones keep replaying. Keep to a few sizes (pad), or raise the option.",
+            f"has as many recordings as max_recordings={limit} allows: calls with another value or layout of "
+            f"{describe(new) or other} run without a graph, known ones keep replaying. Keep to a few sizes (pad), or raise "
+            "the option.",
         )
-        line = next((infos[i].line for i in new if infos[i].line is not None), None)
-        names = ", ".join(infos[i].name for i in new[:3]) or "what other partitions hand it"
-        why = f"as many shapes are recorded as max_recordings={limit} allows, and another value or layout of {names} came"
+        names, line = _named(new)
+        why = f"as many shapes are recorded as max_recordings={limit} allows, and another value or layout of {names or other} came"
         return self._plain(args, "max_recordings", why, line)
 
     def _say_once(self, what: str, text: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            level = logging.WARNING if self.settings.on_skip == "warn" else logging.INFO
-            log.log(level, "%s: %s", self.name, text)
+        self._fallback.say_once(what, f"{self.name}: {text}")
 
     # ---- recordings
 
@@ -430,7 +421,7 @@ class PartitionRunner:
                 self._fallback.note_failure()
                 return self._fallback.run(args), None
         self._new_modules = 0
-        cause = self.history.cause(self.layout, seen, found, args)
+        started = time.perf_counter()
         recording = self._attempt(args, seen, found, slot)
         if isinstance(recording, torch.OutOfMemoryError):
             give_memory_back(recording, self.owner.driver.device)
@@ -441,8 +432,8 @@ class PartitionRunner:
                 return self._run_without(args, seen, error), None
             finally:
                 del error  # its traceback holds this frame, and with it this call's inputs
-        self.history.add(cause, self.layout, seen, found, args, recording)
-        self.stats.rerecordings += cause.code == "moved"
+        cause = self.history.add(started, self.layout, seen, found, args, recording)
+        self.stats.rerecordings += cause == "moved"
         recordings = self.table.add(seen, found.values, recording)
         if not found.copied:
             self._last = (seen.key[0], key, recordings)
@@ -454,7 +445,8 @@ class PartitionRunner:
         """A recording, what it failed with, or None if this call is none for it."""
         try:
             # Memory of recordings is written in whatever mode later calls come: no inference tensors.
-            with self._told(), torch.inference_mode(False), torch.no_grad():
+            told = progress.shown(f"recording {self.name}", self.options.progress)
+            with told, torch.inference_mode(False), torch.no_grad():
                 return self._record(args, seen, found, slot)
         except errors.CollectiveTimeoutError:
             raise
@@ -472,17 +464,12 @@ class PartitionRunner:
             copied=found.copied,
             written=self.written,
         )
-        if self.settings.check_layout:
+        if self._check_layout:
             self.written |= recording.written
-        if not recording.fits(args) or (
-            self.settings.check_layout and shares_memory(args, self.written)
-        ):
+        if not recording.fits(args) or (self._check_layout and shares_memory(args, self.written)):
             recording.close(whole_pool=False)
             return None
         recording.made_for, recording.draws = seen.identities, seen.draws
-        if self.owns_outputs:
-            self._copy_from_now_on(recording.visible)
-        recording.set_private(self.copied - self.read)
         self.owner.add_recording(recording)
         self.stats.recordings += 1
         return recording
@@ -497,25 +484,16 @@ class PartitionRunner:
             seen.left_plain = fallback.no_memory(error)
             return self._plain(args, "out_of_memory", seen.left_plain)[0]
         if self._warm_ups.first_here():
-            outputs = self._warm_ups.run(args, check_syncs=False)
-            self.stats.warmups += 1
-            self.owner.note_plain_results(outputs)
-            return outputs
+            return self._warm_up(args)
         if fallback.is_to_blame(args, error):
             self.close()
             fallback.note_failure()
             return fallback.run(args)
         return fallback.run_again(args, error)
 
-    def _copy_from_now_on(self, positions: frozenset[int]) -> None:
-        """Have more of the visible outputs copied out by whoever calls."""
-        self.copied |= positions
-        for recording in self.table.all():
-            recording.set_private(self.copied - self.read)
-
     def would_move_apart(self, victim: Recording, by: Recording) -> bool:
         """See `Member`: gradients that are kept while a forward runs get a pool that it does not write, once."""
-        if not self.settings.is_backward or self._first_slot:
+        if not self.is_backward or self._first_slot:
             return False
         own = self.table.all()
         return victim in own and by not in own
@@ -547,4 +525,3 @@ class PartitionRunner:
     def forget_failures(self) -> None:
         """See `Member`."""
         self._fallback.forget()
-        self._said.clear()

@@ -20,12 +20,7 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 def read_on_the_host(fn: Boxed, positions: Sequence[int]) -> Boxed:
-    """`fn`, with the seeds among its inputs on the host unless a capture runs.
-
-    Args:
-        fn: Takes one list, which it may empty.
-        positions: Of the seeds; without any `fn` itself is returned.
-    """
+    """`fn`, with the seeds among its inputs on the host unless a capture runs."""
     if not positions:
         return fn
 

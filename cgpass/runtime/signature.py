@@ -26,13 +26,6 @@ class Layout:
     def __init__(
         self, infos: Sequence[InputInfo], *, check_static: bool, check_layout: bool
     ) -> None:
-        """Sort inputs by kind.
-
-        Args:
-            infos: One per input, in order.
-            check_static: Whether addresses of parameters and buffers are part of the signature.
-            check_layout: Whether tensors' sizes, strides and dtypes are, because no guard of the caller covers them.
-        """
         self.infos = tuple(infos)
         kinds = [info.kind for info in infos]
 
@@ -123,15 +116,17 @@ def describe(infos: Iterable[InputInfo], limit: int = 5) -> str:
     return ", ".join(parts)
 
 
+def describe_tensor(info: InputInfo, value: torch.Tensor) -> str:
+    """Name of a tensor with its dtype and size and the user's line that reads it."""
+    line = "" if info.line is None else f", read at {info.line}"
+    return f"{info.name} ({str(value.dtype).removeprefix('torch.')}{list(value.size())}{line})"
+
+
 def describe_tensors(
     infos: Sequence[InputInfo], args: Sequence[Any], positions: Sequence[int]
 ) -> str:
     """Names of tensors with their dtypes and sizes and the user's lines that read them, at most five of them."""
-    parts = []
-    for i in positions[:5]:
-        info, dtype = infos[i], str(args[i].dtype).removeprefix("torch.")
-        line = "" if info.line is None else f", read at {info.line}"
-        parts.append(f"{info.name} ({dtype}{list(args[i].size())}{line})")
+    parts = [describe_tensor(infos[i], args[i]) for i in positions[:5]]
     if len(positions) > 5:
         parts.append(f"and {len(positions) - 5} more")
     return ", ".join(parts)

@@ -6,16 +6,19 @@ in one pool, whose blocks are free as soon as nobody holds them, within a record
 lies on them. A partition compiled by Inductor calls no aten op that could be taped, so it is taped as one call.
 """
 
+import contextlib
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable, Container, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch.utils import _pytree as pytree
 
 from cgpass import _torch
+from cgpass.graph.draws import draws
+from cgpass.runtime import rng_ops
 from cgpass.runtime.capturing import capture_runs, no_gc
 from cgpass.runtime.collectives import (
     Alone,
@@ -27,17 +30,12 @@ from cgpass.runtime.collectives import (
     made_alone,
     only_wraps,
 )
-from cgpass.runtime.driver import BoxedCallable, CapturedGraph
-from cgpass.runtime.recorded_states import RecordedStates, inside_operator, recorded
+from cgpass.runtime.driver import BoxedCallable, CapturedGraph, GraphDriver
 from cgpass.runtime.syncs import HostMethods, HostReads, call_watched, reads_on_host, refuse
-from cgpass.runtime.writes import written_by
+from cgpass.runtime.writes import tensors_in, written_by
 
 _POISON = 0xFF
 _REFUSAL = "operation not permitted when stream is capturing"
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _implementation(generator: torch.Generator) -> int:
@@ -71,7 +69,6 @@ class SimulatedPool:
     """Memory of one owner's recordings: a block is free when the last storage on it has died."""
 
     def __init__(self) -> None:
-        """An empty pool."""
         self._free: dict[int, list[_Block]] = {}
         self._blocks: dict[int, _Block] = {}
 
@@ -96,6 +93,113 @@ class SimulatedPool:
         finalizer: Any = weakref.finalize(view, free.append, block)
         finalizer.atexit = False
         return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+
+
+class RecordedStates:
+    """The default generator as one recording sees it: its states are read and set by operators, which are recorded.
+
+    Attributes:
+        foreign: Whether it stands where another recording, or code outside of any, stood: a replay does not go there,
+            so nothing may draw.
+    """
+
+    def __init__(self, made: Callable[[torch.Tensor], bool], refuse: Callable[[str], None]) -> None:
+        self._made = made
+        self._refuse = refuse
+        self.foreign = False
+
+    def get_state(self) -> torch.Tensor:
+        """`torch.get_rng_state`."""
+        if self.foreign:
+            return torch.default_generator.get_state()
+        return rng_ops.get_state(torch.default_generator)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        """`torch.set_rng_state`."""
+        self.foreign = not self._made(state)
+        if self.foreign:
+            rng_ops.put_state(torch.default_generator, state)
+        else:
+            rng_ops.set_state(torch.default_generator, state)
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        """`torch.manual_seed`."""
+        if seed % 2**64 != torch.default_generator.initial_seed():
+            self._refuse("torch.manual_seed, which no replay repeats. Seed before the call")
+        return torch.default_generator
+
+    def initial_seed(self) -> int:
+        """`torch.initial_seed`."""
+        return torch.default_generator.initial_seed()
+
+    def seed(self) -> int:
+        """`torch.seed`."""
+        self._refuse("torch.seed, which no replay repeats. Seed before the call")
+        return torch.default_generator.initial_seed()
+
+    def refuse_draw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise if an operator draws where no replay draws."""
+        if self.foreign and draws(func, args, kwargs):
+            self._refuse(f"{func} draws {_FOREIGN}")
+
+    def end(self) -> None:
+        """Raise if the recording leaves the generator where no replay leaves it."""
+        if self.foreign:
+            self._refuse(f"torch.set_rng_state without setting it back, {_FOREIGN}")
+
+
+_FOREIGN: Final = (
+    "from a state that was read outside of this recording, where no replay draws. Recompute by cgpass.checkpoint "
+    "instead of torch.utils.checkpoint, and set states before the call"
+)
+
+
+class _Local(threading.local):
+    states: RecordedStates | None = None
+
+
+_local: Final = _Local()
+_lock: Final = threading.Lock()
+_recordings = 0
+
+
+class _Stand:
+    """Stands for the default generator where torch's functions look it up; other threads get the generator itself."""
+
+    def __getattr__(self, name: str) -> Any:
+        states = _local.states
+        return getattr(torch.default_generator if states is None else states, name)
+
+
+_stand: Final = _Stand()
+
+
+@contextlib.contextmanager
+def recorded(states: RecordedStates) -> Iterator[None]:
+    """Have torch's functions on the default generator work on `states` in this thread, for a block."""
+    global _recordings
+    with _lock:
+        _recordings += 1
+        _torch.replace_default_generator(_stand)
+    outer, _local.states = _local.states, states
+    try:
+        yield
+    finally:
+        _local.states = outer
+        with _lock:
+            _recordings -= 1
+            if not _recordings:
+                _torch.replace_default_generator(torch.default_generator)
+
+
+@contextlib.contextmanager
+def inside_operator() -> Iterator[None]:
+    """What an operator does with the generator is its own business: a replay runs it again."""
+    outer, _local.states = _local.states, None
+    try:
+        yield
+    finally:
+        _local.states = outer
 
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], bool, Any]
@@ -126,7 +230,7 @@ class _Tape(_torch.TorchDispatchMode):
         self._registered = {_implementation(generator) for generator in generators}
         self._placed: set[int] = set()
         self.unjoined = Unjoined()
-        self.states = RecordedStates(self, refuse(_REFUSAL))
+        self.states = RecordedStates(self.made, refuse(_REFUSAL))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -143,7 +247,7 @@ class _Tape(_torch.TorchDispatchMode):
         """Run `func`, put what it allocated into the pool, and note the call."""
         for tensor in written_by(func, args, kwargs):
             self._keep_contents(_address(tensor), tensor.untyped_storage().nbytes())
-        known = {_address(t) for t in _tensors((args, kwargs))}
+        known = {_address(t) for t in tensors_in((args, kwargs))}
         where = pytree.tree_map(self._where, (args, kwargs))
         placed: dict[int, torch.UntypedStorage] = {}
         out = pytree.tree_map(
@@ -151,7 +255,7 @@ class _Tape(_torch.TorchDispatchMode):
             self._call(func, args, kwargs),
         )
         grad = torch.is_grad_enabled()
-        self.unjoined.note(func, map(_address, _tensors(out)))
+        self.unjoined.note(func, map(_address, tensors_in(out)))
         self.calls.append((completed(func), *where, grad, pytree.tree_map(self._where, out)))
         return out
 
@@ -162,7 +266,7 @@ class _Tape(_torch.TorchDispatchMode):
             return call_watched(func, args, kwargs, HostReads(refuse(_REFUSAL)))
 
     def made(self, tensor: torch.Tensor) -> bool:
-        """See `Recorder.made`."""
+        """Whether an operator of this recording made the memory of a tensor."""
         return _address(tensor) in self._placed
 
     def _where(self, value: Any) -> Any:
@@ -216,14 +320,10 @@ class _Tape(_torch.TorchDispatchMode):
                 raise RuntimeError(f"a generator used by {func} is not registered with the graph")
 
 
-class SimulatedGraph:
+class SimulatedGraph(CapturedGraph):
     """A tape that can be run again."""
 
-    instantiate_ms = None
-    """There is nothing to instantiate."""
-
     def __init__(self, tape: _Tape, memory: Sequence[object]) -> None:
-        """Args: tape: what was recorded. memory: keeps alive what it touches by address."""
         self._calls = tape.calls
         self._memory = memory
 
@@ -237,13 +337,10 @@ class SimulatedGraph:
                 under_way.wait_before(func, args, kwargs, recorded)
                 again = func(*args, **kwargs)
                 under_way.note(func, args, again)
-                for old, new in zip(_tensors(recorded), _tensors(again), strict=True):
+                for old, new in zip(tensors_in(recorded), tensors_in(again), strict=True):
                     if _address(old) != _address(new):  # whole: elements may share memory
                         old.untyped_storage().copy_(new.untyped_storage())
             under_way.wait()
-
-    def share(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Nothing to order: the CPU has one stream."""
 
     def reset(self) -> None:
         """Drop the tape, and the memory that no graph uses and nobody holds."""
@@ -259,19 +356,13 @@ def is_recording() -> bool:
     return getattr(_this_thread, "recording", False)
 
 
-class SimulatedDriver:
+class SimulatedDriver(GraphDriver):
     """`GraphDriver` on CPU."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """Args: device: the CPU."""
-        self._device = device or torch.device("cpu")
+        super().__init__(device or torch.device("cpu"))
         self._pools: weakref.WeakValueDictionary[int, SimulatedPool] = weakref.WeakValueDictionary()
         """Kept by the graphs that use them."""
-
-    @property
-    def device(self) -> torch.device:
-        """The CPU."""
-        return self._device
 
     def record(
         self, fn: BoxedCallable, args: list[Any], *, opaque: bool, slot: int = 0
@@ -284,7 +375,7 @@ class SimulatedDriver:
         states = [g.get_state() for g in generators]
         pool = self._pools.get(slot) or SimulatedPool()
         self._pools[slot] = pool
-        inputs = _tensors(args)
+        inputs = tensors_in(args)
         tape = _Tape(pool, inputs, generators)
         memory = list(self._pools.values())  # as CUDA graphs: inputs live as long as who owns them
         del inputs
@@ -313,30 +404,11 @@ class SimulatedDriver:
         tape.unjoined.refuse()
         return outputs
 
-    def warm_up(self, fn: BoxedCallable, args: list[Any]) -> Sequence[Any]:
-        """See `GraphDriver.warm_up`; where the memory lies makes no difference here."""
-        return fn(args)
-
-    def end_warm_ups(self) -> None:
-        """See `GraphDriver.end_warm_ups`: they took no memory of a pool."""
-
-    def prepare_thread(self) -> None:
-        """See `GraphDriver.prepare_thread`. Nothing is kept for each thread."""
-
     def live_blocks(self, slot: int) -> dict[int, int]:
         """See `GraphDriver.live_blocks`."""
         pool = self._pools.get(slot)
         return {} if pool is None else pool.live_blocks()
 
-    def pool_bytes(self) -> None:
-        """See `GraphDriver.pool_bytes`: blocks are the process's own memory."""
-
-    def give_back(self) -> None:
-        """See `GraphDriver.give_back`: done when the last graph went."""
-
     def is_capturing(self) -> bool:
         """Whether this thread records right now, through whichever driver."""
         return is_recording()
-
-    def enter_call(self) -> None:
-        """Nothing to order: the CPU has one stream."""

@@ -19,7 +19,6 @@ class StorageSet:
     """
 
     def __init__(self) -> None:
-        """Nothing is in it."""
         self._refs: dict[int, _torch.WeakStorage] = {}
         self._full = _FEWEST
         """How many there are when those that died are left out next."""

@@ -57,7 +57,6 @@ class HostMethods(TorchFunctionMode):
     """Notices methods that give the host a tensor's data, and call no operator where that lies there already."""
 
     def __init__(self, on_read: Callable[[Any], None]) -> None:
-        """Args: on_read: called with the method's name before it is."""
         super().__init__()
         self._on_read = on_read
 
@@ -75,7 +74,6 @@ class HostReads(_torch.TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, on_read: Callable[[Any], None]) -> None:
-        """Args: on_read: called with the operator, or the method's name, before it is."""
         super().__init__()
         self._on_read = on_read
         self._methods = HostMethods(on_read)
@@ -117,23 +115,6 @@ def call_watched(
 
 
 @contextlib.contextmanager
-def sync_check(device: torch.device) -> Iterator[None]:
-    """Make work inside that waits for the device raise, where that can be found out without harm to others."""
-    if device.type != "cuda":
-        with HostReads(refuse(f"{_SYNC} operation")):
-            yield
-    elif _other_threads():
-        yield
-    else:
-        before = torch.cuda.get_sync_debug_mode()
-        _set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            _set_sync_debug_mode(before)
-
-
-@contextlib.contextmanager
 def syncs_noted(device: torch.device) -> Iterator[list[str]]:
     """Note what inside waits for the device, and let it. Yields a list that is complete at the end."""
     found: list[str] = []
@@ -153,16 +134,11 @@ def syncs_noted(device: torch.device) -> Iterator[list[str]]:
                 _set_sync_debug_mode(before)
         for warning in caught:
             if _SYNC in str(warning.message):
-                found.append(str(warning.message))
+                found.append(str(warning.message).partition(" (Triggered")[0])
             else:
                 warnings.warn_explicit(
                     warning.message, warning.category, warning.filename, warning.lineno
                 )
-
-
-def is_sync_error(error: BaseException) -> bool:
-    """Whether `error` comes from a sync check."""
-    return isinstance(error, RuntimeError) and _SYNC in str(error)
 
 
 def is_capture_error(error: BaseException) -> bool:

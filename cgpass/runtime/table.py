@@ -1,16 +1,27 @@
-"""`RecordingTable`: the keys of one partition that were seen, and the recordings of each."""
+"""The keys of one partition that were seen, the recordings of each, and why these were made."""
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable
+import logging
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
-from cgpass import _torch
+from cgpass import _torch, tracing
+from cgpass.runtime.recorder import WarmUp
 from cgpass.runtime.recording import Recording
-from cgpass.runtime.signature import ShapeKey
+from cgpass.runtime.rule import Found
+from cgpass.runtime.signature import Layout, ShapeKey, describe, describe_tensor
+from cgpass.summaries import RECORDINGS_KEPT, RecordingNote
+from cgpass.tracing import Source
 
+log = logging.getLogger(__name__)
+
+_NAMED: Final = 3
+"""Inputs that a cause names."""
 _KEYS_KEPT: Final = 4096
-"""Keys of one set of storages that were seen once and are remembered: a bound on memory."""
+"""Keys without a recording that are remembered: a bound on memory."""
 
 Key = tuple[ShapeKey, bytes]
 """What is computed, and where the static inputs are read: see `rule.Found.places`."""
@@ -48,18 +59,14 @@ class RecordingTable:
     """Key -> addresses of other recordings' values -> recordings.
 
     No recording gives way to one of another key: they go when a storage that they read in place is gone.
-    Keys without a recording are forgotten with their storages, too, and of one set of storages all but the newest.
+    Keys without a recording are forgotten with their storages, too, and all but the newest.
     """
 
     def __init__(self, max_recordings: int) -> None:
-        """An empty table.
-
-        Args:
-            max_recordings: Of one set of storages.
-        """
         self._max_recordings = max_recordings
-        self._seen: OrderedDict[Key, Seen] = OrderedDict()
-        self._unrecorded: dict[tuple[int, ...], OrderedDict[Key, Seen]] = {}
+        self._seen: dict[Key, Seen] = {}
+        self._unrecorded: dict[Key, Seen] = {}
+        """Those without a recording, least recently used first."""
         self._recorded: Counter[tuple[int, ...]] = Counter()
         """Recordings of each set of storages."""
         self._watermark = max_recordings
@@ -87,16 +94,15 @@ class RecordingTable:
             return found
         if len(self._seen) >= self._watermark:
             self._forget_what_is_gone()
-        others = self._unrecorded.setdefault(new.identities, OrderedDict())
-        if len(others) >= _KEYS_KEPT:
-            old, _ = others.popitem(last=False)
-            del self._seen[old]
-        others[new.key] = self._seen[new.key] = new
+        if len(self._unrecorded) >= _KEYS_KEPT:
+            self._forget(next(iter(self._unrecorded)))
+        self._unrecorded[new.key] = self._seen[new.key] = new
         return new
 
     def is_full_of_unseen(self, identities: tuple[int, ...]) -> bool:
         """Whether as many keys of one set of storages as may be recorded were seen once, and not again."""
-        return len(self._unrecorded.get(identities, ())) >= self._max_recordings
+        number = sum(seen.identities == identities for seen in self._unrecorded.values())
+        return number >= self._max_recordings
 
     def recorded_shape(self) -> ShapeKey | None:
         """What was computed by the newest recording, if there is one."""
@@ -106,17 +112,9 @@ class RecordingTable:
         self, seen: Seen, storages: tuple[_torch.WeakStorage, ...], identities: tuple[int, ...]
     ) -> None:
         """Note that a key was seen once more, and which storages lie in its places now."""
-        if self._take_out(seen):
-            self._unrecorded.setdefault(identities, OrderedDict())[seen.key] = seen
+        if self._unrecorded.pop(seen.key, None) is not None:
+            self._unrecorded[seen.key] = seen
         seen.storages, seen.identities = storages, identities
-
-    def _take_out(self, seen: Seen) -> bool:
-        """Have a key no longer among those without a recording; returns whether it was."""
-        others = self._unrecorded.get(seen.identities, {})
-        found = others.pop(seen.key, None) is not None
-        if found and not others:
-            del self._unrecorded[seen.identities]
-        return found
 
     def _forget_what_is_gone(self) -> None:
         for key, seen in list(self._seen.items()):
@@ -125,11 +123,12 @@ class RecordingTable:
         self._watermark = max(self._max_recordings, 2 * len(self._seen))
 
     def _forget(self, key: Key) -> None:
-        self._take_out(self._seen.pop(key))
+        del self._seen[key]
+        self._unrecorded.pop(key, None)
 
     def add(self, seen: Seen, values: bytes, recording: Recording) -> list[Recording]:
         """Keep a recording; returns all that read the same memory."""
-        self._take_out(seen)
+        self._unrecorded.pop(seen.key, None)
         members = seen.recordings.setdefault(values, [])
         members.append(recording)
         self._recorded[recording.made_for] += 1
@@ -155,9 +154,7 @@ class RecordingTable:
         """Forget recordings that read storages which are gone, unless their outputs are held."""
         gone = {id(r) for seen in self._seen.values() if seen.is_gone for r in seen.all()}
         dropped = self.drop(lambda r: id(r) in gone and not r.memory.any_held())
-        for key, seen in list(self._seen.items()):
-            if seen.is_gone and not seen.recordings:
-                self._forget(key)
+        self._forget_what_is_gone()
         return dropped
 
     def clear(self) -> list[Recording]:
@@ -168,3 +165,112 @@ class RecordingTable:
         self._recorded.clear()
         self.newest = None
         return recordings
+
+
+class History:
+    """Compares what is recorded with what was recorded before, and keeps the newest causes."""
+
+    def __init__(self, name: str, warm_ups: WarmUp, source: Source) -> None:
+        self._name = name
+        self._warm_ups = warm_ups
+        self._source = source
+        self._causes: Counter[str] = Counter()
+        self.notes: deque[RecordingNote] = deque(maxlen=RECORDINGS_KEPT)
+        self._places: dict[ShapeKey, bytes] = {}
+        """Where the newest recording of each shape reads its static inputs."""
+        self._tensors: tuple[int, ...] = ()
+        """Which tensors these were in the call recorded last."""
+        self._why_anew: str | None = None
+
+    def forget(self, why: str) -> None:
+        """Note that every recording goes, and why they are made once more."""
+        if self.notes:
+            self._why_anew = why
+        self._places.clear()
+
+    def add(
+        self,
+        started: float,
+        layout: Layout,
+        seen: Seen,
+        found: Found,
+        args: Sequence[Any],
+        recording: Recording,
+    ) -> str:
+        """Note a recording, just made and not in the table yet; returns the code of its cause."""
+        note = RecordingNote(
+            *self._compare(layout, seen, found, args),
+            recording.copied_bytes,
+            recording.slot,
+            (time.perf_counter() - started) * 1e3,
+            recording.instantiate_ms,
+            self._warm_ups.last_ms,
+        )
+        self.notes.append(note)
+        self._announce(note)
+        self._warm_ups.last_ms = self._why_anew = None
+        shape = seen.key[0]
+        self._places.pop(shape, None)
+        self._places[shape] = found.places  # the newest comes last
+        self._tensors = _tensors(layout, args)
+        return note.cause
+
+    def _announce(self, note: RecordingNote) -> None:
+        self._causes[note.cause] += 1
+        number, times = self._causes.total(), self._causes[note.cause]
+        often = f" (for moved inputs: {times} so far)" if note.cause == "moved" else ""
+        name = self._source.of(self._name)
+        log.info("%s: recording %d made%s: %s", name, number, often, note.detail)
+        tracing.add_recording(self._name, number, note, self._source)
+
+    def _compare(
+        self, layout: Layout, seen: Seen, found: Found, args: Sequence[Any]
+    ) -> tuple[str, str]:
+        if seen.recordings.get(found.values):
+            return "held", (
+                "results of earlier calls are still referenced, or wait for their backward: one more recording beside theirs"
+            )
+        if self._why_anew is not None:
+            return "anew", self._why_anew
+        shape = seen.key[0]
+        if not self._places:
+            return "first", "the first call after the warm-up"
+        if shape not in self._places:
+            changed = layout.changed(next(reversed(self._places)), shape)
+            names = _names(layout, changed) if changed else "modes of torch"
+            return "shape", f"the first call with this value or layout of {names}"
+        before = dict(zip(layout.checked, array("q", self._places[shape]), strict=True))
+        now = dict(zip(layout.checked, array("q", found.places), strict=True))
+        moved = [i for i in now if now[i] != before[i]]
+        if not moved:
+            names = _names(layout, [i for i in layout.pooled if args[i].numel()])
+            return "memory", f"values of other partitions lie elsewhere: {names}"
+        pairs = zip(layout.parameters, self._tensors, _tensors(layout, args), strict=False)
+        others = [i for i, a, b in pairs if a != b]
+        if others and not found.copied:
+            return "other tensors", _others(layout, others)
+        texts = [_move(layout, i, args[i], before[i], now[i]) for i in moved[:_NAMED]]
+        left = len(moved) - _NAMED
+        return "moved", ", ".join(texts) + (f", and {left} more" if left > 0 else "")
+
+
+def _others(layout: Layout, new: Sequence[int]) -> str:
+    if len(new) == len(layout.parameters) > _NAMED:
+        return "the first call with these parameters and buffers"
+    return f"the first call with {'this tensor' if len(new) == 1 else 'these tensors'} for {_names(layout, new)}"
+
+
+def _move(layout: Layout, i: int, value: Any, before: int, now: int) -> str:
+    where = (
+        f"moved from {before:#x} to {now:#x}" if now and before else "lies at new places: copied"
+    )
+    return f"{describe_tensor(layout.infos[i], value)} {where}"
+
+
+def _names(layout: Layout, positions: Sequence[int]) -> str:
+    return describe((layout.infos[i] for i in positions), _NAMED)
+
+
+def _tensors(layout: Layout, args: Sequence[Any]) -> tuple[int, ...]:
+    """Which tensors a call's static inputs are."""
+    return tuple(id(args[i]) for i in layout.parameters)

@@ -15,7 +15,6 @@ from cgpass.runtime.driver import CUDADriver, GraphDriver
 from cgpass.runtime.executor import ranged
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner
-from cgpass.runtime.settings import RunnerSettings
 from cgpass.runtime.signature import check_tensor, infer_infos, infer_kind
 from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.runtime.writes import shares_memory
@@ -127,9 +126,8 @@ class CUDAGraphWrapper:
                 run = ranged(run, f"cgpass: {self._name}")
             outputs, recording = run(list(args))
             results = list(outputs)
-            if recording is not None:
-                own = recording.private
-                runner.stats.copied_bytes += recording.copy_out(own, own, results)
+            if recording is not None and runner.owns_outputs:
+                runner.stats.copied_bytes += recording.copy_out(results)
         spec = results.pop()
         return pytree.tree_unflatten(results, spec)
 
@@ -161,10 +159,11 @@ class CUDAGraphWrapper:
             self._infos = infer_infos(args, self._static, device)
         except InputError as error:
             raise InputError(f"{self._name}: {error}") from None
-        settings = RunnerSettings.of(self._options, opaque=False, check_layout=True)
         driver = _driver(self._options, device)
         owner = Owner(driver, max_pending_calls=self._options.max_pending_calls)
-        return PartitionRunner(self._run_flat, self._infos, owner, settings, name=self._name)
+        return PartitionRunner(
+            self._run_flat, self._infos, owner, self._options, name=self._name, check_layout=True
+        )
 
     def _run_flat(self, args: list[Any]) -> list[Any]:
         """The function with its outputs flat, their structure last."""

@@ -28,37 +28,10 @@ def counting(value: Any) -> Any:
     return value.detach()
 
 
-def refuse_new_layouts(inputs: Sequence[Any], layouts: Sequence[tuple[Any, ...] | None]) -> None:
-    """Refuse a recorded callable that gave its inputs another shape or other memory: a replay can't.
-
-    Args:
-        inputs: What it was called with.
-        layouts: `places` of these inputs before the call.
-
-    Raises:
-        CaptureError: Names the first such input.
-    """
-    for i, (before, after) in enumerate(zip(layouts, places(inputs), strict=True)):
-        if before != after:
-            raise CaptureError(
-                f"input {i} is given another shape, other strides or other memory in place (t_, unsqueeze_, resize_, "
-                f".data = ...): that can't be captured; return the changed tensor instead"
-            )
-
-
-def places(inputs: Sequence[Any]) -> list[tuple[Any, ...] | None]:
-    """How tensors are laid out and where they lie."""
-    return [
-        (tuple(x.size()), x.stride(), x.data_ptr()) if isinstance(x, torch.Tensor) else None
-        for x in inputs
-    ]
-
-
 class Changes:
     """Bits of a plain call's inputs before it. **Lifetime:** copies of them live as long as this."""
 
     def __init__(self, inputs: Sequence[Any], positions: Iterable[int]) -> None:
-        """Args: inputs: of the call. positions: tensors to compare; self-overlapping ones can't be written."""
         self._before = [
             (i, inputs[i], _bits(inputs[i]).clone())
             for i in positions
@@ -80,20 +53,29 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-class Writes:
-    """Version counters of a call's inputs before it."""
+class Watched:
+    """Inputs of a callable that is being recorded, none made in inference mode, as they were before."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
-        """Args: inputs: none made in inference mode."""
-        self._before = [
-            (i, value, value._version)
-            for i, value in enumerate(inputs)
-            if isinstance(value, torch.Tensor)
-        ]
+        tensors = [(i, x) for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)]
+        self._before = [(i, x, x._version, _place(x)) for i, x in tensors]
 
-    def found(self) -> frozenset[int]:
-        """Positions of the inputs that were written since."""
-        return frozenset(i for i, value, version in self._before if value._version != version)
+    def written(self) -> frozenset[int]:
+        """Positions of the inputs whose version counters tell that they were written since."""
+        return frozenset(i for i, value, version, _ in self._before if value._version != version)
+
+    def refuse_new_layouts(self) -> None:
+        """Raise `CaptureError` for an input that has another shape or other memory by now: a replay can't give it."""
+        for i, value, _, place in self._before:
+            if _place(value) != place:
+                raise CaptureError(
+                    f"input {i} is given another shape, other strides or other memory in place (t_, unsqueeze_, resize_, "
+                    f".data = ...): that can't be captured; return the changed tensor instead"
+                )
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.size()), tensor.stride(), tensor.data_ptr()
 
 
 _STATISTICS = ("running_mean", "running_var")
@@ -118,7 +100,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     """Tensors that a call of an operator may write: as its schema says, where that is true; all if it has none."""
     schema = getattr(func, "_schema", None)
     if schema is None:
-        return _tensors((args, kwargs))
+        return tensors_in((args, kwargs))
     named = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
     writes = [
         a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
@@ -128,10 +110,11 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
         writes += _STATISTICS if switch is None or named.get(switch) else ()
     elif schema.name.startswith("c10d::") and schema.name.endswith("_"):
         writes += [name for name in named if not name.startswith("input")]
-    return _tensors([named.get(name) for name in writes])
+    return tensors_in([named.get(name) for name in writes])
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Tensors in nested containers."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
@@ -141,7 +124,6 @@ class SaidToBeWritten(_torch.TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, inputs: Sequence[Any]) -> None:
-        """Args: inputs: what is called with; they are not held."""
         super().__init__()
         self.found: set[int] = set()
         """Positions of the inputs that were written."""
@@ -181,7 +163,7 @@ class SaidToBeWritten(_torch.TorchDispatchMode):
                 self.found.update(
                     i for i, first, last in self._places if begin < last and first < end
                 )
-        given = [tensor for tensor in _tensors((args, kwargs)) if has_place(tensor)]
+        given = [tensor for tensor in tensors_in((args, kwargs)) if has_place(tensor)]
         if (
             getattr(func, "__name__", "") != "lift_fresh.default"
         ):  # of a tensor made just before, beside operators
@@ -191,7 +173,7 @@ class SaidToBeWritten(_torch.TorchDispatchMode):
         out = func(*args, **kwargs)
         self._inside.update(
             address
-            for tensor in filter(has_place, _tensors(out))
+            for tensor in filter(has_place, tensors_in(out))
             if (address := self._address_if_unknown(tensor)) is not None
         )
         return out

@@ -14,9 +14,8 @@ from cgpass.errors import CaptureError, InputError
 from cgpass.inputs import InputInfo, InputKind
 from cgpass.runtime.driver import CUDADriver
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.runner import PartitionRunner
-from cgpass.runtime.settings import RunnerSettings
 from cgpass.runtime.wrapper import CUDAGraphWrapper
+from tests.unit.runners import partition
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -30,7 +29,7 @@ def owner():
 
 def runner_of(owner, fn, *kinds, **settings):
     infos = [InputInfo(f"x{i}", kind) for i, kind in enumerate(kinds)]
-    return PartitionRunner(fn, infos, owner, RunnerSettings(**settings), name="part")
+    return partition(fn, infos, owner, **settings)
 
 
 def boxed(fn):

@@ -3,9 +3,9 @@
 import torch
 
 from cgpass.inputs import InputInfo, InputKind
+from cgpass.options import Options
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner
-from cgpass.runtime.settings import RunnerSettings
 from cgpass.runtime.simulated import SimulatedDriver
 
 COPIED, STATIC, POOLED = InputKind.COPIED, InputKind.STATIC, InputKind.POOLED
@@ -19,15 +19,22 @@ def infos(*kinds, mutated=()):
     )
 
 
+def partition(fn, infos, owner, name="part", on_failure=None, **settings):
+    """A runner; settings are options, or what it takes besides."""
+    own = {k: settings.pop(k) for k in ("opaque", "is_backward", "check_layout") if k in settings}
+    options = Options(**{"progress": "off", **settings})
+    return PartitionRunner(fn, infos, owner, options, name=name, on_failure=on_failure, **own)
+
+
 def runner(fn, *kinds, owner=None, mutated=(), on_failure=None, **settings):
     """A runner of `fn(*inputs)`; runners given one `owner` share its pool."""
-    return PartitionRunner(
+    return partition(
         lambda args: fn(*args),
         infos(*kinds, mutated=mutated),
         owner or Owner(SimulatedDriver()),
-        RunnerSettings(**settings),
-        name="forward captured_0",
-        on_failure=on_failure,
+        "forward captured_0",
+        on_failure,
+        **settings,
     )
 
 

@@ -8,8 +8,13 @@ import torch
 
 import cgpass
 from cgpass.runtime import fast
-from cgpass.runtime.bits import COPIED_AS_THEY_ARE, as_bits, copy_all
-from cgpass.runtime.placeholders import Placeholder, copies_in
+from cgpass.runtime.placeholders import (
+    COPIED_AS_THEY_ARE,
+    Placeholder,
+    as_bits,
+    copies_in,
+    copy_all,
+)
 
 KNOWN = set(COPIED_AS_THEY_ARE)
 OTHERS = [

@@ -4,7 +4,6 @@ import weakref
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 
 from cgpass.runtime.executor import Executor, Plan, Step
 from cgpass.runtime.owner import Owner
@@ -205,29 +204,3 @@ def test_an_error_in_a_step_leaves_the_executor_usable():
         executor([X])
     fail.clear()
     assert executor([X * 5])[0].tolist() == [11, 11]
-
-
-def test_a_plan_as_text():
-    plan = Plan(
-        3,
-        8,
-        (
-            Step("captured_0", plain(max), (0, 1), (4, 5), drops=(0,)),
-            Step("eager_1", plain(max), (5, 2), (6,), drops=(5,)),
-            Step("captured_2", plain(max), (6, 1, 3), (7,)),
-        ),
-        (7, 4, 3),
-        constants=((3, None),),
-        visible=frozenset({0, 2}),
-    )
-    assert_expected_inline(
-        str(plan),
-        """\
-inputs: 0 to 2
-constants: 3
-captured_0: (0, 1) -> (4, 5), drops (0)
-eager_1: (5, 2) -> (6), drops (5)
-captured_2: (6, 1, 3) -> (7)
-outputs: (7, 4, 3), visible: (0, 2)""",
-    )
-    assert str(Plan(0, 0, (), ())) == "inputs: none\noutputs: (), visible: ()"

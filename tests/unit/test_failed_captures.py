@@ -148,7 +148,7 @@ def test_a_runner_passes_on_what_is_raised(error):
     call(run, torch.ones(3))
     with pytest.raises(type(error)):
         call(run, torch.ones(3))
-    assert run.failure is None
+    assert run._fallback.failure is None
 
 
 def test_without_memory_a_call_is_recorded_once_more_and_then_again_after_a_reset(caplog):
@@ -220,7 +220,7 @@ def test_closing_forgets_nothing():
         call(run, torch.ones(3))
     run.owner.close()
     assert "forget" not in asked.calls
-    assert run.failure == "all of it waits"
+    assert run._fallback.failure == "all of it waits"
 
 
 def test_an_odd_error_is_tolerated_once():

@@ -5,12 +5,10 @@ import torch
 
 from cgpass.inputs import InputKind
 from cgpass.runtime import fast
-from cgpass.runtime.gifts import Gifts
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.runner import PartitionRunner
-from cgpass.runtime.settings import RunnerSettings
+from cgpass.runtime.recorder import Gifts
 from cgpass.runtime.simulated import SimulatedDriver
-from tests.unit.runners import COPIED, call, counts, infos, runner
+from tests.unit.runners import COPIED, call, counts, infos, partition, runner
 
 X = torch.ones(4)
 
@@ -25,13 +23,8 @@ def maker(fn, owner=None):
 
 def boxed(fn, owner, num_inputs=1, **settings):
     """A partition that takes a list, which it may empty, and reads what others made."""
-    return PartitionRunner(
-        fn,
-        infos(*[InputKind.POOLED] * num_inputs),
-        owner,
-        RunnerSettings(**settings),
-        name="backward captured_0",
-    )
+    pooled = infos(*[InputKind.POOLED] * num_inputs)
+    return partition(fn, pooled, owner, "backward captured_0", **settings)
 
 
 def drops_its_input(args):
@@ -148,7 +141,7 @@ def test_a_failed_capture_returns_what_is_alive(fn, taken_back):
         outputs, recording = second.run(made)
         assert recording is None
         assert [t.tolist() for t in outputs] == wanted
-    assert second.failure is not None
+    assert second._fallback.failure is not None
     (made,) = first.table.all()
     assert made.memory.released() == (() if taken_back else (0,))
     found = first.owner.block_at(0, made.memory.addresses()[0])

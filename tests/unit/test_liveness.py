@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cgpass.runtime import fast
-from cgpass.runtime.liveness import LiveOutputs
 from cgpass.runtime.output_memory import OutputMemory
+from cgpass.runtime.owner import LiveOutputs
 
 
 class Made:

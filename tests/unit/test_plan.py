@@ -1,7 +1,6 @@
 """From outlined graphs to plans: slots, order, drops, constants."""
 
 import torch
-from expecttest import assert_expected_inline
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cgpass.passes.base import PassContext, run_passes
@@ -25,6 +24,10 @@ def outlined(fn, *args, unsafe=(), mode="fake"):
     return gm, runs
 
 
+def steps_of(plan):
+    return [(step.name, step.inputs, step.outputs, step.drops) for step in plan.steps]
+
+
 def sync_between(x, w):
     a = x @ w
     top, where = a.max(1)
@@ -35,14 +38,11 @@ def sync_between(x, w):
 def test_the_plan_of_an_outlined_graph():
     gm, runs = outlined(sync_between, torch.ones(4, 4), torch.ones(4, 4))
     plan = build_plan(gm, runs, frozenset({0, 2}))
-    assert_expected_inline(
-        str(plan),
-        """\
-inputs: 0 to 1
-captured_0: (0, 1) -> (2, 3, 4), drops (0, 1)
-eager_1: (2) -> (5), drops (2)
-outputs: (5, 4, 3), visible: (0, 2)""",
-    )
+    assert steps_of(plan) == [
+        ("captured_0", (0, 1), (2, 3, 4), (0, 1)),
+        ("eager_1", (2,), (5,), (2,)),
+    ]
+    assert (plan.num_inputs, plan.outputs, plan.visible) == (2, (5, 4, 3), {0, 2})
     x, w = torch.randn(4, 4), torch.randn(4, 4)
     for ours, theirs in zip(Executor(plan, None)([x, w]), sync_between(x, w), strict=True):
         assert torch.equal(ours, theirs)
@@ -58,17 +58,14 @@ def test_values_read_again_later_are_dropped_later():
 
     gm, runs = outlined(fn, torch.ones(3), torch.ones(3))
     plan = build_plan(gm, runs, frozenset({0}))
-    assert_expected_inline(
-        str(plan),
-        """\
-inputs: 0 to 1
-captured_0: (0) -> (2), drops (0)
-eager_1: (2) -> (3)
-captured_2: (2, 3) -> (4), drops (3)
-eager_3: (4) -> (5)
-captured_4: (2, 4, 5, 1) -> (6), drops (2, 4, 5, 1)
-outputs: (6), visible: (0)""",
-    )
+    assert steps_of(plan) == [
+        ("captured_0", (0,), (2,), (0,)),
+        ("eager_1", (2,), (3,), ()),
+        ("captured_2", (2, 3), (4,), (3,)),
+        ("eager_3", (4,), (5,), ()),
+        ("captured_4", (2, 4, 5, 1), (6,), (2, 4, 5, 1)),
+    ]
+    assert (plan.num_inputs, plan.outputs, plan.visible) == (2, (6,), {0})
     x, y = torch.randn(3), torch.randn(3)
     assert torch.equal(Executor(plan, None)([x, y])[0], fn(x, y)[0])
 
@@ -102,11 +99,6 @@ def test_constants_of_the_graph_have_slots():
 
 def test_the_plan_of_a_whole_graph():
     plan = whole_plan(3, 2, lambda values: values[:2], "captured_0", frozenset({1}))
-    assert_expected_inline(
-        str(plan),
-        """\
-inputs: 0 to 2
-captured_0: (0, 1, 2) -> (3, 4), drops (0, 1, 2)
-outputs: (3, 4), visible: (1)""",
-    )
+    assert steps_of(plan) == [("captured_0", (0, 1, 2), (3, 4), (0, 1, 2))]
+    assert (plan.num_inputs, plan.outputs, plan.visible) == (3, (3, 4), {1})
     assert Executor(plan, None)([5, 6, 7]) == [5, 6]

@@ -56,7 +56,7 @@ def test_the_flat_view_spans_first_to_last_element():
     assert flat_view(torch.empty(0, 3)).tolist() == []
 
 
-def make(fn, *inputs, static=(), mutated=(), private=(), **settings):
+def make(fn, *inputs, static=(), mutated=(), **settings):
     placeholders = {
         i: Placeholder(value)
         for i, value in enumerate(inputs)
@@ -69,7 +69,6 @@ def make(fn, *inputs, static=(), mutated=(), private=(), **settings):
     recording = Recording(graph, outputs, staged, placeholders, mutated=mutated, **settings)
     del outputs
     recording.seal()
-    recording.set_private(frozenset(private))
     return recording
 
 
@@ -145,13 +144,12 @@ def test_outputs_that_are_no_tensors_pass():
     assert tensor.tolist() == [1]
 
 
-def test_outputs_are_fresh_aliases_and_private_ones_are_not():
-    recording = make(lambda x: [x + 1, x + 2], torch.zeros(1), private=(1,))
+def test_outputs_are_fresh_aliases():
+    recording = make(lambda x: [x + 1], torch.zeros(1))
     first = recording.run([torch.zeros(1)])
     second = recording.run([torch.zeros(1)])
     assert first[0] is not second[0]
     assert first[0].data_ptr() == second[0].data_ptr()
-    assert first[1] is second[1]
 
 
 def test_held_counts_every_holder_but_the_recording():
@@ -184,8 +182,7 @@ def test_copy_out_keeps_values_strides_and_sharing():
     value = torch.arange(12.0).view(3, 4)
     recording = make(layouts, value)
     results = recording.run([value])
-    positions = tuple(range(len(results)))
-    copied = recording.copy_out(positions, positions, results)
+    copied = recording.copy_out(results)
     expected = layouts(value)
     for ours, theirs in zip(results, expected, strict=True):
         assert torch.equal(ours, theirs)
@@ -204,16 +201,13 @@ def test_copy_out_keeps_values_strides_and_sharing():
     assert not recording.memory.any_held()
 
 
-def test_copy_out_puts_copies_where_they_are_wanted():
+def test_copy_out_leaves_inputs_alone():
     recording = make(lambda x: [x + 1, x, x + 3], torch.zeros(1))
     x = torch.zeros(1)
-    outputs = recording.run([x])
-    results = ["a", outputs[2], x, outputs[0]]
-    recording.copy_out((0, 1, 2), (3, 2, 1), results)
-    assert results[0] == "a"
-    assert results[2] is x
-    assert [results[1].item(), results[3].item()] == [3, 1]
-    assert results[1] is not outputs[2]
+    results = recording.run([x])
+    recording.copy_out(results)
+    assert results[1] is x
+    assert [results[0].item(), results[2].item()] == [1, 3]
 
 
 def test_an_output_returned_twice_is_one_tensor():
@@ -229,13 +223,12 @@ def test_an_output_returned_twice_is_one_tensor():
         assert (first.tolist(), third.tolist()) == ([2, 2], [2, 2])
 
 
-@pytest.mark.parametrize("private", [(), (1,)])
-def test_replays_go_on_after_a_rescue(private):
+def test_replays_go_on_after_a_rescue():
     def fn(x):
         y = x * 2
         return [y, x + 3, y[1:], y]
 
-    recording = make(fn, torch.zeros(2), private=private)
+    recording = make(fn, torch.zeros(2))
     where, kept = recording.memory.addresses(), []
     for value in range(4):
         outputs = recording.run([torch.full((2,), float(value))])
@@ -247,10 +240,10 @@ def test_replays_go_on_after_a_rescue(private):
     assert [[t.tolist() for t in outputs] for outputs in kept] == [
         [[2 * v] * 2, [2 * v], [2 * v] * 2] for v in range(4)
     ]
-    results = [None]
     outputs = recording.run([torch.full((2,), 9.0)])
-    assert recording.copy_out((1,), (0,), results) == 8
-    assert results[0].tolist() == outputs[1].tolist() == [12, 12]
+    assert recording.copy_out(outputs) == 16
+    assert [t.tolist() for t in outputs] == [[18, 18], [12, 12], [18], [18, 18]]
+    assert not recording.memory.any_held()
 
 
 def test_outputs_outlive_a_closed_recording():

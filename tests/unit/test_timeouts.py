@@ -9,7 +9,7 @@ import torch
 from cgpass import _torch
 from cgpass.errors import CollectiveTimeoutError
 from cgpass.graph import values
-from cgpass.runtime.timeouts import CollectiveCall, is_timeout, timeouts_told
+from cgpass.runtime.collectives import CollectiveCall, is_timeout, timeouts_told
 from tests.graphs import fake_cuda_graph
 from tests.unit.runners import COPIED, call, counts, runner
 

@@ -25,7 +25,6 @@ from tests.usage.random_strategies import (
 from tests.usage.test_broken_drivers import (
     BROKEN,
     consumption_unchecked,
-    copies_nothing_out,
     released_blocks_forgotten,
     wrong_alias,
 )
@@ -86,7 +85,6 @@ def test_random_programs_on_random_graphs(setting):
 
 SIMULATED = Setting(torch.device("cpu"), "simulated")
 ELSEWHERE = {
-    copies_nothing_out,
     wrong_alias,
     consumption_unchecked,
     released_blocks_forgotten,
