@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 import os
 
 import pytest
@@ -11,7 +10,7 @@ from torch._inductor import pattern_matcher
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.fx_passes import joint_graph
 
-from cgpass import warm_start
+from cgpass import _torch, warm_start
 from cgpass._torch import joint, kept_graphs
 from cgpass.options import Options
 
@@ -190,21 +189,6 @@ def as_torchs(fn, module="torch.nn"):
     return fn
 
 
-def test_functions_that_refer_to_themselves_are_looked_at():
-    def own(x, times=0):
-        return own(x) if times else unbound  # noqa: F821
-
-    def closed(x):
-        return own(x) if x else late
-
-    if not own:
-        late = 0
-    as_torchs(own), as_torchs(closed)
-    assert kept_graphs._are_torchs([own, closed])
-    own.__module__ = "torchvision"
-    assert not kept_graphs._are_torchs([closed])
-
-
 def first_formula(x):
     return x + 1
 
@@ -270,22 +254,6 @@ def test_formulas_that_vmap_brings_leave_a_key():
     assert key_of(sine, X) is not None
 
 
-@pytest.mark.filterwarnings("ignore:Warning only once for all operators:UserWarning")
-def test_formulas_in_the_place_of_those_that_vmap_brings_leave_none():
-    torch.vmap(torch.sin)(X)
-    library = torch.library.Library("aten", "IMPL")
-    more = (
-        {"allow_override": True}
-        if "allow_override" in inspect.signature(library.impl).parameters
-        else {}
-    )
-    try:
-        library.impl("addr", lambda *args, **kwargs: args[0], "FuncTorchBatched", **more)
-        assert key_of(sine, X) is None
-    finally:
-        library._destroy()
-
-
 @pytest.mark.parametrize("name", ["joint_custom_pass", "activation_memory_budget_solver"])
 def test_passes_that_torchs_key_leaves_out_leave_none(name):
     with torch._functorch.config.patch({name: lambda *args: None}):
@@ -305,7 +273,7 @@ def test_torchs_own_patterns_leave_a_key():
 
 
 def test_an_error_leaves_no_key(monkeypatch, caplog):
-    monkeypatch.setattr(warm_start, "_settings", lambda devices: 1 / 0)
+    monkeypatch.setattr(_torch, "told_by_no_key", lambda: 1 / 0)
     with caplog.at_level("INFO", "cgpass"):
         assert key_of(sine, X) is None
     assert "AOTAutograd's cache is left out: division by zero" in caplog.text
