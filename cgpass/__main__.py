@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -127,19 +128,20 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _build() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with the compiler
     start = time.monotonic()
     try:
         with progress.shown("compiling native code", "auto"):
-            paths = native.build(keep=True)
-            for source, path in zip(native.SOURCES, paths, strict=True):
-                native.load(path, source)
+            path = native.build(keep=True)
+            native.load(path)
     except native.BuildError as error:
         said = f"{error.said.rstrip()}\n" if error.said else ""
         sys.stderr.write(f"{said}cgpass build: {error}. {error.fix}.\n")
         return 1
     took = time.monotonic() - start
-    sys.stdout.write("".join(f"{path}\n" for path in paths))
-    sys.stdout.write(f"native code for torch {torch.__version__} is there, after {took:.1f} s\n")
+    sys.stdout.write(
+        f"{path}\nnative code for torch {torch.__version__} is there, after {took:.1f} s\n"
+    )
     return 0
 
 

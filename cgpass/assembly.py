@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,10 @@ import torch
 from torch import fx
 
 from cgpass import _torch, progress, telemetry, tracing
-from cgpass.compile import Boxed, Compiler, Direction, output_strides
+from cgpass.compile import Boxed, Compiler, Direction, copy_of, output_strides
+from cgpass.culprits import FailedCapture, FailedOperators, Place
 from cgpass.graph.inputs import input_infos
 from cgpass.graph.origins import Origins
-from cgpass.graph.size_check import SizeCheck
 from cgpass.graph.target import Target
 from cgpass.graph.values import (
     collective_calls,
@@ -26,18 +26,16 @@ from cgpass.graph.values import (
     num_ops,
 )
 from cgpass.inputs import InputInfo, InputKind
-from cgpass.layouts import StrideNotes, inputs_as_traced, laid_out_otherwise
+from cgpass.layouts import inputs_as_traced, laid_out_otherwise
 from cgpass.options import Options
 from cgpass.part_summaries import part_summaries, reasons_by_part
 from cgpass.passes import eager_passes, graph_passes, outline_passes
 from cgpass.passes.base import Pass, PassContext, run_passes
 from cgpass.plan import build_plan, outputs_made, plan_as_dict, whole_plan
 from cgpass.reason import Reason
-from cgpass.resplit import GiveUp, Place, Resplitter, copy_of
 from cgpass.runtime.collectives import may_be_captured
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.executor import Executor, Plan
-from cgpass.runtime.failures import Resplit
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner
 from cgpass.runtime.settings import RunnerSettings
@@ -69,6 +67,7 @@ class GraphBuilder:
     compiler: Compiler
     origins: Origins
     target: Target
+    failed: FailedOperators
     source: tracing.Source = tracing.NOWHERE
     """Of the user's function."""
     function: int | None = None
@@ -93,17 +92,7 @@ class GraphBuilder:
             fn = self.compiler.whole(gm, example_inputs)
         if not self.target.records:
             return counted(graph, fn)
-        notes = None
-        inner = frozenset(range(num_outputs)) - self.visible
-        if self.compiler.opaque and self.direction == "forward" and inner:
-            sizes = [i for i, info in enumerate(infos) if info.kind is InputKind.SYMINT]
-            notes = StrideNotes(inner, sizes)
-            fn = notes.noting(fn)
-        place = Place(graph, "captured_0", num_ops(original))
-        resplit = self._resplitter(original, place, infos, self.visible, notes, others)
-        run = self._runner("captured_0", fn, infos, resplit, original)
-        if notes is not None:
-            notes.stats = run.stats
+        run = self._runner("captured_0", fn, infos, original, graph, others)
         made = outputs_made(original)
         plan = whole_plan(len(infos), num_outputs, run, "captured_0", self.visible, made)
         self._trace_plan(plan, summaries)
@@ -125,54 +114,27 @@ class GraphBuilder:
         outlined, parts = _outline(gm, context, outline_passes())
         summaries = part_summaries(parts, reasons_by_part(gm))
         graph = self._add_summary(summaries)
-        boxed = self._join(outlined, parts, graph, summaries)
-        return _torch.mark_boxed(as_traced(boxed)) if otherwise else boxed
-
-    def _split(self, gm: fx.GraphModule, context: PassContext, place: Place) -> Boxed:
-        """A partition of another graph, tagged to be split again."""
-        outlined, parts = _outline(gm, context, outline_passes())
-        summaries = part_summaries(parts, reasons_by_part(gm), f"{place.name}.")
-        boxed = self._join(outlined, parts, place.graph, summaries, of=place.name)
-        telemetry.replace_partition(place.graph, place.name, summaries)
-        return boxed
-
-    def _join(
-        self,
-        outlined: fx.GraphModule,
-        parts: Mapping[str, fx.GraphModule],
-        graph: int,
-        summaries: Sequence[PartitionSummary],
-        of: str | None = None,
-    ) -> Boxed:
-        """Compile the parts, those of the partition `of` if it was split, and plan their calls."""
         runs: dict[str, Any] = {}
-        results = graph_outputs(outlined)
-        shown = {results[i] for i in self.visible if isinstance(results[i], fx.Node)}
         for number, call in enumerate(outlined.graph.find_nodes(op="call_module"), 1):
             name = str(call.target)
-            visible = _positions_of(shown, call)
             with self._told(f", partition {number} of {len(parts)}"):
-                runs[name] = self._compile_part(name, parts[name], visible, graph, of)
+                runs[name] = self._compile_part(name, parts[name], graph)
         plan = build_plan(outlined, runs, self.visible)
         owner = self.owner(self.target.device) if self.target.records else None
-        prefix = "" if of is None else f"{of}."
-        self._trace_plan(plan, summaries, prefix)
-        return _tracked(Executor(plan, owner, self._in_profiles(parts, prefix)), graph, prefix)
+        self._trace_plan(plan, summaries)
+        boxed = _tracked(Executor(plan, owner, self._in_profiles(parts)), graph)
+        return _torch.mark_boxed(as_traced(boxed)) if otherwise else boxed
 
-    def _compile_part(
-        self, name: str, gm: fx.GraphModule, visible: frozenset[int], graph: int, of: str | None
-    ) -> Any:
+    def _compile_part(self, name: str, gm: fx.GraphModule, graph: int) -> Any:
         if not name.startswith("captured"):
             return self._eager(gm)
         infos = self._infos(gm)
         static = [i for i, info in enumerate(infos) if info.kind is InputKind.STATIC]
-        place = Place(graph, name if of is None else f"{of}.{name}", num_ops(gm))
         original = self._kept(gm)
         fn = self.compiler.captured(gm, static)
         if not self.target.records:
             return fn
-        resplit = self._resplitter(original, place, infos, visible, is_part=of is not None)
-        return self._runner(place.name, fn, infos, resplit, original)
+        return self._runner(name, fn, infos, original, graph)
 
     def _eager(self, gm: fx.GraphModule) -> Boxed:
         """A partition that no graph can hold; Inductor compiles what means nothing as aten operators."""
@@ -200,58 +162,6 @@ class GraphBuilder:
         """`gm` as it is now: Inductor changes the graph that it compiles."""
         return copy_of(gm) if self.compiler.opaque and self.target.records else gm
 
-    def _resplitter(
-        self,
-        gm: fx.GraphModule,
-        place: Place,
-        infos: Sequence[InputInfo],
-        visible: frozenset[int],
-        notes: StrideNotes | None = None,
-        otherwise: Sequence[int] = (),
-        is_part: bool = False,
-    ) -> Resplit:
-        """What splits a partition whose capture failed, once.
-
-        Not one that communicates: other processes take no part in the runs that find the culprit.
-
-        Args:
-            gm: The partition as it was before it was compiled.
-            place: Of the partition.
-            infos: Its inputs.
-            visible: Outputs that the user gets.
-            notes: Layouts of what it returned before.
-            otherwise: Inputs that it was not traced with as they come.
-            is_part: Whether it is a part of one that was split.
-        """
-        communicates = any(map(is_collective, gm.graph.nodes))
-        driver = None if communicates else functools.partial(self._driver, self.target.device)
-        if driver is None or is_part:
-            return GiveUp(gm, place, driver)
-        context = self._context("resplit")
-        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-        kinds = {name: info.kind for name, info in zip(names, infos, strict=True)}
-
-        def rebuild(tagged: fx.GraphModule) -> tuple[Boxed, SizeCheck | None]:
-            builder = dataclasses.replace(
-                self,
-                visible=visible,
-                compiler=self.compiler.when_called(self.options.inductor),
-                origins=Origins(tagged, kinds, copies={names[i] for i in otherwise}),
-            )
-            check, as_traced = SizeCheck(tagged), inputs_as_traced(tagged, otherwise)
-            inputs = [node.meta.get("val") for node in tagged.graph.find_nodes(op="placeholder")]
-            with _torch.sizes_assumed(inputs) as assumed:
-                boxed = builder._split(tagged, context, place)
-            check.assume(assumed)
-            if otherwise:
-                boxed = as_traced(boxed)
-            if notes is not None:
-                boxed = notes.matching(boxed)
-            return boxed, check if check.has_conditions else None
-
-        as_traced = inputs_as_traced(gm, otherwise)(list)
-        return Resplitter(gm, place, self.options, context, driver, rebuild, as_traced)
-
     def _driver(self, device: torch.device) -> GraphDriver:
         return self.owner(device).driver
 
@@ -272,13 +182,35 @@ class GraphBuilder:
         name: str,
         fn: Boxed,
         infos: tuple[InputInfo, ...],
-        resplit: Resplit,
         original: fx.GraphModule,
+        graph: int,
+        otherwise: Sequence[int] = (),
     ) -> PartitionRunner:
+        """What runs a captured partition.
+
+        Args:
+            name: Of the partition.
+            fn: What it was compiled to.
+            infos: Its inputs.
+            original: The partition as it was before.
+            graph: Number of its graph.
+            otherwise: Inputs that it was not traced with as they come.
+        """
         calls = collective_calls(original)
-        name = f"{self.direction} {name}"
+        named = f"{self.direction} {name}"
         if calls:
-            fn = timeouts_told(fn, name, [CollectiveCall(*call) for call in calls])
+            fn = timeouts_told(fn, named, [CollectiveCall(*call) for call in calls])
+        # Of what communicates, other processes take no part in the runs that find the culprit.
+        communicates = any(map(is_collective, original.graph.nodes))
+        on_failure = FailedCapture(
+            original,
+            Place(graph, name, num_ops(original)),
+            self.failed,
+            None if communicates else functools.partial(self._driver, self.target.device),
+            what=self.source.of(named),
+            refuses=self.options.on_skip == "raise",
+            as_traced=inputs_as_traced(original, otherwise)(list),
+        )
         return PartitionRunner(
             fn,
             infos,
@@ -289,8 +221,8 @@ class GraphBuilder:
                 is_backward=self.direction == "backward",
                 communicates=bool(calls),
             ),
-            name=name,
-            resplit=resplit,
+            name=named,
+            on_failure=on_failure,
             source=self.source,
         )
 
@@ -314,13 +246,13 @@ class GraphBuilder:
         text = f"compiling {self.source.of(self.direction)}{which}"
         return progress.shown(text, self.options.progress)
 
-    def _in_profiles(self, parts: Iterable[str], prefix: str = "") -> dict[str, str]:
+    def _in_profiles(self, parts: Iterable[str]) -> dict[str, str]:
         """What profiles call partitions, by their names in a plan."""
-        return {name: self.source.of(f"cgpass: {self.direction} {prefix}{name}") for name in parts}
+        return {name: self.source.of(f"cgpass: {self.direction} {name}") for name in parts}
 
-    def _trace_plan(self, plan: Plan, parts: Sequence[PartitionSummary], prefix: str = "") -> None:
-        named = {part.name.removeprefix(prefix): part for part in parts}
-        name = f"{self.direction}_{prefix.replace('.', '_')}plan"
+    def _trace_plan(self, plan: Plan, parts: Sequence[PartitionSummary]) -> None:
+        named = {part.name: part for part in parts}
+        name = f"{self.direction}_plan"
         tracing.add_json(name, lambda: plan_as_dict(plan, named), self.source.trace_id)
 
 
@@ -336,16 +268,10 @@ def _outline(
     return outlined, parts
 
 
-def _positions_of(shown: Collection[fx.Node], call: fx.Node) -> frozenset[int]:
-    """Which outputs of one partition are among `shown`."""
-    positions = (user.args[1] for user in call.users if user in shown)
-    return frozenset(position for position in positions if isinstance(position, int))
-
-
-def _tracked(executor: Executor, graph: int, prefix: str = "") -> Boxed:
+def _tracked(executor: Executor, graph: int) -> Boxed:
     """A callable that telemetry knows of."""
     parts = {
-        prefix + step.name: telemetry.PartitionRun(
+        step.name: telemetry.PartitionRun(
             step.run.stats,
             step.run.history.notes,
             step.run.reasons,
@@ -353,7 +279,7 @@ def _tracked(executor: Executor, graph: int, prefix: str = "") -> Boxed:
         for step in executor.plan.steps
         if isinstance(step.run, PartitionRunner)
     }
-    run = telemetry.GraphRun(prefix, executor.tally, parts, weakref.ref(executor))
+    run = telemetry.GraphRun(executor.tally, parts, weakref.ref(executor))
     telemetry.add_run(graph, run)
     return _boxed(executor)
 

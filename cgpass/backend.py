@@ -11,7 +11,8 @@ from torch import fx
 
 from cgpass import _torch, live_counter, progress, telemetry, tracing
 from cgpass.assembly import GraphBuilder, passes_for
-from cgpass.compile import Boxed, Compiler, Direction
+from cgpass.compile import Boxed, Compiler, Direction, copy_of
+from cgpass.culprits import FailedOperators
 from cgpass.errors import DoubleBackwardError, DriverUnavailableError
 from cgpass.graph.breaks import graph_break_of
 from cgpass.graph.capturability import has_cpu_scalars, is_argument
@@ -30,7 +31,6 @@ from cgpass.passes.functionalize_rng import RngPairs
 from cgpass.passes.split_joint import split_joint
 from cgpass.reason import Reason
 from cgpass.resetting import reset_with_torch
-from cgpass.resplit import copy_of
 from cgpass.runtime import native
 from cgpass.runtime.driver import CUDADriver, GraphDriver
 from cgpass.runtime.gathered import give_gathered_a_pool
@@ -81,7 +81,7 @@ def cgpass(
         )
     check_names(parsed)
     if parsed.driver != "none" and (parsed.driver != "auto" or torch.cuda.is_available()):
-        native.loader.start()
+        native.loader.start(parsed.progress)
     return Compilation(parsed).compile(gm, example_inputs)
 
 
@@ -108,6 +108,7 @@ class Compilation:
         """Inputs of the forward that are parameters or buffers, and outputs of the backward that are their gradients."""
         self._source = tracing.NOWHERE
         self._function = telemetry.new_function()
+        self._failed = FailedOperators(self._function)
         self._graph_break: Reason | None = None
         self._skips = Skips(options)
         self._training = TrainingCall(direct=False)
@@ -122,7 +123,9 @@ class Compilation:
         self._graph_break = graph_break_of(gm)
         is_direct = self.options.parameter_grads == "direct"
         self._training = TrainingCall(direct=is_direct, source=self._source)
-        self._skips = Skips(self.options, self._source, self._function, self._graph_break)
+        self._skips = Skips(
+            self.options, self._source, self._function, self._graph_break, self._failed.told
+        )
         # Its device is found after AOTAutograd only; no pass of this stage asks for it.
         context = PassContext(device=torch.device("meta"), stage="dynamo", direction="joint")
         gm = run_passes(dynamo_passes(), gm, context).gm
@@ -278,6 +281,7 @@ class Compilation:
         if direction == "backward":
             inputs = gm.graph.find_nodes(op="placeholder")
             laid_out = {inputs[i].name for i in laid_out_otherwise(gm, example_inputs)}
+        self._failed.mark(gm)
         result = run_passes(passes_for(gm, self.options, target), gm, context)
         gm = result.gm
         tags = {tag for tag in map(get_tag, gm.graph.nodes) if tag is not None}
@@ -309,6 +313,7 @@ class Compilation:
             compiler=compiler,
             origins=origins,
             target=target,
+            failed=self._failed,
             source=self._source,
             function=self._function,
             graph_break=self._graph_break,

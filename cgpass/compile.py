@@ -1,7 +1,7 @@
 """Makes a partition callable: by Inductor, or as the aten operators it consists of."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,16 +29,6 @@ class Compiler:
     """Outputs of a backward that are gradients of parameters."""
     whole_graph_settings: tuple[tuple[str, Any], ...] = ()
     """What `compile_fx` told us to compile the whole graph with."""
-    late: Mapping[str, Any] | None = None
-    """Inductor's settings, if partitions are compiled after torch.compile is done; None while it is at it."""
-
-    def when_called(self, settings: Mapping[str, Any]) -> "Compiler":
-        """The compiler of a graph that is split again when it is called.
-
-        Args:
-            settings: Inductor's, as the user gave them.
-        """
-        return dataclasses.replace(self, late=dict(settings))
 
     def without_input(self, position: int) -> "Compiler":
         """The compiler of a graph that lost an input."""
@@ -85,7 +75,7 @@ class Compiler:
         ]
         inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
         as_traced = outputs_as_traced(gm)
-        with _torch.own_tracing_context(inputs, self.late):
+        with _torch.own_tracing_context(inputs):
             fn = _torch.inductor_inner(
                 gm,
                 inputs,
@@ -98,6 +88,14 @@ class Compiler:
     def eager(self, gm: fx.GraphModule) -> Boxed:
         """A partition that no graph can hold: generated Python over its operators."""
         return read_on_the_host(_torch.boxed_graph_module(gm), seed_positions(gm))
+
+
+def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph, on the same attributes: compiling changes a graph."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.output_node().meta.update(gm.graph.output_node().meta)
+    return _torch.lazy_graph_module(gm, graph)
 
 
 def output_strides(gm: fx.GraphModule) -> list[tuple[Any, ...] | None]:

@@ -4,105 +4,56 @@ Inductor chooses the layout of what is nobody's but other graphs': the backward 
 Partitions of one graph are compiled for what it was traced with.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import sympy
 import torch
 from torch import fx
 
-from cgpass.graph.size_check import SymbolValues
 from cgpass.graph.values import graph_outputs
 from cgpass.runtime import fast
 from cgpass.runtime.bits import copy_all
 
-if TYPE_CHECKING:
-    from cgpass.telemetry import CallStats
-
 Boxed = Callable[[list[Any]], Sequence[Any]]
 """Takes one list of inputs, which it may empty, and returns a sequence of outputs."""
-_Sizes = tuple[Any, ...]
+_Place = tuple[int, int | None]
+"""An input, and the dimension of a tensor."""
 _Move = tuple[int, tuple[int, ...]]
 """A position, and the strides that the tensor there is to have."""
 _SIZES_KEPT: Final = 256
-"""Combinations of sizes whose layouts are known; others run as a whole again."""
+"""Combinations of sizes and layouts for which the moves are known."""
 
 
-class StrideNotes:
-    """Has outputs come with the strides that other graphs were compiled for.
+def _geometry(values: Sequence[Any], positions: tuple[int, ...]) -> object:
+    """Something that is equal for equal sizes and strides; in Python where nothing is recorded."""
+    if fast.is_loaded:
+        return fast.geometry(values, positions)
+    found = [values[i] for i in positions]
+    return tuple([(x.size(), x.stride()) if isinstance(x, torch.Tensor) else None for x in found])
 
-    Inductor chooses the layout of saved tensors, and compiles the backward for it: a slice may be saved without the gaps
-    of what it is a slice of. Partitions keep the traced one.
-    """
 
-    def __init__(self, positions: frozenset[int], sizes: Sequence[int] = ()) -> None:
-        """Know nothing yet.
+class _SymbolValues:
+    """Values of symbols, from a call's inputs."""
 
-        Args:
-            positions: Outputs that nobody but other graphs reads.
-            sizes: Inputs that are sizes of others.
-        """
-        self.stats: CallStats | None = None
-        """Counts calls that run as a whole since nothing is known of their sizes."""
-        self._positions = tuple(sorted(positions))
-        self._sizes = tuple(sizes)
-        self._whole: Boxed | None = None
-        self._noted: dict[_Sizes, dict[int, _Place]] = {}
-        """By sizes, what is known of each output; the oldest first."""
-        self._said: tuple[_Sizes, bytes] | None = None
-        """Sizes and geometry that were noted last."""
-        self._fitting: tuple[_Sizes, bytes] | None = None
-        """Sizes and geometry that were found to be as they should."""
+    def __init__(self, places: Mapping[sympy.Symbol, _Place]) -> None:
+        """Args: places: where each is."""
+        self._places = dict(places)
 
-    def noting(self, fn: Boxed) -> Boxed:
-        """`fn`, with the layouts noted that it returns."""
+    @classmethod
+    def of(cls, gm: fx.GraphModule, symbols: Container[sympy.Symbol]) -> "_SymbolValues":
+        """Of a graph that is not compiled yet: compiling may replace symbols by numbers."""
+        return cls({s: place for s, place in _bindings(gm).items() if s in symbols})
 
-        def run(args: list[Any]) -> Any:
-            sizes = self._sizes_of(args)
-            outputs = fn(args)
-            said = (sizes, fast.geometry(outputs, self._positions))
-            if said != self._said:
-                found = [(i, outputs[i]) for i in self._positions]
-                if sizes not in self._noted and len(self._noted) >= _SIZES_KEPT:
-                    del self._noted[next(iter(self._noted))]
-                self._noted[sizes] = {i: _Place(x) for i, x in found if isinstance(x, torch.Tensor)}
-                self._said = self._fitting = said
-            return outputs
+    def read(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """What each is."""
+        return tuple(
+            [args[at] if dim is None else args[at].shape[dim] for at, dim in self._places.values()]
+        )
 
-        self._whole = run
-        return run
-
-    def matching(self, fn: Boxed) -> Boxed:
-        """`fn`, with outputs laid out as those noted."""
-
-        def run(args: list[Any]) -> list[Any]:
-            sizes = self._sizes_of(args)
-            noted = self._noted.get(sizes)
-            if noted is None:
-                return self._run_whole(args)
-            outputs = list(fn(args))
-            found = (sizes, fast.geometry(outputs, self._positions))
-            if found == self._fitting:
-                return outputs
-            wanted = ((i, place.strides_for(outputs[i])) for i, place in noted.items())
-            moves = [(i, strides) for i, strides in wanted if strides is not None]
-            _move(outputs, moves)
-            if not moves:
-                self._fitting = found
-            return outputs
-
-        return run
-
-    def _sizes_of(self, args: Sequence[Any]) -> _Sizes:
-        return tuple([args[i] for i in self._sizes])
-
-    def _run_whole(self, args: list[Any]) -> list[Any]:
-        """Run a call as what was split: which strides others expect of these sizes, it alone tells."""
-        assert self._whole is not None
-        if self.stats is not None:
-            self.stats.calls += 1
-            self.stats.warmups += 1
-        return list(self._whole(args))
+    def known(self, sizes: Sequence[int]) -> dict[sympy.Symbol, sympy.Integer]:
+        """By symbol, what was read."""
+        return dict(zip(self._places, map(sympy.Integer, sizes), strict=True))
 
 
 class _Traced:
@@ -119,11 +70,11 @@ class _Traced:
                     s if isinstance(s, int) else s.node.expr for s in strides
                 )
         used = [s for strides in self._wanted.values() for s in strides if not isinstance(s, int)]
-        self._sizes = SymbolValues.of(gm, {symbol for s in used for symbol in s.free_symbols})
+        self._sizes = _SymbolValues.of(gm, {symbol for s in used for symbol in s.free_symbols})
         self._positions = tuple(self._wanted)
-        self._fitting: tuple[tuple[int, ...], bytes] = ((), b"")
+        self._fitting: tuple[tuple[int, ...], object] = ((), b"")
         """Sizes and geometry that were found to be as they should."""
-        self._moves: dict[tuple[tuple[int, ...], bytes], list[_Move]] = {}
+        self._moves: dict[tuple[tuple[int, ...], object], list[_Move]] = {}
         """By sizes and geometry, which to lay out anew and with which strides."""
 
     def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
@@ -132,7 +83,7 @@ class _Traced:
 
     def lay_out(self, values: list[Any], sizes: tuple[int, ...]) -> None:
         """Have tensors lie as traced, each copied if it doesn't."""
-        found = (sizes, fast.geometry(values, self._positions))
+        found = (sizes, _geometry(values, self._positions))
         if found == self._fitting:
             return
         moves = self._moves.get(found)
@@ -212,42 +163,25 @@ def laid_out_otherwise(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
     ]
 
 
-class _Place:
-    """Sizes and strides of an output."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        """As they are now."""
-        self._size, self._stride = tensor.size(), tensor.stride()
-        self._order = _order(self._size, self._stride)
-
-    def strides_for(self, value: Any) -> tuple[int, ...] | None:
-        """Those that a value in this place should have; None if it has them, or is no tensor.
-
-        Of values whose sizes depend on data the order of dimensions is what is known.
-        """
-        if not isinstance(value, torch.Tensor):
-            return None
-        size, stride, wanted = value.size(), value.stride(), self._stride
-        if size != self._size:
-            has_gaps = self._stride != _dense(self._size, self._order)
-            if has_gaps and _order(size, stride) == self._order:
-                return None
-            wanted = _dense(size, self._order)
-        return None if _same(size, stride, wanted) else wanted
+def _bindings(gm: fx.GraphModule) -> dict[sympy.Symbol, _Place]:
+    """Where symbols are: inputs that are one first."""
+    found = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    places: dict[sympy.Symbol, _Place] = {}
+    for at, value in enumerate(found):
+        if (symbol := _symbol(value)) is not None:
+            places.setdefault(symbol, (at, None))
+    for at, value in enumerate(found):
+        if isinstance(value, torch.Tensor):
+            for dim, size in enumerate(value.shape):
+                if (symbol := _symbol(size)) is not None:
+                    places.setdefault(symbol, (at, dim))
+    return places
 
 
-def _order(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Dimensions from the outermost to the innermost in memory."""
-    return tuple(sorted(range(len(size)), key=lambda d: (-stride[d], d)))
-
-
-def _dense(size: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Strides without gaps, in an order of dimensions."""
-    strides, step = [0] * len(size), 1
-    for d in reversed(order):
-        strides[d] = step
-        step *= max(1, size[d])
-    return tuple(strides)
+def _symbol(value: object) -> sympy.Symbol | None:
+    if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
+        return value.node.expr
+    return None
 
 
 def _same(size: Sequence[int], stride: Sequence[int], other: Sequence[int]) -> bool:

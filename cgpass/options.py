@@ -207,9 +207,7 @@ def _from_environment() -> dict[str, Any]:
         if not variable.startswith(_ENV_PREFIX):
             continue
         name = variable.removeprefix(_ENV_PREFIX).lower()
-        if name == "fast":
-            wants_native_code()
-        elif name in _SPECS:
+        if name in _SPECS:
             found[name] = _from_text(variable, name, os.environ[variable])
         elif nearest := _nearest(name, cutoff=0.8):  # RUN is somebody's own, no misspelt RNG
             raise OptionError(
@@ -224,23 +222,9 @@ def _from_environment() -> dict[str, Any]:
             "cgpass: environment variables that are no options are ignored: %s; options are %s followed by one of %s",
             ", ".join(unknown),
             _ENV_PREFIX,
-            ", ".join(name.upper() for name in (*_SPECS, "fast")),
+            ", ".join(name.upper() for name in _SPECS),
         )
     return found
-
-
-def wants_native_code() -> bool:
-    """Whether the C++ is to be used: `CGPASS_FAST=0` turns it off.
-
-    Raises:
-        OptionError: Another value than `0` and `1`.
-    """
-    text = os.environ.get("CGPASS_FAST", "1").strip()
-    if text not in ("0", "1"):
-        raise OptionError(
-            f"cgpass: environment variable CGPASS_FAST must be '0' or '1', got {text!r}."
-        )
-    return text == "1"
 
 
 def _from_text(variable: str, name: str, text: str) -> Any:

@@ -25,18 +25,17 @@ def reasons_by_part(gm: fx.GraphModule) -> dict[str, list[Reason]]:
 
 
 def part_summaries(
-    parts: Mapping[str, fx.GraphModule], reasons: Mapping[str, Sequence[Reason]], prefix: str = ""
+    parts: Mapping[str, fx.GraphModule], reasons: Mapping[str, Sequence[Reason]]
 ) -> tuple[PartitionSummary, ...]:
     """A summary for each part.
 
     Args:
         parts: By name.
         reasons: See `reasons_by_part`.
-        prefix: What their names begin with in reports.
     """
     return tuple(
         PartitionSummary(
-            prefix + name,
+            name,
             name.startswith("captured"),
             num_ops(gm),
             _lines(reasons.get(name, ())),

@@ -21,8 +21,8 @@ OTHER_FIXES: Final = {
     "max_pending_calls",
     "not_in_the_pool": "see why what makes it ran without a graph",
     "transform": "call it outside of transforms (torch.func, vmap, batched gradients)",
+    "no_native_code": "install g++ or clang++, or name a compiler by CXX=; python -m cgpass build shows what it says",
     "outer_capture": "leave it: the graph that is being captured holds it",
-    "other_sizes": "name the operator that can't be captured in unsafe_ops to have such calls captured, too",
     "passing": "leave it, unless it goes on: a capture failed once",
     "new_tensor": "write into it in place (copy_) instead of replacing it",
     "new_shape": "keep to a few sizes (pad), and pass a number that changes as a 0-dim tensor on the device",
@@ -84,7 +84,7 @@ class Reason:
 
     code: str
     """Stable name of the rule, a key of `graph.op_tables.FIXES` or of `OTHER_FIXES`; "capture" where the capture of a
-    whole partition failed, which is not split."""
+    whole partition failed and no operator was found."""
     op: str
     """What the node calls; empty if no single operator is to blame."""
     detail: str

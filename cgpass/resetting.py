@@ -1,6 +1,6 @@
 """`reset`: frees all that was recorded."""
 
-from cgpass import _torch, telemetry
+from cgpass import _torch, culprits, telemetry
 from cgpass.runtime.gathered import give_pool_back
 from cgpass.runtime.owner import release_all
 
@@ -22,4 +22,5 @@ def reset() -> None:
 def reset_with_torch() -> None:
     """The same as torch forgets what it compiled."""
     _torch.end_notes()
+    culprits.forget_all()
     reset()

@@ -21,6 +21,8 @@ from cgpass.summaries import GraphSummary
 
 log = logging.getLogger(__name__)
 
+_FAILED: Final = frozenset({"syncs", "failed_capture"})
+"""Codes of operators that failed to be captured when their function was called."""
 OFF: Final = 'driver="none" turns them off'
 """What a summary says of graphs that nobody wants captured."""
 
@@ -34,6 +36,7 @@ class Skips:
         source: tracing.Source = tracing.NOWHERE,
         function: int | None = None,
         graph_break: Reason | None = None,
+        told: bool = False,
     ) -> None:
         """Nothing was told yet.
 
@@ -42,7 +45,9 @@ class Skips:
             source: Of the function.
             function: Its number in what telemetry knows.
             graph_break: Why Dynamo ended it where it did, if the user's goes on.
+            told: Whether the user knows of operators that failed to be captured.
         """
+        self._told = told
         self._options = options
         self._source = source
         self._function = function
@@ -75,7 +80,8 @@ class Skips:
         graph = self._add(gm, direction, why, reasons)
         if asked and self._options.driver != "none":
             telemetry.compile_stats.skips += 1
-            self._tell(f"{self._source.graph(direction)} runs without CUDA graphs: {why}")
+            text = f"{self._source.graph(direction)} runs without CUDA graphs: {why}"
+            self._tell(text, anew=not reasons or any(map(self._is_new, reasons)))
         else:
             log.info("%s runs without CUDA graphs: %s", self._source.graph(direction), why)
         return counted(graph, compiler.whole(gm, example_inputs))
@@ -109,7 +115,7 @@ class Skips:
         Raises:
             CaptureError: The user wants nothing to run plainly.
         """
-        reasons = [reason for reason in reasons if not reason.is_chosen]
+        reasons = [each for each in reasons if not each.is_chosen and self._is_new(each)]
         if reasons:
             listed = "\n  ".join(dict.fromkeys(map(str, reasons)))
             graph = self._source.graph(direction)
@@ -149,10 +155,14 @@ class Skips:
         tracing.add_json(f"{direction}_plan", lambda: told)
         return telemetry.add_graph(summary)
 
-    def _tell(self, message: str) -> None:
+    def _is_new(self, reason: Reason) -> bool:
+        """Whether the user was not told of what can't be captured when that failed."""
+        return self._options.on_skip == "raise" or not (self._told and reason.code in _FAILED)
+
+    def _tell(self, message: str, *, anew: bool = True) -> None:
         if self._options.on_skip == "raise":
             raise CaptureError(message)
-        level = logging.WARNING if self._options.on_skip == "warn" else logging.INFO
+        level = logging.WARNING if anew and self._options.on_skip == "warn" else logging.INFO
         log.log(level, "%s", message)
 
 
@@ -164,7 +174,7 @@ def counted(graph: int, fn: Boxed) -> Boxed:
         fn: The compiled graph.
     """
     plain = PlainGraph(fn)
-    telemetry.add_run(graph, telemetry.GraphRun("", plain.tally, {}, weakref.ref(plain)))
+    telemetry.add_run(graph, telemetry.GraphRun(plain.tally, {}, weakref.ref(plain)))
 
     def call(args: list[Any]) -> Any:
         return plain(args)

@@ -116,10 +116,8 @@ class PartitionRun:
 
 @dataclass(frozen=True)
 class GraphRun:
-    """What runs a compiled graph, or a partition of it that was split; kept after that is gone."""
+    """What runs a compiled graph; kept after that is gone."""
 
-    prefix: str
-    """What the names of its partitions begin with: empty, or the name of the partition that was split and a dot."""
     tally: Tally
     parts: Mapping[str, PartitionRun]
     """Its captured partitions, by their names in the graph."""
@@ -233,7 +231,7 @@ def new_function() -> int:
 
 
 def add_run(graph: int, run: GraphRun) -> None:
-    """Note what runs a graph, or a part of it.
+    """Note what runs a graph.
 
     Args:
         graph: Its number; nothing is noted of one too old to be listed.
@@ -264,30 +262,38 @@ def listen(listener: Callable[[int, GraphRun], None]) -> Callable[[], None]:
     return end
 
 
-def replace_partition(graph: int, name: str, parts: Sequence[PartitionSummary]) -> None:
-    """Note that a captured partition turned out to be others, or an eager one to be captured again.
+def replace_partition(graph: int, part: PartitionSummary) -> None:
+    """Note that a captured partition turned out to be an eager one, or an eager one to be captured again.
 
     Args:
         graph: Number of the compiled graph; nothing is noted of one too old to be listed.
-        name: Of the partition.
-        parts: What it is now.
+        part: What the partition of this name is now.
     """
     with _registry.lock:
         summary = _registry.graphs.get(graph)
         if summary is None:
             return
-        old = [p for p in summary.partitions if p.name == name]
-        partitions = [q for p in summary.partitions for q in (parts if p.name == name else (p,))]
-        _registry.graphs[graph] = dataclasses.replace(summary, partitions=tuple(partitions))
-        _registry.count(old, -1)
-        _registry.count(parts, 1)
+        partitions = tuple(part if p.name == part.name else p for p in summary.partitions)
+        _registry.graphs[graph] = dataclasses.replace(summary, partitions=partitions)
+        _registry.count(summary.partitions, -1)
+        _registry.count(partitions, 1)
+
+
+def remove_function(function: int) -> None:
+    """List the graphs of a function no more, and count their partitions no more: it was compiled again."""
+    with _registry.lock:
+        for number, summary in list(_registry.graphs.items()):
+            if summary.function == function:
+                del _registry.graphs[number]
+                _registry.runs.pop(number, None)
+                _registry.count(summary.partitions, -1)
 
 
 def counters() -> dict[str, int]:
     """Totals of this process since it began; take differences to count a stretch of calls.
 
     `partitions_captured`, `partitions_eager` and `skips` say what all graphs compiled so far are now: they also fall,
-    as when a partition is split after a failed capture, or tried again after `cgpass.reset()`.
+    as when a function is compiled again after a failed capture, or a partition tried again after `cgpass.reset()`.
     """
     with _registry.lock:
         totals = dataclasses.asdict(_registry.compiled)
@@ -356,7 +362,7 @@ def graphs(since: int = 0) -> tuple[GraphSummary, ...]:
 
 
 def graph_runs() -> dict[int, tuple[GraphSummary, tuple[GraphRun, ...]]]:
-    """The newest graphs by number, oldest first, each with what runs it and its split partitions."""
+    """The newest graphs by number, oldest first, each with what runs it."""
     with _registry.lock:
         return {
             number: (graph, tuple(_registry.runs.get(number, ())))

@@ -18,7 +18,7 @@ from torch import fx
 from cgpass import _torch, tracing
 from cgpass.compile import Boxed
 from cgpass.errors import DoubleBackwardError
-from cgpass.runtime import native, node
+from cgpass.runtime import fast, native
 
 log = logging.getLogger(__name__)
 
@@ -98,17 +98,16 @@ class TrainingCall:
         layout = self._layout
 
         def call(*args: Any) -> Any:
-            attach = node.attach()
             if (
-                attach is None
+                not fast.is_loaded
                 or self._backward is None
                 or len(args) != layout.num_inputs
                 or not _torch.autograd_is_plain()
             ):
-                if attach is None and (why := native.loader.why_not) is not None:
+                if not fast.is_loaded and (why := native.loader.why_not) is not None:
                     self._say_it_is_not_direct(why)
                 return compiled(*args)
-            return self._call(attach, layout, args)
+            return self._call(layout, args)
 
         return call
 
@@ -121,9 +120,7 @@ class TrainingCall:
                 why,
             )
 
-    def _call(
-        self, attach: node.Attach, layout: _torch.TrainingLayout, args: tuple[Any, ...]
-    ) -> list[Any]:
+    def _call(self, layout: _torch.TrainingLayout, args: tuple[Any, ...]) -> list[Any]:
         if layout.written:
             torch.autograd.graph.increment_version([args[i] for i in layout.written])
         assert self._forward is not None
@@ -132,7 +129,7 @@ class TrainingCall:
             inputs[i] = inputs[i].detach()
         outputs = _run(self._forward, inputs)
         returned = list(outputs[: layout.num_returned])
-        attach(
+        fast.attach(
             _run_backward,
             (self, list(outputs[layout.rest])),
             args,
@@ -151,7 +148,7 @@ class TrainingCall:
         return returned
 
     def run_backward(self, rest: list[Any], saved: list[Any], grads: list[Any]) -> Sequence[Any]:
-        """Gradients of the inputs, for what a forward saved; the lists are emptied. See `node.Attach`."""
+        """Gradients of the inputs, for what a forward saved; the lists are emptied. See `fast.attach`."""
         layout = self._layout
         assert layout is not None
         assert self._backward is not None
@@ -175,7 +172,7 @@ def _run(fn: Boxed, args: list[Any]) -> Sequence[Any]:
 def _run_backward(
     rest: tuple[TrainingCall, list[Any]], saved: list[Any] | None, grads: list[Any] | None
 ) -> Sequence[Any]:
-    """See `node.Attach`. A backward may be called in what Dynamo runs, and would be traced."""
+    """See `fast.attach`. A backward may be called in what Dynamo runs, and would be traced."""
     if saved is None or grads is None:
         raise DoubleBackwardError
     call, numbers = rest

@@ -83,14 +83,14 @@ class Verification:
         """Check what runs a graph, as long as that is there."""
         executor = run.live()
         if isinstance(executor, Executor):
-            wrap = functools.partial(self._wrapped, number, run.prefix)
+            wrap = functools.partial(self._wrapped, number)
             self._stack.callback(executor.wrap(wrap))
 
-    def _wrapped(self, number: int, prefix: str, step: Step, run: Run) -> Run:
+    def _wrapped(self, number: int, step: Step, run: Run) -> Run:
         runner = step.run
         if not isinstance(runner, PartitionRunner):
             return run
-        part = _Partition(number, prefix + step.name, runner, step.made)
+        part = _Partition(number, step.name, runner, step.made)
         if runner.settings.communicates:
             return self._left_alone(part, run)
         calls = 0

@@ -36,7 +36,7 @@ from benchlib.staged import guards, stages
 from torch import nn
 
 import cgpass
-from cgpass.runtime import fast, node, owner
+from cgpass.runtime import native, owner
 
 REFERENCE = "cgpass-none"
 """Not timed: cgpass' kernels without graphs."""
@@ -213,8 +213,7 @@ def measure(steps: Steps, layers: int, mode: str, device: torch.device) -> dict[
 
 def run(layers: list[int], names: list[str], device: torch.device) -> Iterator[dict[str, Any]]:
     """All depths in both modes: what is known after each."""
-    fast.wait()
-    node.wait()
+    native.loader.wait()
     rows: list[dict[str, Any]] = []
     for depth in layers:
         for row in of_depth(depth, names, device):

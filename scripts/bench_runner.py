@@ -12,7 +12,7 @@ Every recording is made by a stub: its graph's replay returns at once, and tenso
 import argparse
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from benchlib import arguments
 
 from cgpass.inputs import InputInfo, InputKind
 from cgpass.plan import whole_plan
-from cgpass.runtime import fast
+from cgpass.runtime import native
 from cgpass.runtime.executor import Executor
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner, RunnerSettings
@@ -125,29 +125,17 @@ def microseconds(case: Case, repeats: int) -> float:
 
 def measure(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
     """One row per case and size."""
-    versions: dict[str, Mapping[str, Any]] = {"python": fast.PYTHON}
-    if fast.wait():
-        versions["c++"] = {name: getattr(fast, name) for name in fast.PYTHON}
-    rows = []
-    for n in sizes:
-        for name, case in cases(n).items():
-            row: dict[str, Any] = {"case": name, "n": n}
-            for version, functions in versions.items():
-                fast.install(functions)
-                row[version] = round(microseconds(case, repeats), 1)
-            rows.append(row)
-    return rows
+    native.loader.wait()
+    return [
+        {"case": name, "n": n, "us": round(microseconds(case, repeats), 1)}
+        for n in sizes
+        for name, case in cases(n).items()
+    ]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| case | n | Python, us | C++, us | ratio |", "|---|---|---|---|---|"]
-    for row in rows:
-        compiled = row.get("c++")
-        ratio = "-" if compiled is None else f"{row['python'] / compiled:.1f}"
-        lines.append(
-            f"| {row['case']} | {row['n']} | {row['python']} | {compiled or '-'} | {ratio} |"
-        )
-    return "\n".join(lines)
+    lines = ["| case | n | us |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {row['case']} | {row['n']} | {row['us']} |" for row in rows)])
 
 
 def main(argv: list[str] | None = None) -> None:

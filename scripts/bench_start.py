@@ -27,7 +27,7 @@ import torch
 from benchlib import arguments, arms, meta, models, spent
 
 import cgpass
-from cgpass.runtime import fast, node
+from cgpass.runtime import native
 
 ARMS = ("default", "reduce-overhead", "cgpass")
 PHASES = ("cold", "warm")
@@ -155,8 +155,7 @@ def main(argv: list[str] | None = None) -> int:
         found = first_steps(*args.one, torch.device(args.device), tiny=args.tiny)
         print(json.dumps(found))
         return 0
-    fast.wait()
-    node.wait()
+    native.loader.wait()
     start = time.monotonic()
     rows = measured(args)
     described = meta.describe(torch.device(args.device).type) | {"tiny": args.tiny}

@@ -1,4 +1,4 @@
-"""Skips what this machine has no CUDA devices for; keeps one test's options from the next."""
+"""Skips what this machine has no CUDA devices for; keeps one test's options from the next. Needs a C++ compiler."""
 
 import atexit
 import collections
@@ -13,9 +13,9 @@ import torch
 
 from cgpass import options
 from cgpass._torch import frames
-from cgpass.runtime import fast, node
+from cgpass.runtime import native
 
-SCRIPTS_OWN = {"CGPASS_VENV", "CGPASS_FAST"}
+SCRIPTS_OWN = {"CGPASS_VENV"}
 
 
 def pytest_sessionstart(session):
@@ -36,6 +36,8 @@ def pytest_sessionstart(session):
     log_to_the_root_alone()
     if not torch.cuda.is_available():
         expect_no_devices()
+    if not native.loader.wait():
+        raise pytest.UsageError(f"tests need cgpass's native code: {native.loader.why_not}")
 
 
 def compile_for_nobodys_logs():
@@ -127,13 +129,6 @@ def skipped(reports):
         "need a CUDA device" if reason.endswith("CUDA device(s), found 0") else reason
         for reason in reasons
     )
-
-
-@pytest.fixture(autouse=True, scope="session")
-def compiled_helpers():
-    """Torch before 2.13 swaps storages with the compiled functions only: without them nothing is rescued."""
-    fast.wait()
-    node.wait()
 
 
 @pytest.fixture(autouse=True)

@@ -34,11 +34,12 @@ from cgpass._torch.compiling import (
     mark_boxed,
     own_tracing_context,
     report_output_strides,
-    sizes_assumed,
     static_input_indices,
 )
 from cgpass._torch.dynamo import (
     backend_for_once,
+    compile_again,
+    compiled_code,
     handles_subclasses,
     input_names,
     input_position,

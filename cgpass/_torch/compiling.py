@@ -4,15 +4,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
-from collections.abc import (
-    Callable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    MutableSequence,
-    MutableSet,
-    Sequence,
-)
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -136,9 +128,7 @@ def inductor_inner(
 
 
 @contextlib.contextmanager
-def own_tracing_context(
-    inputs: Sequence[Any], late: Mapping[str, Any] | None = None
-) -> Iterator[None]:
+def own_tracing_context(inputs: Sequence[Any]) -> Iterator[None]:
     """A fresh TracingContext with the ambient fake mode, for compiling one piece of a graph.
 
     A second piece in the same context trips Inductor's check that output strides are reported once, and a piece
@@ -146,86 +136,16 @@ def own_tracing_context(
 
     Args:
         inputs: Of the piece, fake: their mode is taken where there is no ambient one.
-        late: Inductor's settings, if torch.compile is done and the piece is compiled in the middle of a call.
     """
     from torch._guards import TracingContext, tracing
-    from torch._inductor import config
 
     outer = TracingContext.try_get()
     mode = None if outer is None else outer.fake_mode
     if mode is None:
         modes = (getattr(value, "fake_mode", None) for value in inputs)
         mode = next((found for found in modes if found is not None), None)
-    with contextlib.ExitStack() as stack:
-        if late is not None:
-            stack.enter_context(config.patch(dict(late)))
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(torch._C._DisableAutocast())
-        stack.enter_context(tracing(TracingContext(mode)))
+    with tracing(TracingContext(mode)):
         yield
-
-
-@contextlib.contextmanager
-def sizes_assumed(values: Sequence[Any]) -> Iterator[list[Any]]:
-    """Note what compiling assumes of symbolic sizes, and have torch forget it afterwards.
-
-    Once Dynamo has written its guards, nobody checks what is assumed later. It is undone so that nothing else that
-    is compiled relies on it: only who gets the notes knows of them.
-
-    Args:
-        values: A graph's inputs, fake.
-
-    Returns:
-        In a context, a list that is filled at its end: conditions on symbols, beyond those that Dynamo checks.
-
-    Source: torch/fx/experimental/symbolic_shapes.py `ShapeEnv`, `_check_frozen`, `_lru_cache`, 2.11 to 2.15.
-    """
-    found = (_shape_env(value) for value in values)
-    env = next((env for env in found if env is not None), None)
-    assumed: list[Any] = []
-    if env is None:
-        yield assumed
-        return
-    before = {name: _copied_state(value) for name, value in vars(env).items()}
-    num_known = len(env.guards)
-    env.frozen = False
-    _forget_evaluated(env)
-    try:
-        yield assumed
-        assumed += [guard.expr for guard in env.guards[num_known:]]
-    finally:
-        # Caches go by these numbers, which must not come back.
-        versions = {k: v + 1 for k, v in vars(env).items() if k.endswith("version_counter")}
-        vars(env).clear()
-        vars(env).update(before | versions)
-        _forget_evaluated(env)
-
-
-def _forget_evaluated(env: Any) -> None:
-    """Empty the caches of a ShapeEnv's methods: an answer from there leaves no guard."""
-    for method in vars(type(env)).values():
-        clear = getattr(method, "cache_clear", None)
-        if clear is not None:
-            clear()
-
-
-def _shape_env(value: Any) -> Any:
-    if isinstance(value, torch.SymInt):
-        return value.node.shape_env
-    return getattr(getattr(value, "fake_mode", None), "shape_env", None)
-
-
-def _copied_state(value: Any) -> Any:
-    """A copy of a collection and, in a dict, of the collections in it; anything else as it is."""
-    if not isinstance(value, (MutableMapping, MutableSequence, MutableSet)):
-        return value
-    collection: Any = value
-    copied = collection.copy()
-    if isinstance(value, MutableMapping):
-        for key, inner in value.items():
-            copied[key] = _copied_state(inner)
-    return copied
 
 
 def report_output_strides(strides: Sequence[tuple[Any, ...] | None]) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import re
+import sys
 import threading
 import types
 from collections import Counter
@@ -33,21 +34,18 @@ def register_backend(name: str, backend: Callable[..., Any]) -> None:
 def backend_for_once(backend: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """A backend that does what another one does, but shares nothing that Dynamo compiled with it.
 
-    Afterwards Dynamo knows nothing of what it compiled with it, so that it does not count towards `recompile_limit`
-    either: entries that are invalid do, unless they guard on another object. Where it reached that limit, Dynamo would
-    compile nothing of the function any more.
+    Afterwards Dynamo knows nothing of what it compiled with it. Where it reached `recompile_limit`, it would compile
+    nothing of the function any more.
 
-    Source: torch/_dynamo/guards.py `CheckFunctionManager.invalidate`, cache_size.py `_has_same_id_matched_objs`,
-    convert_frame.py `FrameAction.RUN_ONLY`, 2.11 to 2.15.
+    Source: torch/_dynamo/convert_frame.py `FrameAction.RUN_ONLY`, 2.11 to 2.15.
     """
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, set_code_exec_strategy
     from torch._dynamo.backends import registry
     from torch._dynamo.convert_frame import register_bytecode_hook
-    from torch._dynamo.guards import DeletedGuardManagerWrapper
     from torch._dynamo.types import FrameAction, FrameExecStrategy
 
     once: Any = functools.partial(backend)
-    codes, nothing_like_it = set[types.CodeType](), object()
+    codes = set[types.CodeType]()
 
     def note(code: types.CodeType, new_code: types.CodeType) -> None:
         del new_code
@@ -69,11 +67,79 @@ def backend_for_once(backend: Callable[..., Any]) -> Iterator[Callable[..., Any]
                 code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
             )
             for entry in _debug_get_cache_entry_list(code):
-                if _innermost_backend(entry.backend) is once:
-                    deleted: Any = DeletedGuardManagerWrapper("it was compiled to be explained")
-                    deleted.id_matched_objs = {"": lambda: nothing_like_it}
-                    manager: Any = entry.guard_manager
-                    manager.extra_state.invalidate(entry, deleted)
+                if _innermost_backend(entry.backend) is once and _is_valid(entry):
+                    _invalidate(entry, "it was compiled to be explained")
+
+
+def compiled_code() -> types.CodeType | None:
+    """The code that Dynamo compiles right now, None outside of it.
+
+    Source: torch/_dynamo/symbolic_convert.py `tls`, `InstructionTranslator`, 2.11 to 2.15.
+    """
+    convert = sys.modules.get("torch._dynamo.symbolic_convert")
+    translator = getattr(getattr(convert, "tls", None), "current_tx", None)
+    return None if translator is None else translator.output.root_tx.f_code
+
+
+def compile_again(code: types.CodeType, compile_id: Any) -> bool:
+    """Have Dynamo compile a function again in the next call that would run a compilation.
+
+    Whatever runs now and holds that goes on with it.
+
+    Args:
+        code: The function's, from `compiled_code`.
+        compile_id: The compilation's.
+
+    Returns:
+        Whether it will: not where it knows nothing of it, or may compile no more.
+
+    Source: torch/_dynamo/eval_frame.py `_stance`, cache_size.py `exceeds_recompile_limit`, 2.11 to 2.15.
+    """
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo import config
+    from torch._dynamo.eval_frame import _stance
+
+    entries: list[Any] = _debug_get_cache_entry_list(code)
+    valid = list(filter(_is_valid, entries))
+    guarded = (entry.guard_manager.id_matched_objs.items() for entry in valid)
+    alike = Counter(tuple((name, id(ref())) for name, ref in objects) for objects in guarded)
+    ours = [entry for entry in valid if entry.compile_id == compile_id]
+    if (
+        not ours
+        or _stance.stance != "default"
+        or _stance.skip_guard_eval_unsafe
+        or config.error_on_recompile
+        or config.enable_compiler_collectives  # all ranks would have to compile
+        or max(alike.values()) >= config.recompile_limit
+        or max(each.compile_id.frame_compile_id for each in valid) + 1
+        >= config.accumulated_recompile_limit
+    ):
+        return False
+    for entry in ours:
+        _invalidate(entry, "an operator of it can't be captured")
+    return True
+
+
+def _is_valid(entry: Any) -> bool:
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    return not isinstance(entry.guard_manager, DeletedGuardManagerWrapper)
+
+
+def _invalidate(entry: Any, why: str) -> None:
+    """Have Dynamo know nothing of a compilation, so that it does not count towards `recompile_limit` either.
+
+    Entries that are invalid do, unless they guard on another object.
+
+    Source: torch/_dynamo/guards.py `CheckFunctionManager.invalidate`, cache_size.py `_has_same_id_matched_objs`, 2.11
+    to 2.15.
+    """
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    deleted: Any = DeletedGuardManagerWrapper(why)
+    nothing_like_it = object()
+    deleted.id_matched_objs = {"": lambda: nothing_like_it}
+    entry.guard_manager.extra_state.invalidate(entry, deleted)
 
 
 def _innermost_backend(backend: Any) -> Any:

@@ -2,7 +2,7 @@
 
 The verdict is about the node alone: what it calls, what it reads and what it makes. It errs on the
 side of capturing where nothing is known (custom operators): an operator that turns out not to be
-capturable is marked `PROVEN` and its partition split around it; it can be named in `unsafe_ops`.
+capturable is marked `PROVEN` when the function is compiled again; it can be named in `unsafe_ops`.
 """
 
 import functools
@@ -47,6 +47,17 @@ def has_cpu_scalars(gm: fx.GraphModule) -> bool:
 
 PROVEN = "cgpass_proven"
 """In `node.meta`: code and detail of what running the node showed."""
+
+_VETTED = frozenset({"aten", "prims", "inductor_prims", "rngprims"})
+"""Namespaces whose operators were all looked at: the rules below know which of them wait for the device."""
+
+
+def has_unvetted_ops(gm: fx.GraphModule) -> bool:
+    """Whether a graph calls operators of which only running them tells whether they wait for the device."""
+    called = (values.called(node)[0] for node in gm.graph.nodes)
+    return any(
+        isinstance(op, torch._ops.OpOverload) and op.namespace not in _VETTED for op in called
+    )
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from cgpass.runtime import fast, node
+from cgpass.runtime import fast
 
 
 class Accumulators:
@@ -17,8 +17,6 @@ class Accumulators:
         capture would have the user's own stream wait for it, which CUDA refuses, and a later backward of the user's
         would wait for a stream of ours. So a recording begins with leaves that know no node, and ends with them
         knowing what they knew before; hooks on it (DistributedDataParallel has some) stay where they are.
-        Without the compiled functions all nodes are shared, and on CUDA no backward can be captured while a graph
-        of the user's has one.
     """
 
     def __init__(self) -> None:
@@ -41,7 +39,7 @@ class Accumulators:
         A module whose hooks leave there what they computed (torch.nn.utils.prune) holds a graph of its last run.
         Before the first capture only: a backward finds the gradient of a leaf by what the leaf knows.
         """
-        node.drop_accumulators(self._leaves)
+        fast.drop_accumulators(self._leaves)
 
     def put_back(self, *, forget: bool = False) -> None:
         """Have all leaves know it again.
@@ -53,7 +51,7 @@ class Accumulators:
             forget: Whether graphs of ours stay, so that leaves must not know what somebody hooked, either.
         """
         leaves, taken = self._leaves, self._taken
-        (fast.take_accumulators if forget else node.drop_accumulators)(leaves)
+        (fast.take_accumulators if forget else fast.drop_accumulators)(leaves)
         self._leaves, self._taken = [], []
         self._seen.clear()
         fast.put_accumulators(leaves, taken)

@@ -127,7 +127,6 @@ def _record(
     functions: list[GraphedFunction],
     once: hooks_of.HookSet,
 ) -> None:
-    native.loader.wait(current_defaults().progress)
     try:
         with prepared(passes, group), group.owner.lock:
             recorder = GroupRecorder(group, schedule, passes)
@@ -249,4 +248,6 @@ def _group(options: GraphedOptions, device: torch.device) -> Group | None:
         raise DriverUnavailableError(
             f'make_graphed_callables: driver="{options.driver}" can\'t record on {device}; use driver="auto".'
         )
+    if not native.loader.wait(current_defaults().progress):
+        return None
     return Group(Owner(driver), own_grads=options.own_grads)

@@ -3,7 +3,7 @@
 Note [Gradients of gradients]
     Autograd leaves out nodes that lead to nothing that is wanted, an error among them. Gradients depend on the
     gradients that came in and on what the forward read. So what gradients end in under `create_graph=True` leads there,
-    too. The compiled node sees to that (see Note [A node of our own]); without it `_NoSecond` does, which is led to the
+    too. The compiled node sees to that (see Note [A node of our own]); elsewhere `_NoSecond` does, which is led to the
     forward's node by an empty result that the forward saves for this only: its inputs would be held, and hold memory.
 
 Note [What a result holds]
@@ -20,7 +20,7 @@ import torch
 
 from cgpass import _torch
 from cgpass.errors import GraphedBackwardError
-from cgpass.runtime import fast, node
+from cgpass.runtime import fast
 
 if TYPE_CHECKING:
     from cgpass.graphed.pending import Aside
@@ -81,8 +81,7 @@ class Call:
         recorded = self.recorded
         wanted = [_torch.unwrap_if_dead(tensors[i]) for i in recorded.wanted_inputs]
         wanted += map(self.statics.__getitem__, recorded.wanted_statics)
-        attach = node.attach()
-        if attach is None or recorded.gives_arguments or _torch.uses_compiled_autograd():
+        if recorded.gives_arguments or _torch.uses_compiled_autograd():
             outputs: Any = _apply(self, tensors, *wanted)
             return outputs[:-1]
         requires_grad = 1 in fast.requiring_grad(wanted)
@@ -95,7 +94,8 @@ class Call:
             saved = [made[i] for i in recorded.outputs_read]
             where = recorded.edges, recorded.direct, made, recorded.outputs_with_grad
             once = not recorded.retains
-            attach(_run_backward, self, wanted, *where, saved, (), "GraphedBackward", False, once)
+            lists = saved, (), "GraphedBackward"
+            fast.attach(_run_backward, self, wanted, *where, *lists, False, once)
         return made
 
     def _forward(self, tensors: list[torch.Tensor], *, requires_grad: bool) -> list[torch.Tensor]:
@@ -192,7 +192,7 @@ class Call:
 def _run_backward(
     call: Call, saved: list[torch.Tensor] | None, grads: list[torch.Tensor | None] | None
 ) -> list[Any]:
-    """See `node.Attach`. A backward may be called in what Dynamo runs, and would be traced."""
+    """See `fast.attach`. A backward may be called in what Dynamo runs, and would be traced."""
     if saved is None or grads is None:
         raise _no_second(call.name)
     if not torch.is_grad_enabled():
@@ -209,7 +209,7 @@ def _no_second(name: str) -> GraphedBackwardError:
 
 
 class _Graphed(torch.autograd.Function):
-    """Forward and backward as one node, where no compiled one is."""
+    """Forward and backward as one node, where the compiled one can't be used."""
 
     @staticmethod
     def forward(

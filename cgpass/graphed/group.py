@@ -11,7 +11,6 @@ from cgpass import progress
 from cgpass.graphed.accumulators import Accumulators
 from cgpass.graphed.pending import PendingCalls
 from cgpass.options import current_defaults
-from cgpass.runtime import fast
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.placeholders import Placeholder, overlaps_itself
 from cgpass.runtime.recording import Recording
@@ -33,8 +32,6 @@ class Group:
         self.driver = owner.driver
         self.device: torch.device = owner.driver.device
         self.own_grads = own_grads
-        self.lean = fast.can_swap()
-        """Whether what is held can be moved; else outputs are copied."""
         self._pending: dict[int, PendingCalls] = {}
         self._grads: weakref.WeakValueDictionary[tuple[Any, ...], Placeholder] = (
             weakref.WeakValueDictionary()
@@ -57,7 +54,7 @@ class Group:
             pending: Forwards of its pool whose backward may come.
         """
         pending.make_way(recording.birth)
-        if self.lean and not self.owner.is_safe(recording):
+        if not self.owner.is_safe(recording):
             self.owner.rescue(recording)
 
     def hand_out(self, recording: Recording, outputs: list[Any], *, own: bool = True) -> list[Any]:
@@ -72,8 +69,7 @@ class Group:
             return outputs
         if copied := recording.private:  # what was held call after call, or all
             recording.copy_out(copied, copied, outputs)
-        if self.lean:
-            self.owner.note_handed_out(recording)
+        self.owner.note_handed_out(recording)
         return outputs
 
     def grad_placeholders(
@@ -134,11 +130,8 @@ class Group:
             released=released,
             birth=owner.next_birth(),
             slot=slot,
-            lean=self.lean,
             stats=stats,
         )
-        if own and not self.lean:
-            recording.set_private(frozenset(range(len(outputs))))
         del outputs
         recording.seal()
         owner.add_recording(recording)
@@ -162,8 +155,13 @@ class Group:
         """As `close`: nobody asks this owner to start over, or tells it of calls."""
         self.close()
 
-    def move_apart(self, victim: Recording, by: Recording) -> None:
+    def would_move_apart(self, victim: Recording, by: Recording) -> bool:
         """See `Member`: outputs of callables stay where they are."""
+        del victim, by
+        return False
+
+    def move_apart(self, by: Recording) -> None:
+        """See `Member`: never asked for."""
 
 
 def _like_gradient(output: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ from torch.nn.parameter import is_lazy
 from cgpass.errors import InputError
 from cgpass.graphed.module_hooks import ModuleHooks
 from cgpass.runtime import fast
-from cgpass.runtime.fast_python import read_layouts
 from cgpass.runtime.signature import check_tensor
 
 _ACCUMULATED = "main_grad"
@@ -223,7 +222,7 @@ class Statics:
 
     def moved(self, old: bytes, new: bytes) -> str:
         """Names of those that differ between two keys."""
-        pairs = zip(self.names, read_layouts(old), read_layouts(new), strict=False)
+        pairs = zip(self.names, _read_layouts(old), _read_layouts(new), strict=False)
         return _listed([name for name, before, after in pairs if before != after])
 
 
@@ -278,6 +277,16 @@ def _modes_of(modules: Sequence[torch.nn.Module]) -> list[tuple[dict[str, Any], 
     with_state = [m for m in modules if [*m.parameters(), *m.buffers()]]
     found = [vars(m) for m in with_state or modules]
     return [(holder, holder["training"]) for holder in found if "training" in holder]
+
+
+def _read_layouts(key: bytes) -> list[tuple[int, ...]]:
+    """The integers of each tensor in what `fast.layouts` returned."""
+    numbers, found, start = array("q", key), [], 0
+    while start < len(numbers):
+        end = start + 5 + 2 * numbers[start]
+        found.append(tuple(numbers[start:end]))
+        start = end
+    return found
 
 
 def _listed(names: Sequence[str], limit: int = 5) -> str:

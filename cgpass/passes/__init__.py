@@ -38,13 +38,6 @@ def graph_passes(options: Options, *, collectives: bool = True) -> tuple[Pass, .
         # Before the partitions are cut, since what it moves to the device needs no boundary.
         LiftCpuScalars(aten_kernels=options.compiler == "eager"),
         # Whatever comes later has to keep the order and the tags.
-        *cut_passes(options, collectives=collectives),
-    )
-
-
-def cut_passes(options: Options, *, collectives: bool = True) -> tuple[Pass, ...]:
-    """What cuts a graph into partitions, a whole one or a partition whose capture failed; see `graph_passes`."""
-    return (
         Partition(
             unsafe_ops=frozenset(options.unsafe_ops),
             min_partition_ops=options.min_partition_ops,

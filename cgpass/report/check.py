@@ -67,7 +67,7 @@ def work_done(
         parts = {name: part for run in runs for name, part in run.parts.items()}
         known = calls_of_parts(summary, runs)
         if summary.skip is not None:
-            whole = sum(run.tally.calls for run in runs if not run.prefix)
+            whole = sum(run.tally.calls for run in runs)
             work.total += whole * summary.num_ops
             work.plain.append(f"{where} ({many(summary.num_ops, 'operator')}): {summary.skip}")
         for each in summary.partitions:

@@ -89,18 +89,17 @@ def _graph(
     runs: Sequence[telemetry.GraphRun],
 ) -> GraphReport:
     runners = {
-        run.prefix + step.name: step.run
+        step.name: step.run
         for run in runs
         if isinstance(live := run.live(), Executor)
         for step in live.plan.steps
         if isinstance(step.run, PartitionRunner)
     }
     known = {name: part for run in runs for name, part in run.parts.items()}
-    whole = [run for run in runs if not run.prefix]
     return GraphReport(
         number=number,
         direction=summary.direction,
-        calls=sum(run.tally.calls for run in whole),
+        calls=sum(run.tally.calls for run in runs),
         num_ops=summary.num_ops or sum(part.num_ops for part in summary.partitions),
         skip=summary.skip,
         reasons=reasons(summary.why),

@@ -83,25 +83,22 @@ _MakeStep = Callable[[Key, torch.device | None], Any]
 class _Watch:
     """An observer of one executor."""
 
-    def __init__(
-        self, make: _MakeStep, number: int, prefix: str, device: torch.device | None
-    ) -> None:
+    def __init__(self, make: _MakeStep, number: int, device: torch.device | None) -> None:
         self._make = make
         self._number = number
-        self._prefix = prefix
         self._device = device
 
     def step(self, name: str) -> Any:
-        return self._make((self._number, self._prefix + name), self._device)
+        return self._make((self._number, name), self._device)
 
 
 @contextlib.contextmanager
 def watched(make: _MakeStep) -> Iterator[None]:
     """Have every step of every graph run inside of a context that `make` gives for it."""
     with contextlib.ExitStack() as stack:
-        for number, run, live in list(live_runs()):
+        for number, _, live in list(live_runs()):
             device = None if live.owner is None else live.owner.driver.device
-            stack.enter_context(live.observed(_Watch(make, number, run.prefix, device)))
+            stack.enter_context(live.observed(_Watch(make, number, device)))
         yield
 
 

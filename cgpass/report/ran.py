@@ -33,7 +33,7 @@ def calls_of_parts(summary: GraphSummary, runs: Sequence[telemetry.GraphRun]) ->
     """
     parts = {name: part for run in runs for name, part in run.parts.items()}
     warmups = max(map(excused, parts.values()), default=0)
-    calls = {run.prefix: run.tally.calls for run in runs}
+    made = sum(run.tally.calls for run in runs)
     found = {}
     for part in summary.partitions:
         known = parts.get(part.name) if part.captured else None
@@ -41,8 +41,6 @@ def calls_of_parts(summary: GraphSummary, runs: Sequence[telemetry.GraphRun]) ->
             stats, free = known.stats, excused(known)
             found[part.name] = Ran(stats.calls - free, stats.replays, free)
         else:
-            prefix = part.name.rpartition(".")[0]
-            made = calls.get(f"{prefix}." if prefix else "", 0)
             found[part.name] = Ran(max(0, made - warmups), 0)
     return found
 

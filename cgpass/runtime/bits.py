@@ -21,7 +21,7 @@ COPIED_AS_THEY_ARE: Final = frozenset(
         torch.complex128,
     }
 )
-"""Dtypes that `torch._foreach_copy_` has kernels for. `_fast.cpp` has the same list.
+"""Dtypes that `torch._foreach_copy_` has kernels for. `_native.cpp` has the same list.
 
 Source: aten/src/ATen/native/cuda/ForeachBinaryOpList.cu `foreach_tensor_copy_list_kernel_cuda_`, 2.11.
 """

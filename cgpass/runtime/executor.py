@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from cgpass import _torch
-from cgpass.runtime import fast
-from cgpass.runtime.fast_python import taker
+from cgpass.runtime.fast import taker
 from cgpass.runtime.outputs import CopyOut
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recording
@@ -230,6 +229,18 @@ def _plainly(
     return lambda values: (fn(values), None)
 
 
+def _runs(positions: Sequence[int]) -> list[tuple[slice, slice]]:
+    """Positions as runs of consecutive ones: where each lies, and which of as many values belong there."""
+    found: list[tuple[slice, slice]] = []
+    for n, position in enumerate(positions):
+        where, part = slice(position, position + 1), slice(n, n + 1)
+        if found and found[-1][0].stop == position:
+            before = found.pop()
+            where, part = slice(before[0].start, where.stop), slice(before[1].start, part.stop)
+        found.append((where, part))
+    return found
+
+
 class Executor:
     """Calls a plan's steps; boxed calling convention."""
 
@@ -254,9 +265,9 @@ class Executor:
             (
                 step.run.run if isinstance(step.run, PartitionRunner) else _plainly(step.run),
                 taker(step.inputs),
-                step.drops,
-                (None,) * len(step.drops),
-                step.outputs,
+                [(where, (None,) * len(step.drops[part])) for where, part in _runs(step.drops)],
+                _runs(step.outputs),
+                len(step.outputs),
                 _CopyOut(number, plan, step.run) if isinstance(step.run, PartitionRunner) else None,
             )
             for number, step in enumerate(plan.steps)
@@ -332,15 +343,19 @@ class Executor:
         steps = self._steps if not _profiler._is_profiler_enabled else self._named_steps()
         copies: list[Any] | None = None
         recordings: list[Recording | None] = []
-        for run, take, drops, nothing, places, copy_out in steps:
+        for run, take, drops, places, num_outputs, copy_out in steps:
             inputs = take(slots)
-            fast.put(slots, drops, nothing)
+            for where, nothing in drops:
+                slots[where] = nothing
             outputs, recording = run(inputs)
+            if len(outputs) != num_outputs:
+                raise ValueError(f"{num_outputs} outputs expected, got {len(outputs)}")
             recordings.append(recording)
             if recording is not None and copy_out is not None and copy_out.runner.copied:
                 copies = copies or [None] * len(self.plan.outputs)
                 copy_out.run(recording, copies)
-            fast.put(slots, places, outputs)
+            for where, part in places:
+                slots[where] = outputs[part]
             del inputs, outputs
         results = self._take_outputs(slots)
         if self._copy_rest is not None:

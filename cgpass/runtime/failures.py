@@ -1,38 +1,33 @@
-"""What a runner does around captures that fail: what takes a partition's place, state put back, memory given back."""
+"""What a runner does around captures that fail: who is asked why, state put back, memory given back."""
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from cgpass.runtime.driver import BoxedCallable
-
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of splitting a partition whose capture failed."""
+    """What was found to be wrong with a partition whose capture failed."""
 
-    replacement: BoxedCallable | None = None
-    """Runs the partition from now on. **Lifetime:** outputs that the user gets are the caller's own."""
-    why: str | None = None
-    """Why none of it can be captured, if that is known."""
-    covers: Callable[[Sequence[Any]], bool] | None = None
-    """Whether `replacement` was made for a call's inputs, None if it was for all."""
+    why: str
+    again: bool = False
+    """Whether the function's next call compiles it again, without what can't be captured."""
 
 
-class Resplit(Protocol):
-    """Finds what in a partition can't be captured, and captures the rest."""
+class OnFailure(Protocol):
+    """Finds what in a partition can't be captured, and has the rest captured."""
 
     @property
     def checks_warm_ups(self) -> bool:
         """Whether to look out for what waits for the device before anything is captured."""
         ...
 
-    def __call__(self, args: list[Any], error: Exception | None) -> Outcome:
-        """Split a partition.
+    def __call__(self, args: list[Any], error: Exception | None) -> Outcome | None:
+        """Find what is wrong with a partition; None if nothing is known.
 
         Args:
             args: Inputs of a call; left as they are.

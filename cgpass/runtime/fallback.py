@@ -1,7 +1,7 @@
 """`Fallback`: what a partition does once it turned out that it can't be captured."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from cgpass.errors import CaptureError, StagingError
 from cgpass.reason import CallReasons
 from cgpass.runtime.driver import BoxedCallable
-from cgpass.runtime.failures import Resplit
+from cgpass.runtime.failures import OnFailure
 from cgpass.runtime.syncs import is_capture_error
 from cgpass.telemetry import CallStats
 
@@ -19,10 +19,15 @@ _NAME_IT = 'Name the operator in options={"unsafe_ops": (...)} to capture the re
 _NO_SYNCS = "Move what waits for the device or reads data on the host out of the function to have the rest captured."
 _MORE_MEMORY = "Free memory, or keep fewer recordings (max_recordings); after cgpass.reset() the next calls try again."
 _OTHER_INPUT = "Pass it as a dense tensor to have the partition captured."
+_BYPASSED = {
+    "transform": "they came from inside of a transform",
+    "no_native_code": "cgpass has no native code, which recordings need",
+}
+"""Why such calls run without a graph, by code."""
 
 
 class Fallback:
-    """Takes a partition's place: its split around what can't be captured, or nothing but the callable itself."""
+    """Takes a partition's place: nothing but the callable itself, and why."""
 
     def __init__(
         self,
@@ -31,7 +36,7 @@ class Fallback:
         stats: CallStats,
         *,
         on_skip: str,
-        resplit: Resplit | None,
+        on_failure: OnFailure | None,
         reasons: CallReasons | None = None,
     ) -> None:
         """Nothing failed yet.
@@ -41,7 +46,7 @@ class Fallback:
             fn: What it runs.
             stats: Where its calls are counted.
             on_skip: "warn", "raise" or "silent".
-            resplit: What to do when a capture fails; default: run plainly from then on.
+            on_failure: Asked what is wrong when a capture fails.
             reasons: Told why calls run without a graph.
         """
         self._name = name
@@ -50,17 +55,14 @@ class Fallback:
         self._stats = stats
         self._on_skip = on_skip
         self._level = logging.WARNING if on_skip == "warn" else logging.INFO
-        self._resplit = resplit
-        self.replacement: BoxedCallable | None = None
-        """What `resplit` made of the partition."""
+        self._on_failure = on_failure
         self.failure: str | None = None
-        """Why it is captured no more, if nothing replaces it."""
+        """Why it is captured no more."""
         self._code = "capture"
         """Of that reason."""
-        self._covers: Callable[[Sequence[Any]], bool] | None = None
         self._failed_once = False
         self._refusal: CaptureError | None = None
-        self._said_uncovered = self._said_transform = self._said_memory = False
+        self._said_transform = self._said_memory = False
 
     def raise_refusal(self) -> None:
         """Raise what a capture failed with before: a call does not try again what can't succeed.
@@ -74,37 +76,38 @@ class Fallback:
     @property
     def checks_warm_ups(self) -> bool:
         """Whether to look out for what waits for the device before anything is captured."""
-        return self._resplit is not None and self._resplit.checks_warm_ups
+        return self._on_failure is not None and self._on_failure.checks_warm_ups
 
-    def split(self, args: Sequence[Any], error: Exception | None) -> bool:
-        """Have the partition split, or known to run plainly; then its recordings are of no more use.
+    def is_to_blame(self, args: Sequence[Any], error: Exception | None) -> bool:
+        """Find out whether the partition can't be captured; then it runs plainly, and its recordings are of no more use.
 
         Args:
             args: Inputs of a call.
             error: What its capture raised; None if the sync check found something in a warm-up.
 
-        Returns:
-            Whether `run` is what to call from now on; False if nothing was found.
-
         Raises:
             Exception: `error` itself, where it is the user's own.
             CaptureError: If `on_skip` is "raise".
         """
-        if self._resplit is None:
+        if self._on_failure is None:
             return False
         try:
-            outcome = self._resplit(list(args), error)
+            outcome = self._on_failure(list(args), error)
         except CaptureError as refusal:
             self._refuse(refusal)
             raise
-        self.replacement, self.failure = outcome.replacement, outcome.why
-        self._covers = outcome.covers
-        if self.replacement is not None:
-            return True
-        if self.failure is None:
+        if outcome is None:
             return False
-        self._code = "capture"
-        self._say_it_runs_plainly(self.failure, self._advice())
+        self.failure, self._code = outcome.why, "capture"
+        if outcome.again:
+            log.log(
+                self._level,
+                "%s can't be captured as a whole; the next call compiles the function again, to capture all but this: %s",
+                self._name,
+                outcome.why,
+            )
+        else:
+            self._say_it_runs_plainly(self.failure, self._advice())
         return True
 
     def note_failure(self) -> bool:
@@ -116,12 +119,7 @@ class Fallback:
         return True
 
     def run(self, args: list[Any]) -> Sequence[Any]:
-        """Run what took the partition's place: its split, which counts its own calls, or nothing but itself."""
-        if self.replacement is not None:
-            if self._covers is None or self._covers(args):
-                self._stats.calls -= 1
-                return self.replacement(args)
-            self._say_it_is_uncovered(args)
+        """Run the callable itself."""
         outputs = self._fn(args)
         self._stats.plain_calls += 1
         return outputs
@@ -148,11 +146,11 @@ class Fallback:
             )
         return why
 
-    def run_bypassed(self, args: list[Any], *, asked: bool) -> Sequence[Any]:
-        """Run a call that is to run plainly, or one inside a transform, whose tensors need have no memory; said once."""
-        if not asked:
-            self._reasons.note("transform", lambda: ("they came from inside of a transform", None))
-        if not asked and not self._said_transform:
+    def run_bypassed(self, args: list[Any], why: str) -> Sequence[Any]:
+        """Run a call without a graph, whatever it is. Args: why: see `Owner.bypassed`; a transform is said once."""
+        if why in _BYPASSED:
+            self._reasons.note(why, lambda: (_BYPASSED[why], None))
+        if why == "transform" and not self._said_transform:
             self._said_transform = True
             log.log(
                 self._level,
@@ -186,10 +184,10 @@ class Fallback:
         return outputs
 
     def forget(self) -> None:
-        """Forget what failed, for captures to be tried again; a split that was found stays."""
+        """Forget what failed, for captures to be tried again."""
         failed = self.failure is not None or self._refusal is not None
-        if failed and self._resplit is not None:
-            self._resplit.forget()
+        if failed and self._on_failure is not None:
+            self._on_failure.forget()
         self.failure = self._refusal = None
         self._failed_once = self._said_memory = False
 
@@ -213,32 +211,10 @@ class Fallback:
             return _MORE_MEMORY
         if isinstance(error, StagingError):
             return _OTHER_INPUT
-        return _NO_SYNCS if self._resplit is None else _NAME_IT
-
-    def _say_it_is_uncovered(self, args: Sequence[Any]) -> None:
-        self._reasons.note("other_sizes", lambda: _uncovered(args))
-        if self._said_uncovered:
-            return
-        self._said_uncovered = True
-        log.log(
-            self._level,
-            "%s: the kernels of its parts are not made for inputs of sizes %s: such calls run without a graph. Name "
-            'the operator that can\'t be captured in options={"unsafe_ops": (...)} to have them captured too.',
-            self._name,
-            _sizes(args),
-        )
+        return _NO_SYNCS if self._on_failure is None else _NAME_IT
 
     def _say_it_runs_plainly(self, why: str, advice: str) -> None:
         log.log(self._level, "%s", self._message(why, advice))
-
-
-def _sizes(args: Sequence[Any]) -> list[Any]:
-    numbers = [a for a in args if isinstance(a, int)]
-    return numbers or [tuple(a.shape) for a in args if isinstance(a, torch.Tensor)]
-
-
-def _uncovered(args: Sequence[Any]) -> tuple[str, None]:
-    return f"the kernels of its parts are not made for inputs of such sizes ({_sizes(args)})", None
 
 
 def _code_of(error: Exception) -> str:

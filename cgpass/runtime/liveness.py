@@ -52,7 +52,10 @@ class LiveOutputs(Generic[R]):
 
     def push(self, recording: R) -> None:
         """Note that a recording younger than every held one hands out its outputs."""
-        self._stack.append((recording.birth, recording.memory, recording))
+        stack = self._stack
+        while stack and stack[-1][0] >= recording.birth:  # what was held there was moved
+            stack.pop()
+        stack.append((recording.birth, recording.memory, recording))
 
     def discard(self, recording: R) -> None:
         """Forget a recording that is no more."""

@@ -1,10 +1,16 @@
-"""Compiles the C++ of this folder once per torch and Python, keeps the result on disk, and loads it.
+"""Compiles `_native.cpp` once per torch and Python, keeps the result on disk, and loads it.
 
 Note [When native code is compiled]
-    A compilation that may record starts it, beside itself; the first recording waits for it. So a process that records
-    leaves it for every later one, however short it is. A process that ends before kills the compiler: a file gets its
-    name when it is complete. Of several processes one compiles, under a lock that the kernel takes from whoever dies;
-    the others wait, and load what it made.
+    A compilation that may record starts it, beside itself. The first call of a function that has captured partitions
+    waits for it, whatever that call does: all that decides about it is in there. So a process that may record leaves it
+    for every later one, however short it is; one that records nothing (`driver="none"`) neither starts it nor waits. A
+    process that ends before kills the compiler: the file gets its name when it is complete. Of several processes one
+    compiles, under a lock that the kernel takes from whoever dies; the others wait, and load what it made.
+
+Note [Where there is no native code]
+    It is needed to record: nothing does the same in Python. Where it can't be had (no compiler, one that fails, not
+    Linux) every call of what would be captured runs without a graph, with the same kernels, as with `driver="none"`;
+    one warning says why and what to install. `Owner.enter_call` and `make_graphed_callables` ask for it.
 
 `torch.utils.cpp_extension` is not used: it needs ninja, prints, runs the compiler for its version in each process, and
 a killed process leaves a lock behind that all later ones wait for.
@@ -26,7 +32,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Final
@@ -34,16 +40,14 @@ from typing import Final
 import torch
 
 from cgpass import _torch, progress
-from cgpass.options import wants_native_code
+from cgpass.runtime import fast
 
 if sys.platform != "win32":  # where nothing is compiled
     import fcntl
 
 log = logging.getLogger(__name__)
 
-FUNCTIONS: Final = Path(__file__).with_name("_fast.cpp")
-NODE: Final = Path(__file__).with_name("_node.cpp")
-SOURCES: Final = (FUNCTIONS, NODE)
+SOURCE: Final = Path(__file__).with_name("_native.cpp")
 _ELSEWHERE: Final = "Set XDG_CACHE_HOME to a folder that can be written"
 _INSTALL: Final = "Install g++ or clang++, or name a compiler by CXX="
 _ANOTHER: Final = "Name another compiler by CXX=, or install g++ or clang++"
@@ -66,8 +70,8 @@ class _EndedError(BuildError):
 # ---- where it lies
 
 
-def file_name(source: Path) -> str:
-    """What a source's compiled module for this torch and this Python is called.
+def file_name() -> str:
+    """What the compiled module for this torch and this Python is called.
 
     Raises:
         BuildError: This platform, or this torch, is not known to work.
@@ -80,18 +84,18 @@ def file_name(source: Path) -> str:
             "Use torch 2.11 to 2.15",
         )
     parts = (
-        source.read_text(),
+        SOURCE.read_text(),
         torch.__version__,
         str(torch.version.git_version),
         str(torch.compiled_with_cxx11_abi()),
         str(sysconfig.get_config_var("SOABI")),
     )
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    return f"{source.stem.strip('_')}-{key}.so"
+    return f"native-{key}.so"
 
 
 def _layout_is_known() -> bool:
-    """Whether a Python tensor is its header and then the address of its TensorImpl, as `_fast.cpp` declares it.
+    """Whether a Python tensor is its header and then the address of its TensorImpl, as `_native.cpp` declares it.
 
     Source: torch/csrc/autograd/python_variable.h, `THPVariable`, 2.11 to 2.15.
     """
@@ -104,7 +108,7 @@ def _layout_is_known() -> bool:
 
 
 def cache_folder() -> Path:
-    """Where compiled modules are kept."""
+    """Where the compiled module is kept."""
     home = os.path.expanduser("~").removeprefix("~")  # a user of a container may have none
     return Path(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache") / "cgpass"
 
@@ -112,29 +116,29 @@ def cache_folder() -> Path:
 # ---- compiling
 
 
-def build(*, keep: bool = False) -> list[Path]:
-    """Compile what is not yet compiled; waits for another process that does.
+def build(*, keep: bool = False) -> Path:
+    """Compile the module unless it is compiled; waits for another process that does.
 
     Args:
         keep: Whether a cache folder that can't be written is an error; else a temporary folder is used, which is gone
             when the process ends.
 
     Returns:
-        The compiled module of each of `SOURCES`.
+        The compiled module.
 
     Raises:
         BuildError: Says why that can't be.
     """
-    names = {source: file_name(source) for source in SOURCES}
-    folder = cache_folder()
+    path = cache_folder() / file_name()
     try:
-        if not all(os.path.exists(folder / name) for name in names.values()):
-            folder = _writable(folder, keep=keep)
-            with _alone(folder):
-                _compile({s: folder / name for s, name in names.items()})
+        if not os.path.exists(path):
+            path = _writable(path.parent, keep=keep) / path.name
+            with _alone(path.parent):
+                if not path.exists():
+                    _compile(path)
     except OSError as error:
         raise BuildError(str(error), _ELSEWHERE) from error
-    return [folder / name for name in names.values()]
+    return path
 
 
 def _writable(folder: Path, *, keep: bool) -> Path:
@@ -154,21 +158,14 @@ def _writable(folder: Path, *, keep: bool) -> Path:
     return folder
 
 
-def _compile(targets: Mapping[Path, Path]) -> None:
-    """Compile sources that are not compiled yet, side by side."""
-    missing = {source: path for source, path in targets.items() if not path.exists()}
-    if not missing:
-        return
-    compiler = _compiler()
-    folder = next(iter(missing.values())).parent
-    log.info("native code for torch %s is compiled, once, to %s", torch.__version__, folder)
-    with contextlib.ExitStack() as stack:
-        runs = [_Run(compiler, source, path) for source, path in missing.items()]
-        for run in runs:
-            stack.callback(run.stop)
-            run.start()
-        for run in runs:
-            run.finish()
+def _compile(path: Path) -> None:
+    log.info("native code for torch %s is compiled, once, to %s", torch.__version__, path.parent)
+    run = _Run(_compiler(), path)
+    try:
+        run.start()
+        run.finish()
+    finally:
+        run.stop()
 
 
 @contextlib.contextmanager
@@ -195,7 +192,7 @@ def _compiler() -> list[str]:
 class _Run:
     """One run of the compiler."""
 
-    def __init__(self, compiler: list[str], source: Path, target: Path) -> None:
+    def __init__(self, compiler: list[str], target: Path) -> None:
         self._target = target
         self._folder = Path(tempfile.mkdtemp(prefix="cgpass-build-"))
         self._made = self._folder / target.name
@@ -206,7 +203,7 @@ class _Run:
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
             f"-I{root / 'include'}",
             f"-I{sysconfig.get_paths()['include']}",
-            *(str(source), "-o", str(self._made), f"-L{root / 'lib'}"),
+            *(str(SOURCE), "-o", str(self._made), f"-L{root / 'lib'}"),
             *(f"-l{library}" for library in _LIBRARIES),
         ]
         self._log = self._folder / "log"
@@ -266,13 +263,13 @@ class _Run:
 # ---- loading
 
 
-def load(path: Path, source: Path) -> ModuleType:
-    """Import the compiled module of a source.
+def load(path: Path) -> ModuleType:
+    """Import the compiled module.
 
     Raises:
         BuildError: It can't be loaded into this process.
     """
-    spec = importlib.util.spec_from_file_location(f"cgpass.runtime.{source.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"cgpass.runtime.{SOURCE.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     try:
@@ -284,73 +281,62 @@ def load(path: Path, source: Path) -> ModuleType:
     return module
 
 
-Use = Callable[[ModuleType], None]
-
-
 class Loader:
-    """Has the native code compiled and loaded once per process, all of it or nothing."""
+    """Has the native code compiled and loaded once per process."""
 
     def __init__(self) -> None:
-        self.users: dict[Path, Use] = {}
-        """What is to be called with a source's module."""
         self.why_not: str | None = "native code is compiled for recordings, and nothing is recorded"
         """Why there is none, and as it looks will be none."""
-        self._modules: dict[Path, ModuleType] = {}
-        self._is_started = False
+        self._progress: progress.Setting = "off"
+        self._process: int | None = None
+        """The one that it was started in; a thread is not forked."""
         self._thread: threading.Thread | None = None
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
 
-    def on_load(self, source: Path, use: Use) -> None:
-        """Call `use` with the module of a source, once there is one."""
-        with self._lock:
-            self.users[source] = use
-            if source in self._modules:
-                use(self._modules[source])
+    def start(self, setting: progress.Setting = "off") -> None:
+        """See Note [When native code is compiled]. Waits for nothing.
 
-    def start(self) -> None:
-        """See Note [When native code is compiled]. Waits for nothing."""
+        Args:
+            setting: Whether a line on the terminal says so while somebody waits.
+        """
         with self._lock:
-            if self._is_started:
+            self._progress = setting
+            if self._process == os.getpid():
                 return
-            self._is_started, self.why_not = True, None
-            if not wants_native_code():
-                self.why_not = "it is turned off (CGPASS_FAST=0)"
-                return
+            self._process, self.why_not = os.getpid(), None
             self._thread = threading.Thread(target=self._load, name="cgpass-build", daemon=True)
             self._thread.start()
 
     def _load(self) -> None:
         try:
-            modules = {s: load(path, s) for s, path in zip(SOURCES, build(), strict=True)}
+            fast.fill_in(load(build()))
         except _EndedError:
             return
         except BuildError as error:
             self.why_not = str(error)
             _warn(error)
-            return
-        with self._lock:
-            self._modules = modules
-            for source, use in self.users.items():
-                use(modules[source])
 
-    def wait(self, setting: progress.Setting = "off") -> None:
-        """Start if need be, and wait until all is loaded or can't be.
+    def wait(self, setting: progress.Setting | None = None) -> bool:
+        """Start if need be, and wait until all is loaded or can't be; returns whether it is.
 
         Args:
-            setting: Whether a line on the terminal says so.
+            setting: As for `start`; None for that of the last start.
         """
-        self.start()
+        if fast.is_loaded:
+            return True
+        self.start(self._progress if setting is None else setting)
         thread = self._thread
         if thread is not None and thread.is_alive():
-            with progress.shown("compiling native code, once per torch version", setting):
+            with progress.shown("compiling native code, once per torch version", self._progress):
                 thread.join()
+        return fast.is_loaded
 
     @property
     def status(self) -> str | None:
         """Whether it is in use, and if not why; None as long as nothing was to be recorded."""
-        if not self._is_started:
+        if self._process is None:
             return None
-        if self._modules:
+        if fast.is_loaded:
             return "in use"
         return "being compiled" if self.why_not is None else f"not in use: {self.why_not}"
 
@@ -358,15 +344,11 @@ class Loader:
 def _warn(error: BuildError) -> None:
     """The one warning of a process that has no native code."""
     said = " (`python -m cgpass build` shows all that it said)" if error.said else ""
-    copies = (
-        "" if _torch.swap_data_ptr is not None else ", and copies its results (torch 2.13: not)"
-    )
     log.warning(
-        "cgpass runs without its native code: %s%s. %s. Without it every call takes longer on the host%s.",
+        "cgpass has no native code, without which nothing is recorded and everything runs without a graph: %s%s. %s.",
         error,
         said,
         error.fix,
-        copies,
     )
 
 

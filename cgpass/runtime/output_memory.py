@@ -16,11 +16,10 @@ Note [Memory of outputs]
 
     Holders may do to an output's storage what they may without graphs: enlarge, empty or share it. It then lies
     elsewhere and is theirs; the block counts as held until the recording has a new stand-in there, too.
-
-    Where this process can't swap storages (no compiler, and a torch that can't) the owning storages are their own
-    stand-ins, are kept for ever, and nothing can be rescued.
 """
 
+import sys
+from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -28,8 +27,10 @@ import torch
 
 from cgpass import _torch
 from cgpass.runtime import fast
-from cgpass.runtime.fast_python import count_users, watched
 from cgpass.runtime.placeholders import bytes_of
+
+_OF_A_COUNT = next(map(sys.getrefcount, [object()])) - 1
+"""References that counting them with `map` adds."""
 
 
 @dataclass(eq=False)
@@ -55,7 +56,6 @@ class OutputMemory:
         outputs: Sequence[torch.Tensor],
         uses: Sequence[tuple[bool, bool]],
         *,
-        lean: bool,
         share: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None,
     ) -> None:
         """Take over the driver's outputs; nobody else may go on holding them.
@@ -63,11 +63,9 @@ class OutputMemory:
         Args:
             outputs: What the graph writes, each tensor once.
             uses: Of each, whether the user gets it, and whether other partitions or the backward do.
-            lean: Whether storages can be swapped, so that stand-ins are of use.
             share: Told of tensors that holders have from now on and that were just written.
         """
         self._share = share
-        self._lean = lean
         self._blocks: list[_Block] = []
         by_address: dict[int, _Block] = {}
         self.tensors: list[torch.Tensor] = []
@@ -84,16 +82,14 @@ class OutputMemory:
             block.visible |= use[0]
             block.internal |= use[1]
             self.tensors.append(_torch.on_storage(block.base.untyped_storage(), output))
-        self.watch: tuple[tuple[torch.UntypedStorage, ...], bytes] = ((), b"")
-        """Storages of the stand-ins, and what `watched` says of them. Whoever keeps one of them counts as holding it."""
+        self.watch: fast.Watch = ((), b"")
+        """Storages of the stand-ins. Whoever keeps one of them counts as holding it."""
         self._addresses = tuple(block.address for block in self._blocks)
         self._users: tuple[int, ...] = ()
 
     def _new_block(self, storage: torch.UntypedStorage) -> _Block:
-        base = bytes_of(storage)
-        if self._lean:
-            base = fast.stand_in(storage.data_ptr(), storage.nbytes(), base)
-        block = _Block(storage.data_ptr(), storage if self._lean else None, base)
+        base = fast.stand_in(storage.data_ptr(), storage.nbytes(), bytes_of(storage))
+        block = _Block(storage.data_ptr(), storage, base)
         self._blocks.append(block)
         return block
 
@@ -138,8 +134,6 @@ class OutputMemory:
 
         What a backward that is still to come reads may not, or it would not find it: another recording serves better.
         """
-        if not self._lean:
-            return False
         blocks = self._in_place(blocks)
         if not all(self._blocks[k].visible for k in blocks):
             return False
@@ -193,16 +187,13 @@ class OutputMemory:
 
     def release_unheld(self) -> None:
         """Give blocks that nobody holds back to the pool."""
-        if self._lean:
-            held = set(self.held())
-            for k, block in enumerate(self._blocks):
-                if k not in held:
-                    block.owning = None
+        held = set(self.held())
+        for k, block in enumerate(self._blocks):
+            if k not in held:
+                block.owning = None
 
     def released(self) -> tuple[int, ...]:
         """Numbers of the blocks that a recording made now may lie on."""
-        if not self._lean:
-            return ()
         return tuple(k for k, block in enumerate(self._blocks) if block.owning is None)
 
     def give(self, number: int) -> torch.UntypedStorage:
@@ -216,11 +207,6 @@ class OutputMemory:
         """Undo `give`."""
         self._blocks[number].owning = storage
 
-    @property
-    def is_lean(self) -> bool:
-        """Whether held blocks can be moved."""
-        return self._lean
-
     def let_go(self, *, whole_pool: bool = True) -> int:
         """Leave what is held to its holders, for good; returns bytes copied.
 
@@ -228,8 +214,6 @@ class OutputMemory:
             whole_pool: Whether nothing is replayed any more in this pool: then kept blocks are left to the holders.
                 Else older recordings go on writing them, and all that is held is copied.
         """
-        if not self._lean:
-            return 0
         held = self._in_place(self.held())
         kept = [k for k in held if whole_pool and self._blocks[k].owning is not None]
         owners = [bytes_of(self.give(k)) for k in kept]
@@ -238,3 +222,18 @@ class OutputMemory:
         for block in self._blocks:
             block.owning = None
         return copied
+
+
+def count_users(storages: tuple[torch.UntypedStorage, ...]) -> tuple[int, ...]:
+    """Numbers of references to storages: in C++, where their Python objects are one each, and to these objects."""
+    counts = map(_torch.storage_use_count, [storage._cdata for storage in storages])
+    references = map(sys.getrefcount, storages)
+    return tuple(a + b - _OF_A_COUNT for a, b in zip(counts, references, strict=True))
+
+
+def watched(storages: Sequence[torch.UntypedStorage], users: Sequence[int]) -> bytes:
+    """What `fast.any_held` compares storages with that have so many users while nobody else holds them."""
+    numbers = array("q")
+    for storage, count in zip(storages, users, strict=True):
+        numbers.extend((storage._cdata, storage.data_ptr(), count))
+    return numbers.tobytes()

@@ -9,7 +9,6 @@ import torch
 
 from cgpass import _torch
 from cgpass.runtime import fast
-from cgpass.runtime.fast_python import ViewSpec
 from cgpass.runtime.placeholders import num_bytes, overlaps_itself
 
 
@@ -32,7 +31,7 @@ class InputAlias:
         lazy = self.conj or self.neg or value.is_conj() or value.is_neg()
         return not self.identity and not lazy and self.dtype == value.dtype
 
-    def as_view(self) -> ViewSpec:
+    def as_view(self) -> fast.ViewSpec:
         """This output, for `fast.views`."""
         return self.index, self.size, self.stride, self.offset_bytes // self.dtype.itemsize
 
@@ -94,12 +93,11 @@ def alias_of_input(
 class _SameDtype:
     """Outputs that one call copies."""
 
-    __slots__ = ("layouts", "targets", "tensors")
+    __slots__ = ("targets", "tensors")
 
     def __init__(self, members: Sequence[tuple[int, torch.Tensor]]) -> None:
         self.targets = tuple(n for n, _ in members)
         self.tensors = tuple(tensor for _, tensor in members)
-        self.layouts = tuple((tuple(t.size()), t.stride()) for t in self.tensors)
 
 
 class CopyOut:
@@ -146,7 +144,7 @@ class CopyOut:
         **Lifetime:** the copies are the caller's; copies of outputs that share memory share memory.
         """
         for group in self._simple:
-            fast.put(results, group.targets, fast.copies(group.tensors, group.layouts))
+            fast.put(results, group.targets, fast.copies(group.tensors))
         storages: dict[int, torch.UntypedStorage] = {}
         for n, tensor in self._whole:
             source = tensor.untyped_storage()
@@ -162,7 +160,7 @@ class CopyOut:
             results[n] = results[twin]
 
 
-def part_of(leader: torch.Tensor, tensor: torch.Tensor, position: int) -> ViewSpec | None:
+def part_of(leader: torch.Tensor, tensor: torch.Tensor, position: int) -> fast.ViewSpec | None:
     """How to make `tensor` of `leader`, the output at `position` on the same storage; None if that is no plain view."""
     lazy = any(t.is_conj() or t.is_neg() for t in (leader, tensor))
     if lazy or leader.dtype != tensor.dtype:
@@ -173,10 +171,10 @@ def part_of(leader: torch.Tensor, tensor: torch.Tensor, position: int) -> ViewSp
 
 def _leaders_and_parts(
     tensors: Sequence[tuple[int, torch.Tensor]],
-) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[int, ViewSpec]]]:
+) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[int, fast.ViewSpec]]]:
     """Tensors to be laid on a storage, and those that are views of these: they share the count of writes."""
     leaders: list[tuple[int, torch.Tensor]] = []
-    parts: list[tuple[int, ViewSpec]] = []
+    parts: list[tuple[int, fast.ViewSpec]] = []
     first: dict[int, tuple[int, torch.Tensor]] = {}
     for n, tensor in tensors:
         position, leader = first.setdefault(tensor.untyped_storage().data_ptr(), (n, tensor))

@@ -12,13 +12,14 @@ import contextlib
 import logging
 import sys
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cgpass import _torch
-from cgpass.runtime import fast
+from cgpass.runtime import fast, native
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.liveness import LiveOutputs
 from cgpass.runtime.recording import Recording
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+_LETTING_GO = 0.001
+"""Seconds, once a backward: autograd's own thread lets go of gradients when whoever called it goes on already."""
+
+
 class Member(Protocol):
     """Something that an owner frees."""
 
@@ -46,8 +51,11 @@ class Member(Protocol):
     def forget_recordings(self) -> None:
         """Drop recordings, but not what is known of calls."""
 
-    def move_apart(self, victim: Recording, by: Recording) -> None:
-        """Have outputs of `victim`, if it is this one's, lie where `by`, if it is not, does not write."""
+    def would_move_apart(self, victim: Recording, by: Recording) -> bool:
+        """Whether outputs of `victim`, this one's, are to lie where `by`, which is not, does not write."""
+
+    def move_apart(self, by: Recording) -> None:
+        """Have outputs lie where `by` does not write."""
 
 
 class _Slot:
@@ -85,8 +93,9 @@ class Owner:
         """Whether calls other than backwards came from several threads."""
         self.plain = False
         """Whether all calls are to run plainly, to be compared with those that replay."""
-        self.bypassed = False
-        """Whether this call runs plainly: it is to, or is made inside a transform, whose tensors need have no memory."""
+        self.bypassed: str | None = None
+        """Why this call runs without a graph, if it does: "asked", "transform" (whose tensors need have no memory),
+        "no_native_code"."""
         self._all_go = False
         """Whether every recording is being dropped."""
         self._members: list[Member] = []
@@ -105,7 +114,13 @@ class Owner:
         Args:
             is_backward: Whether it is a backward, which autograd makes on a thread of its own.
         """
-        self.bypassed = self.plain or fast.in_transform()
+        self.bypassed = None
+        if self.plain:
+            self.bypassed = "asked"
+        elif not (fast.is_loaded or native.loader.wait()):
+            self.bypassed = "no_native_code"
+        elif fast.in_transform():
+            self.bypassed = "transform"
         self.driver.enter_call()
         if is_backward:
             return
@@ -140,13 +155,19 @@ class Owner:
         victims = self.overwritten_by(recording)
         if not all(victim.memory.can_rescue(blocks) for victim, blocks in victims):
             return False
+        if any(self._to_move_apart(victim, recording) for victim, _ in victims):
+            time.sleep(_LETTING_GO)
+            victims = self.overwritten_by(recording)
         for victim, blocks in victims:
             if victim.closed:  # with another one of its partition: its outputs were moved
                 continue
             victim.rescue(blocks)
-            for member in self._members:
-                member.move_apart(victim, recording)
+            for member in self._to_move_apart(victim, recording):
+                member.move_apart(recording)
         return True
+
+    def _to_move_apart(self, victim: Recording, by: Recording) -> list[Member]:
+        return [member for member in self._members if member.would_move_apart(victim, by)]
 
     # ---- recordings
 
@@ -269,8 +290,7 @@ class Owner:
         """Free a recording; outputs that somebody holds stay theirs."""
         slot = self._slots[recording.slot]
         slot.recordings = [other for other in slot.recordings if other is not recording]
-        if recording.memory.is_lean:  # else what is held stays where it lies, and counts
-            slot.live.discard(recording)
+        slot.live.discard(recording)
         self._pool_addresses -= Counter(recording.memory.addresses())
         recording.close(whole_pool=self._all_go)
 

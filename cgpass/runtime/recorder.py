@@ -17,7 +17,6 @@ import torch
 from cgpass import _torch
 from cgpass.errors import StagingError
 from cgpass.inputs import InputInfo
-from cgpass.runtime import fast
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.failures import thrown_into
 from cgpass.runtime.gifts import Gifts
@@ -88,10 +87,9 @@ class Recorder:
             StagingError: A copied input is of a kind that no placeholder can stand for.
         """
         owner = self._owner
-        lean = fast.can_swap()
         released = owner.begin_recording(slot)
         pooled = [i for i in layout.pooled if i not in copied]
-        gifts = Gifts(owner, slot, args, pooled if lean else ())
+        gifts = Gifts(owner, slot, args, pooled)
         placeholders = self._placeholders(args, layout, sorted({*layout.copied, *copied}))
         staged = [placeholders[i].tensor if i in placeholders else a for i, a in enumerate(args)]
         if self._finds_writes:
@@ -126,7 +124,6 @@ class Recorder:
             counts_writes=self._finds_writes,
             birth=owner.next_birth(),
             slot=slot,
-            lean=lean,
             stats=self._stats,
         )
         del outputs

@@ -8,7 +8,6 @@ import torch
 from cgpass import _torch
 from cgpass.runtime import fast
 from cgpass.runtime.driver import CapturedGraph
-from cgpass.runtime.fast_python import ViewSpec, taker
 from cgpass.runtime.output_memory import OutputMemory
 from cgpass.runtime.outputs import CopyOut, InputAlias, alias_of_input, part_of
 from cgpass.runtime.placeholders import Placeholder, copies_in, num_bytes
@@ -41,7 +40,6 @@ class Recording:
         counts_writes: bool = False,
         birth: int = 0,
         slot: int = 0,
-        lean: bool = False,
         stats: CallStats | None = None,
     ) -> None:
         """Describe a recorded graph.
@@ -60,7 +58,6 @@ class Recording:
             counts_writes: Whether autograd is to know of every write, since nobody else tells it.
             birth: Position in the owner's order of recordings.
             slot: Which of the owner's pools it lies in.
-            lean: See `OutputMemory`.
             stats: Where rescues are counted.
         """
         self._stats = stats or CallStats()
@@ -96,7 +93,7 @@ class Recording:
         self._own: dict[int, int] = {}
         """Which of the memory's tensors an output is, by position."""
         self._outputs = list(outputs)
-        self._take_over(outputs, staged, by_storage, (visible, read), lean=lean)
+        self._take_over(outputs, staged, by_storage, (visible, read))
         del outputs
         self._sort_aliases(staged)
         self.private: tuple[int, ...] = ()
@@ -115,7 +112,7 @@ class Recording:
         self.viewed = frozenset(a.index for _, a in aliases if not a.identity)
         """Inputs that outputs are views of; such outputs are laid out as if the inputs were as they were."""
         self._same_at = tuple(n for n, _ in same)
-        self._same_of = taker(tuple(a.index for _, a in same))
+        self._same_of = fast.taker(tuple(a.index for _, a in same))
         others = {n for n, _ in aliases} - {*self._views_at, *self._same_at}
         self._other_aliases = [(n, a) for n, a in aliases if n in others]
         self._retyped = [a for _, a in aliases if a.dtype != staged[a.index].dtype]
@@ -126,8 +123,6 @@ class Recording:
         staged: Sequence[Any],
         by_storage: Mapping[int, int],
         uses: tuple[frozenset[int] | None, frozenset[int]],
-        *,
-        lean: bool,
     ) -> None:
         """Sort outputs: views of inputs, what lies elsewhere, and tensors of the recording's own, each once."""
         own: list[torch.Tensor] = []
@@ -151,7 +146,6 @@ class Recording:
         self.memory = OutputMemory(
             own,
             [(n in shown, n in used) for n in range(len(own))],
-            lean=lean,
             share=self._graph.share,
         )
 
@@ -181,7 +175,7 @@ class Recording:
                     self._twins.append((n, first[number]))
                 first.setdefault(number, n)
         leaders: dict[int, int] = {}
-        self._followers: list[tuple[int, ViewSpec]] = []
+        self._followers: list[tuple[int, fast.ViewSpec]] = []
         for number, n in list(first.items()):
             tensor = self.memory.tensors[number]
             leader = leaders.setdefault(tensor.untyped_storage()._cdata, n)

@@ -4,20 +4,23 @@ Note [What a call does]
     The key of a call is what it computes (sizes, integers, modes), the addresses of what it reads in place, and which
     inputs are copied; see Note [One rule for inputs]. A call is the first of these rows that fits:
 
-    1   it is inside somebody else's capture or a transform, its owner is closed, or this partition or key is left
-        plain: it runs without a graph
+    1   it is inside somebody else's capture or a transform, its owner is closed, there is no native code, or this
+        partition or key is left plain: it runs without a graph
     2   it has recordings, one of which overwrites nothing that is referenced: replay
     3   it has recordings, all of which overwrite results of calls whose backward is due: record another one
     3b  the same, with `max_pending_calls` of them: without a graph
     4   it has recordings, which overwrite what is referenced otherwise: rescue that, look once more, replay
     5   it has none, but its key was seen, and there is room: record
-    6   else it runs without a graph, and its key was seen from now on
+    6   else it runs without a graph, and its key was seen from now on, unless there is no room for it or what it reads
+        was made without a graph in this very call
 
-    Nothing else decides. A recording goes when a storage that it reads in place is gone.
+    Nothing else decides. A recording goes when a storage that it reads in place is gone, once something else is
+    recorded. All go, and are made again in their next calls, before a larger one is made, which finds no room in their
+    memory (`Owner.make_space`), and when a second thread calls; a backward's do once, when its gradients turn out to be
+    kept while a forward runs (`move_apart`). A partition that failed keeps the recordings that it has.
 """
 
 import logging
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -30,7 +33,7 @@ from cgpass.inputs import InputInfo
 from cgpass.reason import CallReasons, many
 from cgpass.runtime import native
 from cgpass.runtime.driver import BoxedCallable
-from cgpass.runtime.failures import Resplit, give_memory_back
+from cgpass.runtime.failures import OnFailure, give_memory_back
 from cgpass.runtime.fallback import Fallback
 from cgpass.runtime.history import History
 from cgpass.runtime.owner import Owner
@@ -63,9 +66,6 @@ _CANNOT_BE_COPIED = {
 }
 """Codes of `rule.Found` whose inputs would be copied otherwise, and why they are not."""
 
-_LETTING_GO = 0.001
-"""Seconds. Autograd's own thread lets go of what a backward read when whoever called that goes on already."""
-
 Result = tuple[Sequence[Any], Recording | None]
 """A call's outputs, and the recording that made them (None if they were made without a graph)."""
 
@@ -81,7 +81,7 @@ class PartitionRunner:
         settings: RunnerSettings,
         *,
         name: str,
-        resplit: Resplit | None = None,
+        on_failure: OnFailure | None = None,
         source: Source = NOWHERE,
     ) -> None:
         self.name = source.of(name)
@@ -116,7 +116,7 @@ class PartitionRunner:
             fn,
             self.stats,
             on_skip=settings.on_skip,
-            resplit=resplit,
+            on_failure=on_failure,
             reasons=self.reasons,
         )
         self._recorder = Recorder(
@@ -138,11 +138,11 @@ class PartitionRunner:
         """Of this call's key: see `Seen.draws`."""
         self._last: tuple[ShapeKey, StaticKey, list[Recording]] | None = None
         owner.add(self)
-        native.loader.start()
+        native.loader.start(settings.progress)
 
     @property
     def failure(self) -> str | None:
-        """Why the partition is captured no more, if nothing replaces it."""
+        """Why the partition is captured no more."""
         return self._fallback.failure
 
     @property
@@ -176,8 +176,8 @@ class PartitionRunner:
             again: Whether making room has moved what this call reads.
         """
         owner, layout = self.owner, self.layout
-        if owner.bypassed:
-            return self._fallback.run_bypassed(args, asked=owner.plain), None
+        if owner.bypassed is not None:
+            return self._fallback.run_bypassed(args, owner.bypassed), None
         shape, key = layout.shape_key(args), layout.static_key(args)
         last = self._last
         if last is not None and last[0] == shape and last[1] == key:
@@ -186,31 +186,32 @@ class PartitionRunner:
             recordings = self._recordings(shape, *layout.split(key))
         if recordings and not owner.driver.is_capturing():
             self._last = (shape, key, recordings)
-            result = self._replay_one(recordings, args, key, again=again)
-            if result is not None:
-                return result
-            key = layout.static_key(args)  # to rescue some may have moved what is read
+            recording = self._choose(recordings, args, key)
+            if recording is not None:
+                return self._replay(recording, args), recording
+            moved = layout.static_key(args)  # to rescue some may have moved what is read
+            if moved != key and not again:
+                return self._run(args, again=True)
+            key = moved
         return self._without_recording(args, shape, key, again=again)
 
     def _recordings(self, shape: ShapeKey, places: bytes, values: bytes) -> list[Recording]:
         seen = self.table.get((shape, places))
         return [] if seen is None else seen.recordings.get(values, [])
 
-    def _replay_one(
-        self, recordings: Sequence[Recording], args: list[Any], key: StaticKey, *, again: bool
-    ) -> Result | None:
-        """Replay one that overwrites nothing that is referenced, if need be after that was rescued; None if none may."""
+    def _choose(
+        self, recordings: Sequence[Recording], args: list[Any], key: StaticKey
+    ) -> Recording | None:
+        """One that overwrites nothing that is referenced, if need be after that was rescued; None if there is none."""
         owner = self.owner
         for recording in recordings:
             if owner.is_safe(recording) and recording.may_replay(args):
-                return self._replay(recording, args), recording
+                return recording
         for recording in recordings:
             if recording.may_replay(args) and owner.rescue(recording):
-                if self.layout.static_key(args) != key:  # what is read was among what was moved
-                    return None if again else self._run(args, again=True)
-                if not recording.closed and recording.may_replay(args):
-                    return self._replay(recording, args), recording
-                return None
+                moved = self.layout.static_key(args) != key  # what is read was among what was moved
+                may = not (moved or recording.closed) and recording.may_replay(args)
+                return recording if may else None
         return None
 
     def _replay(self, recording: Recording, args: list[Any]) -> list[Any]:
@@ -247,15 +248,17 @@ class PartitionRunner:
             return self._plain(args, "out_of_memory", seen.left_plain)
         if found.copied:
             recordings = seen.recordings.get(found.values, [])
-            result = self._replay_one(recordings, args, key, again=again)
-        return result or self._record_or_not(args, seen, found, key, again=again)
+            recording = self._choose(recordings, args, key)
+            if recording is not None:
+                return self._replay(recording, args), recording
+            if not again and self.layout.static_key(args) != key:
+                return self._run(args, again=True)
+        return self._record_or_not(args, seen, found, key, again=again)
 
     def _left_plain(self, args: list[Any]) -> Result | None:
         """Row 1, but for keys that are left plain."""
         fallback = self._fallback
         fallback.raise_refusal()
-        if fallback.replacement is not None:
-            return fallback.run(args), None
         if self.owner.driver.is_capturing():
             return self._plain(args, "outer_capture", "somebody else captured a graph of them")
         if self.owner.closed or fallback.note_failure():
@@ -276,13 +279,7 @@ class PartitionRunner:
         if 0 < self._largest < size and not seen.recordings:
             self.owner.make_space()
         self._largest = max(self._largest, size)
-        recordings = seen.recordings.get(found.values, [])
-        number = sum(recording.made_for == made_for for recording in recordings)
-        if 0 < number < self.owner.max_pending_calls:
-            time.sleep(_LETTING_GO)
-            result = self._replay_one(recordings, args, key, again=again)
-            if result is not None:
-                return result
+        number = sum(r.made_for == made_for for r in seen.recordings.get(found.values, ()))
         slot = self.owner.slot_for(number, first=self._first_slot)
         if slot is None:
             self.owner.warn_of_held(self.name)
@@ -428,11 +425,10 @@ class PartitionRunner:
     ) -> Result:
         if self._warm_ups.found_syncs:
             self._warm_ups.found_syncs = False
-            if self._fallback.split(args, None):
+            if self._fallback.is_to_blame(args, None):
                 self.close()
                 self._fallback.note_failure()
                 return self._fallback.run(args), None
-        native.loader.wait(self.settings.progress)
         self._new_modules = 0
         cause = self.history.cause(self.layout, seen, found, args)
         recording = self._attempt(args, seen, found, slot)
@@ -484,7 +480,7 @@ class PartitionRunner:
             recording.close(whole_pool=False)
             return None
         recording.made_for, recording.draws = seen.identities, seen.draws
-        if not recording.memory.is_lean or self.owns_outputs:
+        if self.owns_outputs:
             self._copy_from_now_on(recording.visible)
         recording.set_private(self.copied - self.read)
         self.owner.add_recording(recording)
@@ -505,7 +501,7 @@ class PartitionRunner:
             self.stats.warmups += 1
             self.owner.note_plain_results(outputs)
             return outputs
-        if fallback.split(args, error):
+        if fallback.is_to_blame(args, error):
             self.close()
             fallback.note_failure()
             return fallback.run(args)
@@ -517,14 +513,17 @@ class PartitionRunner:
         for recording in self.table.all():
             recording.set_private(self.copied - self.read)
 
-    def move_apart(self, victim: Recording, by: Recording) -> None:
-        """See `Member`: gradients that are kept while a forward runs get a pool that it does not write."""
+    def would_move_apart(self, victim: Recording, by: Recording) -> bool:
+        """See `Member`: gradients that are kept while a forward runs get a pool that it does not write, once."""
         if not self.settings.is_backward or self._first_slot:
-            return
+            return False
         own = self.table.all()
-        if victim in own and by not in own:
-            self._first_slot = by.slot + 1
-            self.forget_recordings()
+        return victim in own and by not in own
+
+    def move_apart(self, by: Recording) -> None:
+        """See `Member`."""
+        self._first_slot = by.slot + 1
+        self.forget_recordings()
 
     def _close(self, recordings: Sequence[Recording]) -> None:
         if recordings:

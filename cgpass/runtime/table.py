@@ -47,7 +47,7 @@ class Seen:
 class RecordingTable:
     """Key -> addresses of other recordings' values -> recordings.
 
-    Nothing that is recorded gives way to something new: recordings go when a storage that they read in place is gone.
+    No recording gives way to one of another key: they go when a storage that they read in place is gone.
     Keys without a recording are forgotten with their storages, too, and of one set of storages all but the newest.
     """
 

@@ -11,7 +11,6 @@ from cgpass import _torch
 from cgpass.errors import DriverUnavailableError, InputError, OutputError
 from cgpass.inputs import InputInfo, InputKind
 from cgpass.options import Options
-from cgpass.runtime import fast
 from cgpass.runtime.driver import CUDADriver, GraphDriver
 from cgpass.runtime.executor import ranged
 from cgpass.runtime.owner import Owner
@@ -115,7 +114,11 @@ class CUDAGraphWrapper:
         if runner is None:
             runner = self._runner = self._new_runner(args, device)
         self._check(args, runner.owner.driver.device)
-        if not fast.in_transform() and shares_memory(args, runner.written):
+        if (
+            runner.written
+            and not _torch.in_vmap_or_functorch()
+            and shares_memory(args, runner.written)
+        ):
             return self._run_shared(runner, args)
         with runner.owner.lock, torch.no_grad():
             runner.owner.enter_call()

@@ -14,7 +14,7 @@ import torch
 
 import cgpass
 from benchlib.report import LEAN
-from cgpass.runtime import fast, node
+from cgpass.runtime import native
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,8 +95,7 @@ class Arm:
     def prepare(self) -> None:
         """Does what must happen once before the first step: waits for what cgpass compiles in the background."""
         if self.name.startswith("cgpass"):
-            fast.wait()
-            node.wait()
+            native.loader.wait()
 
     def begin(self) -> None:
         """Starts a step: marks it where the arm wants that, and drops the gradients."""

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 
 import cgpass
 from benchlib import arms, models
-from cgpass.runtime import fast, node
+from cgpass.runtime import native
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,8 +127,7 @@ class Training:
             if group
         ]
         if arm.startswith("cgpass"):
-            fast.wait()
-            node.wait()
+            native.loader.wait()
 
     def step(self) -> float:
         """One step; milliseconds until the device is done."""

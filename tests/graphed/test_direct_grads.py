@@ -3,14 +3,7 @@
 import pytest
 import torch
 
-from cgpass.runtime import node
 from tests.graphed.steps import net, same, same_grads, step, twins
-
-
-@pytest.fixture(autouse=True)
-def compiled_node():
-    if not node.wait():
-        pytest.skip("no C++ compiler")
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from cgpass.runtime import node
 from tests.graphed.steps import net, same_grads, twins
 from tests.unit.leaves import visits
 
@@ -98,8 +97,6 @@ def test_hooks_of_the_node_of_a_leaf_that_is_frozen_after_recording(setting):
 @pytest.mark.parametrize("retains", [False, True])
 def test_gradients_of_parameters_are_added_without_a_task_each(setting, retains):
     """Where a second backward is an error; else it could come at the same time."""
-    if not node.wait():
-        pytest.skip("no C++ compiler")
     module, plain = twins(setting, net())
     sample = setting.randn(4, 8, grad=True)
     graphed = setting.graphed(module, (sample,), retain_graph_in_backward=retains)

@@ -3,7 +3,6 @@
 import torch
 
 from cgpass.errors import StagingError
-from cgpass.runtime.failures import Outcome
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runners import COPIED, POOLED, STATIC, SYMINT, call, runner
@@ -48,7 +47,14 @@ def made_elsewhere():
 
 def transformed():
     run = runner(lambda x: [x * 2], COPIED)
-    run.owner.bypassed = True
+    run.owner.bypassed = "transform"
+    call(run, X)
+    return run
+
+
+def without_native_code():
+    run = runner(lambda x: [x * 2], COPIED)
+    run.owner.bypassed = "no_native_code"
     call(run, X)
     return run
 
@@ -58,35 +64,6 @@ def captured_by_others():
     run.owner.driver.is_capturing = lambda: True
     call(run, X)
     return run
-
-
-def of_a_size_that_parts_are_not_made_for():
-    def fails(args):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    run = runner(
-        lambda x: [x * 2], COPIED, resplit=Split(Outcome(lambda args: [args[0] * 2], covers=no))
-    )
-    run.owner.driver.record = fails
-    for _ in range(3):
-        call(run, X)
-    return run
-
-
-def no(args):
-    return False
-
-
-class Split:
-    """Stands for what splits a partition."""
-
-    checks_warm_ups = False
-
-    def __init__(self, outcome):
-        self.outcome = outcome
-
-    def __call__(self, args, error):
-        return self.outcome
 
 
 def put_off():
@@ -163,17 +140,17 @@ CALLS = {
         None,
         "1 of 1 call ran without a graph: they came from inside of a transform",
     ),
+    "no_native_code": (
+        without_native_code,
+        "",
+        None,
+        "1 of 1 call ran without a graph: cgpass has no native code, which recordings need",
+    ),
     "outer_capture": (
         captured_by_others,
         "",
         None,
         "1 of 1 call ran without a graph: somebody else captured a graph of them",
-    ),
-    "other_sizes": (
-        of_a_size_that_parts_are_not_made_for,
-        "",
-        None,
-        "ran without a graph: the kernels of its parts are not made for inputs of such sizes ([(2,)])",
     ),
     "passing": (
         put_off,

@@ -8,7 +8,7 @@ import torch
 from torch._library.effects import EffectType
 
 import cgpass
-from cgpass import resplit
+from cgpass import culprits
 from cgpass.culprits import Finding
 from cgpass.graph import op_tables
 from cgpass.graph.breaks import given_up, graph_break_of
@@ -215,15 +215,15 @@ def test_a_second_operator_that_cannot_be_captured_is_named():
     with cgpass.set_defaults(driver="simulated", compiler="eager", on_skip="silent"):
         report = cgpass.explain(fn, X)
     (graph,) = report.graphs
-    assert [part.captured for part in graph.partitions] == [True, False, False]
-    (reason,) = graph.partitions[-1].reasons
+    assert [part.captured for part in graph.partitions] == [True, False, True, False, True]
+    (reason,) = graph.partitions[3].reasons
     line = fn.__code__.co_firstlineno + 3
-    assert (reason.code, reason.op) == ("capture", "reports.fails_too.default")
+    assert (reason.code, reason.op) == ("failed_capture", "reports.fails_too.default")
     assert reason.line == f"test_reasons.py:{line} in fn: x = fails_too(x)"
     assert reason.detail == (
         "capturing it failed (RuntimeError: operation not permitted when stream is capturing)"
     )
-    assert reason.fix == OTHER_FIXES["capture"]
+    assert reason.fix == op_tables.FIXES["failed_capture"]
     said(report, reason)
 
 
@@ -243,7 +243,7 @@ def test_a_partition_of_which_no_operator_is_to_blame_names_its_lines(code, monk
     owner, name, instead, begins = WHOLE[code]
     monkeypatch.setattr(owner, name, instead)
     if code == "capture":
-        monkeypatch.setattr(resplit, "find_culprits", lambda *_, **__: Finding(clean=False))
+        monkeypatch.setattr(culprits, "find_culprits", lambda *_, **__: Finding(clean=False))
     with cgpass.set_defaults(driver="simulated", compiler="eager", on_skip="silent"):
         report = cgpass.explain(chain, X)
     (part,) = report.graphs[0].partitions

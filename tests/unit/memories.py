@@ -4,17 +4,16 @@ import torch
 
 from cgpass import _torch
 from cgpass.runtime import fast
-from cgpass.runtime.fast_python import count_users
-from cgpass.runtime.output_memory import OutputMemory
+from cgpass.runtime.output_memory import OutputMemory, count_users
 
 SHOWN, BOTH, INTERNAL = (True, False), (True, True), (False, True)
 
 
-def seal(make, *uses, lean=True):
+def seal(make, *uses):
     """The memory of the outputs that `make` returns; nobody else holds them."""
     outputs = make()
     count = len(outputs)
-    memory = OutputMemory(outputs, uses or [SHOWN] * count, lean=lean)
+    memory = OutputMemory(outputs, uses or [SHOWN] * count)
     del outputs
     memory.seal()
     return memory

@@ -19,7 +19,7 @@ def infos(*kinds, mutated=()):
     )
 
 
-def runner(fn, *kinds, owner=None, mutated=(), resplit=None, **settings):
+def runner(fn, *kinds, owner=None, mutated=(), on_failure=None, **settings):
     """A runner of `fn(*inputs)`; runners given one `owner` share its pool."""
     return PartitionRunner(
         lambda args: fn(*args),
@@ -27,7 +27,7 @@ def runner(fn, *kinds, owner=None, mutated=(), resplit=None, **settings):
         owner or Owner(SimulatedDriver()),
         RunnerSettings(**settings),
         name="forward captured_0",
-        resplit=resplit,
+        on_failure=on_failure,
     )
 
 

@@ -2,16 +2,13 @@
 
 import bench_runner
 
-from cgpass.runtime import fast
 
-
-def test_every_case_is_timed_in_each_version_of_the_functions():
+def test_every_case_is_timed():
     rows = bench_runner.measure([2], repeats=1)
     assert [(row["case"], row["n"]) for row in rows] == [
         ("runner", 2),
         ("forward", 2),
         ("backward", 2),
     ]
-    versions = {"python", "c++"} if fast.is_compiled() else {"python"}
-    assert all(row.keys() == {"case", "n", *versions} for row in rows)
+    assert all(row["us"] > 0 for row in rows)
     assert bench_runner.table(rows).count("\n") == 4

@@ -6,7 +6,6 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from cgpass.runtime import fast
 from cgpass.runtime.executor import Executor, Plan, Step
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
@@ -87,12 +86,6 @@ def test_constants_and_inputs_may_be_outputs():
         assert results[3] is a
 
 
-@pytest.fixture
-def can_swap():
-    if not fast.can_swap():
-        pytest.skip("storages can't be swapped here")
-
-
 def recorded(visible, second_reads=False, **settings):
     """A recorded step with two outputs, and one that reads the first of them."""
     owner = Owner(SimulatedDriver())
@@ -118,7 +111,6 @@ def test_visible_outputs_lie_in_the_pool_until_a_replay_would_overwrite_them():
     assert first.stats.rescues == 0
 
 
-@pytest.mark.usefixtures("can_swap")
 def test_visible_outputs_that_are_held_call_after_call_are_moved():
     executor, first = recorded(visible=(0, 1))
     kept = [executor([X * value]) for value in range(8)]
@@ -131,7 +123,6 @@ def test_visible_outputs_that_are_held_call_after_call_are_moved():
     assert not any(executor.owner.is_pool_storage(t) for pair in kept[:-1] for t in pair)
 
 
-@pytest.mark.usefixtures("can_swap")
 def test_only_the_outputs_that_are_held_are_moved():
     executor, first = recorded(visible=(0, 1))
     kept = [executor([X * value])[1] for value in range(8)]
@@ -140,12 +131,8 @@ def test_only_the_outputs_that_are_held_are_moved():
     assert first.stats.copied_bytes == 7 * 8
 
 
-@pytest.mark.parametrize("how", ["owned", "no swapping"])
-def test_outputs_are_copied_from_the_first_replay_on(monkeypatch, how):
-    if how == "no swapping":
-        monkeypatch.setattr(fast, "can_swap", lambda: False)
-    settings = {"outputs": "owned"} if how == "owned" else {}
-    executor, first = recorded(visible=(0, 1), **settings)
+def test_outputs_are_copied_from_the_first_replay_on():
+    executor, first = recorded(visible=(0, 1), outputs="owned")
     kept = [executor([X * value]) for value in range(5)]
     assert [(a.tolist(), b.tolist()) for a, b in kept] == [
         ([2.0 * v] * 2, [3.0 * v] * 2) for v in range(5)

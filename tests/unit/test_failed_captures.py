@@ -1,18 +1,15 @@
-"""What is done around failed captures: the checked warm-up, the search for the operator, the split, the layouts."""
+"""What is done around failed captures: the checked warm-up, the search for the operator, what a runner does then."""
 
 import pytest
 import torch
 from torch import fx
 
-from cgpass import telemetry
 from cgpass.culprits import find_culprits
 from cgpass.errors import CaptureError
-from cgpass.layouts import StrideNotes
-from cgpass.resplit import has_unvetted_ops
+from cgpass.graph.capturability import has_unvetted_ops
 from cgpass.runtime.capturing import is_any_capture_running
 from cgpass.runtime.failures import Outcome
 from cgpass.runtime.simulated import SimulatedDriver
-from cgpass.summaries import GraphSummary, PartitionSummary
 from tests.unit.runners import COPIED, SYMINT, call, counts, runner
 
 CPU = torch.device("cpu")
@@ -70,10 +67,9 @@ def test_everything_that_waits_is_found_without_a_capture():
     )
 
 
-def test_a_trial_finds_an_operator_and_all_that_call_it():
-    gm = graph_of(REFUSES, SIN, REFUSES)
-    found = [("refuses_default", "failed_capture"), ("refuses_default_1", "failed_capture")]
-    assert find(gm, torch.ones(3)) == (found, True)
+def test_a_trial_finds_the_first_operator_that_fails():
+    gm = graph_of(SIN, REFUSES, SIN, REFUSES)
+    assert find(gm, torch.ones(3)) == ([("refuses_default", "failed_capture")], True)
     assert find(gm, torch.ones(3), trial=False) == ([], True)
 
 
@@ -110,8 +106,8 @@ def test_only_operators_that_nobody_looked_at_make_warm_ups_checked():
 # ---- runners
 
 
-class Splitter:
-    """A `Resplit` that gives what it is told to."""
+class Blaming:
+    """An `OnFailure` that gives what it is told to."""
 
     checks_warm_ups = False
 
@@ -133,38 +129,12 @@ def refusing(x):
     return [refuses(x)]
 
 
-def split_runner(splitter, fn=refusing):
-    return runner(fn, COPIED, mutated=(0,), resplit=splitter)
-
-
-def test_a_runner_hands_its_calls_to_what_took_its_place():
-    splitter = Splitter(Outcome(lambda args: [args[0] * 10]))
-    run = split_runner(splitter)
-    assert call(run, torch.ones(3)) == [[4.0] * 3]
-    assert [call(run, torch.ones(3)) for _ in range(3)] == [[[10.0] * 3]] * 3
-    assert counts(run) == (1, 0, 0, 0)
-    assert run.stats.calls == 1
-    ((args, error),) = splitter.calls
-    assert torch.equal(args[0], torch.ones(3))
-    assert isinstance(error, ValueError)
-
-
-def test_a_runner_keeps_the_calls_that_its_split_was_not_made_for(caplog):
-    covers = lambda args: len(args[0]) < 4  # noqa: E731
-    run = split_runner(Splitter(Outcome(lambda args: [args[0] * 10], covers=covers)))
-    call(run, torch.ones(3))
-    assert [call(run, torch.ones(n)) for n in (3, 4, 5)] == [[[10.0] * 3], [[4.0] * 4], [[4.0] * 5]]
-    assert counts(run) == (1, 0, 0, 2)
-    assert run.stats.calls == 3
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "forward captured_0: the kernels of its parts are not made for inputs of sizes [(4,)]: such calls run without "
-        'a graph. Name the operator that can\'t be captured in options={"unsafe_ops": (...)} to have them captured too.'
-    )
+def asking_runner(asked, fn=refusing):
+    return runner(fn, COPIED, mutated=(0,), on_failure=asked)
 
 
 def test_a_runner_says_why_nothing_of_it_is_captured(caplog):
-    run = split_runner(Splitter(Outcome(why="all of it waits")))
+    run = asking_runner(Blaming(Outcome(why="all of it waits")))
     for _ in range(3):
         assert call(run, torch.ones(3)) == [[4.0] * 3]
     assert counts(run) == (1, 0, 0, 2)
@@ -173,8 +143,8 @@ def test_a_runner_says_why_nothing_of_it_is_captured(caplog):
 
 
 @pytest.mark.parametrize("error", [CaptureError("no"), KeyError("user's")], ids=str)
-def test_a_runner_passes_on_what_the_split_raises(error):
-    run = split_runner(Splitter(error))
+def test_a_runner_passes_on_what_is_raised(error):
+    run = asking_runner(Blaming(error))
     call(run, torch.ones(3))
     with pytest.raises(type(error)):
         call(run, torch.ones(3))
@@ -230,13 +200,13 @@ def test_reset_has_a_failed_capture_tried_again():
     def fn(x):
         return refusing(x) if due else [x + 3]
 
-    splitter = Splitter(Outcome(why="all of it waits"))
-    run = split_runner(splitter, fn)
+    asked = Blaming(Outcome(why="all of it waits"))
+    run = asking_runner(asked, fn)
     for _ in range(3):
         call(run, torch.ones(3))
     assert counts(run) == (1, 0, 0, 2)
     run.owner.release()
-    assert splitter.calls[1:] == ["forget"]
+    assert asked.calls[1:] == ["forget"]
     due.clear()
     for _ in range(3):
         assert call(run, torch.ones(3)) == [[4.0] * 3]
@@ -244,12 +214,12 @@ def test_reset_has_a_failed_capture_tried_again():
 
 
 def test_closing_forgets_nothing():
-    splitter = Splitter(Outcome(why="all of it waits"))
-    run = split_runner(splitter)
+    asked = Blaming(Outcome(why="all of it waits"))
+    run = asking_runner(asked)
     for _ in range(2):
         call(run, torch.ones(3))
     run.owner.close()
-    assert "forget" not in splitter.calls
+    assert "forget" not in asked.calls
     assert run.failure == "all of it waits"
 
 
@@ -268,36 +238,3 @@ def test_an_odd_error_is_tolerated_once():
     due.append(1)
     assert [call(run, torch.ones(2)) for _ in range(3)] == [[[2.0, 2.0]]] * 3
     assert counts(run) == (1, 1, 2, 1)
-
-
-# ---- reports and layouts
-
-
-def test_a_split_partition_shows_in_the_summary():
-    def part(name, captured, *reasons):
-        return PartitionSummary(name, captured, 3, reasons)
-
-    before = telemetry.counters()
-    parts = (part("captured_0", True), part("eager_1", False, "old"))
-    graph = telemetry.add_graph(GraphSummary("forward", parts))
-    new = (part("captured_0.captured_0", True), part("captured_0.eager_1", False, "because"))
-    telemetry.replace_partition(graph, "captured_0", new)
-    assert str(telemetry.graphs(graph)[0]) == (
-        "forward: 1 partition captured (3 operators), 2 eager (6 operators)\n  captured_0.eager_1: because\n  eager_1: old"
-    )
-    after = telemetry.counters()
-    assert after["partitions_captured"] - before["partitions_captured"] == 1
-    assert after["partitions_eager"] - before["partitions_eager"] == 2
-
-
-def test_outputs_keep_the_layout_that_was_noted():
-    notes = StrideNotes(frozenset({0, 2}))
-    x = torch.arange(24.0).reshape(1, 2, 3, 4)
-    strided = x.to(memory_format=torch.channels_last)
-    notes.noting(lambda args: [strided, strided, x, 7])([])
-    first, second, third, number = notes.matching(lambda args: [x, x, x, 7])([])
-    assert first.stride() == strided.stride()
-    assert second.stride() == third.stride() == x.stride()
-    assert torch.equal(first, x)
-    assert third is x
-    assert number == 7

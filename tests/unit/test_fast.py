@@ -1,4 +1,4 @@
-"""The C++ functions do what the Python versions of them do."""
+"""Keys, holders and what is no plain tensor."""
 
 import random
 import sys
@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from cgpass import _torch
-from cgpass.runtime import fast, fast_python
-
-PYTHON = fast.PYTHON
+from cgpass.runtime import fast
+from cgpass.runtime.output_memory import count_users, watched
 
 
 def tensors(seed):
@@ -37,85 +36,80 @@ def tensors(seed):
 def watch(owned):
     """What `any_held` takes for the storages of tensors that nobody else holds now."""
     storages = tuple(t.untyped_storage() for t in owned)
-    return storages, fast_python.watched(storages, fast_python.count_users(storages))
+    return storages, watched(storages, count_users(storages))
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_keys_are_the_addresses(functions, seed):
+def test_keys_are_the_addresses(seed):
     args = tensors(seed)
     positions = tuple(random.Random(seed).sample(range(len(args)), 20))
-    key = functions["static_key"](args, positions)
+    key = fast.static_key(args, positions)
     assert array("q", key).tolist() == [args[i].data_ptr() for i in positions]
-    assert key == PYTHON["static_key"](args, positions)
-    assert functions["static_key"](args, ()) == b""
+    assert fast.static_key(args, ()) == b""
 
 
-def test_keys_tell_offsets_in_one_storage_apart(functions):
+def test_keys_tell_offsets_in_one_storage_apart():
     base = torch.zeros(8)
-    keys = {functions["static_key"]([base[i:]], (0,)) for i in range(8)}
+    keys = {fast.static_key([base[i:]], (0,)) for i in range(8)}
     assert len(keys) == 8
 
 
-def test_keys_of_what_is_no_tensor_or_not_there_are_refused(functions):
+def test_keys_of_what_is_no_tensor_or_not_there_are_refused():
     with pytest.raises(TypeError):
-        functions["static_key"]([None], (0,))
+        fast.static_key([None], (0,))
     with pytest.raises(IndexError):
-        functions["static_key"]([torch.zeros(1)], (1,))
+        fast.static_key([torch.zeros(1)], (1,))
 
 
-def test_geometry(functions):
+def test_geometry():
     tensors = [torch.zeros(2, 3), torch.zeros(3, 2).t(), torch.zeros(()), torch.zeros(4)[::2]]
     values = [*tensors, None, 3]
     keys = {}
     for positions in ((0,), (1,), (2,), (3,), (4,), (0, 1), (2, 4), (5, 0), ()):
-        key = functions["geometry"](values, positions)
-        assert (
-            key
-            == PYTHON["geometry"](values, positions)
-            == functions["geometry"](tuple(values), positions)
-        )
+        key = fast.geometry(values, positions)
+        assert key == fast.geometry(tuple(values), positions)
         keys[key] = positions
     assert len(keys) == 9
-    assert array("q", functions["geometry"](values, (1, 4, 2))).tolist() == [2, 2, 3, 1, 2, -1, 0]
+    assert array("q", fast.geometry(values, (1, 4, 2))).tolist() == [2, 2, 3, 1, 2, -1, 0]
     with pytest.raises(IndexError):
-        functions["geometry"](values, (6,))
+        fast.geometry(values, (6,))
 
 
-def test_versions(functions):
+def test_versions():
     with torch.inference_mode():
         frozen = torch.zeros(1)
     args = [torch.zeros(1), 3, torch.zeros(1), frozen]
-    before = functions["versions"](args, (0, 2, 3))
-    assert before == PYTHON["versions"](args, (0, 2, 3)) == array("q", [0, 0, 0]).tobytes()
+    before = fast.versions(args, (0, 2, 3))
+    assert before == array("q", [0, 0, 0]).tobytes()
     args[2].detach().add_(1)
-    assert functions["versions"](args, (0, 2, 3)) == array("q", [0, 1, 0]).tobytes()
-    assert functions["versions"](args, ()) == b""
+    assert fast.versions(args, (0, 2, 3)) == array("q", [0, 1, 0]).tobytes()
+    assert fast.versions(args, ()) == b""
 
 
-def test_a_holder_of_any_storage_is_noticed(functions):
+def test_a_holder_of_any_storage_is_noticed():
     owned = [torch.zeros(2) for _ in range(10)]
-    watched = watch(owned)
-    any_held, held = functions["any_held"], functions["held"]
-    assert any_held(*watched) is False
+    known = watch(owned)
+    any_held, held = fast.any_held, fast.held
+    assert any_held(*known) is False
     for number, tensor in enumerate(owned):
         for hold in (lambda t: t[1:], torch.Tensor.untyped_storage):
             holder = hold(tensor)
-            assert any_held(*watched) is True
-            assert held(*watched) == [number]
+            assert any_held(*known) is True
+            assert held(*known) == [number]
             del holder
-            assert held(*watched) == []
-    assert any_held(*watched) is False
+            assert held(*known) == []
+    assert any_held(*known) is False
     assert any_held((), b"") is False
     for function in any_held, held:
         with pytest.raises(ValueError, match=r"argument|as many"):
-            function(watched[0], watched[1][:-24])
+            function(known[0], known[1][:-24])
 
 
-def test_holders_of_certain_storages_are_noticed(functions):
+def test_holders_of_certain_storages_are_noticed():
     owned = {number: [torch.zeros(2) for _ in range(3)] for number in (3, 5, 8)}
     memories = {number: SimpleNamespace(watch=watch(each)) for number, each in owned.items()}
     entries = [(number, memory, "whatever") for number, memory in memories.items()]
-    any_held_among = functions["any_held_among"]
+    any_held_among = fast.any_held_among
 
     def asked(among):
         found = any_held_among(entries, among)
@@ -141,7 +135,7 @@ def test_holders_of_certain_storages_are_noticed(functions):
         any_held_among(entries, {8: (0,)})
 
 
-def test_transforms_are_noticed(functions):
+def test_transforms_are_noticed():
     seen = []
 
     class Function(torch.autograd.Function):
@@ -151,11 +145,11 @@ def test_transforms_are_noticed(functions):
 
         @staticmethod
         def backward(ctx, gradient):
-            seen.append(functions["in_transform"]())
+            seen.append(fast.in_transform())
             return gradient * 2
 
     def note(x):
-        seen.append(functions["in_transform"]())
+        seen.append(fast.in_transform())
         return x.sum()
 
     x = torch.zeros(3, requires_grad=True)
@@ -167,13 +161,13 @@ def test_transforms_are_noticed(functions):
     assert seen == [False, True, True, False, True]
 
 
-def test_a_storage_that_lies_elsewhere_counts_as_held(functions):
+def test_a_storage_that_lies_elsewhere_counts_as_held():
     owned = [torch.zeros(2) for _ in range(4)]
-    watched = watch(owned)
+    known = watch(owned)
     owned[1].resize_(1000)
     owned[2].untyped_storage().resize_(0)
-    assert functions["any_held"](*watched) is True
-    assert functions["held"](*watched) == [1, 2]
+    assert fast.any_held(*known) is True
+    assert fast.held(*known) == [1, 2]
 
 
 ODD = {
@@ -183,69 +177,64 @@ ODD = {
     "meta": lambda: torch.empty(3, device="meta"),
     "no tensor": lambda: None,
 }
+TAKEN = {
+    ("quantised", "aliases"),
+    ("quantised", "views"),
+    ("quantised", "static_key"),
+    ("sparse", "aliases"),
+    ("sparse rows", "aliases"),
+    ("meta", "aliases"),
+    ("meta", "copies"),
+    ("meta", "views"),
+    ("meta", "static_key"),
+}
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, on quantised and sparse tensors
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("name", ["aliases", "copies", "views", "static_key"])
-def test_tensors_that_are_not_plain_are_taken_or_refused_alike(compiled, kind, name):
+def test_tensors_that_are_not_plain_are_taken_or_refused(kind, name):
     odd = ODD[kind]()
     args = {
         "aliases": ((odd,),),
-        "copies": ((odd,), (((3,), (1,)),)),
+        "copies": ((odd,),),
         "views": ([odd], ((0, (1,), (1,), 0),)),
         "static_key": ([odd], (0,)),
     }
-
-    def outcome(functions):
-        try:
-            found = functions[name](*args[name])
-        except (RuntimeError, TypeError, AttributeError):
-            return "refused"
-        return found if isinstance(found, bytes) else [(t.layout, t.dtype, t.device) for t in found]
-
-    assert outcome(compiled) == outcome(PYTHON)
+    try:
+        found = getattr(fast, name)(*args[name])
+    except (RuntimeError, TypeError):
+        assert (kind, name) not in TAKEN
+        return
+    assert (kind, name) in TAKEN
+    for tensor in () if isinstance(found, bytes) else found:
+        assert (tensor.layout, tensor.dtype, tensor.device) == (odd.layout, odd.dtype, odd.device)
 
 
 @pytest.mark.parametrize("kind", [list, tuple, deque])
-def test_put_assigns(functions, kind):
+def test_put_assigns(kind):
     into = list("abcd")
-    functions["put"](into, (3, 1), kind([1, None]))
+    fast.put(into, (3, 1), kind([1, None]))
     assert into == ["a", None, "c", 1]
     with pytest.raises(ValueError, match="as many values as positions"):
-        functions["put"](into, (0, 1), [1])
+        fast.put(into, (0, 1), [1])
     with pytest.raises(IndexError):
-        functions["put"](into, (4,), [1])
+        fast.put(into, (4,), [1])
 
 
-def test_no_reference_is_lost_or_kept(functions):
+def test_no_reference_is_lost_or_kept():
     tensor, value = torch.zeros(2), object()
     args, specs = [tensor], ((0, (1,), (1,), 0),)
     before = (sys.getrefcount(tensor), sys.getrefcount(value))
     storage = tensor.untyped_storage()._cdata
     held = _torch.storage_use_count(storage)
     for _ in range(10):
-        functions["static_key"](args, (0,))
-        functions["aliases"]((tensor,))
-        functions["views"](args, specs)
-        functions["copies"]((tensor,), (((2,), (1,)),))
+        fast.static_key(args, (0,))
+        fast.aliases((tensor,))
+        fast.views(args, specs)
+        fast.copies((tensor,))
         into = [None]
-        functions["put"](into, (0,), (value,))
+        fast.put(into, (0,), (value,))
         del into
     assert (sys.getrefcount(tensor), sys.getrefcount(value)) == before
     assert _torch.storage_use_count(storage) == held
-
-
-def test_one_version_goes_on_with_what_the_other_made(compiled, monkeypatch):
-    for name, function in PYTHON.items():
-        monkeypatch.setattr(fast, name, function)
-    owned = [torch.zeros(2), torch.zeros(3)]
-    watched = watch(owned)
-    key = fast.static_key(owned, (0, 1))
-    fast.install(compiled)
-    assert not fast.any_held(*watched)
-    assert fast.static_key(owned, (0, 1)) == key
-    alias = owned[1].detach()
-    assert fast.any_held(*watched)
-    del alias
-    assert fast.is_compiled()

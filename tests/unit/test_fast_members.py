@@ -1,4 +1,4 @@
-"""Keys of tensors' layouts, and comparisons of members, in C++ and in Python."""
+"""Keys of tensors' layouts, and comparisons of members."""
 
 from array import array
 from collections import OrderedDict
@@ -6,10 +6,8 @@ from collections import OrderedDict
 import pytest
 import torch
 
+from cgpass.graphed.statics import _read_layouts
 from cgpass.runtime import fast
-from cgpass.runtime.fast_python import read_layouts
-
-PYTHON = fast.PYTHON
 
 
 def tensors():
@@ -19,12 +17,11 @@ def tensors():
     return [*kinds, torch.nn.Parameter(base), torch.empty(0), torch.empty(0, 3)]
 
 
-def test_layouts_tell_what_a_graph_has_in_it(functions):
+def test_layouts_tell_what_a_graph_has_in_it():
     args = [*tensors(), torch.zeros(2, dtype=torch.complex64).conj(), torch.zeros(2).to(bool)]
     args += [args[3], args[7].detach()]
-    key = functions["layouts"](args)
-    assert key == PYTHON["layouts"](args)
-    found = read_layouts(key)
+    key = fast.layouts(args)
+    found = _read_layouts(key)
     assert len(found) == len(args)
     for numbers, tensor in zip(found, args, strict=True):
         assert numbers[1:3] == (
@@ -32,26 +29,26 @@ def test_layouts_tell_what_a_graph_has_in_it(functions):
             next(i for i, t in enumerate(args) if t is tensor),
         )
         assert numbers[5:] == (*tensor.size(), *tensor.stride())
-    assert functions["layouts"]([]) == b""
+    assert fast.layouts([]) == b""
     with pytest.raises((TypeError, AttributeError)):
-        functions["layouts"]([None])
-    assert functions["requiring_grad"](args) == bytes([t.requires_grad for t in args])
+        fast.layouts([None])
+    assert fast.requiring_grad(args) == bytes([t.requires_grad for t in args])
 
 
-def test_layouts_differ_where_anything_does(functions):
+def test_layouts_differ_where_anything_does():
     base = torch.zeros(4, 4)
     other = torch.nn.Parameter(base)
     lists = [[base, base], [base, other], [base, base.t()], [base, base[:2]]]
     lists += [[base, base.view(torch.int32)], [base, base.view(16)], [base], [base, base[1:]]]
-    assert len({functions["layouts"](each) for each in lists}) == len(lists)
+    assert len({fast.layouts(each) for each in lists}) == len(lists)
 
 
-def test_members_are_compared_by_identity(functions):
+def test_members_are_compared_by_identity():
     values = [torch.zeros(2), None, "text"]
     holders = [dict(zip("abc", values, strict=True)), {"d": True}]
     mappings, keys = [holders[0]] * 3 + [holders[1]], list("abcd")
     given = (mappings, keys, [*values, True], holders, array("q", [3, 1]).tobytes())
-    unchanged = functions["unchanged"]
+    unchanged = fast.unchanged
     assert unchanged(*given) is True
     for change in ({"a": torch.zeros(2)}, {"b": 0}, {"e": 1}):
         before = dict(holders[0])
@@ -69,12 +66,12 @@ def test_members_are_compared_by_identity(functions):
         unchanged(*given[:4], b"")
 
 
-def test_members_are_looked_up(functions):
+def test_members_are_looked_up():
     class Scripted:
         def __getitem__(self, key):
             return {"c": 3}[key]
 
-    members = functions["members"]
+    members = fast.members
     first, second = {"a": [], "b": None}, OrderedDict(a=1)
     mappings = [first, first, second, Scripted()]
     found = members(mappings, ["b", "a", "a", "c"])

@@ -1,4 +1,4 @@
-"""Who holds an input, and the exchange of memory under storages, in C++ and in Python."""
+"""Who holds an input, and the exchange of memory under storages."""
 
 import sys
 from array import array
@@ -6,11 +6,8 @@ from array import array
 import pytest
 import torch
 
-from cgpass import _torch
 from cgpass.runtime import fast
-from cgpass.runtime.fast_python import count_users
-
-PYTHON = fast.PYTHON
+from cgpass.runtime.output_memory import count_users
 
 
 def references(tensor):
@@ -18,18 +15,12 @@ def references(tensor):
     return count - 1  # that tuple's
 
 
-def test_python_holds_every_input_itself(compiled):
-    args = [torch.zeros(2)]
-    assert compiled["exclusive"](args, (0,), (references(args[0]),)) is True
-    assert PYTHON["exclusive"](args, (0,), (references(args[0]),)) is False
+def test_nobody_holds_no_inputs():
+    assert fast.exclusive([None, torch.zeros(2)], (), ()) is True
 
 
-def test_nobody_holds_no_inputs(functions):
-    assert functions["exclusive"]([None, torch.zeros(2)], (), ()) is True
-
-
-def test_an_input_is_exclusive_until_somebody_holds_it(compiled):
-    exclusive = compiled["exclusive"]
+def test_an_input_is_exclusive_until_somebody_holds_it():
+    exclusive = fast.exclusive
     args = [torch.zeros(4), None, torch.ones(4)]
     positions, counts = (0, 2), [references(args[0]), references(args[2])]
     assert exclusive(args, positions, counts) is True
@@ -49,43 +40,37 @@ def test_an_input_is_exclusive_until_somebody_holds_it(compiled):
         assert exclusive(args, positions, counts) is True, name
 
 
-def test_an_input_given_twice_is_not_exclusive(compiled):
+def test_an_input_given_twice_is_not_exclusive():
     tensor = torch.zeros(4)
     args = [tensor, tensor]
     del tensor
-    assert compiled["exclusive"](args, (0, 1), [references(args[0])] * 2) is False
+    assert fast.exclusive(args, (0, 1), [references(args[0])] * 2) is False
 
 
-def test_two_views_of_one_storage_are_exclusive_together(compiled):
+def test_two_views_of_one_storage_are_exclusive_together():
     base = torch.zeros(4)
     args = [base.detach(), base[2:].detach()]
     del base
     users = references(args[0])
-    assert compiled["exclusive"](args, (0, 1), [users] * 2) is True
+    assert fast.exclusive(args, (0, 1), [users] * 2) is True
     args.pop()
-    assert compiled["exclusive"](args, (0,), [users]) is False, "fewer than when it was recorded"
+    assert fast.exclusive(args, (0,), [users]) is False, "fewer than when it was recorded"
 
 
-def test_exclusive_refuses_what_makes_no_sense(compiled):
+def test_exclusive_refuses_what_makes_no_sense():
     with pytest.raises(ValueError, match="as many counts as positions"):
-        compiled["exclusive"]([torch.zeros(1)], (0,), ())
+        fast.exclusive([torch.zeros(1)], (0,), ())
     with pytest.raises(TypeError):
-        compiled["exclusive"]([None], (0,), (1,))
+        fast.exclusive([None], (0,), (1,))
     with pytest.raises(IndexError):
-        compiled["exclusive"]([torch.zeros(1)], (1,), (1,))
+        fast.exclusive([torch.zeros(1)], (1,), (1,))
 
 
-def needs_swapping(functions):
-    if functions is PYTHON and _torch.swap_data_ptr is None:
-        pytest.skip("this torch swaps with the compiled functions only")
-
-
-def test_swapped_storages_keep_their_holders(functions):
-    needs_swapping(functions)
+def test_swapped_storages_keep_their_holders():
     first, second = [torch.zeros(4), torch.ones(2)], [torch.full((4,), 5.0), torch.full((2,), 6.0)]
     where = [t.data_ptr() for t in first + second]
     view, versions = first[0][1:], [t._version for t in first + second]
-    functions["swap_storages"](first, second)
+    fast.swap_storages(first, second)
     assert [t.data_ptr() for t in second + first] == where
     assert [t.tolist() for t in first] == [[5] * 4, [6] * 2]
     assert [t.tolist() for t in second] == [[0] * 4, [1] * 2]
@@ -93,15 +78,14 @@ def test_swapped_storages_keep_their_holders(functions):
     assert [t._version for t in first + second] == versions
     first[0].fill_(7)
     assert view.tolist() == [7] * 3
-    functions["swap_storages"]([], [])
+    fast.swap_storages([], [])
 
 
-def test_swapped_memory_is_freed_with_its_new_holder(functions):
-    needs_swapping(functions)
+def test_swapped_memory_is_freed_with_its_new_holder():
     memory = array("f", [1, 2, 3])
     owned, borrowed = torch.zeros(3), torch.frombuffer(memory, dtype=torch.float32)
     before = sys.getrefcount(memory)
-    functions["swap_storages"]([owned], [borrowed])
+    fast.swap_storages([owned], [borrowed])
     del borrowed
     memory[0] = 9
     assert owned.tolist() == [9, 2, 3]
@@ -110,21 +94,10 @@ def test_swapped_memory_is_freed_with_its_new_holder(functions):
     assert sys.getrefcount(memory) == before - 1
 
 
-def test_storages_of_other_sizes_are_not_swapped(compiled):
+def test_storages_of_other_sizes_are_not_swapped():
     with pytest.raises(RuntimeError, match="storages of one size on one device expected"):
-        compiled["swap_storages"]([torch.zeros(2)], [torch.zeros(3)])
+        fast.swap_storages([torch.zeros(2)], [torch.zeros(3)])
     with pytest.raises(RuntimeError, match="storages of one size on one device expected"):
-        compiled["swap_storages"]([torch.zeros(2)], [torch.empty(2, device="meta")])
+        fast.swap_storages([torch.zeros(2)], [torch.empty(2, device="meta")])
     with pytest.raises(ValueError, match="as many tensors as others"):
-        compiled["swap_storages"]([torch.zeros(2)], [])
-
-
-def test_a_torch_that_cannot_swap_says_so(monkeypatch):
-    monkeypatch.setattr(_torch, "swap_data_ptr", None)
-    with pytest.raises(RuntimeError, match="can't exchange the memory of storages"):
-        PYTHON["swap_storages"]([torch.zeros(1)], [torch.zeros(1)])
-    for name, function in PYTHON.items():
-        monkeypatch.setattr(fast, name, function)
-    assert not fast.can_swap()
-    monkeypatch.setattr(_torch, "swap_data_ptr", lambda a, b: None)
-    assert fast.can_swap()
+        fast.swap_storages([torch.zeros(2)], [])

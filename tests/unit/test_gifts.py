@@ -15,12 +15,6 @@ from tests.unit.runners import COPIED, call, counts, infos, runner
 X = torch.ones(4)
 
 
-@pytest.fixture(autouse=True)
-def compiled_and_swapping():
-    if not (fast.is_compiled() and fast.can_swap()):
-        pytest.skip("nobody can be told apart from a caller here")
-
-
 def maker(fn, owner=None):
     """A partition whose outputs other partitions read, and the user never gets."""
     run = runner(fn, COPIED, owner=owner)

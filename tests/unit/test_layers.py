@@ -35,7 +35,6 @@ LAYERS = {
     "warm_start": 4,
     "plan": 4,
     "culprits": 4,
-    "resplit": 4,
     "skips": 4,
     "part_summaries": 4,
     "assembly": 4,

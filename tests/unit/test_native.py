@@ -15,52 +15,41 @@ import pytest
 import torch
 
 import cgpass
-from cgpass import _torch, options
 from cgpass.__main__ import main
-from cgpass.errors import OptionError
-from cgpass.runtime import fast, native, node
+from cgpass.runtime import fast, native
 
-PYTHON = fast.PYTHON
 OPTIONS = {"driver": "simulated", "compiler": "eager", "min_partition_ops": 1}
 REPOSITORY = str(Path(cgpass.__file__).parents[1])
 
 
-def fresh_loader(monkeypatch, folder, mode="1"):
+def fresh_loader(monkeypatch, folder):
     """A loader that has loaded nothing, with an empty cache."""
-    for name, function in PYTHON.items():
-        monkeypatch.setattr(fast, name, function)
-    monkeypatch.setattr(node, "_compiled", node._Compiled())
-    loader = native.Loader()
-    loader.users.update(native.loader.users)
-    monkeypatch.setattr(native, "loader", loader)
+    monkeypatch.setattr(fast, "is_loaded", False)
+    monkeypatch.setattr(native, "loader", native.Loader())
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    monkeypatch.setenv("CGPASS_FAST", mode)
     monkeypatch.delenv("CXX", raising=False)
 
 
 @pytest.fixture
-def copying(compiled, tmp_path, monkeypatch):
+def copying(tmp_path, monkeypatch):
     """A compiler that takes a second and copies what was compiled before; the file that it notes its runs in."""
-    del compiled  # there is something to copy
-    fast_so, node_so = native.build()
+    built = native.build()
     compiler, runs = tmp_path / "c++", tmp_path / "runs"
     compiler.write_text(
         f"""#!/bin/sh
 echo run >>'{runs}'
 for word; do
-  case $word in *_fast.cpp) from='{fast_so}' ;; *_node.cpp) from='{node_so}' ;; esac
   [ "$before" = -o ] && to=$word
   before=$word
 done
-head -c 1000 "$from" >"$to"
+head -c 1000 '{built}' >"$to"
 sleep 1
-cp "$from" "$to"
+cp '{built}' "$to"
 """
     )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("CGPASS_FAST", "1")
     monkeypatch.setenv("PYTHONPATH", REPOSITORY)
     return runs
 
@@ -73,7 +62,7 @@ def files(folder):
 
 
 def expected():
-    return sorted(map(native.file_name, native.SOURCES))
+    return [native.file_name()]
 
 
 # ---- when
@@ -105,7 +94,7 @@ def test_a_short_process_that_records_leaves_what_was_compiled(copying, tmp_path
         said.count("autograd adds their gradients: native code is compiled for recordings, ") == 1
     )
     assert files(tmp_path / "cache") == expected()
-    assert copying.read_text() == "run\n" * 2
+    assert copying.read_text() == "run\n"
 
 
 def test_times_are_those_with_native_code(copying, tmp_path, monkeypatch):
@@ -144,7 +133,7 @@ def forked(fn):
 
 
 def builds_and_uses(ones):
-    assert fast.wait()
+    assert native.loader.wait()
     assert fast.aliases((ones,))[0].item() == 1.0
 
 
@@ -153,14 +142,13 @@ def test_of_two_processes_one_compiles(copying, tmp_path, monkeypatch):
     fresh_loader(monkeypatch, tmp_path / "cache")
     monkeypatch.setenv("CXX", compiler)
     ones = torch.ones(1)
-    assert not fast.is_compiled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a fork beside threads
         children = [forked(lambda: builds_and_uses(ones)) for _ in range(2)]
     statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     assert statuses == [0, 0]
     assert files(tmp_path / "cache") == expected()
-    assert copying.read_text() == "run\n" * 2
+    assert copying.read_text() == "run\n"
 
 
 STARTS = "import time; from cgpass.runtime import native; native.loader.start(); print(); "
@@ -202,8 +190,7 @@ def test_where_there_are_no_locks_nobody_writes_into_what_another_copies(
 
     known = shutil.copyfile
     monkeypatch.setattr(shutil, "copyfile", copyfile)
-    monkeypatch.setattr(native, "SOURCES", (native.FUNCTIONS,))
-    (made,) = native.build()
+    made = native.build()
     made.unlink()
     with pytest.raises(native.BuildError, match="no space left"):
         native.build()
@@ -218,8 +205,9 @@ def test_an_unwritable_cache_is_replaced_by_a_temporary_one(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with caplog.at_level(logging.INFO, "cgpass"):
-        paths = native.build()
-    assert all(path.exists() and tmp_path not in path.parents for path in paths)
+        path = native.build()
+    assert path.exists()
+    assert tmp_path not in path.parents
     said = caplog.messages[0]
     assert said.startswith("native code is compiled for this process alone, in /")
     assert said.endswith("/file/cgpass can't be made: Not a directory")
@@ -241,14 +229,12 @@ def test_a_user_without_a_home_has_a_folder(monkeypatch):
 
 def test_it_can_be_built_ahead(copying, tmp_path, capsys):
     assert main(["build"]) == 0
-    *paths, took = capsys.readouterr().out.splitlines()
-    assert paths == [
-        str(tmp_path / "cache" / "cgpass" / native.file_name(source)) for source in native.SOURCES
-    ]
+    path, took = capsys.readouterr().out.splitlines()
+    assert path == str(tmp_path / "cache" / "cgpass" / native.file_name())
     assert took.startswith(f"native code for torch {torch.__version__} is there, after ")
-    assert copying.read_text() == "run\n" * 2
+    assert copying.read_text() == "run\n"
     assert main(["build"]) == 0
-    assert copying.read_text() == "run\n" * 2
+    assert copying.read_text() == "run\n"
 
 
 def test_what_the_compiler_says_is_shown(monkeypatch, tmp_path, capsys):
@@ -269,30 +255,42 @@ def test_what_the_compiler_says_is_shown(monkeypatch, tmp_path, capsys):
 # ---- where there is none
 
 
-@pytest.mark.parametrize("swaps", [False, True])
-def test_no_compiler_is_said_once(monkeypatch, tmp_path, caplog, swaps):
+def test_no_compiler_is_said_once_and_nothing_is_recorded(monkeypatch, tmp_path, caplog):
     fresh_loader(monkeypatch, tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(_torch, "swap_data_ptr", (lambda a, b: None) if swaps else None)
-    compiled = torch.compile(lambda x: x.sin() + 1, backend=cgpass.cgpass, options=OPTIONS)
-    with caplog.at_level(logging.WARNING, "cgpass"):
-        for _ in range(3):
-            compiled(torch.ones(3))
-        assert not fast.wait()
-        assert not node.wait()
-        assert fast.can_swap() is swaps
-    summary = cgpass.summary()
+    weight = torch.nn.Parameter(torch.ones(3))
     torch.compiler.reset()
-    costs = "" if swaps else ", and copies its results (torch 2.13: not)"
+    cgpass.reset()
+    before = cgpass.counters()
+    compiled = torch.compile(lambda x: x.sin() * weight, backend=cgpass.cgpass, options=OPTIONS)
+    wrapped = cgpass.CUDAGraphWrapper(lambda x: [x * 2], options={"driver": "simulated"})
+    with caplog.at_level(logging.WARNING, "cgpass"):
+        for value in (1.0, 2.0, 3.0):
+            weight.grad, x = None, torch.full((3,), value)
+            compiled(x).sum().backward()
+            assert torch.equal(weight.grad, x.sin())
+            assert wrapped(x)[0].tolist() == [2 * value] * 3
+        sample, linear = torch.ones(3), torch.nn.Linear(3, 3)
+        by_hand = cgpass.make_graphed_callables(
+            linear, (sample,), options=cgpass.GraphedOptions(driver="simulated")
+        )
+        assert torch.equal(by_hand(sample), linear(sample))
+        assert not native.loader.wait()
+    summary, counters = cgpass.summary(), cgpass.counters()
+    torch.compiler.reset()
     assert caplog.messages == [
         (
-            "cgpass runs without its native code: no C++ compiler was found (c++, g++, clang++). Install g++ or clang++, or "
-            f"name a compiler by CXX=. Without it every call takes longer on the host{costs}."
+            "cgpass has no native code, without which nothing is recorded and everything runs without a graph: no C++ "
+            "compiler was found (c++, g++, clang++). Install g++ or clang++, or name a compiler by CXX=."
         )
     ]
     not_used = "not in use: no C++ compiler was found (c++, g++, clang++)"
     assert native.loader.status == not_used
     assert summary.splitlines()[-1] == f"native code: {not_used}"
+    assert (
+        "3 of 3 calls ran without a graph: cgpass has no native code, which recordings" in summary
+    )
+    assert [counters[each] - before[each] for each in ("recordings", "replays")] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -318,19 +316,16 @@ def test_no_compiler_is_said_once(monkeypatch, tmp_path, caplog, swaps):
         ),
     ],
 )
-def test_a_failed_build_is_said_once_and_python_goes_on(
-    monkeypatch, tmp_path, caplog, compiler, said
-):
+def test_a_failed_build_is_said_once(monkeypatch, tmp_path, caplog, compiler, said):
     fresh_loader(monkeypatch, tmp_path)
     monkeypatch.setenv("CXX", compiler)
     with caplog.at_level(logging.WARNING, "cgpass"):
         native.loader.start()
-        assert not fast.wait()
-        assert not node.wait()
+        assert not native.loader.wait()
+        assert not native.loader.wait()
     (message,) = caplog.messages
-    assert message.startswith(f"cgpass runs without its native code: {said} Without it every call ")
+    assert message.endswith(f" everything runs without a graph: {said}")
     assert files(tmp_path) == []
-    assert len(fast.aliases((torch.zeros(1),))) == 1
 
 
 def test_a_broken_file_in_the_cache_is_not_loaded(monkeypatch, tmp_path, caplog):
@@ -338,7 +333,7 @@ def test_a_broken_file_in_the_cache_is_not_loaded(monkeypatch, tmp_path, caplog)
     (tmp_path / "cgpass").mkdir()
     for name in expected():
         (tmp_path / "cgpass" / name).write_text("nothing to load")
-    assert not fast.wait()
+    assert not native.loader.wait()
     assert "can't be loaded: " in caplog.text
     assert "Delete the file to have it compiled again." in caplog.text
 
@@ -346,38 +341,19 @@ def test_a_broken_file_in_the_cache_is_not_loaded(monkeypatch, tmp_path, caplog)
 def test_an_unknown_layout_of_tensors_is_not_compiled_for(monkeypatch, tmp_path, caplog):
     fresh_loader(monkeypatch, tmp_path)
     monkeypatch.setattr(native, "_layout_is_known", lambda: False)
-    assert not fast.wait()
+    assert not native.loader.wait()
     assert "lays tensors out in a way not known. Use torch 2.11 to 2.15." in caplog.text
 
 
-def test_it_can_be_switched_off(monkeypatch, tmp_path, caplog):
-    fresh_loader(monkeypatch, tmp_path, mode="0")
-    with caplog.at_level(logging.INFO, "cgpass"):
-        assert not fast.wait()
-        assert not node.wait()
-    assert caplog.records == []
-    assert list(tmp_path.iterdir()) == []
-    assert native.loader.status == "not in use: it is turned off (CGPASS_FAST=0)"
-
-
-def test_what_the_variable_may_say(monkeypatch):
-    for text, wanted in {"0": False, "1": True}.items():
-        monkeypatch.setenv("CGPASS_FAST", text)
-        assert options.wants_native_code() == wanted
-        assert options.current_defaults() == options.Options()
-    monkeypatch.setenv("CGPASS_FAST", "wait")
-    with pytest.raises(OptionError, match=r"CGPASS_FAST must be '0' or '1', got 'wait'"):
-        options.wants_native_code()
-    with pytest.raises(OptionError, match="CGPASS_FAST must be '0' or '1'"):
-        options.Options.parse({"driver": "none"})
-
-
-@pytest.mark.skipif(
-    not options.wants_native_code()
-    or not ("CXX" in os.environ or any(map(shutil.which, ("c++", "g++", "clang++")))),
-    reason="no C++ compiler, or not to be used",
-)
-def test_what_is_compiled_compiles_here():
-    """Else tests of it would skip themselves."""
-    assert fast.wait()
-    assert node.wait(), native.loader.why_not
+def test_a_build_that_is_ended_takes_its_compiler_along(copying, tmp_path):
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    environment = os.environ | {"TMPDIR": str(folder)}
+    run = [sys.executable, "-m", "cgpass", "build"]
+    with subprocess.Popen(run, env=environment, stderr=subprocess.PIPE) as process:
+        while not copying.exists() and process.poll() is None:
+            time.sleep(0.01)
+        process.terminate()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert list(folder.iterdir()) == []
+    assert files(tmp_path / "cache") == []

@@ -6,14 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cgpass.runtime import node
 from tests.unit.leaves import ALL, NUM, ONE, Function, visits
-
-
-@pytest.fixture(autouse=True)
-def compiled():
-    if not node.wait():
-        pytest.skip("no C++ compiler")
 
 
 @pytest.mark.parametrize("in_turn", [True, False])

@@ -3,14 +3,7 @@
 import pytest
 import torch
 
-from cgpass.runtime import node
 from tests.unit.leaves import ALL, NUM, ONE, TWO, Function, randn, visits
-
-
-@pytest.fixture(autouse=True)
-def compiled():
-    if not node.wait():
-        pytest.skip("no C++ compiler")
 
 
 def test_all_but_one_are_added_by_the_node():

@@ -96,7 +96,7 @@ def test_telemetry_forgets_what_ran_graphs_that_it_lists_no_more(monkeypatch):
     for _ in range(4):
         number = telemetry.add_graph(GraphSummary("forward", ()))
         graph = PlainGraph(list)
-        run = telemetry.GraphRun("", graph.tally, {}, telemetry.weakref.ref(graph))
+        run = telemetry.GraphRun(graph.tally, {}, telemetry.weakref.ref(graph))
         telemetry.add_run(number, run)
     assert [*telemetry.graph_runs()] == [*telemetry._registry.runs] == [2, 3]
     telemetry.add_run(0, run)

@@ -1,12 +1,9 @@
 """Who holds an output, how what is held moves, and who owns the memory under it."""
 
-import gc
-
 import pytest
 import torch
 
 from cgpass import _torch
-from cgpass.runtime import fast
 from tests.unit.memories import (
     BOTH,
     INTERNAL,
@@ -20,13 +17,6 @@ from tests.unit.memories import (
     seal,
 )
 
-
-@pytest.fixture(autouse=True)
-def can_swap():
-    if not fast.can_swap():
-        pytest.skip("storages can't be swapped here")
-
-
 HOLDERS = {
     "tensor": (lambda t: t, lambda h: h),
     "storage": (torch.Tensor.untyped_storage, lambda h: torch.empty(0).set_(h)),
@@ -38,10 +28,9 @@ HOLDERS = {
 }
 
 
-@pytest.mark.parametrize("lean", [True, False])
 @pytest.mark.parametrize("kind", HOLDERS)
-def test_every_holder_counts(kind, lean):
-    memory = seal(ramps(1), lean=lean)
+def test_every_holder_counts(kind):
+    memory = seal(ramps(1))
     assert not memory.any_held()
     holder = HOLDERS[kind][0](hand_out(memory)[0])
     assert memory.any_held()
@@ -228,20 +217,3 @@ def test_an_output_that_the_backward_reads_stays_while_the_backward_is_to_come()
     del internal
     assert memory.can_rescue([0])
     assert len([both, shown]) == 2
-
-
-# ---- without swapping
-
-
-def test_outputs_that_cannot_be_swapped_are_kept_for_good():
-    memory = seal(ramps(2), lean=False)
-    held = hand_out(memory)[0]
-    assert memory.held() == [0]
-    assert not memory.can_rescue([0])
-    memory.release_unheld()
-    assert memory.released() == ()
-    assert memory.num_users(memory.addresses()[0]) is None, "nothing to give"
-    assert memory.let_go() == 0
-    del memory
-    gc.collect()
-    assert held.tolist() == [0, 1, 2, 3]

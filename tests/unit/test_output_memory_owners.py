@@ -3,11 +3,9 @@
 import gc
 import weakref
 
-import pytest
 import torch
 
 from cgpass import _torch
-from cgpass.runtime import fast
 from cgpass.runtime.output_memory import OutputMemory
 from tests.unit.memories import (
     SHOWN,
@@ -18,19 +16,13 @@ from tests.unit.memories import (
 )
 
 
-@pytest.fixture(autouse=True)
-def can_swap():
-    if not fast.can_swap():
-        pytest.skip("storages can't be swapped here")
-
-
 class Watched:
     """Memory, and whether the driver's outputs under it are still alive."""
 
     def __init__(self, count=1):
         outputs = ramps(count)()
         self._owners = [_torch.WeakStorage(t.untyped_storage()) for t in outputs]
-        self.memory = OutputMemory(outputs, [SHOWN] * count, lean=True)
+        self.memory = OutputMemory(outputs, [SHOWN] * count)
         del outputs
         self.memory.seal()
 

@@ -8,18 +8,11 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 
-from cgpass.runtime import fast
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runners import COPIED, POOLED, call, counts, runner
 
 X = torch.ones(2)
-
-
-@pytest.fixture
-def can_swap():
-    if not fast.can_swap():
-        pytest.skip("storages can't be swapped here")
 
 
 def partition(fn=lambda x: [x * 2], *, owner=None, read=(), visible=None, **settings):
@@ -79,7 +72,7 @@ def test_there_is_an_end_to_slots(limit, caplog):
     )
 
 
-def test_what_nobody_holds_belongs_to_the_pool_again(can_swap):
+def test_what_nobody_holds_belongs_to_the_pool_again():
     run = partition(lambda x: [x * 2, x * 3])
     recording = recorded(run)
     held, _ = run.run([X])
@@ -91,7 +84,7 @@ def test_what_nobody_holds_belongs_to_the_pool_again(can_swap):
     assert run.owner.begin_recording(run.owner.slot_for(0, first=1)) == {}, "another pool"
 
 
-def test_a_recording_knows_what_it_may_lie_on(can_swap):
+def test_a_recording_knows_what_it_may_lie_on():
     owner = Owner(SimulatedDriver())
     first, second = partition(owner=owner), partition(lambda x: [x * 5], owner=owner)
     old = recorded(first)
@@ -109,7 +102,7 @@ def test_a_recording_knows_what_it_may_lie_on(can_swap):
     assert late.tolist() == [5, 5]
 
 
-def test_what_was_released_and_is_held_is_moved_before_something_is_recorded_on_it(can_swap):
+def test_what_was_released_and_is_held_is_moved_before_something_is_recorded_on_it():
     owner = Owner(SimulatedDriver())
     first, second, third = (partition(lambda x, n=n: [x * n], owner=owner) for n in (2, 3, 4))
     recorded(first)
@@ -122,7 +115,7 @@ def test_what_was_released_and_is_held_is_moved_before_something_is_recorded_on_
     assert first.stats.rescues == 1
 
 
-def test_what_may_not_move_keeps_its_block_and_another_slot_is_used(can_swap):
+def test_what_may_not_move_keeps_its_block_and_another_slot_is_used():
     owner = Owner(SimulatedDriver())
     first = partition(owner=owner, visible=(), read=(0,))
     second, third = (partition(lambda x, n=n: [x * n], owner=owner) for n in (3, 4))
@@ -137,7 +130,7 @@ def test_what_may_not_move_keeps_its_block_and_another_slot_is_used(can_swap):
     assert first.stats.rescues == 0
 
 
-def test_a_rescue_is_all_or_nothing(can_swap):
+def test_a_rescue_is_all_or_nothing():
     owner = Owner(SimulatedDriver())
     first = partition(owner=owner)
     second = partition(lambda x: [x * 3], owner=owner, visible=(), read=(0,))
@@ -172,7 +165,7 @@ def held_gradients(*, is_backward):
     return forward, backward
 
 
-def test_gradients_that_had_to_be_moved_once_get_a_pool_of_their_own(can_swap):
+def test_gradients_that_had_to_be_moved_once_get_a_pool_of_their_own():
     forward, backward = held_gradients(is_backward=True)
     assert backward.stats.rescues == 1
     assert counts(backward) == (1, 2, 9, 0)
@@ -180,13 +173,13 @@ def test_gradients_that_had_to_be_moved_once_get_a_pool_of_their_own(can_swap):
     assert [r.slot for r in forward.table.all()] == [0]
 
 
-def test_results_that_are_no_gradients_are_moved_each_time(can_swap):
+def test_results_that_are_no_gradients_are_moved_each_time():
     _, other = held_gradients(is_backward=False)
     assert counts(other) == (1, 1, 9, 0)
     assert other.stats.rescues == 8
 
 
-def test_a_release_forgets_that_gradients_had_a_pool_of_their_own(can_swap):
+def test_a_release_forgets_that_gradients_had_a_pool_of_their_own():
     _, backward = held_gradients(is_backward=True)
     backward.owner.release()
     for _ in range(3):
@@ -194,7 +187,7 @@ def test_a_release_forgets_that_gradients_had_a_pool_of_their_own(can_swap):
     assert [r.slot for r in backward.table.all()] == [0]
 
 
-def test_where_outputs_lie_is_known_while_their_recording_lives(can_swap):
+def test_where_outputs_lie_is_known_while_their_recording_lives():
     owner = Owner(SimulatedDriver())
     first, second = partition(owner=owner), partition(lambda x: [x * 5], owner=owner)
     recorded(first)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from cgpass.runtime import fast
 from cgpass.runtime.placeholders import Placeholder, flat_view, overlaps_itself
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.simulated import SimulatedDriver
@@ -67,9 +66,7 @@ def make(fn, *inputs, static=(), mutated=(), private=(), **settings):
     for i, placeholder in placeholders.items():
         placeholder.copy_from(inputs[i])
     graph, outputs = SimulatedDriver().record(lambda args: fn(*args), staged, opaque=False)
-    recording = Recording(
-        graph, outputs, staged, placeholders, mutated=mutated, lean=fast.can_swap(), **settings
-    )
+    recording = Recording(graph, outputs, staged, placeholders, mutated=mutated, **settings)
     del outputs
     recording.seal()
     recording.set_private(frozenset(private))
@@ -232,13 +229,6 @@ def test_an_output_returned_twice_is_one_tensor():
         assert (first.tolist(), third.tolist()) == ([2, 2], [2, 2])
 
 
-@pytest.fixture
-def can_swap():
-    if not fast.can_swap():
-        pytest.skip("storages can't be swapped here")
-
-
-@pytest.mark.usefixtures("can_swap")
 @pytest.mark.parametrize("private", [(), (1,)])
 def test_replays_go_on_after_a_rescue(private):
     def fn(x):

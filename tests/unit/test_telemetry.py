@@ -72,7 +72,7 @@ def test_only_the_newest_graphs_are_listed(registry, monkeypatch):
         "2 older graphs\ngraph2: 1 partition captured (4 operators)"
     )
     assert telemetry.counters()["graphs"] == telemetry.counters()["partitions_captured"] == 5
-    telemetry.replace_partition(0, "captured_0", ())
+    telemetry.replace_partition(0, PartitionSummary("captured_0", False, 4))
     assert telemetry.counters()["partitions_captured"] == 5
 
 
@@ -85,10 +85,20 @@ def test_a_skip_is_counted_for_as_long_as_it_lasts(registry):
     graph = telemetry.add_graph(GraphSummary("forward", parts))
     assert telemetry.counters()["skips"] == 1
     failed = PartitionSummary("captured_0", False, 4, ("no memory",), skipped=True)
-    telemetry.replace_partition(graph, "captured_0", (failed,))
+    telemetry.replace_partition(graph, failed)
     assert telemetry.counters()["skips"] == 2
-    telemetry.replace_partition(graph, "captured_0", parts[:1])
+    telemetry.replace_partition(graph, parts[0])
     assert telemetry.counters()["skips"] == 1
+
+
+def test_a_function_that_was_compiled_again_is_listed_once(registry):
+    part = PartitionSummary("captured_0", True, 4)
+    for function, direction in ((0, "forward"), (1, "inference"), (0, "backward")):
+        telemetry.add_graph(GraphSummary(direction, (part,), function=function))
+    telemetry.remove_function(0)
+    assert [graph.direction for graph in telemetry.graphs()] == ["inference"]
+    counters = telemetry.counters()
+    assert (counters["graphs"], counters["partitions_captured"]) == (3, 1)
 
 
 def test_a_summary_says_where_the_function_begins(registry):

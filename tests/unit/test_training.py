@@ -10,7 +10,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import cgpass
-from cgpass.runtime import native, node
+from cgpass.runtime import fast, native
 from tests.unit.training_functions import OPTIONS, randn
 
 
@@ -308,7 +308,7 @@ def test_tensors_that_are_taken_apart_go_aotautograds_way(made):
 
 @pytest.mark.parametrize("why", ["no C++ compiler", None])
 def test_direct_gradients_that_are_not_say_so_once(why, monkeypatch, caplog):
-    monkeypatch.setattr(node._compiled, "attach", None)
+    monkeypatch.setattr(fast, "is_loaded", False)
     monkeypatch.setattr(native.loader, "why_not", why)
     linear = torch.nn.Linear(4, 4)
     options = OPTIONS | {"parameter_grads": "direct"}

@@ -1,14 +1,17 @@
 """What can't be captured, and errors: the guilty operator runs eagerly, the rest is captured, errors come through."""
 
+import gc
 import logging
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 
 import cgpass
 from cgpass import telemetry
 from cgpass.errors import CaptureError
+from cgpass.runtime import owner as owners
 from cgpass.runtime.capturing import is_any_capture_running
 from tests.usage.programs import MLP, rows, train
 
@@ -118,13 +121,14 @@ def test_the_guilty_operator_runs_between_graphs(setting, caplog, op, compiler):
     assert counters["recordings"] == 2
     assert counters["replays"] >= 2 * 3
     (message,) = warned(caplog)
-    assert message.startswith("inference captured_0 can't be captured as a whole")
+    assert message.startswith("inference captured_0 of test_failures.py:")
+    assert "can't be captured as a whole; the next call compiles the function again" in message
     assert f"failures.{op._name}.default at test_failures.py:" in message
     assert "in forward: return self.second(self.op(self.first(x)))" in message
     assert "name it in unsafe_ops" in message
     ours = str(telemetry.graphs()[-2])
     assert ": 2 partitions captured (" in ours.splitlines()[0]
-    assert f"captured_0.eager_1: failures.{op._name}.default at test_failures.py:" in ours
+    assert f"eager_1: failures.{op._name}.default at test_failures.py:" in ours
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
@@ -184,8 +188,8 @@ def test_every_use_of_a_guilty_operator_is_found_at_once(setting, caplog):
     assert len(warned(caplog)) == 1
 
 
-def test_what_fails_after_the_split_runs_plainly(setting, caplog):
-    """Two operators that only a capture shows: one trial finds the first, the second's part is given up."""
+def test_two_operators_that_only_a_capture_shows(setting, caplog):
+    """One trial finds the first, another one the second."""
 
     def program(session):
         _, call = session.compiled(lambda: nn.Sequential(Around(fails), Around(fails_oddly)))
@@ -194,12 +198,13 @@ def test_what_fails_after_the_split_runs_plainly(setting, caplog):
 
     with caplog.at_level(logging.WARNING, "cgpass"):
         counters = setting.compare(program)
-    assert counters["recordings"] == 1
-    assert counters["replays"] >= 4
+    assert (counters["partitions_captured"], counters["partitions_eager"]) == (3, 2)
+    assert counters["recordings"] == 1 + 3  # one before the second was found
+    assert counters["replays"] >= 3 * 3
     first, second = warned(caplog)
     assert "failures.fails.default" in first
-    assert second.startswith("inference captured_0.captured_2 of ")
-    assert "can't be captured and runs without a graph" in second
+    assert second.startswith("inference captured_2 of ")
+    assert "failures.fails_oddly.default" in second
 
 
 def test_all_that_waits_is_found_before_anything_is_captured(setting):
@@ -210,7 +215,8 @@ def test_all_that_waits_is_found_before_anything_is_captured(setting):
 
     counters = setting.compare(program)
     assert (counters["partitions_captured"], counters["partitions_eager"]) == (3, 2)
-    assert counters["plain_calls"] == 0
+    assert counters["recordings"] == 3
+    assert counters["plain_calls"] == 1
 
 
 def test_convolutions_around_a_guilty_operator(setting):
@@ -327,7 +333,79 @@ def test_a_partition_that_is_nothing_but_guilty_runs_plainly(setting, caplog):
 
     with caplog.at_level(logging.WARNING, "cgpass"):
         counters = setting.compare(program)
-    assert (counters["recordings"], counters["plain_calls"]) == (0, 4)
+    assert (counters["recordings"], counters["plain_calls"]) == (0, 1)
     (message,) = warned(caplog)
-    assert "can't be captured and runs without a graph" in message
+    assert "can't be captured as a whole" in message
     assert "failures.fails.default at test_failures.py:" in message
+
+
+def stance():
+    return torch.compiler.set_stance("fail_on_recompile")
+
+
+def limit():
+    return torch._dynamo.config.patch(recompile_limit=1)
+
+
+@pytest.mark.parametrize("forbids", [stance, limit])
+def test_where_torch_may_compile_no_more_it_runs_plainly(setting, caplog, forbids):
+    def program(session):
+        _, call = session.compiled(lambda: Around(fails))
+        x, values = session.randn(4, 8), []
+        with torch.no_grad():
+            values.append(call(x).clone())
+            with forbids():
+                values += [call(x).clone() for _ in range(3)]
+            return [*values, call(x).clone()]
+
+    with caplog.at_level(logging.WARNING, "cgpass"):
+        counters = setting.compare(program)
+    assert (counters["graphs"], counters["recordings"], counters["plain_calls"]) == (1, 0, 4)
+    (message,) = warned(caplog)
+    assert "can't be captured and runs without a graph from now on: failures.fails" in message
+
+
+def test_without_dynamo_it_runs_plainly(setting, caplog):
+    session = setting.session()
+    module = fx.symbolic_trace(lambda x: (torch.ops.failures.fails(x.sin().cos()).exp().tanh(),))
+    x = session.randn(4)
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "cgpass"):
+        call = cgpass.cgpass(module, [x], options=session.options)
+        for _ in range(4):
+            assert torch.equal(call(x)[0], fails(x.sin().cos()).exp().tanh())
+    (message,) = warned(caplog)
+    assert "can't be captured and runs without a graph from now on: failures.fails" in message
+
+
+def test_what_was_compiled_before_is_freed(setting):
+    gc.collect()
+    before, session = set(owners._owners), setting.session()
+    namespace = {"fails": fails}
+    exec("def fn(x): return fails(x.sin().cos().tanh().exp()).sin().cos()", namespace)
+    call, x = session.compile(namespace.pop("fn")), session.randn(4).requires_grad_()
+    held = [call(x) for _ in range(5)]
+    for out in held:
+        out.sum().backward()
+    del held, out
+    x.grad = None
+    gc.collect()
+    assert len(set(owners._owners) - before) == 1
+    del call
+    namespace.clear()  # torch keeps what it compiled there
+    gc.collect()
+    assert set(owners._owners) <= before
+
+
+def test_a_checkpoint_recomputes_with_what_was_compiled_since(setting):
+    def program(session):
+        module, call = session.compiled(lambda: Around(fails))
+        values = []
+        for x in session.batches(4, 8, count=8):
+            checkpoint(call, x, use_reentrant=False).square().mean().backward()
+            values += [p.grad.clone() for p in module.parameters()]
+            module.zero_grad()
+        return values
+
+    counters = setting.compare(program)
+    assert counters["partitions_eager"] == 1
+    assert counters["replays"] > 0

@@ -168,30 +168,6 @@ def test_tlparse_shows_them(trace, tmp_path):
     assert "cgpass.record forward captured_0" in {event["name"] for event in timeline}
 
 
-def test_parts_of_a_partition_that_was_split_are_listed_under_its_function(tmp_path):
-    @torch.library.custom_op("tracing::waits", mutates_args=())
-    def waits(x: torch.Tensor) -> torch.Tensor:
-        return x * x.sum().item()
-
-    waits.register_fake(torch.empty_like)
-
-    def fn(x):
-        return waits(x.sin().cos().tanh().exp()).sin().cos().tanh().exp()
-
-    torch.compiler.reset()
-    with traced(tmp_path):
-        call = torch.compile(fn, backend="cgpass", options={**OPTIONS, "on_skip": "silent"})
-        for _ in range(3):
-            call(torch.ones(4))
-    torch.compiler.reset()
-    found = artifacts(tmp_path)
-    whole, _ = found["cgpass_inference_plan"]
-    metadata, payload = found["cgpass_inference_captured_0_plan"]
-    assert [step["captured"] for step in json.loads(payload)["steps"]] == [True, False, True]
-    assert metadata["frame_id"] == whole["frame_id"]
-    assert "cgpass_resplit_inference_1_outline" in found
-
-
 def test_nothing_is_made_where_nothing_is_traced(monkeypatch):
     monkeypatch.setattr(base, "graph_text", pytest.fail)
     torch.compiler.reset()

@@ -11,17 +11,10 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cgpass.runtime import node
 from tests.usage import programs
 from tests.usage.programs import MLP
 
 DIRECT = {"parameter_grads": "direct"}
-
-
-@pytest.fixture(autouse=True)
-def compiled_node():
-    if not node.wait():
-        pytest.skip("no C++ compiler")
 
 
 def trained(session, module, call, steps=8, *, set_to_none=True, microbatches=1):

@@ -54,8 +54,8 @@ def test_a_buffer_is_replaced_in_the_forward_and_every_value_kept(way):
     assert counters["warmups"] <= 4, counters
 
 
-def test_a_state_that_is_assigned_in_every_call_and_kept(way, caplog):
-    """The parameters, but not what they share their memory with, are gone: another module's, or these at a new place."""
+def test_a_state_that_is_assigned_in_every_call_and_kept(way):
+    """Another module's parameters, or these at a new place? Either way nothing is recorded for one of them."""
 
     def program(session):
         module, call = session.compiled(MLP)
@@ -68,8 +68,8 @@ def test_a_state_that_is_assigned_in_every_call_and_kept(way, caplog):
         return values
 
     counters = way.compare(program)
-    is_copied = counters["replays"] >= 147
-    assert is_copied or (len(caplog.records) == 1 and "layers.0.weight" in caplog.text), counters
+    assert counters["recordings"] <= 1
+    assert counters["replays"] + counters["warmups"] == 150
 
 
 def test_modules_that_are_new_in_every_call_and_kept_are_warned_of(way, caplog):

@@ -1,0 +1,133 @@
+"""Programs on a device that is full but for a little: what finds no memory to be recorded runs without a graph.
+
+The device counts as full where PyTorch's limit for this process says so: other tests use it meanwhile.
+"""
+
+import contextlib
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import cgpass
+from tests.gpu.harness import DEVICE, MARKS
+from tests.usage.programs import counted
+
+pytestmark = [
+    *MARKS,
+    pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device"),
+]
+MIB = 1 << 20
+
+
+@contextlib.contextmanager
+def spared(num_bytes):
+    """Leave so much to this process, beside what it has reserved."""
+    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    torch.cuda.set_per_process_memory_fraction(
+        (torch.cuda.memory_reserved() + num_bytes) / total, torch.cuda.current_device()
+    )
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, torch.cuda.current_device())
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
+    yield
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 16, 3, padding=1)
+        )
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def perceptron():
+    return nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(4)])
+
+
+MODELS = {
+    "perceptron": (perceptron, (32768, 512)),
+    "convolutions": (Convolutions, (32, 16, 128, 128)),
+}
+
+
+def trained(make, shape, driver, around=contextlib.nullcontext):
+    """Gradients and losses of six steps, all but the first of which run inside of `around()`."""
+    torch.manual_seed(5)
+    module = make().to(DEVICE)
+    call = torch.compile(
+        module, backend=cgpass.cgpass, options={"driver": driver, "compiler": "eager"}
+    )
+    batches = torch.randn(6, *shape, generator=torch.Generator().manual_seed(1))
+    values = []
+
+    def step(batch):
+        loss = call(batch.to(DEVICE)).square().mean()
+        loss.backward()
+        values.extend([loss.detach().clone(), *[p.grad.clone() for p in module.parameters()]])
+        module.zero_grad()
+
+    step(batches[0])
+    with around():
+        for batch in batches[1:]:
+            step(batch)
+    return [value.cpu() for value in values]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_fits_once_cached_blocks_were_freed_is_recorded(model):
+    expected = trained(*MODELS[model], "none")
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_stats()["num_ooms"]
+    with counted() as counters:
+        values = trained(*MODELS[model], "auto", lambda: spared(16 * MIB))
+    assert torch.cuda.memory_stats()["num_ooms"] > before
+    assert counters["recordings"] >= 1
+    assert counters["replays"] + counters["plain_calls"] + counters["warmups"] == 12
+    assert all(map(torch.equal, values, expected))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_does_not_fit_runs_without_a_graph_and_says_so(model, caplog):
+    make, shape = MODELS[model]
+    torch.manual_seed(5)
+    module = make().to(DEVICE)
+    options = {"compiler": "eager"}
+    call = torch.compile(module, backend=cgpass.cgpass, options=options)
+    batch = torch.randn(*shape, device=DEVICE)
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "cgpass"):
+        expected = module(batch).clone()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        assert torch.equal(call(batch), expected)
+        needed = torch.cuda.max_memory_allocated() - before
+        # Enough for a call, and not for a graph's memory beside its copy of the input.
+        room = torch.empty(needed + batch.nbytes // 2, dtype=torch.uint8, device=DEVICE)
+        torch.cuda.empty_cache()
+        with spared(0), counted() as counters:
+            del room
+            for _ in range(4):
+                assert torch.equal(call(batch), expected)
+        assert counters["recordings"] == 0
+        assert counters["plain_calls"] == 4
+        assert sum("no memory to record" in r.getMessage() for r in caplog.records) == 1
+        cgpass.reset()
+        with counted() as counters:
+            for _ in range(4):
+                assert torch.equal(call(batch), expected)
+        assert counters["recordings"] == 1
+        assert counters["plain_calls"] == 0
