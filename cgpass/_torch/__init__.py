@@ -86,8 +86,7 @@ from cgpass._torch.joint import (
 from cgpass._torch.kept_graphs import (
     NAMESPACES,
     cached_code,
-    is_plain_tensor,
-    keeps_graphs,
+    is_plain,
     pickled,
     told_by_no_key,
     unpickled,
