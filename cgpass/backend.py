@@ -158,8 +158,7 @@ class Compilation:
     def _split(self, joint: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
         if not _torch.is_nested_joint(inputs):
             self._num_fwd_outputs = settings["num_fwd_outputs"]
-            if self._cache.restored:
-                self._training.forget()
+            self._training.forget()  # what could be had of a kept pair, of which the backward could not
             telemetry.compile_stats.joint_graphs += 1
         return split_joint(joint, inputs, **settings)
 

@@ -85,19 +85,13 @@ from cgpass._torch.joint import (
     recomputes_unmarked,
 )
 from cgpass._torch.kept_graphs import (
-    attention_order,
+    NAMESPACES,
     cached_code,
-    formulas,
-    forward_metadata,
-    has_symbolic_sizes,
-    is_plain_tensor,
-    keeps_graphs,
+    is_plain,
     pickled,
-    set_forward_metadata,
-    settings_of_no_key,
+    told_by_no_key,
     unpickled,
 )
-from cgpass._torch.kept_keys import InductorKeys, inductor_keys
 from cgpass._torch.modes import (
     autograd_is_plain,
     autograd_keys_on,
@@ -150,6 +144,7 @@ from cgpass._torch.randomness import (
 from cgpass._torch.storages import (
     WeakStorage,
     expired,
+    has_symbolic_sizes,
     is_zero_tensor,
     on_storage,
     storage_at,

@@ -102,3 +102,8 @@ def strided_allocator(
 
         return getattr(guards, "_empty_strided_cuda")  # noqa: B009  in no stub
     return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def has_symbolic_sizes(tensor: torch.Tensor) -> bool:
+    """Whether a size, stride or offset of a tensor is symbolic; of some that are not strided it is said, too."""
+    return tensor._has_symbolic_sizes_strides

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 import os
 
 import pytest
@@ -11,7 +10,7 @@ from torch._inductor import pattern_matcher
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.fx_passes import joint_graph
 
-from cgpass import warm_start
+from cgpass import _torch, warm_start
 from cgpass._torch import joint, kept_graphs
 from cgpass.options import Options
 
@@ -54,26 +53,18 @@ class Renamed(CustomGraphPass):
         return "renamed"
 
 
-def test_a_key_is_the_same_for_the_same():
-    assert key_of(sine, X) == key_of(sine, X) is not None
+@pytest.mark.parametrize("x", [X, torch.ones(3, device="meta")], ids=["cpu", "no autocast"])
+def test_a_key_is_the_same_for_the_same(x):
+    assert key_of(sine, x) == key_of(sine, x) is not None
 
 
 @contextlib.contextmanager
-def default_dtype():
-    torch.set_default_dtype(torch.float64)
+def put(change, value, before):
+    change(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@contextlib.contextmanager
-def half_sums():
-    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
+        change(before)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +75,9 @@ def half_sums():
         lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
         lambda: joint.replaced(torch.backends.cudnn, "enabled", False),
         lambda: joint.replaced(torch.backends.opt_einsum, "strategy", "greedy"),
-        default_dtype,
-        half_sums,
+        lambda: put(torch.set_default_dtype, torch.float64, torch.float32),
+        lambda: put(torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp, True, False),
+        lambda: torch._functorch.config.patch(activation_memory_budget_solver="greedy"),
     ],
 )
 def test_keys_tell_apart_what_torchs_may_not(context):
@@ -128,25 +120,6 @@ def test_keys_tell_leaves_apart():
     assert None not in keys
 
 
-def test_what_has_no_autocast_has_a_key_all_the_same():
-    assert key_of(sine, torch.ones(3, device="meta")) is not None
-
-
-def test_formulas_of_others_leave_no_key():
-    sine_of = torch._inductor.decomposition.decompositions
-    op = torch.ops.aten.gelu.default
-    assert op not in sine_of or sine_of[op].__module__.startswith("torch")
-    before = sine_of.get(op)
-    sine_of[op] = lambda x, approximate="none": x
-    try:
-        assert key_of(sine, X) is None
-    finally:
-        sine_of.pop(op)
-        if before is not None:
-            sine_of[op] = before
-    assert key_of(sine, X) is not None
-
-
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators:UserWarning")
 @pytest.mark.parametrize(
     "kind", ["AutogradMeta", "FuncTorchBatched", "AutocastCPU", "Functionalize"]
@@ -183,40 +156,17 @@ def test_patterns_of_others_leave_no_key(made, monkeypatch):
     assert key_of(sine, X) is None
 
 
-def as_torchs(fn, module="torch.nn"):
-    """A function that says it is torch's."""
-    fn.__module__ = module
-    fn.__code__ = fn.__code__.replace(co_filename=torch.nn.__file__)
-    return fn
-
-
-def test_functions_that_refer_to_themselves_are_looked_at():
-    def own(x, times=0):
-        return own(x) if times else unbound  # noqa: F821
-
-    def closed(x):
-        return own(x) if x else late
-
-    if not own:
-        late = 0
-    as_torchs(own), as_torchs(closed)
-    assert kept_graphs._are_torchs([own, closed])
-    own.__module__ = "torchvision"
-    assert not kept_graphs._are_torchs([closed])
-
-
 def first_formula(x):
     return x + 1
-
-
-as_torchs(first_formula, "torch.of_ours")
 
 
 def second_formula(x, by=1):
     return x + by
 
 
-as_torchs(second_formula, "torch.of_ours")
+for formula in (first_formula, second_formula):  # that say they are torch's
+    formula.__module__ = "torch.of_ours"
+    formula.__code__ = formula.__code__.replace(co_filename=torch.nn.__file__)
 
 
 def test_keys_tell_formulas_apart(monkeypatch):
@@ -232,20 +182,26 @@ def test_keys_tell_formulas_apart(monkeypatch):
     assert None not in keys
 
 
-def test_a_formula_around_one_of_torchs_leaves_no_key(monkeypatch):
+def of_others(before):
+    return lambda x, approximate="none": x
+
+
+def around(before):
+    return functools.wraps(before)(lambda *args, **kwargs: 2 * before(*args, **kwargs))
+
+
+def of_a_namesake(before):
+    """A formula of a package whose name begins as torch's."""
+    found, path = around(before), os.path.dirname(torch.__file__) + "foo"
+    found.__code__ = found.__code__.replace(co_filename=os.path.join(path, "ops.py"))
+    return found
+
+
+@pytest.mark.parametrize("kind", [of_others, around, of_a_namesake])
+def test_formulas_of_others_leave_no_key(kind, monkeypatch):
     table, op = torch._inductor.decomposition.decompositions, torch.ops.aten.silu.default
-    before = table[op]
-
-    @functools.wraps(before)
-    def twice(*args, **kwargs):
-        return 2 * before(*args, **kwargs)
-
     assert key_of(sine, X) is not None
-    monkeypatch.setitem(table, op, twice)
-    assert key_of(sine, X) is None
-    # of a package whose name begins as torch's
-    directory = os.path.dirname(torch.__file__) + "foo"
-    twice.__code__ = twice.__code__.replace(co_filename=os.path.join(directory, "ops.py"))
+    monkeypatch.setitem(table, op, kind(table[op]))
     assert key_of(sine, X) is None
 
 
@@ -270,34 +226,6 @@ def test_formulas_that_vmap_brings_leave_a_key():
     assert key_of(sine, X) is not None
 
 
-@pytest.mark.filterwarnings("ignore:Warning only once for all operators:UserWarning")
-def test_formulas_in_the_place_of_those_that_vmap_brings_leave_none():
-    torch.vmap(torch.sin)(X)
-    library = torch.library.Library("aten", "IMPL")
-    more = (
-        {"allow_override": True}
-        if "allow_override" in inspect.signature(library.impl).parameters
-        else {}
-    )
-    try:
-        library.impl("addr", lambda *args, **kwargs: args[0], "FuncTorchBatched", **more)
-        assert key_of(sine, X) is None
-    finally:
-        library._destroy()
-
-
-@pytest.mark.parametrize("name", ["joint_custom_pass", "activation_memory_budget_solver"])
-def test_passes_that_torchs_key_leaves_out_leave_none(name):
-    with torch._functorch.config.patch({name: lambda *args: None}):
-        assert key_of(sine, X) is None
-
-
-def test_keys_tell_solvers_apart():
-    with torch._functorch.config.patch(activation_memory_budget_solver="greedy"):
-        key = key_of(sine, X)
-    assert None is not key != key_of(sine, X)
-
-
 def test_torchs_own_patterns_leave_a_key():
     joint_graph.joint_graph_passes(torch.fx.symbolic_trace(sine))
     assert len(joint_graph.pass_patterns[-1].patterns) + len(joint_graph.patterns.patterns) > 5
@@ -305,7 +233,7 @@ def test_torchs_own_patterns_leave_a_key():
 
 
 def test_an_error_leaves_no_key(monkeypatch, caplog):
-    monkeypatch.setattr(warm_start, "_settings", lambda devices: 1 / 0)
+    monkeypatch.setattr(_torch, "told_by_no_key", lambda: 1 / 0)
     with caplog.at_level("INFO", "cgpass"):
         assert key_of(sine, X) is None
     assert "AOTAutograd's cache is left out: division by zero" in caplog.text
@@ -341,27 +269,25 @@ def test_symbolic_sizes_have_no_key():
     assert key_of(sine, x) is None
 
 
-def test_hooks_on_saved_tensors_leave_no_key():
-    with torch.autograd.graph.saved_tensors_hooks(packs, packs):
-        assert key_of(sine, X) is None
+def patched(module, name, value):
+    return lambda: module.patch({name: value})
 
 
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning")
 @pytest.mark.parametrize(
-    ("module", "name", "value"),
+    "context",
     [
-        (torch._functorch.config, "enable_autograd_cache", False),
-        (torch._functorch.config, "strict_autograd_cache", True),
-        (torch._inductor.config, "fx_graph_cache", False),
-        (torch.compiler.config, "force_disable_caches", True),
-        (torch._dynamo.config, "compiled_autograd", True),
+        patched(torch._functorch.config, "enable_autograd_cache", False),
+        patched(torch._functorch.config, "strict_autograd_cache", True),
+        patched(torch._functorch.config, "joint_custom_pass", packs),
+        patched(torch._functorch.config, "activation_memory_budget_solver", packs),
+        patched(torch._inductor.config, "fx_graph_cache", False),
+        patched(torch.compiler.config, "force_disable_caches", True),
+        patched(torch._dynamo.config, "compiled_autograd", True),
+        lambda: torch.autograd.graph.saved_tensors_hooks(packs, packs),
+        lambda: joint.replaced(kept_graphs, "has_process_groups", lambda: True),
     ],
 )
-def test_where_caches_are_off_there_is_no_key(module, name, value):
-    with module.patch({name: value}):
+def test_where_traces_are_not_all_that_the_keys_tell_there_is_no_key(context):
+    with context():
         assert key_of(sine, X) is None
-
-
-def test_in_a_process_of_several_there_is_no_key(monkeypatch):
-    monkeypatch.setattr(kept_graphs, "has_process_groups", lambda: True)
-    assert key_of(sine, X) is None
