@@ -627,7 +627,7 @@ class _Whole:
             runs = [step.run for step in executor.plan.steps]
             if len(runs) != 1 or not isinstance(runs[0], PartitionRunner):
                 return "a part of it can't be captured"
-            if runs[0].settings.communicates:
+            if runs[0].communicates:
                 return "it communicates with other processes"
         return cls(training, graphs, (wanted, leaves), loss_at, update, name)
 
@@ -686,13 +686,15 @@ class _Whole:
             for n, _ in enumerate(tensors)
         ]
         infos += [InputInfo(name, InputKind.SYMINT) for name in update.names()]
-        settings = dataclasses.replace(
-            forward.settings,
+        options = dataclasses.replace(
+            forward.options,
             max_copied_mib=0,  # the optimizer writes its own tensors, no copies of them
             static_input_check="rerecord",
         )
         owner = forward.owner
-        self._runner = PartitionRunner(self._body, tuple(infos), owner, settings, name="whole step")
+        self._runner = PartitionRunner(
+            self._body, tuple(infos), owner, options, name="whole step", opaque=forward.opaque
+        )
         self._runner.name = self._name
         num_outputs = self._layout.num_returned + (update.max_norm is not None)
         visible = frozenset(range(num_outputs))

@@ -151,6 +151,16 @@ class PartitionRunner:
         native.loader.start(options.progress)
 
     @property
+    def failure(self) -> str | None:
+        """Why the partition is captured no more."""
+        return self._fallback.failure
+
+    @property
+    def opaque(self) -> bool:
+        """Whether kernels of `fn` bypass aten."""
+        return self._recorder.opaque
+
+    @property
     def owns_outputs(self) -> bool:
         """Whether users own what they get, so that whoever calls `run` copies it. See Note [Calls from several threads]."""
         return self.owner.several_threads or self.options.outputs == "owned"
