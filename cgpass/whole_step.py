@@ -43,7 +43,6 @@ from cgpass.reason import many
 from cgpass.runtime import fast, native
 from cgpass.runtime.executor import Executor
 from cgpass.runtime.runner import PartitionRunner
-from cgpass.summaries import GraphSummary, PartitionSummary
 from cgpass.training import TrainingCall, here
 
 log = logging.getLogger(__name__)
@@ -51,6 +50,7 @@ log = logging.getLogger(__name__)
 _FIRST: Final = "the first call of a variant"
 _NEW_STATE: Final = "the optimizer's state or groups are other tensors than before"
 _NEW_NUMBERS: Final = "a hyperparameter has a new value ({}); each new value costs a call in pieces, but for the learning rate's"
+_FOREIGN: Final = "something else than the optimizer's parameters gets gradients"
 _NUMBERS_KEPT: Final = 64
 """Sets of hyperparameters that are known of an optimizer."""
 _BY_VALUE = (int, float, bool, str, type(None))
@@ -107,27 +107,31 @@ def train_step(
         raise InputError("optimizer is empty: give one optimizer or several")
     scaler = scaler if scaler is not None and scaler.is_enabled() else None
     update = _Update(optimizers, max_norm, scaler)
-    return TrainStep(loss_fn, update, accumulate, parse_options(options, None))
+    return TrainStep(loss_fn, update, accumulate, options)
 
 
 class TrainStep:
     """Runs training steps. See Note [A whole step]; made by `train_step`."""
 
     def __init__(
-        self, loss_fn: Callable[..., Any], update: "_Update", accumulate: int, options: Options
+        self,
+        loss_fn: Callable[..., Any],
+        update: "_Update",
+        accumulate: int,
+        options: Mapping[str, Any] | Options | None,
     ) -> None:
         self.loss_fn = loss_fn
         self.calls = self.whole_calls = 0
         self.in_pieces: Counter[str] = Counter()
         """Calls that ran in pieces, by the reason."""
-        self._options = options
+        self._options = parse_options(options, None)
         self._update = update
         self._accumulate = accumulate
         self._due = 0
         """Calls since the last update."""
         self._lock = threading.RLock()
         fn = _detaching(loss_fn)
-        given: dict[str, Any] = {"backend": cgpass, "options": dataclasses.asdict(options)}
+        given: dict[str, Any] = {"backend": cgpass, "options": _as_dict(options)}
         self._compiled = torch.compile(fn, fullgraph=True, **given)
         self._broken = torch.compile(fn, **given)
         self._broken_at: str | None = None
@@ -192,6 +196,8 @@ class TrainStep:
             f"{self._name()}: {many(self.calls, 'call')}, {self.whole_calls} as a whole, {pieces} in pieces"
         ]
         lines += [f"  {number} in pieces: {why}" for why, number in self.in_pieces.most_common()]
+        whole = (each for each in self._variants.values() if isinstance(each, _Whole))
+        lines += [f"  {why}" for each in whole for why in each.reasons]
         return "\n".join(lines)
 
     def _name(self) -> str:
@@ -286,6 +292,11 @@ class TrainStep:
             self._why = self._why or found
 
 
+def _as_dict(options: Mapping[str, Any] | Options | None) -> dict[str, Any]:
+    """Options as `torch.compile` takes them."""
+    return dataclasses.asdict(options) if isinstance(options, Options) else dict(options or {})
+
+
 def _detaching(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """What is compiled; its code is its own, for Dynamo counts compilations of a code."""
 
@@ -330,6 +341,8 @@ class _Update:
         """All that this call's update reads on the host, beside learning rates."""
         self._known: dict[tuple[Any, ...], None] = {}
         """Numbers of earlier calls."""
+        self.looks = 0
+        """How often the optimizers' tensors were others than before."""
         self._watched: tuple[Any, ...] | None = None
         """See `fast.are` and `fast.unchanged`."""
         self._why_never: str | None = None
@@ -337,6 +350,11 @@ class _Update:
     def groups(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
         """Each group of parameters, with its optimizer."""
         return ((each, group) for each in self.optimizers for group in each.param_groups)
+
+    def has(self, leaves: Sequence[torch.Tensor]) -> bool:
+        """Whether all of these are the optimizers'."""
+        owned = {id(p) for _, group in self.groups() for p in group["params"]}
+        return {id(leaf) for leaf in leaves} <= owned
 
     def run(self) -> None:
         """Clip, step and zero_grad."""
@@ -372,7 +390,7 @@ class _Update:
                 rate.tensor, rate.filled = lr, None
             elif rate.filled is None:
                 rate.filled = float(lr)
-                rate.tensor = torch.tensor(rate.filled, device=device)
+                rate.tensor = torch.tensor(rate.filled, dtype=torch.float32, device=device)
             elif lr != rate.filled:
                 rate.filled = float(lr)
                 rate.tensor.fill_(rate.filled)
@@ -415,7 +433,10 @@ class _Update:
         if at >= 0:
             grad = "has a gradient from before" if self.params[at].grad is not None else "has hooks"
             return f"parameter {at} of the optimizer {grad}"
-        self.numbers = self._find_numbers()
+        found = self._find_numbers()
+        if isinstance(found, str):
+            return found
+        self.numbers = found
         if self.numbers not in self._known:
             last = next(reversed(self._known), ())
             self._know(self.numbers)
@@ -430,6 +451,7 @@ class _Update:
 
     def _look(self) -> str | None:
         self._watched = None
+        self.looks += 1
         self.params = [p for _, group in self.groups() for p in group["params"]]
         self._why_never = self._find_why_never()
         used = [group for _, group in self.groups() if group["params"]]
@@ -451,7 +473,7 @@ class _Update:
             watch(vars(each), ["state", "param_groups", "step", "zero_grad"])
             holders += [each.state, each.param_groups]
             for group in each.param_groups:
-                watch(group, ["params", "fused", "capturable", "differentiable"])
+                watch(group, ["params", "fused", "foreach", "capturable", "differentiable"])
                 holders += [group, group["params"]]
                 lists.append((group["params"], [*range(len(group["params"]))], [*group["params"]]))
             for state in each.state.values():
@@ -462,8 +484,9 @@ class _Update:
         self.state = [value for value in values if isinstance(value, torch.Tensor)]
         sizes = array("q", map(len, holders)).tobytes()
         self._watched = lists, (mappings, keys, values, holders, sizes)
-        if self._why_never is None:
-            self._know(self._find_numbers())
+        numbers = self._find_numbers()
+        if isinstance(numbers, tuple):
+            self._know(numbers)
         return self._why_never
 
     def _find_why_never(self) -> str | None:
@@ -481,14 +504,16 @@ class _Update:
         """All that an update reads and writes beside parameters and gradients."""
         return [*self.state, *(rate.tensor for rate in self._rates)]
 
-    def _find_numbers(self) -> tuple[Any, ...]:
-        """All that an update reads on the host beside learning rates."""
-        found = [
-            value
-            for _, group in self.groups()
-            for name, value in group.items()
-            if name not in _NO_NUMBERS
-        ]
+    def _find_numbers(self) -> tuple[Any, ...] | str:
+        """All that an update reads on the host beside learning rates; or what of it is no number."""
+        found: list[Any] = []
+        for _, group in self.groups():
+            for name, value in group.items():
+                if name not in _NO_NUMBERS:
+                    number = value if type(value) in _BY_VALUE else _by_value(value)
+                    if number is ...:
+                        return f"{name} of the optimizer is a {type(value).__name__}, not a number"
+                    found.append(number)
         if (scaler := self.scaler) is not None:
             found += [scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval]
         backends = torch.backends
@@ -523,8 +548,12 @@ def _why_not_recordable(optimizer: torch.optim.Optimizer, group: Mapping[str, An
         return f"{cls.__name__} is none of torch.optim's own optimizers"
     step = vars(optimizer).get("step")
     patched = step is not None and not hasattr(step, "_wrapped_by_lr_sched")
-    if patched or not inspect.unwrap(cls.step).__module__.startswith("torch.optim."):
-        return f"{cls.__name__}.step was replaced"
+    if (
+        patched
+        or "zero_grad" in vars(optimizer)
+        or not inspect.unwrap(cls.step).__module__.startswith("torch.optim.")
+    ):
+        return f"{cls.__name__}.step or zero_grad was replaced"
     if not (group.get("fused") or group.get("capturable")):
         fix = "fused=True" if "fused" in group else "capturable=True"
         if fix.partition("=")[0] not in group:
@@ -532,16 +561,17 @@ def _why_not_recordable(optimizer: torch.optim.Optimizer, group: Mapping[str, An
         return f"{cls.__name__} reads the device in step(): make it with {fix}"
     if group.get("differentiable"):
         return f"{cls.__name__} has differentiable=True"
-    for name, value in group.items():
-        if name not in _NO_NUMBERS and not _is_by_value(value):
-            return f"{cls.__name__}: {name} is a {type(value).__name__}, not a number"
+    if group.get("fused") and group.get("foreach"):
+        return f"{cls.__name__} has both fused=True and foreach=True"
     return None
 
 
-def _is_by_value(value: object) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_by_value, value))
-    return isinstance(value, _BY_VALUE)
+def _by_value(value: object) -> Any:
+    """Sequences of numbers as tuples; `...` for what is no number."""
+    if isinstance(value, (tuple, list)):
+        found = tuple(map(_by_value, value))
+        return ... if ... in found else found
+    return value if isinstance(value, _BY_VALUE) else ...
 
 
 def _why_not_scaled(scaler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
@@ -583,6 +613,7 @@ class _Whole:
         self._loss_at = loss_at
         self._update = weakref.ref(update)
         self._name = name
+        self._looks = -1
         self._sizes: tuple[int, ...] = ()
         self._executor: Executor | None = None
         self._runner: PartitionRunner | None = None
@@ -617,17 +648,17 @@ class _Whole:
         if returned[loss_at] is not loss or loss.numel() != 1:
             return "the loss is no tensor of one element that requires grad"
         leaves = [args[n] for n in wanted]
-        owned = {id(p) for _, group in update.groups() for p in group["params"]}
-        if not {id(leaf) for leaf in leaves} <= owned or len({*map(id, leaves)}) < len(leaves):
-            return "something else than the optimizer's parameters gets gradients"
+        if not update.has(leaves) or len({*map(id, leaves)}) < len(leaves):
+            return _FOREIGN
         for fn in (forward, backward):
             executor = getattr(fn, "executor", None)
             if executor is None:
                 return "a part of it runs without CUDA graphs, or draws random numbers again in the backward"
-            runs = [step.run for step in executor.plan.steps]
-            if len(runs) != 1 or not isinstance(runs[0], PartitionRunner):
-                return "a part of it can't be captured"
-            if runs[0].communicates:
+            plan = executor.plan
+            run: Any = plan.steps[0].run if len(plan.steps) == 1 else None
+            if not isinstance(run, PartitionRunner) or not plan.is_one_partition:
+                return "a part of it can't be captured, or reads a Python number that changes"
+            if run.communicates:
                 return "it communicates with other processes"
         return cls(training, graphs, (wanted, leaves), loss_at, update, name)
 
@@ -638,6 +669,10 @@ class _Whole:
             return "autograd is in a mode of its own in this call"
         if not fast.are(args, self._positions, self._leaves):
             return "parameters were replaced by others"
+        update = self._update()
+        if update is None or (update.looks != self._looks and not update.has(self._leaves)):
+            return _FOREIGN
+        self._looks = update.looks
         if self._runner is not None and self._runner.failure is not None:
             return f"capturing it failed: {self._runner.failure}"
         return None
@@ -676,21 +711,19 @@ class _Whole:
             self._runner.close()
         forward: Any = self._forward.plan.steps[0].run
         infos = [
-            dataclasses.replace(info, kind=InputKind.STATIC, mutated=True)
+            dataclasses.replace(info, kind=InputKind.STATIC, mutated=True, in_place=True)
             if n in self._positions
             else info
             for n, info in enumerate(forward.layout.infos)
         ]
         infos += [
-            InputInfo(f"the optimizer's tensor {n}", InputKind.STATIC, mutated=True)
+            InputInfo(f"the optimizer's tensor {n}", InputKind.STATIC, mutated=True, in_place=True)
             for n, _ in enumerate(tensors)
         ]
         infos += [InputInfo(name, InputKind.SYMINT) for name in update.names()]
-        options = dataclasses.replace(
-            forward.options,
-            max_copied_mib=0,  # the optimizer writes its own tensors, no copies of them
-            static_input_check="rerecord",
-        )
+        options = forward.options
+        if options.static_input_check != "rerecord":
+            options = dataclasses.replace(options, static_input_check="rerecord")
         owner = forward.owner
         self._runner = PartitionRunner(
             self._body, tuple(infos), owner, options, name="whole step", opaque=forward.opaque
@@ -700,15 +733,14 @@ class _Whole:
         visible = frozenset(range(num_outputs))
         plan = whole_plan(len(infos), num_outputs, self._runner, "captured_0", visible)
         self._executor = Executor(plan, owner, {"captured_0": f"cgpass: {self._name}"})
-        part = PartitionSummary("captured_0", True, 0)
-        graph = telemetry.add_graph(GraphSummary("whole step", (part,), place=self._name))
-        runner = self._runner
-        runs = {
-            "captured_0": telemetry.PartitionRun(runner.stats, runner.history.notes, runner.reasons)
-        }
-        telemetry.add_run(
-            graph, telemetry.GraphRun(self._executor.tally, runs, weakref.ref(self._executor))
-        )
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why calls of it ran without a graph."""
+        if self._runner is None:
+            return ()
+        run = telemetry.PartitionRun(self._runner.stats, (), self._runner.reasons)
+        return tuple(map(str, run.reasons))
 
     def _body(self, args: list[Any]) -> list[Any]:
         """What is recorded, and runs plainly before that."""
@@ -731,13 +763,13 @@ class _Whole:
             call = [*rest, *saved, layout.tangents[0](tangent)]
             del rest, saved, tangent
             gradients = list(_plain(self._backward)(call))
-            try:
-                for n, leaf in zip(self._positions, self._leaves, strict=True):
-                    leaf.grad = _own_gradient(gradients[n], leaf, taken)
-                    gradients[n] = None
-                update.run()
-            finally:
-                update.forget_gradients()
+        try:
+            for n, leaf in zip(self._positions, self._leaves, strict=True):
+                leaf.grad = _own_gradient(gradients[n], leaf, taken)
+                gradients[n] = None
+            update.run()
+        finally:
+            update.forget_gradients()
         return returned if update.grad_norm is None else [*returned, update.grad_norm]
 
 

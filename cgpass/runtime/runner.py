@@ -57,6 +57,7 @@ from cgpass.tracing import NOWHERE, Source
 log = logging.getLogger(__name__)
 
 _CANNOT_BE_COPIED = {
+    "in_place": "can't be copied, since an optimizer writes them",
     "too_large": "are too large to be copied (max_copied_mib={})",
     "whole_storage": "can't be copied, since more of their storages is read than they are",
     "shares_memory": "can't be copied, since an input that is written shares memory with another",
