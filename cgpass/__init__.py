@@ -29,6 +29,7 @@ __all__ = [
     "Options",
     "RNGStatesTracker",
     "Report",
+    "TrainStep",
     "cgpass",
     "checkpoint",
     "counters",
@@ -39,6 +40,7 @@ __all__ = [
     "reset",
     "set_defaults",
     "summary",
+    "train_step",
     "verify",
 ]
 
@@ -51,6 +53,7 @@ _HOMES: Final = {
     "RNGStatesTracker": "cgpass.recompute.tracker",
     "Report": "cgpass.report.model",
     "cgpass": "cgpass.backend",
+    "TrainStep": "cgpass.whole_step",
     "checkpoint": "cgpass.recompute.api",
     "counters": "cgpass.telemetry",
     "expect": "cgpass.expectations",
@@ -58,6 +61,7 @@ _HOMES: Final = {
     "make_graphed_callables": "cgpass.graphed.api",
     "reset": "cgpass.resetting",
     "summary": "cgpass.report.summary",
+    "train_step": "cgpass.whole_step",
     "verify": "cgpass.verification",
 }
 

@@ -275,4 +275,5 @@ def _boxed(executor: Executor) -> Boxed:
     def call(args: list[Any]) -> list[Any]:
         return executor(args)
 
+    setattr(call, "executor", executor)  # noqa: B010  for whole training steps
     return _torch.mark_boxed(call)

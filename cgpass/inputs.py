@@ -38,3 +38,5 @@ class InputInfo:
     """Read by its storage's addresses (`as_strided`): a copied input is copied with all of its storage."""
     is_resized: bool = False
     """A tensor with sizes or strides that no integer among the inputs tells."""
+    in_place: bool = False
+    """Never copied: whoever writes it knows it by itself, and not as an input."""

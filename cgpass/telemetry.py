@@ -152,6 +152,7 @@ class _Registry:
     """The newest, by number."""
     runs: dict[int, list[GraphRun]] = field(default_factory=dict)
     """What runs these."""
+    steps: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     functions: int = 0
     since: int = 0
     """Graphs that were compiled before the summary began."""
@@ -214,6 +215,19 @@ def add_graph(summary: GraphSummary) -> int:
         _registry.compiled.graphs += 1
         _registry.count(summary.partitions, 1)
         return number
+
+
+def add_step(step: Any) -> None:
+    """Have the summary list a training step, as its `explain()` does, as long as it lives."""
+    with _registry.lock:
+        _registry.steps.add(step)
+
+
+def steps_summary() -> str:
+    """What is known of training steps that were called, a few lines each."""
+    with _registry.lock:
+        steps = [step for step in _registry.steps if step.calls]
+    return "\n".join(step.explain() for step in steps)
 
 
 def new_function() -> int:

@@ -9,8 +9,9 @@ Note [What AOTAutograd's autograd function does]
 """
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -21,6 +22,33 @@ from cgpass.errors import DoubleBackwardError
 from cgpass.runtime import fast, native
 
 log = logging.getLogger(__name__)
+
+
+class _Here(threading.local):
+    """What this thread does."""
+
+    step: "Step | None" = None
+
+
+here = _Here()
+
+
+class Step(Protocol):
+    """A training step that this thread is in: see `cgpass.train_step`."""
+
+    def call(
+        self,
+        training: "TrainingCall",
+        args: tuple[Any, ...],
+        run: Callable[[tuple[Any, ...]], Any],
+    ) -> Any:
+        """Run what a forward is the beginning of, or with `run` the forward alone; returns what that returns."""
+        ...
+
+    def note_graph(self, why: str) -> None:
+        """Note that a graph is called that no step can have as a whole, and why."""
+        ...
+
 
 _TWICE_WITHOUT_DETERMINISM = (
     "This compiled backward function is being run with torch.use_deterministic_algorithms(True), but it was previously "
@@ -92,24 +120,34 @@ class TrainingCall:
     def around(self, compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
         """What to call instead of what AOTAutograd made of Dynamo's graph."""
         if self._num_forwards != 1 or self._layout is None or _torch.handles_subclasses(gm):
-            if self._num_forwards:
-                self._say_it_is_not_direct(_WRAPPED)
-            return compiled
-        layout = self._layout
+            if not self._num_forwards:
+                return compiled
+            self._say_it_is_not_direct(_WRAPPED)
+            return _noted(compiled)
+
+        def run(args: tuple[Any, ...]) -> Any:
+            if self.is_plain(args):
+                return self.call(args)
+            if not fast.is_loaded and (why := native.loader.why_not) is not None:
+                self._say_it_is_not_direct(why)
+            return compiled(*args)
 
         def call(*args: Any) -> Any:
-            if (
-                not fast.is_loaded
-                or self._backward is None
-                or len(args) != layout.num_inputs
-                or not _torch.autograd_is_plain()
-            ):
-                if not fast.is_loaded and (why := native.loader.why_not) is not None:
-                    self._say_it_is_not_direct(why)
-                return compiled(*args)
-            return self._call(layout, args)
+            step = here.step
+            return run(args) if step is None else step.call(self, args, run)
 
         return call
+
+    def is_plain(self, args: Sequence[Any]) -> bool:
+        """Whether both graphs are there, and autograd does in this call what it does by default."""
+        layout = self._layout
+        return (
+            fast.is_loaded
+            and self._backward is not None
+            and layout is not None
+            and len(args) == layout.num_inputs
+            and _torch.autograd_is_plain()
+        )
 
     def _say_it_is_not_direct(self, why: str) -> None:
         if self._is_direct and not self._said:
@@ -120,14 +158,12 @@ class TrainingCall:
                 why,
             )
 
-    def _call(self, layout: _torch.TrainingLayout, args: tuple[Any, ...]) -> list[Any]:
-        if layout.written:
-            torch.autograd.graph.increment_version([args[i] for i in layout.written])
+    def call(self, args: tuple[Any, ...]) -> list[Any]:
+        """Run the forward, and have autograd know of its backward."""
+        layout = self._layout
+        assert layout is not None
         assert self._forward is not None
-        inputs = list(args)
-        for i in self._detached:
-            inputs[i] = inputs[i].detach()
-        outputs = _run(self._forward, inputs)
+        outputs = _run(self._forward, self.begin(args))
         returned = list(outputs[: layout.num_returned])
         fast.attach(
             _run_backward,
@@ -147,6 +183,29 @@ class TrainingCall:
             _torch.mark_dynamic(returned[n], dimensions)
         return returned
 
+    @property
+    def graphs(self) -> "tuple[_torch.TrainingLayout, Boxed, Boxed, tuple[int, ...]] | None":
+        """Layout, forward, backward, and the inputs that get gradients, once both graphs are there."""
+        if self._layout is None or self._forward is None or self._backward is None:
+            return None
+        return (
+            self._layout,
+            self._forward,
+            self._backward,
+            tuple(sorted(self._wanted + self._direct)),
+        )
+
+    def begin(self, args: Sequence[Any]) -> list[Any]:
+        """Inputs of the forward graph, for those of a call, which counts as having written what the graph writes."""
+        layout = self._layout
+        assert layout is not None
+        if layout.written:
+            torch.autograd.graph.increment_version([args[i] for i in layout.written])
+        inputs = list(args)
+        for i in self._detached:
+            inputs[i] = inputs[i].detach()
+        return inputs
+
     def run_backward(self, rest: list[Any], saved: list[Any], grads: list[Any]) -> Sequence[Any]:
         """Gradients of the inputs, for what a forward saved; the lists are emptied. See `fast.attach`."""
         layout = self._layout
@@ -160,6 +219,17 @@ class TrainingCall:
         grads.clear()
         del tangents
         return _run(self._backward, args)
+
+
+def _noted(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A graph that a step which comes upon it can't have as a whole."""
+
+    def call(*args: Any) -> Any:
+        if here.step is not None:
+            here.step.note_graph(_WRAPPED)
+        return compiled(*args)
+
+    return call
 
 
 def _run(fn: Boxed, args: list[Any]) -> Sequence[Any]:

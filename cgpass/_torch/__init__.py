@@ -46,6 +46,7 @@ from cgpass._torch.dynamo import (
     is_compiled,
     is_compiled_by,
     is_disabled,
+    not_one_graph,
     register_backend,
     static_mark,
 )
@@ -95,6 +96,7 @@ from cgpass._torch.modes import (
     autograd_is_plain,
     autograd_keys_on,
     direct_apply,
+    has_global_optimizer_hooks,
     in_forward_ad,
     in_functorch,
     in_vmap_or_functorch,

@@ -251,3 +251,13 @@ def handles_subclasses(gm: torch.fx.GraphModule) -> bool:
 
     nodes = [*gm.graph.find_nodes(op="placeholder"), *gm.graph.output_node().all_input_nodes]
     return any(is_traceable_wrapper_subclass(node.meta.get("example_value")) for node in nodes)
+
+
+def not_one_graph() -> tuple[type[BaseException], ...]:
+    """What Dynamo raises where a function is more than one graph, and `fullgraph=True`.
+
+    Source: torch/_dynamo/exc.py, 2.11 to 2.15.
+    """
+    from torch._dynamo import exc
+
+    return exc.Unsupported, exc.UserError, exc.FailOnRecompileLimitHit

@@ -181,3 +181,12 @@ def compiled_autograd_is_on() -> bool:
     """Whether backwards are traced here."""
     module: Any = sys.modules.get("torch._dynamo.compiled_autograd")  # else nobody turned it on
     return module is not None and module.compiled_autograd_enabled
+
+
+def has_global_optimizer_hooks() -> bool:
+    """Whether hooks are registered on the steps of all optimizers.
+
+    Source: torch/optim/optimizer.py `register_optimizer_step_pre_hook`, 2.11 to 2.15.
+    """
+    module = sys.modules["torch.optim.optimizer"]
+    return bool(module._global_optimizer_pre_hooks or module._global_optimizer_post_hooks)

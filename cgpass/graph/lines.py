@@ -15,6 +15,10 @@ _ROOT = re.compile(r"^L\['\w+'\]\.?")
 """Of a module's path: what the compiled function calls the module that holds it."""
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
 _TORCH_ROOT = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_WHOLE_STEP = os.path.join(
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "whole_step.py"
+)
+"""Calls the user's loss function in what Dynamo compiles."""
 
 
 def function_name(name: str) -> str:
@@ -112,7 +116,7 @@ def _user_frames(node: fx.Node) -> Iterator[tuple[str, str]]:
     lines = (node.stack_trace or "").splitlines()
     for frame, code in itertools.zip_longest(lines, lines[1:], fillvalue=""):
         match = _FRAME.search(frame)
-        if match is None or match["file"].startswith((_TORCH_ROOT, "<frozen")):
+        if match is None or match["file"].startswith((_TORCH_ROOT, _WHOLE_STEP, "<frozen")):
             continue
         name = function_name(match["name"].strip())
         place = f"{os.path.basename(match['file'])}:{match['line']} in {name}"

@@ -42,7 +42,8 @@ def summary() -> str:
         f"{why_left(each.place, each.reason)}: {each.reason.detail} [{each.reason.code}]; {each.reason.fix}"
         for each in frames.at_limit()
     ]
-    parts = [telemetry.graphs_summary(), *lines, telemetry.by_hand_summary()]
+    parts = [telemetry.graphs_summary(), *lines]
+    parts += [telemetry.steps_summary(), telemetry.by_hand_summary()]
     text = "\n".join(filter(None, parts))
     if not text:
         return "no graph was compiled"

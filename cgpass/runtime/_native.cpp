@@ -708,6 +708,26 @@ bool is_unwatched(const at::Tensor& parameter) {
                           accumulator->retains_grad_hooks().empty());
 }
 
+// are(values, positions, objects) -> bool
+PyObject* are(PyObject* const* args) {
+  const Items values(args[0]), positions(args[1]), objects(args[2]);
+  if (positions.size != objects.size) fail(PyExc_ValueError, "as many positions as objects expected");
+  for (Py_ssize_t k = 0; k < positions.size; ++k) {
+    if (values.at(positions.items[k]) != objects.items[k]) Py_RETURN_FALSE;
+  }
+  Py_RETURN_TRUE;
+}
+
+// first_watched(leaves) -> int
+PyObject* first_watched(PyObject* const* args) {
+  const Items leaves(args[0]);
+  for (Py_ssize_t k = 0; k < leaves.size; ++k) {
+    const at::Tensor& leaf = tensor_of(leaves.items[k]);
+    if (leaf.grad().defined() || (leaf.requires_grad() && !is_unwatched(leaf))) return PyLong_FromSsize_t(k);
+  }
+  return PyLong_FromLong(-1);
+}
+
 using torch::autograd::AccumulateGrad;
 
 at::Tensor in_type_of_grad(const at::Tensor& parameter, const at::Tensor& gradient) {
@@ -1155,6 +1175,8 @@ PyMethodDef methods[] = {
     METHOD(take_accumulators, 1),
     METHOD(put_accumulators, 2),
     METHOD(drop_accumulators, 1),
+    METHOD(are, 3),
+    METHOD(first_watched, 1),
     METHOD(attach, 12),
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, methods};

@@ -48,6 +48,14 @@ class Plan:
     visible: frozenset[int] = frozenset()
     """Positions of outputs that the user gets."""
 
+    @property
+    def is_one_partition(self) -> bool:
+        """Whether its one step gets what the graph gets, and returns what that returns."""
+        if len(self.steps) != 1 or self.constants:
+            return False
+        (step,) = self.steps
+        return step.inputs == tuple(range(self.num_inputs)) and step.outputs == self.outputs
+
 
 class _Owned:
     """Copies what users get out of the pool, where they are to own it."""

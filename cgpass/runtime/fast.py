@@ -83,6 +83,9 @@ unchanged: Callable[
 members: Callable[[Sequence[Mapping[str, Any]], Sequence[str]], list[Any]]
 """`members(mappings, keys)`: what each mapping has for its key; a KeyError where one has nothing."""
 
+are: Callable[[Sequence[Any], Sequence[int], Sequence[Any]], bool]
+"""`are(values, positions, objects)`: whether the values at `positions` are these very objects."""
+
 put: Callable[[list[Any], Sequence[int], Sequence[Any]], None]
 """`put(into, positions, values)`: assign one value to each position."""
 
@@ -158,6 +161,9 @@ a node between tensors.
     once: Whether `run` raises when it is called again. The node itself does so once saved tensors were dropped.
 """
 
+first_watched: Callable[[Sequence[torch.Tensor]], int]
+"""`first_watched(leaves)`: the first that has a gradient, or whose gradient somebody would notice being made; -1 for none."""
+
 take_accumulators: Callable[[Sequence[torch.Tensor]], list[Any]]
 """`take_accumulators(leaves)`: have each leaf forget the node of autograd's graphs that adds to its `.grad`.
 
@@ -174,6 +180,9 @@ drop_accumulators: Callable[[Sequence[torch.Tensor]], None]
 
 def taker(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], list[Any]]:
     """A function that makes a list of the values at `positions`: without native code, too."""
+    first, end = (positions[0], positions[0] + len(positions)) if positions else (0, 0)
+    if positions == tuple(range(first, end)):
+        return lambda values: list(values[first:end])
     if len(positions) < 2:
         return lambda values: [values[i] for i in positions]
     take = operator.itemgetter(*positions)

@@ -139,7 +139,7 @@ class Recorder:
     ) -> None:
         self._fn = fn
         self._owner = owner
-        self._opaque = opaque
+        self.opaque = opaque
         self._finds_writes = finds_writes
         self._stats = stats
 
@@ -174,7 +174,7 @@ class Recorder:
         try:
             fn = self._watched_by(said) if self._finds_writes else self._fn
             with _torch.autocast_cache_off():
-                graph, outputs = owner.driver.record(fn, passed, opaque=self._opaque, slot=slot)
+                graph, outputs = owner.driver.record(fn, passed, opaque=self.opaque, slot=slot)
         finally:
             passed.clear()
             consumes = gifts.take_back()

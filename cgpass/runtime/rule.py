@@ -154,6 +154,8 @@ class Inputs:
         if new and self._is_another_module(args, new):
             return "new_module"
         copied, infos = (*new, *absent), self._layout.infos
+        if any(infos[i].in_place for i in copied):
+            return "in_place"
         if sum(num_bytes(args[i]) for i in copied) > self._max_copied:
             return "too_large"
         if any(infos[i].whole_storage for i in copied):

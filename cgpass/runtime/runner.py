@@ -57,6 +57,7 @@ from cgpass.tracing import NOWHERE, Source
 log = logging.getLogger(__name__)
 
 _CANNOT_BE_COPIED = {
+    "in_place": "can't be copied, since an optimizer writes them",
     "too_large": "are too large to be copied (max_copied_mib={})",
     "whole_storage": "can't be copied, since more of their storages is read than they are",
     "shares_memory": "can't be copied, since an input that is written shares memory with another",
@@ -149,6 +150,16 @@ class PartitionRunner:
         self._last: tuple[ShapeKey, StaticKey, list[Recording]] | None = None
         owner.add(self)
         native.loader.start(options.progress)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the partition is captured no more."""
+        return self._fallback.failure
+
+    @property
+    def opaque(self) -> bool:
+        """Whether kernels of `fn` bypass aten."""
+        return self._recorder.opaque
 
     @property
     def owns_outputs(self) -> bool:

@@ -70,13 +70,20 @@ def test_files_that_are_linked_to_exist(name):
 def test_the_start_runs(capsys):
     """As it stands, but for the device."""
     start = README.split("## Start")[1].split("## Examples")[0]
-    train, expect = (block.replace('"cuda"', '"cpu"') for block in code_blocks(start))
-    train = train.replace(".cuda()", "")
     names = {}
     with cgpass.set_defaults(driver="simulated", compiler="eager"):
-        exec(train, names)
-        exec(expect, names)
-    assert "forward of module Sequential: 1 partition captured" in capsys.readouterr().out
+        for block in code_blocks(start):
+            exec(block.replace('"cuda"', '"cpu"').replace(".cuda()", ""), names)
+    shown = capsys.readouterr().out
+    assert "forward of module Sequential: 1 partition captured" in shown
+    assert "10 calls, 9 as a whole" in shown
+
+
+def test_the_guide_to_whole_steps_runs(capsys):
+    (block,) = code_blocks((DOCS / "train-step.md").read_text())
+    with cgpass.set_defaults(driver="simulated", compiler="eager"):
+        exec("import torch, cgpass\n" + block.replace('"cuda"', '"cpu"').replace(".cuda()", ""), {})
+    assert "10 calls, 9 as a whole" in capsys.readouterr().out
 
 
 def test_explain_prints_what_its_guide_shows(tmp_path, capsys):

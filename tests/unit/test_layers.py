@@ -41,6 +41,7 @@ LAYERS = {
     "training": 4,
     "resetting": 4,
     "backend": 5,
+    "whole_step": 6,
     "recompute": 5,
     "recorded_graphs": 5,
     "graphed": 6,

@@ -38,6 +38,7 @@ def test_public_names():
         "Options",
         "RNGStatesTracker",
         "Report",
+        "TrainStep",
         "cgpass",
         "checkpoint",
         "counters",
@@ -48,6 +49,7 @@ def test_public_names():
         "reset",
         "set_defaults",
         "summary",
+        "train_step",
         "verify",
     ]
 
