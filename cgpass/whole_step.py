@@ -57,6 +57,8 @@ _BY_VALUE = (int, float, bool, str, type(None))
 
 _Met = tuple[TrainingCall, tuple[Any, ...], list[Any]]
 
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Whose fused kernels take the learning rate as a tensor."""
 _numbers = iter(range(1 << 62))
 
 
@@ -554,6 +556,8 @@ def _why_not_recordable(optimizer: torch.optim.Optimizer, group: Mapping[str, An
         or not inspect.unwrap(cls.step).__module__.startswith("torch.optim.")
     ):
         return f"{cls.__name__}.step or zero_grad was replaced"
+    if group.get("fused") and not isinstance(optimizer, _FUSED):
+        return f"{cls.__name__} reads its learning rate on the host, with fused=True, too"
     if not (group.get("fused") or group.get("capturable")):
         fix = "fused=True" if "fused" in group else "capturable=True"
         if fix.partition("=")[0] not in group:
@@ -610,6 +614,7 @@ class _Whole:
         self._forward: Executor = forward.executor
         self._backward: Executor = backward.executor
         self._positions, self._leaves = leaves
+        self._trained = fast.requiring_grad(self._leaves)
         self._loss_at = loss_at
         self._update = weakref.ref(update)
         self._name = name
@@ -669,6 +674,8 @@ class _Whole:
             return "autograd is in a mode of its own in this call"
         if not fast.are(args, self._positions, self._leaves):
             return "parameters were replaced by others"
+        if fast.requiring_grad(self._leaves) != self._trained:
+            return "parameters were frozen"  # of which older versions of Dynamo say nothing
         update = self._update()
         if update is None or (update.looks != self._looks and not update.has(self._leaves)):
             return _FOREIGN

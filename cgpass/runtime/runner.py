@@ -248,7 +248,7 @@ class PartitionRunner:
         if self.options.static_input_check == "error":
             recorded = self.stats.recordings > 0
             self._refuse_moved(self._inputs.moved(args, key, found, recorded=recorded), args)
-        if found.code == "not_in_the_pool" and seen is not None and seen.recordings:
+        if found.code == "not_in_the_pool" and seen and seen.recordings and not seen.is_gone:
             names, line = _named([self.layout.infos[i] for i in found.absent])
             return self._plain(args, found.code, f"what made {names} ran without a graph", line)
         if seen is None and not self.table.has_room(

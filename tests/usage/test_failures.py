@@ -377,11 +377,16 @@ def test_without_dynamo_it_runs_plainly(setting, caplog):
     assert "can't be captured and runs without a graph from now on: failures.fails" in message
 
 
-def test_what_was_compiled_before_is_freed(setting):
+# torch 2.11 looks there for what it put there, and has no use for it
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_was_compiled_before_is_freed(setting, tmp_path):
+    source = "def fn(x): return fails(x.sin().cos().tanh().exp()).sin().cos()"
+    path = tmp_path / "model.py"  # functions without a file stay with torch 2.11 for good
+    path.write_text(source)
     gc.collect()
     before, session = set(owners._owners), setting.session()
     namespace = {"fails": fails}
-    exec("def fn(x): return fails(x.sin().cos().tanh().exp()).sin().cos()", namespace)
+    exec(compile(source, str(path), "exec"), namespace)
     call, x = session.compile(namespace.pop("fn")), session.randn(4).requires_grad_()
     held = [call(x) for _ in range(5)]
     for out in held:

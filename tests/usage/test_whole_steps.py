@@ -383,7 +383,7 @@ USES = {
     "state edited": use(change=edit_state),
     "model loaded": use(change=assign_model),
     "data swapped": use(change=swap_data),
-    "frozen": use(change=freeze, whole=STEPS - 2),
+    "frozen": use(change=freeze, whole=None),
     "a new group": use(change=add_group, whole=STEPS - 2),
     "a gradient from before": use(change=gradient_from_before, whole=STEPS - 2),
     "evaluation": use(every=evaluate),
@@ -422,7 +422,7 @@ USES = {
     "data swapped in every step": use(every=swap_in_every_step),
     "steps by hand": use(every=steps_by_hand),
     "backwards by hand": use(every=backward_by_hand, whole=STEPS - 3),
-    "frozen now and then": use(every=toggle, whole=STEPS - 2),
+    "frozen now and then": use(every=toggle, whole=None),
     "a hook for a while": use(every=hook_for_a_while, whole=None),
     "a late schedule": use(every=late_schedule, whole=STEPS - 2),
     "betas as a list": use(change=set_number("betas", [0.5, 0.6]), whole=STEPS - 2),
@@ -431,7 +431,7 @@ USES = {
         optimizer=sgd(0.9), change=set_number("weight_decay", torch.tensor(0.5)), whole=None
     ),
     "amsgrad": use(optimizer=fused(torch.optim.Adam, amsgrad=True)),
-    "adagrad": use(optimizer=fused(torch.optim.Adagrad)),
+    "adagrad": use(optimizer=fused(torch.optim.Adagrad), whole=0),
     "nesterov": use(optimizer=fused(torch.optim.SGD, momentum=0.9, nesterov=True)),
     "bfloat16": use(
         make=lambda: MLP().bfloat16(),
