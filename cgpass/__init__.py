@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cgpass.runtime.wrapper import CUDAGraphWrapper
     from cgpass.telemetry import counters
     from cgpass.verification import verify
+    from cgpass.whole_step import TrainStep, train_step
 
 __all__ = [
     "CUDAGraphWrapper",
