@@ -113,6 +113,14 @@ def test_decoding(run):
     assert (grown["recordings"], grown["replays"], grown["plain_calls"]) == (1, 56, 0)
 
 
+def test_reinforcement_learning(run):
+    out, grown = run("reinforcement_learning")
+    pieces = losses(out.partition("one graph: ")[0])
+    assert losses("one graph: " + out.partition("one graph: ")[2]) == pieces
+    assert pieces[1] < pieces[0]
+    assert grown["plain_calls"] == 0
+
+
 def test_regional_compilation(run):
     out, _ = run("regional_compilation")
     assert "8 layers: 2 graphs compiled, 16 recordings" in out
