@@ -3,12 +3,13 @@
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
-from cgpass import errors, last_resort, registration, version
+from cgpass import errors, version
 from cgpass.options import Options, set_defaults
+from cgpass.runtime import registration
+from cgpass.telemetry import last_resort
 
 if TYPE_CHECKING:
-    from cgpass.backend import cgpass
-    from cgpass.expectations import expect
+    from cgpass.backend import cgpass, reset
     from cgpass.graphed.api import make_graphed_callables
     from cgpass.graphed.options import GraphedOptions
     from cgpass.recompute.api import checkpoint
@@ -17,10 +18,10 @@ if TYPE_CHECKING:
     from cgpass.report.api import explain
     from cgpass.report.model import Report
     from cgpass.report.summary import summary
-    from cgpass.resetting import reset
+    from cgpass.report.verification import verify
     from cgpass.runtime.wrapper import CUDAGraphWrapper
     from cgpass.telemetry import counters
-    from cgpass.verification import verify
+    from cgpass.telemetry.expectations import expect
     from cgpass.whole_step import TrainStep, train_step
 
 __all__ = [
@@ -57,13 +58,13 @@ _HOMES: Final = {
     "TrainStep": "cgpass.whole_step",
     "checkpoint": "cgpass.recompute.api",
     "counters": "cgpass.telemetry",
-    "expect": "cgpass.expectations",
+    "expect": "cgpass.telemetry.expectations",
     "explain": "cgpass.report.api",
     "make_graphed_callables": "cgpass.graphed.api",
-    "reset": "cgpass.resetting",
+    "reset": "cgpass.backend",
     "summary": "cgpass.report.summary",
     "train_step": "cgpass.whole_step",
-    "verify": "cgpass.verification",
+    "verify": "cgpass.report.verification",
 }
 
 last_resort.install()

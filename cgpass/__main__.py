@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from cgpass import _torch, progress
+from cgpass import torch_private
 from cgpass.errors import ReportError
 from cgpass.report.check import least_share, run_script, verdict, work_done, wrapped
 from cgpass.report.collect import snapshot
@@ -18,6 +18,7 @@ from cgpass.report.frames import left_to_eager, new_breaks, noted
 from cgpass.report.model import Report, check_ending
 from cgpass.report.outside import with_outside
 from cgpass.runtime import native
+from cgpass.telemetry import progress
 from cgpass.version import VERSION
 
 
@@ -110,7 +111,7 @@ def _check(options: argparse.Namespace) -> int:
     )  # the script may go elsewhere
     if save is not None:
         _check_place(save)
-    breaks = _torch.graph_breaks()
+    breaks = torch_private.graph_breaks()
     with noted() as before:
         status = run_script(options.script, options.arguments, module=options.module)
         left = left_to_eager(before)

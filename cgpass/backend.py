@@ -9,37 +9,38 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgpass import _torch, live_counter, progress, telemetry, tracing
-from cgpass.assembly import GraphBuilder, passes_for
-from cgpass.compile import Boxed, Compiler, Direction, copy_of
-from cgpass.culprits import FailedOperators
+from cgpass import telemetry, torch_private
+from cgpass.compile import culprits
+from cgpass.compile.assembly import GraphBuilder, passes_for
+from cgpass.compile.compilers import Boxed, Compiler, Direction, copy_of
+from cgpass.compile.culprits import FailedOperators
+from cgpass.compile.facts.breaks import graph_break_of
+from cgpass.compile.facts.capturability import has_cpu_scalars, is_argument
+from cgpass.compile.facts.input_info import InputKind
+from cgpass.compile.facts.lines import begins_at
+from cgpass.compile.facts.origins import Origins
+from cgpass.compile.facts.partition_tag import get_tag
+from cgpass.compile.facts.target import find_target
+from cgpass.compile.facts.values import graph_outputs, has_nested_ints
+from cgpass.compile.layouts import laid_out_otherwise
+from cgpass.compile.option_names import check_names, parse_options
+from cgpass.compile.passes import dynamo_passes, rng_passes
+from cgpass.compile.passes.base import PassContext, run_passes
+from cgpass.compile.passes.functionalize_rng import RngPairs
+from cgpass.compile.passes.split_joint import split_joint
+from cgpass.compile.skips import Skips
+from cgpass.compile.training import TrainingCall
+from cgpass.compile.warm_start import GraphCache
 from cgpass.errors import DoubleBackwardError, DriverUnavailableError
-from cgpass.graph.breaks import graph_break_of
-from cgpass.graph.capturability import has_cpu_scalars, is_argument
-from cgpass.graph.lines import begins_at
-from cgpass.graph.origins import Origins
-from cgpass.graph.partition_tag import get_tag
-from cgpass.graph.target import find_target
-from cgpass.graph.values import graph_outputs, has_nested_ints
-from cgpass.inputs import InputKind
-from cgpass.layouts import laid_out_otherwise
-from cgpass.option_names import check_names, parse_options
 from cgpass.options import Options
-from cgpass.passes import dynamo_passes, rng_passes
-from cgpass.passes.base import PassContext, run_passes
-from cgpass.passes.functionalize_rng import RngPairs
-from cgpass.passes.split_joint import split_joint
-from cgpass.reason import Reason
-from cgpass.resetting import reset_with_torch
 from cgpass.runtime import native
 from cgpass.runtime.driver import CUDADriver, GraphDriver
-from cgpass.runtime.gathered import give_gathered_a_pool
-from cgpass.runtime.owner import Owner
+from cgpass.runtime.gathered import give_gathered_a_pool, give_pool_back
+from cgpass.runtime.owner import Owner, release_all
 from cgpass.runtime.rng_states import caller_of
 from cgpass.runtime.simulated import SimulatedDriver
-from cgpass.skips import Skips
-from cgpass.training import TrainingCall
-from cgpass.warm_start import GraphCache
+from cgpass.telemetry import live_counter, progress, tracing
+from cgpass.telemetry.reason import Reason
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +70,9 @@ def cgpass(
         DriverUnavailableError: `driver="cuda"` without CUDA.
     """
     del name
-    _torch.register_backend("cgpass", cgpass)
-    _torch.note_graph_breaks()
-    _torch.note_function()
+    torch_private.register_backend("cgpass", cgpass)
+    torch_private.note_graph_breaks()
+    torch_private.note_function()
     give_gathered_a_pool()
     live_counter.show()
     parsed = parse_options(options, mode)
@@ -85,9 +86,30 @@ def cgpass(
     return Compilation(parsed).compile(gm, example_inputs)
 
 
+def reset() -> None:
+    """Free every recording of this process; `torch.compiler.reset()` calls it too.
+
+    Compiled functions stay usable: their next calls warm up and record again. `cgpass.summary()` begins anew, with the
+    graphs that are compiled or called from now on and the graph breaks of their functions; functions at torch's limit on
+    compilations stay named, since they stay in eager until `torch.compiler.reset()`. `cgpass.counters()` go on.
+    """
+    telemetry.begin_summary()
+    for each in torch_private.graph_breaks():
+        each.earlier = True
+    release_all()
+    give_pool_back()
+
+
+def reset_with_torch() -> None:
+    """The same as torch forgets what it compiled."""
+    torch_private.end_notes()
+    culprits.forget_all()
+    reset()
+
+
 setattr(cgpass, "reset", reset_with_torch)  # noqa: B010  torch._dynamo.reset() looks for this attribute
 # torch.compile loads this module for what it compiles afterwards
-_torch.note_graph_breaks()
+torch_private.note_graph_breaks()
 give_gathered_a_pool()
 
 
@@ -118,8 +140,8 @@ class Compilation:
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Hand the graph to AOTAutograd with our split and our compilers."""
-        self._names = dict(enumerate(_torch.input_names(gm)))
-        self._source = tracing.Source(begins_at(gm), _torch.current_trace_id())
+        self._names = dict(enumerate(torch_private.input_names(gm)))
+        self._source = tracing.Source(begins_at(gm), torch_private.current_trace_id())
         self._graph_break = graph_break_of(gm)
         is_direct = self.options.parameter_grads == "direct"
         self._training = TrainingCall(direct=is_direct, source=self._source)
@@ -130,14 +152,14 @@ class Compilation:
         context = PassContext(device=torch.device("meta"), stage="dynamo", direction="joint")
         gm = run_passes(dynamo_passes(), gm, context).gm
         told = progress.shown(f"compiling {self._source.place or 'a graph'}", self.options.progress)
-        with told, _torch.double_backwards_raise(DoubleBackwardError):
+        with told, torch_private.double_backwards_raise(DoubleBackwardError):
             compiled = self._compile(gm, example_inputs)
         return self._training.around(compiled, gm)
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if self.options.compiler == "inductor":
             self._cache.find_key(gm, example_inputs, self.options)
-            return _torch.compile_with_inductor(
+            return torch_private.compile_with_inductor(
                 gm,
                 example_inputs,
                 inner_compile=self._inner_compile,
@@ -146,7 +168,7 @@ class Compilation:
                 cache_key=self._cache.key,
                 restore=self._cache.restore,
             )
-        return _torch.compile_with_aten(
+        return torch_private.compile_with_aten(
             gm,
             example_inputs,
             forward=functools.partial(self._aten_compile, direction="forward"),
@@ -156,7 +178,7 @@ class Compilation:
         )
 
     def _split(self, joint: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
-        if not _torch.is_nested_joint(inputs):
+        if not torch_private.is_nested_joint(inputs):
             self._num_fwd_outputs = settings["num_fwd_outputs"]
             self._training.forget()  # what could be had of a kept pair, of which the backward could not
             telemetry.compile_stats.joint_graphs += 1
@@ -215,9 +237,9 @@ class Compilation:
             A boxed callable.
         """
         if direction == "forward":
-            _torch.donate_no_buffers()
+            torch_private.donate_no_buffers()
         outputs = graph_outputs(gm)
-        static = _torch.static_input_indices(gm, inference=False)
+        static = torch_private.static_input_indices(gm, inference=False)
         if direction == "forward":
             self._parameters = frozenset(static)
         elif direction == "backward":
@@ -253,7 +275,7 @@ class Compilation:
         inputs += [node.meta["val"] for node in placeholders[len(inputs) :]]
         fn = self._compile_graph(gm, inputs, direction, compiler)
         if not backward:
-            _torch.hide_output_stride(pairs.positions_at)
+            torch_private.hide_output_stride(pairs.positions_at)
         call = caller_of(
             fn,
             "backward" if backward else "forward",
@@ -261,7 +283,7 @@ class Compilation:
             pairs.positions_at,
             exact=self.options.rng == "exact",
         )
-        return _torch.mark_boxed(lambda args: call(args))
+        return torch_private.mark_boxed(lambda args: call(args))
 
     def _compile_graph(
         self,
@@ -327,7 +349,7 @@ class Compilation:
         placeholders = gm.graph.find_nodes(op="placeholder")
         if direction == "backward":
             return {n.name: self._saved[n.name] for n in placeholders if n.name in self._saved}
-        static = _torch.static_input_indices(gm, inference=direction == "inference")
+        static = torch_private.static_input_indices(gm, inference=direction == "inference")
         return {placeholders[i].name: InputKind.STATIC for i in static}
 
     def _visible_outputs(self, gm: fx.GraphModule, direction: Direction) -> frozenset[int]:
@@ -339,7 +361,7 @@ class Compilation:
         """What the user calls each input of a forward or inference graph, by placeholder name."""
         names: dict[str, str] = {}
         for node in gm.graph.find_nodes(op="placeholder"):
-            position = _torch.input_position(node)
+            position = torch_private.input_position(node)
             if position in self._names:
                 names[node.name] = self._names[position]
         for node in filter(is_argument, gm.graph.nodes):

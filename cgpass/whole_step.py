@@ -32,18 +32,18 @@ from typing import Any, Final
 import torch
 from torch.utils import _pytree as pytree
 
-from cgpass import _torch, telemetry
+from cgpass import telemetry, torch_private
 from cgpass.backend import cgpass
+from cgpass.compile.facts.input_info import InputInfo, InputKind
+from cgpass.compile.option_names import parse_options
+from cgpass.compile.plan import whole_plan
+from cgpass.compile.training import TrainingCall, here
 from cgpass.errors import InputError, OptionError
-from cgpass.inputs import InputInfo, InputKind
-from cgpass.option_names import parse_options
 from cgpass.options import Options
-from cgpass.plan import whole_plan
-from cgpass.reason import many
 from cgpass.runtime import fast, native
 from cgpass.runtime.executor import Executor
 from cgpass.runtime.runner import PartitionRunner
-from cgpass.training import TrainingCall, here
+from cgpass.telemetry.reason import many
 
 log = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ class TrainStep:
         if self._broken_at is None:
             try:
                 return self._compiled(batch, named)
-            except _torch.not_one_graph() as error:
+            except torch_private.not_one_graph() as error:
                 if self._whole is not None:
                     raise
                 lines = str(error).strip().splitlines()
@@ -429,7 +429,7 @@ class _Update:
         for each in self.optimizers:
             if each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks:
                 return f"{type(each).__name__} has hooks on step()"
-        if _torch.has_global_optimizer_hooks():
+        if torch_private.has_global_optimizer_hooks():
             return "hooks are registered on every optimizer's step()"
         at = fast.first_watched(self.params)
         if at >= 0:
@@ -707,7 +707,7 @@ class _Whole:
         if update.max_norm is not None:
             update.grad_norm = outputs.pop()
         for n, dimensions in layout.dynamic:
-            _torch.mark_dynamic(outputs[n], dimensions)
+            torch_private.mark_dynamic(outputs[n], dimensions)
         return outputs
 
     def _make(self, tensors: Sequence[torch.Tensor]) -> None:

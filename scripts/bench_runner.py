@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from benchlib import arguments
 
-from cgpass.inputs import InputInfo, InputKind
+from cgpass.compile.facts.input_info import InputInfo, InputKind
+from cgpass.compile.plan import whole_plan
 from cgpass.options import Options
-from cgpass.plan import whole_plan
 from cgpass.runtime import native
 from cgpass.runtime.executor import Executor
 from cgpass.runtime.owner import Owner

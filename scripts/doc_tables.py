@@ -12,10 +12,10 @@ import itertools
 import sys
 from pathlib import Path
 
-from cgpass.graph.op_tables import FIXES, OPERATOR_FIXES
+from cgpass.compile.facts.op_tables import FIXES, OPERATOR_FIXES
 from cgpass.options import Options
-from cgpass.reason import OTHER_FIXES
 from cgpass.telemetry import CallStats, CompileStats
+from cgpass.telemetry.reason import OTHER_FIXES
 
 ROOT = Path(__file__).parents[1]
 

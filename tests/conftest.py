@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from cgpass import options
-from cgpass._torch import frames
 from cgpass.runtime import native
+from cgpass.torch_private import frames
 
 SCRIPTS_OWN = {"CGPASS_VENV"}
 

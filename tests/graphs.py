@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
-from cgpass import _torch
+from cgpass import torch_private
 
 CUDA = torch.device("cuda", 0)
 
@@ -206,7 +206,7 @@ def fake_tensor(mode: FakeTensorMode, spec: Spec | Sequence[int]) -> torch.Tenso
     shape: Sequence[Any] = spec.shape
     if spec.dynamic:
         context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(shape))
-        with _torch.no_fake_mode():
+        with torch_private.no_fake_mode():
             real = torch.empty(shape, device="meta")
         shape = mode.from_tensor(real, symbolic_context=context).shape
     with mode:
@@ -237,7 +237,7 @@ def joint_graph(fn: Callable[..., Any], *specs: Spec | Sequence[int]) -> Joint:
     def catch(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         seen.append(Joint(_copy(gm), inputs, kwargs))
         kwargs = {k: v for k, v in kwargs.items() if k.startswith(("num_fwd", "static_life"))}
-        return _torch.min_cut_partition(gm, inputs, compiler="eager", **kwargs)
+        return torch_private.min_cut_partition(gm, inputs, compiler="eager", **kwargs)
 
     with fake_cuda() as mode:
         wanted = [s if isinstance(s, Spec) else Spec(tuple(s), grad=True) for s in specs]
@@ -260,7 +260,7 @@ def inference_graph(fn: Callable[..., Any], *specs: Spec | Sequence[int]) -> fx.
 
 def _compile(fn: Callable[..., Any], args: list[Any], compiler: Any, split: Any) -> None:
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return _torch.compile_with_aten(
+        return torch_private.compile_with_aten(
             gm,
             inputs,
             forward=compiler,

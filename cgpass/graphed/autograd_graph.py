@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.graphed.values import no_autocast
 from cgpass.recompute.gradients import gradients
 from cgpass.recompute.nonreentrant import Checkpoint
@@ -41,7 +41,7 @@ class GraphFacts:
             variable = getattr(node, "variable", None)
             if variable is not None:
                 self.leaves.append(variable)
-            self._note_saved(_torch.saved_on(node), seen)
+            self._note_saved(torch_private.saved_on(node), seen)
             self.is_reentrant |= node.name() in _REENTRANT
             open_.extend(following for following, _ in node.next_functions)
 
@@ -49,8 +49,8 @@ class GraphFacts:
         open_ = list(saved)
         while open_:
             each = open_.pop()
-            hook = _torch.unpack_hook(each)
-            tensor = _torch.saved_tensor(each)
+            hook = torch_private.unpack_hook(each)
+            tensor = torch_private.saved_tensor(each)
             if tensor is not None:
                 self.saved.append(tensor)
             if hook is not None and id(hook) not in seen:
@@ -62,8 +62,8 @@ def _kept_to_recompute(hook: Any) -> list[Any]:
     """What a checkpoint without reentrancy keeps of its arguments, if a hook is one of its."""
     checkpoint = getattr(hook, "__self__", None)
     if isinstance(checkpoint, Checkpoint):
-        return list(_torch.saved_on(checkpoint.keeper))
-    return _torch.kept_by_checkpoint(hook)
+        return list(torch_private.saved_on(checkpoint.keeper))
+    return torch_private.kept_by_checkpoint(hook)
 
 
 def take_gradients(
@@ -135,12 +135,12 @@ def outputs_read_by_graph(outputs: Sequence[Any]) -> list[int]:
             among.add(id(base))
             base = base._base
     alone = torch.empty(1)
-    spare = _torch.storage_use_count(_storage_of(alone)) - 1
+    spare = torch_private.storage_use_count(_storage_of(alone)) - 1
     return [
         i
         for i, tensor in tensors
         if tensor.grad_fn is not None
-        and _torch.storage_use_count(_storage_of(tensor))
+        and torch_private.storage_use_count(_storage_of(tensor))
         > len(holders[_storage_of(tensor)]) + spare
     ]
 

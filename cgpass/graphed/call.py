@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.errors import GraphedBackwardError
 from cgpass.runtime import fast
 
@@ -79,17 +79,17 @@ class Call:
             The results; the backward is due to those that have a gradient, if anything requires one.
         """
         recorded = self.recorded
-        wanted = [_torch.unwrap_if_dead(tensors[i]) for i in recorded.wanted_inputs]
+        wanted = [torch_private.unwrap_if_dead(tensors[i]) for i in recorded.wanted_inputs]
         wanted += map(self.statics.__getitem__, recorded.wanted_statics)
-        if recorded.gives_arguments or _torch.uses_compiled_autograd():
+        if recorded.gives_arguments or torch_private.uses_compiled_autograd():
             outputs: Any = _apply(self, tensors, *wanted)
             return outputs[:-1]
         requires_grad = 1 in fast.requiring_grad(wanted)
-        _torch.set_grad_enabled(False)
+        torch_private.set_grad_enabled(False)
         try:
             made = self._forward(tensors, requires_grad=requires_grad)
         finally:
-            _torch.set_grad_enabled(True)
+            torch_private.set_grad_enabled(True)
         if requires_grad:
             saved = [made[i] for i in recorded.outputs_read]
             where = recorded.edges, recorded.direct, made, recorded.outputs_with_grad
@@ -188,7 +188,7 @@ class Call:
         return self._recorded is recorded and (recorded.retains or not self._done)
 
 
-@_torch.outside_dynamo
+@torch_private.outside_dynamo
 def _run_backward(
     call: Call, saved: list[torch.Tensor] | None, grads: list[torch.Tensor | None] | None
 ) -> list[Any]:
@@ -242,7 +242,7 @@ class _Graphed(torch.autograd.Function):
         return (None, None, *(grad if grad is None else next(fenced) for grad in grads))
 
 
-_apply = _torch.direct_apply(_Graphed)
+_apply = torch_private.direct_apply(_Graphed)
 
 
 class _NoSecond(torch.autograd.Function):

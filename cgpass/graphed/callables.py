@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.errors import StaticInputMovedError
 from cgpass.graphed.capture import Capture
 from cgpass.graphed.group import Group
@@ -80,7 +80,7 @@ class GraphedFunction:
             InputError: The arguments don't fit the sample.
             StaticInputMovedError: A parameter or buffer moved and `static_input_check` is "error".
         """
-        if _torch.is_exporting():
+        if torch_private.is_exporting():
             return self._plain(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _outside_dynamo(self, args, kwargs)
@@ -332,7 +332,7 @@ def record_alone(d: Pass, group: Group) -> RecordedPass:
             raise
 
 
-@_torch.outside_dynamo
+@torch_private.outside_dynamo
 def _outside_dynamo(fn: GraphedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return fn._call(args, kwargs)
 
@@ -346,18 +346,18 @@ def _computed(statics: Statics) -> str | None:
 def _is_watched() -> int:
     """Whether something is on that would not see a replay."""
     return (
-        _torch.in_functorch()
-        or _torch.in_forward_ad()
-        or _torch.num_dispatch_modes()
-        or _torch.is_jit_traced()
+        torch_private.in_functorch()
+        or torch_private.in_forward_ad()
+        or torch_private.num_dispatch_modes()
+        or torch_private.is_jit_traced()
     )
 
 
 def _why_unseen() -> str:
     """What is on that would not see a replay."""
-    if _torch.is_jit_traced():
+    if torch_private.is_jit_traced():
         return "torch.jit.trace, which would keep a replay's result as a constant, is on"
-    if _torch.in_functorch() or _torch.in_forward_ad():
+    if torch_private.in_functorch() or torch_private.in_forward_ad():
         return "a transform of torch.func or forward-mode AD, which a replay would leave out, is on"
     return "a dispatch mode (a tracer, a counter of operators, fake tensors), which sees no replay, is on"
 

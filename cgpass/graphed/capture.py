@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.graphed.arguments import Arguments
 from cgpass.graphed.autograd_graph import outputs_read_by_graph, take_gradients
 from cgpass.graphed.failures import blamed
@@ -111,7 +111,7 @@ class Capture:
         """Blocks of the pool, as bytes, that are in use now and were not before. **Lifetime:** they own nothing."""
         device = self._group.device
         return [
-            bytes_of(_torch.storage_at(address, num_bytes, device))
+            bytes_of(torch_private.storage_at(address, num_bytes, device))
             for address, num_bytes in self._group.driver.live_blocks(self._slot).items()
             if address not in before
         ]

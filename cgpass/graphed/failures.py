@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.errors import CaptureError, CGPassError, GraphedArgumentError
 from cgpass.runtime import rng_ops
 from cgpass.runtime.syncs import is_capture_error
@@ -20,7 +20,7 @@ _OWN = str(Path(__file__).parents[1])
 
 @contextlib.contextmanager
 def blamed(
-    name: str, direction: str, again: Callable[[_torch.TorchDispatchMode], object]
+    name: str, direction: str, again: Callable[[torch_private.TorchDispatchMode], object]
 ) -> Iterator[None]:
     """Have what a capture raises name the callable, the operator and the line.
 
@@ -92,7 +92,7 @@ def _is_foreign_generator(error: BaseException) -> bool:
     return any(words in str(error) for words in _FOREIGN_GENERATOR)
 
 
-def _operator(again: Callable[[_torch.TorchDispatchMode], object]) -> str | None:
+def _operator(again: Callable[[torch_private.TorchDispatchMode], object]) -> str | None:
     """The last operator that ran before a capture fails."""
     watch = LastOp()
     with contextlib.suppress(Exception):
@@ -118,7 +118,7 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n", 1)[0].rstrip(".")
 
 
-class LastOp(_torch.TorchDispatchMode):
+class LastOp(torch_private.TorchDispatchMode):
     """Notes the operator that runs; what puts the generators back after a failure is none."""
 
     def __init__(self) -> None:

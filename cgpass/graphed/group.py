@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from cgpass import progress
 from cgpass.graphed.accumulators import Accumulators
 from cgpass.graphed.pending import PendingCalls
 from cgpass.options import current_defaults
@@ -15,7 +14,7 @@ from cgpass.runtime.owner import Owner
 from cgpass.runtime.placeholders import Placeholder, overlaps_itself
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.signature import layout_of
-from cgpass.telemetry import CallStats
+from cgpass.telemetry import CallStats, progress
 
 
 class Group:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 
 
 @dataclass(eq=False)
@@ -80,5 +80,5 @@ class KeptState:
                 if kept.before is not None and kept.is_written():
                     kept.tensor.copy_(kept.before)
         changed = [kept for kept in there if kept.tensor._version != kept.version]
-        _torch.set_versions([k.tensor for k in changed], [k.version for k in changed])
+        torch_private.set_versions([k.tensor for k in changed], [k.version for k in changed])
         self._kept.clear()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.graphed.group import Group
 from cgpass.graphed.passes import Pass
 from cgpass.runtime.failures import random_state_kept
@@ -35,8 +35,8 @@ def prepared(passes: Pass | list[Pass], group: Group) -> Iterator[None]:
     with (
         torch.inference_mode(False),
         torch.autograd.set_detect_anomaly(False),  # which would read data in a capture
-        _torch.no_parametrize_cache(),  # which would keep a weight that a warm-up computed, and its graph
-        _torch.no_outer_saved_tensors_hooks(),  # a checkpoint's, which expects what a replay saves
+        torch_private.no_parametrize_cache(),  # which would keep a weight that a warm-up computed, and its graph
+        torch_private.no_outer_saved_tensors_hooks(),  # a checkpoint's, which expects what a replay saves
         random_state_kept(group.device, named),
         _host_random_state_kept(),
     ):

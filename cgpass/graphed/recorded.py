@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.errors import GraphedBackwardError, StaticInputMovedError
 from cgpass.graphed.arguments import Arguments
 from cgpass.graphed.call import Call
@@ -205,7 +205,7 @@ class RecordedPass:
         return group.hand_out(recording, outputs, own=group.own_grads)
 
     def _refuse_batched(self) -> None:
-        if _torch.in_vmap_or_functorch():
+        if torch_private.in_vmap_or_functorch():
             raise GraphedBackwardError(
                 f"{self.name}: a backward of batched gradients (is_grads_batched=True, jacobian(vectorize=True), or a "
                 "backward inside of torch.vmap), and the graph has one gradient of each result. Run one backward after "

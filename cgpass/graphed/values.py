@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from cgpass import _torch
-from cgpass.reason import many
+from cgpass import torch_private
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.placeholders import Placeholder, overlaps_itself
+from cgpass.telemetry.reason import many
 
 
 class InputMemory:
@@ -213,5 +213,5 @@ def no_autocast(tensors: Iterable[torch.Tensor]) -> torch.autocast:
 def no_autocast_cache() -> Iterator[None]:
     """Have autocast cast every weight anew: a cast weight of another run would be no part of the graph."""
     torch.clear_autocast_cache()
-    with _torch.autocast_cache_off():
+    with torch_private.autocast_cache_off():
         yield

@@ -10,7 +10,7 @@ import torch
 from torch.utils import checkpoint as torchs
 from torch.utils.checkpoint import noop_context_fn
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.errors import CheckpointArgumentError
 from cgpass.recompute import nonreentrant, reentrant
 from cgpass.recompute.ambient import Ambient
@@ -72,7 +72,7 @@ def checkpoint(
             fn, *args, use_reentrant=use_reentrant, determinism_check=determinism_check, **kwargs
         )
     if torch.compiler.is_compiling():
-        return _torch.outside_dynamo(_checkpoint)(
+        return torch_private.outside_dynamo(_checkpoint)(
             fn, args, kwargs, use_reentrant, determinism_check, context_fn, rng_tracker
         )
     return _checkpoint(fn, args, kwargs, use_reentrant, determinism_check, context_fn, rng_tracker)
@@ -88,7 +88,7 @@ def _checkpoint(
     tracker: RNGStatesTracker | None,
 ) -> Any:
     require_wanted(fn, kwargs)
-    if _torch.in_functorch() or _torch.in_forward_ad():
+    if torch_private.in_functorch() or torch_private.in_forward_ad():
         _warn_of_plain_run()
         return fn(*args, **kwargs)
     forward_context, context = _contexts(context_fn)

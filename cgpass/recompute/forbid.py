@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from cgpass import _torch
+from cgpass import torch_private
+from cgpass.compile.facts.draws import draws
 from cgpass.errors import CheckpointError
-from cgpass.graph.draws import draws
 
 NOT_WARMED_UP: Final = (
     "while a CUDA graph is being captured, and the recomputation could not draw the same ones. Capture into a "
@@ -17,7 +17,7 @@ CAPTURE_ENDED: Final = (
 )
 
 
-class ForbidRandom(_torch.TorchDispatchMode):
+class ForbidRandom(torch_private.TorchDispatchMode):
     """Raises at the first operator that draws random numbers; operators without tags are not looked at."""
 
     def __init__(self, why: str) -> None:

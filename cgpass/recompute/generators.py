@@ -2,10 +2,10 @@
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.runtime import rng_ops
 
-default_generator = _torch.default_generator
+default_generator = torch_private.default_generator
 
 
 def new_generator(device: torch.device, seed: int) -> torch.Generator:
@@ -24,14 +24,14 @@ def get_state(generator: torch.Generator) -> torch.Tensor:
     Returns:
         uint8 `(state_bytes,)` on the CPU. **Lifetime:** the caller's own.
     """
-    if generator.device.type == "cpu" and _torch.num_dispatch_modes():
+    if generator.device.type == "cpu" and torch_private.num_dispatch_modes():
         return rng_ops.get_state(generator)
     return generator.get_state()
 
 
 def set_state(generator: torch.Generator, state: torch.Tensor) -> None:
     """Put a state back that `get_state` gave."""
-    if generator.device.type == "cpu" and _torch.num_dispatch_modes():
+    if generator.device.type == "cpu" and torch_private.num_dispatch_modes():
         rng_ops.set_state(generator, state)
     else:
         generator.set_state(state)

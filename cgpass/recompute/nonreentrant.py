@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.errors import CheckpointError
 from cgpass.recompute.ambient import Ambient
 from cgpass.recompute.inputs import Arguments, KeptTensors
@@ -105,7 +105,7 @@ class Checkpoint:
 
     def hooks(self) -> contextlib.AbstractContextManager[None]:
         """Around the forward."""
-        return _torch.checkpoint_hooks(self._drop, self._restore)
+        return torch_private.checkpoint_hooks(self._drop, self._restore)
 
     def _drop(self, tensor: torch.Tensor) -> Slot:
         slot = Slot(len(self._slots), Meta.of(tensor))
@@ -113,14 +113,14 @@ class Checkpoint:
         return slot
 
     def _restore(self, slot: Slot) -> torch.Tensor:
-        task = _torch.graph_task()
+        task = torch_private.graph_task()
         with self._lock:
             if task < 0:
                 return self._read_outside(slot)
             if task not in self._done:
                 self._recompute(task)
                 self._done.add(task)
-                _torch.after_backward(_forgetting(self, task))
+                torch_private.after_backward(_forgetting(self, task))
             return self._take(slot, task)
 
     def _read_outside(self, slot: Slot) -> torch.Tensor:
@@ -214,7 +214,7 @@ class _Recomputation:
 
     def hooks(self) -> contextlib.AbstractContextManager[None]:
         """Around the run. The graph that it builds is thrown away; backward passes inside of it find their tensors."""
-        return _torch.checkpoint_hooks(self._keep, lambda tensor: tensor)
+        return torch_private.checkpoint_hooks(self._keep, lambda tensor: tensor)
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         index = self._count

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.errors import CheckpointError
 from cgpass.recompute.ambient import Ambient
 from cgpass.recompute.inputs import Arguments, anchor
@@ -68,7 +68,7 @@ class _Reentrant(torch.autograd.Function):
                 "cgpass.checkpoint: with use_reentrant=True there are no gradients of gradients (create_graph=True). "
                 "Checkpoint with use_reentrant=False."
             )
-        if not _torch.accumulates_everywhere():
+        if not torch_private.accumulates_everywhere():
             raise CheckpointError(
                 "cgpass.checkpoint: with use_reentrant=True the backward fills the .grad of every parameter it meets, "
                 "which torch.autograd.grad and backward(inputs=...) don't. Call backward() without inputs "

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 
-from cgpass import _torch, telemetry
+from cgpass import telemetry, torch_private
 from cgpass.backend import cgpass
 from cgpass.errors import OptionError
 from cgpass.options import set_defaults
@@ -106,8 +106,8 @@ def explain(
 def _compiled(fn: Callable[..., Any] | torch.nn.Module) -> Iterator[Callable[..., Any]]:
     """What `torch.compile` makes of it with the options of now; afterwards nothing of it is left."""
     before = telemetry.counters()["graphs"]
-    with _torch.backend_for_once(cgpass) as backend:
-        _torch.note_graph_breaks()  # Dynamo is loaded by now
+    with torch_private.backend_for_once(cgpass) as backend:
+        torch_private.note_graph_breaks()  # Dynamo is loaded by now
         try:
             yield torch.compile(fn, backend=backend)
         finally:

@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch.utils import _pytree as pytree
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.report.reached import bytes_covered, has_storage, leaves_behind, tensors_of
 from cgpass.report.state import State
 from cgpass.runtime.placeholders import bytes_of
@@ -132,7 +132,7 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
                 part = bytes_of(source)[start:end]
                 storages[source._cdata] = part.clone().untyped_storage()
         offset = tensor.storage_offset() - start // tensor.element_size()
-        copy = _torch.on_storage(storages[source._cdata], tensor.detach(), offset=offset)
+        copy = torch_private.on_storage(storages[source._cdata], tensor.detach(), offset=offset)
         copy.requires_grad_(tensor.requires_grad)
         vars(copy).update(vars(tensor))  # mark_dynamic and its like leave attributes
         copies.append(copy)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 from cgpass import telemetry
 from cgpass.errors import ReportError
-from cgpass.reason import NEW, OTHER_FIXES, Reason
 from cgpass.report.model import EagerFunction, ReasonReport
 from cgpass.report.ran import Ran, calls_of_parts
 from cgpass.report.table import WIDTH
 from cgpass.report.words import breaks, many, only_breaks, ran, share, why_left
-from cgpass.summaries import PartitionSummary
+from cgpass.telemetry.reason import NEW, OTHER_FIXES, Reason
+from cgpass.telemetry.summaries import PartitionSummary
 
 _FAILED = frozenset({"capture", "failed_capture", "no_placeholder", "out_of_memory", "syncs"})
 """Codes of what turned out not to be capturable only when it was captured."""

@@ -9,7 +9,6 @@ import torch
 
 from cgpass import telemetry
 from cgpass.options import Options
-from cgpass.reason import Reason
 from cgpass.report.kernels import Launches
 from cgpass.report.measure import Key, Times
 from cgpass.report.model import (
@@ -27,7 +26,8 @@ from cgpass.runtime import native
 from cgpass.runtime.executor import Executor
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner
-from cgpass.summaries import GraphSummary, PartitionSummary
+from cgpass.telemetry.reason import Reason
+from cgpass.telemetry.summaries import GraphSummary, PartitionSummary
 from cgpass.version import VERSION
 
 

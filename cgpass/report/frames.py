@@ -11,11 +11,11 @@ import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from cgpass import _torch, telemetry
-from cgpass.graph.breaks import given_up
-from cgpass.graph.lines import function_name
-from cgpass.reason import OTHER_FIXES, OTHER_OPTIONS, Reason, ways
+from cgpass import telemetry, torch_private
+from cgpass.compile.facts.breaks import given_up
+from cgpass.compile.facts.lines import function_name
 from cgpass.report.model import EagerFunction, ReasonReport
+from cgpass.telemetry.reason import OTHER_FIXES, OTHER_OPTIONS, Reason, ways
 
 _NOTED: Final = 4096
 """Compilations of a process that are looked through; torch keeps less."""
@@ -37,17 +37,17 @@ def noted() -> Iterator[list[Any]]:
 
     def more(*_: object) -> None:
         if not before:
-            limit = _torch.note_compilations(_NOTED)
+            limit = torch_private.note_compilations(_NOTED)
             before.extend([] if limit is None else [limit])
 
     end = telemetry.listen(more)
     more()
     try:
-        yield _torch.compilations()
+        yield torch_private.compilations()
     finally:
         end()
         if before:
-            _torch.note_compilations(before[0])
+            torch_private.note_compilations(before[0])
 
 
 Function = tuple[Any, ...]
@@ -66,8 +66,8 @@ def left_to_eager(
     known = set(map(id, before))
     return tuple(
         _described(function, each)
-        for function, each in _last(_torch.compilations()).items()
-        if _torch.was_given_up(each) and (id(each) not in known or function in again)
+        for function, each in _last(torch_private.compilations()).items()
+        if torch_private.was_given_up(each) and (id(each) not in known or function in again)
     )
 
 
@@ -76,11 +76,11 @@ def at_limit() -> tuple[EagerFunction, ...]:
 
     A note without its function's name may be from before a reset.
     """
-    last = _last(_since_reset(_torch.compilations()))
+    last = _last(_since_reset(torch_private.compilations()))
     return tuple(
         _described(function, each)
         for function, each in last.items()
-        if _is_at_limit(each) and _torch.is_ours(each) and len(function) > 1
+        if _is_at_limit(each) and torch_private.is_ours(each) and len(function) > 1
     )
 
 
@@ -100,10 +100,10 @@ class Watch:
         self._given_up = {
             function
             for function, each in _last(_since_reset(notes)).items()
-            if _torch.was_given_up(each) and any(_is_of(function, code) for code in behind)
+            if torch_private.was_given_up(each) and any(_is_of(function, code) for code in behind)
         }
-        self._before = _torch.graph_breaks()
-        self._seen: list[_torch.GraphBreak] | None = None
+        self._before = torch_private.graph_breaks()
+        self._seen: list[torch_private.GraphBreak] | None = None
         """Graph breaks that were noted before calls were watched; None if none were."""
         self._ran: set[types.CodeType] = set()
         self._met: set[int] = set()
@@ -111,7 +111,7 @@ class Watch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the calls that are made inside, unless somebody else's profiler does."""
-        seen = _torch.graph_breaks()
+        seen = torch_private.graph_breaks()
         if not (self._given_up or seen) or sys.getprofile() is not None:
             yield
             return
@@ -140,7 +140,7 @@ class Watch:
         called = {(c.co_filename, c.co_firstlineno, c.co_name) for c in self._ran}
         return self._given_up & called
 
-    def graph_breaks(self) -> list[_torch.GraphBreak]:
+    def graph_breaks(self) -> list[torch_private.GraphBreak]:
         """Those that calls met which were watched, and those noted since; without a watch, all that are new.
 
         So for other threads, which are not watched.
@@ -166,10 +166,10 @@ class _Identities:
         return id(code) in self._by_id
 
 
-def new_breaks(before: Sequence[_torch.GraphBreak]) -> list[_torch.GraphBreak]:
+def new_breaks(before: Sequence[torch_private.GraphBreak]) -> list[torch_private.GraphBreak]:
     """Graph breaks that were met since others were all."""
     known = set(map(id, before))
-    return [each for each in _torch.graph_breaks() if id(each) not in known]
+    return [each for each in torch_private.graph_breaks() if id(each) not in known]
 
 
 def _since_reset(notes: Sequence[Any]) -> Sequence[Any]:
@@ -180,7 +180,7 @@ def _since_reset(notes: Sequence[Any]) -> Sequence[Any]:
         if notes[i].co_name is None or not (frame and number.isdecimal()):
             continue
         _, _, of_frame = frame.rpartition("/")
-        if of_frame.isdecimal() and int(of_frame) >= _torch.frames_compiled():
+        if of_frame.isdecimal() and int(of_frame) >= torch_private.frames_compiled():
             return notes[i + 1 :]
         if frame in newest and int(number) >= newest[frame]:
             return notes[i + 1 :]
@@ -193,7 +193,7 @@ def _last(notes: Iterable[Any]) -> dict[Function, Any]:
     functions: dict[str, Function] = {}
     last: dict[Function, Any] = {}
     for each in notes:
-        frame = _torch.function_of(each.compile_id)
+        frame = torch_private.function_of(each.compile_id)
         if each.co_name is not None:
             functions[frame] = each.co_filename, each.co_firstlineno, each.co_name
         elif not _is_at_limit(each):  # a backward's

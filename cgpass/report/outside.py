@@ -3,14 +3,14 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from cgpass import _torch
-from cgpass.graph.breaks import place_of, untold
+from cgpass import torch_private
+from cgpass.compile.facts.breaks import place_of, untold
 from cgpass.report.collect import reasons
 from cgpass.report.model import EagerFunction, Report
 
 
 def with_outside(
-    report: Report, left: Sequence[EagerFunction], noted: Iterable[_torch.GraphBreak]
+    report: Report, left: Sequence[EagerFunction], noted: Iterable[torch_private.GraphBreak]
 ) -> Report:
     """A report, and what lies outside of its functions, each once.
 

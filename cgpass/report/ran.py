@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cgpass import telemetry
-from cgpass.summaries import GraphSummary
+from cgpass.telemetry.summaries import GraphSummary
 
 _MANY = 0.2
 """Share of calls from which on warm-ups are worth a word."""

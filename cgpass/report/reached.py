@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch.utils import _pytree as pytree
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.backend import cgpass
 from cgpass.graphed.reach import is_library, modules_behind, values_behind
 
@@ -225,11 +225,11 @@ def reaches_compiled(called: Called) -> bool:
     named = [value for values in read_by_name(fn) for value in values.values()]
     named += pytree.tree_leaves(called.arguments)
     functions = [value for value in named if isinstance(value, types.FunctionType)]
-    if _torch.is_disabled(fn):  # torch.compile would find what it wraps
+    if torch_private.is_disabled(fn):  # torch.compile would find what it wraps
         return True
-    if any(map(_torch.is_compiled, [fn, *functions, *called.modules])):
+    if any(map(torch_private.is_compiled, [fn, *functions, *called.modules])):
         return True
-    return any(_torch.is_compiled_by(value, cgpass) for value in called.values)
+    return any(torch_private.is_compiled_by(value, cgpass) for value in called.values)
 
 
 def leaves_behind(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:

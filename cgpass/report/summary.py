@@ -2,9 +2,9 @@
 
 import os
 
-from cgpass import _torch, telemetry
-from cgpass.graph.breaks import untold
-from cgpass.graph.lines import function_name
+from cgpass import telemetry, torch_private
+from cgpass.compile.facts.breaks import untold
+from cgpass.compile.facts.lines import function_name
 from cgpass.report import frames
 from cgpass.report.words import why_left
 from cgpass.runtime import native
@@ -27,7 +27,7 @@ def summary() -> str:
     functions = set(map(_function_at, places))
     noted = [
         each
-        for each in _torch.graph_breaks()
+        for each in torch_private.graph_breaks()
         if not each.earlier or _function_of(each) in functions
     ]
     found = untold(noted, [end.line for end in ends], places)
@@ -57,7 +57,7 @@ def _function_at(place: str | None) -> str:
     return f"{where.rpartition(':')[0]} in {name}" if name else "module"
 
 
-def _function_of(noted: _torch.GraphBreak) -> str:
+def _function_of(noted: torch_private.GraphBreak) -> str:
     file, name = noted.function
     if file.endswith(frames.WRAPPER):
         return "module"

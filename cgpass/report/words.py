@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from cgpass.reason import Reason, many
+from cgpass.telemetry.reason import Reason, many
 
 if TYPE_CHECKING:
     from cgpass.report.model import (

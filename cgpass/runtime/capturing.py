@@ -19,7 +19,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 
-from cgpass import _torch
+from cgpass import torch_private
 
 _lock = threading.RLock()  # a collection inside may come back here
 _running = 0
@@ -39,14 +39,14 @@ def capture_runs() -> Iterator[None]:
     with _lock:
         _running += 1
         if _running == 1:
-            _stale_followed = _torch.have_stale_streams_follow(True)
+            _stale_followed = torch_private.have_stale_streams_follow(True)
     try:
         yield
     finally:
         with _lock:
             _running -= 1
             if not _running:
-                _torch.have_stale_streams_follow(_stale_followed)
+                torch_private.have_stale_streams_follow(_stale_followed)
         _run_waiting()
 
 

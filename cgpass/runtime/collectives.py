@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from cgpass import _torch, registration
+from cgpass import torch_private
+from cgpass.compile.facts import op_tables
 from cgpass.errors import CollectiveTimeoutError
-from cgpass.graph import op_tables
+from cgpass.runtime import registration
 from cgpass.runtime.capturing import is_any_capture_running
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.writes import extent, has_place, tensors_in, written_by
@@ -38,12 +39,12 @@ def may_be_captured(device: torch.device) -> bool:
     """
     if device.type != "cuda":
         return True
-    expandable = _torch.uses_expandable_segments()
+    expandable = torch_private.uses_expandable_segments()
     if expandable is None:
         expandable = registration.asks_for_expandable_segments()
     if not expandable:
         return True
-    if registration.is_off() is None and not _torch.nccl_communicates():
+    if registration.is_off() is None and not torch_private.nccl_communicates():
         registration.turn_off()
     return registration.is_off() is True
 
@@ -82,7 +83,7 @@ def _works_in_place(func: Any) -> bool:
 def made_alone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Results of a collective as a capture has them: their memory, without any communication."""
     if _works_in_place(func):  # on what it is given first, which it returns beside its work
-        work = _torch.finished_work()
+        work = torch_private.finished_work()
         return (args[0], work) if len(func._schema.returns) > 1 else work
     meta = pytree.tree_map(_on_meta, (args, kwargs))
     return pytree.tree_map(_zeros, func(*meta[0], **meta[1]))
@@ -96,7 +97,7 @@ def _zeros(value: Any) -> Any:
     return torch.zeros_like(value, device="cpu") if isinstance(value, torch.Tensor) else value
 
 
-class Alone(_torch.TorchDispatchMode):
+class Alone(torch_private.TorchDispatchMode):
     """Has what is called inside communicate with nobody."""
 
     @classmethod
@@ -108,7 +109,7 @@ class Alone(_torch.TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if communicates(func):
-            with _torch.without_modes():  # which would call what is on CPU
+            with torch_private.without_modes():  # which would call what is on CPU
                 return made_alone(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -122,7 +123,7 @@ def completed(func: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         results = func(*args, **kwargs)
         for value in tensors_in(results):
-            _torch.wait_tensor()(value)
+            torch_private.wait_tensor()(value)
         return results
 
     return run

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.runtime.capturing import capture_runs, may_be_empty, no_gc, when_no_capture_runs
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
@@ -127,18 +127,18 @@ class Pool:
     @contextlib.contextmanager
     def allocating(self) -> Iterator[None]:
         """Have this thread's allocations come from this pool."""
-        _torch.begin_allocating_to_pool(self._device, self.handle)
+        torch_private.begin_allocating_to_pool(self._device, self.handle)
         self._users += 1
         try:
             yield
         finally:
-            _torch.end_allocating_to_pool(self._device, self.handle)
+            torch_private.end_allocating_to_pool(self._device, self.handle)
 
     def end_of_warm_ups(self) -> None:
         """Leave the pool to its graphs."""
         while self._users:
             self._users -= 1
-            _torch.release_pool(self._device, self.handle)
+            torch_private.release_pool(self._device, self.handle)
 
     def leave(self) -> None:
         """Use it no more: a failed capture leaves it open in the allocator of host memory, or closes it for good."""
@@ -170,8 +170,8 @@ class CallStreams:
 
     def enter(self) -> None:
         """Make the current stream wait for the stream of the previous call, if that was another one."""
-        raw = _torch.current_raw_stream(self._device.index)
-        if raw == self._last or _torch.is_capturing():
+        raw = torch_private.current_raw_stream(self._device.index)
+        if raw == self._last or torch_private.is_capturing():
             return
         current = torch.cuda.current_stream(self._device)
         if self._last is not None:
@@ -308,7 +308,7 @@ class CUDADriver(GraphDriver):
             torch.cuda.device(self.device),
             torch.cuda.stream(self._stream),
         ):
-            _torch.clear_cublas_workspaces()
+            torch_private.clear_cublas_workspaces()
             try:
                 outputs = self._capture(graph, pool, fn, args)
             except BaseException:
@@ -316,7 +316,7 @@ class CUDADriver(GraphDriver):
                 self._repair(generators, states)
                 raise
             finally:
-                _torch.clear_cublas_workspaces()
+                torch_private.clear_cublas_workspaces()
         current.wait_stream(self._stream)
         recorded = _CUDAGraph(graph, pool, generators[0], self._streams, self._instantiate_ms)
         pool.end_of_warm_ups()
@@ -346,12 +346,12 @@ class CUDADriver(GraphDriver):
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            _torch.clear_cublas_workspaces()
+            torch_private.clear_cublas_workspaces()
             try:
                 with self._pool(0).allocating():
                     outputs = fn(args)
             finally:
-                _torch.clear_cublas_workspaces()
+                torch_private.clear_cublas_workspaces()
         current.wait_stream(self._stream)
         return outputs
 
@@ -363,14 +363,14 @@ class CUDADriver(GraphDriver):
     def prepare_thread(self) -> None:
         """See `GraphDriver.prepare_thread`. No handle can be made while the thread captures."""
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            _torch.make_library_handles(self.device)
+            torch_private.make_library_handles(self.device)
 
     def live_blocks(self, slot: int) -> dict[int, int]:
         """See `GraphDriver.live_blocks`. From the allocator's own records; on the host, no synchronisation."""
         pool = self._pools.get(slot)
         if pool is None or not pool.is_used:
             return {}
-        segments = _torch.pool_segments(pool.handle)
+        segments = torch_private.pool_segments(pool.handle)
         return {
             block["address"]: block["size"]
             for segment in segments
@@ -381,7 +381,9 @@ class CUDADriver(GraphDriver):
     def pool_bytes(self) -> int | None:
         """See `GraphDriver.pool_bytes`. From the allocator's own records."""
         used = [pool for pool in self._pools.values() if pool.is_used]
-        return sum(s["total_size"] for pool in used for s in _torch.pool_segments(pool.handle))
+        return sum(
+            s["total_size"] for pool in used for s in torch_private.pool_segments(pool.handle)
+        )
 
     def give_back(self) -> None:
         """See `GraphDriver.give_back`."""
@@ -421,7 +423,7 @@ class CUDADriver(GraphDriver):
             with may_be_empty():
                 graph.capture_end()
         except BaseException:
-            _torch.abandon_failed_capture(self._index, pool.handle)
+            torch_private.abandon_failed_capture(self._index, pool.handle)
             raise
         self._instantiate_ms = (time.perf_counter() - start) * 1e3
         return outputs
@@ -431,11 +433,11 @@ class CUDADriver(GraphDriver):
             try:
                 graph.capture_end()
             except RuntimeError:
-                _torch.abandon_failed_capture(self._index, pool.handle)
+                torch_private.abandon_failed_capture(self._index, pool.handle)
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured."""
-        return _torch.is_capturing()
+        return torch_private.is_capturing()
 
     def enter_call(self) -> None:
         """See Note [Calls on several streams]."""

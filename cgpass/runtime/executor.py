@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.runtime.fast import taker
 from cgpass.runtime.outputs import CopyOut
 from cgpass.runtime.owner import Owner
@@ -16,7 +16,7 @@ from cgpass.runtime.recording import Recording
 from cgpass.runtime.runner import PartitionRunner
 from cgpass.telemetry import CallStats, Tally
 
-_profiler = _torch.profiler_state
+_profiler = torch_private.profiler_state
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def ranged(run: Run, name: str) -> Run:
     """`run`, as a range of a profile."""
 
     def within(values: list[Any]) -> Any:
-        with _torch.profiler_range(name):
+        with torch_private.profiler_range(name):
             return run(values)
 
     return within

@@ -10,10 +10,10 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from cgpass.errors import CaptureError, StagingError
-from cgpass.reason import CallReasons
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.syncs import is_capture_error
 from cgpass.telemetry import CallStats
+from cgpass.telemetry.reason import CallReasons
 
 log = logging.getLogger(__name__)
 

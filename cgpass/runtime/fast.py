@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 
 ViewSpec = tuple[int, tuple[int, ...], tuple[int, ...], int]
 """Position of an input, size and stride of a view of it, elements from the input's first to the view's."""
@@ -199,7 +199,7 @@ def fill_in(module: ModuleType) -> None:
 
 def _register_node(attach: Callable[..., None]) -> None:
     """Have torch know the node for one of its own: `isinstance(out.grad_fn, torch.autograd.graph.Node)`."""
-    with _torch.without_modes(), torch.inference_mode(False), torch.enable_grad():
+    with torch_private.without_modes(), torch.inference_mode(False), torch.enable_grad():
         out = [torch.empty(0)]
         leaf = torch.empty(0, requires_grad=True)
         attach(None, None, [leaf], (0,), (), out, (0,), [], [], "Node", True, False)

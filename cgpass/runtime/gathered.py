@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.runtime.storage_set import StorageSet
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _is_in_use = threading.Lock()
 
 def give_gathered_a_pool() -> None:
     """Have FSDP2 gather into memory of its own from now on. See Note [Gathered parameters have a pool of their own]."""
-    _torch.around_gathering(_begin, _gathered.add)
+    torch_private.around_gathering(_begin, _gathered.add)
 
 
 def _begin(device: torch.device) -> Callable[[], None] | None:
@@ -39,7 +39,7 @@ def _begin(device: torch.device) -> Callable[[], None] | None:
     index = torch.cuda.current_device() if device.index is None else device.index
     try:
         pool = _pool(index)
-        _torch.begin_allocating_to_pool(index, pool.id)
+        torch_private.begin_allocating_to_pool(index, pool.id)
     except BaseException as error:
         _is_in_use.release()
         if not isinstance(error, RuntimeError):
@@ -60,8 +60,8 @@ def _note_refusal(why: str) -> None:
 
 def _end(device: int, handle: Any) -> None:
     try:
-        _torch.end_allocating_to_pool(device, handle)
-        _torch.release_pool(device, handle)
+        torch_private.end_allocating_to_pool(device, handle)
+        torch_private.release_pool(device, handle)
     finally:
         _is_in_use.release()
 

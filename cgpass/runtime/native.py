@@ -39,8 +39,9 @@ from typing import Final
 
 import torch
 
-from cgpass import _torch, progress
+from cgpass import torch_private
 from cgpass.runtime import fast
+from cgpass.telemetry import progress
 
 if sys.platform != "win32":  # where nothing is compiled
     import fcntl
@@ -101,7 +102,7 @@ def _layout_is_known() -> bool:
     """
     if platform.python_implementation() != "CPython":
         return False
-    with _torch.without_modes():  # a graph may be being traced
+    with torch_private.without_modes():  # a graph may be being traced
         tensor = torch.empty(0)
     address = id(tensor) + object.__basicsize__
     return ctypes.c_void_p.from_address(address).value == tensor._cdata

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.runtime import fast
 from cgpass.runtime.placeholders import bytes_of
 
@@ -74,7 +74,7 @@ class OutputMemory:
             block.members.append(number)
             block.visible |= use[0]
             block.internal |= use[1]
-            self.tensors.append(_torch.on_storage(block.base.untyped_storage(), output))
+            self.tensors.append(torch_private.on_storage(block.base.untyped_storage(), output))
         self.watch: fast.Watch = ((), b"")
         """Storages of the stand-ins. Whoever keeps one of them counts as holding it."""
         self._addresses = tuple(block.address for block in self._blocks)
@@ -163,7 +163,9 @@ class OutputMemory:
         block = self._blocks[k]
         block.base = other
         for number in block.members:
-            self.tensors[number] = _torch.on_storage(other.untyped_storage(), self.tensors[number])
+            self.tensors[number] = torch_private.on_storage(
+                other.untyped_storage(), self.tensors[number]
+            )
 
     def _count_again(self, blocks: Collection[int]) -> None:
         """Count references to the stand-ins of blocks that nobody holds."""
@@ -218,7 +220,7 @@ class OutputMemory:
 
 def count_users(storages: tuple[torch.UntypedStorage, ...]) -> tuple[int, ...]:
     """Numbers of references to storages: in C++, where their Python objects are one each, and to these objects."""
-    counts = map(_torch.storage_use_count, [storage._cdata for storage in storages])
+    counts = map(torch_private.storage_use_count, [storage._cdata for storage in storages])
     references = map(sys.getrefcount, storages)
     return tuple(a + b - _OF_A_COUNT for a, b in zip(counts, references, strict=True))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.runtime import fast
 from cgpass.runtime.placeholders import num_bytes, overlaps_itself
 from cgpass.runtime.signature import layout_of
@@ -49,7 +49,7 @@ class InputAlias:
         start = value.storage_offset() * value.dtype.itemsize + self.offset_bytes
         out = torch.empty(0, dtype=self.dtype, device=value.device)
         out.set_(value.untyped_storage(), start // itemsize, self.size, self.stride)
-        return _torch.with_lazy_bits(out, conj=self.conj, neg=self.neg)
+        return torch_private.with_lazy_bits(out, conj=self.conj, neg=self.neg)
 
 
 def alias_of_input(
@@ -131,7 +131,9 @@ class CopyOut:
             copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             storage = storages[source.data_ptr()]
             copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-            results[n] = _torch.with_lazy_bits(copy, conj=tensor.is_conj(), neg=tensor.is_neg())
+            results[n] = torch_private.with_lazy_bits(
+                copy, conj=tensor.is_conj(), neg=tensor.is_neg()
+            )
         for n, part in self._parts:
             (results[n],) = fast.views(results, (part,))
         for n, twin in self._twins:

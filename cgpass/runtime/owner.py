@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.runtime import fast, native
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.recording import Recording
@@ -315,8 +315,8 @@ class Owner:
 
     def add_recording(self, recording: Recording) -> None:
         """Note a recording, and where its outputs lie. See Note [Graphs and process groups]."""
-        if _torch.has_process_groups():
-            _torch.before_process_groups_end(release_all, release_idle)
+        if torch_private.has_process_groups():
+            torch_private.before_process_groups_end(release_all, release_idle)
         self._slots[recording.slot].recordings.append(recording)
         self._pool_addresses.update(recording.memory.addresses())
 
@@ -376,7 +376,9 @@ class Owner:
     def __del__(self) -> None:
         """Outputs that outlive the compiled function lie in its pools: they are moved before those go."""
         if not sys.is_finalizing():
-            with _torch.without_modes():  # the garbage collector may come in the middle of a trace
+            with (
+                torch_private.without_modes()
+            ):  # the garbage collector may come in the middle of a trace
                 self.close()
 
 

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 
 COPIED_AS_THEY_ARE: Final = frozenset(
     {
@@ -75,7 +75,7 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """What lies in memory: `tensor` without its conjugate and negative bits, of a dtype that can be copied."""
-    plain = _torch.with_lazy_bits(tensor, conj=tensor.is_conj(), neg=tensor.is_neg())
+    plain = torch_private.with_lazy_bits(tensor, conj=tensor.is_conj(), neg=tensor.is_neg())
     return as_bits(plain)
 
 
@@ -91,11 +91,11 @@ class Placeholder:
         conj, neg = like.is_conj(), like.is_neg()
         self.lazy = conj or neg or like.dtype not in COPIED_AS_THEY_ARE
         self.whole = whole_storage
-        like = _torch.with_lazy_bits(like, conj=conj, neg=neg)
+        like = torch_private.with_lazy_bits(like, conj=conj, neg=neg)
         self.flat = overlaps_itself(like)
         if whole_storage:
             self.target = torch.empty_like(bytes_of(like.untyped_storage()))
-            self.tensor = _torch.on_storage(self.target.untyped_storage(), like)
+            self.tensor = torch_private.on_storage(self.target.untyped_storage(), like)
         elif self.flat:
             self.target = torch.empty_like(flat_view(like))
             self.tensor = self.target.as_strided(like.size(), like.stride(), 0)
@@ -105,7 +105,7 @@ class Placeholder:
             )
             self.tensor = self.target
         self.target = as_bits(self.target)
-        self.tensor = _torch.with_lazy_bits(self.tensor, conj=conj, neg=neg)
+        self.tensor = torch_private.with_lazy_bits(self.tensor, conj=conj, neg=neg)
 
     def copy_from(self, value: torch.Tensor) -> None:
         """Give the placeholder the value of `value`."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.errors import StagingError
 from cgpass.runtime import fast
 from cgpass.runtime.driver import BoxedCallable
@@ -56,15 +56,15 @@ class Gifts:
             users = references + len(positions)
             if fast.exclusive(args, positions, [users] * len(positions)):
                 self._given.append((recording, number, positions, users))
-        self._lent: list[_torch.WeakStorage] = []
+        self._lent: list[torch_private.WeakStorage] = []
 
     def put_into(self, inputs: list[Any]) -> None:
         """Replace inputs by tensors that own their memory."""
         for recording, number, positions, _ in self._given:
             storage = recording.memory.give(number)
-            self._lent.append(_torch.WeakStorage(storage))
+            self._lent.append(torch_private.WeakStorage(storage))
             for i in positions:
-                inputs[i] = _torch.on_storage(storage, self._args[i])
+                inputs[i] = torch_private.on_storage(storage, self._args[i])
 
     def take_back(self) -> dict[int, int]:
         """Return what did not die; tells the inputs that did, and how many users their storages may have."""
@@ -115,7 +115,7 @@ class WarmUp:
         self._here.ran = True
         driver, changes, start = self._owner.driver, Changes(args, compared), time.perf_counter()
         noted = syncs_noted(driver.device) if check_syncs else contextlib.nullcontext(())
-        with noted as found, _torch.autocast_cache_off():
+        with noted as found, torch_private.autocast_cache_off():
             if self._owner.has_recordings():
                 outputs = self._fn(args)
             else:
@@ -173,7 +173,7 @@ class Recorder:
         before, said = Watched(watched), SaidToBeWritten(watched)
         try:
             fn = self._watched_by(said) if self._finds_writes else self._fn
-            with _torch.autocast_cache_off():
+            with torch_private.autocast_cache_off():
                 graph, outputs = owner.driver.record(fn, passed, opaque=self.opaque, slot=slot)
         finally:
             passed.clear()

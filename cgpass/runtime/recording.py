@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.runtime import fast
 from cgpass.runtime.driver import CapturedGraph
 from cgpass.runtime.output_memory import OutputMemory
@@ -195,13 +195,13 @@ class Recording:
                 torch.autograd.graph.increment_version(args[i])
         outputs = self._outputs.copy()
         if torch.is_inference_mode_enabled():  # what is made in it are inference tensors
-            made = [_torch.on_storage(t.untyped_storage(), t) for t in self._escaping]
+            made = [torch_private.on_storage(t.untyped_storage(), t) for t in self._escaping]
         else:
             made = fast.aliases(self._escaping)
         fast.put(outputs, self._escaping_at, made)
         for n, like in self._empty:
             storage = torch.UntypedStorage(0, device=like.device)
-            outputs[n] = _torch.on_storage(storage, like)
+            outputs[n] = torch_private.on_storage(storage, like)
         if self._followers:  # what shares memory shares the count of writes that autograd checks
             for n, spec in self._followers:
                 (outputs[n],) = fast.views(outputs, (spec,))

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.errors import CaptureError, CheckpointError, InputError
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -51,7 +51,7 @@ class ForwardState:
 
     def note(self) -> None:
         """The operator is about to draw; in a capture nobody can tell where."""
-        if self._generator.device.type != "cuda" or not _torch.is_capturing():
+        if self._generator.device.type != "cuda" or not torch_private.is_capturing():
             self._positions.by_number[self._number] = _position_of(self._generator)
 
     def start(self) -> Any:
@@ -93,11 +93,11 @@ class _Caller:
         self._at = positions_at
         """Where positions go among a forward's outputs, or are among a backward's inputs."""
         self._cuda = tuple(dict.fromkeys(device for device in devices if device.type == "cuda"))
-        self._generators = [_torch.default_generator(device) for device in devices]
+        self._generators = [torch_private.default_generator(device) for device in devices]
         """The user's."""
 
     def _refuse_foreign_capture(self) -> None:
-        if self._cuda and _torch.is_capturing():
+        if self._cuda and torch_private.is_capturing():
             raise CaptureError(
                 "a compiled function that recomputes random operators (activation checkpointing with dropout) was called "
                 "inside a capture of your own: nobody can tell there which numbers its backward has to repeat. Call it "
@@ -161,7 +161,7 @@ class PairedForward(_Private):
         """Set the private generators from where the users' stand, and move those on; returns their positions."""
         stands: dict[torch.device, tuple[int, int]] = {}
         for device in self._cuda:
-            user = _torch.default_generator(device)
+            user = torch_private.default_generator(device)
             stands[device] = user.initial_seed(), user.get_offset()
             user.set_offset(stands[device][1] + _STEPS_OF_A_CALL)
         positions: list[Any] = []
@@ -216,7 +216,7 @@ def caller_of(
 
     The graph's last inputs are the pairs' states; `positions_at` is where the positions are among its outputs or inputs.
     """
-    _torch.install_rng_kernel(run_with_state, _refuse_selective_checkpoint)
+    torch_private.install_rng_kernel(run_with_state, _refuse_selective_checkpoint)
     if direction == "backward":
         return Backward(fn, devices, positions_at)
     make = ExactForward if exact else PairedForward
@@ -229,7 +229,7 @@ def run_with_state(op: Any, *args: Any, rng_state: Any = None, **kwargs: Any) ->
         if isinstance(rng_state, ForwardState):
             rng_state.note()
             return op(*args, **kwargs)
-        default = _torch.default_generator(rng_state.device)
+        default = torch_private.default_generator(rng_state.device)
         with _in_place_of(default, rng_state):
             return op(*args, **kwargs)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.placeholders import num_bytes
 from cgpass.runtime.signature import Layout
@@ -78,7 +78,7 @@ class Found:
     """Values of other recordings that lie where none put them."""
 
 
-_Place = tuple[int, _torch.WeakStorage, int]
+_Place = tuple[int, torch_private.WeakStorage, int]
 """The storage that lay there: its identity, and a reference that does not keep it alive; the tensor's `id`."""
 
 
@@ -98,7 +98,7 @@ class Inputs:
         """Where static inputs lay when they were recorded, by who holds them: known where moves are errors."""
         self._before = b""
         """Where the static inputs lay in the last call that was looked at."""
-        self._there: list[_torch.WeakStorage | None] = []
+        self._there: list[torch_private.WeakStorage | None] = []
         """The storages that lay there; None for tensors without elements."""
         self._watermark: dict[int, int] = dict.fromkeys(layout.checked, max_places)
 
@@ -136,7 +136,7 @@ class Inputs:
         if not self._before:
             addresses = self._addresses(places)
             return tuple(i for i, now in addresses if not self._is_known(i, now, args[i]))
-        before, gone = array("q", self._before), _torch.expired(self._there)
+        before, gone = array("q", self._before), torch_private.expired(self._there)
         positions = zip(self._addresses(places), before, gone, strict=True)
         return tuple(
             i
@@ -204,10 +204,10 @@ class Inputs:
         pairs = zip(self._addresses(places), array("q", before), strict=True)
         return tuple(i for (i, now), first in pairs if first != now)
 
-    def storages(self, args: Sequence[Any], places: bytes) -> dict[int, _torch.WeakStorage]:
+    def storages(self, args: Sequence[Any], places: bytes) -> dict[int, torch_private.WeakStorage]:
         """Storages of the static inputs that are read in place, by what tells them apart; none is kept alive."""
         found = [args[i].untyped_storage() for i, address in self._addresses(places) if address]
-        return {storage._cdata: _torch.WeakStorage(storage) for storage in found}
+        return {storage._cdata: torch_private.WeakStorage(storage) for storage in found}
 
     def remember(self, args: Sequence[Any], key: bytes, found: Found) -> None:
         """Note where new static inputs of a call lie; keeps none of them alive."""
@@ -218,7 +218,7 @@ class Inputs:
         for i in found.new:
             storage = args[i].untyped_storage()
             self._make_room(i, storage._cdata)
-            place = storage._cdata, _torch.WeakStorage(storage), id(args[i])
+            place = storage._cdata, torch_private.WeakStorage(storage), id(args[i])
             self._known[i][addresses[i]] = self._last[i] = place
         known = (self._known[i].get(address) for i, address in addresses.items())
         self._before, self._there = places, [place and place[1] for place in known]

@@ -27,11 +27,10 @@ from typing import Any
 
 import torch
 
-from cgpass import errors, progress
+from cgpass import errors
+from cgpass.compile.facts.input_info import InputInfo
 from cgpass.errors import StaticInputMovedError
-from cgpass.inputs import InputInfo
 from cgpass.options import Options
-from cgpass.reason import CallReasons, many
 from cgpass.runtime import native
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.failures import Fallback, OnFailure, give_memory_back
@@ -51,8 +50,9 @@ from cgpass.runtime.signature import (
 )
 from cgpass.runtime.table import History, RecordingTable, Seen
 from cgpass.runtime.writes import shares_memory
-from cgpass.telemetry import CallStats, new_call_stats
-from cgpass.tracing import NOWHERE, Source
+from cgpass.telemetry import CallStats, new_call_stats, progress
+from cgpass.telemetry.reason import CallReasons, many
+from cgpass.telemetry.tracing import NOWHERE, Source
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -25,12 +25,12 @@ def read_on_the_host(fn: Boxed, positions: Sequence[int]) -> Boxed:
         return fn
 
     def run(args: list[Any]) -> Sequence[Any]:
-        if not _torch.is_capturing():
+        if not torch_private.is_capturing():
             for i in positions:
                 args[i] = args[i].cpu()
         return fn(args)
 
-    return _torch.mark_boxed(run)
+    return torch_private.mark_boxed(run)
 
 
 def put_on_the_device(args: list[Any], positions: Sequence[int], device: torch.device) -> None:

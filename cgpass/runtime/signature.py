@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
+from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.errors import InputError
-from cgpass.inputs import InputInfo, InputKind
-from cgpass.reason import is_size, new_value
 from cgpass.runtime import fast
 from cgpass.runtime.placeholders import num_bytes
+from cgpass.telemetry.reason import is_size, new_value
 
 ShapeKey = tuple[Any, ...]
 """Integers, identities of objects, and layouts of tensors where no guard of the caller and no integer covers them."""

@@ -16,8 +16,8 @@ from typing import Any, Final
 import torch
 from torch.utils import _pytree as pytree
 
-from cgpass import _torch
-from cgpass.graph.draws import draws
+from cgpass import torch_private
+from cgpass.compile.facts.draws import draws
 from cgpass.runtime import rng_ops
 from cgpass.runtime.capturing import capture_runs, no_gc
 from cgpass.runtime.collectives import (
@@ -45,7 +45,7 @@ def _implementation(generator: torch.Generator) -> int:
 
 def _address(tensor: torch.Tensor) -> int:
     """Where its memory is; zeros that autograd makes without any are nowhere, as empty tensors are."""
-    return 0 if _torch.is_zero_tensor(tensor) else tensor.untyped_storage().data_ptr()
+    return 0 if torch_private.is_zero_tensor(tensor) else tensor.untyped_storage().data_ptr()
 
 
 def _is_new(value: Any, known: Container[int]) -> bool:
@@ -180,7 +180,7 @@ def recorded(states: RecordedStates) -> Iterator[None]:
     global _recordings
     with _lock:
         _recordings += 1
-        _torch.replace_default_generator(_stand)
+        torch_private.replace_default_generator(_stand)
     outer, _local.states = _local.states, states
     try:
         yield
@@ -189,7 +189,7 @@ def recorded(states: RecordedStates) -> Iterator[None]:
         with _lock:
             _recordings -= 1
             if not _recordings:
-                _torch.replace_default_generator(torch.default_generator)
+                torch_private.replace_default_generator(torch.default_generator)
 
 
 @contextlib.contextmanager
@@ -206,7 +206,7 @@ _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], bool, Any]
 """Function, arguments, whether gradients were enabled, results."""
 
 
-class _Tape(_torch.TorchDispatchMode):
+class _Tape(torch_private.TorchDispatchMode):
     """Runs aten ops and notes each with the memory it read and wrote."""
 
     supports_higher_order_operators = True
@@ -236,7 +236,7 @@ class _Tape(_torch.TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _torch.see_to_calls(types):
+        if torch_private.see_to_calls(types):
             return NotImplemented
         if only_wraps(func):
             return func(*args, **kwargs)
@@ -277,14 +277,14 @@ class _Tape(_torch.TorchDispatchMode):
         if address == 0:
             return value
         lies_still = address in self._pool or address in self._inputs
-        return _torch.tensor_at_address(value) if lies_still else value
+        return torch_private.tensor_at_address(value) if lies_still else value
 
     def _place(self, value: torch.Tensor, placed: dict[int, torch.UntypedStorage]) -> torch.Tensor:
         """`value` in the pool; tensors of one call that share memory go on sharing it."""
         storage = placed.get(_address(value))
         if storage is None:
             storage = placed[_address(value)] = self._move(value.untyped_storage())
-        return _torch.on_storage(storage, value)
+        return torch_private.on_storage(storage, value)
 
     def _move(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
         storage = self._pool.allocate(source.nbytes())
@@ -300,16 +300,16 @@ class _Tape(_torch.TorchDispatchMode):
 
     def _keep_contents(self, address: int, num_bytes: int) -> None:
         if address not in self._fresh and address not in self._before:
-            storage = _torch.storage_at(address, num_bytes, torch.device("cpu"))
+            storage = torch_private.storage_at(address, num_bytes, torch.device("cpu"))
             self._before[address] = storage.clone()
 
     def undo(self) -> None:
         """Put back what was there before; memory that nobody had used before holds nothing of meaning."""
         for address, num_bytes in self._fresh.items():
-            storage = _torch.storage_at(address, num_bytes, torch.device("cpu"))
+            storage = torch_private.storage_at(address, num_bytes, torch.device("cpu"))
             torch.empty(0, dtype=torch.uint8).set_(storage).fill_(_POISON)
         for address, content in self._before.items():
-            _torch.storage_at(address, content.nbytes(), torch.device("cpu")).copy_(content)
+            torch_private.storage_at(address, content.nbytes(), torch.device("cpu")).copy_(content)
 
     def _refuse(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if reads_on_host(func, args) or holds_up_the_host(func):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 
 _FEWEST = 16
 """Storages among which it is not worth it to look for those that died."""
@@ -19,7 +19,7 @@ class StorageSet:
     """
 
     def __init__(self) -> None:
-        self._refs: dict[int, _torch.WeakStorage] = {}
+        self._refs: dict[int, torch_private.WeakStorage] = {}
         self._full = _FEWEST
         """How many there are when those that died are left out next."""
         self._lock = threading.RLock()  # a collection inside may come back here
@@ -35,7 +35,7 @@ class StorageSet:
                     if ref.expired:
                         self._refs.pop(key, None)
                 self._full = max(_FEWEST, 2 * len(self._refs))
-            self._refs[storage._cdata] = _torch.WeakStorage(storage)
+            self._refs[storage._cdata] = torch_private.WeakStorage(storage)
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._refs

@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from cgpass import _torch
+from cgpass import torch_private
 
 _HOST_READS = (torch.Tag.data_dependent_output, torch.Tag.cudagraph_unsafe)
 _HOST_METHODS = (
@@ -68,7 +68,7 @@ class HostMethods(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class HostReads(_torch.TorchDispatchMode):
+class HostReads(torch_private.TorchDispatchMode):
     """Notices where a tensor's data is read on the host, inside custom operators too."""
 
     supports_higher_order_operators = True
@@ -104,10 +104,10 @@ def call_watched(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    mode: _torch.TorchDispatchMode,
+    mode: torch_private.TorchDispatchMode,
 ) -> Any:
     """Call `func` so that `mode` sees what the implementation of a custom operator on CPU calls."""
-    implementation = _torch.cpu_implementation(func)
+    implementation = torch_private.cpu_implementation(func)
     if implementation is None:
         return func(*args, **kwargs)
     with mode:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from cgpass import _torch, tracing
+from cgpass import torch_private
 from cgpass.runtime.recorder import WarmUp
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.rule import Found
 from cgpass.runtime.signature import Layout, ShapeKey, describe, describe_tensor
-from cgpass.summaries import RECORDINGS_KEPT, RecordingNote
-from cgpass.tracing import Source
+from cgpass.telemetry import tracing
+from cgpass.telemetry.summaries import RECORDINGS_KEPT, RecordingNote
+from cgpass.telemetry.tracing import Source
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class Seen:
     """A key that was seen, wherever the values of other recordings lay."""
 
     key: Key
-    storages: tuple[_torch.WeakStorage, ...]
+    storages: tuple[torch_private.WeakStorage, ...]
     """Of the static inputs that are read in place."""
     identities: tuple[int, ...]
     """The same, to tell one from another."""
@@ -109,7 +110,10 @@ class RecordingTable:
         return next((s.key[0] for s in reversed(self._seen.values()) if s.recordings), None)
 
     def renew(
-        self, seen: Seen, storages: tuple[_torch.WeakStorage, ...], identities: tuple[int, ...]
+        self,
+        seen: Seen,
+        storages: tuple[torch_private.WeakStorage, ...],
+        identities: tuple[int, ...],
     ) -> None:
         """Note that a key was seen once more, and which storages lie in its places now."""
         if self._unrecorded.pop(seen.key, None) is not None:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from cgpass import _torch
+from cgpass import torch_private
+from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.errors import DriverUnavailableError, InputError, OutputError
-from cgpass.inputs import InputInfo, InputKind
 from cgpass.options import Options
 from cgpass.runtime.driver import CUDADriver, GraphDriver
 from cgpass.runtime.executor import ranged
@@ -22,7 +22,7 @@ from cgpass.telemetry import CallStats
 
 log = logging.getLogger(__name__)
 
-_profiler = _torch.profiler_state
+_profiler = torch_private.profiler_state
 
 
 class CUDAGraphWrapper:
@@ -115,7 +115,7 @@ class CUDAGraphWrapper:
         self._check(args, runner.owner.driver.device)
         if (
             runner.written
-            and not _torch.in_vmap_or_functorch()
+            and not torch_private.in_vmap_or_functorch()
             and shares_memory(args, runner.written)
         ):
             return self._run_shared(runner, args)

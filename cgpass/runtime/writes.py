@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.errors import CaptureError
 from cgpass.runtime.placeholders import overlaps_itself
 
@@ -24,7 +24,7 @@ def counting(value: Any) -> Any:
     if type(value) is not torch.Tensor:
         return value
     if value.is_inference():
-        return _torch.on_storage(value.untyped_storage(), value)
+        return torch_private.on_storage(value.untyped_storage(), value)
     return value.detach()
 
 
@@ -118,7 +118,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-class SaidToBeWritten(_torch.TorchDispatchMode):
+class SaidToBeWritten(torch_private.TorchDispatchMode):
     """Notes which inputs the operators called inside say that they write, and what they use that is no input."""
 
     supports_higher_order_operators = True
@@ -154,7 +154,7 @@ class SaidToBeWritten(_torch.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if _torch.see_to_calls(types):
+        if torch_private.see_to_calls(types):
             return NotImplemented
         kwargs = kwargs or {}
         if hasattr(func, "_schema") or "mutation" in str(func):  # what Triton kernels write
@@ -184,7 +184,7 @@ def has_place(value: Any) -> bool:
 
     Zeros that forward-mode AD makes have no memory.
     """
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) or _torch.is_zero_tensor(value):
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or torch_private.is_zero_tensor(value):
         return False
     return value.layout is torch.strided and value.numel() > 0 and not value.is_meta
 

@@ -14,8 +14,8 @@ from unittest import mock
 import torch
 from torch._dynamo.eval_frame import skip_code
 
+from cgpass.compile.training import TrainingCall
 from cgpass.runtime.executor import Executor
-from cgpass.training import TrainingCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

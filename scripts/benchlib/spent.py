@@ -26,8 +26,8 @@ def watched() -> Iterator[dict[str, float]]:
     # Here, since importing the compiler is a part of the first step, or of `torch.compile`.
     from torch._inductor.codecache import FxGraphCache  # noqa: PLC0415
 
-    from cgpass import _torch  # noqa: PLC0415
-    from cgpass.passes import base  # noqa: PLC0415
+    from cgpass import torch_private  # noqa: PLC0415
+    from cgpass.compile.passes import base  # noqa: PLC0415
 
     found = dict.fromkeys(WHAT, 0.0)
 
@@ -44,7 +44,7 @@ def watched() -> Iterator[dict[str, float]]:
 
     with contextlib.ExitStack() as stack:
         for what, owner, name in (
-            (READING, _torch, "unpickled"),
+            (READING, torch_private, "unpickled"),
             (PASSES, base, "_run_one"),
             (KEYS, FxGraphCache, "prepare_key"),
             (LOADING, FxGraphCache, "load_with_key"),

@@ -131,7 +131,7 @@ class Loss(nn.Module):
 
 def collectives_between_graphs(world):
     """As where they may not be captured."""
-    with mock.patch("cgpass.assembly.may_be_captured", return_value=False):
+    with mock.patch("cgpass.compile.assembly.may_be_captured", return_value=False):
         return tensor_parallel(world)
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import cgpass
+from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.errors import CaptureError, InputError
-from cgpass.inputs import InputInfo, InputKind
 from cgpass.runtime.driver import CUDADriver
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.wrapper import CUDAGraphWrapper
@@ -306,8 +306,8 @@ def test_reset_frees_the_pool():
 @pytest.mark.parametrize("expandable", [True, False])
 def test_the_allocator_says_whether_its_segments_are_expandable(expandable):
     code = (
-        "import torch; from cgpass import _torch; print(_torch.uses_expandable_segments()); "
-        "torch.zeros(1, device='cuda'); print(_torch.uses_expandable_segments())"
+        "import torch; from cgpass import torch_private; print(torch_private.uses_expandable_segments()); "
+        "torch.zeros(1, device='cuda'); print(torch_private.uses_expandable_segments())"
     )
     setting = {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}
     done = subprocess.run(

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from tests.graphed.steps import net, same
 
 
@@ -95,7 +95,7 @@ def test_a_result_that_is_kept_on_its_module_holds_nothing_after_the_backward(
     setting, way, monkeypatch
 ):
     if way == "function":
-        monkeypatch.setattr(_torch, "uses_compiled_autograd", lambda: True)
+        monkeypatch.setattr(torch_private, "uses_compiled_autograd", lambda: True)
     module = setting.module(net())
     graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
     module.features = graphed(setting.randn(4, 8, grad=True))

@@ -10,8 +10,8 @@ from torch import nn
 
 import cgpass
 from cgpass import __main__ as command
-from cgpass import _torch
-from cgpass.graph import breaks
+from cgpass import torch_private
+from cgpass.compile.facts import breaks
 from cgpass.report.model import Report
 from cgpass.report.page import html
 
@@ -138,7 +138,7 @@ def test_the_rest_of_a_function_behind_a_break_in_a_block_is_left_to_eager(given
 
 
 def test_a_break_that_nobody_noted_names_the_block(monkeypatch):
-    monkeypatch.setattr(_torch, "graph_breaks", list)
+    monkeypatch.setattr(torch_private, "graph_breaks", list)
     (left,) = cgpass.explain(tries, X).left_to_eager
     rest, _ = lines_of(tries)
     assert left.place == f"the rest of tries from test_breaks.py:{rest} on"

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import cgpass
-from cgpass.reason import NEW, OTHER_FIXES, CallReasons
 from cgpass.report import check
 from cgpass.report.collect import snapshot
+from cgpass.telemetry.reason import NEW, OTHER_FIXES, CallReasons
 from tests.report.calls import CALLS, X, scaled
 from tests.unit.runners import COPIED, STATIC, call, runner
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import cgpass
 from cgpass import __main__ as command
-from cgpass import _torch, telemetry
+from cgpass import telemetry, torch_private
 from cgpass.report import frames
 from cgpass.report.model import Report
 from cgpass.report.page import html
@@ -223,13 +223,13 @@ def test_causes_of_recompilations(text, expected):
 
 
 def test_more_compilations_are_noted_than_torch_keeps():
-    limit = _torch.note_compilations(64)
+    limit = torch_private.note_compilations(64)
     with frames.noted() as before:
         for number in range(70):
             torch.compile(tries if number == 0 else eval("lambda x: x.sin()"), backend="eager")(X)
         (left,) = frames.left_to_eager(before)
     assert left.place == f"test_frames.py:{lines_of(tries)[0]} in tries"
-    assert _torch.note_compilations(limit) == 64
+    assert torch_private.note_compilations(limit) == 64
 
 
 MODULES = """
@@ -327,7 +327,7 @@ def test_what_was_given_up_before_a_reset_is_not_left_to_eager(more):
         return called_with(x, 3)
 
     cgpass.explain(lambda x: calls(x).sin().cos().exp().tanh(), X, training=False)
-    assert frames.Watch(_torch.compilations(), [called_with.__code__]).given_up == set()
+    assert frames.Watch(torch_private.compilations(), [called_with.__code__]).given_up == set()
 
 
 def test_under_a_profiler_of_the_users_what_is_reached_counts():

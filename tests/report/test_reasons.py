@@ -8,16 +8,16 @@ import torch
 from torch._library.effects import EffectType
 
 import cgpass
-from cgpass import culprits
-from cgpass.culprits import Finding
-from cgpass.graph import op_tables
-from cgpass.graph.breaks import given_up, graph_break_of
-from cgpass.reason import CHOSEN, OTHER_FIXES, Reason
+from cgpass.compile import culprits
+from cgpass.compile.culprits import Finding
+from cgpass.compile.facts import op_tables
+from cgpass.compile.facts.breaks import given_up, graph_break_of
 from cgpass.report.collect import reasons as _reasons
 from cgpass.report.model import FunctionReport, GraphReport, PartitionReport, Report
 from cgpass.report.page import html
 from cgpass.runtime import recorder
 from cgpass.runtime.simulated import SimulatedDriver, is_recording
+from cgpass.telemetry.reason import CHOSEN, OTHER_FIXES, Reason
 from tests.report.calls import CALLS
 from tests.unit.test_capturability import BLAMED, PROVOKED, written_at
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import cgpass
 from cgpass import __main__ as command
-from cgpass import _torch, telemetry
+from cgpass import telemetry, torch_private
 from cgpass.report.model import Report
 from cgpass.report.page import html
 from tests.report.test_breaks import Calls, line_of, tries
@@ -171,9 +171,9 @@ def test_a_break_in_a_helper_names_the_call_that_led_to_it():
 def test_breaks_of_other_backends_and_of_libraries_are_not_ours():
     @contextlib.contextmanager
     def noting():
-        before = len(_torch.graph_breaks())
+        before = len(torch_private.graph_breaks())
         yield found
-        found.extend(_torch.graph_breaks()[before:])
+        found.extend(torch_private.graph_breaks()[before:])
 
     found = []
     with noting():
@@ -362,7 +362,7 @@ def test_a_profiler_that_a_call_begins_goes_on():
 
 def test_a_backend_of_the_users_own_is_not_ours():
     torch.compile(Sometimes(), backend=lambda gm, inputs: gm)(X)
-    assert _torch.graph_breaks() == []
+    assert torch_private.graph_breaks() == []
     assert cgpass.summary() == "no graph was compiled"
 
 

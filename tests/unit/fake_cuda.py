@@ -2,7 +2,7 @@
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.runtime.capturing import no_gc
 from cgpass.runtime.driver import CUDADriver
 
@@ -120,10 +120,14 @@ def fake_driver(monkeypatch):
     monkeypatch.setattr(cuda, "device", lambda device: no_gc())
     monkeypatch.setattr(cuda, "CUDAGraph", graph)
     monkeypatch.setattr(cuda, "default_generators", [FakeGenerator(log, "default")])
-    monkeypatch.setattr(_torch, "clear_cublas_workspaces", lambda: log.append("clear workspaces"))
     monkeypatch.setattr(
-        _torch, "abandon_failed_capture", lambda index, pool: log.append(f"abandon {index} {pool}")
+        torch_private, "clear_cublas_workspaces", lambda: log.append("clear workspaces")
     )
-    monkeypatch.setattr(_torch, "current_raw_stream", lambda index: log.streams[-1])
-    monkeypatch.setattr(_torch, "is_capturing", lambda: log.capturing)
+    monkeypatch.setattr(
+        torch_private,
+        "abandon_failed_capture",
+        lambda index, pool: log.append(f"abandon {index} {pool}"),
+    )
+    monkeypatch.setattr(torch_private, "current_raw_stream", lambda index: log.streams[-1])
+    monkeypatch.setattr(torch_private, "is_capturing", lambda: log.capturing)
     return CUDADriver(DEVICE), log

@@ -2,7 +2,7 @@
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.runtime import fast
 from cgpass.runtime.output_memory import OutputMemory, count_users
 
@@ -31,7 +31,7 @@ def hand_out(memory):
 def replay(memory, value=-1):
     """Overwrite the blocks where they lie, as the graph does."""
     for address, tensor in zip(memory.addresses(), memory.tensors, strict=True):
-        raw = _torch.storage_at(address, tensor.untyped_storage().nbytes(), tensor.device)
+        raw = torch_private.storage_at(address, tensor.untyped_storage().nbytes(), tensor.device)
         torch.empty(0).set_(raw).fill_(value)
 
 

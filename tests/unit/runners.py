@@ -2,7 +2,7 @@
 
 import torch
 
-from cgpass.inputs import InputInfo, InputKind
+from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.options import Options
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.runner import PartitionRunner

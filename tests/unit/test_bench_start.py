@@ -8,8 +8,8 @@ import pytest
 from benchlib import breakdown, measured, spent, taking
 from torch._inductor.codecache import FxGraphCache
 
-from cgpass import _torch
-from cgpass.passes import base
+from cgpass import torch_private
+from cgpass.compile.passes import base
 from tests.unit.bench_results import bench as bench_results
 
 
@@ -101,16 +101,16 @@ def test_what_a_second_process_spends_its_time_on_is_told():
 def test_time_is_noted_where_it_is_spent(monkeypatch):
     clock = iter([1.0, 1.5, 10.0, 12.0, 20.0, 21.0])
     monkeypatch.setattr(spent.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(_torch, "unpickled", lambda data: data * 2)
+    monkeypatch.setattr(torch_private, "unpickled", lambda data: data * 2)
     monkeypatch.setattr(FxGraphCache, "prepare_key", staticmethod(lambda gm: "key"))
-    before = _torch.unpickled, FxGraphCache.__dict__["prepare_key"], base._run_one
+    before = torch_private.unpickled, FxGraphCache.__dict__["prepare_key"], base._run_one
     with spent.watched() as found:
-        assert _torch.unpickled(b"a") == b"aa"
+        assert torch_private.unpickled(b"a") == b"aa"
         assert FxGraphCache.prepare_key(None) == "key"
         assert FxGraphCache.prepare_key(None) == "key"
     assert found == {spent.READING: 0.5, spent.PASSES: 0.0, spent.KEYS: 3.0, spent.LOADING: 0.0}
     assert before == (
-        _torch.unpickled,
+        torch_private.unpickled,
         FxGraphCache.__dict__["prepare_key"],
         base._run_one,
     )

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import fx
 
-from cgpass.graph import op_tables
-from cgpass.graph.capturability import LIFTED, PROVEN, why_not_capturable
-from cgpass.passes.opaque_op import hidden_op
-from cgpass.reason import Reason
+from cgpass.compile.facts import op_tables
+from cgpass.compile.facts.capturability import LIFTED, PROVEN, why_not_capturable
+from cgpass.compile.passes.opaque_op import hidden_op
+from cgpass.telemetry.reason import Reason
 from tests.graphs import CUDA, Spec, calls, cpu, dynamic, fake_cuda_graph, ints, node_named
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.runtime import capturing
 from cgpass.runtime.capturing import (
     capture_runs,
@@ -83,7 +83,7 @@ def test_stale_streams_follow_captures_as_long_as_one_runs(monkeypatch):
         before, setting[0] = setting[0], value
         return before
 
-    monkeypatch.setattr(_torch, "have_stale_streams_follow", follow)
+    monkeypatch.setattr(torch_private, "have_stale_streams_follow", follow)
     with capture_runs():
         with capture_runs():
             assert setting == [True]
@@ -96,8 +96,8 @@ def test_stale_streams_follow_captures_as_long_as_one_runs(monkeypatch):
 
 
 def test_torchs_own_setting_is_set_where_there_is_one():
-    before = _torch.have_stale_streams_follow(True)
-    now = _torch.have_stale_streams_follow(before)
+    before = torch_private.have_stale_streams_follow(True)
+    now = torch_private.have_stale_streams_follow(before)
     has_one = hasattr(torch.autograd.graph, "set_override_stale_capture_stream")
     assert (before, now) == (False, has_one)
 

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import nn
 
 import cgpass
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.runtime import owner
 from cgpass.runtime.collectives import UnderWay
 
-if _torch.wait_tensor() is None:
+if torch_private.wait_tensor() is None:
     pytest.skip("no torch.distributed", allow_module_level=True)
 
 from torch.distributed._functional_collectives import all_reduce, wait_tensor

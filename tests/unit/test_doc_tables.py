@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import cgpass
-from cgpass.graph.op_tables import FIXES, OPERATOR_FIXES
+from cgpass.compile.facts.op_tables import FIXES, OPERATOR_FIXES
 from cgpass.options import Options
-from cgpass.reason import OTHER_FIXES
+from cgpass.telemetry.reason import OTHER_FIXES
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "doc_tables.py"))
 

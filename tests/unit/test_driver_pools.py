@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
-from cgpass import _torch
-from cgpass._torch import graphs
+from cgpass import torch_private
 from cgpass.runtime.driver import CUDADriver
+from cgpass.torch_private import graphs
 from tests.unit.fake_cuda import DEVICE
 
 
@@ -22,7 +22,7 @@ def pools(cuda, monkeypatch):
     for name in ("begin_allocating_to_pool", "end_allocating_to_pool", "release_pool"):
         note = f"{name.split('_', maxsplit=1)[0]} {{}}"
         monkeypatch.setattr(
-            _torch, name, lambda device, pool, note=note: log.append(note.format(pool))
+            torch_private, name, lambda device, pool, note=note: log.append(note.format(pool))
         )
     return driver, log
 
@@ -75,7 +75,7 @@ def test_a_snapshot_that_drops_references_is_given_more(monkeypatch, drops):
     monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
     graphs._drops_references.cache_clear()
     try:
-        assert _torch.pool_segments(pool) == [True]
+        assert torch_private.pool_segments(pool) == [True]
         assert graphs._drops_references() is drops
     finally:
         graphs._drops_references.cache_clear()

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import fx
 
-from cgpass.culprits import find_culprits
+from cgpass.compile.culprits import find_culprits
+from cgpass.compile.facts.capturability import has_unvetted_ops
 from cgpass.errors import CaptureError
-from cgpass.graph.capturability import has_unvetted_ops
 from cgpass.runtime.capturing import is_any_capture_running
 from cgpass.runtime.failures import Outcome
 from cgpass.runtime.simulated import SimulatedDriver

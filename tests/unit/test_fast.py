@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.runtime import fast
 from cgpass.runtime.output_memory import count_users, watched
 
@@ -227,7 +227,7 @@ def test_no_reference_is_lost_or_kept():
     args, specs = [tensor], ((0, (1,), (1,), 0),)
     before = (sys.getrefcount(tensor), sys.getrefcount(value))
     storage = tensor.untyped_storage()._cdata
-    held = _torch.storage_use_count(storage)
+    held = torch_private.storage_use_count(storage)
     for _ in range(10):
         fast.static_key(args, (0,))
         fast.aliases((tensor,))
@@ -237,4 +237,4 @@ def test_no_reference_is_lost_or_kept():
         fast.put(into, (0,), (value,))
         del into
     assert (sys.getrefcount(tensor), sys.getrefcount(value)) == before
-    assert _torch.storage_use_count(storage) == held
+    assert torch_private.storage_use_count(storage) == held

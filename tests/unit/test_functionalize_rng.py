@@ -13,14 +13,14 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from cgpass.compile.facts.rng_pairs import PAIR, POSITIONS, pair_random_ops, require_drawn_once
+from cgpass.compile.facts.text import graph_text
+from cgpass.compile.passes import rng_passes
+from cgpass.compile.passes.base import PassContext, run_passes
+from cgpass.compile.passes.functionalize_rng import RngPairs
+from cgpass.compile.passes.partition import Partition
+from cgpass.compile.passes.split_joint import split_joint
 from cgpass.errors import CheckpointError, PassError
-from cgpass.graph.rng_pairs import PAIR, POSITIONS, pair_random_ops, require_drawn_once
-from cgpass.graph.text import graph_text
-from cgpass.passes import rng_passes
-from cgpass.passes.base import PassContext, run_passes
-from cgpass.passes.functionalize_rng import RngPairs
-from cgpass.passes.partition import Partition
-from cgpass.passes.split_joint import split_joint
 from tests.graphs import CUDA, calls, cpu, fake_cuda_graph, joint_graph
 
 aten = torch.ops.aten

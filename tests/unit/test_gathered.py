@@ -7,7 +7,7 @@ import torch
 from torch.distributed import fsdp
 
 import cgpass
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.runtime import gathered
 from cgpass.runtime.storage_set import StorageSet
 
@@ -131,7 +131,7 @@ def test_what_is_traced_is_left_alone(gathers, monkeypatch):
 
 def test_nothing_is_patched_without_fsdp(monkeypatch):
     monkeypatch.delitem(sys.modules, PARAM.__name__)
-    _torch.around_gathering(lambda device: None, lambda storage: None)
+    torch_private.around_gathering(lambda device: None, lambda storage: None)
     assert not gathered._gathered
 
 
@@ -145,7 +145,7 @@ def told(monkeypatch):
     calls = []
     for name in ("begin_allocating_to_pool", "end_allocating_to_pool", "release_pool"):
         monkeypatch.setattr(
-            _torch, name, lambda device, handle, name=name: calls.append((name, device))
+            torch_private, name, lambda device, handle, name=name: calls.append((name, device))
         )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(gathered, "_has_pools", lambda: True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cgpass.inputs import InputKind
+from cgpass.compile.facts.input_info import InputKind
 from cgpass.runtime import fast
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recorder import Gifts

@@ -2,8 +2,8 @@
 
 import torch
 
-from cgpass.graph.inputs import input_infos, seed_positions
-from cgpass.inputs import InputInfo, InputKind
+from cgpass.compile.facts.input_info import InputInfo, InputKind
+from cgpass.compile.facts.inputs import input_infos, seed_positions
 from tests.graphs import FakeCudaGenerator, dynamic, fake_cuda_graph, node_named
 
 

@@ -4,9 +4,9 @@ import logging
 
 import torch
 
-from cgpass import summaries
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
+from cgpass.telemetry import summaries
 from tests.unit.runners import COPIED, POOLED, STATIC, SYMINT, call, runner
 
 

@@ -6,9 +6,9 @@ from expecttest import assert_expected_inline
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cgpass.graph.text import graph_text
-from cgpass.passes.base import PassContext, run_passes
-from cgpass.passes.inductor_random import InductorRandom
+from cgpass.compile.facts.text import graph_text
+from cgpass.compile.passes.base import PassContext, run_passes
+from cgpass.compile.passes.inductor_random import InductorRandom
 from tests.graphs import node_named
 
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from cgpass import _torch
-from cgpass._torch.dynamo import named_by_user
+from cgpass import torch_private
 from cgpass.errors import StaticInputMovedError
+from cgpass.torch_private.dynamo import named_by_user
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def names_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> set[str]:
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         del example_inputs
-        found.append(_torch.input_names(gm))
+        found.append(torch_private.input_names(gm))
         return gm.forward
 
     torch.compile(fn, backend=backend, dynamic=False)(*args, **kwargs)

@@ -9,17 +9,17 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 import cgpass
-from cgpass import _torch
-from cgpass.graph import values
-from cgpass.graph.partition_tag import get_tag
-from cgpass.graph.text import graph_text
-from cgpass.passes.base import PassContext, run_passes
-from cgpass.passes.join_collectives import JoinCollectives
-from cgpass.passes.partition import Partition
+from cgpass import torch_private
+from cgpass.compile.facts import values
+from cgpass.compile.facts.partition_tag import get_tag
+from cgpass.compile.facts.text import graph_text
+from cgpass.compile.passes.base import PassContext, run_passes
+from cgpass.compile.passes.join_collectives import JoinCollectives
+from cgpass.compile.passes.partition import Partition
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.graphs import CUDA, fake_cuda_graph
 
-pytestmark = pytest.mark.skipif(_torch.wait_tensor() is None, reason="no torch.distributed")
+pytestmark = pytest.mark.skipif(torch_private.wait_tensor() is None, reason="no torch.distributed")
 collectives = torch.ops._c10d_functional
 GROUP = "0"
 
@@ -56,7 +56,7 @@ def tags_of_waits(gm):
     return [
         (str(get_tag(node)), node.args[0].name)
         for node in gm.graph.nodes
-        if node.target is _torch.wait_tensor()
+        if node.target is torch_private.wait_tensor()
     ]
 
 
@@ -90,9 +90,9 @@ def test_results_that_are_returned_and_lists_of_them():
     gathered = next(node for node in gm.graph.nodes if values.starts_collective(node))
     results = [user for user in gathered.users if user.target is operator.getitem]
     assert len(results) == 2
-    assert all(any(u.target is _torch.wait_tensor() for u in r.users) for r in results)
+    assert all(any(u.target is torch_private.wait_tensor() for u in r.users) for r in results)
     returned = gm.graph.output_node().args[0][0]
-    assert returned.target is _torch.wait_tensor()
+    assert returned.target is torch_private.wait_tensor()
 
 
 def test_a_result_that_nobody_reads_is_joined_too():
@@ -104,7 +104,7 @@ def test_a_result_that_nobody_reads_is_joined_too():
     started = next(node for node in gm.graph.nodes if values.starts_collective(node))
     results = [user for user in started.users if user.target is operator.getitem]
     assert sorted(result.args[1] for result in results) == [0, 1]
-    assert all(any(u.target is _torch.wait_tensor() for u in r.users) for r in results)
+    assert all(any(u.target is torch_private.wait_tensor() for u in r.users) for r in results)
 
 
 def test_nothing_is_done_twice():

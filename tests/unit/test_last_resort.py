@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from cgpass import last_resort
+from cgpass.telemetry import last_resort
 
 log = logging.getLogger("cgpass.somewhere")
 

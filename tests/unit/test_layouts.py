@@ -4,7 +4,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cgpass.layouts import inputs_as_traced, laid_out_otherwise, outputs_as_traced
+from cgpass.compile.layouts import inputs_as_traced, laid_out_otherwise, outputs_as_traced
 
 
 def test_conjugated_tensors_are_laid_out_as_what_they_stand_for():

@@ -5,10 +5,10 @@ import torch
 from expecttest import assert_expected_inline
 from torch import fx
 
-from cgpass.graph.capturability import why_not_capturable
-from cgpass.graph.text import graph_text
-from cgpass.passes.base import PassContext
-from cgpass.passes.lift_cpu_scalars import LiftCpuScalars, move_constant
+from cgpass.compile.facts.capturability import why_not_capturable
+from cgpass.compile.facts.text import graph_text
+from cgpass.compile.passes.base import PassContext
+from cgpass.compile.passes.lift_cpu_scalars import LiftCpuScalars, move_constant
 from tests.graphs import CUDA, Spec, calls, cpu, fake_cuda, inference_graph, ints
 
 aten = torch.ops.aten

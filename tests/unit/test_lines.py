@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cgpass.graph import lines
+from cgpass.compile.facts import lines
 from tests.graphs import calls, fake_cuda_graph
 
 aten = torch.ops.aten

@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import cgpass
-from cgpass.live_counter import LiveCounter
+from cgpass.telemetry.live_counter import LiveCounter
 
 
 @pytest.fixture

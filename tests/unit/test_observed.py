@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from cgpass import telemetry
+from cgpass.compile.skips import PlainGraph
 from cgpass.runtime.executor import Executor, Plan, Step
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
-from cgpass.skips import PlainGraph
-from cgpass.summaries import GraphSummary
+from cgpass.telemetry.summaries import GraphSummary
 from tests.unit.runners import COPIED, counts, runner
 
 

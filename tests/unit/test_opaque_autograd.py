@@ -7,8 +7,8 @@ import torch
 
 import cgpass
 from cgpass import telemetry
-from cgpass.passes import dynamo_passes
-from cgpass.passes.base import PassContext, run_passes
+from cgpass.compile.passes import dynamo_passes
+from cgpass.compile.passes.base import PassContext, run_passes
 
 # Inductor's own, as it is loaded
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgpass.passes.ordering import (
+from cgpass.compile.passes.ordering import (
     OrderingProblem,
     count_inversions,
     count_switches,

@@ -3,8 +3,8 @@
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cgpass.graph.origins import Origins
-from cgpass.inputs import InputKind
+from cgpass.compile.facts.input_info import InputKind
+from cgpass.compile.facts.origins import Origins
 
 COPIED, STATIC = InputKind.COPIED, InputKind.STATIC
 

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from cgpass.compile.facts import values
+from cgpass.compile.facts.partition_tag import PartitionTag, get_tag
+from cgpass.compile.facts.text import graph_text
+from cgpass.compile.passes.base import PassContext, run_passes
+from cgpass.compile.passes.outline import Outline
+from cgpass.compile.passes.partition import Partition
 from cgpass.errors import PassError
-from cgpass.graph import values
-from cgpass.graph.partition_tag import PartitionTag, get_tag
-from cgpass.graph.text import graph_text
-from cgpass.passes.base import PassContext, run_passes
-from cgpass.passes.outline import Outline
-from cgpass.passes.partition import Partition
 from tests.graphs import CUDA, calls, fake_cuda_graph, node_named
 
 CPU = torch.device("cpu")

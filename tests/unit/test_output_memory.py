@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from tests.unit.memories import (
     BOTH,
     INTERNAL,
@@ -176,7 +176,7 @@ def test_lazy_bits_stay(lazy):
         assert memory.rescue(memory.held()) == 16
         assert tensor[0].item() == expected
         torch.empty(0, dtype=torch.complex64).set_(
-            _torch.storage_at(memory.addresses()[0], 16, tensor.device)
+            torch_private.storage_at(memory.addresses()[0], 16, tensor.device)
         ).copy_(torch.tensor([1 + 2j, 3 - 1j]))
 
 

@@ -5,7 +5,7 @@ import weakref
 
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.runtime.output_memory import OutputMemory
 from tests.unit.memories import (
     SHOWN,
@@ -21,7 +21,7 @@ class Watched:
 
     def __init__(self, count=1):
         outputs = ramps(count)()
-        self._owners = [_torch.WeakStorage(t.untyped_storage()) for t in outputs]
+        self._owners = [torch_private.WeakStorage(t.untyped_storage()) for t in outputs]
         self.memory = OutputMemory(outputs, [SHOWN] * count)
         del outputs
         self.memory.seal()
@@ -124,7 +124,7 @@ def test_rescued_memory_goes_with_its_last_holder():
     memory = seal(ramps(1))
     (held,) = hand_out(memory)
     memory.rescue([0])
-    weak = _torch.WeakStorage(held.untyped_storage())
+    weak = torch_private.WeakStorage(held.untyped_storage())
     gone = weakref.ref(held)
     del held
     assert gone() is None

@@ -3,9 +3,9 @@
 import torch
 from expecttest import assert_expected_inline
 
-from cgpass.graph.text import graph_text
-from cgpass.passes.base import PassContext, run_passes
-from cgpass.passes.own_gradients import OwnGradients
+from cgpass.compile.facts.text import graph_text
+from cgpass.compile.passes.base import PassContext, run_passes
+from cgpass.compile.passes.own_gradients import OwnGradients
 from tests.graphs import CUDA, Spec, fake_cuda_graph
 
 BACKWARD = PassContext(CUDA, "rng", "backward")

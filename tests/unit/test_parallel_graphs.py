@@ -10,16 +10,16 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from cgpass import _torch
-from cgpass.graph import values
-from cgpass.graph.partition_tag import get_tag
+from cgpass import torch_private
+from cgpass.compile.facts import values
+from cgpass.compile.facts.partition_tag import get_tag
+from cgpass.compile.passes import graph_passes
+from cgpass.compile.passes.base import PassContext, run_passes
+from cgpass.compile.passes.split_joint import split_joint
 from cgpass.options import Options
-from cgpass.passes import graph_passes
-from cgpass.passes.base import PassContext, run_passes
-from cgpass.passes.split_joint import split_joint
 from tests.graphs import CUDA, joint_graph
 
-if _torch.wait_tensor() is None:
+if torch_private.wait_tensor() is None:
     pytest.skip("no torch.distributed", allow_module_level=True)
 
 from torch.distributed.device_mesh import DeviceMesh

@@ -4,11 +4,11 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from cgpass.compile.facts import partition_tag, values
+from cgpass.compile.facts.text import graph_text
+from cgpass.compile.passes.base import PassContext, run_passes
+from cgpass.compile.passes.partition import Partition
 from cgpass.errors import PassError
-from cgpass.graph import partition_tag, values
-from cgpass.graph.text import graph_text
-from cgpass.passes.base import PassContext, run_passes
-from cgpass.passes.partition import Partition
 from tests.graphs import CUDA, calls, fake_cuda_graph, ints, node_named
 
 CONTEXT = PassContext(CUDA, "partition", "forward")

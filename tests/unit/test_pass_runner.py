@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import fx
 
+from cgpass.compile.passes.base import Pass, PassContext, PassResult, run_passes
 from cgpass.errors import PassError, PostconditionError, PreconditionError
-from cgpass.passes.base import Pass, PassContext, PassResult, run_passes
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def test_dumps_before_and_after_each_pass():
 
 
 def test_logs_a_line_for_each_pass(caplog):
-    with caplog.at_level(logging.DEBUG, logger="cgpass.passes.base"):
+    with caplog.at_level(logging.DEBUG, logger="cgpass.compile.passes.base"):
         run_passes([Note(), ReluToNeg()], traced(), context())
     lines = [record.getMessage() for record in caplog.records]
     assert [line.rsplit(", ", 1)[0] for line in lines] == [

@@ -3,10 +3,10 @@
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cgpass.passes.base import PassContext, run_passes
-from cgpass.passes.outline import Outline
-from cgpass.passes.partition import Partition
-from cgpass.plan import build_plan, whole_plan
+from cgpass.compile.passes.base import PassContext, run_passes
+from cgpass.compile.passes.outline import Outline
+from cgpass.compile.passes.partition import Partition
+from cgpass.compile.plan import build_plan, whole_plan
 from cgpass.runtime.executor import Executor
 
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import cgpass
-from cgpass import progress
-from cgpass.compile import Compiler
+from cgpass.compile.compilers import Compiler
+from cgpass.telemetry import progress
 
 WIDTH = 200
 

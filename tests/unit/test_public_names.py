@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import cgpass
-from cgpass import _torch
+from cgpass import torch_private
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -112,7 +112,7 @@ def test_threads_make_the_backend_known_once(monkeypatch):
 
     def make_known():
         try:
-            _torch.register_backend("made_known", lambda gm, inputs: gm)
+            torch_private.register_backend("made_known", lambda gm, inputs: gm)
         except AssertionError as error:
             errors.append(error)
 

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 import cgpass
-from cgpass import _torch, assembly
-from cgpass.graph.text import graph_text
+from cgpass import torch_private
+from cgpass.compile import assembly
+from cgpass.compile.facts.text import graph_text
 from tests.graphs import CUDA, fake_cuda
 
 aten = torch.ops.aten
@@ -27,7 +28,7 @@ def compiled_graphs(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(_torch, "inductor_inner", inner)
+    monkeypatch.setattr(torch_private, "inductor_inner", inner)
     return graphs
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import fx
 
-from cgpass.graph.capturability import why_not_capturable
-from cgpass.graph.quantised import quantised_nodes
+from cgpass.compile.facts.capturability import why_not_capturable
+from cgpass.compile.facts.quantised import quantised_nodes
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

@@ -8,18 +8,18 @@ import types
 import pytest
 import torch
 
-from cgpass import _torch, registration
-from cgpass.assembly import passes_for
-from cgpass.graph.partition_tag import get_reason
-from cgpass.graph.target import Target
+from cgpass import torch_private
+from cgpass.compile.assembly import passes_for
+from cgpass.compile.facts.partition_tag import get_reason
+from cgpass.compile.facts.target import Target
+from cgpass.compile.passes.base import PassContext, run_passes
 from cgpass.options import Options
-from cgpass.passes.base import PassContext, run_passes
-from cgpass.runtime import collectives
+from cgpass.runtime import collectives, registration
 from tests.graphs import CUDA, fake_cuda_graph
 
 NAME = registration.NAME
 EXPANDABLE = "garbage_collection_threshold:0.8, expandable_segments:True"
-nccl_communicates = _torch.nccl_communicates
+nccl_communicates = torch_private.nccl_communicates
 functional = torch.ops._c10d_functional
 needs_distributed = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="no torch.distributed"
@@ -31,8 +31,8 @@ def environment(monkeypatch):
     for name in (NAME, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(name, "")  # to be put back, whoever sets it
         monkeypatch.delenv(name)
-    monkeypatch.setattr(_torch, "uses_expandable_segments", lambda: None)
-    monkeypatch.setattr(_torch, "nccl_communicates", lambda: False)
+    monkeypatch.setattr(torch_private, "uses_expandable_segments", lambda: None)
+    monkeypatch.setattr(torch_private, "nccl_communicates", lambda: False)
     return monkeypatch
 
 
@@ -63,17 +63,17 @@ def test_before_the_first_communicator_nccl_is_told_to_register_nothing(environm
 
 def test_past_it_collectives_may_not_be_captured(environment):
     environment.setenv("PYTORCH_ALLOC_CONF", EXPANDABLE)
-    environment.setattr(_torch, "nccl_communicates", lambda: True)
+    environment.setattr(torch_private, "nccl_communicates", lambda: True)
     assert not collectives.may_be_captured(CUDA)
     assert NAME not in os.environ
 
 
 def test_what_the_allocator_says_counts_more_than_the_environment(environment):
-    environment.setattr(_torch, "nccl_communicates", lambda: True)
-    environment.setattr(_torch, "uses_expandable_segments", lambda: True)
+    environment.setattr(torch_private, "nccl_communicates", lambda: True)
+    environment.setattr(torch_private, "uses_expandable_segments", lambda: True)
     assert not collectives.may_be_captured(CUDA)
     environment.setenv("PYTORCH_ALLOC_CONF", EXPANDABLE)
-    environment.setattr(_torch, "uses_expandable_segments", lambda: False)
+    environment.setattr(torch_private, "uses_expandable_segments", lambda: False)
     assert collectives.may_be_captured(CUDA)
 
 
@@ -112,7 +112,7 @@ def communicating(x):
 @pytest.mark.parametrize("safe", [True, False])
 def test_collectives_run_between_graphs_where_they_may_not_be_captured(environment, safe):
     environment.setenv("PYTORCH_ALLOC_CONF", EXPANDABLE)
-    environment.setattr(_torch, "nccl_communicates", lambda: not safe)
+    environment.setattr(torch_private, "nccl_communicates", lambda: not safe)
     gm = fake_cuda_graph(communicating, (4,))
     passes = passes_for(gm, Options(), Target(CUDA, records=True))
     run_passes(passes, gm, PassContext(CUDA, "graph", "forward"))

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from cgpass._torch.replacing import Replaced
+from cgpass.torch_private.replacing import Replaced
 
 
 @pytest.fixture

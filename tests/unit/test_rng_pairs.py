@@ -8,9 +8,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import cgpass
-from cgpass import _torch
-from cgpass.graph.rng_pairs import PAIR
-from cgpass.passes.split_joint import split_joint
+from cgpass import torch_private
+from cgpass.compile.facts.rng_pairs import PAIR
+from cgpass.compile.passes.split_joint import split_joint
 from tests.graphs import CUDA, calls, joint_graph
 
 aten = torch.ops.aten
@@ -108,6 +108,6 @@ def test_masks_under_a_memory_budget_are_the_forwards(setting, compiler):
 )
 def test_a_regions_budget_is_seen(meta):
     gm = joint_graph(lambda x: x.sin(), (4,)).gm
-    assert not _torch.recomputes_unmarked(gm)
+    assert not torch_private.recomputes_unmarked(gm)
     gm.graph.output_node().meta.update(meta)
-    assert _torch.recomputes_unmarked(gm)
+    assert torch_private.recomputes_unmarked(gm)

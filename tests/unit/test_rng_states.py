@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.errors import CaptureError, InputError
 from cgpass.runtime import rng_states
 from cgpass.runtime.rng_states import ForwardState, caller_of, forward_states, run_with_state
@@ -53,13 +53,13 @@ class FakeGenerator:
 def user(monkeypatch):
     """The user's generator on CUDA."""
     generator = FakeGenerator()
-    real = _torch.default_generator
+    real = torch_private.default_generator
     monkeypatch.setattr(
-        _torch,
+        torch_private,
         "default_generator",
         lambda device: generator if device.type == "cuda" else real(device),
     )
-    monkeypatch.setattr(_torch, "is_capturing", lambda: False)
+    monkeypatch.setattr(torch_private, "is_capturing", lambda: False)
     return generator
 
 
@@ -170,7 +170,7 @@ def test_a_replay_draws_from_where_the_partition_starts(user):
 
 def test_in_a_capture_nobody_notes_a_position(user, monkeypatch):
     (state,), positions = states_in(user, 1)
-    monkeypatch.setattr(_torch, "is_capturing", lambda: True)
+    monkeypatch.setattr(torch_private, "is_capturing", lambda: True)
     user.offset = 40
     run_with_state(draw(user, 4), rng_state=state)
     assert positions.by_number == [(0, 0)]
@@ -297,7 +297,7 @@ def test_the_positions_are_where_the_graph_has_them(user):
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "paired"])
 def test_a_capture_of_the_users_own_is_refused(user, monkeypatch, direction, exact):
     run = caller_of(through(draw(user, 4)), direction, (CUDA,), 0, exact=exact)
-    monkeypatch.setattr(_torch, "is_capturing", lambda: True)
+    monkeypatch.setattr(torch_private, "is_capturing", lambda: True)
     with pytest.raises(CaptureError) as raised:
         run([torch.tensor([[7, 0]])])
     assert str(raised.value) == (

@@ -7,9 +7,9 @@ from torch import fx
 from torch._prims import rng_prims
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cgpass.graph import values
-from cgpass.passes.base import PassContext, run_passes
-from cgpass.passes.rng_values import RngValues
+from cgpass.compile.facts import values
+from cgpass.compile.passes.base import PassContext, run_passes
+from cgpass.compile.passes.rng_values import RngValues
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.errors import InputError
-from cgpass.inputs import InputInfo, InputKind
 from cgpass.runtime.signature import Layout, check_tensor, describe, infer_infos
 from tests.unit.runners import COPIED, OPAQUE, POOLED, STATIC, SYMINT, infos
 

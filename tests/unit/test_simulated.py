@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.runtime import fast
 from cgpass.runtime.simulated import SimulatedDriver, SimulatedPool
 
@@ -304,7 +304,7 @@ def test_recording_on_memory_that_was_used_before_leaves_its_contents(driver, op
     x = torch.arange(4.0)
     first, (a,) = record(driver, lambda x: [x + 10], x)
     first.replay()
-    alias = _torch.tensor_at_address(a)
+    alias = torch_private.tensor_at_address(a)
     address = a.data_ptr()
     del a
     found = []
@@ -383,7 +383,7 @@ def test_swapped_memory_stays_where_replays_write(driver):
     x = torch.ones(4)
     graph, (out,) = record(driver, lambda x: [x * 2], x)
     graph.replay()
-    stand_in = _torch.tensor_at_address(out)
+    stand_in = torch_private.tensor_at_address(out)
     handed_out = stand_in.detach()
     moved = stand_in.clone()
     fast.swap_storages([stand_in], [moved])

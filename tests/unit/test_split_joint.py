@@ -11,8 +11,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from cgpass.graph.text import graph_text
-from cgpass.passes.split_joint import split_joint
+from cgpass.compile.facts.text import graph_text
+from cgpass.compile.passes.split_joint import split_joint
 from tests.graphs import Joint, Spec, calls, joint_graph
 
 aten = torch.ops.aten

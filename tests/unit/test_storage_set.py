@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.runtime.storage_set import StorageSet
@@ -30,9 +30,11 @@ def test_storages_that_died_are_not_told_of():
 
 def test_storages_that_died_are_looked_for_when_as_many_were_added(monkeypatch):
     found, looks = StorageSet(), []
-    is_expired = _torch.WeakStorage.expired.fget
+    is_expired = torch_private.WeakStorage.expired.fget
     monkeypatch.setattr(
-        _torch.WeakStorage, "expired", property(lambda ref: looks.append(1) or is_expired(ref))
+        torch_private.WeakStorage,
+        "expired",
+        property(lambda ref: looks.append(1) or is_expired(ref)),
     )
     alive = [torch.ones(4).untyped_storage() for _ in range(63)]
     for storage in alive:
@@ -50,7 +52,7 @@ def test_a_collection_inside_may_add_storages(method, monkeypatch):
     for storage in alive[:16]:
         found.add(storage)
     late, inside = alive[16:24], []
-    made = getattr(_torch.WeakStorage, method)
+    made = getattr(torch_private.WeakStorage, method)
     work = made.fget if isinstance(made, property) else made
 
     def collecting(*args):
@@ -61,7 +63,7 @@ def test_a_collection_inside_may_add_storages(method, monkeypatch):
         return work(*args)
 
     replaced = property(collecting) if isinstance(made, property) else collecting
-    monkeypatch.setattr(_torch.WeakStorage, method, replaced)
+    monkeypatch.setattr(torch_private.WeakStorage, method, replaced)
     for storage in alive[24:]:
         found.add(storage)
         assert {each.data_ptr() for each in found} >= {each.data_ptr() for each in alive[:16]}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.runtime.table import RecordingTable, Seen
 
 
@@ -19,7 +19,7 @@ class Recorded:
 
 def seen(name, *tensors):
     storages = [t.untyped_storage() for t in tensors]
-    refs = tuple(map(_torch.WeakStorage, storages))
+    refs = tuple(map(torch_private.WeakStorage, storages))
     return Seen(((name,), b""), refs, tuple(s._cdata for s in storages), [])
 
 

@@ -5,7 +5,7 @@ import gc
 import pytest
 
 from cgpass import telemetry
-from cgpass.summaries import GraphSummary, PartitionSummary
+from cgpass.telemetry.summaries import GraphSummary, PartitionSummary
 
 
 @pytest.fixture(scope="module")

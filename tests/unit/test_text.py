@@ -5,8 +5,8 @@ import operator
 import torch
 from expecttest import assert_expected_inline
 
-from cgpass.graph.partition_tag import PartitionTag, get_tag, set_tag
-from cgpass.graph.text import graph_text, value_text
+from cgpass.compile.facts.partition_tag import PartitionTag, get_tag, set_tag
+from cgpass.compile.facts.text import graph_text, value_text
 from tests.graphs import calls, dynamic, fake_cuda_graph, node_named
 
 aten = torch.ops.aten

@@ -6,14 +6,14 @@ import types
 import pytest
 import torch
 
-from cgpass import _torch
+from cgpass import torch_private
+from cgpass.compile.facts import values
 from cgpass.errors import CollectiveTimeoutError
-from cgpass.graph import values
 from cgpass.runtime.collectives import CollectiveCall, is_timeout, timeouts_told
 from tests.graphs import fake_cuda_graph
 from tests.unit.runners import COPIED, call, counts, runner
 
-pytestmark = pytest.mark.skipif(_torch.wait_tensor() is None, reason="no torch.distributed")
+pytestmark = pytest.mark.skipif(torch_private.wait_tensor() is None, reason="no torch.distributed")
 functional = torch.ops._c10d_functional
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv"
 CALLS = (

@@ -5,7 +5,7 @@ import operator
 import pytest
 import torch
 
-from cgpass.graph import values
+from cgpass.compile.facts import values
 from tests.graphs import calls, dynamic, fake_cuda_graph, ints, node_named
 
 aten = torch.ops.aten

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 
 import cgpass
-from cgpass import _torch
+from cgpass import torch_private
 
 SIMULATED = {"driver": "simulated"}
 
@@ -129,7 +129,7 @@ def test_what_can_not_be_read_is_traced_again(monkeypatch):
         monkeypatch.undo()
         raise ValueError("of another version")
 
-    monkeypatch.setattr(_torch, "unpickled", broken)
+    monkeypatch.setattr(torch_private, "unpickled", broken)
     again, counted, _ = train(made(), max_recordings=60)
     assert all(map(torch.equal, values, again))
     # the inference graph's is whole
@@ -140,7 +140,7 @@ def test_what_can_not_be_read_is_traced_again(monkeypatch):
 @pytest.mark.parametrize("before", [False, True])
 def test_garbage_is_collected_as_before_once_graphs_were_read(monkeypatch, before, fails):
     train(made(), max_recordings=58)
-    read, found = _torch.unpickled, []
+    read, found = torch_private.unpickled, []
 
     def noting(data):
         found.append(gc.isenabled())
@@ -148,7 +148,7 @@ def test_garbage_is_collected_as_before_once_graphs_were_read(monkeypatch, befor
             raise ValueError("of another version")
         return read(data)
 
-    monkeypatch.setattr(_torch, "unpickled", noting)
+    monkeypatch.setattr(torch_private, "unpickled", noting)
     (gc.enable if before else gc.disable)()
     try:
         train(made(), max_recordings=58)
@@ -162,7 +162,7 @@ def test_garbage_is_collected_as_before_once_graphs_were_read(monkeypatch, befor
 def test_where_the_backward_can_not_be_read_the_forward_counts_as_not_read(monkeypatch):
     options = {"max_recordings": 59, "parameter_grads": "direct"}
     values, first, _ = train(made(), **options)
-    read, calls = _torch.unpickled, []
+    read, calls = torch_private.unpickled, []
 
     def broken(data):
         calls.append(data)
@@ -170,7 +170,7 @@ def test_where_the_backward_can_not_be_read_the_forward_counts_as_not_read(monke
             raise ValueError("of another version")
         return read(data)
 
-    monkeypatch.setattr(_torch, "unpickled", broken)
+    monkeypatch.setattr(torch_private, "unpickled", broken)
     module = made()
     again, counted, _ = train(module, **options)
     assert all(map(torch.equal, values, again))
@@ -190,7 +190,9 @@ def read_again(mode, values, inputs):
         node.meta["val"] = value
     graph.output(tuple(nodes))
     with tracing(TracingContext(mode)):
-        found, read = _torch.unpickled(_torch.pickled(fx.GraphModule({}, graph), inputs))
+        found, read = torch_private.unpickled(
+            torch_private.pickled(fx.GraphModule({}, graph), inputs)
+        )
     return [node.meta["val"] for node in found.graph.output_node().all_input_nodes], read
 
 

@@ -10,9 +10,10 @@ from torch._inductor import pattern_matcher
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.fx_passes import joint_graph
 
-from cgpass import _torch, warm_start
-from cgpass._torch import joint, kept_graphs
+from cgpass import torch_private
+from cgpass.compile import warm_start
 from cgpass.options import Options
+from cgpass.torch_private import joint, kept_graphs
 
 X = torch.ones(4, 8)
 
@@ -233,7 +234,7 @@ def test_torchs_own_patterns_leave_a_key():
 
 
 def test_an_error_leaves_no_key(monkeypatch, caplog):
-    monkeypatch.setattr(_torch, "told_by_no_key", lambda: 1 / 0)
+    monkeypatch.setattr(torch_private, "told_by_no_key", lambda: 1 / 0)
     with caplog.at_level("INFO", "cgpass"):
         assert key_of(sine, X) is None
     assert "AOTAutograd's cache is left out: division by zero" in caplog.text

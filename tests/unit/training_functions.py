@@ -3,7 +3,7 @@
 import torch
 
 import cgpass
-from cgpass import _torch
+from cgpass import torch_private
 
 OPTIONS = {"driver": "simulated", "compiler": "eager", "min_partition_ops": 1}
 
@@ -11,7 +11,7 @@ OPTIONS = {"driver": "simulated", "compiler": "eager", "min_partition_ops": 1}
 def maker(kind, monkeypatch):
     """What compiles; the function's node is made one way or the other."""
     if kind == "function":
-        monkeypatch.setattr(_torch, "autograd_is_plain", lambda: False)
+        monkeypatch.setattr(torch_private, "autograd_is_plain", lambda: False)
 
     def make(fn, *args, calls=3, **settings):
         compiled = torch.compile(fn, backend=cgpass.cgpass, options=OPTIONS, **settings)

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from cgpass import _torch
+from cgpass import torch_private
 from tests.usage.test_failures import COMPILERS, Around, close, fails, syncs
 
 
@@ -52,7 +52,7 @@ def test_sizes_that_kernels_were_not_compiled_for(setting, monkeypatch):
     """What kernels assume of sizes is guarded, whenever they are compiled."""
     assumed = []
 
-    def choosy(gm, example_inputs, inner=_torch.inductor_inner, **settings):
+    def choosy(gm, example_inputs, inner=torch_private.inductor_inner, **settings):
         sizes = [size for size in example_inputs if isinstance(size, torch.SymInt)]
         assumed.append(all(size < 6 for size in sizes))
         return inner(gm, example_inputs, **settings)
@@ -63,7 +63,7 @@ def test_sizes_that_kernels_were_not_compiled_for(setting, monkeypatch):
             sizes = (3, 5, 3, 7, 5, 7, 3, 7, 8, 3, 7)
             return [call(session.randn(size, 8)).clone() for size in sizes]
 
-    monkeypatch.setattr(_torch, "inductor_inner", choosy)
+    monkeypatch.setattr(torch_private, "inductor_inner", choosy)
     counters = close(setting, program, compiler="inductor", on_skip="silent")
     assert {True, False} <= {*assumed}
     assert counters["partitions_captured"] == 2 * 2

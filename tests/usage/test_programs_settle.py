@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import cgpass
-from cgpass import _torch
+from cgpass import torch_private
 from cgpass.errors import OptionError
 from cgpass.options import REMOVED
 from cgpass.report.measure import live_runs
@@ -1273,8 +1273,8 @@ def test_a_written_buffer_at_a_new_place_is_written_back(way):
 
 def made_anew(memory):
     """A tensor in memory that was another one's."""
-    storage = _torch.storage_at(memory.data_ptr(), memory.nbytes, memory.device)
-    return _torch.on_storage(storage, memory)
+    storage = torch_private.storage_at(memory.data_ptr(), memory.nbytes, memory.device)
+    return torch_private.on_storage(storage, memory)
 
 
 def test_a_buffer_that_is_made_anew_is_copied_wherever_it_comes_to_lie(setting):

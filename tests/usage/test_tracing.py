@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._logging._internal import LazyTraceHandler, TorchLogsFormatter
 
-from cgpass.passes import base
+from cgpass.compile.passes import base
 
 OPTIONS = {"driver": "simulated", "compiler": "eager"}
 

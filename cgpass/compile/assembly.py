@@ -1,0 +1,280 @@
+"""From a graph with partition tags to one callable: compiles each partition and joins them."""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from cgpass import telemetry, torch_private
+from cgpass.compile.compilers import Boxed, Compiler, Direction, copy_of, output_strides
+from cgpass.compile.culprits import FailedCapture, FailedOperators, Place
+from cgpass.compile.facts.input_info import InputInfo, InputKind
+from cgpass.compile.facts.inputs import input_infos
+from cgpass.compile.facts.origins import Origins
+from cgpass.compile.facts.target import Target
+from cgpass.compile.facts.values import (
+    collective_calls,
+    graph_outputs,
+    is_collective,
+    is_inductor_random,
+    num_ops,
+)
+from cgpass.compile.layouts import inputs_as_traced, laid_out_otherwise
+from cgpass.compile.part_summaries import part_summaries, reasons_by_part
+from cgpass.compile.passes import eager_passes, graph_passes, outline_passes
+from cgpass.compile.passes.base import Pass, PassContext, run_passes
+from cgpass.compile.plan import build_plan, outputs_made, plan_as_dict, whole_plan
+from cgpass.compile.skips import OFF, counted
+from cgpass.options import Options
+from cgpass.runtime.collectives import CollectiveCall, may_be_captured, timeouts_told
+from cgpass.runtime.driver import GraphDriver
+from cgpass.runtime.executor import Executor, Plan
+from cgpass.runtime.owner import Owner
+from cgpass.runtime.runner import PartitionRunner
+from cgpass.telemetry import progress, tracing
+from cgpass.telemetry.reason import Reason
+from cgpass.telemetry.summaries import GraphSummary, PartitionSummary
+
+log = logging.getLogger(__name__)
+
+
+def passes_for(gm: fx.GraphModule, options: Options, target: Target) -> tuple[Pass, ...]:
+    """What a graph goes through before it is built; see `passes.graph_passes`."""
+    communicates = target.records and any(map(is_collective, gm.graph.nodes))
+    return graph_passes(options, collectives=not communicates or may_be_captured(target.device))
+
+
+@dataclass(frozen=True)
+class GraphBuilder:
+    """Joins the partitions of one graph."""
+
+    options: Options
+    owner: Callable[[torch.device], Owner]
+    """Gives the owner of the function's recordings on a device."""
+    names: Mapping[str, str]
+    """What the user calls each input, by placeholder name."""
+    visible: frozenset[int]
+    """Positions of outputs that the user gets."""
+    direction: Direction
+    compiler: Compiler
+    origins: Origins
+    target: Target
+    failed: FailedOperators
+    source: tracing.Source = tracing.NOWHERE
+    """Of the user's function."""
+    function: int | None = None
+    """The function's number in what telemetry knows."""
+    graph_break: Reason | None = None
+    """Why Dynamo ended it where it did, if the user's goes on."""
+
+    def whole(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+        """A graph that is one captured partition."""
+        num_outputs = len(graph_outputs(gm))
+        summaries = part_summaries({"captured_0": gm}, {})
+        graph = self._add_summary(summaries)
+        original, others = self._kept(gm), laid_out_otherwise(gm, example_inputs)
+        infos = tuple(
+            # the forward's copy of a parameter
+            dataclasses.replace(info, kind=InputKind.POOLED)
+            if info.kind is InputKind.STATIC and i in others
+            else info
+            for i, info in enumerate(self._infos(gm))
+        )
+        with self._told():
+            fn = self.compiler.whole(gm, example_inputs)
+        if not self.target.records:
+            return counted(graph, fn)
+        run = self._runner("captured_0", fn, infos, original, graph, others)
+        made = outputs_made(original)
+        plan = whole_plan(len(infos), num_outputs, run, "captured_0", self.visible, made)
+        self._trace_plan(plan, summaries)
+        return _tracked(Executor(plan, run.owner, self._in_profiles(["captured_0"])), graph)
+
+    def partitioned(
+        self, gm: fx.GraphModule, context: PassContext, otherwise: Sequence[int] = ()
+    ) -> Boxed:
+        """A graph of several partitions.
+
+        Args:
+            gm: With partition tags.
+            context: That its passes ran with.
+            otherwise: Inputs that it was not traced with as they come.
+        """
+        as_traced = inputs_as_traced(gm, otherwise)
+        if self.direction == "forward":
+            torch_private.report_output_strides(output_strides(gm))
+        outlined, parts = _outline(gm, context, outline_passes())
+        summaries = part_summaries(parts, reasons_by_part(gm))
+        graph = self._add_summary(summaries)
+        runs: dict[str, Any] = {}
+        for number, call in enumerate(outlined.graph.find_nodes(op="call_module"), 1):
+            name = str(call.target)
+            with self._told(f", partition {number} of {len(parts)}"):
+                runs[name] = self._compile_part(name, parts[name], graph)
+        plan = build_plan(outlined, runs, self.visible)
+        owner = self.owner(self.target.device) if self.target.records else None
+        self._trace_plan(plan, summaries)
+        boxed = _tracked(Executor(plan, owner, self._in_profiles(parts)), graph)
+        return torch_private.mark_boxed(as_traced(boxed)) if otherwise else boxed
+
+    def _compile_part(self, name: str, gm: fx.GraphModule, graph: int) -> Any:
+        if not name.startswith("captured"):
+            return self._eager(gm)
+        infos = self._infos(gm)
+        static = [i for i, info in enumerate(infos) if info.kind is InputKind.STATIC]
+        original = self._kept(gm)
+        fn = self.compiler.captured(gm, static)
+        if not self.target.records:
+            return fn
+        return self._runner(name, fn, infos, original, graph)
+
+    def _eager(self, gm: fx.GraphModule) -> Boxed:
+        """A partition that no graph can hold; Inductor compiles what means nothing as aten operators."""
+        if not any(map(is_inductor_random, gm.graph.nodes)):
+            return self.compiler.eager(gm)
+        context = self._context("eager partition")
+        outlined, parts = _outline(gm, context, eager_passes())
+        runs = {
+            name: self.compiler.captured(part, ())
+            if name.startswith("captured")
+            else self.compiler.eager(part)
+            for name, part in parts.items()
+        }
+        return _boxed(Executor(build_plan(outlined, runs, frozenset()), None))
+
+    def _context(self, stage: str) -> PassContext:
+        return PassContext(
+            device=self.target.device,
+            stage=stage,
+            direction=self.direction,
+            trace_id=self.source.trace_id,
+        )
+
+    def _kept(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """`gm` as it is now: Inductor changes the graph that it compiles."""
+        return copy_of(gm) if self.compiler.opaque and self.target.records else gm
+
+    def _driver(self, device: torch.device) -> GraphDriver:
+        return self.owner(device).driver
+
+    def _infos(self, gm: fx.GraphModule) -> tuple[InputInfo, ...]:
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        kinds = [self.origins.kind_of(node) for node in placeholders]
+        return input_infos(
+            gm,
+            static=[i for i, kind in enumerate(kinds) if kind is InputKind.STATIC],
+            pooled=[
+                n.name for n, k in zip(placeholders, kinds, strict=True) if k is InputKind.POOLED
+            ],
+            names=self.names,
+        )
+
+    def _runner(
+        self,
+        name: str,
+        fn: Boxed,
+        infos: tuple[InputInfo, ...],
+        original: fx.GraphModule,
+        graph: int,
+        otherwise: Sequence[int] = (),
+    ) -> PartitionRunner:
+        """What runs a captured partition."""
+        calls = collective_calls(original)
+        named = f"{self.direction} {name}"
+        if calls:
+            fn = timeouts_told(fn, named, [CollectiveCall(*call) for call in calls])
+        # Of what communicates, other processes take no part in the runs that find the culprit.
+        communicates = any(map(is_collective, original.graph.nodes))
+        on_failure = FailedCapture(
+            original,
+            Place(graph, name, num_ops(original)),
+            self.failed,
+            None if communicates else functools.partial(self._driver, self.target.device),
+            what=self.source.of(named),
+            refuses=self.options.on_skip == "raise",
+            as_traced=inputs_as_traced(original, otherwise)(list),
+        )
+        return PartitionRunner(
+            fn,
+            infos,
+            self.owner(self.target.device),
+            self.options,
+            name=named,
+            on_failure=on_failure,
+            source=self.source,
+            opaque=self.compiler.opaque,
+            is_backward=self.direction == "backward",
+            communicates=bool(calls),
+        )
+
+    def _add_summary(self, partitions: tuple[PartitionSummary, ...]) -> int:
+        records = self.target.records
+        summary = GraphSummary(
+            self.direction,
+            partitions if records else (),
+            skip=None if records else OFF,
+            num_ops=0 if records else sum(part.num_ops for part in partitions),
+            place=self.source.place,
+            function=self.function,
+            graph_break=self.graph_break,
+            driver=self.target.driver,
+        )
+        log.info("%s", str(summary).splitlines()[0])
+        return telemetry.add_graph(summary)
+
+    def _told(self, which: str = "") -> contextlib.AbstractContextManager[None]:
+        """A block that a line on the terminal tells of."""
+        text = f"compiling {self.source.of(self.direction)}{which}"
+        return progress.shown(text, self.options.progress)
+
+    def _in_profiles(self, parts: Iterable[str]) -> dict[str, str]:
+        """What profiles call partitions, by their names in a plan."""
+        return {name: self.source.of(f"cgpass: {self.direction} {name}") for name in parts}
+
+    def _trace_plan(self, plan: Plan, parts: Sequence[PartitionSummary]) -> None:
+        named = {part.name: part for part in parts}
+        name = f"{self.direction}_plan"
+        tracing.add_json(name, lambda: plan_as_dict(plan, named), self.source.trace_id)
+
+
+def _outline(
+    gm: fx.GraphModule, context: PassContext, passes: Sequence[Pass]
+) -> tuple[fx.GraphModule, dict[str, fx.GraphModule]]:
+    outlined = run_passes(passes, gm, context).gm
+    parts = {
+        name: module
+        for name, module in outlined.named_children()
+        if isinstance(module, fx.GraphModule)
+    }
+    return outlined, parts
+
+
+def _tracked(executor: Executor, graph: int) -> Boxed:
+    """A callable that telemetry knows of."""
+    parts = {
+        step.name: telemetry.PartitionRun(
+            step.run.stats,
+            step.run.history.notes,
+            step.run.reasons,
+        )
+        for step in executor.plan.steps
+        if isinstance(step.run, PartitionRunner)
+    }
+    run = telemetry.GraphRun(executor.tally, parts, weakref.ref(executor))
+    telemetry.add_run(graph, run)
+    return _boxed(executor)
+
+
+def _boxed(executor: Executor) -> Boxed:
+    def call(args: list[Any]) -> list[Any]:
+        return executor(args)
+
+    setattr(call, "executor", executor)  # noqa: B010  for whole training steps
+    return torch_private.mark_boxed(call)

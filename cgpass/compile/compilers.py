@@ -1,0 +1,107 @@
+"""Makes a partition callable: by Inductor, or as the aten operators it consists of."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from cgpass import torch_private
+from cgpass.compile.facts.inputs import seed_positions
+from cgpass.compile.facts.values import graph_outputs
+from cgpass.compile.layouts import Boxed, keep_contiguous, outputs_as_traced
+from cgpass.runtime.seeds import read_on_the_host
+
+Direction = Literal["forward", "backward", "inference"]
+"""Which of a function's graphs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiler:
+    """How partitions of one graph become callables."""
+
+    compiler: Literal["inductor", "eager"]
+    is_backward: bool = False
+    is_inference: bool = False
+    parameters: frozenset[int] = frozenset()
+    """Outputs of a backward that are gradients of parameters."""
+    whole_graph_settings: tuple[tuple[str, Any], ...] = ()
+    """What `compile_fx` told us to compile the whole graph with."""
+
+    def without_input(self, position: int) -> "Compiler":
+        """The compiler of a graph that lost an input."""
+        settings = dict(self.whole_graph_settings)
+        static = settings.get("static_input_idxs")
+        if static is not None:
+            settings["static_input_idxs"] = [i - (i > position) for i in static if i != position]
+        return dataclasses.replace(self, whole_graph_settings=tuple(settings.items()))
+
+    @property
+    def opaque(self) -> bool:
+        """Whether captured partitions run kernels that are no aten calls."""
+        return self.compiler == "inductor"
+
+    def whole(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+        """A graph that is one partition: compiled exactly as `torch.compile` would.
+
+        Args:
+            gm: The whole forward, backward or inference graph.
+            example_inputs: Fake inputs, as AOTAutograd gave them.
+        """
+        seeds = seed_positions(gm)
+        if self.compiler == "eager":
+            return read_on_the_host(torch_private.boxed_graph_module(gm), seeds)
+        settings = dict(self.whole_graph_settings)
+        if self.is_backward:
+            keep_contiguous(gm, self.parameters)
+        return read_on_the_host(torch_private.inductor_inner(gm, example_inputs, **settings), seeds)
+
+    def captured(self, gm: fx.GraphModule, static: Sequence[int]) -> Boxed:
+        """A captured partition among others.
+
+        Every output keeps the strides its fake tensor has, since other partitions were traced with them.
+
+        Args:
+            gm: The partition, returning a tuple.
+            static: Inputs whose address stays.
+        """
+        seeds = seed_positions(gm)
+        if self.compiler == "eager":
+            return read_on_the_host(torch_private.boxed_graph_module(gm), seeds)
+        gm.graph.output_node().meta["user_visible_output_idxs"] = [
+            i for i, value in enumerate(graph_outputs(gm)) if isinstance(value, fx.Node)
+        ]
+        inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+        as_traced = outputs_as_traced(gm)
+        with torch_private.own_tracing_context(inputs):
+            fn = torch_private.inductor_inner(
+                gm,
+                inputs,
+                static_input_idxs=tuple(static),
+                is_backward=self.is_backward,
+                is_inference=self.is_inference,
+            )
+        return read_on_the_host(as_traced(fn), seeds)
+
+    def eager(self, gm: fx.GraphModule) -> Boxed:
+        """A partition that no graph can hold: generated Python over its operators."""
+        return read_on_the_host(torch_private.boxed_graph_module(gm), seed_positions(gm))
+
+
+def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph, on the same attributes: compiling changes a graph."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.output_node().meta.update(gm.graph.output_node().meta)
+    return torch_private.lazy_graph_module(gm, graph)
+
+
+def output_strides(gm: fx.GraphModule) -> list[tuple[Any, ...] | None]:
+    """Strides of a graph's outputs, None for what is no tensor."""
+    strides: list[tuple[Any, ...] | None] = []
+    for value in graph_outputs(gm):
+        fake = value.meta.get("val") if isinstance(value, fx.Node) else None
+        strides.append(tuple(fake.stride()) if isinstance(fake, torch.Tensor) else None)
+    return strides

@@ -1,0 +1,335 @@
+"""Failed captures: which operators are to blame, and compiling the function again with these outside of graphs.
+
+Note [A failed capture]
+    The operators are found by running the partition once more, one after the other. They are known of the function's
+    code from then on, and Dynamo is told to compile it again in its next call: what turned out while capturing goes the
+    same way as what was known before, `unsafe_ops` among it. The call at hand runs plainly, and so do backwards that are
+    due. A function that holds collectives is not compiled again, since all ranks must keep the same partitions: the
+    partition runs plainly.
+"""
+
+import contextlib
+import logging
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from cgpass import telemetry, torch_private
+from cgpass.compile.facts import values
+from cgpass.compile.facts.capturability import PROVEN, has_unvetted_ops, why_not_capturable
+from cgpass.compile.facts.lines import spans
+from cgpass.errors import CaptureError, StagingError
+from cgpass.runtime.driver import GraphDriver
+from cgpass.runtime.failures import Outcome, random_state_kept
+from cgpass.runtime.syncs import is_capture_error, syncs_noted
+from cgpass.telemetry.reason import OTHER_FIXES, Reason
+from cgpass.telemetry.summaries import PartitionSummary
+
+log = logging.getLogger(__name__)
+
+_Found = dict[str, tuple[str, str]]
+"""By operator, code and detail of a `Reason`."""
+
+
+@dataclass
+class _Known:
+    """What is known of one code."""
+
+    operators: _Found = field(default_factory=dict)
+    replaced: list[int] = field(default_factory=list)
+    """Functions that were to be compiled again and were not yet, as telemetry numbers them."""
+
+
+_known: weakref.WeakKeyDictionary[types.CodeType, _Known] = weakref.WeakKeyDictionary()
+
+
+def forget_all() -> None:
+    """Forget which operators failed; for when torch forgets what it compiled."""
+    _known.clear()
+
+
+class FailedOperators:
+    """Operators of one function that failed to be captured. See Note [A failed capture]."""
+
+    def __init__(self, function: int | None = None) -> None:
+        self._function = function
+        code = torch_private.compiled_code()
+        self._code = None if code is None else weakref.ref(code)  # whose caches keep all this alive
+        trace_id = torch_private.current_trace_id()
+        self._compile_id = None if trace_id is None else trace_id.compile_id
+        known = _Known() if code is None else _known.get(code, _Known())
+        self._operators = dict(known.operators)
+        self._communicates = False
+        self.told = bool(known.replaced)
+        """Whether the user was told of these: this compilation takes the place of one where they failed."""
+        while known.replaced:
+            telemetry.remove_function(known.replaced.pop())
+
+    def mark(self, gm: fx.GraphModule) -> None:
+        """Mark those that failed as `PROVEN` in a graph of the function that is to be partitioned."""
+        self._communicates |= any(map(values.is_collective, gm.graph.nodes))
+        for node in gm.graph.nodes if self._operators else ():
+            if node.op == "call_function" and (found := self._operators.get(_name(node))):
+                node.meta[PROVEN] = found
+
+    def add(self, found: Mapping[fx.Node, tuple[str, str]]) -> bool:
+        """Add some, and have the function compiled again; returns whether it will be."""
+        operators = {_name(node): why for node, why in found.items()}
+        code = None if self._code is None else self._code()
+        if (
+            code is None
+            or self._compile_id is None
+            or operators.keys() <= self._operators.keys()
+            or self._communicates
+            or not torch_private.compile_again(code, self._compile_id)
+        ):
+            return False
+        known = _known.setdefault(code, _Known())
+        known.operators.update(operators)
+        if self._function is not None:
+            known.replaced.append(self._function)
+        return True
+
+
+def _name(node: fx.Node) -> str:
+    return str(values.called(node)[0])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a partition stands in what telemetry knows."""
+
+    graph: int
+    """The graph's number, as `telemetry.add_graph` gave it."""
+    name: str
+    num_ops: int
+
+    def runs_plainly(self, why: str, reasons: Sequence[Reason]) -> None:
+        """Note that the partition is not captured after all.
+
+        Args:
+            why: In a line.
+            reasons: One for each operator to blame, or one for all of it.
+        """
+        part = PartitionSummary(
+            self.name, False, self.num_ops, (why,), skipped=True, why=tuple(reasons)
+        )
+        telemetry.replace_partition(self.graph, part)
+
+    def is_tried_again(self) -> None:
+        """Note that the partition may be captured, whatever came of it before."""
+        telemetry.replace_partition(self.graph, PartitionSummary(self.name, True, self.num_ops))
+
+
+class FailedCapture:
+    """What `PartitionRunner` asks about a failed capture of one partition. See `failures.OnFailure`."""
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        place: Place,
+        operators: FailedOperators,
+        driver: Callable[[], GraphDriver] | None,
+        *,
+        what: str,
+        refuses: bool,
+        as_traced: Callable[[list[Any]], Sequence[Any]] = list,
+    ) -> None:
+        self.checks_warm_ups = driver is not None and has_unvetted_ops(gm)
+        self._gm = gm
+        self._place = place
+        self._operators = operators
+        self._driver = driver
+        self._what = what
+        self._refuses = refuses
+        self._as_traced = as_traced
+        self._failed = False
+
+    def __call__(self, args: list[Any], error: Exception | None) -> Outcome | None:
+        """See `OnFailure`."""
+        finding = self._search(args, error)
+        if finding.culprits:
+            return self._blame(finding.culprits, error)
+        if error is None:
+            return None  # a first call's initialisation, no more
+        none_to_blame = isinstance(error, torch.OutOfMemoryError | StagingError)
+        if finding.clean and not none_to_blame and not is_capture_error(error):
+            raise error  # it comes from neither the partition nor the capture
+        if self._failed or none_to_blame or is_capture_error(error):
+            self._runs_plainly(first_line(error), [_whole(self._gm, error)])
+        self._failed = True  # the runner tries once more after an error that is not a capture's
+        return None
+
+    def forget(self) -> None:
+        """See `OnFailure`."""
+        self._failed = False
+        self._place.is_tried_again()
+
+    def _search(self, args: list[Any], error: Exception | None) -> "Finding":
+        if self._driver is None or isinstance(error, torch.OutOfMemoryError | StagingError):
+            return Finding(clean=False)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            inputs = list(self._as_traced(list(args)))
+            return find_culprits(self._gm, inputs, self._driver(), trial=error is not None)
+        return Finding(clean=False)
+
+    def _blame(
+        self, culprits: Mapping[fx.Node, tuple[str, str]], error: Exception | None
+    ) -> Outcome:
+        for node, found in culprits.items():
+            node.meta[PROVEN] = found
+        found = (why_not_capturable(node, torch.device("meta")) for node in culprits)
+        reasons = [reason for reason in found if reason is not None]
+        why = "; ".join(dict.fromkeys(map(str, reasons)))
+        self._runs_plainly(why, reasons)
+        if self._refuses:
+            raise CaptureError(
+                f'{self._what} can\'t be captured as a whole, and on_skip="raise" refuses its calls; with "warn" all but '
+                f"this would be captured: {why}"
+            ) from error
+        return Outcome(why, again=self._operators.add(culprits))
+
+    def _runs_plainly(self, why: str, reasons: Sequence[Reason]) -> None:
+        why = f'on_skip="raise" refuses its calls: {why}' if self._refuses else why
+        self._place.runs_plainly(why, reasons)
+
+
+def _whole(gm: fx.GraphModule, error: Exception) -> Reason:
+    """Why a partition is not captured where nothing tells which operator is to blame, and where that is."""
+    code = "capture"
+    if isinstance(error, torch.OutOfMemoryError):
+        code = "out_of_memory"
+    elif isinstance(error, StagingError):
+        code = "no_placeholder"
+    return Reason(code, "", first_line(error), OTHER_FIXES[code], spans(gm))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What running a partition operator by operator showed."""
+
+    culprits: Mapping[fx.Node, tuple[str, str]] = field(default_factory=dict)
+    """Code and detail of a `Reason` for each operator found."""
+    clean: bool = True
+    """Whether everything ran as it should, so that nothing is wrong with the partition."""
+
+
+def find_culprits(
+    gm: fx.GraphModule, args: Sequence[Any], driver: GraphDriver, *, trial: bool
+) -> Finding:
+    """Run a partition operator by operator: under the sync check first, then once under a capture.
+
+    Args:
+        gm: The partition, with fake values in `meta["val"]`.
+        args: Real inputs; what the partition writes is copied first.
+        driver: Records the trial.
+        trial: Whether to try a capture if the sync check finds nothing.
+
+    Returns:
+        Everything that waits for the device, else what failed in the trial. Generators are where they were.
+    """
+    with torch.inference_mode(False), torch.no_grad(), random_state_kept(driver.device, args):
+        inputs = _private(gm, args)
+        checked = _Checked(gm, driver.device)
+        try:
+            checked.run(*inputs, enable_io_processing=False)
+        except Exception as error:
+            log.debug("running a partition by its operators failed: %s", error)
+            return Finding(clean=False)
+        if checked.found or not trial:
+            return Finding(checked.found)
+        return _by_trial(gm, _private(gm, args), driver)
+
+
+def _private(gm: fx.GraphModule, args: Sequence[Any]) -> list[Any]:
+    """Inputs, with copies of what the partition writes."""
+    written = {key for n in gm.graph.nodes for w in values.mutated_inputs(n) for key in _keys(w)}
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return [
+        value.clone() if isinstance(value, torch.Tensor) and _keys(node) & written else value
+        for node, value in zip(placeholders, args, strict=True)
+    ]
+
+
+def _keys(node: fx.Node) -> set[object]:
+    return {node, *values.storage_keys(node)}
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+class _Checked(fx.Interpreter):
+    """Runs each operator under the sync check, and again for its value; what waits twice is found."""
+
+    def __init__(self, gm: fx.GraphModule, device: torch.device) -> None:
+        super().__init__(gm)
+        self.extra_traceback = False
+        self.found: dict[fx.Node, tuple[str, str]] = {}
+        self._device = device
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function" or values.is_host_scalar(n):
+            return super().run_node(n)
+        # What the first call of an operator initialises can look like a wait: only the second counts.
+        copies = [self._copies(n) for _ in range(2)]
+        if self._waits(n, *copies[0]) is None:
+            return super().run_node(n)
+        value = super().run_node(n)
+        if (error := self._waits(n, *copies[1])) is not None:
+            self.found[n] = ("syncs", f"its implementation waits for the device ({error})")
+        return value
+
+    def _copies(self, n: fx.Node) -> tuple[Any, Any]:
+        """Arguments of a call, with copies of what it writes."""
+        written = set(values.mutated_inputs(n))
+
+        def fetch(arg: fx.Node) -> Any:
+            value = self.env[arg]
+            return value.clone() if arg in written and isinstance(value, torch.Tensor) else value
+
+        return fx.node.map_arg((n.args, n.kwargs), fetch)
+
+    def _waits(self, n: fx.Node, args: Any, kwargs: Any) -> str | None:
+        with syncs_noted(self._device) as found, contextlib.suppress(Exception):
+            self.call_function(n.target, args, kwargs)
+        return next(iter(found), None)
+
+
+class _Following(fx.Interpreter):
+    """Knows which node runs."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.extra_traceback = False
+        self.at: fx.Node | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.at = n
+        return super().run_node(n)
+
+
+def _by_trial(gm: fx.GraphModule, inputs: list[Any], driver: GraphDriver) -> Finding:
+    follower = _Following(gm)
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        return follower.run(*args, enable_io_processing=False)
+
+    try:
+        graph, outputs = driver.record(run, inputs, opaque=False)
+    except Exception as error:
+        node = follower.at
+        if isinstance(error, torch.OutOfMemoryError) or node is None or node.op != "call_function":
+            return Finding(clean=False)
+        found = ("failed_capture", f"capturing it failed ({first_line(error)})")
+        return Finding({node: found})
+    del outputs
+    graph.reset()
+    return Finding()

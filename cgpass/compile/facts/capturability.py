@@ -1,0 +1,410 @@
+"""Whether a CUDA graph can hold a node, and if not, why.
+
+The verdict is about the node alone: what it calls, what it reads and what it makes. It errs on the
+side of capturing where nothing is known (custom operators): an operator that turns out not to be
+capturable is marked `PROVEN` when the function is compiled again; it can be named in `unsafe_ops`.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from cgpass import torch_private
+from cgpass.compile.facts import op_tables, stand_ins, values
+from cgpass.compile.facts.ancestry import names_behind, operator_names
+from cgpass.compile.facts.conditional_syncs import why_it_syncs
+from cgpass.compile.facts.lines import user_line
+from cgpass.compile.facts.quantised import quantised_nodes
+from cgpass.compile.facts.size_makers import place_of, size_maker
+from cgpass.telemetry.reason import Reason
+
+LIFTED = "cgpass_lifted"
+"""In `node.meta`: the copy to the device that our own lifting of a CPU scalar put there."""
+
+
+def is_argument(node: fx.Node) -> bool:
+    """Whether a node puts a CPU scalar among the graph's inputs on the device, for partitions to take it as an input.
+
+    It belongs to none of them: it runs first of all, before anything writes the scalar.
+    """
+    if node.op != "call_function" or not node.meta.get(LIFTED):
+        return False
+    return node.all_input_nodes[0].op == "placeholder"
+
+
+def has_cpu_scalars(gm: fx.GraphModule) -> bool:
+    """Whether a graph makes or reads tensors of one number on the CPU."""
+    found = (node.meta.get("val") for node in gm.graph.nodes)
+    tensors = (value for value in found if isinstance(value, torch.Tensor))
+    return any(value.device.type == "cpu" and value.dim() == 0 for value in tensors)
+
+
+PROVEN = "cgpass_proven"
+"""In `node.meta`: code and detail of what running the node showed."""
+
+_VETTED = frozenset({"aten", "prims", "inductor_prims", "rngprims"})
+"""Namespaces whose operators were all looked at: the rules below know which of them wait for the device."""
+
+
+def has_unvetted_ops(gm: fx.GraphModule) -> bool:
+    """Whether a graph calls operators of which only running them tells whether they wait for the device."""
+    called = (values.called(node)[0] for node in gm.graph.nodes)
+    return any(
+        isinstance(op, torch._ops.OpOverload) and op.namespace not in _VETTED for op in called
+    )
+
+
+@dataclass(frozen=True)
+class _Query:
+    node: fx.Node
+    device: torch.device
+    unsafe_ops: frozenset[str]
+    gm: fx.GraphModule | None
+    collectives: bool
+    quantised: frozenset[fx.Node] | None
+
+    @functools.cached_property
+    def op(self) -> object:
+        return values.called(self.node)[0]
+
+    @functools.cached_property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return tuple(t for arg in self.node.all_input_nodes for t in values.tensors(arg))
+
+    @functools.cached_property
+    def outputs(self) -> tuple[torch.Tensor, ...]:
+        return values.tensors(self.node)
+
+
+_Found = tuple[str, str] | None
+"""A rule's answer: code and detail, None if it has nothing against the node."""
+
+
+def why_not_capturable(
+    node: fx.Node,
+    device: torch.device,
+    *,
+    unsafe_ops: frozenset[str] = frozenset(),
+    gm: fx.GraphModule | None = None,
+    collectives: bool = True,
+    quantised: frozenset[fx.Node] | None = None,
+) -> Reason | None:
+    """Why `node` can't be part of a CUDA graph on `device`, None if it can.
+
+    Args:
+        node: any node; placeholders, outputs, `get_attr`, host scalars and arguments are never in the way.
+        device: where the graph is captured.
+        unsafe_ops: operators that the user keeps out, `"ns::op"` or `"ns::op.overload"`.
+        gm: holds the nested graphs that the node refers to; default: the node's own module.
+        collectives: whether collectives may be captured.
+        quantised: `quantised_nodes` of the node's graph, for who asks of many; default: found anew.
+    """
+    if node.target is operator.getitem:
+        parent = node.args[0]
+        if not isinstance(parent, fx.Node) or parent.op != "call_function":
+            return None
+        return why_not_capturable(
+            parent,
+            device,
+            unsafe_ops=unsafe_ops,
+            gm=gm,
+            collectives=collectives,
+            quantised=quantised,
+        )
+    if node.op in ("placeholder", "output", "get_attr"):
+        return None
+    if values.is_host_scalar(node) or is_argument(node):
+        return None
+    holder = gm or node.graph.owning_module
+    query = _Query(node, device, unsafe_ops, holder, collectives, quantised)
+    for rule in _RULES:
+        found = rule(query)
+        if found is not None:
+            code, detail = found
+            return Reason(code, op_name(node), detail, _fix(query, code), user_line(node))
+    return None
+
+
+def _fix(query: _Query, code: str) -> str:
+    """What to do about the operator itself where that is known, else about all that have the same reason."""
+    name = _short_name(query.op) if isinstance(query.op, torch._ops.OpOverload) else ""
+    if code in op_tables.OPERATOR_CODES or name == "lift_fresh_copy":
+        if name == "_linalg_check_errors":
+            return _without_the_check(values.argument(query.node, "api_name"))
+        return op_tables.OPERATOR_FIXES.get(name, op_tables.FIXES[code])
+    return op_tables.FIXES[code]
+
+
+def _without_the_check(checked: object) -> str:
+    """What to do about a check of what a function of `torch.linalg` found."""
+    name = f"{checked}".removeprefix("torch.").replace(".", "_") + "_ex"
+    if name in op_tables.SYNCS:
+        return op_tables.OPERATOR_FIXES[name]
+    return f"use torch.{name.replace('_', '.', 1)}, which does not check"
+
+
+def op_name(node: fx.Node) -> str:
+    """What a node calls, as messages name it."""
+    op = values.called(node)[0]
+    name = values.hop_name(node)
+    if name is not None:
+        return name if op is node.target else f"{name}({op})"
+    if isinstance(op, torch._ops.OpOverload) or node.op != "call_function":
+        return stand_ins.user_name(op) or str(op)
+    return getattr(op, "__name__", str(op))
+
+
+def _short_name(op: torch._ops.OpOverload) -> str:
+    return op._schema.name.removeprefix("aten::")
+
+
+def _listed_by_user(query: _Query) -> _Found:
+    if not query.unsafe_ops:
+        return None
+    called = operator_names(query.op) | operator_names(query.node.target)
+    if listed := query.unsafe_ops & called:
+        return "unsafe_ops", f"{min(listed)} is listed in unsafe_ops"
+    if listed := query.unsafe_ops & names_behind(query.node):
+        return "unsafe_ops", f"it is a part of {min(listed)}, which is listed in unsafe_ops"
+    return None
+
+
+def _proven(query: _Query) -> _Found:
+    return query.node.meta.get(PROVEN)
+
+
+def _python_call(query: _Query) -> _Found:
+    known = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
+    if query.node.op == "call_function" and isinstance(query.op, known):
+        return None
+    return "python_call", "it is Python code, which a replay does not run again"
+
+
+def _tagged(query: _Query) -> _Found:
+    op = query.op
+    if not isinstance(op, torch._ops.OpOverload):
+        return None
+    if stand_ins.user_name(op) is not None:
+        return (
+            "opaque_autograd",
+            "its autograd formula can't be traced: it may read data on the host",
+        )
+    if torch.Tag.cudagraph_unsafe in op.tags:
+        return "cudagraph_unsafe", "the operator is tagged cudagraph_unsafe"
+    if torch.Tag.data_dependent_output in op.tags:
+        return "host_read", "the host reads a tensor's data and waits for the device"
+    if torch.Tag.dynamic_output_shape in op.tags and not _has_fixed_shape(query):
+        return "dynamic_shape", "the size of its result depends on the data"
+    return None
+
+
+def _has_fixed_shape(query: _Query) -> bool:
+    """Whether an operator tagged with a dynamic shape has a fixed one for these arguments."""
+    assert isinstance(query.op, torch._ops.OpOverload)
+    name = _short_name(query.op)
+    if name == "repeat_interleave":
+        return values.argument(query.node, "output_size") is not None
+    return name in op_tables.INDEXING
+
+
+def _by_name(query: _Query) -> _Found:
+    op = query.op
+    if not isinstance(op, torch._ops.OpOverload):
+        return None
+    name = _short_name(op)
+    if name == "_assert_scalar":
+        return "host_only", "it checks a number on the host, and makes no tensor"
+    if op.namespace in op_tables.HOST_NAMESPACES or name in op_tables.HOST_STATE:
+        return "host_state", "it changes what the host knows, which a replay does not do again"
+    if name in op_tables.SYNCS or str(op) in op_tables.SYNCS:
+        return "host_sync", "its implementation waits for the device or copies to the host"
+    detail = why_it_syncs(name, query.node)
+    return None if detail is None else ("host_sync", detail)
+
+
+def _bool_index(query: _Query) -> _Found:
+    op = query.op
+    if not isinstance(op, torch._ops.OpOverload) or _short_name(op) not in op_tables.INDEXING:
+        return None
+    for index in tree_leaves(values.argument(query.node, "indices")):
+        if isinstance(index, fx.Node):
+            for tensor in values.tensors(index):
+                if tensor.dtype in (torch.bool, torch.uint8):
+                    return "bool_index", f"an index of type {_dtype(tensor)} is a hidden nonzero()"
+    return None
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _higher_order(query: _Query) -> _Found:
+    op = query.op
+    if not isinstance(op, torch._ops.HigherOrderOperator):
+        return None
+    name = op.name()
+    if name in op_tables.CONTROL_FLOW:
+        return "control_flow", "which way it goes is decided on the host"
+    if name in op_tables.CAPTURABLE_HOPS:
+        return None
+    if name not in op_tables.NESTED_GRAPH_HOPS:
+        return "higher_order_op", f"the higher-order operator {name} is not known to be capturable"
+    return _nested_graph(query)
+
+
+def _nested_graph(query: _Query) -> _Found:
+    bodies = values.bodies(query.node, query.gm)
+    if not bodies:
+        return "nested_graph", "its nested graph was not found"
+    for body in bodies:
+        quantised = quantised_nodes(body.graph)
+        for inner in body.graph.nodes:
+            reason = why_not_capturable(
+                inner,
+                query.device,
+                unsafe_ops=query.unsafe_ops,
+                gm=body,
+                collectives=query.collectives,
+                quantised=quantised,
+            )
+            if reason is not None:
+                return "nested_graph", f"inside it, {reason.op}: {reason.detail}"
+    return None
+
+
+def _on(tensor: torch.Tensor, device: torch.device) -> bool:
+    if tensor.device.type != device.type:
+        return tensor.device.type == "meta"
+    return None in (device.index, tensor.device.index) or tensor.device.index == device.index
+
+
+def _effects(query: _Query) -> _Found:
+    op = query.node.target
+    if isinstance(op, torch._ops.OpOverload) and op._schema.name in op_tables.EFFECT_TOKENS:
+        return "effect_token", "it keeps the order of side effects and computes nothing"
+    if values.hop_name(query.node) == "with_effects":
+        return "side_effect", "it has side effects, which a replay does not have again"
+    return None
+
+
+def _devices(query: _Query) -> _Found:
+    reads = [t for t in query.inputs if not _on(t, query.device)]
+    makes = [t for t in query.outputs if not _on(t, query.device)]
+    for tensor in (*reads, *makes):
+        if tensor.device.type != "cpu":
+            return (
+                "other_device",
+                f"it uses a tensor on {tensor.device}, the graph is on {query.device}",
+            )
+    if not reads and not makes:
+        return None
+    on_device = any(_on(t, query.device) for t in (*query.inputs, *query.outputs))
+    if not on_device and all(tensor.dim() == 0 for tensor in (*reads, *makes)):
+        return "cpu_number", "it computes a number on the CPU"
+    if not on_device:
+        return "cpu_tensor", "it runs on the CPU"
+    if makes:
+        return "device_to_host", "it copies to the CPU and waits for the device"
+    if query.node.meta.get(LIFTED):
+        return "lifted", "it copies a CPU scalar to the device, so that what reads it is captured"
+    if isinstance(query.op, torch._ops.OpOverload) and _short_name(query.op) in op_tables.COPIES:
+        return (
+            "host_to_device",
+            "it copies from CPU memory, which has to be pinned and stay in place",
+        )
+    if all(tensor.dim() == 0 for tensor in reads):
+        return "cpu_scalar", "it reads a CPU scalar tensor, whose value a recording would freeze"
+    return "cpu_tensor", "it reads a tensor on the CPU"
+
+
+def _layouts(query: _Query) -> _Found:
+    quantised = query.quantised
+    if quantised is None:
+        quantised = quantised_nodes(query.node.graph)
+    if query.node in quantised:
+        return "layout", "it makes a quantised tensor"
+    if not quantised.isdisjoint(query.node.all_input_nodes):
+        return "layout", "it reads a quantised tensor"
+    for tensor in (*query.inputs, *query.outputs):
+        if tensor.layout != torch.strided:
+            return (
+                "layout",
+                f"it uses a tensor of layout {str(tensor.layout).removeprefix('torch.')}",
+            )
+        if tensor.is_quantized:
+            return "layout", f"it uses a quantised tensor ({_dtype(tensor)})"
+        if tensor.is_nested:
+            return "layout", "it uses a nested tensor"
+    if any(map(torch_private.is_zero_tensor, query.outputs)):
+        return "layout", "it makes a tensor of zeros that has no memory"
+    return None
+
+
+def _scalars(query: _Query) -> Iterator[fx.Node]:
+    return (arg for arg in query.node.all_input_nodes if values.is_scalar(arg))
+
+
+def _made_by(node: fx.Node, symbol: sympy.Symbol) -> str:
+    """What made a size: the same words for every size that one place makes, whatever tracing calls it."""
+    maker = size_maker(node, symbol)
+    if maker is None or maker is node:
+        return ""
+    return f", which {op_name(maker)}{place_of(maker)} made"
+
+
+def _unbacked(query: _Query) -> _Found:
+    for node in (*query.node.all_input_nodes, query.node):
+        symbols = values.unbacked_symbols(node)
+        if symbols and values.tensors(node):
+            return "unbacked_size", f"a size depends on data{_made_by(query.node, symbols[0])}"
+    for scalar in _scalars(query):
+        if values.unbacked_symbols(scalar):
+            return "host_scalar", f"it gets the number {scalar.name}, which depends on data"
+        if isinstance(scalar.meta["val"], (float, torch.SymFloat)):
+            return "host_scalar", f"it gets the float {scalar.name}, which may change every call"
+    return None
+
+
+def _no_tensors(query: _Query) -> _Found:
+    if query.inputs or query.outputs:
+        return None
+    return "host_only", "it reads and makes no tensors, so nothing of it runs on the device"
+
+
+def _registered(query: _Query) -> _Found:
+    if query.collectives or not values.is_collective(query.node):
+        return None
+    return (
+        "expandable_segments",
+        "NCCL would register its buffers, which lie in expandable segments: that corrupts memory",
+    )
+
+
+def _torch_says_no(query: _Query) -> _Found:
+    if torch_private.is_cudagraph_unsafe(query.node):
+        return "torch_unsafe", "torch lists it as unsafe for CUDA graphs"
+    return None
+
+
+_RULES: tuple[Callable[[_Query], _Found], ...] = (
+    _listed_by_user,
+    _proven,
+    _python_call,
+    _tagged,
+    _by_name,
+    _bool_index,
+    _effects,
+    _higher_order,
+    _devices,
+    _layouts,
+    _unbacked,
+    _no_tensors,
+    _registered,
+    _torch_says_no,
+)

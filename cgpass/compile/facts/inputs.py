@@ -1,0 +1,129 @@
+"""What the placeholders of a graph are to the runtime."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from cgpass.compile.facts import values
+from cgpass.compile.facts.input_info import InputInfo, InputKind
+from cgpass.compile.facts.lines import user_line
+
+_AS_STRIDED = frozenset({"as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter"})
+"""Operators that count from the beginning of a storage."""
+
+_READ_SEEDS = frozenset(
+    {"_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward"}
+)
+"""Operators that read where dropout was drawn through a pointer."""
+
+
+def input_infos(
+    gm: fx.GraphModule,
+    *,
+    static: Collection[int],
+    pooled: Collection[str] = (),
+    names: Mapping[str, str] | None = None,
+) -> tuple[InputInfo, ...]:
+    """One `InputInfo` a placeholder of `gm`, in order.
+
+    Args:
+        gm: a whole graph or a partition of one.
+        static: positions of the placeholders that keep their address.
+        pooled: names of the placeholders that a captured partition made.
+        names: what the user calls a placeholder, by its name; default: that name.
+    """
+    known = names or {}
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    written = _written_placeholders(gm)
+    strided = _strided_placeholders(gm)
+    seeds = seed_positions(gm)
+    resized = _resized_placeholders(placeholders)
+    return tuple(
+        InputInfo(
+            name=known.get(node.name, node.name),
+            kind=_kind(node, is_static=index in static, is_pooled=node.name in pooled),
+            line=_first_line(node),
+            mutated=node in written,
+            is_seed=index in seeds,
+            whole_storage=node in strided,
+            is_resized=node in resized,
+        )
+        for index, node in enumerate(placeholders)
+    )
+
+
+def seed_positions(gm: fx.GraphModule) -> tuple[int, ...]:
+    """Positions of the inputs that attention's backward reads as seed or offset. See Note [Seeds of attention]."""
+    read = {
+        values.argument(node, name)
+        for node in gm.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._opname in _READ_SEEDS
+        for name in ("philox_seed", "philox_offset")
+    }
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return tuple(i for i, node in enumerate(placeholders) if node in read)
+
+
+def _kind(node: fx.Node, *, is_static: bool, is_pooled: bool) -> InputKind:
+    value = node.meta.get("val")
+    if isinstance(value, torch.SymInt) or type(value) is int:
+        return InputKind.SYMINT
+    if isinstance(value, torch.Generator):
+        return InputKind.GENERATOR
+    if not isinstance(value, torch.Tensor):
+        return InputKind.OPAQUE
+    if is_static:
+        return InputKind.STATIC
+    return InputKind.POOLED if is_pooled else InputKind.COPIED
+
+
+def _written_placeholders(gm: fx.GraphModule) -> frozenset[fx.Node]:
+    """The placeholders that something in the graph writes, itself or through a view made in the graph.
+
+    Another placeholder that aliases one of them is none: each has a copy of its own, and only one has the new value.
+    """
+    targets = (t for node in gm.graph.nodes for t in values.mutated_inputs(node))
+    return frozenset(_base(target) for target in targets)
+
+
+def _strided_placeholders(gm: fx.GraphModule) -> frozenset[fx.Node]:
+    """The placeholders of which something reads or writes other places of their storage than their own elements."""
+    found: list[fx.Node] = []
+    for node in gm.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._opname in _AS_STRIDED:
+            found.append(node.args[0])
+        elif values.hop_name(node) == "auto_functionalized_v2":
+            if any(name.endswith("_storage_offset") for name in node.kwargs):
+                bases = node.kwargs["_all_bases"]
+                found += [base for base in bases if isinstance(base, fx.Node)]
+    return frozenset(map(_base, found))
+
+
+def _resized_placeholders(placeholders: Sequence[fx.Node]) -> frozenset[fx.Node]:
+    """The tensors with symbols in their layouts that are no inputs themselves.
+
+    AOTAutograd hands on sizes of what the user gives; those within a subclass that wraps tensors, such as the total length
+    of a jagged one, only from some version on.
+    """
+    numbers = [n.meta["val"] for n in placeholders if isinstance(n.meta.get("val"), torch.SymInt)]
+    told = {number.node.expr for number in numbers}
+    tensors = (n for n in placeholders if isinstance(n.meta.get("val"), torch.Tensor))
+    return frozenset(node for node in tensors if not told.issuperset(values.free_symbols(node)))
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """What a node is a view of."""
+    while node.op != "placeholder":
+        keys = values.storage_keys(node)
+        bases = (n for n in node.all_input_nodes if keys & values.storage_keys(n))
+        base = next(bases, None)
+        if base is None:
+            return node
+        node = base
+    return node
+
+
+def _first_line(node: fx.Node) -> str | None:
+    lines = (user_line(user) for user in node.users)
+    return next((line for line in lines if line is not None), None)

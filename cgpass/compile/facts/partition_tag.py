@@ -1,0 +1,56 @@
+"""The mark that says which partition a node belongs to."""
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from cgpass.telemetry.reason import Reason
+
+KEY = "cgpass"
+"""Where `node.meta` holds the tag."""
+
+REASON_KEY = "cgpass_reason"
+"""Where `node.meta` holds why the node is eager."""
+
+
+@dataclass(frozen=True)
+class PartitionTag:
+    """A node's partition.
+
+    Placeholders, the output, `get_attr` nodes and host scalars carry no tag: the last two are
+    copied into every partition that uses them.
+    """
+
+    index: int
+    """Position of the partition among all partitions of its graph, captured and eager alike."""
+    captured: bool
+    """Whether a CUDA graph will hold the partition."""
+
+    def __str__(self) -> str:
+        return f"{'captured' if self.captured else 'eager'}_{self.index}"
+
+
+def get_tag(node: fx.Node) -> PartitionTag | None:
+    """The partition of `node`, None if it belongs to none."""
+    return node.meta.get(KEY)
+
+
+def set_tag(node: fx.Node, tag: PartitionTag | None) -> None:
+    """Put `node` into a partition; None takes it out of any."""
+    if tag is None:
+        node.meta.pop(KEY, None)
+    else:
+        node.meta[KEY] = tag
+
+
+def get_reason(node: fx.Node) -> Reason | None:
+    """Why `node` is eager, None if it is not or has its producer's reason."""
+    return node.meta.get(REASON_KEY)
+
+
+def set_reason(node: fx.Node, reason: Reason | None) -> None:
+    """Note why `node` is eager; None takes the note away."""
+    if reason is None:
+        node.meta.pop(REASON_KEY, None)
+    else:
+        node.meta[REASON_KEY] = reason

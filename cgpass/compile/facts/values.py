@@ -1,0 +1,348 @@
+"""Facts about a node's value: tensors, storages, mutation, randomness, symbols.
+
+Everything here reads `node.meta["val"]`, the fake value that tracing left, and operator schemas.
+"""
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
+
+from cgpass import torch_private
+from cgpass.compile.facts import op_tables
+from cgpass.compile.facts.lines import user_line
+
+_SCALARS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)
+_SHAPE_READERS = frozenset(
+    {"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "sym_is_contiguous"}
+)
+RANDOM_HOPS = frozenset(
+    {
+        "graphsafe_run_with_rng_state",
+        "run_and_save_rng_state",
+        "run_with_rng_state",
+        "run_dtensor_rng_op",
+    }
+)
+"""Higher-order operators that draw from, or save, a generator's state."""
+_OPERATOR_WRAPPERS = {
+    "graphsafe_run_with_rng_state": 0,
+    "auto_functionalized": 0,
+    "auto_functionalized_v2": 0,
+    "with_effects": 1,
+}
+"""Higher-order operators that run one operator, with its place among their arguments; behind it come its own."""
+_EFFECT_HOPS = frozenset({"with_effects", "print", "call_torchbind", "aoti_call_delegate"})
+
+
+def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    """The tensors among a node's outputs, in order."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):  # as nearly always; this is asked for many times a node
+        return (value,)
+    return tuple(v for v in tree_leaves(value) if isinstance(v, torch.Tensor))
+
+
+def hop_name(node: fx.Node) -> str | None:
+    """The name of the higher-order operator that a node calls, None for any other node."""
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return target.name()
+    return None
+
+
+def called(node: fx.Node) -> tuple[object, tuple[object, ...], Mapping[str, object]]:
+    """What a node calls, with which arguments: inside a wrapper that runs one operator, that one."""
+    at = _OPERATOR_WRAPPERS.get(hop_name(node) or "")
+    if at is not None and len(node.args) > at:
+        kwargs = {k: v for k, v in node.kwargs.items() if k != "rng_state"}
+        return node.args[at], node.args[at + 1 :], kwargs
+    return node.target, node.args, node.kwargs
+
+
+def bodies(node: fx.Node, gm: fx.GraphModule | None = None) -> tuple[fx.GraphModule, ...]:
+    """The nested graphs that a higher-order operator gets as arguments.
+
+    `gm` holds them, by default the node's own module.
+    """
+    owner = gm or node.graph.owning_module
+    if hop_name(node) is None or owner is None:
+        return ()
+    found = []
+    for arg in node.all_input_nodes:
+        if arg.op == "get_attr":
+            body = attribute(owner, str(arg.target))
+            if isinstance(body, fx.GraphModule):
+                found.append(body)
+    return tuple(found)
+
+
+def attribute(gm: torch.nn.Module, path: str) -> object:
+    """What `gm` holds at a dotted path, None where there is nothing."""
+    found: object = gm
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def graph_outputs(gm: fx.GraphModule) -> tuple[Any, ...]:
+    """What a graph that returns a tuple returns: nodes and constants."""
+    results: Any = gm.graph.output_node().args[0]
+    return tuple(results)
+
+
+def num_ops(gm: fx.GraphModule) -> int:
+    """Operators that a graph calls."""
+    called = (node.target for node in gm.graph.nodes if node.op == "call_function")
+    return sum(target is not operator.getitem for target in called)
+
+
+def is_scalar(node: fx.Node) -> bool:
+    """Whether a node's value is one number, symbolic or not."""
+    return isinstance(node.meta.get("val"), _SCALARS)
+
+
+def is_host_scalar(node: fx.Node) -> bool:
+    """Whether a node computes a number on the host without reading any tensor's data.
+
+    `sym_size` and arithmetic on symbolic integers are, `item()` and custom operators that turn a
+    tensor into a number are not. Such a node costs nothing and can be repeated anywhere.
+    """
+    if node.op != "call_function" or not is_scalar(node) or hop_name(node) is not None:
+        return False
+    if node.target is operator.getitem:
+        return all(is_host_scalar(arg) for arg in node.all_input_nodes)
+    if isinstance(node.target, torch._ops.OpOverload):
+        if node.target._opname in _SHAPE_READERS:
+            return True
+        if torch.Tag.data_dependent_output in node.target.tags:
+            return False
+    return all(is_scalar(arg) for arg in node.all_input_nodes)
+
+
+def has_nested_ints(gm: fx.GraphModule) -> bool:
+    """Whether a graph gets sizes that stand for the offsets of a jagged tensor: new offsets, another size."""
+    found = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
+    return any(isinstance(v, torch.SymInt) and v.node.is_nested_int() for v in found)
+
+
+def _storages(values: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:
+    for value in values:
+        if value.layout == torch.strided:
+            yield value.untyped_storage()
+
+
+def storage_keys(node: fx.Node) -> frozenset[int]:
+    """The identities of the storages that a node's outputs lie in; views share their base's."""
+    return frozenset(s._cdata for s in _storages(tensors(node)))
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """A symbolic size's value while tracing, 0 where it depends on data."""
+    if isinstance(size, int):
+        return size
+    return int(size) if size.node.expr.is_number else int(size.node.hint or 0)
+
+
+def output_bytes(node: fx.Node) -> int:
+    """The bytes of the storages that a node allocates for its outputs.
+
+    Views, results written in place and `getitem` cost nothing; symbolic sizes count by the values
+    they had while tracing.
+    """
+    if node.op != "call_function" or node.target is operator.getitem:
+        return 0
+    seen = {key for arg in node.all_input_nodes for key in storage_keys(arg)}
+    total = 0
+    for storage in _storages(tensors(node)):
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            total += hint(storage.nbytes())
+    return total
+
+
+def _nodes(value: object) -> Iterator[fx.Node]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, fx.Node))
+
+
+def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The argument nodes that a node writes to, by its schema.
+
+    Operators without a schema count as writing to every tensor they could: a Triton kernel to all
+    its tensors, a nested graph to all operands if anything in it writes to one of its inputs.
+    """
+    if isinstance(node.target, torch._ops.OpOverload):
+        found = _written_by_schema(node, node.target._schema)
+        if node.target._schema.name in op_tables.WRITES_FIRST:
+            found = list(_nodes(node.args[:1]))
+    elif hop_name(node) == "triton_kernel_wrapper_mutation":
+        found = list(_nodes(node.kwargs.get("kwargs")))
+    elif any(_writes_inputs(body) for body in bodies(node)):
+        found = [arg for arg in node.all_input_nodes if arg.op != "get_attr"]
+    else:
+        found = []
+    return tuple(dict.fromkeys(arg for arg in found if tensors(arg)))
+
+
+def _written_by_schema(node: fx.Node, schema: torch.FunctionSchema) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        if position < len(node.args) and not argument.kwarg_only:
+            found.extend(_nodes(node.args[position]))
+        else:
+            found.extend(_nodes(node.kwargs.get(argument.name)))
+    return found
+
+
+def _writes_inputs(body: fx.GraphModule) -> bool:
+    own = {key for node in body.graph.find_nodes(op="placeholder") for key in storage_keys(node)}
+    return any(
+        own & storage_keys(arg) or arg.op == "placeholder"
+        for node in body.graph.nodes
+        for arg in mutated_inputs(node)
+    )
+
+
+def argument(node: fx.Node, name: str) -> object:
+    """What a node passes for the argument `name`: its default if left out, None if unknown."""
+    target, args, kwargs = called(node)
+    if not isinstance(target, torch._ops.OpOverload):
+        return kwargs.get(name)
+    for position, arg in enumerate(target._schema.arguments):
+        if arg.name == name:
+            if position < len(args) and not arg.kwarg_only:
+                return args[position]
+            return kwargs.get(name, arg.default_value)
+    return None
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers, so that its order among such nodes matters.
+
+    Attention with a dropout of zero carries the same tag as with one and draws nothing.
+    """
+    if hop_name(node) in RANDOM_HOPS:
+        return True
+    target, _, _ = called(node)
+    if isinstance(target, torch._ops.OpOverload):
+        if torch.Tag.nondeterministic_seeded not in target.tags:
+            return False
+        dropout = argument(node, "dropout_p")
+        return not (isinstance(dropout, (int, float)) and dropout == 0)
+    return any(is_random(inner) for body in bodies(node) for inner in body.graph.nodes)
+
+
+def is_inductor_random(node: fx.Node) -> bool:
+    """Whether only kernels that Inductor makes compute a node's random numbers.
+
+    Wrappers that save or set the generator's state around an operator run it as an aten operator everywhere.
+    """
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name in op_tables.INDUCTOR_RANDOM
+    return any(is_inductor_random(inner) for body in bodies(node) for inner in body.graph.nodes)
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node communicates between processes, so that its order among such nodes matters."""
+    target, _, _ = called(node)
+    if isinstance(target, torch._ops.OpOverload):
+        return (
+            target.namespace in op_tables.COLLECTIVE_NAMESPACES
+            or target._schema.name in op_tables.WAITING_COLLECTIVES
+        )
+    return any(is_collective(inner) for body in bodies(node) for inner in body.graph.nodes)
+
+
+def starts_collective(node: fx.Node) -> bool:
+    """Whether a node returns results that are not there before something waits for them."""
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace == "_c10d_functional"
+        and target._opname not in op_tables.STARTS_NOTHING
+    )
+
+
+def collective_calls(gm: fx.GraphModule) -> list[tuple[str, str, str, str | None]]:
+    """What communicates in a graph, in order: node, operator, what a wait waits for, the user's line."""
+    return [
+        (node.name, _operator(node), _waited_for(node), user_line(node))
+        for node in gm.graph.nodes
+        if is_collective(node)
+    ]
+
+
+def _operator(node: fx.Node) -> str:
+    op, _, _ = called(node)
+    return op._opname if isinstance(op, torch._ops.OpOverload) else str(op)
+
+
+def _waited_for(node: fx.Node) -> str:
+    """The operator whose result a wait gets, if the graph has it."""
+    if _operator(node) != "wait_tensor":
+        return ""
+    source: object = node.args[0]
+    while isinstance(source, fx.Node) and source.target is operator.getitem:
+        source = source.args[0]
+    return _operator(source) if isinstance(source, fx.Node) and source.op != "placeholder" else ""
+
+
+def has_side_effect(node: fx.Node) -> bool:
+    """Whether a node does more than compute its outputs and must not be dropped or swapped.
+
+    It writes to an input, returns nothing, or runs host code. Drawing random numbers and
+    communicating have questions of their own, `is_random` and `is_collective`.
+    """
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    if hop_name(node) in _EFFECT_HOPS or mutated_inputs(node):
+        return True
+    if any(has_side_effect(inner) for body in bodies(node) for inner in body.graph.nodes):
+        return True
+    return node.meta.get("val") is None or node.is_impure(impure_random=False)
+
+
+def _symbolic(values: Iterable[object]) -> Iterator[object]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield from value.shape
+            if value.layout == torch.strided:
+                yield from (*value.stride(), value.storage_offset())
+        else:
+            yield value
+
+
+def free_symbols(node: fx.Node) -> tuple[sympy.Symbol, ...]:
+    """The symbols in a node's value: shapes, strides and offsets of tensors, symbolic numbers.
+
+    Ordered by first appearance, by name within one expression.
+    """
+    found: dict[sympy.Symbol, None] = {}
+    for value in _symbolic(tree_leaves(node.meta.get("val"))):
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            symbols = value.node.expr.atoms(sympy.Symbol)
+            found.update(dict.fromkeys(sorted(symbols, key=str)))
+    return tuple(found)
+
+
+def unbacked_symbols(node: fx.Node) -> tuple[sympy.Symbol, ...]:
+    """The symbols in a node's value that depend on data, ordered as `free_symbols`."""
+    value = node.meta.get("val")
+    if value is None:
+        return ()
+    symbolic = [v for v in tree_leaves(value) if _has_symbols(v)]
+    unbacked = free_unbacked_symbols(symbolic) if symbolic else ()
+    return tuple(symbol for symbol in free_symbols(node) if symbol in unbacked) if unbacked else ()
+
+
+def _has_symbols(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return torch_private.has_symbolic_sizes(value)
+    return isinstance(value, _SCALARS)

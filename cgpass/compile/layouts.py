@@ -1,0 +1,249 @@
+"""Layouts that graphs were compiled for: what others hand to them comes so, or is laid out so.
+
+Inductor chooses the layout of what is nobody's but other graphs': the backward is compiled for what the forward saves.
+Partitions of one graph are compiled for what it was traced with.
+"""
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import sympy
+import torch
+from torch import fx
+
+from cgpass.compile.facts.values import graph_outputs
+from cgpass.runtime import fast
+from cgpass.runtime.placeholders import copy_all
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+"""Takes one list of inputs, which it may empty, and returns a sequence of outputs."""
+_Place = tuple[int, int | None]
+"""An input, and the dimension of a tensor."""
+_Move = tuple[int, tuple[int, ...]]
+"""A position, and the strides that the tensor there is to have."""
+_SIZES_KEPT: Final = 256
+"""Combinations of sizes and layouts for which the moves are known."""
+
+
+def _geometry(values: Sequence[Any], positions: tuple[int, ...]) -> object:
+    """Something that is equal for equal sizes and strides; in Python where nothing is recorded."""
+    if fast.is_loaded:
+        return fast.geometry(values, positions)
+    found = [values[i] for i in positions]
+    return tuple([(x.size(), x.stride()) if isinstance(x, torch.Tensor) else None for x in found])
+
+
+class _SymbolValues:
+    """Values of symbols, from a call's inputs."""
+
+    def __init__(self, places: Mapping[sympy.Symbol, _Place]) -> None:
+        self._places = dict(places)
+
+    @classmethod
+    def of(cls, gm: fx.GraphModule, symbols: Container[sympy.Symbol]) -> "_SymbolValues":
+        """Of a graph that is not compiled yet: compiling may replace symbols by numbers."""
+        return cls({s: place for s, place in _bindings(gm).items() if s in symbols})
+
+    def read(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """What each is."""
+        return tuple(
+            [args[at] if dim is None else args[at].shape[dim] for at, dim in self._places.values()]
+        )
+
+    def known(self, sizes: Sequence[int]) -> dict[sympy.Symbol, sympy.Integer]:
+        """By symbol, what was read."""
+        return dict(zip(self._places, map(sympy.Integer, sizes), strict=True))
+
+
+class _Traced:
+    """Strides of some inputs or outputs, as traced."""
+
+    def __init__(self, gm: fx.GraphModule, values: Iterable[tuple[int, object]]) -> None:
+        self._wanted: dict[int, tuple[Any, ...]] = {}
+        for position, value in values:
+            fake = value.meta.get("val") if isinstance(value, fx.Node) else None
+            if isinstance(fake, torch.Tensor) and fake.layout == torch.strided:
+                strides = fake.stride()
+                self._wanted[position] = tuple(
+                    s if isinstance(s, int) else s.node.expr for s in strides
+                )
+        used = [s for strides in self._wanted.values() for s in strides if not isinstance(s, int)]
+        self._sizes = _SymbolValues.of(gm, {symbol for s in used for symbol in s.free_symbols})
+        self._positions = tuple(self._wanted)
+        self._fitting: tuple[tuple[int, ...], object] = ((), b"")
+        """Sizes and geometry that were found to be as they should."""
+        self._moves: dict[tuple[tuple[int, ...], object], list[_Move]] = {}
+        """By sizes and geometry, which to lay out anew and with which strides."""
+
+    def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """What the strides depend on, of a call's inputs."""
+        return self._sizes.read(args)
+
+    def lay_out(self, values: list[Any], sizes: tuple[int, ...]) -> None:
+        """Have tensors lie as traced, each copied if it doesn't."""
+        found = (sizes, _geometry(values, self._positions))
+        if found == self._fitting:
+            return
+        moves = self._moves.get(found)
+        if moves is None:
+            if len(self._moves) >= _SIZES_KEPT:
+                del self._moves[next(iter(self._moves))]
+            moves = self._moves[found] = list(self._find_moves(values, sizes))
+        _move(values, moves)
+        if not moves:
+            self._fitting = found
+
+    def _find_moves(self, values: list[Any], sizes: tuple[int, ...]) -> Iterator[_Move]:
+        known = self._sizes.known(sizes)
+        for i, wanted in self._wanted.items():
+            if not isinstance(values[i], torch.Tensor):
+                continue
+            strides = [s if isinstance(s, int) else s.xreplace(known) for s in wanted]
+            if not all(isinstance(s, int | sympy.Integer) for s in strides):
+                continue  # they depend on data
+            stride = tuple(map(int, strides))
+            if not _same(values[i].size(), values[i].stride(), stride):
+                yield i, stride
+
+
+def outputs_as_traced(gm: fx.GraphModule) -> Callable[[Boxed], Boxed]:
+    """Has what a graph is compiled to return outputs as it was traced.
+
+    Inductor does so for outputs that it computes, but may lay a view out anew.
+
+    Args:
+        gm: The graph, before it is compiled.
+    """
+    traced = _Traced(gm, enumerate(graph_outputs(gm)))
+
+    def wrap(fn: Boxed) -> Boxed:
+        def run(args: list[Any]) -> list[Any]:
+            sizes = traced.sizes(args)
+            outputs = list(fn(args))
+            traced.lay_out(outputs, sizes)
+            return outputs
+
+        return run
+
+    return wrap
+
+
+def inputs_as_traced(gm: fx.GraphModule, positions: Iterable[int]) -> Callable[[Boxed], Boxed]:
+    """Has what a graph is compiled to, in parts, get inputs as it was traced with: the graph as a whole was not.
+
+    Args:
+        gm: The graph, before it is compiled.
+        positions: Inputs that may come with other strides.
+    """
+    inputs = gm.graph.find_nodes(op="placeholder")
+    traced = _Traced(gm, [(i, inputs[i]) for i in positions])
+
+    def wrap(fn: Boxed) -> Boxed:
+        def run(args: list[Any]) -> Sequence[Any]:
+            traced.lay_out(args, traced.sizes(args))
+            return fn(args)
+
+        return run
+
+    return wrap
+
+
+def laid_out_otherwise(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
+    """Inputs whose strides are not those that a graph was traced with."""
+    nodes = gm.graph.find_nodes(op="placeholder")
+    return [
+        i
+        for i, (node, given) in enumerate(zip(nodes, inputs, strict=True))
+        if isinstance(fake := node.meta.get("val"), torch.Tensor)
+        and isinstance(given, torch.Tensor)
+        and fake.layout == given.layout == torch.strided
+        and fake.stride() != given.stride()
+    ]
+
+
+def _bindings(gm: fx.GraphModule) -> dict[sympy.Symbol, _Place]:
+    """Where symbols are: inputs that are one first."""
+    found = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    places: dict[sympy.Symbol, _Place] = {}
+    for at, value in enumerate(found):
+        if (symbol := _symbol(value)) is not None:
+            places.setdefault(symbol, (at, None))
+    for at, value in enumerate(found):
+        if isinstance(value, torch.Tensor):
+            for dim, size in enumerate(value.shape):
+                if (symbol := _symbol(size)) is not None:
+                    places.setdefault(symbol, (at, dim))
+    return places
+
+
+def _symbol(value: object) -> sympy.Symbol | None:
+    if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
+        return value.node.expr
+    return None
+
+
+def _same(size: Sequence[int], stride: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two layouts of one size are the same: no element is reached by strides of dimensions of size 1."""
+    if 0 in size:
+        return True
+    return all(n == 1 or a == b for n, a, b in zip(size, stride, other, strict=True))
+
+
+def _move(values: list[Any], moves: Sequence[_Move]) -> None:
+    """Put copies with these strides in the place of tensors, all made by one call for each dtype."""
+    by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for i, stride in moves:
+        value = values[i]
+        values[i] = target = torch.empty_strided(
+            value.size(), stride, dtype=value.dtype, device=value.device
+        )
+        if 0 in stride:  # all along it are one element
+            for d, step in enumerate(stride):
+                if step == 0:
+                    target, value = target.narrow(d, 0, 1), value.narrow(d, 0, 1)
+        targets, sources = by_dtype.setdefault(target.dtype, ([], []))
+        targets.append(target)
+        sources.append(value)
+    for targets, sources in by_dtype.values():
+        copy_all(targets, sources)
+
+
+def keep_contiguous(gm: fx.GraphModule, positions: Container[int]) -> None:
+    """Have Inductor return gradients of parameters as they were traced, where that is contiguous and not channels-last.
+
+    A backward that reads channels-last copies of what its forward saved is traced anew by Inductor, with gradients of
+    weights that are channels-last, too. Autograd copies each into the weight's layout, in kernels that the host launches
+    one by one; here they are in the graph. Inductor drops a clone that changes no layout.
+
+    Args:
+        gm: A backward graph, before it is compiled.
+        positions: Its outputs that are gradients of parameters. Others go on as they are to what made the input.
+    """
+    output = gm.graph.output_node()
+    found = [node for i, node in enumerate(graph_outputs(gm)) if i in positions]
+    with gm.graph.inserting_before(output):
+        for node in dict.fromkeys(found):
+            if not isinstance(node, fx.Node) or node.op != "call_function":
+                continue
+            if not _is_contiguous_image(node.meta.get("val")):
+                continue
+            clone = gm.graph.call_function(
+                torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+            )
+            clone.meta.update(node.meta)
+            output.replace_input_with(node, clone)
+    gm.recompile()
+
+
+def _is_contiguous_image(fake: object) -> bool:
+    """Whether a fake tensor is laid out as it could not be if it were channels-last."""
+    if (
+        not isinstance(fake, torch.Tensor)
+        or fake.layout != torch.strided
+        or fake.dim() not in (4, 5)
+    ):
+        return False
+    if not all(isinstance(size, int) for size in (*fake.size(), *fake.stride())):
+        return False
+    _, channels, *image = fake.size()
+    return channels > 1 and any(size > 1 for size in image) and fake.is_contiguous()

@@ -1,0 +1,63 @@
+"""The passes of each stage, in order."""
+
+from cgpass.compile.passes.base import Pass
+from cgpass.compile.passes.functionalize_rng import FunctionalizeRng
+from cgpass.compile.passes.inductor_random import InductorRandom
+from cgpass.compile.passes.join_collectives import JoinCollectives
+from cgpass.compile.passes.lift_cpu_scalars import LiftCpuScalars
+from cgpass.compile.passes.opaque_autograd import OpaqueAutograd
+from cgpass.compile.passes.outline import Outline
+from cgpass.compile.passes.own_gradients import OwnGradients
+from cgpass.compile.passes.partition import Partition
+from cgpass.compile.passes.rng_values import RngValues
+from cgpass.options import Options
+
+
+def dynamo_passes() -> tuple[Pass, ...]:
+    """What Dynamo's graph goes through before AOTAutograd."""
+    # Here, since AOTAutograd would trace the formulas.
+    return (OpaqueAutograd(),)
+
+
+def rng_passes() -> tuple[Pass, ...]:
+    """What every graph goes through, captured or not."""
+    # On its own, since a graph that runs plainly must repeat its forward's numbers, too, and give gradients apart.
+    return (OwnGradients(), FunctionalizeRng())
+
+
+def graph_passes(options: Options, *, collectives: bool = True) -> tuple[Pass, ...]:
+    """What a forward, backward or inference graph goes through; leaves it tagged.
+
+    Args:
+        options: The user's.
+        collectives: Whether collectives may be captured.
+    """
+    return (
+        # First, since every other pass goes by values.
+        RngValues(),
+        # Before the partitions are cut, since what it moves to the device needs no boundary.
+        LiftCpuScalars(aten_kernels=options.compiler == "eager"),
+        # Whatever comes later has to keep the order and the tags.
+        Partition(
+            unsafe_ops=frozenset(options.unsafe_ops),
+            min_partition_ops=options.min_partition_ops,
+            collectives=collectives,
+        ),
+        # Then: only now it is known which waits lie elsewhere.
+        JoinCollectives(),
+    )
+
+
+def outline_passes() -> tuple[Pass, ...]:
+    """What a tagged graph of several partitions goes through."""
+    # On its own, since a graph that is one captured partition is compiled whole.
+    return (Outline(),)
+
+
+def eager_passes() -> tuple[Pass, ...]:
+    """What an eager partition goes through, where Inductor compiles the captured ones."""
+    return (
+        InductorRandom(),
+        # Outlines what was tagged, as a partitioned graph's parts.
+        Outline(),
+    )

@@ -1,0 +1,153 @@
+"""What a pass is, and the runner that checks, times, logs and dumps each one."""
+
+import abc
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import fx
+
+from cgpass.compile.facts.text import graph_text
+from cgpass.errors import PassError
+from cgpass.telemetry import tracing
+
+log = logging.getLogger(__name__)
+
+Direction = Literal["forward", "backward", "inference", "joint"]
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """Where a pass runs: what it may know beside the graph and its own settings."""
+
+    device: torch.device
+    """The device whose work is captured."""
+    stage: str
+    """The stage's name, for messages and dumps."""
+    direction: Direction
+    dump: Callable[[str, str], None] | None = None
+    """Called with a name and a graph's text before the first and after every pass."""
+    trace_id: Any = None
+    """What torch's trace lists the passes under, where no compilation runs."""
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What a pass, or a row of them, left."""
+
+    gm: fx.GraphModule
+    modified: bool
+    notes: tuple[Any, ...] = ()
+    """What the pass has to say to its caller; of what kind is for the pass to define."""
+
+
+@dataclass(frozen=True)
+class Pass(abc.ABC):
+    """One rewriting of a graph. Subclasses are frozen dataclasses; their fields are settings."""
+
+    name: ClassVar[str]
+
+    def requires(self, gm: fx.GraphModule, ctx: PassContext) -> None:
+        """Raise `PreconditionError` if the pass can't work on `gm`."""
+        del gm, ctx
+
+    @abc.abstractmethod
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+        """Rewrite `gm` in place or return another graph module."""
+
+    def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
+        """Raise `PostconditionError` if the pass left a graph that breaks its promise."""
+        del gm, ctx
+
+
+def run_passes(passes: Sequence[Pass], gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+    """Run `passes` in order.
+
+    Args:
+        passes: What to run.
+        gm: The graph; may be rewritten in place.
+        ctx: Where the passes run.
+
+    Returns:
+        The last graph, whether any pass modified it, and all notes in order.
+
+    Raises:
+        PassError: A pass raised or left an invalid graph; the cause is attached.
+    """
+    texts = _Texts(ctx)
+    texts.add(0, "before", gm)
+    modified = False
+    notes: list[Any] = []
+    done: list[str] = []
+    for position, one in enumerate(passes, 1):
+        start = time.perf_counter()
+        try:
+            with tracing.event(f"{ctx.direction}.{one.name}"):
+                result = _run_one(one, gm, ctx)
+        except Exception as error:
+            before = ", ".join(done) or "none"
+            raise PassError(
+                f"pass '{one.name}' failed in stage '{ctx.stage}' ({ctx.direction}): "
+                f"{type(error).__name__}: {error}. Passes that ran before it: {before}."
+            ) from error
+        gm = result.gm
+        modified |= result.modified
+        notes.extend(result.notes)
+        done.append(one.name)
+        log.debug(
+            "stage %s (%s): pass %s: %s, %d notes, %.1f ms",
+            ctx.stage,
+            ctx.direction,
+            one.name,
+            "modified" if result.modified else "left alone",
+            len(result.notes),
+            (time.perf_counter() - start) * 1e3,
+        )
+        texts.add(position, one.name, gm)
+    return PassResult(gm, modified, tuple(notes))
+
+
+def _run_one(one: Pass, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+    one.requires(gm, ctx)
+    result = one.run(gm, ctx)
+    result.gm.graph.lint()
+    if result.modified:
+        result.gm.recompile()
+    one.ensures(result.gm, ctx)
+    return result
+
+
+class _Texts:
+    """Hands out a graph as text before the first pass and after each; to a trace, only what changed."""
+
+    def __init__(self, ctx: PassContext) -> None:
+        self._ctx = ctx
+        self._traced = tracing.is_on()
+        self._last: tuple[str, str] | None = None
+        """Name and text of what was seen last; no name once it was traced."""
+
+    def add(self, position: int, name: str, gm: fx.GraphModule) -> None:
+        ctx = self._ctx
+        if ctx.dump is None and not self._traced:
+            return
+        text = graph_text(gm)
+        title = f"{ctx.stage}_{ctx.direction}_{position}_{name}"
+        if ctx.dump is not None:
+            ctx.dump(title, text)
+        if self._traced:
+            self._trace(title, text)
+
+    def _trace(self, title: str, text: str) -> None:
+        if self._last is None:
+            self._last = (title, text)
+            return
+        before, old = self._last
+        if old == text:
+            return
+        if before:
+            tracing.add_text(before, lambda: old, self._ctx.trace_id)
+        tracing.add_text(title, lambda: text, self._ctx.trace_id)
+        self._last = ("", text)

@@ -1,0 +1,392 @@
+"""Put CPU scalars and constants that device operators read on the device.
+
+A CPU scalar tensor read by a device operator would be frozen into a recording, a constant made on
+the CPU is copied from memory that isn't pinned: each would be a boundary for no good reason.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from cgpass import torch_private
+from cgpass.compile.facts import values
+from cgpass.compile.facts.capturability import LIFTED, why_not_capturable
+from cgpass.compile.passes.base import Pass, PassContext, PassResult
+from cgpass.compile.passes.node_meta import inherit_meta
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+_FILLED: dict[Any, Callable[[fx.Node], Any]] = {
+    aten.full.default: lambda node: node.args[1],
+    aten.full_like.default: lambda node: node.args[1],
+    aten.scalar_tensor.default: lambda node: node.args[0],
+    aten._to_copy.default: lambda node: node.args[0],
+    aten.zeros.default: lambda _: 0,
+    aten.zeros_like.default: lambda _: 0,
+    aten.ones.default: lambda _: 1,
+    aten.ones_like.default: lambda _: 1,
+}
+"""Operators that make a tensor of one number, and how to find the number."""
+
+_EXACT = frozenset(
+    {
+        aten._to_copy.default,
+        aten.add.Tensor,
+        aten.div.Tensor,
+        aten.mul.Tensor,
+        aten.neg.default,
+        aten.reciprocal.default,
+        aten.rsub.Scalar,
+        aten.rsub.Tensor,
+        aten.sub.Tensor,
+        prims.convert_element_type.default,
+    }
+)
+"""Operators that give the same bits on the host and on the device."""
+
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+"""What aten's kernels compute in, where that is another dtype."""
+
+_IN_WIDE = (
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.mul.Tensor,
+)
+"""Operators whose kernels take a scalar on the host without rounding it to the other operand's dtype.
+
+Source: aten/src/ATen/native/cuda/Loops.cuh `opmath_gpu_kernel_with_scalars` and who calls it, 2.11.
+"""
+
+_FRESH = (aten.lift_fresh_copy.default, aten.lift_fresh.default)
+
+
+def move_constant(constant: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The constant on `device`, as a real tensor even while a graph is being traced.
+
+    **Lifetime:** the result owns its memory; outside of any graph's pool.
+    """
+    with torch_private.no_fake_mode():
+        return constant.detach().to(device)
+
+
+@dataclass(frozen=True)
+class LiftCpuScalars(Pass):
+    """Lift CPU scalars, constants and filled tensors that device operators read.
+
+    - A CPU scalar among the inputs (a Python float that changes is one) is put on the device once,
+      first of all: an argument of what reads it. What is computed from such scalars alone is
+      computed on the device, by operators that give the same bits there.
+    - A scalar that is computed otherwise is copied to the device after the node that computes it.
+      This copy is the one boundary that is left.
+    - A constant of the graph is moved to the device now and costs nothing at run time.
+    - A tensor of one number (`full`, `scalar_tensor`, `zeros`) is made on the device.
+
+    Other copies from the CPU stay where they are. A scalar that the graph writes to before its last
+    reader is left alone.
+
+    Note [Scalars in aten's kernels]
+        Given a scalar on the host, aten's kernels for half precision add, subtract and multiply
+        in float32 with the scalar itself, and all divide by multiplying with its inverse.
+        One on the device they round to the operands' type first, and divide by it. Where such
+        kernels run, readers are rewritten to have the bits of the former.
+    """
+
+    name: ClassVar[str] = "lift_cpu_scalars"
+
+    move: Callable[[torch.Tensor, torch.device], torch.Tensor] = move_constant
+    """Moves a constant's values to the device."""
+    aten_kernels: bool = False
+    """Whether aten's kernels run captured partitions, not Inductor's, which read scalars alike wherever they lie."""
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+        """Rewrite `gm` in place."""
+        lift = _Lift(gm, ctx.device, self)
+        changed = [lift.scalar(source, readers) for source, readers in lift.scalars().items()]
+        changed += [lift.copy(node) for node in lift.copies()]
+        lift.drop_unread()
+        return PassResult(gm, any(changed))
+
+
+class _Lift:
+    """One run over one graph."""
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        device: torch.device,
+        settings: LiftCpuScalars,
+    ) -> None:
+        self._gm = gm
+        self._device = device
+        self._move = settings.move
+        self._aten_kernels = settings.aten_kernels
+        self._lifted: dict[fx.Node, fx.Node] = {}
+        self._order = {node: position for position, node in enumerate(gm.graph.nodes)}
+        self._candidates: list[fx.Node] = []
+        self._written: dict[int, int] = {}
+        for node, position in self._order.items():
+            for arg in values.mutated_inputs(node):
+                for key in values.storage_keys(arg):
+                    self._written.setdefault(key, position)
+
+    def scalars(self) -> dict[fx.Node, list[fx.Node]]:
+        """The CPU scalars that are all that keeps a node from being captured; their readers."""
+        found: dict[fx.Node, list[fx.Node]] = {}
+        if self._device.type == "cpu":
+            return found
+        for node in self._gm.graph.nodes:
+            scalars = [arg for arg in node.all_input_nodes if _is_cpu_tensor(arg)]
+            if not scalars or node.op != "call_function":
+                continue
+            reason = why_not_capturable(node, self._device, gm=self._gm)
+            if reason is not None and reason.code == "cpu_scalar":
+                for arg in scalars:
+                    found.setdefault(arg, []).append(node)
+        return found
+
+    def copies(self) -> list[fx.Node]:
+        """The nodes that do nothing but copy a CPU tensor to the device."""
+        return [
+            node
+            for target in (aten._to_copy.default, prims.device_put.default)
+            for node in self._gm.graph.find_nodes(op="call_function", target=target)
+            if node.all_input_nodes  # not of a number
+            and _is_cpu_tensor(node.all_input_nodes[0])
+            and self._is_on_device(node)
+            and not node.meta.get(LIFTED)
+        ]
+
+    def scalar(self, source: fx.Node, readers: list[fx.Node]) -> bool:
+        """Let `readers` read `source` on the device; false if that is not possible."""
+        first_write = self._first_write(source)
+        if any(self._order[reader] > first_write for reader in readers):
+            return False
+        lifted = self._lift(source, readers[0])
+        for reader in readers:
+            reader.replace_input_with(source, lifted)
+            if self._aten_kernels:
+                self._keep_bits(reader, lifted)
+        return True
+
+    def _lift(self, source: fx.Node, reader: fx.Node) -> fx.Node:
+        """What stands for a CPU scalar on the device."""
+        if source in self._lifted:
+            return self._lifted[source]
+        value = _on(source.meta["val"], self._device)
+        constant = self._constant(source)
+        if constant is not None:
+            lifted = self._moved(constant, source, value)
+        elif _is_filled(source):
+            lifted = self._filled(source, value)
+        elif source.op != "placeholder" and self._is_argument(source):
+            args = {arg: self._lift(arg, source) for arg in source.all_input_nodes}
+            with self._gm.graph.inserting_after(source):
+                lifted = self._gm.graph.node_copy(source, args.__getitem__)
+            inherit_meta(lifted, source, value)
+        else:
+            lifted = self._copied(source, reader, value)
+        self._candidates.append(source)
+        self._lifted[source] = lifted
+        return lifted
+
+    def _is_argument(self, node: fx.Node) -> bool:
+        """Whether a CPU scalar is an input as it was when the call began, or is computed from such alone."""
+        if not _is_cpu_tensor(node) or node.meta["val"].dim():
+            return False
+        if node.op == "placeholder":
+            return True
+        if self._constant(node) is not None or _is_filled(node):
+            return True
+        if node.op != "call_function" or not node.all_input_nodes:
+            return False
+        return (node.target in _EXACT or (not self._aten_kernels and _is_pointwise(node))) and all(
+            self._order[node] < self._first_write(arg) and self._is_argument(arg)
+            for arg in node.all_input_nodes
+        )
+
+    def _keep_bits(self, reader: fx.Node, scalar: fx.Node) -> None:
+        """Have an operator compute as with a scalar on the host. See Note [Scalars in aten's kernels]."""
+        divides = reader.target is aten.div.Tensor and reader.args[1] is scalar
+        if not divides and reader.target not in _IN_WIDE:
+            return
+        first, second = reader.args[:2]
+        assert isinstance(first, fx.Node)
+        assert isinstance(second, fx.Node)
+        value = reader.meta["val"]
+        common = torch.result_type(first.meta["val"], second.meta["val"])
+        common = value.dtype if divides else common
+        wide = _WIDE.get(common, common)
+        if wide == common and not divides:
+            return
+        with self._gm.graph.inserting_before(reader):
+            first, second = self._cast(first, wide), self._cast(second, wide)
+            if divides:
+                reader.target = aten.mul.Tensor
+                inverse = self._gm.graph.call_function(aten.reciprocal.default, (second,))
+                inherit_meta(inverse, reader, second.meta["val"])
+                second = inverse
+        reader.args = (first, second, *reader.args[2:])
+        if value.dtype == common != wide:
+            reader.meta["val"] = _as_type(value, wide)
+            with self._gm.graph.inserting_after(reader):
+                narrow = self._gm.graph.call_function(aten._to_copy.default, (reader,))
+            reader.replace_all_uses_with(narrow)
+            narrow.args, narrow.kwargs = (reader,), {"dtype": common}
+            inherit_meta(narrow, reader, value)
+
+    def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        value = node.meta["val"]
+        if value.dtype == dtype:
+            return node
+        cast = self._gm.graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
+        inherit_meta(cast, node, _as_type(value, dtype))
+        return cast
+
+    def copy(self, node: fx.Node) -> bool:
+        """Make what `node` copies on the device; false if it has to be copied every call."""
+        source = node.all_input_nodes[0]
+        if not _changes_only_device_and_dtype(node):
+            return False
+        wanted, had = node.meta["val"], source.meta["val"]
+        constant = self._constant(source)
+        if constant is not None:
+            with torch_private.no_fake_mode():
+                converted = constant.to(wanted.dtype)
+            lifted = self._moved(converted, node, wanted)
+            if self._escapes(node):
+                lifted = self._fresh_copy(lifted, node, wanted)
+        elif _is_filled(source) and wanted.dtype == had.dtype:
+            lifted = self._filled(source, wanted, before=node)
+        elif _is_filled(source):
+            made = self._filled(source, _on(had, self._device), before=node)
+            node.replace_input_with(source, made)
+            self._candidates.append(source)
+            return True
+        elif self._is_argument(source) and self._order[node] < self._first_write(source):
+            node.replace_input_with(source, self._lift(source, node))
+            return True
+        else:
+            return False
+        node.replace_all_uses_with(lifted)
+        self._candidates += [source, node]
+        return True
+
+    def drop_unread(self) -> None:
+        """Erase what the rewriting left without readers, back to the constants."""
+        pending = list(self._candidates)
+        while pending:
+            node = pending.pop()
+            if node in self._order and node.op != "placeholder" and not node.users:
+                pending.extend(node.all_input_nodes)
+                del self._order[node]
+                self._gm.graph.erase_node(node)
+
+    def _is_on_device(self, node: fx.Node) -> bool:
+        return all(t.device.type == self._device.type != "cpu" for t in values.tensors(node))
+
+    def _first_write(self, source: fx.Node) -> float:
+        """Position of the first node that writes to the memory of `source`."""
+        never = float("inf")
+        return min(
+            (self._written.get(k, never) for k in values.storage_keys(source)), default=never
+        )
+
+    def _escapes(self, node: fx.Node) -> bool:
+        """Whether the caller, or a node that writes, gets hold of a node's memory."""
+        memory = values.storage_keys(node)
+        handed_out = (values.storage_keys(n) for n in self._gm.graph.output_node().all_input_nodes)
+        return any(memory & keys for keys in handed_out) or self._first_write(node) < float("inf")
+
+    def _constant(self, source: fx.Node) -> torch.Tensor | None:
+        """The values of a constant of the graph, None if `source` is none or has no values."""
+        if source.target in _FRESH:
+            source = source.all_input_nodes[0]
+        if source.op != "get_attr" or self._first_write(source) < float("inf"):
+            return None
+        found = values.attribute(self._gm, str(source.target))
+        is_known = isinstance(found, torch.Tensor) and not torch_private.is_fake(found)
+        return found if is_known else None
+
+    def _moved(self, constant: torch.Tensor, stands_for: fx.Node, value: torch.Tensor) -> fx.Node:
+        name = f"{stands_for.name}_on_{self._device.type}"
+        while hasattr(self._gm, name):
+            name += "_"
+        self._gm.register_buffer(name, self._move(constant, self._device), persistent=False)
+        with self._gm.graph.inserting_before(stands_for):
+            node = self._gm.graph.get_attr(name)
+        inherit_meta(node, stands_for, value)
+        return node
+
+    def _fresh_copy(self, moved: fx.Node, stands_for: fx.Node, value: torch.Tensor) -> fx.Node:
+        moved.meta["val"] = _on(value, self._device)
+        with self._gm.graph.inserting_before(stands_for):
+            node = self._gm.graph.call_function(aten.clone.default, (moved,))
+        inherit_meta(node, stands_for, value)
+        return node
+
+    def _filled(
+        self, source: fx.Node, value: torch.Tensor, before: fx.Node | None = None
+    ) -> fx.Node:
+        kwargs: dict[str, Any] = {
+            "dtype": value.dtype,
+            "layout": torch.strided,
+            "device": self._device,
+            "pin_memory": False,
+        }
+        args = (list(value.shape), _FILLED[source.target](source))
+        with self._gm.graph.inserting_before(before or source):
+            node = self._gm.graph.call_function(aten.full.default, args, kwargs)
+        inherit_meta(node, source, value)
+        return node
+
+    def _copied(self, source: fx.Node, reader: fx.Node, value: torch.Tensor) -> fx.Node:
+        after = source
+        if source.op == "placeholder":
+            after = self._gm.graph.find_nodes(op="placeholder")[-1]
+        with self._gm.graph.inserting_after(after):
+            node = self._gm.graph.call_function(
+                aten._to_copy.default,
+                (source,),
+                # Pageable memory is staged before the call returns, and nothing waits for the device.
+                {"device": self._device, "non_blocking": True},
+            )
+        inherit_meta(node, reader if source.op == "placeholder" else source, value)
+        node.meta[LIFTED] = True
+        return node
+
+
+def _is_cpu_tensor(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    """Whether an operator computes element by element: Inductor's kernels on the device compute it of CPU scalars, too."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+def _as_type(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    with torch_private.mode_of(value):
+        return torch.empty_like(value, dtype=dtype)
+
+
+def _is_filled(node: fx.Node) -> bool:
+    """Whether a node makes a tensor of one number, of a size that is known."""
+    if node.target is aten._to_copy.default and node.all_input_nodes:
+        return False  # a copy of a tensor
+    return node.target in _FILLED and all(type(size) is int for size in node.meta["val"].shape)
+
+
+def _on(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    with torch_private.mode_of(value):
+        return torch.empty_like(value, device=device)
+
+
+def _changes_only_device_and_dtype(node: fx.Node) -> bool:
+    kept = {"memory_format": (None, torch.preserve_format), "layout": (None, torch.strided)}
+    return all(node.kwargs.get(key) in allowed for key, allowed in kept.items())

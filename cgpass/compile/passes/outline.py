@@ -1,0 +1,293 @@
+"""Turn each partition of a tagged graph into a submodule."""
+
+import itertools
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import sympy
+import torch
+from torch import fx
+
+from cgpass import torch_private
+from cgpass.compile.facts import values
+from cgpass.compile.facts.capturability import is_argument
+from cgpass.compile.facts.partition_tag import KEY, PartitionTag, get_tag, set_tag
+from cgpass.compile.passes.base import Pass, PassContext, PassResult
+from cgpass.errors import PostconditionError, PreconditionError
+
+
+@dataclass(frozen=True)
+class Outline(Pass):
+    """Leave only calls of submodules `captured_<i>` and `eager_<i>`, one per partition.
+
+    Each returns a tuple, takes its inputs in the order of their first use and after them every
+    backed symbol that its values mention and that is not among them. Attributes and host scalars
+    are copied into each submodule that uses them; CPU scalars on the device are made first of all.
+    Names and meta of nodes stay.
+    """
+
+    name: ClassVar[str] = "outline"
+
+    def requires(self, gm: fx.GraphModule, ctx: PassContext) -> None:
+        """Every operator has a tag, and equal tags stand together."""
+        for node in gm.graph.nodes:
+            if not _is_passive(node) and get_tag(node) is None and not _is_result(node):
+                raise PreconditionError(
+                    f"node '{node.name}' ({node.target}) belongs to no partition: run the "
+                    "partition pass first"
+                )
+        tags = [get_tag(node) for node in gm.graph.nodes if get_tag(node) is not None]
+        runs = [tag for tag, _ in itertools.groupby(tags)]
+        if len(set(runs)) != len(runs):
+            found = ", ".join(map(str, runs))
+            raise PreconditionError(f"partitions are not contiguous: {found}")
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+        """Return a new module; `gm` stays as it is."""
+        partitions: dict[PartitionTag, list[fx.Node]] = {}
+        for node in gm.graph.nodes:
+            tag = get_tag(node)
+            if tag is not None and not _is_outlined(node):
+                partitions.setdefault(tag, []).append(node)
+        if not partitions:
+            return PassResult(gm, modified=False)
+        return PassResult(_Outliner(gm, partitions).run(), modified=True)
+
+    def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
+        """Nothing is left outside the submodules, and none returns its own input."""
+        for node in gm.graph.nodes:
+            if not (_is_passive(node) or _is_result(node) or _is_outlined(node)):
+                raise PostconditionError(f"node '{node.name}' was left outside the partitions")
+            if not _is_outlined(node):
+                continue
+            body = gm.get_submodule(str(node.target))
+            assert isinstance(body, fx.GraphModule)
+            returned = body.graph.output_node().all_input_nodes
+            for inner in returned:
+                if inner.op == "placeholder":
+                    raise PostconditionError(f"{node.target} returns its input '{inner.name}'")
+
+
+def _is_passive(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "get_attr", "output"):
+        return True
+    return values.is_host_scalar(node) or is_argument(node)
+
+
+def _is_outlined(node: fx.Node) -> bool:
+    """Whether a node calls a submodule that this pass made."""
+    return node.op == "call_module" and node.target == str(get_tag(node))
+
+
+def _is_result(node: fx.Node) -> bool:
+    """Whether a node takes a submodule's tuple apart."""
+    producer = node.args[0] if node.target is operator.getitem else None
+    return isinstance(producer, fx.Node) and _is_outlined(producer)
+
+
+def _written_input(node: fx.Node) -> fx.Node | None:
+    """The argument that an in-place operator returns as its result, None for other operators."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    schema = node.target._schema
+    if len(schema.returns) != 1 or schema.returns[0].alias_info is None:
+        return None
+    for argument in schema.arguments:
+        if (
+            argument.alias_info is not None
+            and argument.alias_info.is_write
+            and argument.alias_info.before_set == schema.returns[0].alias_info.before_set
+        ):
+            found = values.argument(node, argument.name)
+            return found if isinstance(found, fx.Node) else None
+    return None
+
+
+def _resolve(node: fx.Node) -> fx.Node:
+    """The node that a value is known by outside its partition: in-place results are their input."""
+    while (written := _written_input(node)) is not None:
+        node = written
+    return node
+
+
+class _Outliner:
+    """Builds the outer graph, partition by partition."""
+
+    def __init__(
+        self, gm: fx.GraphModule, partitions: Mapping[PartitionTag, list[fx.Node]]
+    ) -> None:
+        self._gm = gm
+        self._partitions = partitions
+        self._graph = fx.Graph()
+        self._outer: dict[fx.Node, fx.Node] = {}
+        self._modules: dict[str, object] = {}
+        self._providers = _symbol_providers(gm)
+
+    def run(self) -> fx.GraphModule:
+        for node in self._gm.graph.find_nodes(op="placeholder"):
+            self._outer[node] = self._graph.node_copy(node)
+        for node in filter(is_argument, self._gm.graph.nodes):
+            self._value(node)  # before what writes the input that it is made of
+        bodies: dict[PartitionTag, _Body] = {}
+        available = dict.fromkeys(self._outer)
+        for tag, nodes in self._partitions.items():
+            bodies[tag] = _Body(self._gm, nodes, self._providers_among(available))
+            available.update(dict.fromkeys(nodes))
+        output = self._gm.graph.output_node()
+        needed = _behind(map(_resolve, output.all_input_nodes))
+        for body in bodies.values():
+            needed.update(_behind(body.inputs))
+        for tag, body in bodies.items():
+            self._call(tag, body, [node for node in self._partitions[tag] if node in needed])
+        result = self._graph.output(
+            fx.map_arg(output.args[0], lambda arg: self._value(_resolve(arg)))
+        )
+        result.meta = dict(output.meta)
+        for node in self._graph.find_nodes(op="get_attr"):
+            self._modules[str(node.target)] = values.attribute(self._gm, str(node.target))
+        outlined = torch_private.lazy_graph_module(
+            self._modules, self._graph, type(self._gm).__name__
+        )
+        outlined.training = self._gm.training
+        outlined.meta.update(self._gm.meta)
+        return outlined
+
+    def _providers_among(self, available: Mapping[fx.Node, None]) -> dict[sympy.Symbol, fx.Node]:
+        """The symbols that can be had from `available` values."""
+        found: dict[sympy.Symbol, fx.Node] = {}
+        for symbol, provider in self._providers:
+            if symbol not in found and all(
+                node in available or node.op == "get_attr" or values.is_host_scalar(node)
+                for node in _behind([provider])
+            ):
+                found[symbol] = provider
+        return found
+
+    def _call(self, tag: PartitionTag, body: "_Body", outputs: list[fx.Node]) -> None:
+        name = str(tag)
+        inputs = tuple(self._value(node) for node in body.inputs)
+        self._modules[name] = body.finish(outputs, name)
+        call = self._graph.create_node("call_module", name, inputs, name=name)
+        call.meta["val"] = tuple(node.meta.get("val") for node in outputs)
+        set_tag(call, tag)
+        for position, node in enumerate(outputs):
+            item = self._graph.create_node(
+                "call_function", operator.getitem, (call, position), name=node.name
+            )
+            item.meta = _carried(node)
+            self._outer[node] = item
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        """What stands for `node` in the outer graph; attributes and host scalars on first use."""
+        if node not in self._outer:
+            for arg in node.all_input_nodes:
+                self._value(_resolve(arg))
+            self._outer[node] = self._graph.node_copy(node, lambda n: self._outer[_resolve(n)])
+        return self._outer[node]
+
+
+class _Body:
+    """One partition's graph."""
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        nodes: Iterable[fx.Node],
+        providers: Mapping[sympy.Symbol, fx.Node],
+    ) -> None:
+        self.inputs: list[fx.Node] = []
+        self._gm = gm
+        self._own = dict.fromkeys(nodes)
+        self._providers = providers
+        self._found: dict[fx.Node, fx.Node] = {}
+        self._copied: list[fx.Node] = []
+        for node in self._own:
+            for arg in node.all_input_nodes:
+                self._find(arg)
+            self._copied.append(node)
+        self._find_symbols()
+
+    def _find(self, node: fx.Node) -> None:
+        """Decide what `node`, an argument of something in here, is: own, copied in or an input."""
+        if node in self._own or node in self._found:
+            return
+        source = self._source(node)
+        self._found[node] = source
+        if source is not node:
+            self._find(source)
+        elif node.op == "get_attr" or values.is_host_scalar(node):
+            for arg in node.all_input_nodes:
+                self._find(arg)
+            self._copied.append(node)
+        else:
+            self.inputs.append(node)
+
+    def _source(self, node: fx.Node) -> fx.Node:
+        if values.is_host_scalar(node):
+            symbol = _symbol(node)
+            return node if symbol is None else self._providers.get(symbol, node)
+        return node if node.op == "get_attr" else _resolve(node)
+
+    def _find_symbols(self) -> None:
+        known = {_symbol(node) for node in self.inputs}
+        nodes = [*self.inputs, *self._copied]
+        for symbol in dict.fromkeys(itertools.chain.from_iterable(map(values.free_symbols, nodes))):
+            provider = self._providers.get(symbol)
+            if symbol not in known and provider is not None and provider not in self._own:
+                self._found[provider] = provider
+                self.inputs.append(provider)
+
+    def finish(self, outputs: Iterable[fx.Node], name: str) -> fx.GraphModule:
+        graph = fx.Graph()
+        inside: dict[fx.Node, fx.Node] = {}
+        for node in self.inputs:
+            inside[node] = graph.create_node("placeholder", node.name, name=node.name)
+            inside[node].meta = _carried(node)
+
+        def mapped(node: fx.Node) -> fx.Node:
+            while node not in inside:
+                node = self._found[node]
+            return inside[node]
+
+        for node in self._copied:
+            if node not in inside:
+                inside[node] = graph.node_copy(node, mapped)
+                inside[node].meta.pop(KEY, None)
+        results = tuple(mapped(node) for node in outputs)
+        graph.output(results).meta["val"] = tuple(node.meta.get("val") for node in results)
+        graph.lint()
+        return torch_private.lazy_graph_module(self._gm, graph, name)
+
+
+def _behind(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """`nodes`, and all that the host scalars among them are computed from."""
+    found: dict[fx.Node, None] = {}
+    left = list(nodes)
+    while left:
+        node = left.pop()
+        if node not in found:
+            found[node] = None
+            if values.is_host_scalar(node):
+                left.extend(map(_resolve, node.all_input_nodes))
+    return found
+
+
+def _carried(node: fx.Node) -> dict[str, object]:
+    """Meta of a value where it comes in from elsewhere: it binds no symbols there."""
+    return {key: value for key, value in node.meta.items() if key not in (KEY, "unbacked_bindings")}
+
+
+def _symbol(node: fx.Node) -> sympy.Symbol | None:
+    """The symbol that a node's value is, if it is just one."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
+        return value.node.expr
+    return None
+
+
+def _symbol_providers(gm: fx.GraphModule) -> list[tuple[sympy.Symbol, fx.Node]]:
+    """The nodes that symbols can be taken from, placeholders first."""
+    nodes = [*gm.graph.find_nodes(op="placeholder"), *filter(values.is_host_scalar, gm.graph.nodes)]
+    return [(symbol, node) for node in nodes if (symbol := _symbol(node)) is not None]

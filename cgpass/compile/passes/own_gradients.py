@@ -1,0 +1,68 @@
+"""Give each gradient memory of its own.
+
+Note [Gradients of several leaves]
+    Autograd keeps what a backward returns as `.grad` and adds the next one in place. AOTAutograd's backward may return
+    gradients of two leaves as views of one tensor, or a view of what came in or was saved: the sum of one is then
+    written into the other too, and of each microbatch once more. Eager autograd has no such views, since each gradient
+    is handed on by its own.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from cgpass.compile.facts import values
+from cgpass.compile.passes.base import Pass, PassContext, PassResult
+from cgpass.compile.passes.node_meta import inherit_meta
+from cgpass.errors import PostconditionError
+
+
+@dataclass(frozen=True)
+class OwnGradients(Pass):
+    """Clone gradients that lie in an input's memory or in that of a gradient before them, the same one included."""
+
+    name: ClassVar[str] = "own_gradients"
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+        """Add clones to the end of `gm`, in place, if it is a backward graph."""
+        shared = _shared(gm) if ctx.direction == "backward" else []
+        if not shared:
+            return PassResult(gm, modified=False)
+        output, results = gm.graph.output_node(), list(values.graph_outputs(gm))
+        for position in shared:
+            node = results[position]
+            with gm.graph.inserting_before(output):
+                clone = gm.graph.call_function(torch.ops.aten.clone.default, (node,))
+            inherit_meta(clone, node, node.meta["val"].clone())
+            results[position] = clone
+        output.args = (tuple(results),)
+        return PassResult(gm, modified=True)
+
+    def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
+        """No gradient shares memory with what comes in or with another one."""
+        left = _shared(gm) if ctx.direction == "backward" else []
+        if left:
+            raise PostconditionError(f"gradients share memory: {', '.join(map(str, left))}")
+
+
+def _shared(gm: fx.GraphModule) -> list[int]:
+    """Positions of the gradients that share memory with what comes in or with one before them."""
+    taken: set[int] = set()
+    for node in gm.graph.find_nodes(op="placeholder"):
+        taken |= values.storage_keys(node)
+    found = []
+    for position, node in enumerate(values.graph_outputs(gm)):
+        if _is_gradient(node):
+            keys = values.storage_keys(node)
+            if keys & taken:
+                found.append(position)
+            taken |= keys
+    return found
+
+
+def _is_gradient(result: Any) -> bool:
+    """Whether something is added to `.grad`, and not what a subclass is made of besides: offsets of a jagged tensor."""
+    value = result.meta.get("val") if isinstance(result, fx.Node) else None
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())

@@ -1,0 +1,336 @@
+"""Cut a graph into captured and eager partitions, reordered so that there are few of them."""
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from cgpass.compile.facts import values
+from cgpass.compile.facts.capturability import is_argument, why_not_capturable
+from cgpass.compile.facts.lines import user_line
+from cgpass.compile.facts.partition_tag import PartitionTag, get_tag, set_reason, set_tag
+from cgpass.compile.facts.quantised import quantised_nodes
+from cgpass.compile.passes.base import Pass, PassContext, PassResult
+from cgpass.compile.passes.ordering import OrderingProblem, find_order
+from cgpass.errors import PostconditionError
+from cgpass.telemetry.reason import OTHER_FIXES, Reason, many
+
+
+@dataclass(frozen=True)
+class Partition(Pass):
+    """Reorder the nodes for few boundaries and tag each with its partition.
+
+    Dependencies, mutations, random numbers, collectives and side effects keep their order. Notes:
+    a `Reason` for each eager operator, in order (`getitem` has its producer's); each is also noted at the operator.
+    """
+
+    name: ClassVar[str] = "partition"
+
+    unsafe_ops: frozenset[str] = frozenset()
+    """Operators never captured, "ns::op" or "ns::op.overload"."""
+    min_partition_ops: int = 4
+    """A captured partition beside others with fewer operators that launch work runs plainly."""
+    max_memory_increase: float = 0.05
+    """How much reordering may raise the estimated peak memory, as a fraction."""
+    collectives: bool = True
+    """Whether collectives may be captured."""
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
+        """Tag `gm`'s nodes, in an order with few boundaries."""
+        groups, quantised = _groups(gm), quantised_nodes(gm.graph)
+        reasons = [
+            why_not_capturable(
+                group[0],
+                ctx.device,
+                unsafe_ops=self.unsafe_ops,
+                gm=gm,
+                collectives=self.collectives,
+                quantised=quantised,
+            )
+            for group in groups
+        ]
+        groups, reasons = _with_views(gm, groups, reasons)
+        captured = tuple(reason is None for reason in reasons)
+        # A graph that is one partition is no splinter: it is captured if it does any work.
+        minimum = 1 if all(captured) else self.min_partition_ops
+        segments = _cut(groups, reasons, range(len(groups)), minimum)
+        modified = False
+        if not _is_tagged(gm, groups, segments):
+            if len(set(captured)) > 1:
+                order = find_order(_problem(gm, groups, captured), self.max_memory_increase).order
+                segments = _cut(groups, reasons, order, minimum)
+            _apply(gm, groups, segments)
+            modified = True
+        notes = [one.reason for segment in segments for one in segment if one.reason is not None]
+        return PassResult(gm, modified, tuple(notes))
+
+    def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
+        """Partitions are contiguous, numbered in order and alternate."""
+        tags = [tag for tag, _ in itertools.groupby(map(get_tag, gm.graph.nodes)) if tag]
+        tags = [tag for tag, _ in itertools.groupby(tags)]
+        if [tag.index for tag in tags] != list(range(len(tags))):
+            raise PostconditionError(f"partitions are not contiguous: {', '.join(map(str, tags))}")
+        if any(a.captured == b.captured for a, b in itertools.pairwise(tags)):
+            raise PostconditionError(f"partitions don't alternate: {', '.join(map(str, tags))}")
+
+
+Group = tuple[fx.Node, ...]
+"""An operator and the `getitem` nodes that take its results apart: they stay together. See also `_with_views`."""
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A group in a segment, and why it is eager."""
+
+    group: int
+    reason: Reason | None
+
+
+Segment = list[_Member]
+
+
+def _is_passive(node: fx.Node) -> bool:
+    """Whether a node belongs to no partition: it is there wherever it is used."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return True
+    return values.is_host_scalar(node) or is_argument(node)
+
+
+def _groups(gm: fx.GraphModule) -> list[Group]:
+    members: dict[fx.Node, list[fx.Node]] = {}
+    home: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        if _is_passive(node):
+            continue
+        producer = node.args[0] if node.target is operator.getitem else None
+        first = home.get(producer, node) if isinstance(producer, fx.Node) else node
+        home[node] = first
+        members.setdefault(first, []).append(node)
+    return [tuple(group) for group in members.values()]
+
+
+def _with_views(
+    gm: fx.GraphModule, groups: Sequence[Group], reasons: Sequence[Reason | None]
+) -> tuple[list[Group], list[Reason | None]]:
+    """Let views of what an eager operator makes be part of its group, unless a captured operator reads them.
+
+    In a captured partition they would be outputs that need no kernel, but an input that is copied in.
+    """
+    eager = {at for at, reason in enumerate(reasons) if reason is not None}
+    if not eager:
+        return list(groups), list(reasons)
+    home = {node: at for at, group in enumerate(groups) for node in group}
+    sources = _Inputs(gm)
+    base: dict[int, int] = {}
+    for at, group in enumerate(groups):
+        bases = {home[arg] for arg in sources.of(group[0]) if arg in home}
+        if at in eager or _launches(group[0]) or len(bases) != 1:
+            continue
+        of = bases.pop()
+        if of in eager or of in base:
+            base[at] = of
+    for at in reversed(list(base)):
+        others = (home.get(user) for node in groups[at] for user in node.users)
+        if any(other is not None and other not in base and other not in eager for other in others):
+            del base[at]
+    with_views = {at: list(groups[at]) for at in range(len(groups)) if at not in base}
+    for at, of in base.items():
+        while of in base:
+            of = base[of]
+        if of in eager:
+            with_views[of] += groups[at]
+        else:  # of a view that a captured operator reads
+            with_views[at] = list(groups[at])
+    kept = sorted(with_views)
+    return [tuple(with_views[at]) for at in kept], [reasons[at] for at in kept]
+
+
+class _Inputs:
+    """Inputs of nodes, where a host scalar stands for the inputs it is made of."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._behind: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        for node in gm.graph.nodes:
+            if values.is_host_scalar(node):
+                self._behind[node] = self.of(node)
+
+    def of(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        found: dict[fx.Node, None] = {}
+        for arg in node.all_input_nodes:
+            found.update(dict.fromkeys(self._behind.get(arg, (arg,))))
+        return tuple(found)
+
+
+def _problem(
+    gm: fx.GraphModule, groups: Sequence[Group], captured: tuple[bool, ...]
+) -> OrderingProblem:
+    home = {node: at for at, group in enumerate(groups) for node in group}
+    owner: dict[int, int] = {}
+    predecessors: list[dict[int, None]] = []
+    reads: list[dict[int, None]] = []
+    chains = _Chains()
+    sources = _Inputs(gm)
+    for at, group in enumerate(groups):
+        inputs = sources.of(group[0])
+        before = {home[arg]: None for arg in inputs if arg in home}
+        before.update(dict.fromkeys(chains.add(at, group[0], inputs)))
+        predecessors.append(before)
+        keys = itertools.chain.from_iterable(map(values.storage_keys, inputs))
+        reads.append({owner[key]: None for key in keys if key in owner})
+        for node in group:
+            for key in values.storage_keys(node):
+                owner.setdefault(key, at)
+    returned = itertools.chain.from_iterable(
+        values.storage_keys(arg) for arg in sources.of(gm.graph.output_node())
+    )
+    return OrderingProblem(
+        captured=captured,
+        predecessors=tuple(tuple(sorted(before)) for before in predecessors),
+        allocated_bytes=tuple(values.output_bytes(group[0]) for group in groups),
+        reads=tuple(tuple(sorted(read)) for read in reads),
+        kept=frozenset(owner[key] for key in returned if key in owner),
+    )
+
+
+class _Chains:
+    """Orders that no data flow shows: mutations, random numbers, collectives, side effects."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, int] = {}
+        self._writer: dict[Hashable, int] = {}
+        self._readers: dict[Hashable, list[int]] = {}
+
+    def add(self, at: int, node: fx.Node, inputs: Iterable[fx.Node]) -> list[int]:
+        """Register a group; return the groups that must run before it."""
+        before: list[int] = []
+        for kind in _kinds(node):
+            if kind in self._last:
+                before.append(self._last[kind])
+            self._last[kind] = at
+        written = {key for arg in values.mutated_inputs(node) for key in _memory(arg)}
+        read = dict.fromkeys(key for arg in inputs for key in _memory(arg))
+        for key in read:
+            if key in self._writer:
+                before.append(self._writer[key])
+            if key in written:
+                before.extend(self._readers.pop(key, ()))
+                self._writer[key] = at
+            else:
+                self._readers.setdefault(key, []).append(at)
+        return before
+
+
+def _kinds(node: fx.Node) -> Iterator[str]:
+    if values.is_random(node):
+        yield "random"
+    if values.is_collective(node):
+        yield "collective"
+    # What only writes to its inputs is ordered by the memory it touches.
+    if values.has_side_effect(node) and not values.mutated_inputs(node):
+        yield "side effect"
+
+
+def _memory(node: fx.Node) -> frozenset[Hashable]:
+    """What a node's value lies in: its storages, or the attribute if tracing left no value."""
+    keys = values.storage_keys(node)
+    if not keys and node.op == "get_attr":
+        return frozenset([str(node.target)])
+    return frozenset(keys)
+
+
+def _cut(
+    groups: Sequence[Group], reasons: Sequence[Reason | None], order: Iterable[int], minimum: int
+) -> list[Segment]:
+    """Cut an order where the colour changes; what is too small to capture turns eager."""
+    segments: list[Segment] = []
+    for captured, run in itertools.groupby(order, key=lambda at: reasons[at] is None):
+        members = [_Member(at, reasons[at]) for at in run]
+        launching = (member for member in members if _launches(groups[member.group][0]))
+        count = len(tuple(itertools.islice(launching, minimum)))
+        if captured and count < minimum:
+            members = [
+                dataclasses.replace(one, reason=_too_small(groups[one.group][0], count, minimum))
+                for one in members
+            ]
+        if segments and (segments[-1][0].reason is None) == (members[0].reason is None):
+            segments[-1].extend(members)
+        else:
+            segments.append(members)
+    return segments
+
+
+def _launches(node: fx.Node) -> bool:
+    """Whether a node does work on the device; views don't."""
+    return values.output_bytes(node) > 0 or values.has_side_effect(node)
+
+
+def _too_small(node: fx.Node, count: int, minimum: int) -> Reason:
+    line = user_line(node)
+    if not count:
+        detail = "it launches no work on the device"
+        return Reason("no_work", str(node.target), detail, OTHER_FIXES["no_work"], line)
+    verb = "does" if count == 1 else "do"
+    detail = (
+        f"its partition would hold {many(count, 'operator')} that {verb} work on the device (views don't count), "
+        f"min_partition_ops is {minimum}"
+    )
+    fix = f"set min_partition_ops to {count}{' or less' if count > 1 else ''} to capture it"
+    return Reason("too_small", str(node.target), detail, fix, line)
+
+
+def _tags(groups: Sequence[Group], segments: Sequence[Segment]) -> dict[fx.Node, PartitionTag]:
+    return {
+        node: PartitionTag(index, captured=segment[0].reason is None)
+        for index, segment in enumerate(segments)
+        for member in segment
+        for node in groups[member.group]
+    }
+
+
+def _is_contiguous(nodes: Iterable[fx.Node], tags: dict[fx.Node, PartitionTag]) -> bool:
+    indices = [tags[node].index for node in nodes if node in tags]
+    return indices == sorted(indices)
+
+
+def _is_tagged(gm: fx.GraphModule, groups: Sequence[Group], segments: Sequence[Segment]) -> bool:
+    """Whether an earlier run left exactly these partitions: its order must not be improved upon.
+
+    A second run would measure its memory limit from the order that the first one chose.
+    """
+    tags = _tags(groups, segments)
+    same = all(get_tag(node) == tags.get(node) for node in gm.graph.nodes)
+    return same and _is_contiguous(gm.graph.nodes, tags)
+
+
+def _apply(gm: fx.GraphModule, groups: Sequence[Group], segments: Sequence[Segment]) -> None:
+    tags = _tags(groups, segments)
+    order = [member.group for segment in segments for member in segment]
+    if order != sorted(order) or not _is_contiguous(gm.graph.nodes, tags):
+        _reorder(gm, [node for at in order for node in groups[at]])
+    reasons = {groups[one.group][0]: one.reason for segment in segments for one in segment}
+    for node in gm.graph.nodes:
+        set_tag(node, tags.get(node))
+        set_reason(node, reasons.get(node))
+
+
+def _reorder(gm: fx.GraphModule, order: Iterable[fx.Node]) -> None:
+    """Put nodes in `order`; attributes and host scalars come just before their first user."""
+    nodes = list(gm.graph.nodes)
+    placed: dict[fx.Node, None] = dict.fromkeys(n for n in nodes if n.op == "placeholder")
+
+    def place(node: fx.Node) -> None:
+        for arg in node.all_input_nodes:
+            if arg not in placed:
+                place(arg)
+        placed[node] = None
+
+    for node in (*order, *nodes):
+        if node not in placed and node.op != "output":
+            place(node)
+    output = gm.graph.output_node()
+    for node in placed:
+        output.prepend(node)

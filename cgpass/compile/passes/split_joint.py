@@ -1,0 +1,80 @@
+"""Split a joint graph into a forward and a backward graph."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import fx
+
+from cgpass import torch_private
+from cgpass.compile.facts.rng_pairs import (
+    pair_random_ops,
+    recomputed_random_ops,
+    require_drawn_once,
+    runs_on,
+    save_random_ops,
+)
+from cgpass.compile.facts.values import is_random
+
+
+def split_joint(
+    joint: fx.GraphModule,
+    joint_inputs: Sequence[Any],
+    *,
+    num_fwd_outputs: int,
+    static_lifetime_input_indices: Sequence[int] | None = None,
+    compiler: Literal["inductor", "eager"],
+    **_: Any,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cut where the fewest bytes are saved for the backward; AOTAutograd's `partition_fn`.
+
+    What a checkpoint policy marked (`node.meta["recompute"]`) is recomputed or saved as it says;
+    cheap operators are recomputed where that saves memory, whatever makes the kernels. Random operators in both graphs
+    are marked; see Note [Pairs of random operators] and Note [Random operators that are saved]. Where all that is
+    recomputed is on the CPU and Inductor compiles, torch's own handling of them stays.
+
+    Args:
+        joint: The joint graph; what is left of it afterwards is not to be used.
+        joint_inputs: The graph's inputs, primals then tangents.
+        num_fwd_outputs: How many of the outputs are the forward's.
+        static_lifetime_input_indices: Inputs that live as long as the function: saving them is free.
+        compiler: What will make the kernels.
+
+    Returns:
+        The forward graph, whose outputs end with the saved values, and the backward graph.
+
+    Raises:
+        CheckpointError: Random numbers that a checkpoint's recomputation could not draw again.
+    """
+    nested = torch_private.is_nested_joint(joint_inputs)
+    random = [node for node in joint.graph.nodes if is_random(node)]
+    recomputed = recomputed_random_ops(joint)
+    on_cpu = [node for node in recomputed if compiler == "inductor" and runs_on(node, "cpu")]
+    traced_again = torch_private.uses_compiled_autograd()
+    saved: list[fx.Node] = []
+    torchs = traced_again
+    if torch_private.recomputes_unmarked(joint):  # of which torch's own handling knows nothing
+        if traced_again:
+            saved = [node for node in random if node not in recomputed]
+        elif compiler == "inductor":
+            saved = [node for node in random if runs_on(node, "cpu")]
+    elif len(on_cpu) < len(recomputed):
+        saved = on_cpu
+    else:
+        torchs |= bool(on_cpu)
+    save_random_ops(joint, nested=nested, also=saved)
+    indices = None
+    if static_lifetime_input_indices is not None:
+        indices = list(static_lifetime_input_indices)
+    fw, bw = torch_private.min_cut_partition(
+        joint,
+        joint_inputs,
+        compiler=compiler,
+        num_fwd_outputs=num_fwd_outputs,
+        static_lifetime_input_indices=indices,
+        keep_random=nested or not torchs,
+        random=random,
+    )
+    require_drawn_once(fw, bw, saved)
+    if not nested and not torchs:
+        pair_random_ops(fw, bw, num_fwd_outputs)
+    return fw, bw

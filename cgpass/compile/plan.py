@@ -1,0 +1,179 @@
+"""From an outlined graph to the executor's plan: slots, steps and what each may drop."""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from cgpass.compile.facts.capturability import is_argument
+from cgpass.compile.facts.lines import user_line
+from cgpass.compile.facts.values import attribute, graph_outputs
+from cgpass.runtime.executor import Plan, Step
+from cgpass.runtime.runner import PartitionRunner
+from cgpass.telemetry.summaries import PartitionSummary
+
+Run = Any
+"""A CUDAGraphWrapper or a boxed callable."""
+
+
+def build_plan(gm: fx.GraphModule, runs: Mapping[str, Run], visible: frozenset[int]) -> Plan:
+    """Plan the calls of an outlined graph.
+
+    Args:
+        gm: Placeholders, calls of submodules, `getitem`, host scalars, arguments and attributes, as `Outline` leaves it.
+        runs: What runs each submodule, by its name.
+        visible: Positions of outputs that the user gets.
+    """
+    return _Builder(gm, runs).build(visible)
+
+
+def whole_plan(
+    num_inputs: int,
+    num_outputs: int,
+    run: Run,
+    name: str,
+    visible: frozenset[int],
+    made: tuple[str, ...] = (),
+) -> Plan:
+    """The plan of a graph that is one partition."""
+    outputs = tuple(range(num_inputs, num_inputs + num_outputs))
+    inputs = tuple(range(num_inputs))
+    step = Step(name, run, inputs, outputs, drops=inputs, made=made)
+    return Plan(num_inputs, num_inputs + num_outputs, (step,), outputs, visible=visible)
+
+
+def plan_as_dict(plan: Plan, parts: Mapping[str, PartitionSummary]) -> dict[str, Any]:
+    """A plan as JSON knows it, with what is known of its partitions by name."""
+    steps = []
+    for step in plan.steps:
+        part = parts.get(step.name)
+        about: dict[str, Any] = {"name": step.name, "captured": False, "num_ops": 0}
+        if part is not None:
+            about.update(captured=part.captured, num_ops=part.num_ops)
+            about["reasons"] = [str(reason) for reason in part.why]
+        if isinstance(step.run, PartitionRunner):
+            infos = step.run.layout.infos
+            about["input_names"] = [f"{info.name} ({info.kind.name.lower()})" for info in infos]
+        about.update(inputs=step.inputs, outputs=step.outputs, drops=step.drops, made=step.made)
+        steps.append(about)
+    return {
+        "num_inputs": plan.num_inputs,
+        "num_slots": plan.num_slots,
+        "constants": [slot for slot, _ in plan.constants],
+        "outputs": plan.outputs,
+        "visible": sorted(plan.visible),
+        "steps": steps,
+    }
+
+
+def outputs_made(gm: fx.GraphModule) -> tuple[str, ...]:
+    """What each output of a partition is, for messages: the node's name and the user's line."""
+    made = []
+    for value in graph_outputs(gm):
+        line = user_line(value) if isinstance(value, fx.Node) else None
+        made.append(f"{value} at {line}" if line else str(value))
+    return tuple(made)
+
+
+_BY_VALUE: Final = frozenset(
+    {torch.bool, torch.int32, torch.int64, torch.float32, torch.float64, torch.complex128}
+)
+"""Dtypes of what Python's and NumPy's numbers become, every value of which `torch.full` takes as a number."""
+
+
+def _argument_step(node: fx.Node) -> Callable[[list[Any]], Sequence[Any]]:
+    """Puts a CPU scalar on the device. As a kernel's argument where it can: nothing is staged, nothing waits."""
+    device = node.meta["val"].device
+
+    def run(values: list[Any]) -> Sequence[Any]:
+        (scalar,) = values
+        if scalar.dtype in _BY_VALUE:
+            return (torch.full((), scalar.item(), dtype=scalar.dtype, device=device),)
+        return (scalar.to(device, non_blocking=True),)
+
+    return run
+
+
+def _host_step(node: fx.Node) -> Callable[[list[Any]], Sequence[Any]]:
+    readers = node.all_input_nodes
+    target = node.target
+    assert callable(target)
+
+    def run(values: list[Any]) -> Sequence[Any]:
+        env = dict(zip(readers, values, strict=True))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+        return (target(*args, **kwargs),)
+
+    return run
+
+
+class _Builder:
+    def __init__(self, gm: fx.GraphModule, runs: Mapping[str, Run]) -> None:
+        self._gm = gm
+        self._runs = runs
+        self._slots: dict[fx.Node, int] = {}
+        self._num_slots = 0
+        self._constants: list[tuple[int, Any]] = []
+        self._steps: list[tuple[str, Run, tuple[int, ...], tuple[int, ...], tuple[str, ...]]] = []
+
+    def build(self, visible: frozenset[int]) -> Plan:
+        placeholders = self._gm.graph.find_nodes(op="placeholder")
+        for node in placeholders:
+            self._slots[node] = self._new_slot()
+        for node in self._gm.graph.nodes:
+            if node.op == "get_attr":
+                self._slots[node] = self._constant(attribute(self._gm, str(node.target)))
+            elif node.op == "call_module":
+                self._add_call(node)
+            elif node.op == "call_function" and node.target is not operator.getitem:
+                self._slots[node] = self._new_slot()
+                inputs = tuple(self._slots[n] for n in node.all_input_nodes)
+                run = _argument_step(node) if is_argument(node) else _host_step(node)
+                self._steps.append((node.name, run, inputs, (self._slots[node],), ()))
+        outputs = tuple(
+            self._slots[value] if isinstance(value, fx.Node) else self._constant(value)
+            for value in graph_outputs(self._gm)
+        )
+        return Plan(
+            len(placeholders),
+            self._num_slots,
+            self._with_drops(outputs),
+            outputs,
+            tuple(self._constants),
+            visible,
+        )
+
+    def _new_slot(self) -> int:
+        self._num_slots += 1
+        return self._num_slots - 1
+
+    def _constant(self, value: Any) -> int:
+        slot = self._new_slot()
+        self._constants.append((slot, value))
+        return slot
+
+    def _add_call(self, node: fx.Node) -> None:
+        name = str(node.target)
+        submodule = self._gm.get_submodule(name)
+        assert isinstance(submodule, fx.GraphModule)
+        num_outputs = len(graph_outputs(submodule))
+        slots = tuple(self._new_slot() for _ in range(num_outputs))
+        for user in node.users:
+            position = user.args[1]
+            assert isinstance(position, int)
+            self._slots[user] = slots[position]
+        inputs = tuple(self._slots[value] for value in node.args if isinstance(value, fx.Node))
+        assert len(inputs) == len(node.args)
+        self._steps.append((name, self._runs[name], inputs, slots, outputs_made(submodule)))
+
+    def _with_drops(self, results: Sequence[int]) -> tuple[Step, ...]:
+        """Steps in order, each dropping what neither a later step nor the graph's output reads."""
+        needed = set(results) | {slot for slot, _ in self._constants}
+        steps: list[Step] = []
+        for name, run, inputs, outputs, made in reversed(self._steps):
+            drops = tuple(dict.fromkeys(s for s in inputs if s not in needed))
+            needed.update(inputs)
+            steps.append(Step(name, run, inputs, outputs, drops, made))
+        return tuple(reversed(steps))

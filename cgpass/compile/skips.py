@@ -1,0 +1,208 @@
+"""What runs without CUDA graphs: whole graphs, compiled as `torch.compile` would, and what is said of them and of parts."""
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from torch import fx
+
+from cgpass import telemetry, torch_private
+from cgpass.compile.compilers import Boxed, Compiler, Direction
+from cgpass.compile.facts.ancestry import names_behind
+from cgpass.compile.facts.target import devices
+from cgpass.compile.facts.values import num_ops
+from cgpass.compile.option_names import overloads
+from cgpass.errors import CaptureError
+from cgpass.options import Options
+from cgpass.runtime.driver import BoxedCallable
+from cgpass.telemetry import Tally, tracing
+from cgpass.telemetry.reason import Reason
+from cgpass.telemetry.summaries import GraphSummary
+
+log = logging.getLogger(__name__)
+
+_FAILED: Final = frozenset({"syncs", "failed_capture"})
+"""Codes of operators that failed to be captured when their function was called."""
+OFF: Final = 'driver="none" turns them off'
+"""What a summary says of graphs that nobody wants captured."""
+
+
+class PlainGraph:
+    """Calls a whole graph that nothing is captured of."""
+
+    owner = None
+    """As of an `Executor` that records nothing."""
+
+    def __init__(self, fn: BoxedCallable) -> None:
+        self.tally = Tally()
+        self._fn = fn
+
+    def __call__(self, args: list[Any]) -> Any:
+        """Run it; the list is emptied."""
+        self.tally.calls += 1
+        return self._fn(args)
+
+    @contextlib.contextmanager
+    def observed(
+        self, context: Callable[[str], contextlib.AbstractContextManager[Any]]
+    ) -> Iterator[None]:
+        """As `Executor.observed`, with one step that has no name."""
+        fn = self._fn
+
+        def run(args: list[Any]) -> Any:
+            with context(""):
+                return fn(args)
+
+        self._fn = run
+        try:
+            yield
+        finally:
+            self._fn = fn
+
+
+class Skips:
+    """Of one function: compiles the graphs of which nothing is captured, and tells of what is not."""
+
+    def __init__(
+        self,
+        options: Options,
+        source: tracing.Source = tracing.NOWHERE,
+        function: int | None = None,
+        graph_break: Reason | None = None,
+        told: bool = False,
+    ) -> None:
+        self._told = told
+        self._options = options
+        self._source = source
+        self._function = function
+        self._graph_break = graph_break
+        self._warned_of: set[str] = set()
+
+    def run_plainly(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        direction: Direction,
+        compiler: Compiler,
+        why: str,
+        reasons: Sequence[Reason] = (),
+    ) -> Boxed:
+        """Compile a graph without partitions, as `torch.compile` would, and say why.
+
+        Args:
+            gm: The graph.
+            example_inputs: Its fake inputs.
+            direction: Which of the function's it is.
+            compiler: What makes it callable.
+            why: Said of it.
+            reasons: One for each operator to blame.
+
+        Raises:
+            CaptureError: The user wants no graph to run plainly.
+        """
+        asked = self._options.driver != "auto" or any(d.type == "cuda" for d in devices(gm))
+        graph = self._add(gm, direction, why, reasons)
+        if asked and self._options.driver != "none":
+            telemetry.compile_stats.skips += 1
+            text = f"{self._source.graph(direction)} runs without CUDA graphs: {why}"
+            self._tell(text, anew=not reasons or any(map(self._is_new, reasons)))
+        else:
+            log.info("%s runs without CUDA graphs: %s", self._source.graph(direction), why)
+        return counted(graph, compiler.whole(gm, example_inputs))
+
+    def run_uncaptured(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        direction: Direction,
+        compiler: Compiler,
+        reasons: Sequence[Reason],
+    ) -> Boxed:
+        """As `run_plainly`, for a graph of which nothing is captured; one too small to be worth it is no skip."""
+        blockers = [reason for reason in reasons if not reason.is_chosen]
+        if reasons and not blockers:
+            why = (
+                "fewer of its operators do work on the device (views don't count) than "
+                f"min_partition_ops={self._options.min_partition_ops}"
+            )
+            if all(reason.code in ("no_work", "effect_token") for reason in reasons):
+                why = "it launches no work on the device"
+            graph = self._add(gm, direction, why, reasons)
+            log.info("%s runs without CUDA graphs: %s", self._source.graph(direction), why)
+            return counted(graph, compiler.whole(gm, example_inputs))
+        why = "; ".join(dict.fromkeys(map(str, blockers))) or "it has no operators"
+        return self.run_plainly(gm, example_inputs, direction, compiler, why, blockers)
+
+    def report(self, reasons: Sequence[Reason], direction: Direction) -> None:
+        """One message per graph for everything in it that can't be captured.
+
+        Raises:
+            CaptureError: The user wants nothing to run plainly.
+        """
+        reasons = [each for each in reasons if not each.is_chosen and self._is_new(each)]
+        if reasons:
+            listed = "\n  ".join(dict.fromkeys(map(str, reasons)))
+            graph = self._source.graph(direction)
+            self._tell(f"parts of {graph} run without CUDA graphs:\n  {listed}")
+
+    def warn_of_replaced(self, gm: fx.GraphModule, direction: Direction) -> None:
+        """Say which names in `unsafe_ops` may have had no effect: torch puts other operators in their place."""
+        if direction == "backward" or self._options.on_skip == "silent":
+            return
+        gone = {
+            name
+            for name in self._options.unsafe_ops
+            if name not in self._warned_of and torch_private.are_replaced(overloads(name))
+        }
+        if gone:
+            for node in gm.graph.nodes:
+                gone -= names_behind(node)
+        for name in sorted(gone):
+            self._warned_of.add(name)
+            log.warning(
+                "unsafe_ops names %s, of which no call is seen in the %s graph: torch traces it as the operators that it "
+                "consists of. Where another operator calls it, name that one, or those that it consists of",
+                name,
+                direction,
+            )
+
+    def _add(
+        self, gm: fx.GraphModule, direction: Direction, skip: str, reasons: Sequence[Reason]
+    ) -> int:
+        if self._options.driver == "none":
+            skip, reasons = OFF, ()
+        found, ops = tuple(reasons), num_ops(gm)
+        summary = GraphSummary(
+            direction, (), skip, ops, self._source.place, found, self._function, self._graph_break
+        )
+        told = {"runs_without_cuda_graphs": skip, "num_ops": ops, "reasons": list(map(str, found))}
+        tracing.add_json(f"{direction}_plan", lambda: told)
+        return telemetry.add_graph(summary)
+
+    def _is_new(self, reason: Reason) -> bool:
+        """Whether the user was not told of what can't be captured when that failed."""
+        return self._options.on_skip == "raise" or not (self._told and reason.code in _FAILED)
+
+    def _tell(self, message: str, *, anew: bool = True) -> None:
+        if self._options.on_skip == "raise":
+            raise CaptureError(message)
+        level = logging.WARNING if anew and self._options.on_skip == "warn" else logging.INFO
+        log.log(level, "%s", message)
+
+
+def counted(graph: int, fn: Boxed) -> Boxed:
+    """What runs a graph of which nothing is captured, and counts its calls.
+
+    Args:
+        graph: Its number in what telemetry knows.
+        fn: The compiled graph.
+    """
+    plain = PlainGraph(fn)
+    telemetry.add_run(graph, telemetry.GraphRun(plain.tally, {}, weakref.ref(plain)))
+
+    def call(args: list[Any]) -> Any:
+        return plain(args)
+
+    return torch_private.mark_boxed(call)

@@ -1,0 +1,250 @@
+"""`TrainingCall`: calls a compiled training function without AOTAutograd's wrappers, where those only loop.
+
+Note [What AOTAutograd's autograd function does]
+    It runs the forward graph, saves what the backward reads, and has autograd call the backward graph; all of it in
+    Python and once per parameter. Where nothing else is to be done (see `torch_private.training_layout`), a compiled node does
+    that: see Note [A node of our own]. Until it is there, until the backward is compiled (AOTAutograd does that late
+    where sizes are symbols), and wherever autograd does not run as by default, calls go AOTAutograd's way. Both ways
+    save the same tensors in the same order, so that a checkpoint around a call may take the other one when it recomputes.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from cgpass import torch_private
+from cgpass.compile.compilers import Boxed
+from cgpass.errors import DoubleBackwardError
+from cgpass.runtime import fast, native
+from cgpass.telemetry import tracing
+
+log = logging.getLogger(__name__)
+
+
+class _Here(threading.local):
+    """What this thread does."""
+
+    step: "Step | None" = None
+
+
+here = _Here()
+
+
+class Step(Protocol):
+    """A training step that this thread is in: see `cgpass.train_step`."""
+
+    def call(
+        self,
+        training: "TrainingCall",
+        args: tuple[Any, ...],
+        run: Callable[[tuple[Any, ...]], Any],
+    ) -> Any:
+        """Run what a forward is the beginning of, or with `run` the forward alone; returns what that returns."""
+        ...
+
+    def note_graph(self, why: str) -> None:
+        """Note that a graph is called that no step can have as a whole, and why."""
+        ...
+
+
+_TWICE_WITHOUT_DETERMINISM = (
+    "This compiled backward function is being run with torch.use_deterministic_algorithms(True), but it was previously "
+    "generated during the forward function while torch.use_deterministic_algorithms(False) was set."
+)
+
+_WRAPPED = (
+    "AOTAutograd does more around the function than to call it, as where a result is a view or a detach() of another one "
+    "or of an input, or a tensor is of a subclass; return what is computed"
+)
+
+
+class TrainingCall:
+    """A forward and a backward graph, called in turns by autograd."""
+
+    def __init__(self, *, direct: bool, source: tracing.Source = tracing.NOWHERE) -> None:
+        """Nothing is compiled yet.
+
+        Args:
+            direct: Whether the node adds gradients of parameters to `.grad` itself.
+            source: Of the function.
+        """
+        self._is_direct = direct
+        self._source = source
+        self._said = False
+        self._forward: Boxed | None = None
+        self._backward: Boxed | None = None
+        self._layout: torch_private.TrainingLayout | None = None
+        self._num_forwards = 0
+        self._parameters: frozenset[int] = frozenset()
+        self._wanted: tuple[int, ...] = ()
+        self._direct: tuple[int, ...] = ()
+        self._detached: tuple[int, ...] = ()
+        """Inputs that require grad and get none: what is saved of them must not hold their history."""
+
+    def forget(self) -> None:
+        """Nothing is compiled after all."""
+        self._forward = self._backward = self._layout = None
+        self._num_forwards = 0
+
+    def note_forward(self, fn: Boxed, static: Sequence[int]) -> None:
+        """Note the forward graph; to be called while AOTAutograd compiles it.
+
+        Args:
+            fn: Called as AOTAutograd calls it.
+            static: Positions of inputs that are parameters or buffers.
+        """
+        self._num_forwards += 1
+        self._forward = fn
+        self._layout = torch_private.training_layout()
+        self._parameters = frozenset(static if self._is_direct else ())
+
+    def note_backward(self, fn: Boxed, outputs: Sequence[Any]) -> None:
+        """Note the backward graph.
+
+        Args:
+            fn: Called as AOTAutograd calls it.
+            outputs: The graph's: nodes, or None for inputs that get no gradient.
+        """
+        if self._layout is None:
+            return
+        given = {n for n, output in enumerate(outputs) if isinstance(output, fx.Node)}
+        wanted = [n for n in self._layout.requiring_grad if n in given]
+        self._direct = tuple(n for n in wanted if n in self._parameters)
+        self._wanted = tuple(n for n in wanted if n not in self._parameters)
+        self._detached = tuple(n for n in self._layout.requiring_grad if n not in given)
+        self._backward = fn
+
+    def around(self, compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
+        """What to call instead of what AOTAutograd made of Dynamo's graph."""
+        if self._num_forwards != 1 or self._layout is None or torch_private.handles_subclasses(gm):
+            if not self._num_forwards:
+                return compiled
+            self._say_it_is_not_direct(_WRAPPED)
+            return _noted(compiled)
+
+        def run(args: tuple[Any, ...]) -> Any:
+            if self.is_plain(args):
+                return self.call(args)
+            if not fast.is_loaded and (why := native.loader.why_not) is not None:
+                self._say_it_is_not_direct(why)
+            return compiled(*args)
+
+        def call(*args: Any) -> Any:
+            step = here.step
+            return run(args) if step is None else step.call(self, args, run)
+
+        return call
+
+    def is_plain(self, args: Sequence[Any]) -> bool:
+        """Whether both graphs are there, and autograd does in this call what it does by default."""
+        layout = self._layout
+        return (
+            fast.is_loaded
+            and self._backward is not None
+            and layout is not None
+            and len(args) == layout.num_inputs
+            and torch_private.autograd_is_plain()
+        )
+
+    def _say_it_is_not_direct(self, why: str) -> None:
+        if self._is_direct and not self._said:
+            self._said = True
+            log.warning(
+                "%s, autograd adds their gradients: %s",
+                self._source.of('parameter_grads="direct" has no effect on parameters'),
+                why,
+            )
+
+    def call(self, args: tuple[Any, ...]) -> list[Any]:
+        """Run the forward, and have autograd know of its backward."""
+        layout = self._layout
+        assert layout is not None
+        assert self._forward is not None
+        outputs = _run(self._forward, self.begin(args))
+        returned = list(outputs[: layout.num_returned])
+        fast.attach(
+            _run_backward,
+            (self, list(outputs[layout.rest])),
+            args,
+            self._wanted,
+            self._direct,
+            returned,
+            layout.differentiable,
+            outputs[layout.checked],
+            outputs[layout.unchecked],
+            "CompiledFunctionBackward",
+            True,
+            False,
+        )
+        for n, dimensions in layout.dynamic:
+            torch_private.mark_dynamic(returned[n], dimensions)
+        return returned
+
+    @property
+    def graphs(self) -> "tuple[torch_private.TrainingLayout, Boxed, Boxed, tuple[int, ...]] | None":
+        """Layout, forward, backward, and the inputs that get gradients, once both graphs are there."""
+        if self._layout is None or self._forward is None or self._backward is None:
+            return None
+        return (
+            self._layout,
+            self._forward,
+            self._backward,
+            tuple(sorted(self._wanted + self._direct)),
+        )
+
+    def begin(self, args: Sequence[Any]) -> list[Any]:
+        """Inputs of the forward graph, for those of a call, which counts as having written what the graph writes."""
+        layout = self._layout
+        assert layout is not None
+        if layout.written:
+            torch.autograd.graph.increment_version([args[i] for i in layout.written])
+        inputs = list(args)
+        for i in self._detached:
+            inputs[i] = inputs[i].detach()
+        return inputs
+
+    def run_backward(self, rest: list[Any], saved: list[Any], grads: list[Any]) -> Sequence[Any]:
+        """Gradients of the inputs, for what a forward saved; the lists are emptied. See `fast.attach`."""
+        layout = self._layout
+        assert layout is not None
+        assert self._backward is not None
+        if layout.deterministic is False and torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError(_TWICE_WITHOUT_DETERMINISM)
+        tangents = [fit(grad) for fit, grad in zip(layout.tangents, grads, strict=True)]
+        args = [*rest, *saved, *tangents]
+        saved.clear()
+        grads.clear()
+        del tangents
+        return _run(self._backward, args)
+
+
+def _noted(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A graph that a step which comes upon it can't have as a whole."""
+
+    def call(*args: Any) -> Any:
+        if here.step is not None:
+            here.step.note_graph(_WRAPPED)
+        return compiled(*args)
+
+    return call
+
+
+def _run(fn: Boxed, args: list[Any]) -> Sequence[Any]:
+    """Call a graph as AOTAutograd does: autograd sees nothing of it, autocast was traced into it."""
+    with torch.no_grad(), torch._C._DisableAutocast():
+        return fn(args)
+
+
+@torch_private.outside_dynamo
+def _run_backward(
+    rest: tuple[TrainingCall, list[Any]], saved: list[Any] | None, grads: list[Any] | None
+) -> Sequence[Any]:
+    """See `fast.attach`. A backward may be called in what Dynamo runs, and would be traced."""
+    if saved is None or grads is None:
+        raise DoubleBackwardError
+    call, numbers = rest
+    return call.run_backward(numbers, saved, grads)

@@ -1,0 +1,377 @@
+"""Counters, and the graphs that they are of: what was captured, what was not, how often. No policy."""
+
+import collections
+import dataclasses
+import operator
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from cgpass.telemetry.reason import CallReasons, Reason, many
+from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, RecordingNote
+
+GRAPHS_KEPT: Final = 1024
+"""Graphs that the summary lists; older ones are counted."""
+
+
+@dataclass(slots=True)
+class CallStats:
+    """Event counts of one captured partition. Plain integers: the hot path adds to them."""
+
+    calls: int = 0
+    """Calls of a captured partition. One that raises, by an error in it or since `on_skip="raise"` refuses it, counts
+    as nothing else."""
+    warmups: int = 0
+    """Calls that ran without a graph to warm up."""
+    recordings: int = 0
+    """Recordings made, re-recordings included."""
+    rerecordings: int = 0
+    """Recordings made because a known input's address moved."""
+    replays: int = 0
+    """Replays, each recording's first one included."""
+    plain_calls: int = 0
+    """Calls after warm-up that ran without a graph: a limit, a failed capture, a foreign capture, a partition that is not
+    worth a graph. Calls of graphs of which nothing was to be captured (too small, no CUDA device) are none."""
+    copied_bytes: int = 0
+    """Bytes copied into placeholders, written back, and copied out of the pool."""
+    rescues: int = 0
+    """Times that outputs of a recording that were still referenced were copied before a replay would have overwritten them."""
+    rescued_bytes: int = 0
+    """Bytes copied by rescues."""
+
+
+@dataclass(slots=True)
+class CompileStats:
+    """Event counts of compilation."""
+
+    joint_graphs: int = 0
+    """Joint graphs split into forward and backward."""
+    graphs_kept: int = 0
+    """Graphs that AOTAutograd's cache had from an earlier compilation, traced and split."""
+    graphs: int = 0
+    """Graphs compiled: forward, backward and inference graphs count one each."""
+    partitions_captured: int = 0
+    """Partitions of these graphs that are captured as things stand now."""
+    partitions_eager: int = 0
+    """Partitions of these graphs that run without a CUDA graph as things stand now."""
+    skips: int = 0
+    """Whole graphs and partitions that run without a CUDA graph although one was asked for, since something in them
+    can't be captured. Partitions that cgpass itself leaves out, too small ones, are none."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Calls of one graph. A plain integer: the hot path adds to it."""
+
+    calls: int = 0
+
+
+class PartitionRun:
+    """What is known of a captured partition's calls; its counts stay when it is gone."""
+
+    def __init__(
+        self,
+        stats: CallStats,
+        notes: Sequence[RecordingNote],
+        reasons: CallReasons | None = None,
+    ) -> None:
+        self.notes = notes
+        self._reasons = CallReasons() if reasons is None else reasons
+        self._live = weakref.ref(stats)
+        self._past = CallStats()
+        if isinstance(stats, _TrackedStats):
+            stats.run = self
+
+    @property
+    def stats(self) -> CallStats:
+        """Its counts, the last ones if it is gone."""
+        live = self._live()
+        return self._past if live is None else live
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Why calls of it ran without a graph, or warmed up again and again."""
+        stats = self.stats
+        return self._reasons.told(
+            calls=stats.calls,
+            plain_calls=stats.plain_calls,
+            warmups=stats.warmups,
+            recordings=stats.recordings,
+        )
+
+    def end(self, counts: Sequence[int]) -> None:
+        """Keep what was counted in the end, in the order of `_COUNTS`."""
+        self._past = CallStats(*counts)
+
+
+@dataclass(frozen=True)
+class GraphRun:
+    """What runs a compiled graph; kept after that is gone."""
+
+    tally: Tally
+    parts: Mapping[str, PartitionRun]
+    """Its captured partitions, by their names in the graph."""
+    live: weakref.ref[Any]
+    """What runs it. The compiled function keeps that alive."""
+
+
+_COUNTS: Final = tuple(spec.name for spec in dataclasses.fields(CallStats))
+
+
+class _TrackedStats(CallStats):
+    """Counts that stay in the totals after whoever counted is gone."""
+
+    run: PartitionRun | None = None
+    """What reports know of the partition that counts, if it belongs to a compiled graph."""
+
+    def __del__(self) -> None:
+        """Takes no lock: the garbage collector may come while this thread holds it."""
+        if not sys.is_finalizing():
+            counts = [getattr(self, name) for name in _COUNTS]
+            _registry.ended.append(counts)
+            if self.run is not None:
+                self.run.end(counts)
+
+
+@dataclass
+class _Registry:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    compiled: CompileStats = field(default_factory=CompileStats)
+    calls: list[weakref.ref[_TrackedStats]] = field(default_factory=list)
+    """Kept alive by whoever counts."""
+    named: list[tuple[weakref.ref[_TrackedStats], str]] = field(default_factory=list)
+    """Counts of what belongs to no compiled graph."""
+    ended: collections.deque[list[int]] = field(default_factory=collections.deque)
+    """Of what was collected since it was last added up, in the order of `_COUNTS`."""
+    past: list[int] = field(default_factory=lambda: [0] * len(_COUNTS))
+    """Sums over what is gone."""
+    graphs: dict[int, GraphSummary] = field(default_factory=dict)
+    """The newest, by number."""
+    runs: dict[int, list[GraphRun]] = field(default_factory=dict)
+    """What runs these."""
+    steps: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    functions: int = 0
+    since: int = 0
+    """Graphs that were compiled before the summary began."""
+    calls_before: dict[int, int] = field(default_factory=dict)
+    """Calls of these until then."""
+    listeners: list[Callable[[int, GraphRun], None]] = field(default_factory=list)
+    """Told of what runs graphs that are compiled from now on."""
+
+    def sums(self) -> list[int]:
+        """Sums over all that ever counted. The lock is held."""
+        live = [stats for ref in self.calls if (stats := ref()) is not None]
+        if self.ended:
+            self.calls = [weakref.ref(stats) for stats in live]
+        while self.ended:
+            self.past = list(map(operator.add, self.past, self.ended.popleft()))
+        return [
+            total + sum(getattr(stats, name) for stats in live)
+            for name, total in zip(_COUNTS, self.past, strict=True)
+        ]
+
+    def count(self, parts: Sequence[PartitionSummary], sign: int) -> None:
+        """Count partitions, or no longer. The lock is held."""
+        self.compiled.partitions_captured += sign * sum(p.captured for p in parts)
+        self.compiled.partitions_eager += sign * sum(not p.captured for p in parts)
+        self.compiled.skips += sign * sum(p.skipped for p in parts)
+
+
+_registry = _Registry()
+
+compile_stats = _registry.compiled
+
+
+def new_call_stats(name: str | None = None) -> CallStats:
+    """Counts for one more captured partition; they stay in the totals after the partition is gone.
+
+    Args:
+        name: Of what the summary is to list by itself, since it belongs to no compiled graph.
+    """
+    stats = _TrackedStats()
+    with _registry.lock:
+        _registry.sums()
+        if name is not None:
+            _registry.named = [(ref, each) for ref, each in _registry.named if ref() is not None]
+            _registry.named.append((weakref.ref(stats), name))
+        _registry.calls.append(weakref.ref(stats))
+    return stats
+
+
+def add_graph(summary: GraphSummary) -> int:
+    """Register a compiled graph.
+
+    Returns:
+        Its number, for `replace_partition`.
+    """
+    with _registry.lock:
+        number = _registry.compiled.graphs
+        _registry.graphs[number] = summary
+        _registry.graphs.pop(number - GRAPHS_KEPT, None)
+        _registry.runs.pop(number - GRAPHS_KEPT, None)
+        _registry.compiled.graphs += 1
+        _registry.count(summary.partitions, 1)
+        return number
+
+
+def add_step(step: Any) -> None:
+    """Have the summary list a training step, as its `explain()` does, as long as it lives."""
+    with _registry.lock:
+        _registry.steps.add(step)
+
+
+def steps_summary() -> str:
+    """What is known of training steps that were called, a few lines each."""
+    with _registry.lock:
+        steps = [step for step in _registry.steps if step.calls]
+    return "\n".join(step.explain() for step in steps)
+
+
+def new_function() -> int:
+    """A number for one more function that is compiled; its graphs carry it."""
+    with _registry.lock:
+        _registry.functions += 1
+        return _registry.functions - 1
+
+
+def add_run(graph: int, run: GraphRun) -> None:
+    """Note what runs a graph.
+
+    Args:
+        graph: Its number; nothing is noted of one too old to be listed.
+        run: What runs it.
+    """
+    with _registry.lock:
+        if graph in _registry.graphs:
+            _registry.runs.setdefault(graph, []).append(run)
+        listeners = list(_registry.listeners)
+    for listener in listeners:
+        listener(graph, run)
+
+
+def listen(listener: Callable[[int, GraphRun], None]) -> Callable[[], None]:
+    """Have `listener` told of what runs each graph that is compiled from now on, and the graph's number.
+
+    Returns:
+        What ends that.
+    """
+    with _registry.lock:
+        _registry.listeners.append(listener)
+
+    def end() -> None:
+        with _registry.lock:
+            if listener in _registry.listeners:
+                _registry.listeners.remove(listener)
+
+    return end
+
+
+def replace_partition(graph: int, part: PartitionSummary) -> None:
+    """Note that a captured partition turned out to be an eager one, or an eager one to be captured again.
+
+    Args:
+        graph: Number of the compiled graph; nothing is noted of one too old to be listed.
+        part: What the partition of this name is now.
+    """
+    with _registry.lock:
+        summary = _registry.graphs.get(graph)
+        if summary is None:
+            return
+        partitions = tuple(part if p.name == part.name else p for p in summary.partitions)
+        _registry.graphs[graph] = dataclasses.replace(summary, partitions=partitions)
+        _registry.count(summary.partitions, -1)
+        _registry.count(partitions, 1)
+
+
+def remove_function(function: int) -> None:
+    """List the graphs of a function no more, and count their partitions no more: it was compiled again."""
+    with _registry.lock:
+        for number, summary in list(_registry.graphs.items()):
+            if summary.function == function:
+                del _registry.graphs[number]
+                _registry.runs.pop(number, None)
+                _registry.count(summary.partitions, -1)
+
+
+def counters() -> dict[str, int]:
+    """Totals of this process since it began; take differences to count a stretch of calls.
+
+    `partitions_captured`, `partitions_eager` and `skips` say what all graphs compiled so far are now: they also fall,
+    as when a function is compiled again after a failed capture, or a partition tried again after `cgpass.reset()`.
+    """
+    with _registry.lock:
+        totals = dataclasses.asdict(_registry.compiled)
+        totals.update(zip(_COUNTS, _registry.sums(), strict=True))
+    return totals
+
+
+def begin_summary() -> None:
+    """Have summaries list only graphs that are compiled or called from now on."""
+    with _registry.lock:
+        _registry.since = _registry.compiled.graphs
+        _registry.calls_before = {
+            number: _calls(_registry.runs.get(number, ())) for number in _registry.graphs
+        }
+
+
+def _calls(runs: Sequence[GraphRun]) -> int:
+    return sum(run.tally.calls for run in runs)
+
+
+def summarised() -> tuple[tuple[GraphSummary, tuple[GraphRun, ...]], ...]:
+    """Graphs that were compiled or called since `begin_summary`, oldest first."""
+    before = _registry.calls_before
+    return tuple(
+        (graph, runs)
+        for number, (graph, runs) in graph_runs().items()
+        if number >= _registry.since or _calls(runs) > before.get(number, 0)
+    )
+
+
+def graphs_summary() -> str:
+    """Every graph that is listed and was compiled or called since `begin_summary`, a few lines each."""
+    older = compile_stats.graphs - GRAPHS_KEPT - _registry.since
+    lines = [many(older, "older graph")] if older > 0 else []
+    for graph, runs in summarised():
+        broken = None if graph.direction == "backward" else graph.graph_break
+        lines += [str(graph), *([f"  {broken.ending}"] if broken else []), *_plain_calls(runs)]
+    return "\n".join(lines)
+
+
+def _plain_calls(runs: Sequence[GraphRun]) -> list[str]:
+    parts = {name: part for run in runs for name, part in run.parts.items()}
+    return [f"  {name}: {why}" for name, part in parts.items() for why in part.reasons]
+
+
+def by_hand_summary() -> str:
+    """What was graphed by hand and lives, a line each."""
+    with _registry.lock:
+        named = list(_registry.named)
+    return "\n".join(
+        f"{name}, graphed by hand: {many(stats.recordings, 'recording')}, {many(stats.calls, 'call')}, "
+        f"{stats.plain_calls} of them without a graph"
+        for ref, name in named
+        if (stats := ref()) is not None
+    )
+
+
+def graphs(since: int = 0) -> tuple[GraphSummary, ...]:
+    """The graphs compiled in this process, oldest first; at most the newest `GRAPHS_KEPT`.
+
+    Args:
+        since: Number of graphs to leave out, as `counters()["graphs"]` gave it.
+    """
+    with _registry.lock:
+        return tuple(graph for number, graph in _registry.graphs.items() if number >= since)
+
+
+def graph_runs() -> dict[int, tuple[GraphSummary, tuple[GraphRun, ...]]]:
+    """The newest graphs by number, oldest first, each with what runs it."""
+    with _registry.lock:
+        return {
+            number: (graph, tuple(_registry.runs.get(number, ())))
+            for number, graph in _registry.graphs.items()
+        }

@@ -1,0 +1,205 @@
+"""Backward passes: autograd's tasks, saved tensors, checkpoints, and second derivatives."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from cgpass.torch_private.joint import replaced
+
+
+def graph_task() -> int:
+    """Number of the backward pass that this thread works for, negative outside of one. Numbers don't come back.
+
+    Source: torch/csrc/autograd/graph_task.h, 2.11 to 2.15.
+    """
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Have the running backward pass call something when it is done; not if it fails.
+
+    Source: torch/csrc/autograd/engine.h `queue_callback`, 2.11 to 2.15.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine  # pyrefly: ignore
+    engine.queue_callback(callback)
+
+
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Have the version counters of tensors, which their views share, say something else.
+
+    Source: torch/autograd/grad_mode.py `_unsafe_preserve_version_counter`, 2.11 to 2.15.
+    """
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def saved_on(node: Any) -> Iterator[Any]:
+    """What a node of an autograd graph saved: a `torch._C._autograd.SavedTensor` each."""
+    for name in _raw_saved(type(node)):
+        value = getattr(node, name)
+        yield from value if isinstance(value, tuple) else (value,)
+
+
+def saved_tensor(saved: Any) -> torch.Tensor | None:
+    """The tensor that was saved, and that autograd checks the version of; None if hooks packed it or it was freed.
+
+    The node's backward gets what it would have got.
+
+    Args:
+        saved: Of `saved_on`.
+
+    Source: torch/csrc/autograd/init.cpp, `SavedTensor.data`, 2.11 to 2.15: the very tensor, or what hooks made of it.
+    """
+    return saved.data if unpack_hook(saved) is None else None
+
+
+@contextlib.contextmanager
+def no_outer_saved_tensors_hooks() -> Iterator[None]:
+    """A block in which only those hooks of saved tensors are called that are set in it.
+
+    Source: torch/csrc/autograd/python_saved_variable_hooks.cpp, `PyDefaultSavedVariableHooks`, 2.11 to 2.15: a stack
+    for each thread.
+    """
+    autograd = torch._C._autograd
+    hooks = []
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def unpack_hook(saved: Any) -> Any:
+    """What will give a saved tensor back, if hooks have packed it."""
+    return getattr(saved, "unpack_hook", None)
+
+
+def kept_by_checkpoint(hook: Any) -> list[Any]:
+    """What torch's checkpoint without reentrancy keeps of its arguments, as of `saved_on`, where a hook is one of its.
+
+    Source: torch/utils/checkpoint.py `_checkpoint_hook`, `_CheckpointFrame`: `input_saver` in 2.11, `saved_args` since
+    2.13.
+    """
+    if getattr(hook, "__module__", None) != "torch.utils.checkpoint":
+        return []
+    cells = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
+    frame = next((cell.cell_contents for name, cell in cells if name == "frame"), None)
+    saver = getattr(frame, "input_saver", None)
+    if saver is not None:
+        return list(saved_on(saver.grad_fn))
+    return [arg for arg in getattr(frame, "saved_args", ()) if hasattr(arg, "register_hooks")]
+
+
+@functools.cache
+def _raw_saved(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def accumulates_everywhere() -> bool:
+    """Whether the running backward pass fills every `.grad`: not for `autograd.grad` or `backward(inputs=...)`.
+
+    Source: torch/autograd/__init__.py `_is_checkpoint_valid`, 2.11 to 2.15.
+    """
+    return torch.autograd._is_checkpoint_valid()
+
+
+@contextlib.contextmanager
+def checkpoint_hooks(
+    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> Iterator[None]:
+    """`saved_tensors_hooks` that torch's selective checkpoint policies know to be a checkpoint's, not the user's.
+
+    Source: torch/utils/checkpoint.py `_current_user_saved_tensors_hooks`, 2.15; 2.11 does not look.
+    """
+    from torch.utils import checkpoint
+
+    outer = getattr(checkpoint, "_current_user_saved_tensors_hooks", None)
+    marked: Any = functools.partial(pack)
+    marked._checkpoint_internal = True
+    marked._user_hooks = None if outer is None else outer()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(marked, unpack):
+            yield
+    finally:
+        del (
+            marked._user_hooks
+        )  # the graph keeps `marked`, and must not keep the user's hooks through it
+
+
+def outside_dynamo(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, never traced by Dynamo, nor what it calls."""
+    return torch._disable_dynamo(fn)
+
+
+@contextlib.contextmanager
+def double_backwards_raise(error: Callable[[], Exception]) -> Iterator[None]:
+    """Have what AOTAutograd compiles inside raise an error of ours where its gradients are differentiated again.
+
+    AOTAutograd makes an autograd function for each graph, whose gradients under `create_graph=True` end in a node that
+    raises; ours does before it.
+
+    Source: torch/_functorch/_aot_autograd/runtime_wrappers.py, `CompiledFunction`, 2.11 to 2.15.
+    """
+    from torch.autograd.function import FunctionMeta
+
+    init: Any = FunctionMeta.__init__
+
+    def noting(cls: Any, name: str, bases: Any, attrs: Any) -> None:
+        init(cls, name, bases, attrs)
+        if name == "CompiledFunction" and cls.__module__.startswith("torch._functorch."):
+            cls.backward = staticmethod(_once_differentiable(cls.backward, error))
+
+    with replaced(FunctionMeta, "__init__", noting):
+        yield
+
+
+def _once_differentiable(
+    backward: Callable[..., Any], error: Callable[[], Exception]
+) -> Callable[..., Any]:
+    def refuse(grads: Any) -> None:
+        del grads
+        raise error()
+
+    def once(ctx: Any, *grads: Any) -> Any:
+        found = backward(ctx, *grads)
+        if torch.is_grad_enabled():  # create_graph=True
+            nodes = {value.grad_fn for value in found if isinstance(value, torch.Tensor)}
+            for node in nodes:
+                if node is not None:
+                    node.register_prehook(refuse)
+            found = only_once(found, error)
+        return found
+
+    return once
+
+
+def only_once(values: Sequence[Any], error: Callable[[], Exception]) -> tuple[Any, ...]:
+    """Values of which the tensors require grad, and raise an error of ours where they are differentiated."""
+    places = [
+        n for n, v in enumerate(values) if isinstance(v, torch.Tensor) and not v.requires_grad
+    ]
+    tensors = [values[n] for n in places]
+    if not tensors:
+        return tuple(values)
+    leaf = torch.empty(0, requires_grad=True)
+    results = list(values)
+    made = _OnlyOnce.apply(error, leaf, *tensors)
+    for n, value in zip(places, made, strict=True):
+        results[n] = value
+    return tuple(results)
+
+
+class _OnlyOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:  # pyrefly: ignore[bad-override]
+        ctx.error, _, *tensors = args
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
+        raise ctx.error()

@@ -1,0 +1,133 @@
+"""CUDA graphs, their pools and streams."""
+
+import contextlib
+import ctypes
+import functools
+import sys
+from typing import Any
+
+import torch
+
+from cgpass.torch_private.modes import without_modes
+
+
+def clear_cublas_workspaces() -> None:
+    """Free cuBLAS' persistent workspaces, so that none is left pinned in a graph's pool.
+
+    Source: torch/_inductor/cudagraph_trees.py `clear_cublass_cache`, 2.11.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def make_library_handles(device: torch.device) -> None:
+    """Make the handles of cuBLAS and cuDNN that the current thread will use.
+
+    Each thread has its own, made when it first needs one: inside a capture that fails
+    (`CUBLAS_STATUS_NOT_INITIALIZED`, torch 2.11).
+
+    Source: aten/src/ATen/cuda/detail/DeviceThreadHandles.h, 2.11.
+    """
+    torch.cuda.current_blas_handle()
+    if torch.backends.cudnn.is_available():
+        with without_modes():
+            one = torch.ones(1, 1, 1, 1, device=device)
+            torch.nn.functional.conv2d(one, one)
+
+
+def abandon_failed_capture(device: int, pool: tuple[int, int]) -> None:
+    """Take the allocator out of capture routing after `capture_end` raised.
+
+    torch 2.11's `CUDAGraph::capture_end` raises before it stops routing allocations to the pool; later versions
+    clean up in `reset`, where these calls find nothing to do and say so by raising.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+
+
+def begin_allocating_to_pool(device: int, pool: tuple[int, int]) -> None:
+    """Have this thread's allocations come from a pool, which counts one more user.
+
+    Source: torch/_inductor/cudagraph_trees.py `_use_cuda_memory_pool_manager`, 2.11 to 2.15.
+    """
+    torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
+
+
+def end_allocating_to_pool(device: int, pool: tuple[int, int]) -> None:
+    """Undo `begin_allocating_to_pool`; the pool keeps its user until `release_pool`."""
+    torch._C._cuda_endAllocateToPool(device, pool)
+
+
+def release_pool(device: int, pool: tuple[int, int]) -> None:
+    """Take back one user of a pool."""
+    torch._C._cuda_releasePool(device, pool)
+
+
+def pool_segments(pool: tuple[int, int]) -> list[dict[str, Any]]:
+    """What the allocator has of a pool, from its own records: `torch.cuda.memory_snapshot`'s segments.
+
+    torch 2.11 drops a reference too many to what it is asked with: past 256 pools that frees numbers that are in use,
+    and before Python 3.12 `False` in the end. There, it is given one more of each.
+    """
+    numbers = [_Number(number) for number in pool]
+    given = [*numbers, False] if _drops_references() else []
+    for each in given:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+    return torch.cuda.memory_snapshot((numbers[0], numbers[1]), include_traces=False)
+
+
+def uses_expandable_segments() -> bool | None:
+    """Whether CUDA's allocator makes expandable segments; None if it has not been started, or does not say.
+
+    Source: torch/csrc/cuda/Module.cpp, `THCPModule_memorySnapshot`, 2.11 to 2.15.
+    """
+    if not torch.cuda.is_initialized():
+        return None
+    numbers = (_Number(0), _Number(2**40))  # of no pool
+    for each in (*numbers, False) if _drops_references() else ():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+    found: Any = torch._C._cuda_memorySnapshot((*numbers, False))
+    return found.get("allocator_settings", {}).get("expandable_segments")
+
+
+class _Number(int):
+    """No object that anybody else uses."""
+
+
+@functools.cache
+def _drops_references() -> bool:
+    """Whether asking for a pool's memory drops a reference too many to the pool's numbers."""
+    number = _Number(0)
+    held = [number, number]  # more than can be dropped
+    before = sys.getrefcount(number)
+    torch.cuda.memory_snapshot((number, _Number(2**40)), include_traces=False)  # of no pool
+    dropped = before - sys.getrefcount(number)
+    for _ in range(dropped):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
+    del held
+    return dropped > 0
+
+
+def current_raw_stream(device: int) -> int:
+    """The current stream's handle as an integer, without building a `torch.cuda.Stream`."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+def have_stale_streams_follow(follow: bool) -> bool:
+    """Whether autograd's nodes that were made on other streams run where a capture does; returns what was set before.
+
+    Does nothing in a torch that has no such setting.
+
+    Source: torch/autograd/graph.py `set_override_stale_capture_stream`, 2.15.
+    """
+    before: Any = getattr(torch._C, "_override_stale_capture_stream", None)
+    if before is None:
+        return False
+    found = before()
+    torch.autograd.graph.set_override_stale_capture_stream(follow)
+    return found
+
+
+def is_capturing() -> bool:
+    """Whether the current stream is being captured by anybody."""
+    return torch._C._cuda_isCurrentStreamCapturing()

@@ -1,0 +1,193 @@
+"""What sees or changes the operators that a thread calls: modes, transforms, autograd's state."""
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+
+def see_to_calls(types: Iterable[type]) -> bool:
+    """Whether some of the types are those of tensors that see to calls themselves, as tensors around others do.
+
+    A mode that lets them finds calls of the tensors inside, in memory: of a DTensor's shard, and the wait for the result
+    of a collective that is used for the first time.
+    """
+    default = torch.Tensor.__torch_dispatch__
+    return any(getattr(each, "__torch_dispatch__", default) != default for each in types)
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Have operators run for real, whatever traces or watches them here, and record no gradients."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    clear = temporarily_clear_interpreter_stack if in_functorch() else contextlib.nullcontext
+    keys = torch._C._ForceDispatchKeyGuard(*_KEYS_OF_A_THREAD)
+    with clear(), keys, _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _dispatch_keys() -> tuple[Any, Any]:
+    return (
+        torch._C._dispatch_tls_local_include_set(),
+        torch._C._dispatch_tls_local_exclude_set(),
+    )
+
+
+def _in_a_thread(fn: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(fn()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+_KEYS_OF_A_THREAD = _in_a_thread(_dispatch_keys)
+"""Dispatch keys that a thread starts with: whoever imports this may have others. Fake tensors' kernels run with the
+meta device's (torch/_subclasses/fake_tensor.py `in_kernel_invocation_manager`, 2.11 to 2.15)."""
+
+
+unwrap_if_dead: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead
+"""What is inside of a tensor that a functorch transform left behind when it ended; any other as it is.
+
+Source: torch/csrc/functorch/init.cpp, 2.11 to 2.15.
+"""
+
+
+def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without a look at every argument, which costs 1 us each.
+
+    Tensors among the arguments must have gone through `unwrap_if_dead`, unless they can't come from a functorch
+    transform. Raises as `apply` does inside of one.
+
+    Source: torch/autograd/function.py, `Function.apply`, 2.11 to 2.15.
+    """
+    base: Any = super(torch.autograd.Function, function)
+    apply = base.apply
+    in_transform = torch._C._are_functorch_transforms_active
+
+    def call(*args: Any) -> Any:
+        return function.apply(*args) if in_transform() else apply(*args)
+
+    return call
+
+
+def uses_compiled_autograd() -> bool:
+    """Whether compiled autograd is on here and now, or will be for what is compiled."""
+    config: Any = sys.modules.get("torch._dynamo.config")  # else nobody turned it on
+    return config is not None and (config.compiled_autograd or compiled_autograd_is_on())
+
+
+@contextlib.contextmanager
+def autograd_keys_on() -> Iterator[None]:
+    """Let autograd record again inside an operator's implementation, which runs below it.
+
+    Source: `c10::autograd_dispatch_keyset`, what `AutoDispatchBelowAutograd` excludes, 2.11 to 2.15.
+    """
+    keys = torch._C.DispatchKey
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor):
+        exclude = exclude.remove(key)
+    include = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(include, exclude):
+        yield
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` traces. For Dynamo, `torch.compiler.is_exporting()` is always true in torch 2.11."""
+    return torch.compiler._is_exporting_flag
+
+
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes see the operators that this thread calls."""
+
+
+is_jit_traced: Callable[[], bool] = torch._C._is_tracing
+"""Whether `torch.jit.trace`, or an export to ONNX by it, traces what this thread runs. Half of the cost of
+`torch.jit.is_tracing`.
+
+Source: torch/csrc/jit/python/python_tracer.cpp, 2.11 to 2.15.
+"""
+
+
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""`torch.set_grad_enabled` as a function, at a tenth of the cost of the context manager."""
+
+
+in_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether a transform of `torch.func` is running: vmap, grad, jvp and what is made of them."""
+
+
+def in_vmap_or_functorch() -> bool:
+    """Whether a transform is running, or the vmap that autograd batches gradients with.
+
+    Source: aten/src/ATen/LegacyVmapMode.cpp and aten/src/ATen/functorch/DynamicLayer.cpp, 2.11 to 2.15.
+    """
+    return any(map(torch._C._dispatch_tls_is_dispatch_key_included, _transform_keys()))
+
+
+@functools.cache
+def _transform_keys() -> tuple[Any, ...]:
+    parse = torch._C._parse_dispatch_key
+    return parse("VmapMode"), parse("FuncTorchDynamicLayerFrontMode")
+
+
+def in_forward_ad() -> bool:
+    """Whether a level of forward-mode AD is open."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+@contextlib.contextmanager
+def no_parametrize_cache() -> Iterator[None]:
+    """A block in which weights are computed whenever they are read, though `torch.nn.utils.parametrize.cached()` is on.
+
+    Source: torch/nn/utils/parametrize.py, `_cache_enabled`, 2.11 to 2.15.
+    """
+    from torch.nn.utils import parametrize
+
+    depth = parametrize._cache_enabled
+    parametrize._cache_enabled -= depth
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled += depth
+
+
+def has_default_saved_tensors_hooks() -> bool:
+    """Whether the user packs saved tensors by hooks of his own."""
+    from torch._functorch._aot_autograd.utils import top_saved_tensors_hooks
+
+    return top_saved_tensors_hooks() is not None
+
+
+def autograd_is_plain() -> bool:
+    """Whether autograd records operators as it does by default: no transform, mode, anomaly detection or the like."""
+    return (
+        torch.is_grad_enabled()
+        and not torch.is_inference_mode_enabled()
+        and not torch.is_anomaly_enabled()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not in_vmap_or_functorch()
+        and torch.autograd.forward_ad._current_level < 0
+        and not compiled_autograd_is_on()
+    )
+
+
+def compiled_autograd_is_on() -> bool:
+    """Whether backwards are traced here."""
+    module: Any = sys.modules.get("torch._dynamo.compiled_autograd")  # else nobody turned it on
+    return module is not None and module.compiled_autograd_enabled
+
+
+def has_global_optimizer_hooks() -> bool:
+    """Whether hooks are registered on the steps of all optimizers.
+
+    Source: torch/optim/optimizer.py `register_optimizer_step_pre_hook`, 2.11 to 2.15.
+    """
+    module = sys.modules["torch.optim.optimizer"]
+    return bool(module._global_optimizer_pre_hooks or module._global_optimizer_post_hooks)
