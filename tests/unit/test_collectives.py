@@ -114,7 +114,9 @@ def test_what_communicates_is_not_verified_and_a_warning_names_it(alone, caplog)
 def in_place(x, group):
     dist.all_reduce(x)
     gathered = x.new_empty(4)
-    dist.all_gather_into_tensor(gathered, x.sin())
+    # all_gather_into_tensor until torch 2.14.1 gave it another name
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(gathered, x.sin())
     several = [x.new_empty(4)]
     dist.all_gather(several, gathered + 1)
     dist.all_to_all_single(gathered, several[0])
