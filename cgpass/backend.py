@@ -133,7 +133,7 @@ class Compilation:
         self._failed = FailedOperators(self._function)
         self._graph_break: Reason | None = None
         self._skips = Skips(options)
-        self._training = TrainingCall(direct=False)
+        self._training = TrainingCall()
         self._cache = GraphCache(self._inductor_compile)
 
     # ---- wiring
@@ -143,8 +143,7 @@ class Compilation:
         self._names = dict(enumerate(torch_private.input_names(gm)))
         self._source = tracing.Source(begins_at(gm), torch_private.current_trace_id())
         self._graph_break = graph_break_of(gm)
-        is_direct = self.options.parameter_grads == "direct"
-        self._training = TrainingCall(direct=is_direct, source=self._source)
+        self._training = TrainingCall()
         self._skips = Skips(
             self.options, self._source, self._function, self._graph_break, self._failed.told
         )
@@ -252,7 +251,7 @@ class Compilation:
         else:
             fn = self._compile_graph(gm, example_inputs, direction, compiler)
         if direction == "forward":
-            self._training.note_forward(fn, static)
+            self._training.note_forward(fn)
         elif direction == "backward":
             self._training.note_backward(fn, outputs)
         return fn

@@ -83,11 +83,6 @@ class Options:
     rng: Literal["exact", "paired"] = _choice("exact", "paired")
     """Random numbers as eager's own, or generator pairs with seeds of their own."""
 
-    parameter_grads: Literal["autograd", "direct"] = _choice("autograd", "direct")
-    """`autograd`: parameters are part of autograd's graph. `direct`: they are not, and the compiled function adds
-    gradients to their `.grad` itself, which is faster with many small parameters; `torch.autograd.grad` can't reach
-    them then, and parameters with hooks are left to autograd."""
-
     progress: Literal["auto", "off"] = _choice("auto", "off")
     """A line that tells of compilations and recordings that take long; `auto`: where stderr is a terminal."""
 
@@ -128,6 +123,7 @@ REMOVED: Final = {
     "capture_policy": "what can be captured is; min_partition_ops leaves out small partitions",
     "annotate_kernels": "torch.profiler names each partition's call",
     "keep_graphs": "cgpass.explain lists the recordings with their causes",
+    "parameter_grads": "cgpass.train_step runs the whole step as one graph",
 }
 """Options of before, and what is there instead."""
 

@@ -8,7 +8,6 @@ Note [What AOTAutograd's autograd function does]
     save the same tensors in the same order, so that a checkpoint around a call may take the other one when it recomputes.
 """
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -19,10 +18,7 @@ from torch import fx
 from cgpass import torch_private
 from cgpass.compile.compilers import Boxed
 from cgpass.errors import DoubleBackwardError
-from cgpass.runtime import fast, native
-from cgpass.telemetry import tracing
-
-log = logging.getLogger(__name__)
+from cgpass.runtime import fast
 
 
 class _Here(threading.local):
@@ -65,23 +61,13 @@ _WRAPPED = (
 class TrainingCall:
     """A forward and a backward graph, called in turns by autograd."""
 
-    def __init__(self, *, direct: bool, source: tracing.Source = tracing.NOWHERE) -> None:
-        """Nothing is compiled yet.
-
-        Args:
-            direct: Whether the node adds gradients of parameters to `.grad` itself.
-            source: Of the function.
-        """
-        self._is_direct = direct
-        self._source = source
-        self._said = False
+    def __init__(self) -> None:
         self._forward: Boxed | None = None
         self._backward: Boxed | None = None
         self._layout: torch_private.TrainingLayout | None = None
         self._num_forwards = 0
-        self._parameters: frozenset[int] = frozenset()
         self._wanted: tuple[int, ...] = ()
-        self._direct: tuple[int, ...] = ()
+        """Inputs that get gradients."""
         self._detached: tuple[int, ...] = ()
         """Inputs that require grad and get none: what is saved of them must not hold their history."""
 
@@ -90,17 +76,11 @@ class TrainingCall:
         self._forward = self._backward = self._layout = None
         self._num_forwards = 0
 
-    def note_forward(self, fn: Boxed, static: Sequence[int]) -> None:
-        """Note the forward graph; to be called while AOTAutograd compiles it.
-
-        Args:
-            fn: Called as AOTAutograd calls it.
-            static: Positions of inputs that are parameters or buffers.
-        """
+    def note_forward(self, fn: Boxed) -> None:
+        """Note the forward graph, which AOTAutograd compiles now."""
         self._num_forwards += 1
         self._forward = fn
         self._layout = torch_private.training_layout()
-        self._parameters = frozenset(static if self._is_direct else ())
 
     def note_backward(self, fn: Boxed, outputs: Sequence[Any]) -> None:
         """Note the backward graph.
@@ -113,25 +93,17 @@ class TrainingCall:
             return
         given = {n for n, output in enumerate(outputs) if isinstance(output, fx.Node)}
         wanted = [n for n in self._layout.requiring_grad if n in given]
-        self._direct = tuple(n for n in wanted if n in self._parameters)
-        self._wanted = tuple(n for n in wanted if n not in self._parameters)
+        self._wanted = tuple(wanted)
         self._detached = tuple(n for n in self._layout.requiring_grad if n not in given)
         self._backward = fn
 
     def around(self, compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
         """What to call instead of what AOTAutograd made of Dynamo's graph."""
         if self._num_forwards != 1 or self._layout is None or torch_private.handles_subclasses(gm):
-            if not self._num_forwards:
-                return compiled
-            self._say_it_is_not_direct(_WRAPPED)
-            return _noted(compiled)
+            return _noted(compiled) if self._num_forwards else compiled
 
         def run(args: tuple[Any, ...]) -> Any:
-            if self.is_plain(args):
-                return self.call(args)
-            if not fast.is_loaded and (why := native.loader.why_not) is not None:
-                self._say_it_is_not_direct(why)
-            return compiled(*args)
+            return self.call(args) if self.is_plain(args) else compiled(*args)
 
         def call(*args: Any) -> Any:
             step = here.step
@@ -150,15 +122,6 @@ class TrainingCall:
             and torch_private.autograd_is_plain()
         )
 
-    def _say_it_is_not_direct(self, why: str) -> None:
-        if self._is_direct and not self._said:
-            self._said = True
-            log.warning(
-                "%s, autograd adds their gradients: %s",
-                self._source.of('parameter_grads="direct" has no effect on parameters'),
-                why,
-            )
-
     def call(self, args: tuple[Any, ...]) -> list[Any]:
         """Run the forward, and have autograd know of its backward."""
         layout = self._layout
@@ -171,7 +134,6 @@ class TrainingCall:
             (self, list(outputs[layout.rest])),
             args,
             self._wanted,
-            self._direct,
             returned,
             layout.differentiable,
             outputs[layout.checked],
@@ -193,7 +155,7 @@ class TrainingCall:
             self._layout,
             self._forward,
             self._backward,
-            tuple(sorted(self._wanted + self._direct)),
+            self._wanted,
         )
 
     def begin(self, args: Sequence[Any]) -> list[Any]:

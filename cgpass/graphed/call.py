@@ -92,7 +92,7 @@ class Call:
             torch_private.set_grad_enabled(True)
         if requires_grad:
             saved = [made[i] for i in recorded.outputs_read]
-            where = recorded.edges, recorded.direct, made, recorded.outputs_with_grad
+            where = recorded.edges, made, recorded.outputs_with_grad
             once = not recorded.retains
             lists = saved, (), "GraphedBackward"
             fast.attach(_run_backward, self, wanted, *where, *lists, False, once)

@@ -264,7 +264,6 @@ class Capture:
                 [i for i in sorted(self.forward.viewed) if i < len(self.memory)],
             ),
             written_statics=sorted(d.written_statics),
-            adds_grads=d.options.parameter_grads == "direct",
             checks_statics=d.options.static_input_check != "off",
             retains=retains,
             keeps_saved=retains and self._weight_grads is None and not d.options.reuse_buffers,

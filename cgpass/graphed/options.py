@@ -17,7 +17,6 @@ Hooks: TypeAlias = Mapping[str, HookFunctions]
 """By name of the moment."""
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
-    "parameter_grads": ("autograd", "direct"),
     "static_input_check": ("rerecord", "error", "off"),
     "driver": ("auto", "cuda", "simulated", "none"),
 }
@@ -76,10 +75,6 @@ class GraphedOptions:
 
     own_grads: bool = True
     """Whether gradients keep their values while held; else the next replay overwrites them, in `.grad`, too: no accumulation."""
-
-    parameter_grads: Literal["autograd", "direct"] = "autograd"
-    """`autograd`: parameters are part of autograd's graph. `direct`: they are not, and the callable adds gradients to
-    their `.grad` itself."""
 
     static_input_check: Literal["rerecord", "error", "off"] = "rerecord"
     """What a moved parameter or buffer does; `off` only where they provably never move."""

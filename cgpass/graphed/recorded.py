@@ -39,7 +39,6 @@ class RecordedPass:
     arguments: Arguments
     written_statics: list[int]
     checks_statics: bool
-    adds_grads: bool
     """Whether gradients of parameters are added to their `.grad` here."""
     retains: bool
     """Whether a backward leaves what it reads alone."""
@@ -78,9 +77,7 @@ class RecordedPass:
         self.recomputes = self.states.recorded is not None
         """Whether a backward has to know where random numbers of its forward began."""
         self.no_gradients = [None] * (len(self.wanted_inputs) + len(self.wanted_statics))
-        all_wanted = tuple(range(len(self.no_gradients)))
-        num_edges = len(self.wanted_inputs) if self.adds_grads else len(all_wanted)
-        self.edges, self.direct = all_wanted[:num_edges], all_wanted[num_edges:]
+        self.edges = tuple(range(len(self.no_gradients)))
         """See `node.Attach`."""
         self._aside: list[weakref.ref[Call]] = []
         self._writes = self.arguments.are_written or bool(self.written_statics)

@@ -730,33 +730,6 @@ PyObject* first_watched(PyObject* const* args) {
 
 using torch::autograd::AccumulateGrad;
 
-at::Tensor in_type_of_grad(const at::Tensor& parameter, const at::Tensor& gradient) {
-  const std::optional<at::ScalarType> type = parameter.grad_dtype();
-  return type ? gradient.to(*type) : gradient;
-}
-
-using Additions = std::vector<std::pair<at::Tensor, at::Tensor>>;  // parameters, and their gradients
-
-// By the node that every backward adds through, which lets one thread add at a time, with what comes with it: the type of
-// `.grad`, and hooks that came since the forward. Without the GIL, since who adds at the same time may want it.
-void add_to_grads(Additions&& additions) {
-  for (auto& [parameter, gradient] : additions) {
-    if (!gradient.defined() || !parameter.requires_grad()) continue;  // it may have been frozen since the forward
-    if (parameter.grad_dtype() != gradient.scalar_type()) gradient = in_type_of_grad(parameter, gradient);
-    const auto node = impl::grad_accumulator(parameter);
-    variable_list inputs;
-    inputs.push_back(std::move(gradient));
-    for (const auto& hook : node->tensor_pre_hooks()) inputs = (*hook)(inputs);
-    for (const auto& hook : node->pre_hooks()) inputs = (*hook)(inputs);
-    if (node->post_hooks().empty()) {
-      (*node)(std::move(inputs));
-      continue;
-    }
-    variable_list outputs = (*node)(variable_list(inputs));
-    for (const auto& hook : node->post_hooks()) outputs = (*hook)(outputs, inputs);
-  }
-}
-
 // The node that adds to a leaf's `.grad`, if nobody notices when it is called at once and not by autograd's engine: no
 // other node leads to it, nothing is hooked on it, and the engine would call it on the same stream, none for a CPU.
 AccumulateGrad* accumulator_of_one(
@@ -872,8 +845,6 @@ struct CompiledFunctionBackward : public Node {
                      // run(rest, None, None) raises
   PyObject* rest;    // what else the backward reads
   std::vector<Py_ssize_t> wanted;     // positions of the gradients that the edges get
-  using Parameters = std::vector<std::pair<Py_ssize_t, at::Tensor>>;
-  Parameters direct;  // parameters without an edge, and where their gradients are
   struct Saved {
     std::vector<SavedVariable> checked;  // for writes
     std::vector<at::Tensor> unchecked;
@@ -902,13 +873,10 @@ struct CompiledFunctionBackward : public Node {
 
   std::string name() const override { return shown; }
 
-  // Parameters go with what was saved: whoever still holds a result has a hold on none of them.
   void release_variables() override {
     std::shared_ptr<Saved> dropped;
-    Parameters parameters;
     const std::lock_guard<std::mutex> lock(mutex_);
     dropped.swap(saved);
-    if (num_saved > 0 || runs_once) parameters.swap(direct);
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
@@ -920,16 +888,14 @@ struct CompiledFunctionBackward : public Node {
 
   variable_list apply(variable_list&& grads) override {
     variable_list out;
-    Additions direct_ones;
     {
       WithGIL gil;
       try {
-        out = call(std::move(grads), direct_ones);
+        out = call(std::move(grads));
       } catch (const PythonErrorSet&) {
         throw python_error();
       }
     }
-    add_to_grads(std::move(direct_ones));
     add_to_leaves(out);
     return out;
   }
@@ -979,16 +945,10 @@ struct CompiledFunctionBackward : public Node {
     return saved;
   }
 
-  // Returns what the edges get; `direct_ones` is given the parameters that have none.
-  variable_list call(variable_list&& grads, Additions& direct_ones) {
+  // Returns what the edges get.
+  variable_list call(variable_list&& grads) {
     ++num_calls;
-    std::shared_ptr<Saved> reads;
-    Parameters parameters;
-    {  // at once: what another thread releases meanwhile goes together
-      const std::lock_guard<std::mutex> lock(mutex_);
-      reads = saved;
-      parameters = direct;
-    }
+    std::shared_ptr<Saved> reads = saved_now();
     TORCH_CHECK(reads || num_saved == 0, torch::autograd::ERR_BACKWARD_TWICE);
     variable_list values;
     values.reserve(num_saved);
@@ -1004,54 +964,41 @@ struct CompiledFunctionBackward : public Node {
       if (!grads[i].defined()) grads[i] = input_metadata(i).zeros_like();
     }
     const bool is_graph_wanted = at::GradMode::is_enabled();  // create_graph=True
-    edge_list sources = is_graph_wanted ? sources_with(grads, parameters) : edge_list();
-    if (!adds_to_leaves()) parameters.clear();
+    edge_list sources = is_graph_wanted ? sources_with(grads) : edge_list();
     Owned saved_list(list_of(std::move(values)));
     Owned grad_list(list_of(std::move(grads)));
     PyObject* args[] = {rest, saved_list.object, grad_list.object};
-    variable_list out, gradients;
+    variable_list out;
     {
       const Owned result(PyObject_Vectorcall(run, args, 3, nullptr));  // which empties the lists
       const Items found(result.object);
-      const auto gradient = [&](Py_ssize_t position) {
-        PyObject* item = found.at(position);
-        return item == Py_None ? at::Tensor() : tensor_of(item);
-      };
       out.reserve(wanted.size());
-      for (const Py_ssize_t position : wanted) out.push_back(gradient(position));
-      gradients.reserve(parameters.size());
-      for (const auto& [position, _] : parameters) gradients.push_back(gradient(position));
+      for (const Py_ssize_t position : wanted) {
+        PyObject* item = found.at(position);
+        out.push_back(item == Py_None ? at::Tensor() : tensor_of(item));
+      }
     }
-    if (is_graph_wanted) refuse_more(std::move(sources), {&out, &gradients});
-    for (size_t k = 0; k < parameters.size(); ++k) {
-      direct_ones.emplace_back(std::move(parameters[k].second), std::move(gradients[k]));
-    }
+    if (is_graph_wanted) refuse_more(std::move(sources), out);
     return out;
   }
 
   // Where all leads that the gradients depend on.
-  edge_list sources_with(const variable_list& grads, const Parameters& parameters) const {
+  edge_list sources_with(const variable_list& grads) const {
     edge_list edges = next_edges();
-    const auto add = [&](const at::Tensor& tensor) {
-      if (tensor.defined() && tensor.requires_grad()) {
-        edges.push_back(impl::gradient_edge(tensor));
-      }
-    };
-    for (const auto& [_, parameter] : parameters) add(parameter);
-    for (const at::Tensor& grad : grads) add(grad);
+    for (const at::Tensor& grad : grads) {
+      if (grad.defined() && grad.requires_grad()) edges.push_back(impl::gradient_edge(grad));
+    }
     return edges;
   }
 
-  void refuse_more(edge_list&& sources, std::initializer_list<variable_list*> found) const {
+  void refuse_more(edge_list&& sources, variable_list& gradients) const {
     auto& node = *new DoubleBackward(std::move(sources), run, rest);
     const NodePointer pointer = owner_of<NodePointer>(&node);
-    for (variable_list* gradients : found) {
-      for (at::Tensor& gradient : *gradients) {
-        if (!gradient.defined() || gradient.requires_grad()) continue;
-        gradient = gradient.tensor_data();
-        const uint32_t number = node.add_input_metadata(gradient);
-        impl::set_gradient_edge(gradient, Edge(pointer, number));
-      }
+    for (at::Tensor& gradient : gradients) {
+      if (!gradient.defined() || gradient.requires_grad()) continue;
+      gradient = gradient.tensor_data();
+      const uint32_t number = node.add_input_metadata(gradient);
+      impl::set_gradient_edge(gradient, Edge(pointer, number));
     }
   }
 
@@ -1059,39 +1006,24 @@ struct CompiledFunctionBackward : public Node {
   size_t num_saved = 0;
 };
 
-// attach(run, rest, inputs, wanted, direct, outputs, differentiable, checked, unchecked, name, materialize, once) -> None
+// attach(run, rest, inputs, wanted, outputs, differentiable, checked, unchecked, name, materialize, once) -> None
 PyObject* attach(PyObject* const* args) {
-  const Items inputs(args[2]), wanted(args[3]), candidates(args[4]), differentiable(args[6]);
-  const Items checked(args[7]), unchecked(args[8]);
-  if (!PyList_Check(args[5])) fail(PyExc_TypeError, "outputs: expected a list");
-  const char* name = PyUnicode_AsUTF8(args[9]);
+  const Items inputs(args[2]), wanted(args[3]), differentiable(args[5]), checked(args[6]), unchecked(args[7]);
+  if (!PyList_Check(args[4])) fail(PyExc_TypeError, "outputs: expected a list");
+  const char* name = PyUnicode_AsUTF8(args[8]);
   if (name == nullptr) throw PythonErrorSet();
-  const Items outputs(args[5]);
+  const Items outputs(args[4]);
   edge_list edges;
   std::vector<Py_ssize_t> positions;
-  CompiledFunctionBackward::Parameters direct;
-  const auto add_edge = [&](Py_ssize_t position, const at::Tensor& tensor) {
-    edges.push_back(impl::gradient_edge(tensor));
-    positions.push_back(position);
-  };
   edges.reserve(wanted.size);
   for (Py_ssize_t k = 0; k < wanted.size; ++k) {
-    add_edge(wanted.number(k), tensor_of(inputs.at(wanted.number(k))));
-  }
-  for (Py_ssize_t k = 0; k < candidates.size; ++k) {
-    const Py_ssize_t position = candidates.number(k);
-    const at::Tensor& tensor = tensor_of(inputs.at(position));
-    if (is_unwatched(tensor)) {
-      direct.emplace_back(position, tensor);
-    } else {
-      add_edge(position, tensor);
-    }
+    positions.push_back(wanted.number(k));
+    edges.push_back(impl::gradient_edge(tensor_of(inputs.at(positions.back()))));
   }
   auto& node = *new CompiledFunctionBackward(
-      std::move(edges), args[0], args[1], name, args[10] == Py_True, args[11] == Py_True);
+      std::move(edges), args[0], args[1], name, args[9] == Py_True, args[10] == Py_True);
   const NodePointer pointer = owner_of<NodePointer>(&node);
   node.wanted = std::move(positions);
-  node.direct = std::move(direct);
   node.num_saved = checked.size + unchecked.size;
 
   std::vector<at::Tensor> results;
@@ -1103,7 +1035,7 @@ PyObject* attach(PyObject* const* args) {
       result = result.tensor_data();
       PyObject* made = THPVariable_Wrap(at::Tensor(result));
       if (made == nullptr) throw PythonErrorSet();
-      if (PyList_SetItem(args[5], position, made) < 0) throw PythonErrorSet();
+      if (PyList_SetItem(args[4], position, made) < 0) throw PythonErrorSet();
     }
     results.push_back(std::move(result));
   }
@@ -1177,7 +1109,7 @@ PyMethodDef methods[] = {
     METHOD(drop_accumulators, 1),
     METHOD(are, 3),
     METHOD(first_watched, 1),
-    METHOD(attach, 12),
+    METHOD(attach, 11),
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, methods};
 }  // namespace

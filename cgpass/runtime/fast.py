@@ -140,8 +140,8 @@ lies in a storage at one of the addresses `shared`; else the bytes copied.
 
 # ---- autograd
 
-attach: Callable[[Any, Any, Any, Any, Any, Any, Any, Any, Any, str, bool, bool], None]
-"""`attach(run, rest, inputs, wanted, direct, outputs, differentiable, checked, unchecked, name, materialize, once)` puts
+attach: Callable[[Any, Any, Any, Any, Any, Any, Any, Any, str, bool, bool], None]
+"""`attach(run, rest, inputs, wanted, outputs, differentiable, checked, unchecked, name, materialize, once)` puts
 a node between tensors.
 
     run: `run(rest, saved, grads)` returns a list with a gradient, or None, for each of `inputs`; it gets two lists that
@@ -150,8 +150,6 @@ a node between tensors.
     rest: What else the backward reads, for `run`.
     inputs: A list or tuple.
     wanted: Positions of the inputs that get gradients.
-    direct: Positions of leaves that get gradients, too: the node adds them to `.grad` itself and has no edge to those
-        that nothing is hooked on; where inputs are named (`autograd.grad`, `backward(inputs=...)`) it leaves them alone.
     outputs: A list. An output that is a view or requires grad already is replaced in it.
     differentiable: Positions of the outputs that get the node.
     checked: Tensors to be saved; that they were written in the meantime is an error, as for torch's own operators.
@@ -202,5 +200,5 @@ def _register_node(attach: Callable[..., None]) -> None:
     with torch_private.without_modes(), torch.inference_mode(False), torch.enable_grad():
         out = [torch.empty(0)]
         leaf = torch.empty(0, requires_grad=True)
-        attach(None, None, [leaf], (0,), (), out, (0,), [], [], "Node", True, False)
+        attach(None, None, [leaf], (0,), out, (0,), [], [], "Node", True, False)
     torch.autograd.graph.Node.register(type(out[0].grad_fn))

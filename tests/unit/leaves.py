@@ -37,7 +37,7 @@ class Function:
         out, positions = [torch.ones(3)], tuple(range(len(self.leaves) + 1))
         inputs = (*self.leaves, behind)
         fast.attach(
-            self.run, (), inputs, positions, (), out, (0,), self.saved, [], "Node", True, self.once
+            self.run, (), inputs, positions, out, (0,), self.saved, [], "Node", True, self.once
         )
         self.fn = out[0].grad_fn
         return out[0]

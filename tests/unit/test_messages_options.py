@@ -15,7 +15,7 @@ PARSED = [
         (
             "cgpass: unknown option 'spam'; known: compiler, driver, static_input_check, "
             "max_recordings, max_copied_mib, outputs, max_pending_calls, min_partition_ops, unsafe_ops, on_skip, rng, "
-            "parameter_grads, progress, inductor."
+            "progress, inductor."
         ),
     ),
     (
@@ -23,7 +23,7 @@ PARSED = [
         (
             "cgpass: unknown option 3; known: compiler, driver, static_input_check, "
             "max_recordings, max_copied_mib, outputs, max_pending_calls, min_partition_ops, unsafe_ops, on_skip, rng, "
-            "parameter_grads, progress, inductor."
+            "progress, inductor."
         ),
     ),
     (

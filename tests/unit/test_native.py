@@ -73,7 +73,7 @@ import os, torch, cgpass
 folder = os.path.join(os.environ["XDG_CACHE_HOME"], "cgpass")
 def fn(x):
     return (x.sin() + 1).cos()
-none = {"driver": "none", "compiler": "eager", "parameter_grads": "direct"}
+none = {"driver": "none", "compiler": "eager"}
 plain = torch.compile(torch.nn.Linear(3, 3), backend="cgpass", options=none)
 plain(torch.ones(3)).sum().backward()
 assert "native code" not in cgpass.summary(), cgpass.summary()
@@ -89,10 +89,7 @@ assert cgpass.summary().splitlines()[-1] == "native code: in use", cgpass.summar
 
 def test_a_short_process_that_records_leaves_what_was_compiled(copying, tmp_path):
     run = [sys.executable, "-c", SHORT % OPTIONS]
-    said = subprocess.run(run, check=True, capture_output=True, text=True).stderr
-    assert (
-        said.count("autograd adds their gradients: native code is compiled for recordings, ") == 1
-    )
+    subprocess.run(run, check=True, capture_output=True)
     assert files(tmp_path / "cache") == expected()
     assert copying.read_text() == "run\n"
 

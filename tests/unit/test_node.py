@@ -23,7 +23,7 @@ def test_what_a_backward_reads_dies_as_soon_as_the_backward_gave_it_up(checked):
     x, outputs, saved = torch.randn(4, requires_grad=True), [torch.ones(4)], torch.ones(4)
     weakref.finalize(saved, lambda: None)  # known to Python until it dies
     lists = ([saved], []) if checked else ([], [saved])
-    fast.attach(run, (), (x,), (0,), (), outputs, (0,), *lists, "Node", True, False)
+    fast.attach(run, (), (x,), (0,), outputs, (0,), *lists, "Node", True, False)
     del saved, lists
     outputs[0].backward(torch.ones(4))
     assert alive == [False, True]  # the caller has the gradient
@@ -39,7 +39,7 @@ def test_gradients_that_nothing_gave_are_zeros_or_none(materialize):
         return [None]
 
     x, outputs = torch.randn(4, requires_grad=True), [torch.ones(4), torch.ones(3)]
-    fast.attach(run, (), (x,), (0,), (), outputs, (0, 1), [], [], "Named", materialize, False)
+    fast.attach(run, (), (x,), (0,), outputs, (0, 1), [], [], "Named", materialize, False)
     assert outputs[0].grad_fn.name() == "Named"
     outputs[0].backward(torch.ones(4))
     assert seen[0].tolist() == [1.0] * 4

@@ -24,7 +24,6 @@ def test_defaults_are_those_documented():
         "unsafe_ops": (),
         "on_skip": "warn",
         "rng": "exact",
-        "parameter_grads": "autograd",
         "progress": "auto",
         "inductor": {},
     }

@@ -1,7 +1,6 @@
 """Autograd treats a compiled function alike, whether its node is the compiled one or AOTAutograd's function."""
 
 import gc
-import logging
 import threading
 import weakref
 
@@ -10,7 +9,6 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import cgpass
-from cgpass.runtime import fast, native
 from tests.unit.training_functions import OPTIONS, randn
 
 
@@ -304,33 +302,3 @@ def test_tensors_that_are_taken_apart_go_aotautograds_way(made):
     w.grad = None
     fn(x, w).sum().backward()
     assert torch.equal(w.grad.a, plain.grad)
-
-
-@pytest.mark.parametrize("why", ["no C++ compiler", None])
-def test_direct_gradients_that_are_not_say_so_once(why, monkeypatch, caplog):
-    monkeypatch.setattr(fast, "is_loaded", False)
-    monkeypatch.setattr(native.loader, "why_not", why)
-    linear = torch.nn.Linear(4, 4)
-    options = OPTIONS | {"parameter_grads": "direct"}
-    compiled = torch.compile(linear, backend=cgpass.cgpass, options=options)
-    with caplog.at_level(logging.WARNING, "cgpass"):
-        for _ in range(4):
-            compiled(torch.randn(2, 4)).sum().backward()
-        plainly = torch.compile(lambda x: linear(x) * 2, backend=cgpass.cgpass, options=OPTIONS)
-        plainly(torch.randn(2, 4)).sum().backward()
-    said = [r.getMessage() for r in caplog.records if "parameter_grads" in r.getMessage()]
-    assert len(said) == (why is not None)
-    for message in said:
-        assert message.startswith('parameter_grads="direct" has no effect on parameters of ')
-        assert message.endswith(f", autograd adds their gradients: {why}")
-
-
-def test_direct_gradients_of_tensors_that_are_wrapped_say_so(caplog):
-    weight = torch.nn.Parameter(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)))
-    options = OPTIONS | {"parameter_grads": "direct"}
-    compiled = torch.compile(lambda x: x @ weight, backend=cgpass.cgpass, options=options)
-    with caplog.at_level(logging.WARNING, "cgpass"):
-        for _ in range(3):
-            compiled(torch.randn(2, 4)).sum().backward()
-    said = [r.getMessage() for r in caplog.records if "parameter_grads" in r.getMessage()]
-    assert len(said) == 1, said

@@ -73,7 +73,7 @@ def made():
 # ---- a hit
 
 
-@pytest.mark.parametrize("options", [{}, {"parameter_grads": "direct"}])
+@pytest.mark.parametrize("options", [{}, {"rng": "paired"}])
 def test_a_second_compilation_traces_nothing_and_is_the_same(options):
     values, first, told = train(made(), **options)
     assert (first["joint_graphs"], first["graphs_kept"], first["graphs"]) == (1, 0, 3)
@@ -160,7 +160,7 @@ def test_garbage_is_collected_as_before_once_graphs_were_read(monkeypatch, befor
 
 
 def test_where_the_backward_can_not_be_read_the_forward_counts_as_not_read(monkeypatch):
-    options = {"max_recordings": 59, "parameter_grads": "direct"}
+    options = {"max_recordings": 59, "rng": "paired"}
     values, first, _ = train(made(), **options)
     read, calls = torch_private.unpickled, []
 
@@ -171,13 +171,10 @@ def test_where_the_backward_can_not_be_read_the_forward_counts_as_not_read(monke
         return read(data)
 
     monkeypatch.setattr(torch_private, "unpickled", broken)
-    module = made()
-    again, counted, _ = train(module, **options)
+    again, counted, _ = train(made(), **options)
     assert all(map(torch.equal, values, again))
     assert counted["joint_graphs"] == 1
     assert counted["replays"] == first["replays"]
-    out = torch.compile(module, backend="cgpass", options=SIMULATED | options)(torch.randn(4, 8))
-    assert not any("AccumulateGrad" in str(node) for node, _ in out.grad_fn.next_functions)
 
 
 def read_again(mode, values, inputs):

@@ -85,9 +85,8 @@ def test_one_thread_calls_and_another_reads(way):
     assert way.compare(program, outputs="owned")["plain_calls"] == 0
 
 
-@pytest.mark.parametrize("parameter_grads", ["autograd", "direct"])
 @pytest.mark.parametrize("first", [True, False])
-def test_backwards_run_in_the_calling_thread_or_in_autograds(way, first, parameter_grads):
+def test_backwards_run_in_the_calling_thread_or_in_autograds(way, first):
     def program(session):
         module, call = session.compiled(lambda: Block(dropout=0.1))
         values = []
@@ -98,7 +97,7 @@ def test_backwards_run_in_the_calling_thread_or_in_autograds(way, first, paramet
                 values += sgd_step(module, call, batch)
         return values
 
-    counters = way.compare(program, parameter_grads=parameter_grads)
+    counters = way.compare(program)
     assert_replays(counters)
     assert counters["recordings"] == 2
 
