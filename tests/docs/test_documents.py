@@ -86,6 +86,12 @@ def test_files_that_are_linked_to_exist(name):
         assert path or anchor in headings, anchor
 
 
+def test_rooms_that_a_contributor_is_sent_to_exist():
+    named = re.findall(r"`(cgpass/[\w/.]+)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(named) > 15
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 # ---- figures
 
 
