@@ -57,7 +57,7 @@ def texts(found: dict[str, Results], directory: Path, readme: Path) -> dict[Path
         if "bench" in results
     )[1]
     shown = found[measured_last], measured_last
-    wanted[readme] = with_table(readme.read_text(), "measured", measured.section(shown[0]))
+    wanted[readme] = with_table(readme.read_text(), "measured", measured.section(*shown))
     performance = directory.parent / PERFORMANCE.name
     wanted[performance] = with_table(
         performance.read_text(), "breakdown", breakdown.section(*shown)

@@ -7,7 +7,7 @@ import bench
 import pytest
 import results
 import torch
-from benchlib import arms, breakdown, models, report, taking, worker
+from benchlib import arms, breakdown, measured, models, report, taking, worker
 
 from tests.unit.bench_results import MACHINE, META, model
 
@@ -141,6 +141,35 @@ def test_tables_of_calls_without_gradients():
     ]
 
 
+def test_the_sentence_about_calls_without_gradients():
+    found = inference()
+    expected = "Host time of a call under `torch.no_grad()`: small 310 us (500 in reduce-overhead, 5000 in default)"
+    assert measured.inference(found) == f"{expected}."
+    again = {**found["results"][0], "title": "again, B2"}
+    found["results"].append(again)
+    assert measured.inference(found) == f"{expected}; again 310 us (500, 5000)."
+    assert measured.inference({"results": found["results"][1:3]}) == ""
+
+
+def test_the_sentence_says_whose_a_figure_is_where_one_lacks():
+    whole = inference()["results"][0]
+    arms = {name: entry for name, entry in whole["arms"].items() if name != "reduce-overhead"}
+    fails = whole | {"title": "fails", "arms": arms | {"reduce-overhead": {"error": "no"}}}
+    lacks, alone = whole | {"title": "lacks", "arms": arms}, {"cgpass": arms["cgpass"]}
+    alone = whole | {"title": "alone", "arms": alone}
+    text = measured.inference({"results": [fails, whole, lacks, whole, fails, alone]})
+    assert text.partition(": ")[2].split("; ") == [
+        "fails 310 us (5000 in default",
+        "reduce-overhead fails)",
+        "small 310 us (500 in reduce-overhead, 5000 in default)",
+        "lacks 310 us (5000 in default)",
+        "small 310 us (500, 5000)",
+        "fails 310 us (5000 in default",
+        "reduce-overhead fails)",
+        "alone 310 us.",
+    ]
+
+
 def test_results_are_kept_and_shown(tmp_path):
     place = tmp_path / "found"
     place.mkdir()
@@ -156,6 +185,9 @@ def test_results_are_kept_and_shown(tmp_path):
     }
     assert "under torch.no_grad()" in texts[f"inference-{MACHINE}.md"]
     assert f"(results/inference-{MACHINE}.md)" in re.sub(r"\s+", " ", texts["performance.md"])
+    assert f"[inference](docs/results/inference-{MACHINE}.md)" in texts["README.md"].replace(
+        "\n", " "
+    )
 
 
 def test_an_older_result_is_compared_with(tmp_path, capsys):

@@ -170,13 +170,61 @@ def test_a_plot_says_what_it_leaves_out(tmp_path):
         assert plots.shown(path) == plots.figures(nothing)
 
 
+def test_sentences_about_memory():
+    def of(name, ratio, eager):
+        counters = {"partitions_captured": 3, "partitions_eager": eager}
+        ours = {"peak_reserved_bytes": 1000 * ratio, "warmup_counters": counters}
+        return model(name, {}) | {
+            "arms": {"default": {"peak_reserved_bytes": 1000}, "cgpass": ours}
+        }
+
+    whole, parts = [of("one", 1.0, 0), of("two", 1.1, 0)], [of("three", 1.5, 2)]
+    begin = "Peak reserved memory is "
+    plain = "times that of plain `torch.compile`"
+    assert measured.memory({"results": whole}) == f"{begin}1.00 to 1.10 {plain}."
+    assert measured.memory({"results": whole[:1] + parts}) == (
+        f"{begin}1.00 {plain}, and 1.50 times on three, whose step is 5 partitions."
+    )
+    assert measured.memory({"results": parts}) == (
+        f"{begin}1.50 {plain} on three, whose step is 5 partitions."
+    )
+    assert measured.memory({"results": [model("none", {})]}) == ""
+
+
+def test_a_section_without_and_with_host_time():
+    found = {"bench": bench(model("small", STEPS))}
+    without = measured.section(found, MACHINE)
+    assert "Host time" not in without
+    assert "memory" not in without
+    assert f"[benchmark](docs/results/bench-{MACHINE}.md)" in without
+    text = " ".join(measured.section(found | {"overhead": overhead()}, MACHINE).split())
+    assert (
+        "Host time of a call of 100 small layers, 400 parameters: inference 30 us (40 in "
+        'reduce-overhead, 90 in default); training 30 us (20 with `parameter_grads="direct"`, 40 '
+        "in reduce-overhead, 90 in default)."
+    ) in text
+    assert text.endswith(f"![Host time over layers](docs/results/overhead-{MACHINE}.svg)")
+    assert "| training | 100 | 90.0 | 40.0 | 30.0 | 20.4 |" in report.render(overhead())
+    calls = overhead()
+    for row in calls["rows"]:
+        row["mode"] = report.ONE_THREAD
+    assert (
+        "400 parameters: training with [the backward in the thread that calls it]"
+        "(docs/performance.md#what-to-do-about-it) 30 us (20 with"
+    ) in measured.overhead(calls)
+
+
 def test_arms_whose_results_differ_are_marked_and_not_quoted():
     calls = overhead()
-    begin = "For 100 small layers, 400 parameters, the host takes: "
-    each = "30 us (90 in default, 40 in reduce-overhead)"
-    assert measured.calls(calls) == f"{begin}inference {each}; training {each}."
+    assert "bitwise" not in measured.overhead(calls)
+    for row in calls["rows"]:
+        row["differs"] = []
+    text = "Results and gradients are bitwise those of the same kernels without graphs, and plain `torch.compile`'s"
+    assert measured.overhead(calls).endswith(f" {text}.")
     calls["rows"][3]["differs"] = ["cgpass"]
-    assert measured.calls(calls) == f"{begin}inference {each}."
+    assert measured.overhead(calls).endswith(
+        f" inference 30 us (40 in reduce-overhead, 90 in default). {text}, but not those of cgpass (training, 100 layers)."
+    )
     rows = report.overhead_rows(calls["rows"])
     assert "| training | 100 | 90.0 | 40.0 | 30.0 (results differ) | 20.4 |" in rows
     assert any(row.startswith("| training | 100 | cgpass (results differ) | 5.0") for row in rows)
@@ -184,6 +232,8 @@ def test_arms_whose_results_differ_are_marked_and_not_quoted():
     assert figures["modes"]["training"]["cgpass"] == [[1, 30.0]]
     assert figures["differing"] == ["cgpass of training, 100 layers"]
     assert "differing" not in plots.figures(overhead())
+    del calls["rows"][0]["us"]["default"]
+    assert "without graphs, but not those of cgpass" in measured.overhead(calls)
 
 
 def spread(ms, mib=100.0, *, equal=True):
@@ -196,6 +246,35 @@ def on_several_devices(**modes):
     return {"kind": "distributed", "meta": META | {"devices": 2}, "modes": found}
 
 
+def test_a_sentence_about_several_devices():
+    found = on_several_devices(
+        TP={"default": spread(8.0), "reduce-overhead": {"error": "hangs"}, "cgpass": spread(4.0)},
+        FSDP2={
+            "default": spread(9.0),
+            "reduce-overhead": spread(7.0),
+            "cgpass": spread(5.0, 102.0),
+        },
+    )
+    assert measured.distributed(found) == (
+        "On 2 such GPUs a step of the Llama takes, with TP 4.00 ms (8.00 in default, reduce-overhead fails); FSDP2 "
+        "5.00 ms (9.00 in default, 7.00 in reduce-overhead); losses and parameters are bitwise those of the same "
+        "kernels without graphs (under deterministic algorithms), and peak reserved memory is 1.00 to 1.02 times that of plain `torch.compile`."
+    )
+    found["modes"]["FSDP2"]["arms"]["reduce-overhead"]["process_group_ended"] = False
+    assert measured.distributed(found).endswith(
+        "`torch.compile`. In reduce-overhead `destroy_process_group` never returned with FSDP2."
+    )
+    found["modes"]["TP"]["arms"]["cgpass"] = {"error": "no results"}
+    found["modes"]["FSDP2"]["arms"]["cgpass"]["check"]["equal"] = False
+    assert "; not with TP; losses and parameters are" in measured.distributed(found)
+    assert (
+        "without graphs (under deterministic algorithms), but not with FSDP2, and peak"
+        in measured.distributed(found)
+    )
+    del found["modes"]["FSDP2"]
+    assert measured.distributed(found) == ""
+
+
 def test_several_devices_are_kept_and_shown(tmp_path):
     data = on_several_devices(TP={"default": spread(8.0), "cgpass": spread(4.0)})
     put(tmp_path, "dist-bench.json", data)
@@ -203,23 +282,9 @@ def test_several_devices_are_kept_and_shown(tmp_path):
     assert list(found) == ["dist-bench"]
     (path,) = taking.store(found, tmp_path)
     assert path.name == f"dist-bench-{MACHINE}.json"
-    shown = {"bench": bench(model("small", STEPS))} | found
-    memory = {"peak_reserved_bytes": 50 * 2**20}
-    shown["memory"] = bench(model("small", {}) | {"arms": {"default": memory, "cgpass": memory}})
-    text = " ".join(measured.section(shown).split())
-    assert "| Llama on 2 GPUs, TP | 8.00 | - | 4.00 | - |" in text
-    assert "is 1.00 times that of plain `torch.compile`, and 1.00 times on several GPUs." in text
-    assert (
-        "by commit: steps, memory, training on several GPUs: 1234567890abcdef (2026-01-02)." in text
-    )
-    assert "On 2 GPUs losses and parameters are bitwise the same, too." in text
-    arms = data["modes"]["TP"]["arms"]
-    arms["cgpass"]["check"]["equal"] = False
-    arms["reduce-overhead"] = {"process_group_ended": False}
-    assert measured.distributed(data) == (
-        "On 2 GPUs losses and parameters are bitwise the same, too, but not with TP. In reduce-overhead "
-        "`destroy_process_group` never returned (TP)."
-    )
+    text = measured.section({"bench": bench(model("small", STEPS))} | found, MACHINE)
+    assert "with TP 4.00 ms" in " ".join(text.split())
+    assert f"(docs/results/dist-bench-{MACHINE}.json)" in text
 
 
 @pytest.mark.parametrize(
@@ -305,3 +370,15 @@ def test_results_that_are_refused(tmp_path, second, commit, message):
 def test_a_commit_for_results_that_do_not_say_it(tmp_path):
     put(tmp_path, "1.json", {"ratio_to_torch": {}, "device": "NVIDIA H200", "torch": "2.11.0"})
     assert taking.taken([tmp_path], "1234567890")["graphed"]["commit"] == "1234567"
+
+
+def test_a_sentence_about_graphed_callables():
+    def us(both):
+        return {"both": {"median_us": both}}
+
+    found = {"ratio_to_torch": {"cleared": {"both": 1.012}}}
+    begins = "A small layer graphed by hand takes 1.01 times the host time"
+    assert measured.graphed(found).startswith(begins)
+    assert "direct" not in measured.graphed(found)
+    found["results"] = {"cleared": {"torch": us(100.0), "cgpass, direct gradients": us(73.2)}}
+    assert measured.graphed(found).endswith(', and 0.73 times with `parameter_grads="direct"`.')
