@@ -140,6 +140,28 @@ def test_the_guide_to_migrating_runs():
     run_blocks((DOCS / "migrating.md").read_text(), layer=layer, sample=sample, step=torch.sin)
 
 
+def test_the_guide_to_graphed_callables_runs():
+    model, sample = torch.nn.Module(), torch.randn(2, 4)
+    model.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+    run_blocks((DOCS / "graphed-callables.md").read_text(), model=model, sample=sample)
+    with torch.no_grad():
+        assert model.layers[1](model.layers[0](sample)).shape == (2, 4)
+
+
+@pytest.mark.gpu
+def test_the_guide_to_checkpointing_runs():
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)).cuda()
+    x = torch.randn(64, 4, device="cuda")
+    text = (DOCS / "checkpointing.md").read_text()
+    names = {"torch": torch, "cgpass": cgpass}
+    names["step"] = lambda: cgpass.checkpoint(layer, x).square().sum().backward()
+    for block in code_blocks(text):
+        exec(block, names)
+    before = layer[0].weight.grad.clone()
+    names["graph"].replay()
+    assert not torch.equal(layer[0].weight.grad, before)
+
+
 def test_explain_prints_what_its_guide_shows(tmp_path, capsys):
     """But for versions and times."""
     text = (DOCS / "explain.md").read_text()
