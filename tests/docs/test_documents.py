@@ -118,6 +118,19 @@ def test_figures_in_the_first_lines_are_those_that_were_measured():
         assert any(f"{int(us) / 1e3:.1f}" == ms for us in re.findall(r"\b\d{4,5}\b", measured))
 
 
+@pytest.mark.parametrize("part", ["tests", "dist"])
+def test_promises_say_when_they_were_last_proven_on_gpus(part):
+    found = json.loads((DOCS / "results" / f"{part}-h200-torch2.11.json").read_text())
+    meta = found.get("meta", found)
+    said = " ".join((DOCS / "promises.md").read_text().partition("\n## Where")[2].split())
+    assert f"[{found['passed']} passed](results/{part}-h200-torch2.11.json)" in said
+    assert not found["failed"]
+    assert (
+        f"on {meta['time'].split()[0]}, at commit {meta['commit']}, with torch {meta['torch'].split('+')[0]}"
+        in said
+    )
+
+
 # ---- code
 
 
