@@ -1,6 +1,6 @@
 """Write the tables of documents that are made from the code.
 
-Options in README.md, from the fields of `cgpass.Options`; what to do about each reason, what to do about some
+Options in docs/options.md, from the fields of `cgpass.Options`; what to do about each reason, what to do about some
 operators and what each counter counts in docs/explain.md. Prints them; --write puts them between the markers in these files; --check fails if they are not what stands there.
 """
 
@@ -73,7 +73,7 @@ def counters_table() -> str:
 
 
 TABLES = {
-    "options": (ROOT / "README.md", options_table),
+    "options": (ROOT / "docs" / "options.md", options_table),
     "reasons": (ROOT / "docs" / "explain.md", reasons_table),
     "operators": (ROOT / "docs" / "explain.md", operators_table),
     "counters": (ROOT / "docs" / "explain.md", counters_table),

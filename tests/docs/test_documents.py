@@ -1,5 +1,6 @@
-"""What documents name is there: public names, tests, examples, files; what they show runs."""
+"""What documents name exists, what they show runs, and what they quote was measured."""
 
+import json
 import re
 import runpy
 import warnings
@@ -13,44 +14,62 @@ import cgpass
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
-EXPLAIN = (DOCS / "explain.md").read_text()
-PROMISES = re.split(r"^## ", (DOCS / "promises.md").read_text(), flags=re.MULTILINE)[1:]
+PROMISES = re.split(
+    r"^## (?=\d)", (DOCS / "promises.md").read_text().split("\n## Where")[0], flags=re.MULTILINE
+)[1:]
 
 
 def code_blocks(text):
     return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
+def run_blocks(text, **names):
+    """Run what a document shows as it stands, but for the device."""
+    names |= {"torch": torch, "cgpass": cgpass}
+    with cgpass.set_defaults(driver="simulated", compiler="eager"):
+        for block in code_blocks(text):
+            exec(block.replace('"cuda"', '"cpu"').replace(".cuda()", ""), names)
+    torch.compiler.reset()
+
+
+# ---- names
+
+
 def test_every_public_name_has_its_place_on_one_page():
     pages = [page.read_text() for page in (DOCS / "api").glob("*.md")]
-    found = [name for text in pages for name in re.findall(r"^::: cgpass\.(\w+)$", text, re.MULTILINE)]
+    found = [
+        name for text in pages for name in re.findall(r"^::: cgpass\.(\w+)$", text, re.MULTILINE)
+    ]
     assert sorted(found) == sorted(cgpass.__all__)
-
-
-@pytest.mark.parametrize("promise", PROMISES, ids=[text.split("\n")[0] for text in PROMISES])
-def test_the_tests_that_prove_a_promise_exist(promise):
-    named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", promise)
-    assert len(named) == promise.count("tests/") - promise.count("`tests/gpu`")
-    assert sum("tests/gpu/" not in path for path, _ in named) >= 2  # on any machine
-    for path, test in named:
-        assert f"\ndef {test}(" in (ROOT / path).read_text(), f"{path}::{test}"
 
 
 def test_there_are_eleven_promises():
     assert [text.partition(".")[0] for text in PROMISES] == [str(i) for i in range(1, 12)]
 
 
-def test_every_example_is_shown_and_listed():
-    shown = (DOCS / "examples.md").read_text()
-    for path in (ROOT / "examples").glob("*.py"):
-        assert f'--8<-- "examples/{path.name}"' in shown
-        assert f"(examples/{path.name})" in README
+@pytest.mark.parametrize("promise", PROMISES, ids=[text.split("\n")[0] for text in PROMISES])
+def test_the_tests_that_prove_a_promise_exist(promise):
+    named = re.findall(r"^- `(tests/[\w/]+\.py)::(test_\w+)`", promise, re.MULTILINE)
+    assert len(named) == promise.count("\n- ")
+    assert sum("tests/gpu/" not in path for path, _ in named) >= 2  # on any machine
+    for path, test in named:
+        assert f"\ndef {test}(" in (ROOT / path).read_text(), f"{path}::{test}"
 
 
-def test_examples_that_need_transformers_are_marked():
-    marked = set(re.findall(r"\(examples/(\w+\.py)\)\*", README))
-    examples = {path.name: path.read_text() for path in (ROOT / "examples").glob("*.py")}
-    assert marked == {name for name, text in examples.items() if "pip install -e '.[demo]'" in text}
+def test_each_row_of_the_comparison_is_proven_by_a_test():
+    rows = re.findall(r"^\| .* \| (?:yes|no): `(test_\w+)` \|$", README, re.MULTILINE)
+    assert len(rows) > 10
+    known = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [test for test in rows if f"\ndef {test}(" not in known] == []
+
+
+def test_every_example_is_shown_and_marked_if_it_needs_transformers():
+    sections = (DOCS / "examples.md").read_text().split("\n## ")[1:]
+    assert len(sections) == len(list((ROOT / "examples").glob("*.py")))
+    for section in sections:
+        (name,) = re.findall(r'^--8<-- "examples/(\w+\.py)"$', section, re.MULTILINE)
+        needs = "pip install -e '.[demo]'" in (ROOT / "examples" / name).read_text()
+        assert section.partition("\n")[0].endswith("*") == needs, name
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
@@ -67,28 +86,101 @@ def test_files_that_are_linked_to_exist(name):
         assert path or anchor in headings, anchor
 
 
-def test_the_start_runs(capsys):
-    """As it stands, but for the device."""
-    start = README.split("## Start")[1].split("## Examples")[0]
-    names = {}
-    with cgpass.set_defaults(driver="simulated", compiler="eager"):
-        for block in code_blocks(start):
-            exec(block.replace('"cuda"', '"cpu"').replace(".cuda()", ""), names)
+def test_rooms_that_a_contributor_is_sent_to_exist():
+    named = re.findall(r"`(cgpass/[\w/.]+)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(named) > 15
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+# ---- figures
+
+
+def test_figures_in_the_first_lines_are_those_that_were_measured():
+    bench = json.loads((DOCS / "results" / "bench-h200-torch2.11.json").read_text())
+
+    def times(arm, key="step_ms"):
+        return [model["arms"][arm][key]["median"] for model in bench["results"]]
+
+    def span(arm):
+        ratios = [theirs / ours for theirs, ours in zip(times(arm), times("cgpass"), strict=True)]
+        return f"{min(ratios):.2f} to {max(ratios):.2f} times"
+
+    first = " ".join(README.partition("## ")[0].split())
+    assert f'{span("reduce-overhead")} as long in `mode="reduce-overhead"`' in first
+    assert f"{span('default')} as long in plain `torch.compile`" in first
+    assert f"commit {bench['meta']['commit']}, {bench['meta']['time'].split()[0]}" in first
+    loops = [f"{times(arm, 'loop_ms')[0]:.2f} ms" for arm in ("cgpass", "reduce-overhead")]
+    assert f"{loops[0]} a step with cgpass and {loops[1]} in reduce-overhead" in first
+    quoted = r"the host needs (\S+) ms a step, against (\S+) and (\S+) ms"
+    (layers,) = re.findall(quoted, first)
+    measured = README.partition("<!-- measured: begin -->")[2]
+    for ms in layers:  # there in microseconds
+        assert any(f"{int(us) / 1e3:.1f}" == ms for us in re.findall(r"\b\d{4,5}\b", measured))
+
+
+@pytest.mark.parametrize("part", ["tests", "dist"])
+def test_promises_say_when_they_were_last_proven_on_gpus(part):
+    found = json.loads((DOCS / "results" / f"{part}-h200-torch2.11.json").read_text())
+    meta = found.get("meta", found)
+    said = " ".join((DOCS / "promises.md").read_text().partition("\n## Where")[2].split())
+    assert f"[{found['passed']} passed](results/{part}-h200-torch2.11.json)" in said
+    assert not found["failed"]
+    assert (
+        f"on {meta['time'].split()[0]}, at commit {meta['commit']}, with torch {meta['torch'].split('+')[0]}"
+        in said
+    )
+
+
+# ---- code
+
+
+def test_the_readme_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_blocks(README, batch=torch.randn(32, 64), train=lambda: None)
     shown = capsys.readouterr().out
     assert "forward of module Sequential: 1 partition captured" in shown
     assert "10 calls, 9 as a whole" in shown
+    assert (tmp_path / "report.html").exists()
 
 
 def test_the_guide_to_whole_steps_runs(capsys):
-    (block,) = code_blocks((DOCS / "train-step.md").read_text())
-    with cgpass.set_defaults(driver="simulated", compiler="eager"):
-        exec("import torch, cgpass\n" + block.replace('"cuda"', '"cpu"').replace(".cuda()", ""), {})
+    run_blocks((DOCS / "train-step.md").read_text())
     assert "10 calls, 9 as a whole" in capsys.readouterr().out
+
+
+def test_the_guide_to_migrating_runs():
+    layer, sample = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    run_blocks((DOCS / "migrating.md").read_text(), layer=layer, sample=sample, step=torch.sin)
+
+
+def test_the_guide_to_graphed_callables_runs():
+    model, sample = torch.nn.Module(), torch.randn(2, 4)
+    model.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+    run_blocks((DOCS / "graphed-callables.md").read_text(), model=model, sample=sample)
+    with torch.no_grad():
+        assert model.layers[1](model.layers[0](sample)).shape == (2, 4)
+
+
+@pytest.mark.gpu
+def test_the_guide_to_checkpointing_runs():
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)).cuda()
+    x = torch.randn(64, 4, device="cuda")
+    text = (DOCS / "checkpointing.md").read_text()
+    names = {"torch": torch, "cgpass": cgpass}
+    names["step"] = lambda: cgpass.checkpoint(layer, x).square().sum().backward()
+    for block in code_blocks(text):
+        exec(block, names)
+    before = layer[0].weight.grad.clone()
+    names["graph"].replay()
+    assert not torch.equal(layer[0].weight.grad, before)
 
 
 def test_explain_prints_what_its_guide_shows(tmp_path, capsys):
     """But for versions and times."""
-    shown = re.search(r"^```python\n(.*?)^```\n\nwhich prints:\n\n```\n(.*?)^```", EXPLAIN, re.M | re.S)
+    text = (DOCS / "explain.md").read_text()
+    shown = re.search(
+        r"^```python\n(.*?)^```\n\nwhich prints:\n\n```\n(.*?)^```", text, re.MULTILINE | re.DOTALL
+    )
     path = tmp_path / "model.py"
     path.write_text(shown[1])
     with cgpass.set_defaults(driver="simulated", compiler="eager"):  # put back
@@ -142,6 +234,7 @@ def test_gpt2_of_transformers_is_one_function_once_its_loss_is_named():
 
 
 def test_without_guards_on_modules_moved_parameters_are_noticed():
+    """As the guide to performance says."""
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 4))
     unguarded = torch.compiler.skip_guard_on_all_nn_modules_unsafe
     options = {"driver": "simulated", "compiler": "eager", "min_partition_ops": 1}

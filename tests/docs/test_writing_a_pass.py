@@ -5,9 +5,9 @@ import torch
 from expecttest import assert_expected_inline
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cgpass.errors import PassError
 from cgpass.compile.facts.text import graph_text
 from cgpass.compile.passes.base import PassContext, PassResult, run_passes
+from cgpass.errors import PassError
 from tests.docs.test_documents import DOCS, code_blocks
 
 GUIDE = (DOCS / "writing-a-pass.md").read_text()
