@@ -28,9 +28,9 @@ def environment(job: Job, cache: Path | None) -> dict[str, str]:
     )
     env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "3")
     env.setdefault("OMP_NUM_THREADS", "1" if job.device == "cpu" else "2")
-    env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms ask for it
-    env.setdefault("NCCL_NVLS_ENABLE", "0")
-    env.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    if job.processes > 1:
+        env |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+        env |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # deterministic algorithms ask for it
     if cache is not None:
         env["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
         env["TRITON_CACHE_DIR"] = str(cache / "triton")

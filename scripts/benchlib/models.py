@@ -162,13 +162,11 @@ def images(batch: int, size: int) -> Callable[[torch.Generator, bool], Batch]:
     return make
 
 
-def numbers(*shape: int) -> Callable[[torch.Generator, bool], Batch]:
+def numbers(*shape: int, tiny: tuple[int, ...] = ()) -> Callable[[torch.Generator, bool], Batch]:
+    small = tiny or shape
+
     def make(generator: torch.Generator, tiny: bool) -> Batch:
-        return {
-            "x": torch.randn(
-                min(2, shape[0]) if tiny else shape[0], *shape[1:], generator=generator
-            )
-        }
+        return {"x": torch.randn(small if tiny else shape, generator=generator)}
 
     return make
 
@@ -244,7 +242,8 @@ def blocks(saving: str) -> Callable[[bool], nn.Module]:
     def build(tiny: bool) -> nn.Module:
         cgpass = importlib.import_module("cgpass") if saving == "cgpass" else None
         function = {"": None, "torch": checkpoint}.get(saving, cgpass and cgpass.checkpoint)
-        return SquareLoss([FeedForward(1024) for _ in range(2 if tiny else 12)], function)
+        depth, width = (2, 64) if tiny else (12, 1024)
+        return SquareLoss([FeedForward(width) for _ in range(depth)], function)
 
     return build
 
@@ -292,7 +291,10 @@ SPECS: dict[str, ModelSpec] = REAL | {
     ),
     **{
         f"blocks{'_' * bool(saving)}{saving}": ModelSpec(
-            title=f"12 blocks, {title}", build=blocks(saving), batch=numbers(8, 512, 1024), **FP32
+            title=f"12 blocks, {title}",
+            build=blocks(saving),
+            batch=numbers(8, 512, 1024, tiny=(2, 4, 64)),
+            **FP32,
         )
         for saving, title in (
             ("", "no checkpoints"),

@@ -13,6 +13,7 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -88,6 +89,12 @@ def settled(counts: list[Counts]) -> dict[str, int]:
     return {"steps": max(changed, default=0), "recordings": sums[-1][0], "plain_calls": sums[-1][1]}
 
 
+def busy_ms(events: list[dict[str, Any]]) -> float:
+    """Return for how long kernels and copies keep the device busy, from the events of a Chrome trace."""
+    found = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    return round(sum(event.get("dur", 0) for event in found) / 1e3, 4)
+
+
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
     """Have torch use deterministic algorithms; operators that have none only warn."""
@@ -140,7 +147,7 @@ class Worker:
             if counts is not None:
                 counts.append(self.counters())
         local = (getattr(p.detach(), "_local_tensor", p.detach()) for p in arm.module.parameters())
-        bits = [p.contiguous().view(torch.uint8).sum(dtype=torch.int64) for p in local]
+        bits = [p.flatten().view(torch.uint8).sum(dtype=torch.int64) for p in local]
         return {"losses": losses, "bits": [int(each) for each in bits]}
 
     def prepare(self) -> dict[str, Any]:
@@ -213,9 +220,10 @@ class Worker:
             self.arm.run(self.batch(0))
             self.synchronize()
         self.arm.finish()
-        kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-        busy_us = sum(event.self_device_time_total for event in kernels)
-        return found | {"gpu_busy_ms": round(busy_us / 1e3, 4)}
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            profile.export_chrome_trace(file.name)
+            text = Path(file.name).read_text(errors="replace")
+        return found | {"gpu_busy_ms": busy_ms(json.loads(text, strict=False)["traceEvents"])}
 
     def check(self, *, exact: bool) -> dict[str, Any]:
         """Compare losses and weights bitwise with the same kernels without graphs.
