@@ -257,10 +257,10 @@ class Bench:
         for crew in crews:
             entry, arm = found[crew.job.arm], crew.job.arm
             answers = crew.ask("device_use", self.deadline)
+            entry |= {key: spread_of(values) for key, values in times.get(arm, {}).items()}
             if crew.error:
                 entry |= crew.error
                 continue
-            entry |= {key: spread_of(values) for key, values in times[arm].items()}
             entry |= {key: max(each[key] for each in answers) for key in answers[0]}
             if counters[arm].get("calls"):
                 steps = 3 * self.args.steps
@@ -270,7 +270,7 @@ class Bench:
                 entry["per_step"] = per_step
 
     def check(self, crews: list[Crew], found: dict[str, Entry]) -> None:
-        """Compare results: of cgpass bitwise with the same kernels without graphs, of others with eager's or default's."""
+        """Compare results: of cgpass bitwise with the same kernels without graphs, others roughly with eager's."""
         ours = [crew for crew in crews if arms.is_ours(crew.job.arm) and not crew.error]
         for command in ("check", "check deterministic"):
             todo = [
@@ -282,7 +282,10 @@ class Bench:
                 equal = bool(answers) and all(each["equal"] for each in answers)
                 told = {"equal": equal} | (crew.error or {})
                 found[crew.job.arm]["check"] = (answers[0] if answers else {}) | told
-        known = next((found[a] for a in ("eager", "default") if "losses" in found.get(a, {})), None)
+        compared = (
+            name for name in ("eager", "default", *found) if "losses" in found.get(name, {})
+        )
+        known = found.get(next(compared, ""))
         for entry in found.values():
             if known and "losses" in entry and "check" not in entry:
                 pairs = zip(entry["losses"], known["losses"], strict=True)

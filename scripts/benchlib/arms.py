@@ -129,11 +129,11 @@ class Arm:
             self._call = torch.compile(self.module, **settings)
 
     def _new_optimizers(self) -> list[torch.optim.Optimizer]:
-        groups: dict[type, list[torch.nn.Parameter]] = {}
+        groups: dict[
+            type, list[torch.nn.Parameter]
+        ] = {}  # torch 2.11 takes no mixture with DTensor
         for p in self.module.parameters():
-            groups.setdefault(type(p.data), []).append(
-                p
-            )  # torch 2.11 takes no mixture with DTensor
+            groups.setdefault(type(p.data), []).append(p)
         return [torch.optim.AdamW(group, lr=1e-4, fused=True) for group in groups.values()]
 
     def prepare(self) -> None:
@@ -287,7 +287,7 @@ class LimitArm(Arm):
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for last in (False, False, False, True):
-                torch.cuda.set_sync_debug_mode("error" if last else "default")
+                torch.cuda.set_sync_debug_mode("error" if last and not checkpointed else "default")
                 try:  # fail here rather than inside a capture, which would harm the process' generators
                     with warm_up():
                         self._body()
