@@ -1,331 +1,368 @@
-"""Compares ways of running forward and backward of real models.
+"""Compares ways of running models: step time, host time, memory, recordings, equal results.
 
-    python scripts/bench.py --out bench.json --markdown bench.md
-    python scripts/bench.py --models gpt2 --arms default,cgpass --steps 20
-    python scripts/bench.py --memory --out memory.json
-    python scripts/bench.py --inference --out inference.json
-    python scripts/bench.py --device cpu --tiny --models gpt2 --steps 2 --rounds 1
-    python scripts/bench.py --from new.json --compare old.json
+    python scripts/bench.py --out bench.json --markdown bench.md --plot bench.svg
+    python scripts/bench.py --models gpt2,stack100 --modes train,inference --arms default,cgpass,cgpass:rng=paired
+    python scripts/bench.py --baseline ../older-checkout           # status 1 where this checkout is slower
+    python scripts/bench.py --modes start --models gpt2            # first step, and a second process'
+    python scripts/bench.py --models llama_fsdp2 --processes 2     # two GPUs
+    python scripts/bench.py --compare older.json                   # status 1 where cgpass got worse
+    python scripts/bench.py --device cpu --quick --models stack1   # a try, anywhere
 
-Times: all arms of a model in one process, in interleaved blocks. The processes of all models
-compile side by side; then they measure one after the other, with nothing else running.
-Memory (`--memory`): one process per arm with a fresh compile cache.
-Inference (`--inference`): calls under torch.no_grad() of the models in eval mode, timed as steps are.
-`--compare` shows what changed against an older result, with status 1 where cgpass got worse against the other arms
-of its own run (machines differ between runs) or needs more memory. Where an arm of cgpass fails, or its losses differ or
-were not compared, or it has no figures, or models are left out for want of time, the status is 1 in any case; arms that
-are there to be compared with may fail.
+Each arm of a model has processes of its own, whose cgpass may be another checkout's. They compile side by side, and then
+take turns, block by block, while all others wait.
+
+  step ms      a step, the device waited for before and after
+  loop ms      a step of many, waited for at the end
+  host ms      the host's part of a step: forward and backward until enqueued (a whole step with cgpass-step)
+  peak MiB     peak reserved memory of warm steps
+  settled      recordings and calls without a graph until nothing new was recorded, and the step of the last
+  equal        losses and weights are bitwise those of the same kernels without graphs
+
+On CPU the simulated driver runs; its times say nothing but that the script works.
 """
 
-from __future__ import annotations
-
 import argparse
-import dataclasses
+import collections
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from benchlib import arguments, arms, compare, meta, models, plots, report, worker
+from benchlib import arms, compare, meta, models, report
+from benchlib.crew import SCRIPTS, Answer, Crew
+from benchlib.worker import Job, spread_of
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+Entry = dict[str, Any]
+MODES = ("train", "inference", "start")
+NO_DISTANCE = 0.02
+"""Losses of other kernels and other dropout masks may differ by this part."""
 
-# Arms that capture by hand or whatever they are given: a failure may leave CUDA unusable.
-RISKY = ("cudagraphs", "limit")
+
+def names(parse: Callable[[str], object]) -> Callable[[str], list[str]]:
+    """Return the type of an argument that holds names with commas, each of which `parse` takes."""
+
+    def listed(text: str) -> list[str]:
+        found = list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+        try:
+            for name in found or [""]:
+                parse(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return found
+
+    return listed
+
+
+def one_of(known: Any) -> Callable[[str], None]:
+    def parse(name: str) -> None:
+        if name not in known:
+            raise ValueError(f"unknown: {name!r}; known: {', '.join(known)}")
+
+    return parse
+
+
+def positive(kind: type) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        return value
+
+    return parse
+
+
+def result(name: str) -> dict[str, Any]:
+    """Read a file that this script wrote."""
+    try:
+        data = json.loads(Path(name).read_text())
+        report.render(data)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise argparse.ArgumentTypeError(f"{name} holds no results: {error!r}") from error
+    return data
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Reads the command line."""
+    """Read the command line."""
+    known = "\n".join(f"  {name:16} {what}" for name, what in arms.KNOWN.items())
+    known += "\n\nmodels:\n" + "\n".join(
+        f"  {k:18} {spec.title}" for k, spec in models.SPECS.items()
+    )
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog=f"arms; those of cgpass take options (cgpass:compiler=eager:rng=paired):\n{known}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    model_names, arm_names = arguments.names(models.SPECS), arguments.names(arms.KNOWN)
-    add("--models", type=model_names, help=f"names, with commas, of {','.join(models.SPECS)}: all")
-    more = ", ".join(name for name in arms.KNOWN if name not in arms.NAMES)
+    add("--models", type=names(one_of(models.SPECS)), default=[*models.REAL], help="with commas")
+    add("--modes", type=names(one_of(MODES)), default=["train"], help=f"of {', '.join(MODES)}")
+    add("--arms", type=names(arms.parse), help=f"with commas: {','.join(arms.USUAL)}")
+    add("--baseline", type=Path, help="another checkout: cgpass of that in more arms, @baseline")
+    add("--steps", type=positive(int), default=10, help="synchronised steps of a block (10)")
+    add("--rounds", type=positive(int), default=6, help="blocks of each arm (6)")
+    add("--processes", type=positive(int), default=2, help="of models on several devices (2)")
+    add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--quick", action="store_true", help="tiny models and few steps")
     add(
-        "--arms",
-        type=arm_names,
-        help=f"names, with commas; usual: {','.join(arms.NAMES)} (with --memory without {arms.LEAN}, with "
-        f"--inference {','.join(arms.INFERENCE)}); also {more}",
+        "--host-only",
+        action="store_true",
+        help="on CPU: replays do nothing, so that times are the host's",
     )
-    add("--steps", type=arguments.count, default=10, help="synchronised steps per block")
-    add("--rounds", type=arguments.count, default=6, help="blocks per arm")
-    add("--check-steps", type=arguments.count, default=5, help="steps whose losses are compared")
-    instead = parser.add_mutually_exclusive_group().add_argument
-    instead("--memory", action="store_true", help="peak memory and compile time instead of times")
-    instead("--inference", action="store_true", help="calls without gradients instead of steps")
-    instead("--compile-only", action="store_true", help="fill the compile cache and check losses")
-    add(
-        "--parallel",
-        type=arguments.count_from_zero,
-        default=0,
-        help="processes compiling at a time (0: by cores)",
-    )
-    add("--budget", type=arguments.seconds, default=520.0, help="seconds for everything")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--tiny", action="store_true", help="tiny models, to try the script")
+    add("--parallel", type=positive(int), help="processes at a time (by cores)")
+    add("--budget", type=positive(float), default=520.0, help="seconds for everything (520)")
     add("--out", type=Path, help="file for the JSON")
     add("--markdown", type=Path, help="file for the tables")
-    add("--plot", type=Path, help="file for bars relative to the limit (.svg; needs matplotlib)")
-    compare.add_arguments(parser, ("time", "memory", "inference"))
-    add("--worker", help=argparse.SUPPRESS)
+    add("--plot", type=Path, help="file for bars relative to the limit (.svg)")
+    add("--from", dest="source", type=result, metavar="JSON", help="measure nothing, read this")
+    add("--compare", type=result, metavar="JSON", help="an older result")
+    add("--tolerance", type=positive(float), default=5.0, help="percent that may be lost (5)")
     args = parser.parse_args(argv)
-    compare.check_arguments(parser, args, kind(args))
-    measured = compare.kind(args.source or {"kind": kind(args)})
-    plots.check_argument(parser, args.plot, measured)
+    if args.quick:
+        args.steps, args.rounds = min(args.steps, 2), min(args.rounds, 2)
+    if args.host_only and args.device != "cpu":
+        parser.error("--host-only: on CPU alone, with the simulated driver")
+    if args.baseline and not (args.baseline / "cgpass").is_dir():
+        parser.error(f"--baseline: there is no cgpass in {args.baseline}")
     return args
 
 
-def kind(args: argparse.Namespace) -> str:
-    """What is measured."""
-    return "memory" if args.memory else "inference" if args.inference else "time"
-
-
-def jobs(args: argparse.Namespace, directory: str) -> list[worker.Job]:
-    """One job a model, or one a model and arm for memory."""
-    names = arms.INFERENCE if args.inference else arms.NAMES
-    usual = [name for name in names if not (args.memory and name == arms.LEAN)]
-    chosen = tuple(args.arms or usual)
-    common = {
-        "device": args.device,
-        "tiny": args.tiny,
-        "steps": args.steps,
-        "rounds": args.rounds,
-        "check_steps": args.check_steps,
-        "directory": directory,
-    }
-    if args.memory:
-        return [
-            worker.Job(name=f"{model}.{arm}", kind="memory", model=model, arms=(arm,), **common)
-            for model in args.models or models.SPECS
-            for arm in chosen
-        ]
-    what = "compile" if args.compile_only else kind(args)
+def jobs(args: argparse.Namespace, mode: str, model: str) -> list[Job]:
+    """Return what each arm of a model does."""
+    chosen = args.arms or [
+        a for a in arms.USUAL if args.device == "cuda" or a not in arms.NEEDS_CUDA
+    ]
+    chosen = [a for a in chosen if mode != "start" or not a.startswith("limit")]
+    if args.baseline:
+        ours = [name for name in chosen if arms.is_ours(name)]
+        chosen = [*chosen, *(name + arms.BASELINE for name in ours)]
+    spread = models.SPECS[model].spread
     return [
-        worker.Job(name=model, kind=what, model=model, arms=chosen, **common)
-        for model in args.models or models.SPECS
+        Job(
+            model=model,
+            mode=mode,
+            arm=arm,
+            device=args.device,
+            tiny=args.quick,
+            steps=args.steps,
+            warm_up=8 if args.quick else 24,
+            root=str(args.baseline.resolve() if arm.endswith(arms.BASELINE) else meta.ROOT),
+            host_only=args.host_only,
+            processes=args.processes if spread else 1,
+        )
+        for arm in chosen
     ]
 
 
-class Fleet:
-    """The worker processes of one run: compile side by side, measure in turn."""
+class Bench:
+    """Measures model after model, as many at a time as there are cores for."""
 
-    def __init__(self, args: argparse.Namespace, directory: Path, deadline: float) -> None:
+    def __init__(self, args: argparse.Namespace, scratch: Path) -> None:
         self.args = args
-        self.directory = directory
-        self.deadline = deadline
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.dropped: dict[str, dict[str, dict[str, Any]]] = {}
-        """What is said of arms that a job was started again without, by its name."""
+        self.scratch = scratch
+        self.begun = time.monotonic()
+        self.deadline = self.begun + args.budget
 
-    def file(self, job: worker.Job, suffix: str) -> Path:
-        """A file by which parent and worker talk."""
-        return self.directory / f"{job.name}.{suffix}"
+    def tell(self, what: str) -> None:
+        """Print a line, with the seconds since the start."""
+        print(f"{time.monotonic() - self.begun:4.0f} s: {what}", flush=True)
 
-    def start(self, job: worker.Job) -> None:
-        """Starts a worker; for memory with a compile cache of its own."""
-        env = dict(os.environ)
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(meta.ROOT), env.get("PYTHONPATH")]))
-        threads = "2" if job.kind == "memory" else "3"
-        env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", threads)
-        env.setdefault("OMP_NUM_THREADS", "2")
-        if job.kind == "memory":
-            cache = self.directory / f"cache.{job.name}"
-            env["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-            env["TRITON_CACHE_DIR"] = str(cache / "triton")
-        described = json.dumps(dataclasses.asdict(job))
-        command = [sys.executable, "-u", str(Path(__file__).resolve()), "--worker", described]
-        self.processes[job.name] = subprocess.Popen(command, env=env, cwd=meta.ROOT)
+    def measured(self, todo: list[tuple[str, str]]) -> list[Entry]:
+        """Return the results of some models, each in a mode."""
+        found = {key: jobs(self.args, *key) for key in todo}
+        starts = {key: each for key, each in found.items() if key[0] == "start"}
+        steps = {key: each for key, each in found.items() if key[0] != "start"}
+        entries: dict[tuple[str, str], dict[str, Entry]] = {}
+        for key, each in starts.items():
+            entries[key] = self.started(each)
+        if steps:
+            entries |= self.stepped(steps)
+        tiny = " (tiny)" * self.args.quick
+        return [
+            {"model": model, "mode": mode, "title": models.SPECS[model].title + tiny}
+            | {"arms": entries[mode, model]}
+            for mode, model in todo
+        ]
 
-    def await_ready(self, batch: list[worker.Job], until: float) -> None:
-        """Waits until each worker is ready, gone, or too late (then it is ended)."""
-        for job in batch:
-            process = self.processes[job.name]
-            while process.poll() is None and not self.file(job, "ready").exists():
-                if time.monotonic() > until:
-                    print(f"{job.name}: not ready in time, ended", flush=True)
-                    process.kill()
-                    process.wait()
-                time.sleep(0.1)
+    def started(self, todo: list[Job]) -> dict[str, Entry]:
+        """Time first steps with an empty compile cache, then in a second process with what the first one left."""
+        found: dict[str, Entry] = {job.arm: {} for job in todo}
+        with tempfile.TemporaryDirectory(dir=self.scratch) as caches:
+            for phase in ("cold", "warm"):
+                crews = [
+                    Crew(job, Path(caches, str(n)))
+                    for n, job in enumerate(todo)
+                    if "error" not in found[job.arm]
+                ]
+                for crew, answers in zip(crews, self.all_say(crews, "first_steps"), strict=True):
+                    told = {phase: answers[0]} if answers else crew.error
+                    found[crew.job.arm] |= told or {}
+                self.ended(crews, found)
+        for entry in found.values():
+            entry.pop("process_group_ended", None)
+        return found
 
-    def restart_failed(self, batch: list[worker.Job]) -> list[worker.Job]:
-        """Starts workers that died while preparing again, without the arms that may kill them."""
-        again = []
-        for index, job in enumerate(batch):
-            status = self.processes[job.name].poll()
-            safe = tuple(name for name in job.arms if name not in RISKY)
-            if status in (None, 0) or safe == job.arms or not safe:
+    def stepped(
+        self, todo: dict[tuple[str, str], list[Job]]
+    ) -> dict[tuple[str, str], dict[str, Entry]]:
+        """Prepare all arms of some models side by side, then measure arm after arm, model after model."""
+        crews = {key: [Crew(job, self.cache_of(job)) for job in some] for key, some in todo.items()}
+        found: dict[tuple[str, str], dict[str, Entry]] = {
+            key: {job.arm: {} for job in some} for key, some in todo.items()
+        }
+        every = [crew for some in crews.values() for crew in some]
+        try:
+            for crew, answers in zip(every, self.all_say(every, "prepare"), strict=True):
+                entry = found[crew.job.mode, crew.job.model][crew.job.arm]
+                entry |= answers[0] if answers else crew.error or {}
+                self.tell(f"{crew.job.name}: {entry.get('error') or 'prepared'}")
+            for key, some in crews.items():
+                self.take_turns(some, found[key])
+                self.check(some, found[key])
+                self.ended(some, found[key])
+                self.tell(f"{key[1]}, {key[0]}: measured")
+        finally:
+            for crew in every:
+                crew.kill()
+        return found
+
+    def cache_of(self, job: Job) -> Path | None:
+        """Return where a process keeps what it compiled: the usual place, but another one for other code."""
+        return self.scratch / "baseline" if job.arm.endswith(arms.BASELINE) else None
+
+    def all_say(self, crews: list[Crew], command: str) -> list[list[Answer]]:
+        for crew in crews:
+            crew.say(command)
+        return [crew.hear(self.deadline) for crew in crews]
+
+    def take_turns(self, crews: list[Crew], found: dict[str, Entry]) -> None:
+        """Let each arm run a block, again and again, the first one moving on; then what is measured once."""
+        times: dict[str, dict[str, list[float]]] = {}
+        counters: dict[str, dict[str, int]] = {}
+        for number in range(self.args.rounds):
+            shift = number % len(crews)
+            for crew in crews[shift:] + crews[:shift]:
+                for answer in crew.ask("block", self.deadline)[:1]:  # of the first process
+                    counters[crew.job.arm] = answer.pop("counters")
+                    for key, values in answer.items():
+                        own = times.setdefault(crew.job.arm, collections.defaultdict(list))
+                        own[key] += values
+        for crew in crews:
+            entry, arm = found[crew.job.arm], crew.job.arm
+            answers = crew.ask("device_use", self.deadline)
+            entry |= {key: spread_of(values) for key, values in times.get(arm, {}).items()}
+            if crew.error:
+                entry |= crew.error
                 continue
-            print(f"{job.name}: ended with {status}, again without {RISKY}", flush=True)
-            died = {"error": f"the process ended with status {status} while preparing"}
-            wrote = self.written(job)["arms"]
-            self.dropped[job.name] = {
-                name: wrote[name] if "error" in wrote.get(name, {}) else died
-                for name in job.arms
-                if name in RISKY
-            }
-            batch[index] = dataclasses.replace(job, arms=safe)
-            self.start(batch[index])
-            again.append(batch[index])
-        return again
+            entry |= {key: max(each[key] for each in answers) for key in answers[0]}
+            if counters[arm].get("calls"):
+                steps = 3 * self.args.steps
+                per_step = {
+                    key: round(value / steps, 2) for key, value in counters[arm].items() if value
+                }
+                entry["per_step"] = per_step
 
-    def turn(self, job: worker.Job) -> None:
-        """Lets one ready worker measure, and waits for its end."""
-        process = self.processes[job.name]
-        if process.poll() is not None:
-            return
-        self.file(job, "go").touch()
-        if job.kind == "memory":
-            self._measure_footprint(job)
-        try:
-            process.wait(timeout=max(5.0, self.deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            print(f"{job.name}: out of time, ended", flush=True)
-            process.kill()
-            process.wait()
+    def check(self, crews: list[Crew], found: dict[str, Entry]) -> None:
+        """Compare results: of cgpass bitwise with the same kernels without graphs, others roughly with eager's."""
+        ours = [crew for crew in crews if arms.is_ours(crew.job.arm) and not crew.error]
+        for command in ("check", "check deterministic"):
+            todo = [
+                c
+                for c in ours
+                if not found[c.job.arm].get("check", {}).get("equal") and not c.error
+            ]
+            for crew, answers in zip(todo, self.all_say(todo, command), strict=True):
+                equal = bool(answers) and all(each["equal"] for each in answers)
+                told = {"equal": equal} | (crew.error or {})
+                found[crew.job.arm]["check"] = (answers[0] if answers else {}) | told
+        compared = (
+            name for name in ("eager", "default", *found) if "losses" in found.get(name, {})
+        )
+        known = found.get(next(compared, ""))
+        for entry in found.values():
+            if known and "losses" in entry and "check" not in entry:
+                pairs = zip(entry["losses"], known["losses"], strict=True)
+                entry["check"] = {
+                    "close": all(abs(a - b) <= NO_DISTANCE * max(1.0, abs(b)) for a, b in pairs)
+                }
 
-    def _measure_footprint(self, job: worker.Job) -> None:
-        """Writes what the device gets back when the process leaves, all others being idle."""
-        process = self.processes[job.name]
-        while process.poll() is None and not self.file(job, "measured").exists():
-            if time.monotonic() > self.deadline:
-                return
-            time.sleep(0.02)
-        cuda = self.args.device == "cuda"
-        before = torch.cuda.mem_get_info(0)[0] if cuda else 0
-        self.file(job, "leave").touch()
-        try:
-            process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            return
-        after = torch.cuda.mem_get_info(0)[0] if cuda else 0
-        self.file(job, "footprint").write_text(str(after - before))
-
-    def written(self, job: worker.Job) -> dict[str, Any]:
-        """What a worker wrote."""
-        path = self.file(job, "json")
-        return json.loads(path.read_text()) if path.exists() else {"model": job.model, "arms": {}}
-
-    def collect(self, job: worker.Job) -> dict[str, Any]:
-        """What a worker wrote, with how it ended, and what became of arms it was started again without."""
-        data = self.written(job)
-        data["arms"] |= self.dropped.get(job.name, {})
-        process = self.processes[job.name]
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        if not data.get("done"):
-            error = data.setdefault("error", f"the process ended with status {process.returncode}")
-            if job.kind == "memory":  # a process holds one arm: the others of the model are whole
-                entry = data["arms"].setdefault(job.arms[0], {})
-                entry.setdefault("error", error)
-                entry.setdefault("traceback", data.pop("traceback", ""))
-                del data["error"]
-        footprint = self.file(job, "footprint")
-        entry = data["arms"].get(job.arms[0], {})
-        if footprint.exists() and "reserved_bytes" in entry:
-            entry["footprint_bytes"] = int(footprint.read_text())
-            entry["beyond_allocator_bytes"] = entry["footprint_bytes"] - entry["reserved_bytes"]
-        shutil.rmtree(self.directory / f"cache.{job.name}", ignore_errors=True)
-        return data
+    def ended(self, crews: list[Crew], found: dict[str, Entry]) -> None:
+        """End processes; a process group that has not ended after 20 s never does."""
+        for crew in crews:
+            crew.say("end")
+        for crew in crews:
+            failed = crew.error is not None
+            crew.hear(time.monotonic() + 20)
+            if crew.job.processes > 1 and not failed:
+                found[crew.job.arm]["process_group_ended"] = crew.error is None
+            crew.kill()
 
 
-def merge(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Joins the results of one model's workers."""
-    joined: dict[str, dict[str, Any]] = {}
-    for data in found:
-        known = joined.setdefault(data["model"], {**data, "arms": {}})
-        known["arms"].update(data["arms"])
-        joined[data["model"]] = data | known  # a process that ended early knows of no title
-    return list(joined.values())
-
-
-def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Runs all jobs, in waves of what may compile side by side."""
-    deadline = time.monotonic() + args.budget
-    todo = jobs(args, str(directory))
-    size = args.parallel or max(1, (os.cpu_count() or 2) * 3 // 4)
-    args.parallel = size
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure all models, some at a time, as long as the budget lasts."""
     data: dict[str, Any] = {
-        "kind": kind(args),
-        "meta": meta.describe(args.device) | {"parallel": args.parallel, "tiny": args.tiny},
+        "meta": meta.describe(args.device) | {"tiny": args.quick},
         "results": [],
     }
-    if args.compile_only:
-        data["meta"]["compile_only"] = True
-    found: list[dict[str, Any]] = []
-    fleet = Fleet(args, directory, deadline)
-    for first in range(0, len(todo), size):
-        wave = todo[first : first + size]
-        left = deadline - time.monotonic()
-        if left < 20:
-            print(f"out of time, left out: {[job.name for job in todo[first:]]}", flush=True)
-            data["left_out"] = [job.name for job in todo[first:]]
-            break
-        for job in wave:
-            fleet.start(job)
-        reserve = 0 if args.memory or args.compile_only else min(0.35 * left, 20.0 * len(wave))
-        fleet.await_ready(wave, deadline - reserve)
-        fleet.await_ready(fleet.restart_failed(wave), deadline - reserve)
-        for job in wave:
-            fleet.turn(job)
-            found.append(fleet.collect(job))
-            data["results"] = merge(found)
+    if args.baseline:
+        data["meta"]["baseline"] = meta.commit(args.baseline) or args.baseline.name
+    for root in {meta.ROOT, args.baseline or meta.ROOT}:  # what is compiled once a machine
+        code = "from benchlib import arms; arms.wait_for_native_code()"
+        paths = os.pathsep.join([str(root.resolve()), str(SCRIPTS)])
+        env = os.environ | {"PYTHONPATH": paths}
+        subprocess.run([sys.executable, "-c", code], env=env, cwd=SCRIPTS, check=True)
+    todo = [(mode, model) for mode in args.modes for model in args.models]
+    room = args.parallel or max(1, (os.cpu_count() or 2) * 3 // 4)
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+        bench = Bench(args, Path(scratch))
+        while todo:
+            if bench.deadline - time.monotonic() < 20:
+                data["left_out"] = [f"{model}, {mode}" for mode, model in todo]
+                break
+            sizes = [sum(job.processes for job in jobs(args, *key)) for key in todo]
+            count = max(1, sum(sum(sizes[: n + 1]) <= room for n in range(len(sizes))))
+            wave, todo = todo[:count], todo[count:]
+            data["results"] += bench.measured(wave)
+            data["meta"]["seconds"] = round(time.monotonic() - bench.begun, 1)
             write(args, data)
-    data["meta"]["seconds"] = round(args.budget - (deadline - time.monotonic()), 1)
     return data
 
 
 def write(args: argparse.Namespace, data: dict[str, Any]) -> None:
-    """Writes the JSON and the tables as far as they are."""
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(data, indent=1) + "\n")
-    if args.markdown:
-        args.markdown.parent.mkdir(parents=True, exist_ok=True)
-        args.markdown.write_text(report.render(data))
-
-
-def failures(data: dict[str, Any]) -> Iterator[str]:
-    """What of a result makes it no result: what is left out or ended early, arms of cgpass that failed or differ."""
-    if data.get("left_out"):
-        yield f"left out, out of time: {', '.join(data['left_out'])}"
-    elif not data["results"]:
-        yield "no results"
-    for model in data["results"]:
-        if "error" in model:
-            yield f"{compare.title(model)}: {' '.join(model['error'].split())[:200]}"
-    yield from compare.flags(data)
+    """Write what was asked for."""
+    texts = {
+        args.out: lambda: json.dumps(data, indent=1) + "\n",
+        args.markdown: lambda: report.render(data),
+        args.plot: lambda: report.plot(data),
+    }
+    for path, text in texts.items():
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text())
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the benchmark, or one worker of it."""
+    """Measure, write and compare; return 1 where cgpass failed, differs or got worse."""
     args = parse(argv)
-    if args.worker:
-        described = json.loads(args.worker)
-        return worker.main(worker.Job(**described | {"arms": tuple(described["arms"])}))
-    if args.source:
-        data = args.source
-    else:
-        with tempfile.TemporaryDirectory(prefix="bench-") as directory:
-            data = run(args, Path(directory))
+    data = args.source or run(args)
     write(args, data)
-    if args.plot:
-        plots.draw(args.plot, plots.figures(data))
     print(report.render(data), flush=True)
-    worse = compare.against(args, data)
-    wrong = list(failures(data))
+    wrong = compare.problems(data) + compare.slower_than_baseline(data, args.tolerance)
+    if args.compare:
+        asked = compare.only(args.compare, [(r["mode"], r["model"]) for r in data["results"]])
+        text, worse = compare.compare(asked, data, args.tolerance)
+        print(text, flush=True)
+        wrong += worse
     for what in wrong:
         print(what, file=sys.stderr)
-    return 1 if worse or wrong else 0
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -1,28 +1,28 @@
 #!/usr/bin/env bash
-# Checks and measures cgpass on a machine with a CUDA device; one JSON per part into a folder.
+# Checks and measures cgpass on a machine with a CUDA device; each part writes a log and a JSON into a folder.
 #
 #   bash scripts/gpu_check.sh --part PART [--out DIR] [-- extra arguments]
 #
-#   tests   the GPU tests, in parallel over one shared compile cache; extra arguments go to pytest
-#   bench   step times of all models and arms, captured and total kernels; extra go to bench.py
-#   memory  peak memory and compile time, one process per arm; extra arguments go to bench.py
-#   inference  host time of calls of all models without gradients; extra arguments go to bench.py
-#   overhead  host time of calls of stacks of small layers; extra arguments go to bench_overhead.py
-#   graphed  host time of callables graphed by hand; extra arguments go to bench_graphed.py
-#   recompute  what recomputed random operators cost and checkpoints save; extra go to bench_recompute.py
-#   start   seconds until a model trains from graphs, cold and in a second process; extra go to bench_start.py
-#   dist    the tests that need several devices; with one device says so
-#   dist-bench  steps and memory on two devices; extra arguments go to bench_distributed.py; with one device says so
+#   tests       the GPU tests, in parallel over one compile cache; extra arguments go to pytest
+#   dist        the tests that need several devices
+#   bench       training steps and memory of the models; extra arguments of this and all below go to bench.py
+#   inference   calls of the models without gradients
+#   overhead    host time of stacks of 1, 10 and 100 small layers
+#   step        whole steps by cgpass.train_step, against pieces and a graph by hand
+#   graphed     callables graphed by hand, against torch's
+#   recompute   recomputed random operators, and what checkpoints save
+#   start       seconds until a model trains from graphs, cold and in a second process
+#   dist-bench  tensor parallel, FSDP2 and SimpleFSDP on two devices
 #
-# `python scripts/results.py --take DIR` keeps all of it in docs/results and brings README in step. With
-# `-- --compare OLD.json` bench, memory, inference and overhead fail where cgpass got worse than in an older result.
+# `-- --baseline DIR` measures another checkout beside this one, `-- --compare OLD.json` fails where cgpass got worse.
+# `python scripts/results.py --take DIR` keeps all of it in docs/results.
 #
-# Each part takes less than nine minutes. PYTHON names the interpreter (python3), WORKERS the number of processes (8),
-# LIMIT the seconds after which tests are interrupted (520); what failed by then is reported. BENCH_COMMIT names the
+# Each part ends within nine minutes. PYTHON names the interpreter (python3), WORKERS the number of pytest's processes
+# (8), LIMIT the seconds after which a part is interrupted (520); what is known by then is written. BENCH_COMMIT names the
 # commit where the sources are a copy without history.
 set -u -o pipefail
 
-usage() { sed -n '2,22s/^# \{0,1\}//p' "$0"; }
+usage() { sed -n '2,24s/^# \{0,1\}//p' "$0"; }
 
 part="" out="gpu-check" workers="${WORKERS:-8}" limit="${LIMIT:-520}"
 while [ $# -gt 0 ]; do
@@ -56,87 +56,56 @@ export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$scratch/triton}"
 
 have() { "$python" -c "import $1" >/dev/null 2>&1; }
 
-# Files that need a package this machine lacks would fail to import: left out, and named.
-left_out=() ignored=()
-leave_out_what_needs() {
-  have "$1" && return
-  while IFS= read -r file; do
-    ignored+=("--ignore=$file")
-    left_out+=("$file: $1 is not installed")
-  done < <(grep -lE "^(import|from) $1\b" -r tests --include='test_*.py' 2>/dev/null)
-}
-
-# run_pytest NAME LIMIT_S MARKS PATH... : writes NAME.xml and NAME.log into the folder.
+# run_pytest WORKERS MARKS ARGUMENTS... : files that need a package which this machine lacks are left out, and named.
 run_pytest() {
-  local name="$1" limit="$2" marks="$3"
-  shift 3
-  local parallel=()
+  local workers="$1" marks="$2" options=()
+  shift 2
+  for package in expecttest hypothesis transformers timm; do
+    have "$package" && continue
+    while IFS= read -r file; do
+      echo "left out: $file: $package is not installed"
+      options+=("--ignore=$file")
+    done < <(grep -lE "^(import|from) $package\b" -r tests --include='test_*.py')
+  done
+  have pytest_timeout && options+=(--timeout=240)
   if [ "$workers" -gt 1 ] && have xdist; then
-    parallel=(-n "$workers" --dist worksteal)
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
-    export TORCHINDUCTOR_COMPILE_THREADS="${TORCHINDUCTOR_COMPILE_THREADS:-2}"
+    options+=(-n "$workers" --dist worksteal)
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" TORCHINDUCTOR_COMPILE_THREADS="${TORCHINDUCTOR_COMPILE_THREADS:-2}"
   fi
-  timeout --signal=INT --kill-after=15 "$limit" "$python" -m pytest -v -m "$marks" \
-    $(have pytest_timeout && echo --timeout=240) -o junit_family=xunit1 --junitxml="$out/$name.xml" -p no:cacheprovider -p no:benchmark --tb=short \
-    ${parallel[@]+"${parallel[@]}"} ${ignored[@]+"${ignored[@]}"} "$@" 2>&1 | tee "$out/$name.log"
+  timeout --signal=INT --kill-after=15 "$limit" "$python" -m pytest -v -m "$marks" -o junit_family=xunit1 \
+    --junitxml="$scratch/report.xml" -p no:cacheprovider --tb=short ${options[@]+"${options[@]}"} tests "$@"
+  "$python" -m benchlib.check --part "$part" --status $? --out "$out/$part.json" "$scratch/report.xml"
 }
 
-summarise() {
-  "$python" -m benchlib.check --part "$1" --status "$2" --out "$out/$1.json" \
-    --left-out ${left_out[@]+"${left_out[@]}"} -- "$out/$1.xml"
+run_bench() {
+  timeout --signal=INT --kill-after=15 "$((limit + 15))" "$python" scripts/bench.py --budget "$limit" \
+    --out "$out/$part.json" --markdown "$out/$part.md" "$@"
+}
+
+run_part() {
+  case "$part" in
+    tests) run_pytest "$workers" "gpu and not multigpu" "$@" ;;
+    dist) run_pytest 1 multigpu "$@" ;;
+    bench) run_bench --rounds 4 "$@" ;;
+    inference) run_bench --modes inference --arms default,reduce-overhead,cgpass "$@" ;;
+    overhead)
+      run_bench --modes inference,train --models stack1,stack10,stack100 --arms eager,default,reduce-overhead,cgpass \
+        --steps 20 --rounds 10 "$@" ;;
+    step)
+      run_bench --models stack10,stack100,vit_small,gpt2 --arms default,reduce-overhead,cgpass,cgpass-step,limit-step "$@" ;;
+    graphed) run_bench --models layer --arms eager,graphed,torch-graphed,limit-eager --steps 50 --rounds 20 "$@" ;;
+    recompute)
+      run_bench --models attentions,attentions_nodrop,blocks,blocks_torch,blocks_cgpass \
+        --arms eager,default,reduce-overhead,cgpass,cgpass:rng=paired,limit-eager "$@" ;;
+    start) run_bench --modes start --models gpt2,llama,vit_small,mixtral --arms default,reduce-overhead,cgpass "$@" ;;
+    dist-bench)
+      run_bench --models llama_tp,llama_fsdp2,llama_simplefsdp --arms default,reduce-overhead,cgpass "$@" ;;
+    *) echo "unknown part: '$part'" >&2; usage >&2; return 2 ;;
+  esac
 }
 
 devices="$("$python" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null || echo 0)"
-"$python" -c 'import torch; print("torch", torch.__version__, "cuda devices", torch.cuda.device_count())'
-
 case "$part" in
-  tests)
-    leave_out_what_needs expecttest
-    leave_out_what_needs hypothesis
-    leave_out_what_needs transformers
-    leave_out_what_needs timm
-    run_pytest tests "$limit" "gpu and not multigpu" tests "$@"
-    summarise tests $?
-    ;;
-  dist)
-    leave_out_what_needs expecttest
-    if [ "$devices" -lt 2 ]; then
-      echo "needs 2 GPUs, found $devices: the distributed tests are not run"
-      left_out+=("every multigpu test: needs 2 GPUs, found $devices")
-      : >"$out/dist.xml" && rm -f "$out/dist.xml"
-      summarise dist 5
-    else
-      workers=1
-      run_pytest dist "$limit" multigpu tests "$@"
-      summarise dist $?
-    fi
-    ;;
-  bench | memory | inference)
-    flags=(--budget 510 --out "$out/$part.json" --markdown "$out/$part.md")
-    [ "$part" = bench ] || flags+=("--$part")
-    timeout --signal=INT --kill-after=15 535 "$python" scripts/bench.py "${flags[@]}" "$@" 2>&1 \
-      | tee "$out/$part.log"
-    ;;
-  overhead)
-    flags=(--json "$out/overhead.json" --markdown "$out/overhead.md")
-    timeout --signal=INT --kill-after=15 535 "$python" scripts/bench_overhead.py "${flags[@]}" "$@" \
-      2>&1 | tee "$out/overhead.log"
-    ;;
-  graphed | recompute | start)
-    timeout --signal=INT --kill-after=15 535 "$python" "scripts/bench_$part.py" \
-      --json "$out/$part.json" "$@" 2>&1 | tee "$out/$part.log"
-    ;;
-  dist-bench)
-    if [ "$devices" -lt 2 ]; then
-      echo "needs 2 GPUs, found $devices: nothing is measured"
-    else
-      timeout --signal=INT --kill-after=15 480 "$python" scripts/bench_distributed.py \
-        --json "$out/dist-bench.json" "$@" 2>&1 | tee "$out/dist-bench.log"
-    fi
-    ;;
-  *)
-    echo "unknown part: '$part'" >&2
-    usage >&2
-    exit 2
-    ;;
+  dist*) [ "$devices" -ge 2 ] || { echo "$part needs 2 GPUs, found $devices" >&2; exit 2; } ;;
 esac
+run_part "$@" 2>&1 | tee "$out/$part.log"

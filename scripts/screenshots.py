@@ -2,7 +2,7 @@
 
     python scripts/screenshots.py
 
-Needs chromium and pillow (which matplotlib brings). The model chooses tokens by their values, so that some operators can't
+Needs chromium and pillow, which the extra "dev" brings. The model chooses tokens by their values, so that some operators can't
 be captured; where there is no CUDA device, times are those of the simulated driver.
 """
 

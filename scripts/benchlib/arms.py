@@ -1,143 +1,193 @@
-"""The arms of the benchmark: ways to run the same forward and backward.
+"""The arms of the benchmark: ways to run the same training step, or the same call without gradients.
 
-Every arm has its own copy of the model and its own fused AdamW, which runs outside any graph.
+Every arm has its own copy of the model and its own fused AdamW.
 """
 
-from __future__ import annotations
-
 import contextlib
-import importlib.metadata
+import importlib
+import operator
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-import cgpass
-from benchlib.report import LEAN
-from cgpass.runtime import native
+from benchlib.models import Batch, Workload
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+KNOWN = {
+    "eager": "no compilation",
+    "default": "torch.compile",
+    "reduce-overhead": "torch.compile with mode='reduce-overhead'",
+    "cudagraphs": "torch.compile with backend='cudagraphs'",
+    "cgpass": "torch.compile with backend='cgpass'",
+    "cgpass-step": "cgpass.train_step, the optimizer part of the graph",
+    "graphed": "cgpass.make_graphed_callables",
+    "torch-graphed": "torch.cuda.make_graphed_callables",
+    "limit": "one graph of default's forward and backward, captured by hand; nothing is checked or copied",
+    "limit-eager": "the same of eager's kernels",
+    "limit-step": "the same of default's kernels, with the optimizer",
+}
+USUAL = ("default", "reduce-overhead", "cgpass", "limit")
+NEEDS_CUDA = (
+    "reduce-overhead",
+    "cudagraphs",
+    "torch-graphed",
+    "limit",
+    "limit-eager",
+    "limit-step",
+)
+BASELINE = "@baseline"
 
-    from benchlib.models import Batch, Workload
 
-INFERENCE = ("default", "reduce-overhead", "cgpass")
-NAMES = ("eager", "default", "reduce-overhead", "cudagraphs", "cgpass", LEAN, "limit")
-REFERENCE = "cgpass-none"
-KNOWN = (*NAMES, "cgpass-eager", "cgpass-direct", REFERENCE)
-
-
-def backend() -> Any:
-    """The backend's name where its entry point is installed, else the function itself."""
-    found = importlib.metadata.entry_points(group="torch_dynamo_backends", name="cgpass")
-    return "cgpass" if found else cgpass.cgpass
-
-
-def check_name(name: str) -> None:
-    """Refuses an arm that doesn't exist.
+def parse(name: str) -> tuple[str, dict[str, Any]]:
+    """Split "cgpass:rng=paired" into the arm and its options.
 
     Raises:
-        ValueError: The arm isn't known.
+        ValueError: There is no such arm, or it takes no options.
     """
-    if name not in KNOWN:
-        raise ValueError(f"unknown arm {name!r}; known: {', '.join(KNOWN)}")
+    base, *pairs = name.removesuffix(BASELINE).split(":")
+    if base not in KNOWN:
+        raise ValueError(f"unknown arm {base!r}; known: {', '.join(KNOWN)}")
+    if pairs and not is_ours(base):
+        raise ValueError(f"{base!r} takes no options; arms of cgpass do")
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"{pair!r} in {name!r} is no option=value")
+        options[key] = int(value) if value.isdigit() else value
+    return base, options
 
 
-def compile_settings(name: str, device: torch.device) -> dict[str, Any] | None:
-    """Keyword arguments for torch.compile, None for eager."""
-    check_name(name)
-    if name.startswith("cgpass"):
-        options = {"driver": "auto" if device.type == "cuda" else "simulated"}
-        if name == "cgpass-eager":
-            options["compiler"] = "eager"
-        if name in ("cgpass-direct", LEAN):
-            options["parameter_grads"] = "direct"
-        if name == REFERENCE:
-            options["driver"] = "none"
-        return {"backend": backend(), "options": options}
-    settings: dict[str, dict[str, Any] | None] = {
-        "eager": None,
+def is_ours(name: str) -> bool:
+    """Return whether an arm is cgpass, of this checkout, in any setting."""
+    return name.split(":")[0] in ("cgpass", "cgpass-step", "graphed") and BASELINE not in name
+
+
+def compile_settings(name: str, device: torch.device, *, plain: bool = False) -> dict[str, Any]:
+    """Return the keyword arguments for torch.compile; `plain` is cgpass' kernels without graphs."""
+    base, options = parse(name)
+    if base == "cgpass":
+        return {"backend": importlib.import_module("cgpass").cgpass} | {
+            "options": our_options(options, device, plain=plain)
+        }
+    if base == "default" and device.type == "cpu":
+        return {"backend": "aot_eager"}  # kernels for the CPU are not what is measured
+    settings = {
         "reduce-overhead": {"mode": "reduce-overhead"},
         "cudagraphs": {"backend": "cudagraphs"},
     }
-    return settings.get(name, {})
+    return settings.get(base, {})
+
+
+def our_options(given: dict[str, Any], device: torch.device, *, plain: bool) -> dict[str, Any]:
+    """Return the options of a compiled arm of cgpass; on CPU the simulated driver runs aten kernels."""
+    here = {"compiler": "eager", "driver": "simulated"} if device.type == "cpu" else {}
+    return here | given | ({"driver": "none"} if plain else {})
+
+
+def wait_for_native_code() -> None:
+    """Wait for what cgpass compiles once a machine, by the names that this checkout or an older one has for it."""
+    for module, name in (("native", "loader.wait"), ("fast", "wait"), ("node", "wait")):
+        with contextlib.suppress(ImportError, AttributeError):
+            wait = operator.attrgetter(name)(importlib.import_module(f"cgpass.runtime.{module}"))
+            wait()
 
 
 class Arm:
-    """A copy of the model, its optimizer, and one way to run forward and backward.
+    """A copy of the model, its optimizer, and one way to run a step.
 
     Attributes:
-        name: The arm's name.
         module: The model on the device.
-        optimizer: Fused AdamW over the model's parameters.
         compile_s: Seconds that `torch.compile` took, with what it imports; nothing is traced yet.
     """
 
-    def __init__(self, name: str, workload: Workload) -> None:
-        settings = compile_settings(name, workload.device)
-        self.name = name
-        self.workload = workload
-        self.module = workload.instance(name.replace("-", "_"))
-        self.optimizer = self._new_optimizer()
+    def __init__(self, name: str, workload: Workload, *, plain: bool = False) -> None:
+        self.base, self.options = parse(name)
+        self.name, self.workload, self.plain = name, workload, plain
+        tag = "".join(c if c.isalnum() else "_" for c in name) + "_plain" * plain
+        self.module: Any = workload.instance(tag)
         self._call: Callable[..., torch.Tensor] = self.module
         start = time.perf_counter()
-        if settings is not None and workload.spec.regions is not None:
-            for region in workload.spec.regions(self.module):
-                region.compile(**settings)
-        elif settings is not None:
-            self._call = torch.compile(self.module, **settings)
+        self._compile()
         self.compile_s = time.perf_counter() - start
-        self._marks_steps = name in ("reduce-overhead", "cudagraphs")
+        self.optimizers = self._new_optimizers()
+        self._marks_steps = self.base in ("reduce-overhead", "cudagraphs")
 
-    def _new_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.module.parameters(), lr=1e-4, fused=True)
+    def _compile(self) -> None:
+        spec = self.workload.spec
+        if self.base == "eager":
+            return
+        settings = compile_settings(self.name, self.workload.device, plain=self.plain)
+        if spec.spread:
+            spread = importlib.import_module("benchlib.spread")
+            self._call = getattr(spread, spec.spread)(self.module, settings)
+        elif spec.regions is not None:
+            for region in spec.regions(self.module):
+                region.compile(**settings)
+        else:
+            self._call = torch.compile(self.module, **settings)
+
+    def _new_optimizers(self) -> list[torch.optim.Optimizer]:
+        groups: dict[
+            type, list[torch.nn.Parameter]
+        ] = {}  # torch 2.11 takes no mixture with DTensor
+        for p in self.module.parameters():
+            groups.setdefault(type(p.data), []).append(p)
+        return [torch.optim.AdamW(group, lr=1e-4, fused=True) for group in groups.values()]
 
     def prepare(self) -> None:
-        """Does what must happen once before the first step: waits for what cgpass compiles in the background."""
-        if self.name.startswith("cgpass"):
-            native.loader.wait()
+        """Do what must happen once before the first step."""
+        if self.base in ("cgpass", "cgpass-step", "graphed"):  # what is compiled in the background
+            wait_for_native_code()
 
     def begin(self) -> None:
-        """Starts a step: marks it where the arm wants that, and drops the gradients."""
+        """Start a step: mark it where the arm wants that, and drop the gradients."""
         if self._marks_steps:
             torch.compiler.cudagraph_mark_step_begin()
-        self.optimizer.zero_grad(set_to_none=True)
+        if not self.workload.inference:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(set_to_none=True)
 
-    def forward_backward(self, batch: Batch) -> torch.Tensor:
-        """Runs forward and backward; returns the loss.
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Run forward and backward, or the forward alone; return the loss.
 
         Lifetime: with graphs the loss may lie in a graph's pool; read it before the next step.
         """
-        with self._autocast():
-            loss = self._call(**batch)
-        with self._threads():
-            loss.backward()
+        if self.workload.inference:
+            with torch.no_grad():
+                return self._loss(batch)
+        loss = self._loss(batch)
+        loss.backward()
         return loss.detach()
 
     def finish(self) -> None:
-        """Ends a step: the optimizer."""
-        self.optimizer.step()
+        """End a step: run the optimizer."""
+        if not self.workload.inference:
+            for optimizer in self.optimizers:
+                optimizer.step()
 
     def step(self, batch: Batch) -> torch.Tensor:
-        """One whole training step; returns the loss."""
+        """Run one whole step; return the loss."""
         self.begin()
-        loss = self.forward_backward(batch)
+        loss = self.run(batch)
         self.finish()
         return loss
 
-    def restart(self) -> None:
-        """Puts the weights, buffers and optimizer back to where they started."""
+    def _restart(self) -> None:
+        """Put weights, buffers and optimizer back to where they started, in place."""
         with torch.no_grad():
             start = self.workload.master.state_dict()
             for key, value in self.module.state_dict().items():
                 value.copy_(start[key])
-        self.optimizer.zero_grad(set_to_none=True)
-        self.optimizer = self._new_optimizer()
+            for optimizer in self.optimizers:
+                for state in optimizer.state.values():
+                    for value in state.values():
+                        value.zero_()
 
-    def _threads(self) -> contextlib.AbstractContextManager[Any]:
-        if self.name == LEAN:
-            return torch.autograd.set_multithreading_enabled(False)
-        return contextlib.nullcontext()
+    def _loss(self, batch: Batch) -> torch.Tensor:
+        with self._autocast():
+            return self._call(**batch)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if not self.workload.spec.autocast:
@@ -145,120 +195,150 @@ class Arm:
         return torch.autocast(self.workload.device.type, dtype=torch.bfloat16)
 
 
-class InferenceArm(Arm):
-    """Calls of the model in eval mode that nobody wants gradients of: forward alone."""
+class StepArm(Arm):
+    """`cgpass.train_step`: one call is the whole step."""
 
-    def __init__(self, name: str, workload: Workload) -> None:
-        super().__init__(name, workload)
-        self.module.eval()
+    def _compile(self) -> None:
+        if self.workload.inference or self.workload.spec.spread or self.workload.spec.regions:
+            raise RuntimeError("train_step is for training steps of whole models on one device")
+
+    def prepare(self) -> None:
+        super().prepare()
+        module, autocast, device = self.module, self._autocast(), self.workload.device
+
+        def loss_fn(**batch: torch.Tensor) -> torch.Tensor:
+            with autocast:
+                return module(**batch)
+
+        options = our_options(self.options, device, plain=self.plain)
+        train_step = importlib.import_module("cgpass").train_step
+        self._step = train_step(loss_fn, self.optimizers, options=options)
 
     def begin(self) -> None:
-        """Marks a step where the arm wants that."""
-        if self._marks_steps:
-            torch.compiler.cudagraph_mark_step_begin()
+        """The step drops the gradients."""
 
-    def forward_backward(self, batch: Batch) -> torch.Tensor:
-        """Runs the forward; returns the loss."""
-        with torch.no_grad(), self._autocast():
-            return self._call(**batch)
+    def run(self, batch: Batch) -> torch.Tensor:
+        return self._step(**batch)
 
     def finish(self) -> None:
-        """There is nothing to be updated."""
+        """The optimizer has run."""
 
-    def restart(self) -> None:
-        """Nothing has changed."""
+
+class GraphedArm(Arm):
+    """The module recorded by `make_graphed_callables`, ours or torch's, with its batch as the sample."""
+
+    def _compile(self) -> None:
+        if self.workload.inference or self.workload.spec.spread:
+            raise RuntimeError("callables are graphed for training on one device")
+
+    def prepare(self) -> None:
+        super().prepare()
+        sample = tuple(value.clone() for value in self.workload.batches[0].values())
+        with self._autocast():
+            if self.base == "torch-graphed":
+                graphed: Any = torch.cuda.make_graphed_callables(self.module, sample)
+            else:
+                driver = "simulated" if self.workload.device.type == "cpu" else "auto"
+                options = {"driver": "none" if self.plain else driver} | self.options
+                make = importlib.import_module("cgpass").make_graphed_callables
+                graphed = make(self.module, sample, options=options)
+        self._call = lambda **batch: graphed(*batch.values())
+        self._restart()
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if not self.workload.spec.autocast:
+            return contextlib.nullcontext()
+        kind = self.workload.device.type
+        return torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=False)
 
 
 class LimitArm(Arm):
-    """The lower bound: one graph, captured by hand, of forward and backward of Inductor's kernels.
+    """The lower bound: one graph, captured by hand.
 
-    Its inputs and gradients are static. `copies_inputs` makes it read the batch it is given, for
-    checking the losses; the timed replay reads the memory it was captured with.
+    Its inputs and gradients are static. `copies_inputs` makes it read the batch it is given, for checking the losses;
+    the timed replay reads the memory it was captured with.
     """
 
-    def __init__(self, name: str, workload: Workload) -> None:
-        super().__init__(name, workload)
+    def _compile(self) -> None:
+        if self.workload.spec.spread:
+            raise RuntimeError("the limit is captured on one device")
+        if self.base != "limit-eager":
+            super()._compile()
         self.copies_inputs = True
-        self._static = {key: value.clone() for key, value in workload.batches[0].items()}
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._loss: torch.Tensor | None = None
+        self._static = {key: value.clone() for key, value in self.workload.batches[0].items()}
+
+    def _new_optimizers(self) -> list[torch.optim.Optimizer]:
+        if self.base != "limit-step":
+            return super()._new_optimizers()
+        lr = torch.tensor(1e-4, device=self.workload.device)
+        return [torch.optim.AdamW(self.module.parameters(), lr=lr, fused=True, capturable=True)]
 
     def prepare(self) -> None:
-        """Warms up on a side stream, then captures.
+        """Warm up on a side stream, then capture.
 
         Raises:
-            RuntimeError: There is no CUDA device, or the model synchronises with the host.
+            RuntimeError: The model synchronises with the host.
         """
-        if self.workload.device.type != "cuda":
-            raise RuntimeError("the limit needs a CUDA device")
+        checkpointed = self.base == "limit-eager"
+        graph = importlib.import_module("cgpass").CheckpointedGraph() if checkpointed else None
+        warm_up = graph.warm_up if graph else contextlib.nullcontext
+        graph = graph or torch.cuda.CUDAGraph()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(3):
-                self._drop_and_run()
-            side.synchronize()
-            self._run_without_sync()
+            for last in (False, False, False, True):
+                torch.cuda.set_sync_debug_mode("error" if last and not checkpointed else "default")
+                try:  # fail here rather than inside a capture, which would harm the process' generators
+                    with warm_up():
+                        self._body()
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+                side.synchronize()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
-        self.optimizer.zero_grad(set_to_none=True)
-        # cuBLAS' workspace must be captured too: whoever clears the workspaces later (Inductor's graphs and
-        # cgpass do, for every recording) would free it under this graph.
+        super().begin()
+        # cuBLAS' workspace must be captured, too: whoever clears the workspaces later (Inductor's graphs and cgpass
+        # do, for every recording) would free it under this graph.
         torch._C._cuda_clearCublasWorkspaces()
-        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-            self._loss = super().forward_backward(self._static)
+            self._result = super().run(self._static)
+            if self.base == "limit-step":
+                super().finish()
         self._graph = graph
+        self._restart()
         torch.cuda.synchronize()
+
+    def _body(self) -> None:
+        super().begin()
+        super().run(self._static)
+        if self.base == "limit-step":
+            super().finish()
 
     def begin(self) -> None:
         """The gradients are static: nothing to drop."""
 
-    def forward_backward(self, batch: Batch) -> torch.Tensor:
-        """Replays the graph."""
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Replay the graph."""
         if self.copies_inputs:
             for key, value in batch.items():
                 self._static[key].copy_(value)
         self._graph.replay()
-        return self._loss
+        return self._result
 
-    def restart(self) -> None:
-        """Resets weights and optimizer state, keeping the gradients where the graph writes them."""
-        grads = [parameter.grad for parameter in self.module.parameters()]
-        super().restart()
-        for parameter, grad in zip(self.module.parameters(), grads, strict=True):
-            parameter.grad = grad
-
-    def _drop_and_run(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        super().forward_backward(self._static)
-
-    def _run_without_sync(self) -> None:
-        """Fails here rather than inside a capture, which would harm the process's generators."""
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            self._drop_and_run()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    def finish(self) -> None:
+        if self.base != "limit-step":
+            super().finish()
 
 
-def make(name: str, workload: Workload) -> Arm:
-    """The arm of that name, not yet prepared."""
-    if workload.inference:
-        return InferenceArm(name, workload)
-    return (LimitArm if name == "limit" else Arm)(name, workload)
+def make(name: str, workload: Workload, *, plain: bool = False) -> Arm:
+    """Return the arm of that name, not yet prepared.
 
-
-def repair(device: torch.device) -> None:
-    """Makes the process usable after an arm failed, perhaps inside a capture.
-
-    A random op drawn inside a capture that failed leaves the generator believing that it is still
-    being captured.
+    Raises:
+        RuntimeError: The arm needs a CUDA device.
     """
-    if device.type != "cuda":
-        return
-    torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    generator.graphsafe_set_state(generator.clone_state())
-    torch.randn(1, device=device)
-    torch.cuda.synchronize()
+    base = parse(name)[0]
+    if base in NEEDS_CUDA and workload.device.type != "cuda":
+        raise RuntimeError(f"{base} needs a CUDA device")
+    kinds = {"cgpass-step": StepArm, "graphed": GraphedArm, "torch-graphed": GraphedArm}
+    kind = LimitArm if base.startswith("limit") else kinds.get(base, Arm)
+    return kind(name, workload, plain=plain)

@@ -1,89 +1,85 @@
-"""Processes that work on one thing together: told what to do through pipes, each answers."""
+"""The processes of one arm of one model: told what to do through pipes, each answers."""
 
-from __future__ import annotations
-
+import dataclasses
+import json
 import multiprocessing
 import os
 import socket
+import subprocess
+import sys
 import time
-import traceback
 from multiprocessing import connection
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from benchlib.worker import Job
 
 Answer = dict[str, Any]
+SCRIPTS = Path(__file__).resolve().parents[1]
 OTHERS_S = 3.0
 """Once one process has failed the others may wait for it: they are given so long to say why they did."""
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def _process(target: Callable[..., None], rank: int, job: Answer, pipe: Any) -> None:
-    try:
-        target(rank, job, pipe)
-    except BaseException as error:
-        pipe.send({"error": "".join(traceback.format_exception_only(error)).strip()[:600]})
-        os._exit(1)  # at once: what is left of a group would be waited for
+def environment(job: Job, cache: Path | None) -> dict[str, str]:
+    """Return the environment of a process: whose cgpass, how many threads, and which compile cache."""
+    env = dict(os.environ)
+    env["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [job.root, str(SCRIPTS), env.get("PYTHONPATH")])
+    )
+    env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "3")
+    env.setdefault("OMP_NUM_THREADS", "1" if job.device == "cpu" else "2")
+    if job.processes > 1:
+        env |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+        env |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # deterministic algorithms ask for it
+    if cache is not None:
+        env["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+        env["TRITON_CACHE_DIR"] = str(cache / "triton")
+    return env
 
 
 class Crew:
     """Processes with ranks.
 
     Attributes:
-        error: What went wrong first, None as long as all is well; from then on the processes are gone.
+        error: What went wrong first, as {"error": ..., "traceback": ...}; from then on the processes are gone.
     """
 
-    def __init__(
-        self, target: Callable[..., None], processes: int, job: Answer, *, method: str
-    ) -> None:
-        """Starts them.
-
-        Args:
-            target: Called as `target(rank, job, pipe)`; sends answers, receives commands.
-            processes: How many.
-            job: For all of them; a free "port" is added.
-            method: "fork" or "spawn".
-        """
-        context: Any = multiprocessing.get_context(method)
-        self.error: str | None = None
-        self._pipes = []
-        self._processes = []
-        job = job | {"port": free_port()}
-        for rank in range(processes):
-            here, there = context.Pipe()
-            process = context.Process(target=_process, args=(target, rank, job, there))
-            process.start()
+    def __init__(self, job: Job, cache: Path | None = None) -> None:
+        self.job = job
+        self.error: Answer | None = None
+        self._pipes: list[Any] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for rank in range(job.processes):
+            here, there = multiprocessing.Pipe()
+            described = json.dumps(
+                dataclasses.asdict(dataclasses.replace(job, rank=rank, port=port))
+            )
+            command = [sys.executable, "-m", "benchlib.worker", described, str(there.fileno())]
+            env = environment(job, cache)
+            fds = [there.fileno()]
+            process = subprocess.Popen(command, env=env, cwd=SCRIPTS, pass_fds=fds)
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
 
-    def say(self, command: Any) -> None:
-        """Gives all of them a command."""
-        if self.error is not None:
-            return
-        for pipe in self._pipes:
+    def say(self, command: str) -> None:
+        """Give all of them a command."""
+        for pipe in [] if self.error else self._pipes:
             try:
                 pipe.send(command)
             except OSError:
                 continue  # it is gone; whoever hears finds out
 
-    def hear(self, limit_s: float) -> list[Answer]:
-        """One answer of each, by rank; none if something went wrong, before or now: see `error`."""
+    def hear(self, until: float) -> list[Answer]:
+        """Return one answer of each, by rank; none if something went wrong, before or now: see `error`."""
         if self.error is not None:
             return []
-        end = time.monotonic() + limit_s
         answers: dict[Any, Answer] = {}
-        while len(answers) < len(self._pipes):
-            ready = connection.wait(
-                [pipe for pipe in self._pipes if pipe not in answers],
-                max(0.0, end - time.monotonic()),
-            )
+        while waiting := [pipe for pipe in self._pipes if pipe not in answers]:
+            ready = connection.wait(waiting, max(0.0, until - time.monotonic()))
             if not ready:
                 break
             for pipe in ready:
@@ -92,20 +88,24 @@ class Crew:
                 except (EOFError, OSError):
                     answers[pipe] = {"error": "the process ended without a word"}
                 if "error" in answers[pipe]:
-                    end = min(end, time.monotonic() + OTHERS_S)
-        silent = {"error": f"no answer within {limit_s:.0f} s"}
+                    until = min(until, time.monotonic() + OTHERS_S)
+        silent = {"error": "no answer in time"}
         found = [answers.get(pipe, silent) for pipe in self._pipes]
-        errors = [answer["error"] for answer in found if "error" in answer]
-        if errors:
-            vague = ("no answer", "the process ended")
-            self.error = min(errors, key=lambda text: text.startswith(vague))
+        errors = [answer for answer in found if "error" in answer]
+        if errors:  # the one that says most
+            self.error = max(errors, key=lambda answer: len(answer.get("traceback", "")))
             self.kill()
             return []
         return found
 
+    def ask(self, command: str, until: float) -> list[Answer]:
+        """Give a command and return the answers."""
+        self.say(command)
+        return self.hear(until)
+
     def kill(self) -> None:
-        """Ends them, whatever they do."""
+        """End the processes, whatever they do."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.join()
+            process.wait()

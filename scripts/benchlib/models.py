@@ -1,96 +1,140 @@
-"""The models of the benchmark: transformers and timm configs with random weights.
+"""The models of the benchmark, with random weights: real ones, and small ones that show what the host does.
 
-A workload is a module whose forward returns the loss, and a few batches to rotate through. The loss
-is part of the compiled module in every arm, so that all arms run the same forward and backward.
+A workload is a module whose forward returns the loss, and a few batches to rotate through. The loss is part of the
+module in every arm, so that all arms run the same forward and backward.
 """
 
-from __future__ import annotations
-
 import copy
+import functools
+import importlib
 import types
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
-import timm
 import torch
-import transformers
 from torch import nn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 Batch = dict[str, torch.Tensor]
-
 NUM_BATCHES = 4
 
 
 class LanguageLoss(nn.Module):
-    """A transformers model with a loss of its own; forward returns only the loss."""
+    """A transformers model with a loss of its own."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Loss of token ids and labels, both (batch, seq) int64."""
+        """Return the loss of token ids and labels, both (batch, seq) int64."""
         return self.model(input_ids=input_ids, labels=labels).loss
 
 
 class ImageLoss(nn.Module):
-    """A classifier with cross entropy; forward returns only the loss."""
+    """A classifier with cross entropy."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, image: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        """Loss of images (batch, 3, height, width) and labels (batch,) int64."""
-        return nn.functional.cross_entropy(self.model(image), label)
+        """Return the loss of images (batch, 3, height, width) and labels (batch,) int64."""
+        return F.cross_entropy(self.model(image), label)
+
+
+class SquareLoss(nn.Module):
+    """Layers one after the other, each under a checkpoint function if there is one, and the mean square."""
+
+    def __init__(self, layers: list[nn.Module], saving: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.saving = saving
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) if self.saving is None else self.saving(layer, x, use_reentrant=False)
+        return x.square().mean()
+
+
+class Linear(nn.Module):
+    """A layer of four parameters that gives the device next to nothing to do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.norm(x))
+
+
+class Attention(nn.Module):
+    """One head of self-attention with dropout."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(width, width), dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.linear(x)[:, None]
+        mixed = F.scaled_dot_product_attention(q, q, q, dropout_p=self.dropout)
+        return x + mixed[:, 0]
+
+
+class FeedForward(nn.Module):
+    """A wide feed-forward layer with dropout."""
+
+    def __init__(self, width: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
+        self.down, self.dropout = nn.Linear(4 * width, width), nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """One row of the benchmark.
+    """One model of the benchmark.
 
     Attributes:
-        name: Name on the command line.
         title: Name in the report, with the batch.
         build: Makes the loss module on the CPU; the argument asks for a tiny one.
         batch: Makes one batch on the CPU from (generator, tiny).
         autocast: Whether the forward runs under bf16 autocast.
         dtype: Type of the weights.
         regions: Finds the modules that are compiled, each by itself; None where the whole is.
+        spread: Spreads the module over the devices of a mesh and compiles it ("tensor_parallel", "fsdp2",
+            "simple_fsdp" of benchlib/spread.py); "" where it runs on one device.
     """
 
-    name: str
     title: str
     build: Callable[[bool], nn.Module]
     batch: Callable[[torch.Generator, bool], Batch]
     autocast: bool = True
     dtype: torch.dtype = torch.float32
-    regions: Callable[[nn.Module], Iterable[nn.Module]] | None = None
+    regions: Callable[[Any], Iterable[nn.Module]] | None = None
+    spread: str = ""
 
 
 @dataclass(kw_only=True)
 class Workload:
-    """A model on the CPU that every arm copies, and batches on the device.
-
-    `inference` has arms call it without gradients and in eval mode.
-    """
+    """A model on the CPU that every arm copies, and batches on the device."""
 
     spec: ModelSpec
     device: torch.device
     master: nn.Module
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[Batch]
     inference: bool = False
 
     def instance(self, tag: str) -> nn.Module:
-        """A copy of the model on the device, in training mode.
+        """Copy the model to the device.
 
-        Its forward has a code object of its own, so that Dynamo's cache of one arm is never
-        searched by another.
+        Its forward has a code object of its own, so that Dynamo's cache of one copy is never searched by another.
         """
-        module = copy.deepcopy(self.master).to(self.device).train()
+        module = copy.deepcopy(self.master).to(self.device).train(not self.inference)
         base = type(module)
         code = base.forward.__code__.replace(co_name=f"forward_{tag}")
         forward = types.FunctionType(code, base.forward.__globals__, f"forward_{tag}")
@@ -99,20 +143,15 @@ class Workload:
 
 
 def tokens(batch: int, seq: int, vocab: int) -> Callable[[torch.Generator, bool], Batch]:
-    """Maker of random token batches; labels are the tokens themselves."""
-
     def make(generator: torch.Generator, tiny: bool) -> Batch:
         shape = (2, 16) if tiny else (batch, seq)
-        high = 128 if tiny else vocab
-        ids = torch.randint(0, high, shape, generator=generator)
+        ids = torch.randint(0, 128 if tiny else vocab, shape, generator=generator)
         return {"input_ids": ids, "labels": ids.clone()}
 
     return make
 
 
 def images(batch: int, size: int) -> Callable[[torch.Generator, bool], Batch]:
-    """Maker of random image batches."""
-
     def make(generator: torch.Generator, tiny: bool) -> Batch:
         count, side = (2, 32) if tiny else (batch, size)
         return {
@@ -123,108 +162,166 @@ def images(batch: int, size: int) -> Callable[[torch.Generator, bool], Batch]:
     return make
 
 
-def gpt2(tiny: bool) -> nn.Module:
-    """GPT-2 small."""
-    small = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 128, "n_positions": 32}
-    config = transformers.GPT2Config(use_cache=False, **(small if tiny else {}))
-    model = transformers.GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # else it is looked up with a log message: a graph break
+def numbers(*shape: int, tiny: tuple[int, ...] = ()) -> Callable[[torch.Generator, bool], Batch]:
+    small = tiny or shape
+
+    def make(generator: torch.Generator, tiny: bool) -> Batch:
+        return {"x": torch.randn(small if tiny else shape, generator=generator)}
+
+    return make
+
+
+def transformer(
+    name: str, config: str, tiny: bool, small: dict[str, int], **full: Any
+) -> nn.Module:
+    transformers = importlib.import_module("transformers")
+    settings = full | (small if tiny else {})
+    model = getattr(transformers, name)(getattr(transformers, config)(**settings))
+    if "LMHead" in name:
+        model.loss_type = "ForCausalLM"  # else it is looked up with a log message: a graph break
     return LanguageLoss(model)
 
 
+TINY = {
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "vocab_size": 128,
+}
+
+
+def gpt2(tiny: bool) -> nn.Module:
+    small = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 128, "n_positions": 32}
+    return transformer("GPT2LMHeadModel", "GPT2Config", tiny, small, use_cache=False)
+
+
 def bert(tiny: bool) -> nn.Module:
-    """BERT-base with its masked-token head."""
-    small = {
-        "num_hidden_layers": 1,
-        "hidden_size": 32,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-        "vocab_size": 128,
-    }
-    return LanguageLoss(
-        transformers.BertForMaskedLM(transformers.BertConfig(**(small if tiny else {})))
-    )
+    return transformer("BertForMaskedLM", "BertConfig", tiny, TINY)
 
 
 def llama(tiny: bool) -> nn.Module:
-    """Llama of 16 layers, hidden size 1024."""
-    config = transformers.LlamaConfig(
-        num_hidden_layers=1 if tiny else 16,
-        hidden_size=32 if tiny else 1024,
-        intermediate_size=64 if tiny else 2816,
-        num_attention_heads=2 if tiny else 16,
-        num_key_value_heads=2 if tiny else 16,
-        vocab_size=128 if tiny else 32000,
-        use_cache=False,
-    )
-    return LanguageLoss(transformers.LlamaForCausalLM(config))
+    full = {"num_hidden_layers": 16, "hidden_size": 1024, "intermediate_size": 2816}
+    full |= {"num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 32000}
+    small = TINY | {"num_key_value_heads": 2}
+    return transformer("LlamaForCausalLM", "LlamaConfig", tiny, small, use_cache=False, **full)
 
 
 def mixtral(tiny: bool) -> nn.Module:
-    """Mixtral of 8 layers, hidden size 512, 8 experts, two of them per token."""
-    config = transformers.MixtralConfig(
-        num_hidden_layers=1 if tiny else 8,
-        hidden_size=32 if tiny else 512,
-        intermediate_size=64 if tiny else 1792,
-        num_attention_heads=2 if tiny else 8,
-        num_key_value_heads=2 if tiny else 8,
-        num_local_experts=4 if tiny else 8,
-        num_experts_per_tok=2,
-        vocab_size=128 if tiny else 32000,
-        use_cache=False,
-    )
-    return LanguageLoss(transformers.MixtralForCausalLM(config))
+    full = {"num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1792}
+    full |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_local_experts": 8}
+    full |= {"num_experts_per_tok": 2, "vocab_size": 32000, "use_cache": False}
+    small = TINY | {"num_key_value_heads": 2, "num_local_experts": 4}
+    return transformer("MixtralForCausalLM", "MixtralConfig", tiny, small, **full)
 
 
-def resnet50(tiny: bool) -> nn.Module:
-    """ResNet-50 (ResNet-18 when tiny)."""
-    return ImageLoss(timm.create_model("resnet18" if tiny else "resnet50", num_classes=1000))
+def timm_model(name: str, tiny_name: str, small: dict[str, int], tiny: bool) -> nn.Module:
+    timm = importlib.import_module("timm")
+    return ImageLoss(timm.create_model(tiny_name if tiny else name, **(small if tiny else {})))
 
 
-def vit_small(tiny: bool) -> nn.Module:
-    """ViT-S/16."""
-    small = {"img_size": 32, "depth": 1, "embed_dim": 48, "num_heads": 3}
-    return ImageLoss(timm.create_model("vit_small_patch16_224", **(small if tiny else {})))
+resnet50 = functools.partial(timm_model, "resnet50", "resnet18", {})
+VIT = "vit_small_patch16_224"
+vit_small = functools.partial(
+    timm_model, VIT, VIT, {"img_size": 32, "depth": 1, "embed_dim": 48, "num_heads": 3}
+)
 
 
-SPECS = {
-    spec.name: spec
-    for spec in (
-        ModelSpec(name="gpt2", title="GPT-2 small, B2 T128", build=gpt2,
-                  batch=tokens(2, 128, 50257)),
-        ModelSpec(name="llama", title="Llama 16 x 1024, B1 T256", build=llama,
-                  batch=tokens(1, 256, 32000)),
-        ModelSpec(name="llama_layers", title="Llama by layers, B1 T256", build=llama,
-                  batch=tokens(1, 256, 32000), regions=lambda loss: loss.model.model.layers),
-        ModelSpec(name="bert", title="BERT-base, B4 T128", build=bert,
-                  batch=tokens(4, 128, 30522)),
-        ModelSpec(name="resnet50", title="ResNet-50, B8", build=resnet50, batch=images(8, 224)),
-        ModelSpec(name="vit_small", title="ViT-S, B8", build=vit_small, batch=images(8, 224)),
-        ModelSpec(name="mixtral", title="Mixtral 8 x 512, 8 experts, B1 T128", build=mixtral,
-                  batch=tokens(1, 128, 32000)),
-        ModelSpec(name="mixtral_bf16", title="Mixtral, bf16 weights, no autocast", build=mixtral,
-                  batch=tokens(1, 128, 32000), autocast=False, dtype=torch.bfloat16),
-    )
-}  # fmt: skip
+def stack(layers: int) -> Callable[[bool], nn.Module]:
+    return lambda tiny: SquareLoss([Linear(64) for _ in range(min(layers, 3) if tiny else layers)])
 
 
-def title(name: str, *, tiny: bool) -> str:
-    """The named model's title; a tiny one is not what the title says."""
-    return SPECS[name].title + " (tiny)" * tiny
+def attentions(dropout: float) -> Callable[[bool], nn.Module]:
+    def build(tiny: bool) -> nn.Module:
+        return SquareLoss([Attention(64, dropout) for _ in range(2 if tiny else 48)], checkpoint)
+
+    return build
 
 
-def workload(name: str, device: torch.device, *, tiny: bool, seed: int = 0) -> Workload:
-    """Builds the named model and its batches from a seed."""
+def blocks(saving: str) -> Callable[[bool], nn.Module]:
+    def build(tiny: bool) -> nn.Module:
+        cgpass = importlib.import_module("cgpass") if saving == "cgpass" else None
+        function = {"": None, "torch": checkpoint}.get(saving, cgpass and cgpass.checkpoint)
+        depth, width = (2, 64) if tiny else (12, 1024)
+        return SquareLoss([FeedForward(width) for _ in range(depth)], function)
+
+    return build
+
+
+LLAMA = {"build": llama, "batch": tokens(1, 256, 32000)}
+MIXTRAL = {"build": mixtral, "batch": tokens(1, 128, 32000)}
+FP32 = {"autocast": False}
+REAL: dict[str, ModelSpec] = {
+    "gpt2": ModelSpec(title="GPT-2 small, B2 T128", build=gpt2, batch=tokens(2, 128, 50257)),
+    "llama": ModelSpec(title="Llama 16 x 1024, B1 T256", **LLAMA),
+    "llama_layers": ModelSpec(
+        title="Llama by layers, B1 T256", regions=lambda loss: loss.model.model.layers, **LLAMA
+    ),
+    "bert": ModelSpec(title="BERT-base, B4 T128", build=bert, batch=tokens(4, 128, 30522)),
+    "resnet50": ModelSpec(title="ResNet-50, B8", build=resnet50, batch=images(8, 224)),
+    "vit_small": ModelSpec(title="ViT-S, B8", build=vit_small, batch=images(8, 224)),
+    "mixtral": ModelSpec(title="Mixtral 8 x 512, 8 experts, B1 T128", **MIXTRAL),
+    "mixtral_bf16": ModelSpec(
+        title="Mixtral, bf16 weights, no autocast", autocast=False, dtype=torch.bfloat16, **MIXTRAL
+    ),
+}
+"""What is measured unless the command names others."""
+
+SPECS: dict[str, ModelSpec] = REAL | {
+    "stack1": ModelSpec(title="1 small layer", build=stack(1), batch=numbers(4, 64), **FP32),
+    "stack10": ModelSpec(title="10 small layers", build=stack(10), batch=numbers(4, 64), **FP32),
+    "stack100": ModelSpec(title="100 small layers", build=stack(100), batch=numbers(4, 64), **FP32),
+    "layer": ModelSpec(
+        title="attention and feed-forward, width 64",
+        build=lambda tiny: SquareLoss([Attention(64, 0.0), FeedForward(64, 0.0)]),
+        batch=numbers(1, 16, 64),
+        **FP32,
+    ),
+    "attentions": ModelSpec(
+        title="48 checkpointed attentions, dropout",
+        build=attentions(0.1),
+        batch=numbers(2, 64, 64),
+        **FP32,
+    ),
+    "attentions_nodrop": ModelSpec(
+        title="48 checkpointed attentions, no dropout",
+        build=attentions(0.0),
+        batch=numbers(2, 64, 64),
+        **FP32,
+    ),
+    **{
+        f"blocks{'_' * bool(saving)}{saving}": ModelSpec(
+            title=f"12 blocks, {title}",
+            build=blocks(saving),
+            batch=numbers(8, 512, 1024, tiny=(2, 4, 64)),
+            **FP32,
+        )
+        for saving, title in (
+            ("", "no checkpoints"),
+            ("torch", "torch.utils.checkpoint"),
+            ("cgpass", "cgpass.checkpoint"),
+        )
+    },
+    "llama_tp": ModelSpec(title="Llama, tensor parallel", spread="tensor_parallel", **LLAMA),
+    "llama_fsdp2": ModelSpec(title="Llama, FSDP2", spread="fsdp2", **LLAMA),
+    "llama_simplefsdp": ModelSpec(title="Llama, SimpleFSDP", spread="simple_fsdp", **LLAMA),
+}
+
+
+def make(
+    name: str, device: torch.device, *, tiny: bool, inference: bool = False, rank: int = 0
+) -> Workload:
+    """Build the named model from a fixed seed, and batches from one that depends on the rank."""
     spec = SPECS[name]
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     master = spec.build(tiny).to(spec.dtype)
-    generator = torch.Generator().manual_seed(seed + 1)
-    made = [spec.batch(generator, tiny) for _ in range(NUM_BATCHES)]
-    moved = [
+    same = spec.spread == "tensor_parallel"  # all devices see the same batches
+    generator = torch.Generator().manual_seed(1 if same else 1 + rank)
+    batches = [
         {
             key: (value.to(spec.dtype) if value.is_floating_point() else value).to(device)
-            for key, value in batch.items()
+            for key, value in spec.batch(generator, tiny).items()
         }
-        for batch in made
+        for _ in range(NUM_BATCHES)
     ]
-    return Workload(spec=spec, device=device, master=master, batches=moved)
+    return Workload(spec=spec, device=device, master=master, batches=batches, inference=inference)

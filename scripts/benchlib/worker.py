@@ -1,332 +1,317 @@
-"""One process of the benchmark: prepares its arms, waits for its turn, measures.
+"""One process of the benchmark: runs one arm of one model, as told through a pipe.
 
-A worker writes its results to a file as soon as they exist. Turns are files beside it: the worker
-makes `<job>.ready` when everything is compiled and warm, and measures once the parent has made
-`<job>.go`, so that nothing else runs while one measures.
+    python -m benchlib.worker JOB DESCRIPTOR     # by benchlib/crew.py: a Job as JSON, and a pipe's file descriptor
+
+`cgpass` is what PYTHONPATH names, this checkout or another one, so only public names of it are used.
 """
 
-from __future__ import annotations
-
+import contextlib
+import dataclasses
+import gc
+import importlib
 import json
 import os
+import statistics
+import sys
+import tempfile
 import time
 import traceback
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-import cgpass
-from benchlib import alone, arms, bitwise, measure, models, report, staged
-from benchlib.report import SAME_KERNELS
+from benchlib import arms, models
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+Counts = dict[str, int]
+SEED = 1234
+COMPARED = 5
+"""Steps whose losses are compared."""
+DISCARDED = 3
+"""Steps before each block that are not timed."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one worker does.
+    """What one process does.
 
     Attributes:
-        name: File name of its results, without suffix.
-        kind: "time", "memory", "inference" or "compile".
-        model: Name of the model.
-        arms: Names of the arms.
+        mode: "train", "inference" or "start".
         device: "cuda" or "cpu".
         tiny: Small models, for trying the script.
         steps: Synchronised steps per block.
-        rounds: Blocks per arm.
-        check_steps: Steps whose losses are compared.
-        directory: Where results and turns are.
+        warm_up: Steps until everything is compiled and recorded, with room; losses of the first are compared.
+        root: The checkout whose cgpass is measured.
+        host_only: Once all is recorded, replays of the simulated driver do nothing.
     """
 
-    name: str
-    kind: str
     model: str
-    arms: tuple[str, ...]
+    mode: str
+    arm: str
     device: str
     tiny: bool
     steps: int
-    rounds: int
-    check_steps: int
-    directory: str
+    warm_up: int
+    root: str
+    host_only: bool = False
+    rank: int = 0
+    processes: int = 1
+    port: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {self.mode}, {self.arm}"
 
 
-@dataclass
-class Results:
-    """A dict that is written to a file on every change of note."""
-
-    path: Path
-    data: dict[str, Any] = field(default_factory=dict)
-
-    def arm(self, name: str) -> dict[str, Any]:
-        """The results of one arm."""
-        return self.data.setdefault("arms", {}).setdefault(name, {})
-
-    def write(self) -> None:
-        """Replaces the file."""
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.data, indent=1))
-        os.replace(partial, self.path)
+def spread_of(values: list[float]) -> dict[str, float]:
+    """Return the median, the tenth and the ninetieth percentile."""
+    low, high = min(values), max(values)
+    if len(values) > 1:
+        tenths = statistics.quantiles(values, n=10, method="inclusive")
+        low, high = tenths[0], tenths[-1]
+    found = {"median": statistics.median(values), "p10": low, "p90": high}
+    return {key: round(value, 4) for key, value in found.items()}
 
 
-def say(job: Job, text: str) -> None:
-    """Prints a line of progress."""
-    print(f"[{time.strftime('%H:%M:%S')}] {job.name}: {text}", flush=True)
+def settled(counts: list[Counts]) -> dict[str, int]:
+    """Return what an arm needed until it settled, from its counters after each step.
 
-
-def failure(error: BaseException) -> dict[str, str]:
-    """An error as it goes into the results."""
-    lines = traceback.format_exception(error)
-    return {
-        "error": f"{type(error).__name__}: {error}".strip()[:600],
-        "traceback": "".join(lines)[-3000:],
-    }
-
-
-def prepare(job: Job, workload: models.Workload, results: Results) -> dict[str, arms.Arm]:
-    """Compiles and warms up every arm; an arm that fails is recorded and left out."""
-    ready: dict[str, arms.Arm] = {}
-    for name in job.arms:
-        say(job, f"preparing {name}")
-        entry = results.arm(name)
-        try:
-            ready[name] = prepare_arm(job, name, workload, entry)
-        except Exception as error:
-            say(job, f"{name} failed: {type(error).__name__}: {str(error)[:200]}")
-            entry.update(failure(error))
-            arms.repair(workload.device)
-        results.write()
-        say(job, f"prepared {name} in {entry.get('prepare_s', '-')} s")
-    return ready
-
-
-def prepare_arm(job: Job, name: str, workload: models.Workload, entry: dict[str, Any]) -> arms.Arm:
-    """One arm: built, run for the steps that are compared, warmed up."""
-    start = time.perf_counter()
-    arm = arms.make(name, workload)
-    measure.synchronize(workload.device)
-    built = time.perf_counter()
-    with measure.counted() as counters:
-        arm.prepare()
-        arm.restart()
-        entry["losses"] = measure.losses(arm, job.check_steps)
-        for _ in range(2):
-            arm.step(workload.batches[0])
-        measure.synchronize(workload.device)
-    entry["build_s"] = round(built - start, 2)
-    entry["prepare_s"] = round(time.perf_counter() - built, 2)
-    if name.startswith("cgpass"):
-        entry["warmup_counters"] = counters
-    return arm
-
-
-def losses_to_have(entry: dict[str, Any], results: Results) -> list[float] | None:
-    """Default's losses, of an arm that is one partition each way: no kernel of it is another."""
-    default = results.data["arms"].get("default", {})  # asks for no row of it
-    return default.get("losses") if report.partitions(entry) in report.WHOLE else None
-
-
-def check(
-    job: Job, workload: models.Workload, ready: dict[str, arms.Arm], results: Results
-) -> None:
-    """Compares losses: bitwise with the run without graphs where kernels are the same, the others with those of eager.
-
-    Where eager was not asked for, default stands for it.
+    `steps` is the last step in which something was recorded, or called without a graph.
     """
-    arms_of = results.data["arms"]  # asked for no row of an arm
-    kinds = (arms_of.get(name, {}) for name in ("eager", "default"))
-    known = next((entry["losses"] for entry in kinds if "losses" in entry), None)
-    reference = bitwise.Reference(workload, job.check_steps)
-    for name in ready:
-        entry = results.arm(name)
-        if name in SAME_KERNELS:
-            say(job, f"checking losses of {name} against the run without graphs")
-            try:
-                found = reference.check(name, entry["losses"], losses_to_have(entry, results))
-            except Exception as error:
-                found = failure(error) | {"equal": False}
-                arms.repair(workload.device)
-            entry["check"] = found
-            entry["differs"] = report.differs({"check": found}, {})
-        elif known is not None and "losses" in entry:
-            entry["differs"] = not measure.check_close(entry["losses"], known)
-        results.write()
+    sums = [(each["recordings"], each["plain_calls"]) for each in counts]
+    changed = [
+        n for n, (old, new) in enumerate(zip([(0, 0), *sums], sums, strict=False), 1) if old != new
+    ]
+    return {"steps": max(changed, default=0), "recordings": sums[-1][0], "plain_calls": sums[-1][1]}
 
 
-def signal(job: Job, word: str) -> None:
-    """Tells the parent something."""
-    (Path(job.directory) / f"{job.name}.{word}").touch()
+def busy_ms(events: list[dict[str, Any]]) -> float:
+    """Return for how long kernels and copies keep the device busy, from the events of a Chrome trace."""
+    found = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    return round(sum(event.get("dur", 0) for event in found) / 1e3, 4)
 
 
-def await_file(job: Job, word: str) -> None:
-    """Waits for the parent's word; gives up when the parent is gone."""
-    parent = os.getppid()
-    while not (Path(job.directory) / f"{job.name}.{word}").exists():
-        if os.getppid() != parent:
-            raise RuntimeError("the parent process is gone")
-        time.sleep(0.02)
-
-
-def take_turn(job: Job) -> None:
-    """Says that everything is ready and waits for the go."""
-    signal(job, "ready")
-    say(job, "ready")
-    await_file(job, "go")
-
-
-def measure_times(job: Job, ready: dict[str, arms.Arm], results: Results) -> None:
-    """Blocks of all arms in turn, the first arm moving on each round."""
-    collected: dict[str, dict[str, list[float]]] = {name: {} for name in ready}
-    counters: dict[str, dict[str, int]] = {name: {} for name in ready}
-    for round_index in range(job.rounds):
-        names = list(ready)
-        shift = round_index % max(1, len(names))
-        for name in names[shift:] + names[:shift]:
-            try:
-                with measure.counted() as counted:
-                    loop = job.kind != "inference"
-                    block = measure.time_block(ready[name], steps=job.steps, discard=3, loop=loop)
-            except Exception as error:
-                results.arm(name).update(failure(error))
-                del ready[name]
-                arms.repair(torch.device(job.device))
-                continue
-            counters[name] = counted
-            for key, values in block.items():
-                collected[name].setdefault(key, []).extend(values)
-    for name in ready:
-        entry = results.arm(name)
-        entry.update({key: measure.spread(values) for key, values in collected[name].items()})
-        if name.startswith("cgpass"):
-            steps = job.steps * (1 if job.kind == "inference" else 3)
-            entry.update(per_step(counters[name], steps=3 + steps))
-    results.write()
-
-
-def per_step(counters: dict[str, int], *, steps: int) -> dict[str, Any]:
-    """Steady counters of the last block."""
-    return {
-        "steady_counters": counters,
-        "copied_bytes_per_step": round(counters.get("copied_bytes", 0) / steps, 1),
-        "replays_per_step": round(counters.get("replays", 0) / steps, 2),
-    }
-
-
-def measure_stages(ready: dict[str, arms.Arm], results: Results) -> None:
-    """Where the host's time of a forward and a backward goes: of all arms before any is profiled."""
-    steps = {name: step_of(ready[name]) for name in (report.LEAN, "cgpass") if name in ready}
-    for name, step in steps.items():
-        try:
-            found = staged.stages(step, ready[name].workload.device)
-        except Exception as error:
-            found = failure(error)
-        results.arm(name)["stages"] = found
-        results.write()
-    for name, step in steps.items():
-        found = results.arm(name)["stages"]
-        if "error" not in found:
-            device, until_done = ready[name].workload.device, found["until_done"]
-            found["guards"] = staged.guards(step, device, until_done=until_done)
-            results.write()
-
-
-def step_of(arm: arms.Arm) -> Callable[[], None]:
-    """A forward and a backward of an arm, the gradients dropped before."""
-
-    def step() -> None:
-        arm.begin()
-        arm.forward_backward(arm.workload.batches[0])
-
-    return step
-
-
-def count_kernels(ready: dict[str, arms.Arm], results: Results) -> None:
-    """Captured and total kernels of one step; after all timing, since it uses a profiler."""
-    for name, arm in ready.items():
-        try:
-            results.arm(name)["kernels"] = measure.kernels(arm)
-        except Exception as error:
-            results.arm(name)["kernels"] = failure(error)
-        results.write()
-
-
-def time_pieces(ready: dict[str, arms.Arm], results: Results) -> None:
-    """What the pieces of a step take alone, of arms with eager partitions; last, since it overwrites gradients."""
-    for name, arm in ready.items():
-        entry = results.arm(name)
-        if entry.get("warmup_counters", {}).get("partitions_eager"):
-            try:
-                entry["alone"] = alone.times(arm)
-            except Exception as error:
-                entry["alone"] = failure(error)
-            results.write()
-
-
-def run_time(job: Job, workload: models.Workload, results: Results) -> None:
-    """All arms of a model in one process."""
-    ready = prepare(job, workload, results)
-    check(job, workload, ready, results)
-    if job.kind == "compile":
-        return
-    for arm in ready.values():
-        if isinstance(arm, arms.LimitArm):
-            arm.copies_inputs = False
-    take_turn(job)
-    measure_times(job, ready, results)
-    measure_stages(ready, results)
-    count_kernels(ready, results)
-    time_pieces(ready, results)
-
-
-def run_inference(job: Job, workload: models.Workload, results: Results) -> None:
-    """Calls of a model without gradients; all arms in one process."""
-    ready = prepare(job, workload, results)
-    check(job, workload, ready, results)
-    take_turn(job)
-    measure_times(job, ready, results)
-    ours = {name: arm for name, arm in ready.items() if name == "cgpass"}
-    measure_stages(ours, results)
-    count_kernels(ours, results)
-
-
-def run_memory(job: Job, workload: models.Workload, results: Results) -> None:
-    """One arm of a model in a process of its own."""
-    ready = prepare(job, workload, results)
-    take_turn(job)
-    for name, arm in ready.items():
-        results.arm(name).update(measure.peak_memory(arm, steps=5))
-    results.data["measured"] = True
-    results.write()
-    signal(job, "measured")
-    await_file(job, "leave")
-
-
-def main(job: Job) -> int:
-    """Runs the job; returns the exit status."""
-    torch.set_float32_matmul_precision("high")
-    torch._dynamo.config.recompile_limit = 64  # frames after a graph break are shared by the arms
-    results = Results(Path(job.directory) / f"{job.name}.json", {"model": job.model, "arms": {}})
-    results.write()
-    device = torch.device(job.device, 0) if job.device == "cuda" else torch.device(job.device)
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Have torch use deterministic algorithms; operators that have none only warn."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        workload = models.workload(job.model, device, tiny=job.tiny)
-        results.data["title"] = models.title(job.model, tiny=job.tiny)
-        parameters = list(workload.master.parameters())
-        results.data["parameters"] = sum(parameter.numel() for parameter in parameters)
-        results.data["parameter_tensors"] = len(parameters)
-        workload.inference = job.kind == "inference"
-        ways = {"memory": run_memory, "inference": run_inference}
-        ways.get(job.kind, run_time)(job, workload, results)
-    except Exception as error:
-        results.data.update(failure(error))
-        results.write()
-        say(job, results.data["error"])
-        return 1
-    results.data["summary"] = cgpass.summary().splitlines()
-    results.data["done"] = True
-    results.write()
-    say(job, "done")
-    return 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class Worker:
+    """An arm and what it is asked."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.device = (
+            torch.device(job.device, job.rank) if job.device == "cuda" else torch.device("cpu")
+        )
+        if job.processes > 1:
+            backend = "nccl" if job.device == "cuda" else "gloo"
+            store = dist.TCPStore("127.0.0.1", job.port, job.processes, job.rank == 0)
+            dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.processes)
+        self.workload = models.make(
+            job.model,
+            self.device,
+            tiny=job.tiny,
+            inference=job.mode == "inference",
+            rank=job.rank,
+        )
+
+    def counters(self) -> Counts:
+        """Return cgpass' counters; none of an arm that is not cgpass, which never imports it."""
+        return dict(sys.modules["cgpass"].counters()) if "cgpass" in sys.modules else {}
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def batch(self, number: int) -> models.Batch:
+        return self.workload.batches[number % len(self.workload.batches)]
+
+    def first_losses(self, arm: arms.Arm, counts: list[Counts] | None = None) -> dict[str, Any]:
+        """Run the first steps from a fixed seed: losses, and a sum of the weights' bits."""
+        torch.manual_seed(SEED)
+        losses = []
+        for number in range(COMPARED):
+            losses.append(float(arm.step(self.batch(number))))
+            if counts is not None:
+                counts.append(self.counters())
+        local = (getattr(p.detach(), "_local_tensor", p.detach()) for p in arm.module.parameters())
+        bits = [p.flatten().view(torch.uint8).sum(dtype=torch.int64) for p in local]
+        return {"losses": losses, "bits": [int(each) for each in bits]}
+
+    def prepare(self) -> dict[str, Any]:
+        """Compile, warm up, and tell what that took."""
+        start = time.perf_counter()
+        self.arm = arms.make(self.job.arm, self.workload)
+        self.arm.prepare()
+        counts: list[Counts] = []
+        self.first = self.first_losses(self.arm, counts)
+        found: dict[str, Any] = {"losses": self.first["losses"]}
+        for number in range(self.job.warm_up):
+            self.arm.step(self.batch(number))
+            counts.append(self.counters())
+        self.synchronize()
+        found["prepare_s"] = round(time.perf_counter() - start, 2)
+        if counts[-1].get("calls"):
+            found["settled"] = settled(counts)
+            partitions = [counts[-1][f"partitions_{k}"] for k in ("captured", "eager")]
+            found |= {"partitions": partitions} if any(partitions) else {}
+        if isinstance(self.arm, arms.LimitArm):
+            self.arm.copies_inputs = False
+        if self.job.host_only:
+            replay_nothing()
+        return found
+
+    def block(self) -> dict[str, Any]:
+        """Time synchronised steps with the host's part of them, then a loop without synchronisation."""
+        arm, steps = self.arm, self.job.steps
+        for number in range(DISCARDED):
+            arm.step(self.batch(number))
+        before = self.counters()
+        found: dict[str, Any] = {"step_ms": [], "host_ms": []}
+        for number in range(steps):
+            self.synchronize()
+            start = time.perf_counter()
+            arm.begin()
+            begun = time.perf_counter()
+            arm.run(self.batch(number))
+            returned = time.perf_counter()
+            arm.finish()
+            self.synchronize()
+            found["step_ms"].append((time.perf_counter() - start) * 1e3)
+            found["host_ms"].append((returned - begun) * 1e3)
+        start = time.perf_counter()
+        for number in range(2 * steps):
+            arm.step(self.batch(number))
+        self.synchronize()
+        found["loop_ms"] = [(time.perf_counter() - start) * 1e3 / (2 * steps)]
+        after = self.counters()
+        found["counters"] = {key: after[key] - before.get(key, 0) for key in after}
+        return found
+
+    def device_use(self) -> dict[str, Any]:
+        """Measure peak memory of warm steps, and for how long one keeps the device busy."""
+        if self.device.type != "cuda":
+            return {}
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        for number in range(5):
+            self.arm.step(self.batch(number))
+        self.synchronize()
+        found = {
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(self.device),
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated(self.device),
+        }
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        self.arm.begin()
+        with torch.profiler.profile(activities=activities) as profile:
+            self.arm.run(self.batch(0))
+            self.synchronize()
+        self.arm.finish()
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            profile.export_chrome_trace(file.name)
+            text = Path(file.name).read_text(errors="replace")
+        return found | {"gpu_busy_ms": busy_ms(json.loads(text, strict=False)["traceEvents"])}
+
+    def check(self, *, exact: bool) -> dict[str, Any]:
+        """Compare losses and weights bitwise with the same kernels without graphs.
+
+        With `exact` both run again under deterministic algorithms, for models that aren't repeatable by themselves.
+        """
+        with deterministic() if exact else contextlib.nullcontext():
+            ours = self._again(plain=False) if exact else self.first
+            plain = self._again(plain=True)
+            found: dict[str, Any] = {"equal": ours == plain, "deterministic": exact}
+            if exact and not found["equal"]:
+                found["plain_repeatable"] = self._again(plain=True) == plain
+        return found
+
+    def _again(self, *, plain: bool) -> dict[str, Any]:
+        arm = arms.make(self.job.arm, self.workload, plain=plain)
+        arm.prepare()
+        return self.first_losses(arm)
+
+    def first_steps(self) -> dict[str, Any]:
+        """Time `torch.compile` and each of the first steps; torch, weights and batches are there before."""
+        arm = arms.make(self.job.arm, self.workload)
+        for batch in self.workload.batches:
+            for value in batch.values():
+                value.sum().item()  # the device has woken up
+        found: dict[str, Any] = {"compile_s": round(arm.compile_s, 4), "steps_s": [], "replays": []}
+        for number in range(8):
+            start = time.perf_counter()
+            if not number:
+                arm.prepare()
+            arm.step(self.batch(number)).item()
+            found["steps_s"].append(round(time.perf_counter() - start, 4))
+            found["replays"].append(self.counters().get("replays", 0))
+        return found
+
+    def answer(self, command: str) -> dict[str, Any]:
+        """Do what is asked."""
+        if command == "end":
+            if dist.is_initialized():
+                dist.destroy_process_group()  # with graphs alive
+            return {}
+        if command.startswith("check"):
+            return self.check(exact=command == "check deterministic")
+        return getattr(self, command)()
+
+
+def replay_nothing() -> None:
+    """Have the simulated driver's replays, which run every operator, do nothing: what is left is the host's part."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("cgpass.") and hasattr(module, "SimulatedGraph"):
+            module.SimulatedGraph.replay = lambda graph: None
+
+
+def check_root(root: str) -> None:
+    """Fail if cgpass is not that of the checkout that is to be measured.
+
+    Raises:
+        RuntimeError: It isn't.
+    """
+    spec = importlib.util.find_spec("cgpass")
+    if spec is None or Path(str(spec.origin)).resolve().parents[1] != Path(root).resolve():
+        raise RuntimeError(f"cgpass is imported from {spec and spec.origin}, not from {root}")
+
+
+def main(job: Job, pipe: Connection) -> None:
+    """Answer commands until the last one, or until one fails."""
+    torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.recompile_limit = 64  # layers share code
+    worker: Worker | None = None
+    command = ""
+    while command != "end":
+        command = pipe.recv()
+        try:
+            if worker is None:
+                check_root(job.root)
+                if job.device == "cuda":
+                    torch.cuda.set_device(job.rank)
+                worker = Worker(job)
+            pipe.send(worker.answer(command))
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}".strip()[:600]
+            pipe.send(
+                {"error": text, "traceback": "".join(traceback.format_exception(error))[-3000:]}
+            )
+            pipe.close()
+            sys.stderr.flush()
+            os._exit(1)  # at once: what is left of a process group would be waited for
+
+
+if __name__ == "__main__":
+    main(Job(**json.loads(sys.argv[1])), Connection(int(sys.argv[2])))

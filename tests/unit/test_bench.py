@@ -1,0 +1,374 @@
+"""The benchmark: its figures, comparisons and files, and a run of it on CPU."""
+
+import copy
+import json
+import re
+import time
+from xml.etree import ElementTree
+
+import bench
+import pytest
+import torch
+from benchlib import arms, compare, meta, models, report, worker
+from benchlib.crew import Crew
+
+META = {
+    "torch": "2.11.0+cu130",
+    "gpu": "NVIDIA H200",
+    "driver": "1",
+    "commit": "abc",
+    "command": "c",
+}
+
+
+def ms(median, spread=0.0):
+    return {"median": median, "p10": median * (1 - spread), "p90": median * (1 + spread)}
+
+
+def arm(step, *, spread=0.0, **more):
+    return {"step_ms": ms(step, spread), "host_ms": ms(step / 2, spread)} | more
+
+
+EQUAL = {"check": {"equal": True, "deterministic": False}}
+
+
+def result(found, mode="train", **more):
+    model = {"model": "gpt2", "mode": mode, "title": "GPT-2", "arms": found}
+    return {"meta": META, "results": [model]} | more
+
+
+def usual(cgpass=4.0, limit=3.5, **more):
+    return {"default": arm(15.0), "cgpass": arm(cgpass, **EQUAL, **more), "limit": arm(limit)}
+
+
+# ---- statistics
+
+
+def test_spread_of_known_numbers():
+    assert worker.spread_of([float(n) for n in range(1, 12)]) == {"median": 6, "p10": 2, "p90": 10}
+    assert worker.spread_of([5.0]) == {"median": 5, "p10": 5, "p90": 5}
+    assert worker.spread_of([1.0, 1.0, 1.0, 100.0])["median"] == 1.0
+
+
+def test_what_an_arm_needs_until_it_settles():
+    counts = [(0, 2), (2, 2), (2, 2), (3, 2), (3, 2)]
+    found = worker.settled([{"recordings": r, "plain_calls": p} for r, p in counts])
+    assert found == {"steps": 4, "recordings": 3, "plain_calls": 2}
+    assert worker.settled([{"recordings": 0, "plain_calls": 0}])["steps"] == 0
+
+
+def test_first_steps_count_until_all_is_replayed():
+    entry = {"cold": {"compile_s": 1.0, "steps_s": [10.0, 2.0, 0.1, 0.1], "replays": [0, 1, 3, 5]}}
+    assert report.until_replays(entry) == 3
+    assert report.first_steps_s(entry, "cold", 3) == pytest.approx(13.1)
+    assert report.first_steps_s(entry, "warm", 1) is None
+
+
+def test_the_device_is_busy_while_kernels_and_copies_run():
+    kinds = {"kernel": 1500, "gpu_memcpy": 500, "gpu_user_annotation": 9000, "cuda_runtime": 9000}
+    events = [{"cat": kind, "dur": us} for kind, us in kinds.items()] + [{"name": "process_name"}]
+    assert worker.busy_ms(events) == 2.0
+
+
+# ---- comparisons
+
+
+def worse(old, new, tolerance=5.0):
+    return compare.compare(old, new, tolerance)[1]
+
+
+def test_a_slowdown_is_flagged_and_named():
+    (said, host) = worse(result(usual(4.0)), result(usual(4.4)))
+    assert said == "GPT-2, train, cgpass: step_ms / limit's 1.143 -> 1.257 (+10.0 %)"
+    assert host.startswith("GPT-2, train, cgpass: host_ms / default's 0.267 -> 0.293")
+
+
+def test_what_is_within_the_tolerance_is_none():
+    assert worse(result(usual(4.0)), result(usual(4.19))) == []
+    assert worse(result(usual(4.0)), result(usual(4.19)), tolerance=1.0) != []
+    assert worse(result(usual(4.0)), result(usual(3.0))) == []
+
+
+def test_a_faster_host_is_no_slowdown():
+    fast = {name: arm(entry["step_ms"]["median"] / 2) for name, entry in usual().items()}
+    assert worse(result(fast), result(usual())) == []
+
+
+def test_noise_is_not_flagged_but_no_more_than_a_fifth_of_it():
+    noisy = usual() | {"cgpass": arm(4.0, spread=0.2, **EQUAL)}
+    assert worse(result(noisy), result(noisy | {"cgpass": arm(4.5, spread=0.2, **EQUAL)})) == []
+    wild = usual() | {"cgpass": arm(4.0, spread=2.0, **EQUAL)}
+    slow = wild | {"cgpass": arm(5.2, spread=2.0, **EQUAL)}
+    assert len(worse(result(wild), result(slow))) == 2
+
+
+def test_memory_is_compared_by_itself():
+    old, new = (result(usual(peak_reserved_bytes=n << 20)) for n in (1000, 1100))
+    assert worse(old, new) == [
+        "GPT-2, train, cgpass: peak reserved MiB 1000.000 -> 1100.000 (+10.0 %)"
+    ]
+    assert worse(new, old) == []
+
+
+def test_an_arm_that_computes_something_else_judges_nothing():
+    old, new = result(usual(limit=3.5)), result(usual(4.0, limit=3.0))
+    assert any("limit" in said for said in worse(old, new))
+    new["results"][0]["arms"]["limit"]["check"] = {"close": False}
+    assert not any("limit" in said for said in worse(old, new))
+
+
+def test_nothing_to_compare_is_a_failure():
+    old, new = result(usual()), result(usual())
+    new["results"][0]["title"] = "GPT-2, another batch"
+    assert worse(old, new) == [
+        "nothing to compare: no model and arm of cgpass that both results have"
+    ]
+    tiny = result(usual()) | {"meta": META | {"tiny": True}}
+    assert "tiny" in worse(old, tiny)[0]
+    assert compare.only(old, [("inference", "gpt2")])["results"] == []
+
+
+def test_first_steps_are_compared_with_those_of_default():
+    def started(warm):
+        phases = {"cold": [30.0, 1.0, 0.1], "warm": [warm, 0.1, 0.1]}
+        return {
+            phase: {"compile_s": 1.0, "steps_s": steps, "replays": [0, 2, 4]}
+            for phase, steps in phases.items()
+        }
+
+    old, new = (
+        result({"default": started(6.0), "cgpass": started(w)}, "start") for w in (7.0, 9.0)
+    )
+    (said,) = worse(old, new)
+    assert said == "GPT-2, start, cgpass: warm_s / default's 1.143 -> 1.429 (+25.0 %)"
+
+
+def test_slower_than_the_baseline_of_the_same_run():
+    found = usual(4.0, peak_reserved_bytes=100) | {
+        "cgpass@baseline": arm(3.9, peak_reserved_bytes=90)
+    }
+    assert compare.slower_than_baseline(result(found), 5.0) == [
+        "GPT-2, train, cgpass: peak_reserved_bytes 1.111 of the baseline's"
+    ]
+    found["cgpass@baseline"] = arm(3.0)
+    assert len(compare.slower_than_baseline(result(found), 5.0)) == 2
+    assert "| GPT-2 | cgpass | 1.333 | 1.333 |" in report.render(result(found))
+    assert compare.problems(result(found | {"cgpass@baseline": {"error": "no"}})) == []
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"error": "RuntimeError:\nno | replay"}, "failed: RuntimeError: no / replay"),
+        (arm(4.0, check={"equal": False}), "results differ"),
+        (
+            arm(4.0, check={"equal": False, "error": "no answer in time"}),
+            "failed: no answer in time",
+        ),
+        ({"losses": [1.0]}, "no figures"),
+    ],
+)
+def test_what_makes_a_result_none(entry, message):
+    (said,) = compare.problems(result(usual() | {"cgpass:rng=paired": entry}))
+    assert said == f"GPT-2, train, cgpass:rng=paired: {message}"
+
+
+def test_an_arm_to_compare_with_may_fail():
+    failed = {
+        "limit": {"error": "RuntimeError: synchronises"},
+        "eager": {"check": {"close": False}},
+    }
+    assert compare.problems(result(usual() | failed)) == []
+    assert compare.problems(result(usual(), left_out=["bert, train"])) == [
+        "left out, out of time: bert, train"
+    ]
+    assert compare.problems({"meta": META, "results": []}) == ["no results"]
+
+
+# ---- tables and plots
+
+
+def test_a_table_leaves_out_columns_without_values():
+    assert report.table(["", "a", "b", "c"], [["x", "1", "-", "2"], ["y", "", "-", "3"]]) == (
+        "|  | a | c |\n| --- | --- | --- |\n| x | 1 | 2 |\n| y | - | 3 |\n"
+    )
+
+
+def test_a_report_shows_figures_and_marks_what_differs():
+    found = usual() | {
+        "cgpass": arm(
+            4.0,
+            spread=0.1,
+            peak_reserved_bytes=3 << 20,
+            partitions=[2, 0],
+            per_step={"copied_bytes": 2048.0},
+            settled={"steps": 2, "recordings": 2, "plain_calls": 1},
+            check={"equal": True, "deterministic": True},
+        ),
+        "reduce-overhead": arm(5.0, check={"close": False}),
+        "limit": {"error": "RuntimeError: a | b"},
+    }
+    lines = report.render(result(found, left_out=["bert, train"])).splitlines()
+    assert lines[0] == "torch 2.11.0+cu130, NVIDIA H200, driver 1, commit abc."
+    assert "**Left out, out of time: bert, train.**" in lines
+    (ours,) = [line for line in lines if "| cgpass |" in line]
+    assert ours == (
+        "| GPT-2 | cgpass | 4.00 (3.60 to 4.40) | 2.000 | 3 | 2/0 | 2.0 | 2 + 1, step 2 | bitwise equal (deterministic) |"
+    )
+    assert any(line.endswith("| **results differ** |") for line in lines)
+    assert any(line.endswith("| failed: RuntimeError: a / b |") for line in lines)
+
+
+def test_a_plot_has_a_bar_for_each_sound_arm():
+    found = usual(4.2) | {"reduce-overhead": arm(5.0, check={"close": False})}
+    texts = [each.text for each in ElementTree.fromstring(report.plot(result(found))) if each.text]
+    assert texts == ["step time / limit", "default", "cgpass", "GPT-2", "4.29", "1.20"]
+    calls = {"reduce-overhead": arm(5.0), "cgpass": arm(4.0)}
+    assert report.ratios(result(calls, "inference")) == (
+        "host time / reduce-overhead",
+        {"GPT-2, inference": {"reduce-overhead": 1.0, "cgpass": 0.8}},
+    )
+
+
+# ---- arms, models and processes
+
+
+def test_arms_and_their_options():
+    assert arms.parse("cgpass:rng=paired:max_recordings=3@baseline") == (
+        "cgpass",
+        {"rng": "paired", "max_recordings": 3},
+    )
+    for name, message in (
+        ("nonsense", "unknown arm 'nonsense'; known: eager, default"),
+        ("limit:rng=paired", "takes no options"),
+        ("cgpass:paired", "is no option=value"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            arms.parse(name)
+    ours = {"cgpass", "cgpass:rng=paired", "cgpass-step", "graphed"}
+    theirs = {"default", "limit", "cgpass@baseline", "cgpass:rng=paired@baseline"}
+    assert {name for name in ours | theirs if arms.is_ours(name)} == ours
+
+
+@pytest.mark.parametrize(
+    "name", ["stack10", "attentions", "blocks_torch", "blocks_cgpass", "layer"]
+)
+def test_a_model_gives_a_loss_and_all_gradients(name):
+    made = models.make(name, torch.device("cpu"), tiny=True)
+    assert (
+        models.make(name, torch.device("cpu"), tiny=True)
+        .batches[0]["x"]
+        .equal(made.batches[0]["x"])
+    )
+    module = made.instance("x")
+    module(**made.batches[0]).backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+def job(**more):
+    given = {"model": "stack1", "mode": "train", "arm": "eager", "device": "cpu", "tiny": True}
+    return worker.Job(**{**given, "steps": 2, "warm_up": 2, "root": str(meta.ROOT), **more})
+
+
+def test_a_process_of_another_checkout_is_refused(tmp_path):
+    crew = Crew(job(root=str(tmp_path)))
+    assert crew.ask("prepare", time.monotonic() + 120) == []
+    assert f"not from {tmp_path}" in crew.error["error"]
+    assert crew.ask("block", time.monotonic() + 120) == []
+    assert all(process.poll() is not None for process in crew._processes)
+
+
+def test_a_process_that_says_nothing_is_ended():
+    crew = Crew(job())
+    assert crew.hear(time.monotonic() + 0.2) == []
+    assert crew.error == {"error": "no answer in time"}
+    assert all(process.poll() is not None for process in crew._processes)
+
+
+# ---- runs
+
+
+def run(tmp_path, *given):
+    path = tmp_path / "found.json"
+    command = ["--device=cpu", "--quick", f"--out={path}", f"--plot={tmp_path / 'p.svg'}", *given]
+    return bench.main(["--budget=900", *command]), json.loads(path.read_text())
+
+
+def test_all_arms_that_run_on_cpu(tmp_path, capsys):
+    ours = ("cgpass", "cgpass-step", "graphed")
+    chosen = ["eager", "default", *ours, "limit"]
+    status, data = run(tmp_path, "--models=stack1", f"--arms={','.join(chosen)}")
+    found = data["results"][0]["arms"]
+    assert (status, list(found)) == (0, chosen), capsys.readouterr().err
+    assert found["limit"]["error"] == "RuntimeError: limit needs a CUDA device"
+    for name in chosen[:-1]:
+        assert 0 < found[name]["host_ms"]["median"] <= found[name]["step_ms"]["median"]
+        assert found[name]["losses"] == found["eager"]["losses"]
+    assert all(found[name]["check"] == {"equal": True, "deterministic": False} for name in ours)
+    assert found["cgpass"]["settled"] == {"steps": 2, "recordings": 2, "plain_calls": 0}
+    assert found["cgpass"]["per_step"]["replays"] == 2.0
+    older = copy.deepcopy(data)
+    older["results"][0]["arms"]["default"]["loop_ms"]["median"] *= 1000
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    again = ["--from", str(tmp_path / "found.json"), "--out", str(tmp_path / "again.json")]
+    assert bench.main([*again, "--compare", str(tmp_path / "found.json")]) == 0
+    assert json.loads((tmp_path / "again.json").read_text()) == data
+    assert bench.main([*again, "--compare", str(tmp_path / "older.json")]) == 1
+    assert "loop_ms / default's" in capsys.readouterr().err
+
+
+def test_calls_without_gradients_and_a_baseline(tmp_path, capsys):
+    given = ["--models=stack10", "--modes=inference", "--arms=cgpass", "--tolerance=100000"]
+    status, data = run(tmp_path, *given, "--host-only", f"--baseline={meta.ROOT}")
+    found = data["results"][0]["arms"]
+    assert (status, list(found)) == (0, ["cgpass", "cgpass@baseline"]), capsys.readouterr()
+    assert found["cgpass@baseline"]["losses"] == found["cgpass"]["losses"]
+    assert found["cgpass"]["partitions"] == [1, 0]
+    assert "this / baseline" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_first_steps(tmp_path):
+    status, data = run(tmp_path, "--models=stack1", "--modes=start", "--arms=default,cgpass")
+    entry = data["results"][0]["arms"]["cgpass"]
+    assert status == 0
+    assert entry["cold"]["replays"] == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert len(entry["warm"]["steps_s"]) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measured there by scripts/gpu_check.sh")
+def test_several_devices(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    status, data = run(tmp_path, "--models=llama_tp", "--arms=cgpass", "--processes=2")
+    entry = data["results"][0]["arms"]["cgpass"]
+    assert status == 0, capsys.readouterr().err
+    assert entry["check"]["equal"]
+    assert entry["process_group_ended"]
+    assert entry["partitions"] == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--arms", "nonsense"], "unknown arm 'nonsense'; known: eager, default"),
+        (["--models", "gpt2,gpt5"], "unknown: 'gpt5'; known: gpt2"),
+        (["--models", ","], "unknown: ''"),
+        (["--rounds", "0"], "'0' is no number above 0"),
+        (["--budget", "nan"], "'nan' is no number above 0"),
+        (["--baseline", "/nowhere"], "there is no cgpass in /nowhere"),
+        (["--compare", "/nowhere.json"], "/nowhere.json holds no results"),
+        (["--host-only", "--device", "cuda"], "--host-only: on CPU alone"),
+    ],
+)
+def test_arguments_that_are_refused(capsys, given, message):
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(given)
+    assert message in capsys.readouterr().err
+
+
+def test_the_help_names_models_and_arms(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        bench.main(["--help"])
+    said = capsys.readouterr().out
+    assert all(f"\n  {name} " in said for name in [*models.SPECS, *arms.KNOWN])
