@@ -2,19 +2,22 @@
 
 Note [A whole step]
     The loss is compiled as ever, so Dynamo's guards cover the user's Python in each call, and nothing that it reads is
-    frozen. Where Dynamo calls the forward graph (`TrainingCall`), a step runs one recording instead: the forward's
-    kernels, the backward's for a gradient of ones, and the optimizer's own `step()`. So a call goes one of two ways:
+    frozen. Where Dynamo calls the forward graph, a step runs one recording instead: the forward's kernels, the
+    backward's for a gradient of ones, and the optimizer's own `step()`. So a call goes one of three ways:
 
     whole    one replay, or the same body without a graph, to warm it up
+    in turn  where some of it can't be captured: the parts of forward and backward one after the other, without
+             autograd, then a replay of the update
     pieces   forward, backward and optimizer one after the other, as the user would write them
 
     The first call of each variant that Dynamo compiles goes in pieces, since optimizers make their state then, and
-    tells whether the variant can be a whole step (`_Whole.of`). What may change from call to call is looked at in each
-    (`TrainStep._why_pieces`): gradients from before, hooks, state tensors. What else `step()` reads on the host is in
-    the recording's key: numbers of the optimizer's groups as integers are, and addresses of its tensors.
+    tells which way the next ones may go (`_why_never`). What may change from call to call is looked at in each
+    (`TrainStep._why_pieces`, `_Whole.why_not`): gradients from before, hooks, modes, the optimizer's tensors. What else
+    `step()` reads on the host is in the recording's key: hyperparameters as integers are, and addresses of tensors.
 
-    Learning rates are tensors while a step runs, in both ways, filled before it from what the groups have. So a schedule
-    costs no recording, and both ways have the same bits.
+    Learning rates are tensors while a step runs, in all ways, filled before it from what the groups have. So a schedule
+    costs no recording, and all ways have the same bits. Only hooks on `step()`, which may change them, find them as the
+    user left them; with such hooks every call goes in pieces.
 """
 
 import contextlib
@@ -48,15 +51,11 @@ from cgpass.telemetry.reason import many
 log = logging.getLogger(__name__)
 
 _FIRST: Final = "the first call of a variant"
-_NEW_STATE: Final = "the optimizer's state or groups are other tensors than before"
-_NEW_NUMBERS: Final = "a hyperparameter has a new value ({}); each new value costs a call in pieces, but for the learning rate's"
-_FOREIGN: Final = "something else than the optimizer's parameters gets gradients"
-_NUMBERS_KEPT: Final = 64
-"""Sets of hyperparameters that are known of an optimizer."""
+_NEW_STATE: Final = "the optimizer has other groups, parameters or state tensors than before; one call makes them known"
+_NEW_NUMBER: Final = "{} has a new value; each costs one call, but for the learning rate's"
+_FOREIGN: Final = "something else than the optimizer's parameters gets gradients; detach it, or give it to the optimizer"
+_IN_TURN: Final = "not all of it can be captured, see cgpass.explain(); the optimizer's step is a graph of its own"
 _BY_VALUE = (int, float, bool, str, type(None))
-
-_Met = tuple[TrainingCall, tuple[Any, ...], list[Any]]
-
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Whose fused kernels take the learning rate as a tensor."""
 _numbers = iter(range(1 << 62))
@@ -73,10 +72,15 @@ def train_step(
 ) -> "TrainStep":
     """Make a whole training step a function that replays as one CUDA graph.
 
-        step = cgpass.train_step(loss_fn, optimizer, max_norm=1.0)
-        for batch in loader:
-            loss = step(*batch)
-            scheduler.step()
+    Example:
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        >>> def loss_fn(x, y):
+        ...     return torch.nn.functional.mse_loss(model(x), y)
+        >>> step = cgpass.train_step(loss_fn, optimizer, max_norm=1.0)
+        >>> losses = [step(torch.ones(4, 8), torch.zeros(4, 1)) for _ in range(5)]
+        >>> losses[0] > losses[-1], model.weight.grad
+        (tensor(True), None)
 
     Args:
         loss_fn: Called with what the step is called with; a function or a module. Returns the loss, a tensor of one
@@ -93,27 +97,37 @@ def train_step(
 
     Raises:
         OptionError: A bad value.
-        InputError: `optimizer` or `scaler` is something else.
+        InputError: `optimizer` or `scaler` is something else, or an optimizer's `step` needs a closure.
     """
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    if not optimizers:
+        raise InputError("optimizer is empty: give one optimizer or several")
     for each in optimizers:
+        name = type(each).__name__
         if not isinstance(each, torch.optim.Optimizer):
-            raise InputError(f"optimizer is a {type(each).__name__}, not a torch.optim.Optimizer")
+            raise InputError(f"optimizer is a {name}, not a torch.optim.Optimizer")
+        if "closure" in _needed_by(each.step):
+            raise InputError(
+                f"{name}.step() calls the loss itself (closure): write its loop by hand"
+            )
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise InputError(f"scaler is a {type(scaler).__name__}, not a torch.amp.GradScaler")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise OptionError(f"accumulate={accumulate!r}: must be a number of calls, 1 or more")
     if max_norm is not None and not max_norm > 0:
         raise OptionError(f"max_norm={max_norm!r}: must be a positive number, or None")
-    if not optimizers:
-        raise InputError("optimizer is empty: give one optimizer or several")
     scaler = scaler if scaler is not None and scaler.is_enabled() else None
-    update = _Update(optimizers, max_norm, scaler)
-    return TrainStep(loss_fn, update, accumulate, options)
+    return TrainStep(loss_fn, _Update(optimizers, max_norm, scaler), accumulate, options)
+
+
+def _needed_by(fn: Callable[..., Any]) -> list[str]:
+    """Names of parameters that have no default."""
+    parameters = inspect.signature(fn).parameters.values()
+    return [each.name for each in parameters if each.default is each.empty]
 
 
 class TrainStep:
-    """Runs training steps. See Note [A whole step]; made by `train_step`."""
+    """Runs training steps; made by `cgpass.train_step`."""
 
     def __init__(
         self,
@@ -122,10 +136,10 @@ class TrainStep:
         accumulate: int,
         options: Mapping[str, Any] | Options | None,
     ) -> None:
-        self.loss_fn = loss_fn
         self.calls = self.whole_calls = 0
         self.in_pieces: Counter[str] = Counter()
-        """Calls that ran in pieces, by the reason."""
+        """Calls that did not run as a whole, by the reason."""
+        self._name = f"train_step of {getattr(loss_fn, '__qualname__', type(loss_fn).__qualname__)}"
         self._options = parse_options(options, None)
         self._update = update
         self._accumulate = accumulate
@@ -141,13 +155,7 @@ class TrainStep:
         self._variants: weakref.WeakKeyDictionary[TrainingCall, _Whole | str] = (
             weakref.WeakKeyDictionary()
         )
-        """What Dynamo compiled: whole steps, and why others are none."""
-        self._met: _Met | None = None
-        """A graph that this call ran in pieces, its inputs and outputs."""
-        self._graphs = 0
-        self._whole: _Whole | None = None
-        """What this call ran as a whole."""
-        self._why: str | None = None
+        """What Dynamo compiled: how it runs, or why it runs in pieces."""
         telemetry.add_step(self)
 
     @property
@@ -163,22 +171,21 @@ class TrainStep:
         """
         with self._lock:
             self.calls += 1
-            self._why = self._why_pieces()
+            call = _Call(self._variants, self._why_pieces())
             self._update.fill_learning_rates()
-            self._graphs, self._met, self._whole = 0, None, None
-            before, here.step = here.step, self
+            before, here.step = here.step, call
             try:
-                loss, *more = self._forward(batch, named)
+                loss, *more = self._forward(call, batch, named)
             finally:
                 here.step = before
-            if self._whole is not None:
-                self.whole_calls += 1
-            else:
-                met, self._met = self._met, None
+            if call.whole is None:
+                if not isinstance(loss, torch.Tensor):
+                    raise InputError(
+                        f"loss_fn returned a {type(loss).__name__}: return the loss, a tensor, or (loss, more)"
+                    )
                 self._run_pieces(loss)
-                self._learn(met, loss)
-                if self._options.driver != "none":
-                    self._note(self._why or _FIRST)
+                self._learn(call, loss)
+            self._count(call)
             return (loss.detach(), *more) if more else loss.detach()
 
     def flush(self) -> bool:
@@ -192,32 +199,42 @@ class TrainStep:
             return due > 0
 
     def explain(self) -> str:
-        """How calls ran, and why not as one replay, a line each."""
+        """How calls ran, why not as one replay, and what the graphs read, a line each."""
         pieces = self.calls - self.whole_calls
         lines = [
-            f"{self._name()}: {many(self.calls, 'call')}, {self.whole_calls} as a whole, {pieces} in pieces"
+            f"{self._name}: {many(self.calls, 'call')}, {self.whole_calls} as a whole, {pieces} in pieces"
         ]
         lines += [f"  {number} in pieces: {why}" for why, number in self.in_pieces.most_common()]
         whole = (each for each in self._variants.values() if isinstance(each, _Whole))
-        lines += [f"  {why}" for each in whole for why in each.reasons]
+        lines += [f"  {line}" for each in whole for line in each.lines()]
         return "\n".join(lines)
 
-    def _name(self) -> str:
-        fn = self.loss_fn
-        return f"train_step of {getattr(fn, '__qualname__', type(fn).__qualname__)}"
+    def _count(self, call: "_Call") -> None:
+        if call.whole is not None and call.whole.is_one:
+            self.whole_calls += 1
+            return
+        why = call.why or (_FIRST if call.whole is None else _IN_TURN)
+        if self._options.driver == "none":
+            return
+        self.in_pieces[why] += 1
+        if self.in_pieces[why] == 1 and why != _FIRST:
+            level = logging.WARNING if self._options.on_skip == "warn" else logging.INFO
+            log.log(level, "%s runs in pieces: %s", self._name, why)
 
     # ---- pieces
 
-    def _forward(self, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    def _forward(
+        self, call: "_Call", batch: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[Any, ...]:
         if self._broken_at is None:
             try:
                 return self._compiled(batch, named)
             except torch_private.not_one_graph() as error:
-                if self._whole is not None:
+                if call.whole is not None:
                     raise
                 lines = str(error).strip().splitlines()
                 self._broken_at = lines[0] if lines else type(error).__name__
-        self._why = f"the loss is not one graph: {self._broken_at}"
+        call.why = f"the loss is not one graph: {self._broken_at}; cgpass.explain(loss_fn, batch) names the line"
         return self._broken(batch, named)
 
     def _run_pieces(self, loss: torch.Tensor) -> None:
@@ -229,12 +246,6 @@ class TrainStep:
             self._update.run()
             self._update.look()  # optimizers make their state in the first step
 
-    def _note(self, why: str) -> None:
-        self.in_pieces[why] += 1
-        if self.in_pieces[why] == 1 and why != _FIRST:
-            level = logging.WARNING if self._options.on_skip == "warn" else logging.INFO
-            log.log(level, "%s runs in pieces: %s", self._name(), why)
-
     def _why_pieces(self) -> str | None:
         """Why this call can't be a whole step, whatever Dynamo compiled for it."""
         new = self._update.look()
@@ -244,14 +255,53 @@ class TrainStep:
             return 'driver="none" turns graphs off'
         if self._accumulate > 1:
             return f"accumulate={self._accumulate}: gradients add up in pieces"
-        return new or self._update.why_pieces()
+        if torch_private.has_default_saved_tensors_hooks():
+            return "hooks on saved tensors are set; leave their block for the step"
+        if torch_private.has_function_modes():
+            return "a TorchFunctionMode is on; leave its block for the step"
+        return new or self._update.why_pieces(self._options.max_recordings)
 
-    # ---- `training.Step`
+    def _learn(self, call: "_Call", loss: torch.Tensor) -> None:
+        """Find out which way the next call of this variant may go; its backward may be compiled only now."""
+        if call.met is None:
+            if not call.graphs:
+                call.why = (
+                    call.why or "Dynamo compiles nothing of it, or nothing in it requires grad"
+                )
+            return
+        training, args, returned = call.met
+        found: _Whole | str
+        if call.graphs > 1:
+            found = "the loss is several graphs"
+        elif not any(each is loss for each in returned):
+            found = "the loss is not what the graph computes; return it as it was computed"
+        else:
+            why = _why_never(training, args, returned, loss, self._update)
+            found = why or _Whole(training, args, self._update, self._name)
+        self._variants[training] = found
+        if isinstance(found, str):
+            call.why = call.why or found
+
+
+class _Call:
+    """One call of a step, for the graphs that Dynamo comes to in it. See `training.Step`."""
+
+    def __init__(
+        self, variants: "weakref.WeakKeyDictionary[TrainingCall, _Whole | str]", why: str | None
+    ) -> None:
+        self._variants = variants
+        self.why = why
+        """Why it runs in pieces, as far as that is known."""
+        self.graphs = 0
+        self.whole: _Whole | None = None
+        """What it ran as a whole, or in turn."""
+        self.met: tuple[TrainingCall, tuple[Any, ...], list[Any]] | None = None
+        """A graph that it ran in pieces and nobody knows yet, its inputs and outputs."""
 
     def note_graph(self, why: str) -> None:
         """See `training.Step`."""
-        self._graphs += 1
-        self._why = self._why or why
+        self.graphs += 1
+        self.why = self.why or why
 
     def call(
         self,
@@ -260,38 +310,19 @@ class TrainStep:
         run: Callable[[tuple[Any, ...]], Any],
     ) -> Any:
         """See `training.Step`."""
-        self._graphs += 1
+        self.graphs += 1
         variant = self._variants.get(training)
-        if isinstance(variant, _Whole) and self._why is None:
-            self._why = variant.why_not(args)
-            if self._why is None:
-                self._whole = variant
+        if isinstance(variant, _Whole) and self.why is None:
+            self.why = variant.why_not(args)
+            if self.why is None:
+                self.whole = variant
                 return variant.run(args)
         returned = run(args)
         if variant is None:
-            self._met = training, args, returned
+            self.met = training, args, returned
         elif isinstance(variant, str):
-            self._why = self._why or variant
+            self.why = self.why or variant
         return returned
-
-    def _learn(self, met: "_Met | None", loss: Any) -> None:
-        """Find out whether the next call of this variant may be a whole step; the backward may be compiled only now."""
-        if met is None:
-            if not self._graphs:
-                self._why = (
-                    self._why or "Dynamo compiles nothing of it, or nothing in it requires grad"
-                )
-            return
-        training, args, returned = met
-        if self._graphs > 1:
-            found: _Whole | str = "the loss is several graphs"
-        elif not isinstance(loss, torch.Tensor) or not any(each is loss for each in returned):
-            found = "the loss is not what the graph computes"
-        else:
-            found = _Whole.of(training, args, returned, loss, self._update, self._name())
-        self._variants[training] = found
-        if isinstance(found, str):
-            self._why = self._why or found
 
 
 def _as_dict(options: Mapping[str, Any] | Options | None) -> dict[str, Any]:
@@ -304,9 +335,11 @@ def _detaching(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
     def loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         found = loss_fn(*args, **kwargs)
-        if isinstance(found, tuple):
-            loss, more = found
-            return loss, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, more)
+        if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], torch.Tensor):
+            # A copy: to return a tensor and a detach() of it, as in `loss, {"loss": loss.detach()}`, is no plain graph.
+            return found[0].clone(), pytree.tree_map_only(
+                torch.Tensor, torch.Tensor.detach, found[1]
+            )
         return (found,)
 
     name = f"loss_of_{next(_numbers)}"
@@ -337,16 +370,18 @@ class _Update:
         self.params: list[torch.Tensor] = []
         self.state: list[torch.Tensor] = []
         """Tensors that updates read and write, beside parameters and gradients."""
-        self._rates: list[_Rate] = []
+        self.rates: list[_Rate] = []
         """Of the groups, if all of them can be captured."""
         self.numbers: tuple[Any, ...] = ()
         """All that this call's update reads on the host, beside learning rates."""
+        self.known_as: dict[int, str] = {}
+        """Names of parameters, by their `id`s; `params` holds them."""
         self._known: dict[tuple[Any, ...], None] = {}
         """Numbers of earlier calls."""
         self.looks = 0
         """How often the optimizers' tensors were others than before."""
         self._watched: tuple[Any, ...] | None = None
-        """See `fast.are` and `fast.unchanged`."""
+        """See `_is_as_before`."""
         self._why_never: str | None = None
 
     def groups(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
@@ -355,8 +390,7 @@ class _Update:
 
     def has(self, leaves: Sequence[torch.Tensor]) -> bool:
         """Whether all of these are the optimizers'."""
-        owned = {id(p) for _, group in self.groups() for p in group["params"]}
-        return {id(leaf) for leaf in leaves} <= owned
+        return {*map(id, leaves)} <= {*map(id, self.params)}
 
     def run(self) -> None:
         """Clip, step and zero_grad."""
@@ -367,7 +401,7 @@ class _Update:
                     scaler.unscale_(each)
             params = [p for _, group in self.groups() for p in group["params"]]
             self.grad_norm = torch.nn.utils.clip_grad_norm_(params, self.max_norm)
-        with self._rates_as_tensors():
+        with contextlib.nullcontext() if self._hooked() else self._rates_as_tensors():
             for each in self.optimizers:
                 if scaler is None:
                     each.step()
@@ -386,8 +420,11 @@ class _Update:
 
     def fill_learning_rates(self) -> None:
         """Have the tensors be what the groups' learning rates are now."""
-        for rate in self._rates:
-            lr, device = rate.group["lr"], rate.group["params"][0].device
+        for rate in self.rates:
+            lr = rate.group["lr"]
+            if lr is rate.filled:
+                continue
+            device = rate.group["params"][0].device
             if isinstance(lr, torch.Tensor) and lr.device == device:
                 rate.tensor, rate.filled = lr, None
             elif rate.filled is None:
@@ -400,8 +437,8 @@ class _Update:
     @contextlib.contextmanager
     def _rates_as_tensors(self) -> Iterator[None]:
         """Have the groups read the tensors; fused optimizers, which could be captured, say that they can."""
-        before = [(r.group, r.group["lr"], r.group.get("capturable")) for r in self._rates]
-        for rate in self._rates:
+        before = [(r.group, r.group["lr"], r.group.get("capturable")) for r in self.rates]
+        for rate in self.rates:
             rate.group["lr"] = rate.tensor
             if rate.tensor.is_cuda and rate.group.get("fused") and "capturable" in rate.group:
                 rate.group["capturable"] = True
@@ -419,76 +456,105 @@ class _Update:
         """Note the tensors of the optimizers, where they are others than before; returns why they are in no graph yet."""
         if self._watched is None or not fast.is_loaded:
             return self._look()
-        lists, watch = self._watched
-        if fast.unchanged(*watch) and all(fast.are(*known) for known in lists):
+        if self._is_as_before(*self._watched):
             return self._why_never
         return self._look() or _NEW_STATE
 
-    def why_pieces(self) -> str | None:
+    def why_pieces(self, max_known: int) -> str | None:
         """Why the next update can't be part of a graph, as things stand in this call. To be asked after `look`."""
-        for each in self.optimizers:
-            if each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks:
-                return f"{type(each).__name__} has hooks on step()"
-        if torch_private.has_global_optimizer_hooks():
-            return "hooks are registered on every optimizer's step()"
+        if (hooked := self._hooked()) is not None:
+            return hooked
         at = fast.first_watched(self.params)
         if at >= 0:
-            grad = "has a gradient from before" if self.params[at].grad is not None else "has hooks"
-            return f"parameter {at} of the optimizer {grad}"
+            leaf = self.params[at]
+            if leaf.grad is not None:
+                return f"{self._name_of(at)} has a gradient from before; call zero_grad() first"
+            return f"{self._name_of(at)} has hooks, or gradients of another dtype; remove them"
+        if self.scaler is not None and self.scaler._per_optimizer_states:
+            return "the scaler's unscale_() or step() was called before the step; leave that to the step"
         found = self._find_numbers()
         if isinstance(found, str):
             return found
         self.numbers = found
-        if self.numbers not in self._known:
-            last = next(reversed(self._known), ())
-            self._know(self.numbers)
-            pairs = zip(self.names(), last, self.numbers, strict=False)
-            return _NEW_NUMBERS.format(", ".join([name for name, a, b in pairs if a != b][:3]))
+        if found in self._known:
+            return None
+        last = next(reversed(self._known), ())
+        self._known[found] = None
+        if len(self._known) > max_known:
+            del self._known[next(iter(self._known))]
+        new = [
+            name
+            for name, a, b in zip(self.names(), last, found, strict=False)
+            if a != b or len(last) != len(found)
+        ]
+        return _NEW_NUMBER.format(", ".join(new[:3]))
+
+    def _hooked(self) -> str | None:
+        for each in self.optimizers:
+            if each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks:
+                return f"{type(each).__name__} has hooks on step(); remove them"
+        if torch_private.has_global_optimizer_hooks():
+            return "hooks are registered on every optimizer's step(); remove them"
         return None
 
-    def _know(self, numbers: tuple[Any, ...]) -> None:
-        self._known[numbers] = None
-        if len(self._known) > _NUMBERS_KEPT:
-            del self._known[next(iter(self._known))]
+    def _name_of(self, at: int) -> str:
+        leaf = self.params[at]
+        return self.known_as.get(id(leaf)) or f"parameter {at} of the optimizer, {[*leaf.shape]},"
+
+    def _objects(self) -> list[Any]:
+        """What groups and states are, one by one, found without a look at each."""
+        found: list[Any] = []
+        for each in self.optimizers:
+            found += [type(each), *each.state, *each.state.values(), *each.param_groups]
+            for group in each.param_groups:
+                found += group["params"]
+        return found
+
+    def _is_as_before(
+        self, positions: list[int], objects: list[Any], watch: tuple[Any, ...]
+    ) -> bool:
+        now = self._objects()
+        return (
+            len(now) == len(objects)
+            and fast.are(now, positions, objects)
+            and fast.unchanged(*watch)
+        )
 
     def _look(self) -> str | None:
-        self._watched = None
         self.looks += 1
         self.params = [p for _, group in self.groups() for p in group["params"]]
         self._why_never = self._find_why_never()
+        before = {id(rate.group): rate for rate in self.rates}
         used = [group for _, group in self.groups() if group["params"]]
-        before = {id(rate.group): rate for rate in self._rates}
-        new = (before.get(id(g)) or _Rate(g, torch.empty(0)) for g in used)
-        self._rates = [] if self._why_never else list(new)
-        mappings: list[Mapping[str, Any]] = []
-        keys: list[str] = []
-        values: list[Any] = []
-        holders: list[Any] = []
-        lists: list[tuple[Any, ...]] = []
-
-        def watch(mapping: Mapping[str, Any], names: Sequence[str]) -> None:
-            mappings.extend([mapping] * len(names))
-            keys.extend(names)
-            values.extend(mapping.get(name, ...) for name in names)
-
+        new = (before.get(id(group)) or _Rate(group, torch.empty(0)) for group in used)
+        self.rates = [] if self._why_never else list(new)
+        entries: list[tuple[Mapping[str, Any], str]] = []
         for each in self.optimizers:
-            watch(vars(each), ["state", "param_groups", "step", "zero_grad"])
-            holders += [each.state, each.param_groups]
-            for group in each.param_groups:
-                watch(group, ["params", "fused", "foreach", "capturable", "differentiable"])
-                holders += [group, group["params"]]
-                lists.append((group["params"], [*range(len(group["params"]))], [*group["params"]]))
-            for state in each.state.values():
-                watch(state, list(state))
-                holders.append(state)
+            own = ("state", "param_groups", "step", "zero_grad", "grad_scale", "found_inf")
+            entries += [(vars(each), name) for name in own]
+            entries += [(vars(type(each)), "step"), (vars(torch.optim.Optimizer), "zero_grad")]
+            names = ("params", "fused", "foreach", "capturable", "differentiable")
+            entries += [(group, name) for group in each.param_groups for name in names]
+            entries += [(state, name) for state in each.state.values() for name in state]
         if self.scaler is not None:
-            watch(vars(self.scaler), ["_scale", "_growth_tracker"])
+            of_scaler = ("_scale", "_growth_tracker", "_enabled", "step", "unscale_", "update")
+            entries += [(vars(self.scaler), name) for name in of_scaler]
+        mappings, keys = [entry[0] for entry in entries], [entry[1] for entry in entries]
+        values = [mapping.get(name, ...) for mapping, name in entries]
         self.state = [value for value in values if isinstance(value, torch.Tensor)]
+        holders = [
+            s for each in self.optimizers for s in (*each.param_groups, *each.state.values())
+        ]
         sizes = array("q", map(len, holders)).tobytes()
-        self._watched = lists, (mappings, keys, values, holders, sizes)
+        objects = self._objects()
+        self._watched = (
+            [*range(len(objects))],
+            objects,
+            (mappings, keys, values, holders, sizes),
+        )
         numbers = self._find_numbers()
         if isinstance(numbers, tuple):
-            self._know(numbers)
+            self._known[numbers] = None
         return self._why_never
 
     def _find_why_never(self) -> str | None:
@@ -500,11 +566,14 @@ class _Update:
             return why
         tensors = [t for each in self.optimizers for s in each.state.values() for t in s.values()]
         places = {t.device for t in [*self.params, *tensors] if isinstance(t, torch.Tensor)}
-        return f"the optimizer's tensors lie on {len(places)} devices" if len(places) > 1 else None
+        if len(places) > 1:
+            named = " and ".join(sorted(map(str, places)))
+            return f"the optimizer's tensors lie on {named}; keep them on one device"
+        return None
 
     def tensors(self) -> list[torch.Tensor]:
         """All that an update reads and writes beside parameters and gradients."""
-        return [*self.state, *(rate.tensor for rate in self._rates)]
+        return [*self.state, *[rate.tensor for rate in self.rates]]
 
     def _find_numbers(self) -> tuple[Any, ...] | str:
         """All that an update reads on the host beside learning rates; or what of it is no number."""
@@ -514,13 +583,11 @@ class _Update:
                 if name not in _NO_NUMBERS:
                     number = value if type(value) in _BY_VALUE else _by_value(value)
                     if number is ...:
-                        return f"{name} of the optimizer is a {type(value).__name__}, not a number"
+                        return f"{name} of the optimizer is a {type(value).__name__}; give a number"
                     found.append(number)
         if (scaler := self.scaler) is not None:
             found += [scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval]
-        backends = torch.backends
-        found += [backends.cudnn.enabled, backends.cudnn.benchmark, backends.cuda.matmul.allow_tf32]
-        found += [torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()]
+        found += torch_private.kernel_flags()
         return tuple(found)
 
     def names(self) -> list[str]:
@@ -532,13 +599,9 @@ class _Update:
             if name not in _NO_NUMBERS
         ]
         if self.scaler is not None:
-            found += [
-                "scaler's growth_factor",
-                "scaler's backoff_factor",
-                "scaler's growth_interval",
-            ]
-        flags = ["cudnn.enabled", "cudnn.benchmark", "cuda.matmul.allow_tf32"]
-        return [*found, *flags, "deterministic algorithms", "default dtype"]
+            growth = ("growth_factor", "backoff_factor", "growth_interval")
+            found += [f"scaler's {name}" for name in growth]
+        return [*found, *torch_private.KERNEL_FLAGS]
 
 
 _NO_NUMBERS: Final = frozenset({"params", "lr", "initial_lr"})
@@ -546,27 +609,24 @@ _NO_NUMBERS: Final = frozenset({"params", "lr", "initial_lr"})
 
 def _why_not_recordable(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str | None:
     cls = type(optimizer)
-    if getattr(torch.optim, cls.__name__, None) is not cls:
-        return f"{cls.__name__} is none of torch.optim's own optimizers"
-    step = vars(optimizer).get("step")
-    patched = step is not None and not hasattr(step, "_wrapped_by_lr_sched")
-    if (
-        patched
-        or "zero_grad" in vars(optimizer)
-        or not inspect.unwrap(cls.step).__module__.startswith("torch.optim.")
-    ):
-        return f"{cls.__name__}.step or zero_grad was replaced"
+    name = cls.__name__
+    if getattr(torch.optim, name, None) is not cls:
+        return f"{name} is none of torch.optim's own optimizers"
+    for method in (optimizer.step, optimizer.zero_grad):
+        found = inspect.unwrap(method)  # of what schedulers and hooks put around it
+        if not getattr(found, "__module__", "").startswith("torch.optim."):
+            return f"{name}.{getattr(method, '__name__', 'step')} was replaced"
     if group.get("fused") and not isinstance(optimizer, _FUSED):
-        return f"{cls.__name__} reads its learning rate on the host, with fused=True, too"
+        return f"{name} reads its learning rate on the host, with fused=True, too; use AdamW or SGD"
     if not (group.get("fused") or group.get("capturable")):
         fix = "fused=True" if "fused" in group else "capturable=True"
         if fix.partition("=")[0] not in group:
-            return f"{cls.__name__} can't be captured; AdamW(fused=True) or SGD(fused=True) can"
-        return f"{cls.__name__} reads the device in step(): make it with {fix}"
+            return f"{name} can't be captured; AdamW(fused=True) or SGD(fused=True) can"
+        return f"{name} reads the device in step(): make it with {fix}"
     if group.get("differentiable"):
-        return f"{cls.__name__} has differentiable=True"
+        return f"{name} has differentiable=True"
     if group.get("fused") and group.get("foreach"):
-        return f"{cls.__name__} has both fused=True and foreach=True"
+        return f"{name} has both fused=True and foreach=True"
     return None
 
 
@@ -581,103 +641,86 @@ def _by_value(value: object) -> Any:
 def _why_not_scaled(scaler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
     if type(scaler).__module__ not in ("torch.amp.grad_scaler", "torch.cuda.amp.grad_scaler"):
         return f"{type(scaler).__name__} is none of torch's own scalers"
+    if not vars(scaler).keys().isdisjoint(("step", "unscale_", "update")):
+        return "a method of the scaler was replaced"
     for each in optimizers:
         if not getattr(each, "_step_supports_amp_scaling", False):
             return f"the scaler asks the device whether {type(each).__name__} may step: fused=True leaves that to its kernels"
     return None
 
 
+def _why_never(
+    training: TrainingCall,
+    args: tuple[Any, ...],
+    returned: list[Any],
+    loss: torch.Tensor,
+    update: _Update,
+) -> str | None:
+    """Why calls of a graph that Dynamo compiled always run in pieces, told by one that did."""
+    graphs = training.graphs
+    if graphs is None:
+        return "its backward is not compiled yet"
+    layout, forward, backward, wanted = graphs
+    if len(layout.differentiable) != 1:
+        return f"{len(layout.differentiable)} results of the loss require grad; detach all but the loss"
+    if returned[layout.differentiable[0]] is not loss or loss.numel() != 1:
+        return "the loss is no tensor of one element that requires grad"
+    leaves = [args[n] for n in wanted]
+    if not update.has(leaves) or len({*map(id, leaves)}) < len(leaves):
+        return _FOREIGN
+    for fn in (forward, backward):
+        executor = getattr(fn, "executor", None)
+        if executor is None:
+            return "a part of it runs without CUDA graphs, or draws random numbers again in the backward"
+        runners = _runners(executor)
+        if not runners:
+            return "nothing of it is captured; cgpass.explain(loss_fn, batch) says why"
+        if any(runner.communicates for runner in runners):
+            return "it communicates with other processes"
+    return None
+
+
+def _runners(executor: Executor) -> list[PartitionRunner]:
+    return [s.run for s in executor.plan.steps if isinstance(s.run, PartitionRunner)]
+
+
 class _Whole:
     """A step of one variant that Dynamo compiled. See Note [A whole step]."""
 
     def __init__(
-        self,
-        training: TrainingCall,
-        graphs: tuple[Any, ...],
-        leaves: tuple[tuple[int, ...], list[torch.Tensor]],
-        loss_at: int,
-        update: _Update,
-        name: str,
+        self, training: TrainingCall, args: tuple[Any, ...], update: _Update, name: str
     ) -> None:
-        """Nothing is recorded yet.
-
-        Args:
-            training: The graphs' caller.
-            graphs: See `TrainingCall.graphs`.
-            leaves: Which inputs are parameters that get gradients, and these.
-            loss_at: Which output the loss is.
-            update: Shared by all variants of a step.
-            name: For messages.
-        """
+        """Nothing is recorded yet."""
+        graphs: Any = training.graphs
         self._training = weakref.ref(training)
-        self._layout, forward, backward, _ = graphs
+        self._layout, forward, backward, self._positions = graphs
         self._forward: Executor = forward.executor
         self._backward: Executor = backward.executor
-        self._positions, self._leaves = leaves
+        self._leaves = [args[n] for n in self._positions]
         self._trained = fast.requiring_grad(self._leaves)
-        self._loss_at = loss_at
-        self._update = weakref.ref(update)
+        self._update = update
         self._name = name
         self._looks = -1
         self._sizes: tuple[int, ...] = ()
         self._executor: Executor | None = None
         self._runner: PartitionRunner | None = None
-
-    @classmethod
-    def of(
-        cls,
-        training: TrainingCall,
-        args: tuple[Any, ...],
-        returned: list[Any],
-        loss: torch.Tensor,
-        update: _Update,
-        name: str,
-    ) -> "_Whole | str":
-        """A variant's whole step, or why there is none.
-
-        Args:
-            training: What ran in pieces.
-            args: Its inputs.
-            returned: Its outputs.
-            loss: One of these.
-            update: Of the step.
-            name: Of the step.
-        """
-        graphs = training.graphs
-        if graphs is None:
-            return "its backward is not compiled yet"
-        layout, forward, backward, wanted = graphs
-        if len(layout.differentiable) != 1:
-            return f"{len(layout.differentiable)} results of the loss require grad; detach all but the loss"
-        (loss_at,) = layout.differentiable
-        if returned[loss_at] is not loss or loss.numel() != 1:
-            return "the loss is no tensor of one element that requires grad"
-        leaves = [args[n] for n in wanted]
-        if not update.has(leaves) or len({*map(id, leaves)}) < len(leaves):
-            return _FOREIGN
-        for fn in (forward, backward):
-            executor = getattr(fn, "executor", None)
-            if executor is None:
-                return "a part of it runs without CUDA graphs, or draws random numbers again in the backward"
-            plan = executor.plan
-            run: Any = plan.steps[0].run if len(plan.steps) == 1 else None
-            if not isinstance(run, PartitionRunner) or not plan.is_one_partition:
-                return "a part of it can't be captured, or reads a Python number that changes"
-            if run.communicates:
-                return "it communicates with other processes"
-        return cls(training, graphs, (wanted, leaves), loss_at, update, name)
+        self.is_one = self._forward.plan.is_one_partition and self._backward.plan.is_one_partition
+        """Whether one graph can hold all of it."""
+        if self.is_one:
+            infos = _runners(self._forward)[0].layout.infos
+            names = zip(self._leaves, self._positions, strict=True)
+            update.known_as.update((id(leaf), infos[n].name) for leaf, n in names)
 
     def why_not(self, args: tuple[Any, ...]) -> str | None:
-        """Why a call can't be a whole step."""
-        training = self._training()
+        """Why a call runs in pieces."""
+        training, update = self._training(), self._update
         if training is None or not training.is_plain(args):
             return "autograd is in a mode of its own in this call"
         if not fast.are(args, self._positions, self._leaves):
-            return "parameters were replaced by others"
+            return "parameters were replaced by others; make another step, or write into them"
         if fast.requiring_grad(self._leaves) != self._trained:
             return "parameters were frozen"  # of which older versions of Dynamo say nothing
-        update = self._update()
-        if update is None or (update.looks != self._looks and not update.has(self._leaves)):
+        if update.looks != self._looks and not update.has(self._leaves):
             return _FOREIGN
         self._looks = update.looks
         if self._runner is not None and self._runner.failure is not None:
@@ -686,10 +729,8 @@ class _Whole:
 
     def run(self, args: tuple[Any, ...]) -> list[Any]:
         """Run a step; returns what the forward returns."""
-        training, update = self._training(), self._update()
+        training, update, layout = self._training(), self._update, self._layout
         assert training is not None
-        assert update is not None
-        layout = self._layout
         tensors = update.tensors()
         if self._sizes != (len(tensors), len(update.numbers)):
             self._make(tensors)
@@ -697,11 +738,17 @@ class _Whole:
         assert executor is not None
         assert runner is not None
         replays = runner.stats.replays
+        update.grad_norm = None  # the step itself must not hold what a replay writes
+        inputs = training.begin(args)
         with torch.no_grad():
-            outputs = executor([*training.begin(args), *tensors, *update.numbers])
+            if self.is_one:
+                outputs = executor([*inputs, *tensors, *update.numbers])
+            else:
+                outputs, gradients = self._gradients(inputs, self._forward, self._backward)
+                outputs += executor([*gradients, *self._leaves, *tensors, *update.numbers])
         if runner.stats.replays != replays:  # else operators said so themselves
             torch.autograd.graph.increment_version(self._leaves)
-            torch.autograd.graph.increment_version(tensors)
+            torch.autograd.graph.increment_version(update.state)
             for each in update.optimizers:
                 setattr(each, "_opt_called", True)  # noqa: B010  schedulers ask for it
         if update.max_norm is not None:
@@ -710,91 +757,130 @@ class _Whole:
             torch_private.mark_dynamic(outputs[n], dimensions)
         return outputs
 
+    def lines(self) -> list[str]:
+        """What the graph reads and is recorded for, and why calls ran without it."""
+        if self._runner is None:
+            return []
+        infos, stats = self._runner.layout.infos, self._runner.stats
+        kinds = Counter(info.kind for info in infos)
+        own = len(self._update.tensors())
+        about = (
+            f"{'one graph' if self.is_one else 'a graph of the update'}, recorded {many(stats.recordings, 'time')}, "
+            f"replayed {many(stats.replays, 'time')}: reads {many(kinds[InputKind.STATIC] - own, 'parameter')} and "
+            f"{many(own, 'tensor')} of the optimizer in place, copies {many(kinds[InputKind.COPIED], 'input')}; "
+            f"{many(kinds[InputKind.SYMINT], 'number')} in its key"
+        )
+        told = self._runner.reasons.told(
+            calls=stats.calls,
+            plain_calls=stats.plain_calls,
+            warmups=stats.warmups,
+            recordings=stats.recordings,
+        )
+        return [about, *map(str, told)]
+
     def _make(self, tensors: Sequence[torch.Tensor]) -> None:
-        update = self._update()
-        assert update is not None
+        update = self._update
         self._sizes = len(tensors), len(update.numbers)
         if self._runner is not None:
             self._runner.close()
-        forward: Any = self._forward.plan.steps[0].run
-        infos = [
-            dataclasses.replace(info, kind=InputKind.STATIC, mutated=True, in_place=True)
-            if n in self._positions
-            else info
-            for n, info in enumerate(forward.layout.infos)
-        ]
+        part = _runners(self._forward)[0]
+        infos = list(part.layout.infos)
+        num_outputs = update.max_norm is not None
+        if self.is_one:
+            body, num_outputs = self._body, num_outputs + self._layout.num_returned
+            for n in self._positions:
+                infos[n] = dataclasses.replace(
+                    infos[n], kind=InputKind.STATIC, mutated=True, in_place=True
+                )
+        else:
+            body = self._update_alone
+            names = [f"parameter {n}" for n, _ in enumerate(self._leaves)]
+            infos = [
+                InputInfo(f"the gradient of {name}", InputKind.POOLED, mutated=True)
+                for name in names
+            ]
+            infos += [_written(name) for name in names]
+        infos += [_written(f"the optimizer's tensor {n}") for n, _ in enumerate(update.state)]
         infos += [
-            InputInfo(f"the optimizer's tensor {n}", InputKind.STATIC, mutated=True, in_place=True)
-            for n, _ in enumerate(tensors)
+            InputInfo(f"the learning rate of group {n}", InputKind.STATIC, in_place=True)
+            for n, _ in enumerate(update.rates)
         ]
         infos += [InputInfo(name, InputKind.SYMINT) for name in update.names()]
-        options = forward.options
-        if options.static_input_check != "rerecord":
-            options = dataclasses.replace(options, static_input_check="rerecord")
-        owner = forward.owner
+        options = dataclasses.replace(part.options, static_input_check="rerecord")
         self._runner = PartitionRunner(
-            self._body, tuple(infos), owner, options, name="whole step", opaque=forward.opaque
+            body, tuple(infos), part.owner, options, name="whole step", opaque=part.opaque
         )
         self._runner.name = self._name
-        num_outputs = self._layout.num_returned + (update.max_norm is not None)
         visible = frozenset(range(num_outputs))
         plan = whole_plan(len(infos), num_outputs, self._runner, "captured_0", visible)
-        self._executor = Executor(plan, owner, {"captured_0": f"cgpass: {self._name}"})
+        self._executor = Executor(plan, part.owner, {"captured_0": f"cgpass: {self._name}"})
 
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Why calls of it ran without a graph."""
-        if self._runner is None:
-            return ()
-        run = telemetry.PartitionRun(self._runner.stats, (), self._runner.reasons)
-        return tuple(map(str, run.reasons))
+    # ---- what is recorded, and runs plainly before that
 
     def _body(self, args: list[Any]) -> list[Any]:
-        """What is recorded, and runs plainly before that."""
-        training, update = self._training(), self._update()
-        assert training is not None
-        assert update is not None
-        layout, scaler = self._layout, update.scaler
-        inputs = args[: layout.num_inputs]
-        taken = {x.untyped_storage().data_ptr() for x in inputs if isinstance(x, torch.Tensor)}
+        inputs = args[: self._layout.num_inputs]
         args.clear()
+        returned, gradients = self._gradients(
+            inputs, _runners(self._forward)[0].fn, _runners(self._backward)[0].fn
+        )
+        return [*returned, *self._apply(gradients)]
+
+    def _update_alone(self, args: list[Any]) -> list[Any]:
+        gradients = args[: len(self._leaves)]
+        args.clear()
+        return self._apply(gradients)
+
+    def _gradients(
+        self,
+        inputs: list[Any],
+        forward: Callable[[list[Any]], Sequence[Any]],
+        backward: Callable[[list[Any]], Sequence[Any]],
+    ) -> tuple[list[Any], list[torch.Tensor]]:
+        """What the forward returns, and gradients as autograd would put them into `.grad`."""
+        layout, scaler = self._layout, self._update.scaler
+        kept = list(inputs)
         with torch._C._DisableAutocast():
-            outputs = list(_plain(self._forward)(inputs))
+            outputs = list(forward(inputs))
             returned = outputs[: layout.num_returned]
             saved = [*outputs[layout.checked], *outputs[layout.unchecked]]
             rest = outputs[layout.rest]
             outputs.clear()
-            tangent = torch.ones_like(returned[self._loss_at])
+            tangent = torch.ones_like(returned[layout.differentiable[0]])
             if scaler is not None:
                 tangent = tangent * scaler._scale.to(tangent.dtype)
             call = [*rest, *saved, layout.tangents[0](tangent)]
             del rest, saved, tangent
-            gradients = list(_plain(self._backward)(call))
+            gradients = list(backward(call))
+        tensors = (each for each in (*kept, *returned) if isinstance(each, torch.Tensor))
+        taken = {each.untyped_storage().data_ptr() for each in tensors}
+        found: list[torch.Tensor] = []
+        for n, leaf in zip(self._positions, self._leaves, strict=True):
+            found.append(_own_gradient(gradients[n], leaf, taken))
+            gradients[n] = None
+        return returned, found
+
+    def _apply(self, gradients: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        update = self._update
         try:
-            for n, leaf in zip(self._positions, self._leaves, strict=True):
-                leaf.grad = _own_gradient(gradients[n], leaf, taken)
-                gradients[n] = None
+            for leaf in reversed(self._leaves):
+                leaf.grad = gradients.pop()
             update.run()
         finally:
             update.forget_gradients()
-        return returned if update.grad_norm is None else [*returned, update.grad_norm]
+            if update.scaler is not None:  # a capture that failed in the middle runs again
+                update.scaler._per_optimizer_states.clear()
+        return [] if update.max_norm is None else [update.grad_norm]
 
 
-def _plain(executor: Executor) -> Callable[[list[Any]], Sequence[Any]]:
-    """What the one partition of a graph was compiled to."""
-    run: Any = executor.plan.steps[0].run
-    return run.fn
+def _written(name: str) -> InputInfo:
+    return InputInfo(name, InputKind.STATIC, mutated=True, in_place=True)
 
 
-def _own_gradient(
-    gradient: torch.Tensor | None, leaf: torch.Tensor, taken: set[int]
-) -> torch.Tensor | None:
+def _own_gradient(gradient: torch.Tensor, leaf: torch.Tensor, taken: set[int]) -> torch.Tensor:
     """A gradient as autograd puts it into `.grad`: laid out as the parameter, in memory of its own.
 
     Source: torch/csrc/autograd/functions/accumulate_grad.h.
     """
-    if gradient is None:
-        return None
     address = gradient.untyped_storage().data_ptr()
     if gradient.stride() == leaf.stride() and address not in taken:
         taken.add(address)

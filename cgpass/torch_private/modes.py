@@ -160,9 +160,7 @@ def no_parametrize_cache() -> Iterator[None]:
 
 def has_default_saved_tensors_hooks() -> bool:
     """Whether the user packs saved tensors by hooks of his own."""
-    from torch._functorch._aot_autograd.utils import top_saved_tensors_hooks
-
-    return top_saved_tensors_hooks() is not None
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def autograd_is_plain() -> bool:
@@ -182,6 +180,50 @@ def compiled_autograd_is_on() -> bool:
     """Whether backwards are traced here."""
     module: Any = sys.modules.get("torch._dynamo.compiled_autograd")  # else nobody turned it on
     return module is not None and module.compiled_autograd_enabled
+
+
+def has_function_modes() -> bool:
+    """Whether modes see the functions of torch that are called here; a default device is none of them.
+
+    Source: torch/overrides.py `_get_current_function_mode_stack`, torch/utils/_device.py, 2.11 to 2.15.
+    """
+    if not torch._C._len_torch_function_stack():
+        return False
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+
+    return not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+
+
+KERNEL_FLAGS = (
+    "cudnn.enabled",
+    "cudnn.benchmark",
+    "cudnn.deterministic",
+    "cudnn.conv.fp32_precision",
+    "cudnn.rnn.fp32_precision",
+    "cuda.matmul.fp32_precision",
+    "deterministic algorithms",
+    "default dtype",
+)
+"""Names of what `kernel_flags` returns."""
+
+
+def kernel_flags() -> tuple[Any, ...]:
+    """What chooses kernels, beside their inputs, and not all of which Dynamo guards.
+
+    Source: torch/csrc/Module.cpp, 2.11 to 2.15; the older `allow_tf32` raise where a user set the newer names.
+    """
+    native, precision = torch._C, torch._C._get_fp32_precision_getter
+    return (
+        native._get_cudnn_enabled(),
+        native._get_cudnn_benchmark(),
+        native._get_cudnn_deterministic(),
+        precision("cuda", "conv"),
+        precision("cuda", "rnn"),
+        precision("cuda", "matmul"),
+        native._get_deterministic_algorithms(),
+        torch.get_default_dtype(),
+    )
 
 
 def has_global_optimizer_hooks() -> bool:
