@@ -55,6 +55,8 @@ _NEW_STATE: Final = "the optimizer has other groups, parameters or state tensors
 _NEW_NUMBER: Final = "{} has a new value; each costs one call, but for the learning rate's"
 _FOREIGN: Final = "something else than the optimizer's parameters gets gradients; detach it, or give it to the optimizer"
 _IN_TURN: Final = "not all of it can be captured, see cgpass.explain(); the optimizer's step is a graph of its own"
+_ITS_LINE: Final = "cgpass.explain(loss_fn, batch) names the line"
+_TOO_OFTEN: Final = "it was compiled torch._dynamo.config.recompile_limit times; keep what changes the same, or make it a tensor"
 _BY_VALUE = (int, float, bool, str, type(None))
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Whose fused kernels take the learning rate as a tensor."""
@@ -152,10 +154,13 @@ class TrainStep:
         self._broken = torch.compile(fn, **given)
         self._broken_at: str | None = None
         """Why the loss is several graphs."""
+        self._too_often = False
+        """Whether Dynamo compiles no more variants; those that it knows go on."""
         self._variants: weakref.WeakKeyDictionary[TrainingCall, _Whole | str] = (
             weakref.WeakKeyDictionary()
         )
         """What Dynamo compiled: how it runs, or why it runs in pieces."""
+        weakref.finalize(self, torch_private.forget_compiled, fn.__code__).atexit = False
         telemetry.add_step(self)
 
     @property
@@ -226,15 +231,18 @@ class TrainStep:
     def _forward(
         self, call: "_Call", batch: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[Any, ...]:
-        if self._broken_at is None:
+        self._too_often = self._too_often and bool(self._variants)  # none: all was forgotten
+        if self._broken_at is None and not self._too_often:
             try:
                 return self._compiled(batch, named)
             except torch_private.not_one_graph() as error:
                 if call.whole is not None:
                     raise
-                lines = str(error).strip().splitlines()
-                self._broken_at = lines[0] if lines else type(error).__name__
-        call.why = f"the loss is not one graph: {self._broken_at}; cgpass.explain(loss_fn, batch) names the line"
+                self._too_often = torch_private.is_recompile_limit(error)
+                if not self._too_often:
+                    self._broken_at = next(iter(str(error).strip().splitlines()), "")
+        if self._broken_at is not None:
+            call.why = f"the loss is not one graph: {self._broken_at}; {_ITS_LINE}"
         return self._broken(batch, named)
 
     def _run_pieces(self, loss: torch.Tensor) -> None:
@@ -263,7 +271,9 @@ class TrainStep:
 
     def _learn(self, call: "_Call", loss: torch.Tensor) -> None:
         """Find out which way the next call of this variant may go; its backward may be compiled only now."""
-        if call.met is None:
+        if call.met is None or self._too_often:
+            if self._too_often:
+                call.why = call.why or _TOO_OFTEN
             if not call.graphs:
                 call.why = (
                     call.why or "Dynamo compiles nothing of it, or nothing in it requires grad"
@@ -747,8 +757,7 @@ class _Whole:
                 outputs, gradients = self._gradients(inputs, self._forward, self._backward)
                 outputs += executor([*gradients, *self._leaves, *tensors, *update.numbers])
         if runner.stats.replays != replays:  # else operators said so themselves
-            torch.autograd.graph.increment_version(self._leaves)
-            torch.autograd.graph.increment_version(update.state)
+            fast.note_written([*self._leaves, *update.state])
             for each in update.optimizers:
                 setattr(each, "_opt_called", True)  # noqa: B010  schedulers ask for it
         if update.max_norm is not None:

@@ -263,6 +263,15 @@ PyObject* geometry(PyObject* const* args) {
   return bytes_of(out);
 }
 
+PyObject* note_written(PyObject* const* args) {
+  const Items values(args[0]);
+  for (Py_ssize_t k = 0; k < values.size; ++k) {
+    const at::Tensor& tensor = tensor_of(values.items[k]);
+    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  }
+  Py_RETURN_NONE;
+}
+
 PyObject* requiring_grad(PyObject* const* args) {
   const Items values(args[0]);
   Owned out(PyBytes_FromStringAndSize(nullptr, values.size));
@@ -1159,6 +1168,7 @@ PyMethodDef methods[] = {
     METHOD(members, 2),
     METHOD(geometry, 2),
     METHOD(versions, 2),
+    METHOD(note_written, 1),
     METHOD(in_transform, 0),
     METHOD(any_held, 2),
     METHOD(any_held_among, 2),
