@@ -58,9 +58,11 @@ _IN_TURN: Final = "not all of it can be captured, see cgpass.explain(); the opti
 _ITS_LINE: Final = "cgpass.explain(loss_fn, batch) names the line"
 _TOO_OFTEN: Final = "it was compiled torch._dynamo.config.recompile_limit times; keep what changes the same, or make it a tensor"
 _BY_VALUE = (int, float, bool, str, type(None))
-_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-"""Whose fused kernels take the learning rate as a tensor."""
-_numbers = iter(range(1 << 62))
+_COUNTS = ("calls", "plain_calls", "warmups", "recordings")
+_names = iter(range(1 << 62))
+_Args = tuple[Any, ...]
+_Boxed = Callable[[list[Any]], Sequence[Any]]
+_Options = Mapping[str, Any] | Options | None
 
 
 def train_step(
@@ -70,7 +72,7 @@ def train_step(
     max_norm: float | None = None,
     scaler: Any = None,
     accumulate: int = 1,
-    options: Mapping[str, Any] | Options | None = None,
+    options: _Options = None,
 ) -> "TrainStep":
     """Make a whole training step a function that replays as one CUDA graph.
 
@@ -108,7 +110,8 @@ def train_step(
         name = type(each).__name__
         if not isinstance(each, torch.optim.Optimizer):
             raise InputError(f"optimizer is a {name}, not a torch.optim.Optimizer")
-        if "closure" in _needed_by(each.step):
+        closure = inspect.signature(each.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
             raise InputError(
                 f"{name}.step() calls the loss itself (closure): write its loop by hand"
             )
@@ -122,21 +125,11 @@ def train_step(
     return TrainStep(loss_fn, _Update(optimizers, max_norm, scaler), accumulate, options)
 
 
-def _needed_by(fn: Callable[..., Any]) -> list[str]:
-    """Names of parameters that have no default."""
-    parameters = inspect.signature(fn).parameters.values()
-    return [each.name for each in parameters if each.default is each.empty]
-
-
 class TrainStep:
     """Runs training steps; made by `cgpass.train_step`."""
 
     def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        update: "_Update",
-        accumulate: int,
-        options: Mapping[str, Any] | Options | None,
+        self, loss_fn: Callable[..., Any], update: "_Update", accumulate: int, options: _Options
     ) -> None:
         self.calls = self.whole_calls = 0
         self.in_pieces: Counter[str] = Counter()
@@ -149,18 +142,20 @@ class TrainStep:
         """Calls since the last update."""
         self._lock = threading.RLock()
         fn = _detaching(loss_fn)
-        given: dict[str, Any] = {"backend": cgpass, "options": _as_dict(options)}
-        self._compiled = torch.compile(fn, fullgraph=True, **given)
-        self._broken = torch.compile(fn, **given)
+        given: Any = (
+            dataclasses.asdict(options) if isinstance(options, Options) else {**(options or {})}
+        )
+        self._compiled = torch.compile(fn, fullgraph=True, backend=cgpass, options=given)
+        self._broken = torch.compile(fn, backend=cgpass, options=given)
         self._broken_at: str | None = None
         """Why the loss is several graphs."""
         self._too_often = False
         """Whether Dynamo compiles no more variants; those that it knows go on."""
-        self._variants: weakref.WeakKeyDictionary[TrainingCall, _Whole | str] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._variants: weakref.WeakKeyDictionary[TrainingCall, _Whole | str]
+        self._variants = weakref.WeakKeyDictionary()
         """What Dynamo compiled: how it runs, or why it runs in pieces."""
-        weakref.finalize(self, torch_private.forget_compiled, fn.__code__).atexit = False
+        finalizer: Any = weakref.finalize(self, torch_private.forget_compiled, fn.__code__)
+        finalizer.atexit = False
         telemetry.add_step(self)
 
     @property
@@ -190,7 +185,10 @@ class TrainStep:
                     )
                 self._run_pieces(loss)
                 self._learn(call, loss)
-            self._count(call)
+            if call.whole is not None and call.whole.is_one:
+                self.whole_calls += 1
+            elif self._options.driver != "none":
+                self._note(call.why or (_FIRST if call.whole is None else _IN_TURN))
             return (loss.detach(), *more) if more else loss.detach()
 
     def flush(self) -> bool:
@@ -214,13 +212,7 @@ class TrainStep:
         lines += [f"  {line}" for each in whole for line in each.lines()]
         return "\n".join(lines)
 
-    def _count(self, call: "_Call") -> None:
-        if call.whole is not None and call.whole.is_one:
-            self.whole_calls += 1
-            return
-        why = call.why or (_FIRST if call.whole is None else _IN_TURN)
-        if self._options.driver == "none":
-            return
+    def _note(self, why: str) -> None:
         self.in_pieces[why] += 1
         if self.in_pieces[why] == 1 and why != _FIRST:
             level = logging.WARNING if self._options.on_skip == "warn" else logging.INFO
@@ -228,9 +220,7 @@ class TrainStep:
 
     # ---- pieces
 
-    def _forward(
-        self, call: "_Call", batch: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[Any, ...]:
+    def _forward(self, call: "_Call", batch: _Args, named: dict[str, Any]) -> _Args:
         self._too_often = self._too_often and bool(self._variants)  # none: all was forgotten
         if self._broken_at is None and not self._too_often:
             try:
@@ -271,62 +261,46 @@ class TrainStep:
 
     def _learn(self, call: "_Call", loss: torch.Tensor) -> None:
         """Find out which way the next call of this variant may go; its backward may be compiled only now."""
+        if self._too_often:
+            call.why = call.why or _TOO_OFTEN
+        elif call.met is None and not call.graphs:
+            call.why = call.why or "Dynamo compiles nothing of it, or nothing in it requires grad"
         if call.met is None or self._too_often:
-            if self._too_often:
-                call.why = call.why or _TOO_OFTEN
-            if not call.graphs:
-                call.why = (
-                    call.why or "Dynamo compiles nothing of it, or nothing in it requires grad"
-                )
             return
         training, args, returned = call.met
-        found: _Whole | str
-        if call.graphs > 1:
-            found = "the loss is several graphs"
-        elif not any(each is loss for each in returned):
-            found = "the loss is not what the graph computes; return it as it was computed"
-        else:
-            why = _why_never(training, args, returned, loss, self._update)
-            found = why or _Whole(training, args, self._update, self._name)
-        self._variants[training] = found
-        if isinstance(found, str):
-            call.why = call.why or found
+        found = "the loss is several graphs" if call.graphs > 1 else None
+        found = found or _why_never(training, args, returned, loss, self._update)
+        self._variants[training] = found or _Whole(training, args, self._update, self._name)
+        call.why = call.why or found
 
 
+@dataclasses.dataclass
 class _Call:
     """One call of a step, for the graphs that Dynamo comes to in it. See `training.Step`."""
 
-    def __init__(
-        self, variants: "weakref.WeakKeyDictionary[TrainingCall, _Whole | str]", why: str | None
-    ) -> None:
-        self._variants = variants
-        self.why = why
-        """Why it runs in pieces, as far as that is known."""
-        self.graphs = 0
-        self.whole: _Whole | None = None
-        """What it ran as a whole, or in turn."""
-        self.met: tuple[TrainingCall, tuple[Any, ...], list[Any]] | None = None
-        """A graph that it ran in pieces and nobody knows yet, its inputs and outputs."""
+    variants: "weakref.WeakKeyDictionary[TrainingCall, _Whole | str]"
+    why: str | None
+    """Why it runs in pieces, as far as that is known."""
+    graphs: int = 0
+    whole: "_Whole | None" = None
+    """What it ran as a whole, or in turn."""
+    met: tuple[TrainingCall, _Args, list[Any]] | None = None
+    """A graph that it ran in pieces and nobody knows yet, its inputs and outputs."""
 
     def note_graph(self, why: str) -> None:
         """See `training.Step`."""
         self.graphs += 1
         self.why = self.why or why
 
-    def call(
-        self,
-        training: TrainingCall,
-        args: tuple[Any, ...],
-        run: Callable[[tuple[Any, ...]], Any],
-    ) -> Any:
+    def call(self, training: TrainingCall, args: _Args, run: Callable[[_Args], Any]) -> Any:
         """See `training.Step`."""
         self.graphs += 1
-        variant = self._variants.get(training)
+        variant = self.variants.get(training)
         if isinstance(variant, _Whole) and self.why is None:
-            self.why = variant.why_not(args)
+            self.why = variant.why_not(training, args)
             if self.why is None:
                 self.whole = variant
-                return variant.run(args)
+                return variant.run(training, args)
         returned = run(args)
         if variant is None:
             self.met = training, args, returned
@@ -335,24 +309,18 @@ class _Call:
         return returned
 
 
-def _as_dict(options: Mapping[str, Any] | Options | None) -> dict[str, Any]:
-    """Options as `torch.compile` takes them."""
-    return dataclasses.asdict(options) if isinstance(options, Options) else dict(options or {})
-
-
 def _detaching(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """What is compiled; its code is its own, for Dynamo counts compilations of a code."""
 
-    def loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def loss_of(args: _Args, kwargs: dict[str, Any]) -> _Args:
         found = loss_fn(*args, **kwargs)
-        if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], torch.Tensor):
-            # A copy: to return a tensor and a detach() of it, as in `loss, {"loss": loss.detach()}`, is no plain graph.
-            return found[0].clone(), pytree.tree_map_only(
-                torch.Tensor, torch.Tensor.detach, found[1]
-            )
-        return (found,)
+        if not (isinstance(found, tuple) and len(found) == 2):
+            return (found,)
+        loss, more = found
+        # A copy: a graph that returns a tensor and a detach() of it, as of `loss, {"loss": loss.detach()}`, is no plain one.
+        return loss.clone(), pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, more)
 
-    name = f"loss_of_{next(_numbers)}"
+    name = f"loss_of_{next(_names)}"
     code = loss_of.__code__.replace(co_name=name)
     return types.FunctionType(code, loss_of.__globals__, name, None, loss_of.__closure__)
 
@@ -382,16 +350,15 @@ class _Update:
         """Tensors that updates read and write, beside parameters and gradients."""
         self.rates: list[_Rate] = []
         """Of the groups, if all of them can be captured."""
-        self.numbers: tuple[Any, ...] = ()
+        self.numbers: dict[Any, Any] = {}
         """All that this call's update reads on the host, beside learning rates."""
         self.known_as: dict[int, str] = {}
         """Names of parameters, by their `id`s; `params` holds them."""
-        self._known: dict[tuple[Any, ...], None] = {}
+        self._known: set[tuple[Any, ...]] = set()
         """Numbers of earlier calls."""
         self.looks = 0
         """How often the optimizers' tensors were others than before."""
         self._watched: tuple[Any, ...] | None = None
-        """See `_is_as_before`."""
         self._why_never: str | None = None
 
     def groups(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
@@ -399,8 +366,9 @@ class _Update:
         return ((each, group) for each in self.optimizers for group in each.param_groups)
 
     def has(self, leaves: Sequence[torch.Tensor]) -> bool:
-        """Whether all of these are the optimizers'."""
-        return {*map(id, leaves)} <= {*map(id, self.params)}
+        """Whether all of these are the optimizers', and each another one."""
+        found = {*map(id, leaves)}
+        return len(found) == len(leaves) and found <= {*map(id, self.params)}
 
     def run(self) -> None:
         """Clip, step and zero_grad."""
@@ -411,7 +379,8 @@ class _Update:
                     scaler.unscale_(each)
             params = [p for _, group in self.groups() for p in group["params"]]
             self.grad_norm = torch.nn.utils.clip_grad_norm_(params, self.max_norm)
-        with contextlib.nullcontext() if self._hooked() else self._rates_as_tensors():
+        hooked = torch_private.step_hooks(self.optimizers)
+        with contextlib.nullcontext() if hooked else self._rates_as_tensors():
             for each in self.optimizers:
                 if scaler is None:
                     each.step()
@@ -466,13 +435,16 @@ class _Update:
         """Note the tensors of the optimizers, where they are others than before; returns why they are in no graph yet."""
         if self._watched is None or not fast.is_loaded:
             return self._look()
-        if self._is_as_before(*self._watched):
+        positions, objects, watch = self._watched
+        now = self._objects()
+        same = len(now) == len(objects) and fast.are(now, positions, objects)
+        if same and fast.unchanged(*watch):
             return self._why_never
         return self._look() or _NEW_STATE
 
     def why_pieces(self, max_known: int) -> str | None:
         """Why the next update can't be part of a graph, as things stand in this call. To be asked after `look`."""
-        if (hooked := self._hooked()) is not None:
+        if (hooked := torch_private.step_hooks(self.optimizers)) is not None:
             return hooked
         at = fast.first_watched(self.params)
         if at >= 0:
@@ -480,32 +452,20 @@ class _Update:
             if leaf.grad is not None:
                 return f"{self._name_of(at)} has a gradient from before; call zero_grad() first"
             return f"{self._name_of(at)} has hooks, or gradients of another dtype; remove them"
-        if self.scaler is not None and self.scaler._per_optimizer_states:
+        if self.scaler is not None and torch_private.scaler_is_within_a_step(self.scaler):
             return "the scaler's unscale_() or step() was called before the step; leave that to the step"
         found = self._find_numbers()
         if isinstance(found, str):
             return found
-        self.numbers = found
-        if found in self._known:
+        last, self.numbers = self.numbers, found
+        values = tuple(found.values())
+        if values in self._known:
             return None
-        last = next(reversed(self._known), ())
-        self._known[found] = None
-        if len(self._known) > max_known:
-            del self._known[next(iter(self._known))]
-        new = [
-            name
-            for name, a, b in zip(self.names(), last, found, strict=False)
-            if a != b or len(last) != len(found)
-        ]
+        if len(self._known) >= max_known:
+            self._known.clear()
+        self._known.add(values)
+        new = [_number_name(key) for key, value in found.items() if last.get(key, ...) != value]
         return _NEW_NUMBER.format(", ".join(new[:3]))
-
-    def _hooked(self) -> str | None:
-        for each in self.optimizers:
-            if each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks:
-                return f"{type(each).__name__} has hooks on step(); remove them"
-        if torch_private.has_global_optimizer_hooks():
-            return "hooks are registered on every optimizer's step(); remove them"
-        return None
 
     def _name_of(self, at: int) -> str:
         leaf = self.params[at]
@@ -520,16 +480,6 @@ class _Update:
                 found += group["params"]
         return found
 
-    def _is_as_before(
-        self, positions: list[int], objects: list[Any], watch: tuple[Any, ...]
-    ) -> bool:
-        now = self._objects()
-        return (
-            len(now) == len(objects)
-            and fast.are(now, positions, objects)
-            and fast.unchanged(*watch)
-        )
-
     def _look(self) -> str | None:
         self.looks += 1
         self.params = [p for _, group in self.groups() for p in group["params"]]
@@ -538,18 +488,8 @@ class _Update:
         used = [group for _, group in self.groups() if group["params"]]
         new = (before.get(id(group)) or _Rate(group, torch.empty(0)) for group in used)
         self.rates = [] if self._why_never else list(new)
-        entries: list[tuple[Mapping[str, Any], str]] = []
-        for each in self.optimizers:
-            own = ("state", "param_groups", "step", "zero_grad", "grad_scale", "found_inf")
-            entries += [(vars(each), name) for name in own]
-            entries += [(vars(type(each)), "step"), (vars(torch.optim.Optimizer), "zero_grad")]
-            names = ("params", "fused", "foreach", "capturable", "differentiable")
-            entries += [(group, name) for group in each.param_groups for name in names]
-            entries += [(state, name) for state in each.state.values() for name in state]
-        if self.scaler is not None:
-            of_scaler = ("_scale", "_growth_tracker", "_enabled", "step", "unscale_", "update")
-            entries += [(vars(self.scaler), name) for name in of_scaler]
-        mappings, keys = [entry[0] for entry in entries], [entry[1] for entry in entries]
+        entries = [*torch_private.entries_of_optimizers(self.optimizers, self.scaler)]
+        mappings, keys = map(list, zip(*entries, strict=True))
         values = [mapping.get(name, ...) for mapping, name in entries]
         self.state = [value for value in values if isinstance(value, torch.Tensor)]
         holders = [
@@ -557,87 +497,49 @@ class _Update:
         ]
         sizes = array("q", map(len, holders)).tobytes()
         objects = self._objects()
-        self._watched = (
-            [*range(len(objects))],
-            objects,
-            (mappings, keys, values, holders, sizes),
-        )
+        watch = (mappings, keys, values, holders, sizes)
+        self._watched = [*range(len(objects))], objects, watch
         numbers = self._find_numbers()
-        if isinstance(numbers, tuple):
-            self._known[numbers] = None
+        if isinstance(numbers, dict):
+            self.numbers = numbers
+            self._known.add(tuple(numbers.values()))
         return self._why_never
 
     def _find_why_never(self) -> str | None:
         """Why no update with these optimizers can be part of a graph."""
-        for each, group in self.groups():
-            if (why := _why_not_recordable(each, group)) is not None:
-                return why
-        if self.scaler is not None and (why := _why_not_scaled(self.scaler, self.optimizers)):
-            return why
+        why = torch_private.why_not_recordable(self.optimizers, self.scaler)
         tensors = [t for each in self.optimizers for s in each.state.values() for t in s.values()]
         places = {t.device for t in [*self.params, *tensors] if isinstance(t, torch.Tensor)}
-        if len(places) > 1:
+        if why is None and len(places) > 1:
             named = " and ".join(sorted(map(str, places)))
             return f"the optimizer's tensors lie on {named}; keep them on one device"
-        return None
+        return why
 
     def tensors(self) -> list[torch.Tensor]:
         """All that an update reads and writes beside parameters and gradients."""
         return [*self.state, *[rate.tensor for rate in self.rates]]
 
-    def _find_numbers(self) -> tuple[Any, ...] | str:
+    def _find_numbers(self) -> dict[Any, Any] | str:
         """All that an update reads on the host beside learning rates; or what of it is no number."""
-        found: list[Any] = []
-        for _, group in self.groups():
+        found: dict[Any, Any] = {}
+        for n, (_, group) in enumerate(self.groups()):
             for name, value in group.items():
                 if name not in _NO_NUMBERS:
                     number = value if type(value) in _BY_VALUE else _by_value(value)
                     if number is ...:
                         return f"{name} of the optimizer is a {type(value).__name__}; give a number"
-                    found.append(number)
-        if (scaler := self.scaler) is not None:
-            found += [scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval]
-        found += torch_private.kernel_flags()
-        return tuple(found)
-
-    def names(self) -> list[str]:
-        """What each of `numbers` is, for messages."""
-        found = [
-            f"optimizer.param_groups[{n}]['{name}']"
-            for n, (_, group) in enumerate(self.groups())
-            for name in group
-            if name not in _NO_NUMBERS
-        ]
+                    found[n, name] = number
         if self.scaler is not None:
-            growth = ("growth_factor", "backoff_factor", "growth_interval")
-            found += [f"scaler's {name}" for name in growth]
-        return [*found, *torch_private.KERNEL_FLAGS]
+            found.update(torch_private.scaler_numbers(self.scaler))
+        found.update(torch_private.kernel_flags())
+        return found
+
+
+def _number_name(key: Any) -> str:
+    return key if isinstance(key, str) else f"optimizer.param_groups[{key[0]}]['{key[1]}']"
 
 
 _NO_NUMBERS: Final = frozenset({"params", "lr", "initial_lr"})
-
-
-def _why_not_recordable(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str | None:
-    cls = type(optimizer)
-    name = cls.__name__
-    if getattr(torch.optim, name, None) is not cls:
-        return f"{name} is none of torch.optim's own optimizers"
-    for method in (optimizer.step, optimizer.zero_grad):
-        found = inspect.unwrap(method)  # of what schedulers and hooks put around it
-        if not getattr(found, "__module__", "").startswith("torch.optim."):
-            return f"{name}.{getattr(method, '__name__', 'step')} was replaced"
-    if group.get("fused") and not isinstance(optimizer, _FUSED):
-        return f"{name} reads its learning rate on the host, with fused=True, too; use AdamW or SGD"
-    if not (group.get("fused") or group.get("capturable")):
-        fix = "fused=True" if "fused" in group else "capturable=True"
-        if fix.partition("=")[0] not in group:
-            return f"{name} can't be captured; AdamW(fused=True) or SGD(fused=True) can"
-        return f"{name} reads the device in step(): make it with {fix}"
-    if group.get("differentiable"):
-        return f"{name} has differentiable=True"
-    if group.get("fused") and group.get("foreach"):
-        return f"{name} has both fused=True and foreach=True"
-    return None
 
 
 def _by_value(value: object) -> Any:
@@ -648,20 +550,9 @@ def _by_value(value: object) -> Any:
     return value if isinstance(value, _BY_VALUE) else ...
 
 
-def _why_not_scaled(scaler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
-    if type(scaler).__module__ not in ("torch.amp.grad_scaler", "torch.cuda.amp.grad_scaler"):
-        return f"{type(scaler).__name__} is none of torch's own scalers"
-    if not vars(scaler).keys().isdisjoint(("step", "unscale_", "update")):
-        return "a method of the scaler was replaced"
-    for each in optimizers:
-        if not getattr(each, "_step_supports_amp_scaling", False):
-            return f"the scaler asks the device whether {type(each).__name__} may step: fused=True leaves that to its kernels"
-    return None
-
-
 def _why_never(
     training: TrainingCall,
-    args: tuple[Any, ...],
+    args: _Args,
     returned: list[Any],
     loss: torch.Tensor,
     update: _Update,
@@ -676,7 +567,7 @@ def _why_never(
     if returned[layout.differentiable[0]] is not loss or loss.numel() != 1:
         return "the loss is no tensor of one element that requires grad"
     leaves = [args[n] for n in wanted]
-    if not update.has(leaves) or len({*map(id, leaves)}) < len(leaves):
+    if not update.has(leaves):
         return _FOREIGN
     for fn in (forward, backward):
         executor = getattr(fn, "executor", None)
@@ -697,101 +588,84 @@ def _runners(executor: Executor) -> list[PartitionRunner]:
 class _Whole:
     """A step of one variant that Dynamo compiled. See Note [A whole step]."""
 
-    def __init__(
-        self, training: TrainingCall, args: tuple[Any, ...], update: _Update, name: str
-    ) -> None:
+    def __init__(self, training: TrainingCall, args: _Args, update: _Update, name: str) -> None:
         """Nothing is recorded yet."""
         graphs: Any = training.graphs
-        self._training = weakref.ref(training)
         self._layout, forward, backward, self._positions = graphs
         self._forward: Executor = forward.executor
         self._backward: Executor = backward.executor
         self._leaves = [args[n] for n in self._positions]
-        self._trained = fast.requiring_grad(self._leaves)
         self._update = update
         self._name = name
         self._looks = -1
-        self._sizes: tuple[int, ...] = ()
-        self._executor: Executor | None = None
-        self._runner: PartitionRunner | None = None
         self.is_one = self._forward.plan.is_one_partition and self._backward.plan.is_one_partition
         """Whether one graph can hold all of it."""
         if self.is_one:
             infos = _runners(self._forward)[0].layout.infos
             names = zip(self._leaves, self._positions, strict=True)
             update.known_as.update((id(leaf), infos[n].name) for leaf, n in names)
+        self._runner, self._executor = self._made()
 
-    def why_not(self, args: tuple[Any, ...]) -> str | None:
+    def why_not(self, training: TrainingCall, args: _Args) -> str | None:
         """Why a call runs in pieces."""
-        training, update = self._training(), self._update
-        if training is None or not training.is_plain(args):
+        update = self._update
+        if not training.is_plain(args):
             return "autograd is in a mode of its own in this call"
         if not fast.are(args, self._positions, self._leaves):
-            return "parameters were replaced by others; make another step, or write into them"
-        if fast.requiring_grad(self._leaves) != self._trained:
+            self._leaves, self._looks = [args[n] for n in self._positions], -1
+        if 0 in fast.requiring_grad(self._leaves):
             return "parameters were frozen"  # of which older versions of Dynamo say nothing
         if update.looks != self._looks and not update.has(self._leaves):
             return _FOREIGN
         self._looks = update.looks
-        if self._runner is not None and self._runner.failure is not None:
+        if self._runner.failure is not None:
             return f"capturing it failed: {self._runner.failure}"
         return None
 
-    def run(self, args: tuple[Any, ...]) -> list[Any]:
+    def run(self, training: TrainingCall, args: _Args) -> list[Any]:
         """Run a step; returns what the forward returns."""
-        training, update, layout = self._training(), self._update, self._layout
-        assert training is not None
-        tensors = update.tensors()
-        if self._sizes != (len(tensors), len(update.numbers)):
-            self._make(tensors)
+        update, tensors = self._update, self._update.tensors()
+        if self._sizes != (len(update.state), len(update.rates), len(update.numbers)):
+            self._runner.close()
+            self._runner, self._executor = self._made()
         executor, runner = self._executor, self._runner
-        assert executor is not None
-        assert runner is not None
         replays = runner.stats.replays
         update.grad_norm = None  # the step itself must not hold what a replay writes
         inputs = training.begin(args)
         with torch.no_grad():
             if self.is_one:
-                outputs = executor([*inputs, *tensors, *update.numbers])
+                outputs = executor([*inputs, *tensors, *update.numbers.values()])
             else:
                 outputs, gradients = self._gradients(inputs, self._forward, self._backward)
-                outputs += executor([*gradients, *self._leaves, *tensors, *update.numbers])
+                outputs += executor([*gradients, *self._leaves, *tensors, *update.numbers.values()])
         if runner.stats.replays != replays:  # else operators said so themselves
             fast.note_written([*self._leaves, *update.state])
-            for each in update.optimizers:
-                setattr(each, "_opt_called", True)  # noqa: B010  schedulers ask for it
+            torch_private.note_stepped(update.optimizers)
         if update.max_norm is not None:
             update.grad_norm = outputs.pop()
-        for n, dimensions in layout.dynamic:
+        for n, dimensions in self._layout.dynamic:
             torch_private.mark_dynamic(outputs[n], dimensions)
         return outputs
 
     def lines(self) -> list[str]:
         """What the graph reads and is recorded for, and why calls ran without it."""
-        if self._runner is None:
+        stats, own = self._runner.stats, len(self._update.tensors())
+        if not stats.calls:
             return []
-        infos, stats = self._runner.layout.infos, self._runner.stats
-        kinds = Counter(info.kind for info in infos)
-        own = len(self._update.tensors())
+        kinds = Counter(info.kind for info in self._runner.layout.infos)
         about = (
-            f"{'one graph' if self.is_one else 'a graph of the update'}, recorded {many(stats.recordings, 'time')}, "
+            f"{'one graph' if self.is_one else 'a graph of the update'}, recorded {many(stats.recordings, 'time')} and "
             f"replayed {many(stats.replays, 'time')}: reads {many(kinds[InputKind.STATIC] - own, 'parameter')} and "
             f"{many(own, 'tensor')} of the optimizer in place, copies {many(kinds[InputKind.COPIED], 'input')}; "
             f"{many(kinds[InputKind.SYMINT], 'number')} in its key"
         )
-        told = self._runner.reasons.told(
-            calls=stats.calls,
-            plain_calls=stats.plain_calls,
-            warmups=stats.warmups,
-            recordings=stats.recordings,
-        )
+        counts = {name: getattr(stats, name) for name in _COUNTS}
+        told = self._runner.reasons.told(**counts)
         return [about, *map(str, told)]
 
-    def _make(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _made(self) -> tuple[PartitionRunner, Executor]:
         update = self._update
-        self._sizes = len(tensors), len(update.numbers)
-        if self._runner is not None:
-            self._runner.close()
+        self._sizes = len(update.state), len(update.rates), len(update.numbers)
         part = _runners(self._forward)[0]
         infos = list(part.layout.infos)
         num_outputs = update.max_norm is not None
@@ -803,26 +677,27 @@ class _Whole:
                 )
         else:
             body = self._update_alone
-            names = [f"parameter {n}" for n, _ in enumerate(self._leaves)]
+            leaves = [f"parameter {n}" for n, _ in enumerate(self._leaves)]
             infos = [
                 InputInfo(f"the gradient of {name}", InputKind.POOLED, mutated=True)
-                for name in names
+                for name in leaves
             ]
-            infos += [_written(name) for name in names]
+            infos += map(_written, leaves)
         infos += [_written(f"the optimizer's tensor {n}") for n, _ in enumerate(update.state)]
         infos += [
             InputInfo(f"the learning rate of group {n}", InputKind.STATIC, in_place=True)
             for n, _ in enumerate(update.rates)
         ]
-        infos += [InputInfo(name, InputKind.SYMINT) for name in update.names()]
+        infos += [InputInfo(_number_name(key), InputKind.SYMINT) for key in update.numbers]
         options = dataclasses.replace(part.options, static_input_check="rerecord")
-        self._runner = PartitionRunner(
-            body, tuple(infos), part.owner, options, name="whole step", opaque=part.opaque
+        opaque = self.is_one and part.opaque
+        runner = PartitionRunner(
+            body, tuple(infos), part.owner, options, name="whole step", opaque=opaque
         )
-        self._runner.name = self._name
+        runner.name = self._name
         visible = frozenset(range(num_outputs))
-        plan = whole_plan(len(infos), num_outputs, self._runner, "captured_0", visible)
-        self._executor = Executor(plan, part.owner, {"captured_0": f"cgpass: {self._name}"})
+        plan = whole_plan(len(infos), num_outputs, runner, "captured_0", visible)
+        return runner, Executor(plan, part.owner, {"captured_0": f"cgpass: {self._name}"})
 
     # ---- what is recorded, and runs plainly before that
 
@@ -847,7 +722,8 @@ class _Whole:
     ) -> tuple[list[Any], list[torch.Tensor]]:
         """What the forward returns, and gradients as autograd would put them into `.grad`."""
         layout, scaler = self._layout, self._update.scaler
-        kept = list(inputs)
+        tensors = (each for each in inputs if isinstance(each, torch.Tensor))
+        taken = {each.untyped_storage().data_ptr() for each in tensors}
         with torch._C._DisableAutocast():
             outputs = list(forward(inputs))
             returned = outputs[: layout.num_returned]
@@ -856,12 +732,12 @@ class _Whole:
             outputs.clear()
             tangent = torch.ones_like(returned[layout.differentiable[0]])
             if scaler is not None:
-                tangent = tangent * scaler._scale.to(tangent.dtype)
+                tangent = tangent * torch_private.scale_of(scaler).to(tangent.dtype)
             call = [*rest, *saved, layout.tangents[0](tangent)]
             del rest, saved, tangent
             gradients = list(backward(call))
-        tensors = (each for each in (*kept, *returned) if isinstance(each, torch.Tensor))
-        taken = {each.untyped_storage().data_ptr() for each in tensors}
+        tensors = (each for each in returned if isinstance(each, torch.Tensor))
+        taken.update(each.untyped_storage().data_ptr() for each in tensors)
         found: list[torch.Tensor] = []
         for n, leaf in zip(self._positions, self._leaves, strict=True):
             found.append(_own_gradient(gradients[n], leaf, taken))
@@ -877,7 +753,7 @@ class _Whole:
         finally:
             update.forget_gradients()
             if update.scaler is not None:  # a capture that failed in the middle runs again
-                update.scaler._per_optimizer_states.clear()
+                torch_private.forget_step_of_scaler(update.scaler)
         return [] if update.max_norm is None else [update.grad_norm]
 
 

@@ -101,19 +101,16 @@ from cgpass.torch_private.kept_graphs import (
     unpickled,
 )
 from cgpass.torch_private.modes import (
-    KERNEL_FLAGS,
     autograd_is_plain,
     autograd_keys_on,
     direct_apply,
     has_default_saved_tensors_hooks,
     has_function_modes,
-    has_global_optimizer_hooks,
     in_forward_ad,
     in_functorch,
     in_vmap_or_functorch,
     is_exporting,
     is_jit_traced,
-    kernel_flags,
     no_parametrize_cache,
     num_dispatch_modes,
     see_to_calls,
@@ -131,6 +128,17 @@ from cgpass.torch_private.operators import (
     has_autograd_formula,
     has_effect,
     operator_names,
+)
+from cgpass.torch_private.optimizers import (
+    entries_of_optimizers,
+    forget_step_of_scaler,
+    kernel_flags,
+    note_stepped,
+    scale_of,
+    scaler_is_within_a_step,
+    scaler_numbers,
+    step_hooks,
+    why_not_recordable,
 )
 from cgpass.torch_private.process_groups import (
     around_gathering,
