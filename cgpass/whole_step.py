@@ -52,8 +52,8 @@ log = logging.getLogger(__name__)
 
 _FIRST: Final = "the first call of a variant"
 _NEW_STATE: Final = "the optimizer has other groups, parameters or state tensors than before; one call makes them known"
-_NEW_NUMBER: Final = "{} has a new value; each costs one call, but for the learning rate's"
-_FOREIGN: Final = "something else than the optimizer's parameters gets gradients; detach it, or give it to the optimizer"
+_NEW_NUMBER: Final = "{} has a new value; each new value costs one call, but for learning rates"
+_FOREIGN: Final = "something else than the optimizer's parameters gets gradients; freeze, detach or give it to an optimizer of the step"
 _IN_TURN: Final = "not all of it can be captured, see cgpass.explain(); the optimizer's step is a graph of its own"
 _ITS_LINE: Final = "cgpass.explain(loss_fn, batch) names the line"
 _TOO_OFTEN: Final = "it was compiled torch._dynamo.config.recompile_limit times; keep what changes the same, or make it a tensor"
@@ -255,8 +255,8 @@ class TrainStep:
             return f"accumulate={self._accumulate}: gradients add up in pieces"
         if torch_private.has_default_saved_tensors_hooks():
             return "hooks on saved tensors are set; leave their block for the step"
-        if torch_private.has_function_modes():
-            return "a TorchFunctionMode is on; leave its block for the step"
+        if torch_private.has_function_modes() or torch.is_anomaly_enabled():
+            return "a TorchFunctionMode or anomaly detection is on; leave its block for the step"
         return new or self._update.why_pieces(self._options.max_recordings)
 
     def _learn(self, call: "_Call", loss: torch.Tensor) -> None:
@@ -614,7 +614,7 @@ class _Whole:
         if not fast.are(args, self._positions, self._leaves):
             self._leaves, self._looks = [args[n] for n in self._positions], -1
         if 0 in fast.requiring_grad(self._leaves):
-            return "parameters were frozen"  # of which older versions of Dynamo say nothing
+            return "a parameter was frozen; compile again (torch.compiler.reset())"  # of which older versions of Dynamo say nothing
         if update.looks != self._looks and not update.has(self._leaves):
             return _FOREIGN
         self._looks = update.looks
