@@ -515,10 +515,6 @@ class _Update:
             return f"the optimizer's tensors lie on {named}; keep them on one device"
         return why
 
-    def tensors(self) -> list[torch.Tensor]:
-        """All that an update reads and writes beside parameters and gradients."""
-        return [*self.state, *[rate.tensor for rate in self.rates]]
-
     def _find_numbers(self) -> dict[Any, Any] | str:
         """All that an update reads on the host beside learning rates; or what of it is no number."""
         found: dict[Any, Any] = {}
@@ -624,7 +620,7 @@ class _Whole:
 
     def run(self, training: TrainingCall, args: _Args) -> list[Any]:
         """Run a step; returns what the forward returns."""
-        update, tensors = self._update, self._update.tensors()
+        update = self._update
         if self._sizes != (len(update.state), len(update.rates), len(update.numbers)):
             self._runner.close()
             self._runner, self._executor = self._made()
@@ -632,14 +628,16 @@ class _Whole:
         replays = runner.stats.replays
         update.grad_norm = None  # the step itself must not hold what a replay writes
         inputs = training.begin(args)
+        read = *update.state, *[rate.tensor for rate in update.rates], *update.numbers.values()
         with torch.no_grad():
             if self.is_one:
-                outputs = executor([*inputs, *tensors, *update.numbers.values()])
+                outputs = executor([*inputs, *read])
             else:
                 outputs, gradients = self._gradients(inputs, self._forward, self._backward)
-                outputs += executor([*gradients, *self._leaves, *tensors, *update.numbers.values()])
+                outputs += executor([*gradients, *self._leaves, *read])
         if runner.stats.replays != replays:  # else operators said so themselves
-            fast.note_written([*self._leaves, *update.state])
+            fast.note_written(self._leaves)
+            fast.note_written(update.state)
             torch_private.note_stepped(update.optimizers)
         if update.max_norm is not None:
             update.grad_norm = outputs.pop()
@@ -649,7 +647,7 @@ class _Whole:
 
     def lines(self) -> list[str]:
         """What the graph reads and is recorded for, and why calls ran without it."""
-        stats, own = self._runner.stats, len(self._update.tensors())
+        stats, own = self._runner.stats, len(self._update.state) + len(self._update.rates)
         if not stats.calls:
             return []
         kinds = Counter(info.kind for info in self._runner.layout.infos)

@@ -1,5 +1,6 @@
 """What documents name is there: public names, tests, examples, files; what they show runs."""
 
+import doctest
 import re
 import runpy
 import warnings
@@ -84,6 +85,14 @@ def test_the_guide_to_whole_steps_runs(capsys):
     with cgpass.set_defaults(driver="simulated", compiler="eager"):
         exec("import torch, cgpass\n" + block.replace('"cuda"', '"cpu"').replace(".cuda()", ""), {})
     assert "10 calls, 9 as a whole" in capsys.readouterr().out
+
+
+def test_the_example_of_train_step_runs():
+    globs = {"torch": torch, "cgpass": cgpass}
+    (example,) = doctest.DocTestFinder().find(cgpass.train_step, "train_step", globs=globs)
+    with cgpass.set_defaults(driver="simulated", compiler="eager"):
+        results = doctest.DocTestRunner().run(example)
+    assert results == (0, 6)
 
 
 def test_explain_prints_what_its_guide_shows(tmp_path, capsys):

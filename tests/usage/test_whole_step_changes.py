@@ -274,6 +274,23 @@ def test_attributes_of_the_module(way):
         check(way, ATTRIBUTES, make=Net)
 
 
+def test_hooks_on_modules_where_dynamo_looks_for_them(way):
+    """By default `torch.compile` knows only those that were there when it compiled."""
+    hooks = {
+        "a hook": (
+            lambda t: hooked(lambda: t.module.register_forward_hook(lambda m, i, o: o * 3)),
+            3,
+        ),
+        "none": (lambda _: contextlib.nullcontext(), 4),
+        "a hook before": (
+            lambda t: hooked(lambda: t.module.register_forward_pre_hook(lambda m, i: (i[0] * 3,))),
+            3,
+        ),
+    }
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        check(way, hooks, meanwhile=True)
+
+
 def scaler_method(name, *args):
     return lambda training: getattr(training.scaler, name)(*args)
 
