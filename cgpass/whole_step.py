@@ -483,15 +483,19 @@ class _Update:
     def _look(self) -> str | None:
         self.looks += 1
         self.params = [p for _, group in self.groups() for p in group["params"]]
-        self._why_never = self._find_why_never()
-        before = {id(rate.group): rate for rate in self.rates}
-        used = [group for _, group in self.groups() if group["params"]]
-        new = (before.get(id(group)) or _Rate(group, torch.empty(0)) for group in used)
-        self.rates = [] if self._why_never else list(new)
+        self._why_never = torch_private.why_not_recordable(self.optimizers, self.scaler)
         entries = [*torch_private.entries_of_optimizers(self.optimizers, self.scaler)]
         mappings, keys = map(list, zip(*entries, strict=True))
         values = [mapping.get(name, ...) for mapping, name in entries]
         self.state = [value for value in values if isinstance(value, torch.Tensor)]
+        places = sorted(map(str, {tensor.device for tensor in (*self.params, *self.state)}))
+        if self._why_never is None and len(places) > 1:
+            named = " and ".join(places)
+            self._why_never = f"the optimizer's tensors lie on {named}; keep them on one device"
+        before = {id(rate.group): rate for rate in self.rates}
+        used = [group for _, group in self.groups() if group["params"]]
+        new = (before.get(id(group)) or _Rate(group, torch.empty(0)) for group in used)
+        self.rates = [] if self._why_never else list(new)
         holders = [
             s for each in self.optimizers for s in (*each.param_groups, *each.state.values())
         ]
@@ -504,16 +508,6 @@ class _Update:
             self.numbers = numbers
             self._known.add(tuple(numbers.values()))
         return self._why_never
-
-    def _find_why_never(self) -> str | None:
-        """Why no update with these optimizers can be part of a graph."""
-        why = torch_private.why_not_recordable(self.optimizers, self.scaler)
-        tensors = [t for each in self.optimizers for s in each.state.values() for t in s.values()]
-        places = {t.device for t in [*self.params, *tensors] if isinstance(t, torch.Tensor)}
-        if why is None and len(places) > 1:
-            named = " and ".join(sorted(map(str, places)))
-            return f"the optimizer's tensors lie on {named}; keep them on one device"
-        return why
 
     def _find_numbers(self) -> dict[Any, Any] | str:
         """All that an update reads on the host beside learning rates; or what of it is no number."""
@@ -598,8 +592,7 @@ class _Whole:
         """Whether one graph can hold all of it."""
         if self.is_one:
             infos = _runners(self._forward)[0].layout.infos
-            names = zip(self._leaves, self._positions, strict=True)
-            update.known_as.update((id(leaf), infos[n].name) for leaf, n in names)
+            update.known_as.update((id(args[n]), infos[n].name) for n in self._positions)
         self._runner, self._executor = self._made()
 
     def why_not(self, training: TrainingCall, args: _Args) -> str | None:
@@ -610,7 +603,9 @@ class _Whole:
         if not fast.are(args, self._positions, self._leaves):
             self._leaves, self._looks = [args[n] for n in self._positions], -1
         if 0 in fast.requiring_grad(self._leaves):
-            return "a parameter was frozen; compile again (torch.compiler.reset())"  # of which older versions of Dynamo say nothing
+            return (
+                "a parameter was frozen, which torch 2.11 does not notice; torch.compiler.reset()"
+            )
         if update.looks != self._looks and not update.has(self._leaves):
             return _FOREIGN
         self._looks = update.looks
@@ -657,8 +652,7 @@ class _Whole:
             f"{many(own, 'tensor')} of the optimizer in place, copies {many(kinds[InputKind.COPIED], 'input')}; "
             f"{many(kinds[InputKind.SYMINT], 'number')} in its key"
         )
-        counts = {name: getattr(stats, name) for name in _COUNTS}
-        told = self._runner.reasons.told(**counts)
+        told = self._runner.reasons.told(**{name: getattr(stats, name) for name in _COUNTS})
         return [about, *map(str, told)]
 
     def _made(self) -> tuple[PartitionRunner, Executor]:
@@ -670,28 +664,17 @@ class _Whole:
         if self.is_one:
             body, num_outputs = self._body, num_outputs + self._layout.num_returned
             for n in self._positions:
-                infos[n] = dataclasses.replace(
-                    infos[n], kind=InputKind.STATIC, mutated=True, in_place=True
-                )
+                infos[n] = dataclasses.replace(_in_place(infos[n].name), line=infos[n].line)
         else:
-            body = self._update_alone
-            leaves = [f"parameter {n}" for n, _ in enumerate(self._leaves)]
-            infos = [
-                InputInfo(f"the gradient of {name}", InputKind.POOLED, mutated=True)
-                for name in leaves
-            ]
-            infos += map(_written, leaves)
-        infos += [_written(f"the optimizer's tensor {n}") for n, _ in enumerate(update.state)]
-        infos += [
-            InputInfo(f"the learning rate of group {n}", InputKind.STATIC, in_place=True)
-            for n, _ in enumerate(update.rates)
-        ]
+            body, leaves = self._update_alone, [f"parameter {n}" for n in self._positions]
+            pooled = InputInfo("a gradient", InputKind.POOLED, mutated=True)
+            infos = [pooled] * len(leaves) + [*map(_in_place, leaves)]
+        infos += [_in_place(f"the optimizer's tensor {n}") for n, _ in enumerate(update.state)]
+        infos += [_in_place("a learning rate", mutated=False)] * len(update.rates)
         infos += [InputInfo(_number_name(key), InputKind.SYMINT) for key in update.numbers]
         options = dataclasses.replace(part.options, static_input_check="rerecord")
-        opaque = self.is_one and part.opaque
-        runner = PartitionRunner(
-            body, tuple(infos), part.owner, options, name="whole step", opaque=opaque
-        )
+        given = body, tuple(infos), part.owner, options
+        runner = PartitionRunner(*given, name="whole step", opaque=self.is_one and part.opaque)
         runner.name = self._name
         visible = frozenset(range(num_outputs))
         plan = whole_plan(len(infos), num_outputs, runner, "captured_0", visible)
@@ -713,15 +696,11 @@ class _Whole:
         return self._apply(gradients)
 
     def _gradients(
-        self,
-        inputs: list[Any],
-        forward: Callable[[list[Any]], Sequence[Any]],
-        backward: Callable[[list[Any]], Sequence[Any]],
+        self, inputs: list[Any], forward: _Boxed, backward: _Boxed
     ) -> tuple[list[Any], list[torch.Tensor]]:
         """What the forward returns, and gradients as autograd would put them into `.grad`."""
         layout, scaler = self._layout, self._update.scaler
-        tensors = (each for each in inputs if isinstance(each, torch.Tensor))
-        taken = {each.untyped_storage().data_ptr() for each in tensors}
+        taken = _storages(inputs)
         with torch._C._DisableAutocast():
             outputs = list(forward(inputs))
             returned = outputs[: layout.num_returned]
@@ -734,8 +713,7 @@ class _Whole:
             call = [*rest, *saved, layout.tangents[0](tangent)]
             del rest, saved, tangent
             gradients = list(backward(call))
-        tensors = (each for each in returned if isinstance(each, torch.Tensor))
-        taken.update(each.untyped_storage().data_ptr() for each in tensors)
+        taken |= _storages(returned)
         found: list[torch.Tensor] = []
         for n, leaf in zip(self._positions, self._leaves, strict=True):
             found.append(_own_gradient(gradients[n], leaf, taken))
@@ -755,8 +733,12 @@ class _Whole:
         return [] if update.max_norm is None else [update.grad_norm]
 
 
-def _written(name: str) -> InputInfo:
-    return InputInfo(name, InputKind.STATIC, mutated=True, in_place=True)
+def _in_place(name: str, *, mutated: bool = True) -> InputInfo:
+    return InputInfo(name, InputKind.STATIC, mutated=mutated, in_place=True)
+
+
+def _storages(values: Sequence[Any]) -> set[int]:
+    return {x.untyped_storage().data_ptr() for x in values if isinstance(x, torch.Tensor)}
 
 
 def _own_gradient(gradient: torch.Tensor, leaf: torch.Tensor, taken: set[int]) -> torch.Tensor:
