@@ -492,10 +492,8 @@ class _Update:
         if self._why_never is None and len(places) > 1:
             named = " and ".join(places)
             self._why_never = f"the optimizer's tensors lie on {named}; keep them on one device"
-        before = {id(rate.group): rate for rate in self.rates}
-        used = [group for _, group in self.groups() if group["params"]]
-        new = (before.get(id(group)) or _Rate(group, torch.empty(0)) for group in used)
-        self.rates = [] if self._why_never else list(new)
+        used = [] if self._why_never else [g for _, g in self.groups() if g["params"]]
+        self.rates = [_Rate(group, torch.empty(0)) for group in used]
         holders = [
             s for each in self.optimizers for s in (*each.param_groups, *each.state.values())
         ]
