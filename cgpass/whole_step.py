@@ -2,19 +2,22 @@
 
 Note [A whole step]
     The loss is compiled as ever, so Dynamo's guards cover the user's Python in each call, and nothing that it reads is
-    frozen. Where Dynamo calls the forward graph (`TrainingCall`), a step runs one recording instead: the forward's
-    kernels, the backward's for a gradient of ones, and the optimizer's own `step()`. So a call goes one of two ways:
+    frozen. Where Dynamo calls the forward graph, a step runs one recording instead: the forward's kernels, the
+    backward's for a gradient of ones, and the optimizer's own `step()`. So a call goes one of three ways:
 
     whole    one replay, or the same body without a graph, to warm it up
+    in turn  where some of it can't be captured: the parts of forward and backward one after the other, without
+             autograd, then a replay of the update
     pieces   forward, backward and optimizer one after the other, as the user would write them
 
     The first call of each variant that Dynamo compiles goes in pieces, since optimizers make their state then, and
-    tells whether the variant can be a whole step (`_Whole.of`). What may change from call to call is looked at in each
-    (`TrainStep._why_pieces`): gradients from before, hooks, state tensors. What else `step()` reads on the host is in
-    the recording's key: numbers of the optimizer's groups as integers are, and addresses of its tensors.
+    tells which way the next ones may go (`_why_never`). What may change from call to call is looked at in each
+    (`TrainStep._why_pieces`, `_Whole.why_not`): gradients from before, hooks, modes, the optimizer's tensors. What else
+    `step()` reads on the host is in the recording's key: hyperparameters as integers are, and addresses of tensors.
 
-    Learning rates are tensors while a step runs, in both ways, filled before it from what the groups have. So a schedule
-    costs no recording, and both ways have the same bits.
+    Learning rates are tensors while a step runs, in all ways, filled before it from what the groups have. So a schedule
+    costs no recording, and all ways have the same bits. Only hooks on `step()`, which may change them, find them as the
+    user left them; with such hooks every call goes in pieces.
 """
 
 import contextlib
@@ -48,18 +51,18 @@ from cgpass.telemetry.reason import many
 log = logging.getLogger(__name__)
 
 _FIRST: Final = "the first call of a variant"
-_NEW_STATE: Final = "the optimizer's state or groups are other tensors than before"
-_NEW_NUMBERS: Final = "a hyperparameter has a new value ({}); each new value costs a call in pieces, but for the learning rate's"
-_FOREIGN: Final = "something else than the optimizer's parameters gets gradients"
-_NUMBERS_KEPT: Final = 64
-"""Sets of hyperparameters that are known of an optimizer."""
+_NEW_STATE: Final = "the optimizer has other groups, parameters or state tensors than before; one call makes them known"
+_NEW_NUMBER: Final = "{} has a new value; each new value costs one call, but for learning rates"
+_FOREIGN: Final = "something else than the optimizer's parameters gets gradients; freeze, detach or give it to an optimizer of the step"
+_IN_TURN: Final = "not all of it can be captured, see cgpass.explain(); the optimizer's step is a graph of its own"
+_ITS_LINE: Final = "cgpass.explain(loss_fn, batch) names the line"
+_TOO_OFTEN: Final = "it was compiled torch._dynamo.config.recompile_limit times; keep what changes the same, or make it a tensor"
 _BY_VALUE = (int, float, bool, str, type(None))
-
-_Met = tuple[TrainingCall, tuple[Any, ...], list[Any]]
-
-_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-"""Whose fused kernels take the learning rate as a tensor."""
-_numbers = iter(range(1 << 62))
+_COUNTS = ("calls", "plain_calls", "warmups", "recordings")
+_names = iter(range(1 << 62))
+_Args = tuple[Any, ...]
+_Boxed = Callable[[list[Any]], Sequence[Any]]
+_Options = Mapping[str, Any] | Options | None
 
 
 def train_step(
@@ -69,14 +72,19 @@ def train_step(
     max_norm: float | None = None,
     scaler: Any = None,
     accumulate: int = 1,
-    options: Mapping[str, Any] | Options | None = None,
+    options: _Options = None,
 ) -> "TrainStep":
     """Make a whole training step a function that replays as one CUDA graph.
 
-        step = cgpass.train_step(loss_fn, optimizer, max_norm=1.0)
-        for batch in loader:
-            loss = step(*batch)
-            scheduler.step()
+    Example:
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        >>> def loss_fn(x, y):
+        ...     return torch.nn.functional.mse_loss(model(x), y)
+        >>> step = cgpass.train_step(loss_fn, optimizer, max_norm=1.0)
+        >>> losses = [step(torch.ones(4, 8), torch.zeros(4, 1)) for _ in range(5)]
+        >>> losses[0] > losses[-1], model.weight.grad
+        (tensor(True), None)
 
     Args:
         loss_fn: Called with what the step is called with; a function or a module. Returns the loss, a tensor of one
@@ -93,39 +101,40 @@ def train_step(
 
     Raises:
         OptionError: A bad value.
-        InputError: `optimizer` or `scaler` is something else.
+        InputError: `optimizer` or `scaler` is something else, or an optimizer's `step` needs a closure.
     """
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    if not optimizers:
+        raise InputError("optimizer is empty: give one optimizer or several")
     for each in optimizers:
+        name = type(each).__name__
         if not isinstance(each, torch.optim.Optimizer):
-            raise InputError(f"optimizer is a {type(each).__name__}, not a torch.optim.Optimizer")
+            raise InputError(f"optimizer is a {name}, not a torch.optim.Optimizer")
+        closure = inspect.signature(each.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise InputError(
+                f"{name}.step() calls the loss itself (closure): write its loop by hand"
+            )
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise InputError(f"scaler is a {type(scaler).__name__}, not a torch.amp.GradScaler")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise OptionError(f"accumulate={accumulate!r}: must be a number of calls, 1 or more")
     if max_norm is not None and not max_norm > 0:
         raise OptionError(f"max_norm={max_norm!r}: must be a positive number, or None")
-    if not optimizers:
-        raise InputError("optimizer is empty: give one optimizer or several")
     scaler = scaler if scaler is not None and scaler.is_enabled() else None
-    update = _Update(optimizers, max_norm, scaler)
-    return TrainStep(loss_fn, update, accumulate, options)
+    return TrainStep(loss_fn, _Update(optimizers, max_norm, scaler), accumulate, options)
 
 
 class TrainStep:
-    """Runs training steps. See Note [A whole step]; made by `train_step`."""
+    """Runs training steps; made by `cgpass.train_step`."""
 
     def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        update: "_Update",
-        accumulate: int,
-        options: Mapping[str, Any] | Options | None,
+        self, loss_fn: Callable[..., Any], update: "_Update", accumulate: int, options: _Options
     ) -> None:
-        self.loss_fn = loss_fn
         self.calls = self.whole_calls = 0
         self.in_pieces: Counter[str] = Counter()
-        """Calls that ran in pieces, by the reason."""
+        """Calls that did not run as a whole, by the reason."""
+        self._name = f"train_step of {getattr(loss_fn, '__qualname__', type(loss_fn).__qualname__)}"
         self._options = parse_options(options, None)
         self._update = update
         self._accumulate = accumulate
@@ -133,21 +142,20 @@ class TrainStep:
         """Calls since the last update."""
         self._lock = threading.RLock()
         fn = _detaching(loss_fn)
-        given: dict[str, Any] = {"backend": cgpass, "options": _as_dict(options)}
-        self._compiled = torch.compile(fn, fullgraph=True, **given)
-        self._broken = torch.compile(fn, **given)
+        given: Any = (
+            dataclasses.asdict(options) if isinstance(options, Options) else {**(options or {})}
+        )
+        self._compiled = torch.compile(fn, fullgraph=True, backend=cgpass, options=given)
+        self._broken = torch.compile(fn, backend=cgpass, options=given)
         self._broken_at: str | None = None
         """Why the loss is several graphs."""
-        self._variants: weakref.WeakKeyDictionary[TrainingCall, _Whole | str] = (
-            weakref.WeakKeyDictionary()
-        )
-        """What Dynamo compiled: whole steps, and why others are none."""
-        self._met: _Met | None = None
-        """A graph that this call ran in pieces, its inputs and outputs."""
-        self._graphs = 0
-        self._whole: _Whole | None = None
-        """What this call ran as a whole."""
-        self._why: str | None = None
+        self._too_often = False
+        """Whether Dynamo compiles no more variants; those that it knows go on."""
+        self._variants: weakref.WeakKeyDictionary[TrainingCall, _Whole | str]
+        self._variants = weakref.WeakKeyDictionary()
+        """What Dynamo compiled: how it runs, or why it runs in pieces."""
+        finalizer: Any = weakref.finalize(self, torch_private.forget_compiled, fn.__code__)
+        finalizer.atexit = False
         telemetry.add_step(self)
 
     @property
@@ -163,22 +171,24 @@ class TrainStep:
         """
         with self._lock:
             self.calls += 1
-            self._why = self._why_pieces()
+            call = _Call(self._variants, self._why_pieces())
             self._update.fill_learning_rates()
-            self._graphs, self._met, self._whole = 0, None, None
-            before, here.step = here.step, self
+            before, here.step = here.step, call
             try:
-                loss, *more = self._forward(batch, named)
+                loss, *more = self._forward(call, batch, named)
             finally:
                 here.step = before
-            if self._whole is not None:
-                self.whole_calls += 1
-            else:
-                met, self._met = self._met, None
+            if call.whole is None:
+                if not isinstance(loss, torch.Tensor):
+                    raise InputError(
+                        f"loss_fn returned a {type(loss).__name__}: return the loss, a tensor, or (loss, more)"
+                    )
                 self._run_pieces(loss)
-                self._learn(met, loss)
-                if self._options.driver != "none":
-                    self._note(self._why or _FIRST)
+                self._learn(call, loss)
+            if call.whole is not None and call.whole.is_one:
+                self.whole_calls += 1
+            elif self._options.driver != "none":
+                self._note(call.why or (_FIRST if call.whole is None else _IN_TURN))
             return (loss.detach(), *more) if more else loss.detach()
 
     def flush(self) -> bool:
@@ -192,32 +202,37 @@ class TrainStep:
             return due > 0
 
     def explain(self) -> str:
-        """How calls ran, and why not as one replay, a line each."""
+        """How calls ran, why not as one replay, and what the graphs read, a line each."""
         pieces = self.calls - self.whole_calls
         lines = [
-            f"{self._name()}: {many(self.calls, 'call')}, {self.whole_calls} as a whole, {pieces} in pieces"
+            f"{self._name}: {many(self.calls, 'call')}, {self.whole_calls} as a whole, {pieces} in pieces"
         ]
         lines += [f"  {number} in pieces: {why}" for why, number in self.in_pieces.most_common()]
         whole = (each for each in self._variants.values() if isinstance(each, _Whole))
-        lines += [f"  {why}" for each in whole for why in each.reasons]
+        lines += [f"  {line}" for each in whole for line in each.lines()]
         return "\n".join(lines)
 
-    def _name(self) -> str:
-        fn = self.loss_fn
-        return f"train_step of {getattr(fn, '__qualname__', type(fn).__qualname__)}"
+    def _note(self, why: str) -> None:
+        self.in_pieces[why] += 1
+        if self.in_pieces[why] == 1 and why != _FIRST:
+            level = logging.WARNING if self._options.on_skip == "warn" else logging.INFO
+            log.log(level, "%s runs in pieces: %s", self._name, why)
 
     # ---- pieces
 
-    def _forward(self, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-        if self._broken_at is None:
+    def _forward(self, call: "_Call", batch: _Args, named: dict[str, Any]) -> _Args:
+        self._too_often = self._too_often and bool(self._variants)  # none: all was forgotten
+        if self._broken_at is None and not self._too_often:
             try:
                 return self._compiled(batch, named)
             except torch_private.not_one_graph() as error:
-                if self._whole is not None:
+                if call.whole is not None:
                     raise
-                lines = str(error).strip().splitlines()
-                self._broken_at = lines[0] if lines else type(error).__name__
-        self._why = f"the loss is not one graph: {self._broken_at}"
+                self._too_often = torch_private.is_recompile_limit(error)
+                if not self._too_often:
+                    self._broken_at = next(iter(str(error).strip().splitlines()), "")
+        if self._broken_at is not None:
+            call.why = f"the loss is not one graph: {self._broken_at}; {_ITS_LINE}"
         return self._broken(batch, named)
 
     def _run_pieces(self, loss: torch.Tensor) -> None:
@@ -229,12 +244,6 @@ class TrainStep:
             self._update.run()
             self._update.look()  # optimizers make their state in the first step
 
-    def _note(self, why: str) -> None:
-        self.in_pieces[why] += 1
-        if self.in_pieces[why] == 1 and why != _FIRST:
-            level = logging.WARNING if self._options.on_skip == "warn" else logging.INFO
-            log.log(level, "%s runs in pieces: %s", self._name(), why)
-
     def _why_pieces(self) -> str | None:
         """Why this call can't be a whole step, whatever Dynamo compiled for it."""
         new = self._update.look()
@@ -244,72 +253,74 @@ class TrainStep:
             return 'driver="none" turns graphs off'
         if self._accumulate > 1:
             return f"accumulate={self._accumulate}: gradients add up in pieces"
-        return new or self._update.why_pieces()
+        if torch_private.has_default_saved_tensors_hooks():
+            return "hooks on saved tensors are set; leave their block for the step"
+        if torch_private.has_function_modes() or torch.is_anomaly_enabled():
+            return "a TorchFunctionMode or anomaly detection is on; leave its block for the step"
+        return new or self._update.why_pieces(self._options.max_recordings)
 
-    # ---- `training.Step`
+    def _learn(self, call: "_Call", loss: torch.Tensor) -> None:
+        """Find out which way the next call of this variant may go; its backward may be compiled only now."""
+        if self._too_often:
+            call.why = call.why or _TOO_OFTEN
+        elif call.met is None and not call.graphs:
+            call.why = call.why or "Dynamo compiles nothing of it, or nothing in it requires grad"
+        if call.met is None or self._too_often:
+            return
+        training, args, returned = call.met
+        found = "the loss is several graphs" if call.graphs > 1 else None
+        found = found or _why_never(training, args, returned, loss, self._update)
+        self._variants[training] = found or _Whole(training, args, self._update, self._name)
+        call.why = call.why or found
+
+
+@dataclasses.dataclass
+class _Call:
+    """One call of a step, for the graphs that Dynamo comes to in it. See `training.Step`."""
+
+    variants: "weakref.WeakKeyDictionary[TrainingCall, _Whole | str]"
+    why: str | None
+    """Why it runs in pieces, as far as that is known."""
+    graphs: int = 0
+    whole: "_Whole | None" = None
+    """What it ran as a whole, or in turn."""
+    met: tuple[TrainingCall, _Args, list[Any]] | None = None
+    """A graph that it ran in pieces and nobody knows yet, its inputs and outputs."""
 
     def note_graph(self, why: str) -> None:
         """See `training.Step`."""
-        self._graphs += 1
-        self._why = self._why or why
+        self.graphs += 1
+        self.why = self.why or why
 
-    def call(
-        self,
-        training: TrainingCall,
-        args: tuple[Any, ...],
-        run: Callable[[tuple[Any, ...]], Any],
-    ) -> Any:
+    def call(self, training: TrainingCall, args: _Args, run: Callable[[_Args], Any]) -> Any:
         """See `training.Step`."""
-        self._graphs += 1
-        variant = self._variants.get(training)
-        if isinstance(variant, _Whole) and self._why is None:
-            self._why = variant.why_not(args)
-            if self._why is None:
-                self._whole = variant
-                return variant.run(args)
+        self.graphs += 1
+        variant = self.variants.get(training)
+        if isinstance(variant, _Whole) and self.why is None:
+            self.why = variant.why_not(training, args)
+            if self.why is None:
+                self.whole = variant
+                return variant.run(training, args)
         returned = run(args)
         if variant is None:
-            self._met = training, args, returned
+            self.met = training, args, returned
         elif isinstance(variant, str):
-            self._why = self._why or variant
+            self.why = self.why or variant
         return returned
-
-    def _learn(self, met: "_Met | None", loss: Any) -> None:
-        """Find out whether the next call of this variant may be a whole step; the backward may be compiled only now."""
-        if met is None:
-            if not self._graphs:
-                self._why = (
-                    self._why or "Dynamo compiles nothing of it, or nothing in it requires grad"
-                )
-            return
-        training, args, returned = met
-        if self._graphs > 1:
-            found: _Whole | str = "the loss is several graphs"
-        elif not isinstance(loss, torch.Tensor) or not any(each is loss for each in returned):
-            found = "the loss is not what the graph computes"
-        else:
-            found = _Whole.of(training, args, returned, loss, self._update, self._name())
-        self._variants[training] = found
-        if isinstance(found, str):
-            self._why = self._why or found
-
-
-def _as_dict(options: Mapping[str, Any] | Options | None) -> dict[str, Any]:
-    """Options as `torch.compile` takes them."""
-    return dataclasses.asdict(options) if isinstance(options, Options) else dict(options or {})
 
 
 def _detaching(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """What is compiled; its code is its own, for Dynamo counts compilations of a code."""
 
-    def loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def loss_of(args: _Args, kwargs: dict[str, Any]) -> _Args:
         found = loss_fn(*args, **kwargs)
-        if isinstance(found, tuple):
-            loss, more = found
-            return loss, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, more)
-        return (found,)
+        if not (isinstance(found, tuple) and len(found) == 2):
+            return (found,)
+        loss, more = found
+        # A copy: a graph that returns a tensor and a detach() of it, as of `loss, {"loss": loss.detach()}`, is no plain one.
+        return loss.clone(), pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, more)
 
-    name = f"loss_of_{next(_numbers)}"
+    name = f"loss_of_{next(_names)}"
     code = loss_of.__code__.replace(co_name=name)
     return types.FunctionType(code, loss_of.__globals__, name, None, loss_of.__closure__)
 
@@ -337,16 +348,17 @@ class _Update:
         self.params: list[torch.Tensor] = []
         self.state: list[torch.Tensor] = []
         """Tensors that updates read and write, beside parameters and gradients."""
-        self._rates: list[_Rate] = []
+        self.rates: list[_Rate] = []
         """Of the groups, if all of them can be captured."""
-        self.numbers: tuple[Any, ...] = ()
+        self.numbers: dict[Any, Any] = {}
         """All that this call's update reads on the host, beside learning rates."""
-        self._known: dict[tuple[Any, ...], None] = {}
+        self.known_as: dict[int, str] = {}
+        """Names of parameters, by their `id`s; `params` holds them."""
+        self._known: set[tuple[Any, ...]] = set()
         """Numbers of earlier calls."""
         self.looks = 0
         """How often the optimizers' tensors were others than before."""
         self._watched: tuple[Any, ...] | None = None
-        """See `fast.are` and `fast.unchanged`."""
         self._why_never: str | None = None
 
     def groups(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
@@ -354,9 +366,9 @@ class _Update:
         return ((each, group) for each in self.optimizers for group in each.param_groups)
 
     def has(self, leaves: Sequence[torch.Tensor]) -> bool:
-        """Whether all of these are the optimizers'."""
-        owned = {id(p) for _, group in self.groups() for p in group["params"]}
-        return {id(leaf) for leaf in leaves} <= owned
+        """Whether all of these are the optimizers', and each another one."""
+        found = {*map(id, leaves)}
+        return len(found) == len(leaves) and found <= {*map(id, self.params)}
 
     def run(self) -> None:
         """Clip, step and zero_grad."""
@@ -367,7 +379,8 @@ class _Update:
                     scaler.unscale_(each)
             params = [p for _, group in self.groups() for p in group["params"]]
             self.grad_norm = torch.nn.utils.clip_grad_norm_(params, self.max_norm)
-        with self._rates_as_tensors():
+        hooked = torch_private.step_hooks(self.optimizers)
+        with contextlib.nullcontext() if hooked else self._rates_as_tensors():
             for each in self.optimizers:
                 if scaler is None:
                     each.step()
@@ -386,8 +399,11 @@ class _Update:
 
     def fill_learning_rates(self) -> None:
         """Have the tensors be what the groups' learning rates are now."""
-        for rate in self._rates:
-            lr, device = rate.group["lr"], rate.group["params"][0].device
+        for rate in self.rates:
+            lr = rate.group["lr"]
+            if lr is rate.filled:
+                continue
+            device = rate.group["params"][0].device
             if isinstance(lr, torch.Tensor) and lr.device == device:
                 rate.tensor, rate.filled = lr, None
             elif rate.filled is None:
@@ -400,8 +416,8 @@ class _Update:
     @contextlib.contextmanager
     def _rates_as_tensors(self) -> Iterator[None]:
         """Have the groups read the tensors; fused optimizers, which could be captured, say that they can."""
-        before = [(r.group, r.group["lr"], r.group.get("capturable")) for r in self._rates]
-        for rate in self._rates:
+        before = [(r.group, r.group["lr"], r.group.get("capturable")) for r in self.rates]
+        for rate in self.rates:
             rate.group["lr"] = rate.tensor
             if rate.tensor.is_cuda and rate.group.get("fused") and "capturable" in rate.group:
                 rate.group["capturable"] = True
@@ -419,155 +435,99 @@ class _Update:
         """Note the tensors of the optimizers, where they are others than before; returns why they are in no graph yet."""
         if self._watched is None or not fast.is_loaded:
             return self._look()
-        lists, watch = self._watched
-        if fast.unchanged(*watch) and all(fast.are(*known) for known in lists):
+        positions, objects, watch = self._watched
+        now = self._objects()
+        same = len(now) == len(objects) and fast.are(now, positions, objects)
+        if same and fast.unchanged(*watch):
             return self._why_never
         return self._look() or _NEW_STATE
 
-    def why_pieces(self) -> str | None:
+    def why_pieces(self, max_known: int) -> str | None:
         """Why the next update can't be part of a graph, as things stand in this call. To be asked after `look`."""
-        for each in self.optimizers:
-            if each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks:
-                return f"{type(each).__name__} has hooks on step()"
-        if torch_private.has_global_optimizer_hooks():
-            return "hooks are registered on every optimizer's step()"
+        if (hooked := torch_private.step_hooks(self.optimizers)) is not None:
+            return hooked
         at = fast.first_watched(self.params)
         if at >= 0:
-            grad = "has a gradient from before" if self.params[at].grad is not None else "has hooks"
-            return f"parameter {at} of the optimizer {grad}"
+            leaf = self.params[at]
+            if leaf.grad is not None:
+                return f"{self._name_of(at)} has a gradient from before; call zero_grad() first"
+            return f"{self._name_of(at)} has hooks, or gradients of another dtype; remove them"
+        if self.scaler is not None and torch_private.scaler_is_within_a_step(self.scaler):
+            return "the scaler's unscale_() or step() was called before the step; leave that to the step"
         found = self._find_numbers()
         if isinstance(found, str):
             return found
-        self.numbers = found
-        if self.numbers not in self._known:
-            last = next(reversed(self._known), ())
-            self._know(self.numbers)
-            pairs = zip(self.names(), last, self.numbers, strict=False)
-            return _NEW_NUMBERS.format(", ".join([name for name, a, b in pairs if a != b][:3]))
-        return None
+        last, self.numbers = self.numbers, found
+        values = tuple(found.values())
+        if values in self._known:
+            return None
+        if len(self._known) >= max_known:
+            self._known.clear()
+        self._known.add(values)
+        new = [_number_name(key) for key, value in found.items() if last.get(key, ...) != value]
+        return _NEW_NUMBER.format(", ".join(new[:3]))
 
-    def _know(self, numbers: tuple[Any, ...]) -> None:
-        self._known[numbers] = None
-        if len(self._known) > _NUMBERS_KEPT:
-            del self._known[next(iter(self._known))]
+    def _name_of(self, at: int) -> str:
+        leaf = self.params[at]
+        return self.known_as.get(id(leaf)) or f"parameter {at} of the optimizer, {[*leaf.shape]},"
+
+    def _objects(self) -> list[Any]:
+        """What groups and states are, one by one, found without a look at each."""
+        found: list[Any] = []
+        for each in self.optimizers:
+            found += [type(each), *each.state, *each.state.values(), *each.param_groups]
+            for group in each.param_groups:
+                found += group["params"]
+        return found
 
     def _look(self) -> str | None:
-        self._watched = None
         self.looks += 1
         self.params = [p for _, group in self.groups() for p in group["params"]]
-        self._why_never = self._find_why_never()
-        used = [group for _, group in self.groups() if group["params"]]
-        before = {id(rate.group): rate for rate in self._rates}
-        new = (before.get(id(g)) or _Rate(g, torch.empty(0)) for g in used)
-        self._rates = [] if self._why_never else list(new)
-        mappings: list[Mapping[str, Any]] = []
-        keys: list[str] = []
-        values: list[Any] = []
-        holders: list[Any] = []
-        lists: list[tuple[Any, ...]] = []
-
-        def watch(mapping: Mapping[str, Any], names: Sequence[str]) -> None:
-            mappings.extend([mapping] * len(names))
-            keys.extend(names)
-            values.extend(mapping.get(name, ...) for name in names)
-
-        for each in self.optimizers:
-            watch(vars(each), ["state", "param_groups", "step", "zero_grad"])
-            holders += [each.state, each.param_groups]
-            for group in each.param_groups:
-                watch(group, ["params", "fused", "foreach", "capturable", "differentiable"])
-                holders += [group, group["params"]]
-                lists.append((group["params"], [*range(len(group["params"]))], [*group["params"]]))
-            for state in each.state.values():
-                watch(state, list(state))
-                holders.append(state)
-        if self.scaler is not None:
-            watch(vars(self.scaler), ["_scale", "_growth_tracker"])
+        self._why_never = torch_private.why_not_recordable(self.optimizers, self.scaler)
+        entries = [*torch_private.entries_of_optimizers(self.optimizers, self.scaler)]
+        mappings, keys = map(list, zip(*entries, strict=True))
+        values = [mapping.get(name, ...) for mapping, name in entries]
         self.state = [value for value in values if isinstance(value, torch.Tensor)]
+        places = sorted(map(str, {tensor.device for tensor in (*self.params, *self.state)}))
+        if self._why_never is None and len(places) > 1:
+            named = " and ".join(places)
+            self._why_never = f"the optimizer's tensors lie on {named}; keep them on one device"
+        used = [] if self._why_never else [g for _, g in self.groups() if g["params"]]
+        self.rates = [_Rate(group, torch.empty(0)) for group in used]
+        holders = [
+            s for each in self.optimizers for s in (*each.param_groups, *each.state.values())
+        ]
         sizes = array("q", map(len, holders)).tobytes()
-        self._watched = lists, (mappings, keys, values, holders, sizes)
+        objects = self._objects()
+        watch = (mappings, keys, values, holders, sizes)
+        self._watched = [*range(len(objects))], objects, watch
         numbers = self._find_numbers()
-        if isinstance(numbers, tuple):
-            self._know(numbers)
+        if isinstance(numbers, dict):
+            self.numbers = numbers
+            self._known.add(tuple(numbers.values()))
         return self._why_never
 
-    def _find_why_never(self) -> str | None:
-        """Why no update with these optimizers can be part of a graph."""
-        for each, group in self.groups():
-            if (why := _why_not_recordable(each, group)) is not None:
-                return why
-        if self.scaler is not None and (why := _why_not_scaled(self.scaler, self.optimizers)):
-            return why
-        tensors = [t for each in self.optimizers for s in each.state.values() for t in s.values()]
-        places = {t.device for t in [*self.params, *tensors] if isinstance(t, torch.Tensor)}
-        return f"the optimizer's tensors lie on {len(places)} devices" if len(places) > 1 else None
-
-    def tensors(self) -> list[torch.Tensor]:
-        """All that an update reads and writes beside parameters and gradients."""
-        return [*self.state, *(rate.tensor for rate in self._rates)]
-
-    def _find_numbers(self) -> tuple[Any, ...] | str:
+    def _find_numbers(self) -> dict[Any, Any] | str:
         """All that an update reads on the host beside learning rates; or what of it is no number."""
-        found: list[Any] = []
-        for _, group in self.groups():
+        found: dict[Any, Any] = {}
+        for n, (_, group) in enumerate(self.groups()):
             for name, value in group.items():
                 if name not in _NO_NUMBERS:
                     number = value if type(value) in _BY_VALUE else _by_value(value)
                     if number is ...:
-                        return f"{name} of the optimizer is a {type(value).__name__}, not a number"
-                    found.append(number)
-        if (scaler := self.scaler) is not None:
-            found += [scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval]
-        backends = torch.backends
-        found += [backends.cudnn.enabled, backends.cudnn.benchmark, backends.cuda.matmul.allow_tf32]
-        found += [torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()]
-        return tuple(found)
-
-    def names(self) -> list[str]:
-        """What each of `numbers` is, for messages."""
-        found = [
-            f"optimizer.param_groups[{n}]['{name}']"
-            for n, (_, group) in enumerate(self.groups())
-            for name in group
-            if name not in _NO_NUMBERS
-        ]
+                        return f"{name} of the optimizer is a {type(value).__name__}; give a number"
+                    found[n, name] = number
         if self.scaler is not None:
-            found += [
-                "scaler's growth_factor",
-                "scaler's backoff_factor",
-                "scaler's growth_interval",
-            ]
-        flags = ["cudnn.enabled", "cudnn.benchmark", "cuda.matmul.allow_tf32"]
-        return [*found, *flags, "deterministic algorithms", "default dtype"]
+            found.update(torch_private.scaler_numbers(self.scaler))
+        found.update(torch_private.kernel_flags())
+        return found
+
+
+def _number_name(key: Any) -> str:
+    return key if isinstance(key, str) else f"optimizer.param_groups[{key[0]}]['{key[1]}']"
 
 
 _NO_NUMBERS: Final = frozenset({"params", "lr", "initial_lr"})
-
-
-def _why_not_recordable(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str | None:
-    cls = type(optimizer)
-    if getattr(torch.optim, cls.__name__, None) is not cls:
-        return f"{cls.__name__} is none of torch.optim's own optimizers"
-    step = vars(optimizer).get("step")
-    patched = step is not None and not hasattr(step, "_wrapped_by_lr_sched")
-    if (
-        patched
-        or "zero_grad" in vars(optimizer)
-        or not inspect.unwrap(cls.step).__module__.startswith("torch.optim.")
-    ):
-        return f"{cls.__name__}.step or zero_grad was replaced"
-    if group.get("fused") and not isinstance(optimizer, _FUSED):
-        return f"{cls.__name__} reads its learning rate on the host, with fused=True, too"
-    if not (group.get("fused") or group.get("capturable")):
-        fix = "fused=True" if "fused" in group else "capturable=True"
-        if fix.partition("=")[0] not in group:
-            return f"{cls.__name__} can't be captured; AdamW(fused=True) or SGD(fused=True) can"
-        return f"{cls.__name__} reads the device in step(): make it with {fix}"
-    if group.get("differentiable"):
-        return f"{cls.__name__} has differentiable=True"
-    if group.get("fused") and group.get("foreach"):
-        return f"{cls.__name__} has both fused=True and foreach=True"
-    return None
 
 
 def _by_value(value: object) -> Any:
@@ -578,223 +538,212 @@ def _by_value(value: object) -> Any:
     return value if isinstance(value, _BY_VALUE) else ...
 
 
-def _why_not_scaled(scaler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
-    if type(scaler).__module__ not in ("torch.amp.grad_scaler", "torch.cuda.amp.grad_scaler"):
-        return f"{type(scaler).__name__} is none of torch's own scalers"
-    for each in optimizers:
-        if not getattr(each, "_step_supports_amp_scaling", False):
-            return f"the scaler asks the device whether {type(each).__name__} may step: fused=True leaves that to its kernels"
+def _why_never(
+    training: TrainingCall,
+    args: _Args,
+    returned: list[Any],
+    loss: torch.Tensor,
+    update: _Update,
+) -> str | None:
+    """Why calls of a graph that Dynamo compiled always run in pieces, told by one that did."""
+    graphs = training.graphs
+    if graphs is None:
+        return "its backward is not compiled yet"
+    layout, forward, backward, wanted = graphs
+    if len(layout.differentiable) != 1:
+        return f"{len(layout.differentiable)} results of the loss require grad; detach all but the loss"
+    if returned[layout.differentiable[0]] is not loss or loss.numel() != 1:
+        return "the loss is no tensor of one element that requires grad"
+    leaves = [args[n] for n in wanted]
+    if not update.has(leaves):
+        return _FOREIGN
+    for fn in (forward, backward):
+        executor = getattr(fn, "executor", None)
+        if executor is None:
+            return "a part of it runs without CUDA graphs, or draws random numbers again in the backward"
+        runners = _runners(executor)
+        if not runners:
+            return "nothing of it is captured; cgpass.explain(loss_fn, batch) says why"
+        if any(runner.communicates for runner in runners):
+            return "it communicates with other processes"
     return None
+
+
+def _runners(executor: Executor) -> list[PartitionRunner]:
+    return [s.run for s in executor.plan.steps if isinstance(s.run, PartitionRunner)]
 
 
 class _Whole:
     """A step of one variant that Dynamo compiled. See Note [A whole step]."""
 
-    def __init__(
-        self,
-        training: TrainingCall,
-        graphs: tuple[Any, ...],
-        leaves: tuple[tuple[int, ...], list[torch.Tensor]],
-        loss_at: int,
-        update: _Update,
-        name: str,
-    ) -> None:
-        """Nothing is recorded yet.
-
-        Args:
-            training: The graphs' caller.
-            graphs: See `TrainingCall.graphs`.
-            leaves: Which inputs are parameters that get gradients, and these.
-            loss_at: Which output the loss is.
-            update: Shared by all variants of a step.
-            name: For messages.
-        """
-        self._training = weakref.ref(training)
-        self._layout, forward, backward, _ = graphs
+    def __init__(self, training: TrainingCall, args: _Args, update: _Update, name: str) -> None:
+        """Nothing is recorded yet."""
+        graphs: Any = training.graphs
+        self._layout, forward, backward, self._positions = graphs
         self._forward: Executor = forward.executor
         self._backward: Executor = backward.executor
-        self._positions, self._leaves = leaves
-        self._trained = fast.requiring_grad(self._leaves)
-        self._loss_at = loss_at
-        self._update = weakref.ref(update)
+        self._leaves = [args[n] for n in self._positions]
+        self._update = update
         self._name = name
         self._looks = -1
-        self._sizes: tuple[int, ...] = ()
-        self._executor: Executor | None = None
-        self._runner: PartitionRunner | None = None
+        self.is_one = self._forward.plan.is_one_partition and self._backward.plan.is_one_partition
+        """Whether one graph can hold all of it."""
+        if self.is_one:
+            infos = _runners(self._forward)[0].layout.infos
+            update.known_as.update((id(args[n]), infos[n].name) for n in self._positions)
+        self._runner, self._executor = self._made()
 
-    @classmethod
-    def of(
-        cls,
-        training: TrainingCall,
-        args: tuple[Any, ...],
-        returned: list[Any],
-        loss: torch.Tensor,
-        update: _Update,
-        name: str,
-    ) -> "_Whole | str":
-        """A variant's whole step, or why there is none.
-
-        Args:
-            training: What ran in pieces.
-            args: Its inputs.
-            returned: Its outputs.
-            loss: One of these.
-            update: Of the step.
-            name: Of the step.
-        """
-        graphs = training.graphs
-        if graphs is None:
-            return "its backward is not compiled yet"
-        layout, forward, backward, wanted = graphs
-        if len(layout.differentiable) != 1:
-            return f"{len(layout.differentiable)} results of the loss require grad; detach all but the loss"
-        (loss_at,) = layout.differentiable
-        if returned[loss_at] is not loss or loss.numel() != 1:
-            return "the loss is no tensor of one element that requires grad"
-        leaves = [args[n] for n in wanted]
-        if not update.has(leaves) or len({*map(id, leaves)}) < len(leaves):
-            return _FOREIGN
-        for fn in (forward, backward):
-            executor = getattr(fn, "executor", None)
-            if executor is None:
-                return "a part of it runs without CUDA graphs, or draws random numbers again in the backward"
-            plan = executor.plan
-            run: Any = plan.steps[0].run if len(plan.steps) == 1 else None
-            if not isinstance(run, PartitionRunner) or not plan.is_one_partition:
-                return "a part of it can't be captured, or reads a Python number that changes"
-            if run.communicates:
-                return "it communicates with other processes"
-        return cls(training, graphs, (wanted, leaves), loss_at, update, name)
-
-    def why_not(self, args: tuple[Any, ...]) -> str | None:
-        """Why a call can't be a whole step."""
-        training = self._training()
-        if training is None or not training.is_plain(args):
+    def why_not(self, training: TrainingCall, args: _Args) -> str | None:
+        """Why a call runs in pieces."""
+        update = self._update
+        if not training.is_plain(args):
             return "autograd is in a mode of its own in this call"
         if not fast.are(args, self._positions, self._leaves):
-            return "parameters were replaced by others"
-        if fast.requiring_grad(self._leaves) != self._trained:
-            return "parameters were frozen"  # of which older versions of Dynamo say nothing
-        update = self._update()
-        if update is None or (update.looks != self._looks and not update.has(self._leaves)):
+            self._leaves, self._looks = [args[n] for n in self._positions], -1
+        if 0 in fast.requiring_grad(self._leaves):
+            return (
+                "a parameter was frozen, which torch 2.11 does not notice; torch.compiler.reset()"
+            )
+        if update.looks != self._looks and not update.has(self._leaves):
             return _FOREIGN
         self._looks = update.looks
-        if self._runner is not None and self._runner.failure is not None:
+        if self._runner.failure is not None:
             return f"capturing it failed: {self._runner.failure}"
         return None
 
-    def run(self, args: tuple[Any, ...]) -> list[Any]:
+    def run(self, training: TrainingCall, args: _Args) -> list[Any]:
         """Run a step; returns what the forward returns."""
-        training, update = self._training(), self._update()
-        assert training is not None
-        assert update is not None
-        layout = self._layout
-        tensors = update.tensors()
-        if self._sizes != (len(tensors), len(update.numbers)):
-            self._make(tensors)
+        update = self._update
+        if self._sizes != (len(update.state), len(update.rates), len(update.numbers)):
+            self._runner.close()
+            self._runner, self._executor = self._made()
         executor, runner = self._executor, self._runner
-        assert executor is not None
-        assert runner is not None
         replays = runner.stats.replays
+        update.grad_norm = None  # the step itself must not hold what a replay writes
+        inputs = training.begin(args)
+        read = *update.state, *[rate.tensor for rate in update.rates], *update.numbers.values()
         with torch.no_grad():
-            outputs = executor([*training.begin(args), *tensors, *update.numbers])
+            if self.is_one:
+                outputs = executor([*inputs, *read])
+            else:
+                outputs, gradients = self._gradients(inputs, self._forward, self._backward)
+                outputs += executor([*gradients, *self._leaves, *read])
         if runner.stats.replays != replays:  # else operators said so themselves
-            torch.autograd.graph.increment_version(self._leaves)
-            torch.autograd.graph.increment_version(tensors)
-            for each in update.optimizers:
-                setattr(each, "_opt_called", True)  # noqa: B010  schedulers ask for it
+            fast.note_written(self._leaves)
+            fast.note_written(update.state)
+            torch_private.note_stepped(update.optimizers)
         if update.max_norm is not None:
             update.grad_norm = outputs.pop()
-        for n, dimensions in layout.dynamic:
+        for n, dimensions in self._layout.dynamic:
             torch_private.mark_dynamic(outputs[n], dimensions)
         return outputs
 
-    def _make(self, tensors: Sequence[torch.Tensor]) -> None:
-        update = self._update()
-        assert update is not None
-        self._sizes = len(tensors), len(update.numbers)
-        if self._runner is not None:
-            self._runner.close()
-        forward: Any = self._forward.plan.steps[0].run
-        infos = [
-            dataclasses.replace(info, kind=InputKind.STATIC, mutated=True, in_place=True)
-            if n in self._positions
-            else info
-            for n, info in enumerate(forward.layout.infos)
-        ]
-        infos += [
-            InputInfo(f"the optimizer's tensor {n}", InputKind.STATIC, mutated=True, in_place=True)
-            for n, _ in enumerate(tensors)
-        ]
-        infos += [InputInfo(name, InputKind.SYMINT) for name in update.names()]
-        options = forward.options
-        if options.static_input_check != "rerecord":
-            options = dataclasses.replace(options, static_input_check="rerecord")
-        owner = forward.owner
-        self._runner = PartitionRunner(
-            self._body, tuple(infos), owner, options, name="whole step", opaque=forward.opaque
+    def lines(self) -> list[str]:
+        """What the graph reads and is recorded for, and why calls ran without it."""
+        stats, own = self._runner.stats, len(self._update.state) + len(self._update.rates)
+        if not stats.calls:
+            return []
+        kinds = Counter(info.kind for info in self._runner.layout.infos)
+        about = (
+            f"{'one graph' if self.is_one else 'a graph of the update'}, recorded {many(stats.recordings, 'time')} and "
+            f"replayed {many(stats.replays, 'time')}: reads {many(kinds[InputKind.STATIC] - own, 'parameter')} and "
+            f"{many(own, 'tensor')} of the optimizer in place, copies {many(kinds[InputKind.COPIED], 'input')}; "
+            f"{many(kinds[InputKind.SYMINT], 'number')} in its key"
         )
-        self._runner.name = self._name
-        num_outputs = self._layout.num_returned + (update.max_norm is not None)
-        visible = frozenset(range(num_outputs))
-        plan = whole_plan(len(infos), num_outputs, self._runner, "captured_0", visible)
-        self._executor = Executor(plan, owner, {"captured_0": f"cgpass: {self._name}"})
+        told = self._runner.reasons.told(**{name: getattr(stats, name) for name in _COUNTS})
+        return [about, *map(str, told)]
 
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Why calls of it ran without a graph."""
-        if self._runner is None:
-            return ()
-        run = telemetry.PartitionRun(self._runner.stats, (), self._runner.reasons)
-        return tuple(map(str, run.reasons))
+    def _made(self) -> tuple[PartitionRunner, Executor]:
+        update = self._update
+        self._sizes = len(update.state), len(update.rates), len(update.numbers)
+        part = _runners(self._forward)[0]
+        infos = list(part.layout.infos)
+        num_outputs = update.max_norm is not None
+        if self.is_one:
+            body, num_outputs = self._body, num_outputs + self._layout.num_returned
+            for n in self._positions:
+                infos[n] = dataclasses.replace(_in_place(infos[n].name), line=infos[n].line)
+        else:
+            body, leaves = self._update_alone, [f"parameter {n}" for n in self._positions]
+            pooled = InputInfo("a gradient", InputKind.POOLED, mutated=True)
+            infos = [pooled] * len(leaves) + [*map(_in_place, leaves)]
+        infos += [_in_place(f"the optimizer's tensor {n}") for n, _ in enumerate(update.state)]
+        infos += [_in_place("a learning rate", mutated=False)] * len(update.rates)
+        infos += [InputInfo(_number_name(key), InputKind.SYMINT) for key in update.numbers]
+        options = dataclasses.replace(part.options, static_input_check="rerecord")
+        given = body, tuple(infos), part.owner, options
+        runner = PartitionRunner(*given, name="whole step", opaque=self.is_one and part.opaque)
+        runner.name = self._name
+        visible = frozenset(range(num_outputs))
+        plan = whole_plan(len(infos), num_outputs, runner, "captured_0", visible)
+        return runner, Executor(plan, part.owner, {"captured_0": f"cgpass: {self._name}"})
+
+    # ---- what is recorded, and runs plainly before that
 
     def _body(self, args: list[Any]) -> list[Any]:
-        """What is recorded, and runs plainly before that."""
-        training, update = self._training(), self._update()
-        assert training is not None
-        assert update is not None
-        layout, scaler = self._layout, update.scaler
-        inputs = args[: layout.num_inputs]
-        taken = {x.untyped_storage().data_ptr() for x in inputs if isinstance(x, torch.Tensor)}
+        inputs = args[: self._layout.num_inputs]
         args.clear()
+        returned, gradients = self._gradients(
+            inputs, _runners(self._forward)[0].fn, _runners(self._backward)[0].fn
+        )
+        return [*returned, *self._apply(gradients)]
+
+    def _update_alone(self, args: list[Any]) -> list[Any]:
+        gradients = args[: len(self._leaves)]
+        args.clear()
+        return self._apply(gradients)
+
+    def _gradients(
+        self, inputs: list[Any], forward: _Boxed, backward: _Boxed
+    ) -> tuple[list[Any], list[torch.Tensor]]:
+        """What the forward returns, and gradients as autograd would put them into `.grad`."""
+        layout, scaler = self._layout, self._update.scaler
+        taken = _storages(inputs)
         with torch._C._DisableAutocast():
-            outputs = list(_plain(self._forward)(inputs))
+            outputs = list(forward(inputs))
             returned = outputs[: layout.num_returned]
             saved = [*outputs[layout.checked], *outputs[layout.unchecked]]
             rest = outputs[layout.rest]
             outputs.clear()
-            tangent = torch.ones_like(returned[self._loss_at])
+            tangent = torch.ones_like(returned[layout.differentiable[0]])
             if scaler is not None:
-                tangent = tangent * scaler._scale.to(tangent.dtype)
+                tangent = tangent * torch_private.scale_of(scaler).to(tangent.dtype)
             call = [*rest, *saved, layout.tangents[0](tangent)]
             del rest, saved, tangent
-            gradients = list(_plain(self._backward)(call))
+            gradients = list(backward(call))
+        taken |= _storages(returned)
+        found: list[torch.Tensor] = []
+        for n, leaf in zip(self._positions, self._leaves, strict=True):
+            found.append(_own_gradient(gradients[n], leaf, taken))
+            gradients[n] = None
+        return returned, found
+
+    def _apply(self, gradients: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        update = self._update
         try:
-            for n, leaf in zip(self._positions, self._leaves, strict=True):
-                leaf.grad = _own_gradient(gradients[n], leaf, taken)
-                gradients[n] = None
+            for leaf in reversed(self._leaves):
+                leaf.grad = gradients.pop()
             update.run()
         finally:
             update.forget_gradients()
-        return returned if update.grad_norm is None else [*returned, update.grad_norm]
+            if update.scaler is not None:  # a capture that failed in the middle runs again
+                torch_private.forget_step_of_scaler(update.scaler)
+        return [] if update.max_norm is None else [update.grad_norm]
 
 
-def _plain(executor: Executor) -> Callable[[list[Any]], Sequence[Any]]:
-    """What the one partition of a graph was compiled to."""
-    run: Any = executor.plan.steps[0].run
-    return run.fn
+def _in_place(name: str, *, mutated: bool = True) -> InputInfo:
+    return InputInfo(name, InputKind.STATIC, mutated=mutated, in_place=True)
 
 
-def _own_gradient(
-    gradient: torch.Tensor | None, leaf: torch.Tensor, taken: set[int]
-) -> torch.Tensor | None:
+def _storages(values: Sequence[Any]) -> set[int]:
+    return {x.untyped_storage().data_ptr() for x in values if isinstance(x, torch.Tensor)}
+
+
+def _own_gradient(gradient: torch.Tensor, leaf: torch.Tensor, taken: set[int]) -> torch.Tensor:
     """A gradient as autograd puts it into `.grad`: laid out as the parameter, in memory of its own.
 
     Source: torch/csrc/autograd/functions/accumulate_grad.h.
     """
-    if gradient is None:
-        return None
     address = gradient.untyped_storage().data_ptr()
     if gradient.stride() == leaf.stride() and address not in taken:
         taken.add(address)

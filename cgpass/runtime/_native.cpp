@@ -20,6 +20,7 @@
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/python_hook.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 #if __has_include(<torch/csrc/autograd/node_creation_hook.h>)
@@ -28,6 +29,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <exception>
 #include <initializer_list>
 #include <memory>
@@ -35,6 +37,7 @@
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -261,6 +264,15 @@ PyObject* geometry(PyObject* const* args) {
     out.insert(out.end(), strides.begin(), strides.end());
   }
   return bytes_of(out);
+}
+
+PyObject* note_written(PyObject* const* args) {
+  const Items values(args[0]);
+  for (Py_ssize_t k = 0; k < values.size; ++k) {
+    const at::Tensor& tensor = tensor_of(values.items[k]);
+    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  }
+  Py_RETURN_NONE;
 }
 
 PyObject* requiring_grad(PyObject* const* args) {
@@ -694,6 +706,24 @@ PyObject* list_of(std::vector<at::Tensor> tensors) {
   });
 }
 
+// Whether Python hooks were all removed: their dictionary stays, empty. The classes' type information is not exported, so
+// they are told by name.
+template <typename Hooks, typename Hook>
+bool were_removed(const Hook& hook, const char* name) {
+  return std::strcmp(typeid(hook).name(), name) == 0 && PyDict_GET_SIZE(static_cast<const Hooks&>(hook).dict) == 0;
+}
+
+bool has_tensor_hooks(const at::Tensor& parameter) {
+  using torch::autograd::PyFunctionTensorPostAccGradHooks;
+  using torch::autograd::PyFunctionTensorPreHook;
+  for (const auto& hook : impl::hooks(parameter)) {
+    if (!were_removed<PyFunctionTensorPreHook>(*hook, "N5torch8autograd23PyFunctionTensorPreHookE")) return true;
+  }
+  const auto& later = impl::post_acc_grad_hooks(parameter);
+  constexpr const char* name = "N5torch8autograd32PyFunctionTensorPostAccGradHooksE";
+  return later && !were_removed<PyFunctionTensorPostAccGradHooks>(*later, name);
+}
+
 // Whether nobody notices when a parameter's gradient is added to its `.grad` without the node that does so.
 bool is_unwatched(const at::Tensor& parameter) {
   if (!parameter.is_leaf() || !parameter.requires_grad() ||
@@ -702,7 +732,7 @@ bool is_unwatched(const at::Tensor& parameter) {
       torch::autograd::AnomalyMode::is_enabled()) {
     return false;
   }
-  if (!impl::hooks(parameter).empty() || impl::post_acc_grad_hooks(parameter)) return false;
+  if (has_tensor_hooks(parameter)) return false;
   const auto accumulator = impl::try_get_grad_accumulator(parameter);
   return !accumulator || (accumulator->pre_hooks().empty() && accumulator->post_hooks().empty() &&
                           accumulator->retains_grad_hooks().empty());
@@ -1091,6 +1121,7 @@ PyMethodDef methods[] = {
     METHOD(members, 2),
     METHOD(geometry, 2),
     METHOD(versions, 2),
+    METHOD(note_written, 1),
     METHOD(in_transform, 0),
     METHOD(any_held, 2),
     METHOD(any_held_among, 2),

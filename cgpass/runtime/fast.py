@@ -44,6 +44,9 @@ static_key: Callable[[Sequence[Any], Sequence[int]], bytes]
 versions: Callable[[Sequence[Any], Sequence[int]], bytes]
 """`versions(args, positions)`: how often tensors were written, as 64-bit integers; 0 for inference tensors."""
 
+note_written: Callable[[Sequence[torch.Tensor]], None]
+"""`note_written(tensors)`: count a write of each, as an operator would; inference tensors are left out."""
+
 geometry: Callable[[Sequence[Any], Sequence[int]], bytes]
 """`geometry(values, positions)`: number of dimensions, sizes and strides of each tensor, -1 for what is none."""
 

@@ -227,6 +227,7 @@ _USER_WORDS: Final = (
     (re.compile(r"^___from_numpy\((.*)\)$"), r"\1"),
     (re.compile(r"(?<![\w.])G\['__import_(\w+)'\]"), lambda found: found[1].replace("_dot_", ".")),
     (re.compile(r"(?<![\w.])[LG]\['(\w+)'\]"), r"\1"),
+    (re.compile(r"\w+\.__closure__\[\d+\]\.cell_contents\.(?=\w)"), ""),
     (re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]"), r".\1"),
     (re.compile(r"\.(size|stride)\(\)\[(\d+)\]"), r".\1(\2)"),
 )
@@ -253,6 +254,14 @@ def handles_subclasses(gm: torch.fx.GraphModule) -> bool:
     return any(is_traceable_wrapper_subclass(node.meta.get("example_value")) for node in nodes)
 
 
+def forget_compiled(code: types.CodeType) -> None:
+    """Drop what Dynamo compiled for a code, and with it what the compiled functions hold.
+
+    Source: torch/_dynamo/eval_frame.py `remove_from_cache`, 2.11 to 2.15.
+    """
+    torch._dynamo.eval_frame.reset_code(code)
+
+
 def not_one_graph() -> tuple[type[BaseException], ...]:
     """What Dynamo raises where a function is more than one graph, and `fullgraph=True`.
 
@@ -261,3 +270,10 @@ def not_one_graph() -> tuple[type[BaseException], ...]:
     from torch._dynamo import exc
 
     return exc.Unsupported, exc.UserError, exc.FailOnRecompileLimitHit
+
+
+def is_recompile_limit(error: BaseException) -> bool:
+    """Whether Dynamo raised since a function was compiled as often as it may be, and needs to be once more."""
+    from torch._dynamo import exc
+
+    return isinstance(error, exc.FailOnRecompileLimitHit)

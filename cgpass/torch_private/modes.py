@@ -160,9 +160,7 @@ def no_parametrize_cache() -> Iterator[None]:
 
 def has_default_saved_tensors_hooks() -> bool:
     """Whether the user packs saved tensors by hooks of his own."""
-    from torch._functorch._aot_autograd.utils import top_saved_tensors_hooks
-
-    return top_saved_tensors_hooks() is not None
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def autograd_is_plain() -> bool:
@@ -184,10 +182,14 @@ def compiled_autograd_is_on() -> bool:
     return module is not None and module.compiled_autograd_enabled
 
 
-def has_global_optimizer_hooks() -> bool:
-    """Whether hooks are registered on the steps of all optimizers.
+def has_function_modes() -> bool:
+    """Whether modes see the functions of torch that are called here; a default device is none of them.
 
-    Source: torch/optim/optimizer.py `register_optimizer_step_pre_hook`, 2.11 to 2.15.
+    Source: torch/overrides.py `_get_current_function_mode_stack`, torch/utils/_device.py, 2.11 to 2.15.
     """
-    module = sys.modules["torch.optim.optimizer"]
-    return bool(module._global_optimizer_pre_hooks or module._global_optimizer_post_hooks)
+    if not torch._C._len_torch_function_stack():
+        return False
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+
+    return not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())

@@ -1,5 +1,6 @@
 """What documents name exists, what they show runs, and what they quote was measured."""
 
+import doctest
 import json
 import re
 import runpy
@@ -173,6 +174,14 @@ def test_the_guide_to_checkpointing_runs():
     before = layer[0].weight.grad.clone()
     names["graph"].replay()
     assert not torch.equal(layer[0].weight.grad, before)
+
+
+def test_the_example_of_train_step_runs():
+    globs = {"torch": torch, "cgpass": cgpass}
+    (example,) = doctest.DocTestFinder().find(cgpass.train_step, "train_step", globs=globs)
+    with cgpass.set_defaults(driver="simulated", compiler="eager"):
+        results = doctest.DocTestRunner().run(example)
+    assert results == (0, 6)
 
 
 def test_explain_prints_what_its_guide_shows(tmp_path, capsys):

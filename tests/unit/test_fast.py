@@ -86,6 +86,29 @@ def test_versions():
     assert fast.versions(args, ()) == b""
 
 
+def test_note_written():
+    with torch.inference_mode():
+        inference = torch.zeros(2)
+    tensors = [torch.zeros(2), inference, torch.zeros(2, requires_grad=True)]
+    fast.note_written(tensors)
+    fast.note_written(tensors[:1])
+    assert fast.versions(tensors, (0, 1, 2)) == array("q", [2, 0, 1]).tobytes()
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_first_watched_knows_hooks_that_were_removed(register):
+    leaves = [torch.ones(2, requires_grad=True) for _ in range(3)]
+    assert fast.first_watched(leaves) == -1
+    handles = [getattr(leaves[1], register)(lambda _: None) for _ in range(2)]
+    assert fast.first_watched(leaves) == 1
+    handles[0].remove()
+    assert fast.first_watched(leaves) == 1
+    handles[1].remove()
+    assert fast.first_watched(leaves) == -1
+    leaves[2].grad = torch.ones(2)
+    assert fast.first_watched(leaves) == 2
+
+
 def test_a_holder_of_any_storage_is_noticed():
     owned = [torch.zeros(2) for _ in range(10)]
     known = watch(owned)

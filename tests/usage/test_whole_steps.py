@@ -1,17 +1,21 @@
 """Whole training steps: bit for bit what their pieces give without graphs, whatever the user changes in between."""
 
 import copy
+import functools
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import cgpass
 from tests.usage import programs
-from tests.usage.programs import MLP, SEED, Block, ConvNet, Tied
+from tests.usage.programs import MLP, Block, ConvNet, Tied
 
 STEPS = 10
 
@@ -89,50 +93,13 @@ def schedule(name, **settings):
     return every
 
 
-def set_number(name, value):
-    def change(training):
-        for group in training.optimizer.param_groups:
-            group[name] = value
-
-    return change
-
-
-def load_optimizer(training):
-    training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
-
-
-def assign_model(training):
-    state = {name: value.clone() * 0.5 for name, value in training.module.state_dict().items()}
-    training.module.load_state_dict(state)
-
-
 def swap_data(training):
     for parameter in training.module.parameters():
         parameter.data = parameter.data.clone() * 0.5
 
 
-def new_state_tensor(training):
-    state = next(iter(training.optimizer.state.values()))
-    state["exp_avg"] = torch.ones_like(state["exp_avg"])
-
-
-def edit_state(training):
-    for state in training.optimizer.state.values():
-        state["exp_avg"].mul_(0.5)
-
-
 def freeze(training):
     next(training.module.parameters()).requires_grad_(False)
-
-
-def add_group(training):
-    extra = nn.Parameter(torch.ones(3, device=training.session.device))
-    training.optimizer.add_param_group({"params": [extra]})
-
-
-def gradient_from_before(training):
-    for parameter in training.module.parameters():
-        parameter.grad = torch.ones_like(parameter)
 
 
 def evaluate(training, number):
@@ -141,32 +108,6 @@ def evaluate(training, number):
         with torch.no_grad():
             training.values.append(training.loss_fn(training.session.randn(4, 8)))
         training.module.train()
-
-
-def hook(training):
-    first = next(training.module.parameters())
-    first.register_hook(lambda grad: grad * 2)
-
-
-def accumulated_hook(training):
-    first = next(training.module.parameters())
-
-    def double(parameter):
-        parameter.grad.mul_(2)
-
-    first.register_post_accumulate_grad_hook(double)
-
-
-def node_hook(training):
-    first = next(training.module.parameters())
-    training.node = first.expand_as(first).grad_fn.next_functions[0][0]
-    training.node.register_hook(lambda *_: None)
-
-
-def optimizer_hook(training):
-    training.optimizer.register_step_post_hook(
-        lambda optimizer, *_: optimizer.param_groups[0]["params"][0].data.mul_(0.5)
-    )
 
 
 def average(training, number):
@@ -183,10 +124,6 @@ def stochastic_weight_average(training, number):
         training.average = torch.optim.swa_utils.AveragedModel(training.module)
     training.average.update_parameters(training.module)
     training.values.append(next(training.average.parameters()).sum())
-
-
-def reseed(training):
-    torch.manual_seed(SEED)
 
 
 class Branches(nn.Module):
@@ -276,10 +213,6 @@ def two_terms(module):
     return loss_fn
 
 
-def nan_now_and_then(module):
-    return lambda x: module(x).square().mean() * (x[0, 0].abs() * float("inf")).clamp(max=1e30)
-
-
 class NewBuffer(nn.Module):
     """Assigns a buffer anew in each call."""
 
@@ -299,18 +232,9 @@ def replace_in_group(training):
     params[0] = nn.Parameter(torch.ones_like(params[0]))
 
 
-def clear_state(training):
-    training.optimizer.state.clear()
-
-
 def assign_parameters(training):
     state = {name: value.clone() * 0.5 for name, value in training.module.state_dict().items()}
     training.module.load_state_dict(state, assign=True)
-
-
-def swap_state_data(training):
-    for state in training.optimizer.state.values():
-        state["exp_avg"].data = state["exp_avg"].data.clone() * 2
 
 
 def learning_rates_of_all_types(training, number):
@@ -338,14 +262,6 @@ def toggle(training, number):
     next(training.module.parameters()).requires_grad_(number % 3 != 1)
 
 
-def hook_for_a_while(training, number):
-    if number == 4:
-        first = next(training.module.parameters())
-        training.hook = first.register_hook(lambda grad: grad * 2)
-    if number == 6:
-        training.hook.remove()
-
-
 def late_schedule(training, number):
     if number == 5:
         training.schedule = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.5)
@@ -361,6 +277,83 @@ def three_alike():
     return nn.ParameterList([nn.Parameter(torch.ones(4, 8)) for _ in range(3)])
 
 
+class Normed(nn.Module):
+    """Weights that are computed anew in each forward, of buffers that this changes."""
+
+    def __init__(self):
+        super().__init__()
+        norms = torch.nn.utils.parametrizations
+        self.first = norms.spectral_norm(nn.Linear(8, 8))
+        self.second = norms.weight_norm(nn.Linear(8, 8))
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class Clamped(nn.Module):
+    """Writes its parameter in the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.5, 0.5)
+        return x @ self.weight
+
+
+class SavedGradient(torch.autograd.Function):
+    """The gradient is what the forward returned, which clipping must not write."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        y = (x @ x.t() @ x).softmax(-1)
+        ctx.save_for_backward(y)
+        return y * weight, y
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        return None, ctx.saved_tensors[0]
+
+
+def saved_gradient(module):
+    def loss_fn(x):
+        out, y = SavedGradient.apply(x, module[0])
+        return out.sum(), y
+
+    return loss_fn
+
+
+def loss_twice(module):
+    def loss_fn(x):
+        loss = module(x).square().mean()
+        return loss, {"loss": loss.detach(), "again": [loss, None, "text"]}
+
+    return loss_fn
+
+
+class Loss(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x).square().mean()
+
+
+def scaled_loss(module, x, *, factor):
+    return module(x).square().mean() * factor
+
+
+def on_plateau(training, number):
+    if number == 0:
+        cls = torch.optim.lr_scheduler.ReduceLROnPlateau
+        training.schedule = cls(training.optimizer, patience=0)
+    else:
+        training.schedule.step(number)
+
+
 USES = {
     "plain": use(),
     "clipping": use(max_norm=0.1),
@@ -370,31 +363,11 @@ USES = {
     "a schedule": use(every=schedule("ExponentialLR", gamma=0.9)),
     "a schedule of groups": use(every=schedule("CosineAnnealingLR", T_max=5), optimizer=groups_of),
     "momentum that changes": use(every=schedule("OneCycleLR", max_lr=0.1, total_steps=20), whole=0),
-    "weight decay changes": use(change=set_number("weight_decay", 0.5), whole=STEPS - 2),
-    "betas change": use(change=set_number("betas", (0.8, 0.9)), whole=STEPS - 2),
-    "eps changes": use(change=set_number("eps", 1e-3), whole=STEPS - 2),
-    "maximize": use(change=set_number("maximize", True), whole=STEPS - 2),
-    "not fused any more": use(change=set_number("fused", False), whole=4),
-    "the learning rate becomes a tensor": use(
-        change=lambda t: set_number("lr", torch.tensor(0.5, device=t.session.device))(t)
-    ),
-    "optimizer loaded": use(change=load_optimizer, whole=STEPS - 2),
-    "a state tensor replaced": use(change=new_state_tensor, whole=STEPS - 2),
-    "state edited": use(change=edit_state),
-    "model loaded": use(change=assign_model),
-    "data swapped": use(change=swap_data),
     "frozen": use(change=freeze, whole=None),
-    "a new group": use(change=add_group, whole=STEPS - 2),
-    "a gradient from before": use(change=gradient_from_before, whole=STEPS - 2),
     "evaluation": use(every=evaluate),
-    "a hook": use(change=hook, whole=4),
-    "a hook on what was accumulated": use(change=accumulated_hook, whole=4),
-    "a hook on the node": use(change=node_hook, whole=4),
-    "a hook on the optimizer": use(change=optimizer_hook, whole=4),
     "moving average": use(every=average),
     "stochastic weight average": use(every=stochastic_weight_average),
     "dropout": use(make=lambda: nn.Sequential(MLP(), nn.Dropout(0.5), MLP())),
-    "reseeded": use(make=lambda: nn.Sequential(MLP(), nn.Dropout(0.5)), change=reseed),
     "batch norm": use(make=ConvNet, loss_fn=image_loss, shape=(4, 192)),
     "attention": use(make=Block, shape=(2, 4, 16)),
     "tied weights": use(make=Tied, loss_fn=token_loss),
@@ -405,31 +378,16 @@ USES = {
     "autocast": use(loss_fn=autocast),
     "results beside the loss": use(loss_fn=with_results),
     "a penalty": use(loss_fn=two_terms),
-    "a mode of the module": use(
-        make=lambda: nn.Sequential(MLP(), nn.Dropout(0.5)),
-        change=lambda t: t.module.eval(),
-        whole=STEPS - 2,
-    ),
     "accumulated": use(accumulate=3, whole=0),
     "a new buffer in each step": use(make=NewBuffer),
     "a parameter of the optimizer replaced": use(change=replace_in_group, whole=4),
-    "state cleared": use(change=clear_state, whole=STEPS - 2),
     "parameters replaced": use(change=assign_parameters, whole=4),
-    "data of state swapped": use(change=swap_state_data),
-    "compiler reset": use(change=lambda _: torch.compiler.reset(), whole=STEPS - 2),
-    "reset": use(change=lambda _: cgpass.reset()),
     "learning rates of all types": use(every=learning_rates_of_all_types),
     "data swapped in every step": use(every=swap_in_every_step),
     "steps by hand": use(every=steps_by_hand),
     "backwards by hand": use(every=backward_by_hand, whole=STEPS - 3),
     "frozen now and then": use(every=toggle, whole=None),
-    "a hook for a while": use(every=hook_for_a_while, whole=None),
     "a late schedule": use(every=late_schedule, whole=STEPS - 2),
-    "betas as a list": use(change=set_number("betas", [0.5, 0.6]), whole=STEPS - 2),
-    "fused and foreach": use(change=set_number("foreach", True), whole=4),
-    "a number that is a tensor": use(
-        optimizer=sgd(0.9), change=set_number("weight_decay", torch.tensor(0.5)), whole=None
-    ),
     "amsgrad": use(optimizer=fused(torch.optim.Adam, amsgrad=True)),
     "adagrad": use(optimizer=fused(torch.optim.Adagrad), whole=0),
     "nesterov": use(optimizer=fused(torch.optim.SGD, momentum=0.9, nesterov=True)),
@@ -442,6 +400,29 @@ USES = {
     "gradients that are constants": use(
         loss_fn=lambda m: lambda x: sum(p.sum() for p in m.parameters()) + x.sum()
     ),
+    "norms of weights": use(make=Normed, whole=0),
+    "a weight that the forward clamps": use(make=Clamped),
+    "a recurrent network": use(
+        make=lambda: nn.LSTM(8, 8),
+        loss_fn=lambda m: lambda x: m(x)[0].square().mean(),
+        shape=(2, 3, 8),
+        whole=0,
+    ),
+    "a gradient that is a result": use(
+        make=lambda: three_alike()[:1], loss_fn=saved_gradient, max_norm=0.1
+    ),
+    "the loss as a result": use(loss_fn=loss_twice),
+    "an input as a result": use(loss_fn=lambda m: lambda x: (m(x).square().mean(), x), whole=0),
+    "a module as the loss": use(loss_fn=Loss),
+    "a method as the loss": use(loss_fn=lambda m: Loss(m).forward),
+    "a partial as the loss": use(
+        loss_fn=lambda m: functools.partial(scaled_loss, m, factor=2.0),
+    ),
+    "a compiled module as the loss": use(loss_fn=lambda m: torch.compile(Loss(m))),
+    "a schedule of one cycle": use(
+        every=schedule("OneCycleLR", max_lr=0.1, total_steps=20, cycle_momentum=False)
+    ),
+    "a plateau": use(every=on_plateau),
     "one gradient for several": use(
         make=three_alike, loss_fn=lambda m: lambda x: ((m[0] + m[1] + m[2]) * x).sum(), max_norm=0.1
     ),
@@ -762,6 +743,211 @@ def test_accumulation_adds_up(way):
     compared(way, program)
 
 
+@torch.library.custom_op("whole_steps::on_host", mutates_args=())
+def on_host(x: torch.Tensor) -> torch.Tensor:
+    return x * float(x.sum().item() > 0) + x
+
+
+on_host.register_fake(torch.empty_like)
+on_host.register_autograd(lambda ctx, grad: grad * 2)
+
+
+class HalfOnHost(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = MLP(), MLP()
+
+    def forward(self, x):
+        return self.second(torch.ops.whole_steps.on_host(self.first(x)))
+
+
+def in_turn(session, *, scaler):
+    scaler = torch.amp.GradScaler(session.device.type, 2.0**8) if scaler else None
+    training = Training(session, make=HalfOnHost, loss_fn=with_results, max_norm=0.1, scaler=scaler)
+    for number, batch in enumerate(session.batches(4, 8, count=STEPS)):
+        if number == 4:
+            training.optimizer.param_groups[0]["weight_decay"] = 0.5
+        if number == 7:
+            swap_data(training)
+        training.run(batch)
+    if session.options["driver"] != "none":
+        text = training.step.explain()
+        assert f"{STEPS - 2} in pieces: not all of it can be captured" in text
+        assert "a graph of the update, recorded 3 times and replayed" in text
+    return training.found()
+
+
+@pytest.mark.parametrize("scaler", [False, True])
+def test_parts_that_cannot_be_captured_run_in_turn(way, scaler):
+    options = {"unsafe_ops": ("whole_steps::on_host",), "min_partition_ops": 1}
+    compared(way, lambda session: in_turn(session, scaler=scaler), **options)
+
+
+def test_variants_go_on_past_the_limit_of_dynamo(way):
+    def program(session):
+        training = Training(session, loss_fn=lambda m: lambda x: m(x).square().mean() + len(m.tag))
+        for number, batch in enumerate(session.batches(4, 8, count=18)):
+            training.module.tag = [0] * (number % 6)
+            training.run(batch)
+        if session.options["driver"] != "none":
+            assert training.step.whole_calls == 8
+            assert "compiled torch._dynamo.config.recompile_limit times" in training.step.explain()
+        return training.found()
+
+    with torch._dynamo.config.patch(recompile_limit=4):
+        compared(way, program)
+
+
+def test_a_capture_that_fails_leaves_the_scaler_as_it_was(way, monkeypatch):
+    clip = nn.utils.clip_grad_norm_
+
+    def fails_in_captures(*args):
+        if torch._C._len_torch_dispatch_stack() or (
+            torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        ):
+            raise RuntimeError("not while capturing")
+        return clip(*args)
+
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", fails_in_captures)
+
+    def program(session):
+        scaler = torch.amp.GradScaler(session.device.type, init_scale=2.0**10)
+        training = Training(session, scaler=scaler, max_norm=1.0)
+        for batch in session.batches(4, 8, count=STEPS):
+            training.run(batch)
+        if session.options["driver"] != "none":
+            assert "capturing it failed: RuntimeError: not while" in training.step.explain()
+        return training.found()
+
+    compared(way, program)
+
+
+def test_interrupted_before_the_launch(way):
+    def program(session):
+        training = Training(session, max_norm=1.0)
+        for number, batch in enumerate(session.batches(4, 8, count=STEPS)):
+            if number == 5 and session.options["driver"] != "none":
+                before = training.found()[-12:]
+                (whole,) = training.step._variants.values()
+                stop = whole._executor.wrap(lambda step, run: interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    training.step(batch)
+                stop()
+                assert not programs.differences(training.found()[-12:], before)
+            training.run(batch)
+        return training.found()
+
+    def interrupt(values):
+        raise KeyboardInterrupt
+
+    compared(way, program)
+
+
+def test_one_step_called_by_several_threads(way):
+    def program(session):
+        training = Training(session)
+        batch, errors = session.randn(4, 8), []
+
+        def run():
+            try:
+                for _ in range(STEPS):
+                    training.run(batch)
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors, errors
+        training.values.sort(key=float)  # in which order threads came is not known
+        return training.found()
+
+    compared(way, program)
+
+
+def adversaries(session):
+    """Each step freezes the other's module, which its loss goes through."""
+    made, judge = session.module(MLP), session.module(MLP)
+    optimizers = [fused(torch.optim.AdamW)(m.parameters()) for m in (made, judge)]
+    judging = cgpass.train_step(
+        lambda x: (judge(x) - 1).square().mean() + judge(made(x).detach()).square().mean(),
+        optimizers[1],
+        options=session.options,
+    )
+    making = cgpass.train_step(
+        lambda x: (judge(made(x)) - 1).square().mean(), optimizers[0], options=session.options
+    )
+    values = []
+    for batch in session.batches(4, 8, count=STEPS):
+        values.append(judging(batch))
+        judge.requires_grad_(False)
+        values.append(making(batch))
+        judge.requires_grad_(True)
+    if session.options["driver"] != "none":
+        assert judging.whole_calls == making.whole_calls == STEPS - 1
+    return values + programs.state(made) + programs.state(judge)
+
+
+def test_two_networks_against_each_other(way):
+    compared(way, adversaries)
+
+
+def fed_back(session):
+    """What a step returned is an input of the next."""
+    training = Training(
+        session, loss_fn=lambda m: lambda x, h: (m(x + h).square().mean(), m(x + h))
+    )
+    hidden = session.randn(4, 8)
+    for batch in session.batches(4, 8, count=STEPS):
+        loss, hidden = training.step(batch, hidden)
+        training.values += [loss, hidden]
+    return training.found()
+
+
+def test_results_fed_back(way):
+    compared(way, fed_back)
+
+
+def test_a_dropped_step_frees_what_it_had(way):
+    def program(session):
+        training = Training(session)
+        for batch in session.batches(4, 8, count=5):
+            training.run(batch)
+        refs.append(weakref.ref(next(training.module.parameters())))
+        refs.append(weakref.ref(next(iter(training.step._variants), training.step)))
+        return []
+
+    refs = []
+    way.run(program)
+    gc.collect()  # the step, which has Dynamo forget what it compiled
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+
+
+def test_explain_and_what_is_recorded(way):
+    """The plan of a small step: no operator beside those of forward, backward, clipping and AdamW."""
+    if way.driver != "simulated":
+        pytest.skip("the tape is the simulated driver's")
+    program = use(make=lambda: nn.Linear(8, 8), max_norm=1.0, change=swap_data)
+    way.run(program)
+    step = program.step
+    assert_expected_inline(
+        step.explain(),
+        """\
+train_step of Training.__init__.<locals>.<lambda>: 10 calls, 9 as a whole, 1 in pieces
+  1 in pieces: the first call of a variant
+  one graph, recorded 2 times and replayed 7 times: reads 2 parameters and 7 tensors of the optimizer in place, copies 1 input; 18 numbers in its key""",
+    )
+    (whole,) = step._variants.values()
+    calls = [str(call[0]) for call in whole._runner.table.all()[0]._graph._calls]
+    assert_expected_inline(
+        " ".join(name.removeprefix("aten.") for name in calls if name.startswith("aten.")),
+        """t.default addmm.default pow.Tensor_Scalar mean.default ones_like.default expand.default div.Scalar pow.Tensor_Scalar mul.Scalar mul.Tensor t.default mm.default t.default sum.dim_IntList view.default t.default _foreach_norm.Scalar stack.default linalg_vector_norm.default add.Tensor reciprocal.default mul.Tensor clamp.default _foreach_mul_.Tensor _foreach_add_.Scalar _fused_adamw_.tensor_lr""",
+    )
+
+
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
@@ -776,6 +962,24 @@ def test_bad_arguments(settings, error):
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
     with pytest.raises(cgpass.errors.CGPassError, match=error):
         cgpass.train_step(module, optimizer, **settings)
+
+
+@pytest.mark.parametrize("returned", [[1], (1, 2, 3), {"loss": 1}])
+def test_a_loss_is_needed(way, returned):
+    module = MLP()
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    step = cgpass.train_step(lambda: returned, optimizer, options=way.session().options)
+    name = type(returned).__name__
+    with pytest.raises(
+        cgpass.errors.InputError, match=f"loss_fn returned a {name}: return the loss"
+    ):
+        step()
+
+
+def test_an_optimizer_that_calls_the_loss():
+    optimizer = torch.optim.LBFGS(MLP().parameters())
+    with pytest.raises(cgpass.errors.InputError, match=r"LBFGS.step\(\) calls the loss itself"):
+        cgpass.train_step(MLP(), optimizer)
 
 
 def test_an_optimizer_is_needed():

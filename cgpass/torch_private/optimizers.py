@@ -1,0 +1,133 @@
+"""Optimizers and gradient scalers: what their steps read, and why a graph can't hold one."""
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Whose fused kernels take the learning rate as a tensor."""
+_OF_OPTIMIZERS: Final = ("state", "param_groups", "step", "zero_grad", "grad_scale", "found_inf")
+_OF_GROUPS: Final = ("params", "fused", "foreach", "capturable", "differentiable")
+_OF_SCALERS: Final = ("_scale", "_growth_tracker", "_enabled", "step", "unscale_", "update")
+
+
+def entries_of_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], scaler: Any
+) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Where the methods, flags and tensors of optimizers and a scaler are: mappings with their keys."""
+    yield vars(torch.optim.Optimizer), "zero_grad"
+    for each in optimizers:
+        yield vars(type(each)), "step"
+        yield from ((vars(each), name) for name in _OF_OPTIMIZERS)
+        yield from ((group, name) for group in each.param_groups for name in _OF_GROUPS)
+        yield from ((state, name) for state in each.state.values() for name in state)
+    if scaler is not None:
+        yield from ((vars(scaler), name) for name in _OF_SCALERS)
+
+
+def why_not_recordable(optimizers: Sequence[torch.optim.Optimizer], scaler: Any) -> str | None:
+    """Why no graph can hold the steps of optimizers, and what to do.
+
+    Source: torch/optim/*.py, torch/amp/grad_scaler.py, 2.11 to 2.15.
+    """
+    for each in optimizers:
+        for group in each.param_groups:
+            if (why := _why_not_recordable(each, group)) is not None:
+                return why
+    if scaler is None:
+        return None
+    if type(scaler).__module__ not in ("torch.amp.grad_scaler", "torch.cuda.amp.grad_scaler"):
+        return f"{type(scaler).__name__} is none of torch's own scalers"
+    if not scaler.is_enabled() or not vars(scaler).keys().isdisjoint(_OF_SCALERS[3:]):
+        return "the scaler was disabled, or a method of it replaced"
+    for each in optimizers:
+        if not getattr(each, "_step_supports_amp_scaling", False):
+            name = type(each).__name__
+            return f"the scaler asks the device whether {name} may step: make it with fused=True"
+    return None
+
+
+def _why_not_recordable(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str | None:
+    cls = type(optimizer)
+    name = cls.__name__
+    if getattr(torch.optim, name, None) is not cls:
+        return f"{name} is none of torch.optim's own optimizers"
+    for method in (optimizer.step, optimizer.zero_grad):
+        found = inspect.unwrap(method)  # of what schedulers and profiles put around it
+        if not getattr(found, "__module__", "").startswith("torch.optim."):
+            return f"step or zero_grad of {name} was replaced"
+    if group.get("fused") and not isinstance(optimizer, _FUSED):
+        return f"{name} reads its learning rate on the host, with fused=True, too; use AdamW or SGD"
+    if not (group.get("fused") or group.get("capturable")):
+        fix = "fused" if "fused" in group else "capturable"
+        if fix not in group:
+            return f"{name} can't be captured; AdamW(fused=True) or SGD(fused=True) can"
+        return f"{name} reads the device in step(): make it with {fix}=True"
+    if group.get("differentiable") or (group.get("fused") and group.get("foreach")):
+        return f"{name} has flags that fused=True excludes: foreach or differentiable"
+    return None
+
+
+def step_hooks(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
+    """Whose hooks run with the steps of optimizers, if any do.
+
+    Source: torch/optim/optimizer.py `register_optimizer_step_pre_hook`, 2.11 to 2.15.
+    """
+    for each in optimizers:
+        if each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks:
+            return f"{type(each).__name__} has hooks on step(); remove them"
+    module = sys.modules["torch.optim.optimizer"]
+    if module._global_optimizer_pre_hooks or module._global_optimizer_post_hooks:
+        return "hooks are registered on every optimizer's step(); remove them"
+    return None
+
+
+def note_stepped(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Have schedulers know that the optimizers made a step.
+
+    Source: torch/optim/lr_scheduler.py `patch_track_step_called`, 2.11 to 2.15.
+    """
+    for each in optimizers:
+        vars(each)["_opt_called"] = True
+
+
+def scaler_is_within_a_step(scaler: Any) -> bool:
+    """Whether gradients were unscaled or an optimizer stepped since the scaler's last update."""
+    return bool(scaler._per_optimizer_states)
+
+
+def forget_step_of_scaler(scaler: Any) -> None:
+    """Have a scaler know of no step that it is within, though one raised."""
+    scaler._per_optimizer_states.clear()
+
+
+def scaler_numbers(scaler: Any) -> dict[str, Any]:
+    """What a scaler's update reads on the host."""
+    names = ("growth_factor", "backoff_factor", "growth_interval")
+    return {f"the scaler's {name}": getattr(scaler, f"_{name}") for name in names}
+
+
+def scale_of(scaler: Any) -> torch.Tensor:
+    """A scaler's scale, once it scaled something."""
+    return scaler._scale
+
+
+def kernel_flags() -> dict[str, Any]:
+    """What chooses kernels, beside their inputs, and not all of which Dynamo guards.
+
+    Source: torch/csrc/Module.cpp, 2.11 to 2.15; the older `allow_tf32` raise where a user set the newer names.
+    """
+    native, precision = torch._C, torch._C._get_fp32_precision_getter
+    return {
+        "cudnn.enabled": native._get_cudnn_enabled(),
+        "cudnn.benchmark": native._get_cudnn_benchmark(),
+        "cudnn.deterministic": native._get_cudnn_deterministic(),
+        "cudnn.conv.fp32_precision": precision("cuda", "conv"),
+        "cudnn.rnn.fp32_precision": precision("cuda", "rnn"),
+        "cuda.matmul.fp32_precision": precision("cuda", "matmul"),
+        "deterministic algorithms": native._get_deterministic_algorithms(),
+        "default dtype": torch.get_default_dtype(),
+    }

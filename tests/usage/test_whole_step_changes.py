@@ -1,0 +1,504 @@
+"""Nothing that a user changes between whole steps is frozen: all that he can reach, one by one, bit for bit.
+
+A training changes one thing after the other; after each it makes a few steps, whose results must be those without
+graphs. How many of them ran as a whole is part of each entry.
+"""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import cgpass
+from tests.usage import programs
+from tests.usage.programs import MLP
+from tests.usage.test_whole_steps import Training, sgd
+
+EACH = 4
+"""Steps after each change: in pieces where it is noticed so, then a warm-up, a recording, a replay."""
+
+
+class Net(nn.Module):
+    """With something of everything that Python code reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = MLP()
+        self.dropout = nn.Dropout(0.5)
+        self.scale, self.name, self.table, self.fn = 1.0, "relu", [1.0], torch.sin
+        self.register_buffer("shift", torch.ones(8))
+        self.plain = torch.ones(8)
+
+    def forward(self, x):
+        out = getattr(torch, self.name)(self.fn(self.dropout(self.body(x))))
+        return out * self.scale * sum(self.table) + self.shift + self.plain.to(x.device)
+
+
+def one_by_one(changes, *, meanwhile=False, prepare=None, **settings):
+    """A program: changes, each with what it makes of the steps after it."""
+
+    def program(session):
+        training = Training(session, **settings)
+        if prepare is not None:
+            prepare(training)
+        for batch in session.batches(4, 8, count=EACH):
+            training.run(batch)
+        program.names, program.whole = [(len(training.values), "nothing")], {}
+        for name, (change, _) in changes.items():
+            before = training.step.whole_calls
+            with change(training) if meanwhile else contextlib.nullcontext(change):
+                if not meanwhile:
+                    change(training)
+                for batch in session.batches(4, 8, count=EACH):
+                    training.run(batch)
+            program.whole[name] = training.step.whole_calls - before
+            training.values += programs.state(training.module)
+            program.names.append((len(training.values), name))
+        return training.found()
+
+    return program
+
+
+def check(way, changes, **settings):
+    program = one_by_one(changes, **settings)
+    ours, whole = way.run(program), program.whole
+    found = programs.differences(ours, way.run(program, driver="none"))
+    if found:
+        first = int(found[0].split()[1])
+        pytest.fail(
+            f"frozen: {next((name for end, name in program.names if first < end), 'state')}"
+        )
+    assert whole == {name: expected for name, (_, expected) in changes.items()}
+
+
+def number(name, value):
+    def change(training):
+        for group in training.optimizer.param_groups:
+            group[name] = value
+
+    return change
+
+
+def attribute(name, value):
+    return lambda training: setattr(training.module, name, value)
+
+
+def change_in_list(training):
+    training.optimizer.param_groups[0]["betas"][0] = 0.2
+
+
+def states(training):
+    return training.optimizer.state.values()
+
+
+ADAM = {
+    "lr": (number("lr", 0.02), 4),
+    "lr is an integer": (number("lr", 1), 4),
+    "lr is a tensor": (number("lr", torch.tensor(0.03)), 4),
+    "lr is 0": (number("lr", 0.0), 4),
+    "lr again": (number("lr", 0.02), 4),
+    "initial_lr": (number("initial_lr", 0.5), 3),
+    "betas": (number("betas", (0.8, 0.9)), 3),
+    "betas are a list": (lambda t: number("betas", [0.7, 0.9])(t), 3),
+    "an item of it": (change_in_list, 3),
+    "eps": (number("eps", 1e-3), 3),
+    "weight_decay": (number("weight_decay", 0.5), 3),
+    "weight_decay is an integer": (number("weight_decay", 1), 3),
+    "weight_decay as it was": (number("weight_decay", 0.5), 4),
+    "maximize": (number("maximize", True), 3),
+    "foreach": (number("foreach", False), 3),
+    "a number of the user's": (number("mine", 3), 3),
+    "a tensor for a number": (number("weight_decay", torch.tensor(0.5)), 0),
+    "no tensor any more": (number("weight_decay", 0.5), 4),
+    "not fused": (number("fused", False), 0),
+    "fused": (number("fused", True), 3),
+    "fused and foreach": (number("foreach", True), 0),
+}
+SGD = {
+    "momentum": (number("momentum", 0.9), 3),
+    "dampening": (number("dampening", 0.3), 3),
+    "nesterov": (lambda t: (number("dampening", 0.0)(t), number("nesterov", True)(t)), 3),
+    "weight_decay": (number("weight_decay", 0.1), 3),
+    "maximize": (number("maximize", True), 3),
+    "no momentum": (lambda t: (number("nesterov", False)(t), number("momentum", 0.0)(t)), 3),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "optimizer"), [(ADAM, None), (SGD, sgd())], ids=["adam", "sgd"]
+)
+def test_hyperparameters(way, changes, optimizer):
+    check(way, changes, optimizer=optimizer, max_norm=1.0)
+
+
+def replaced_group(training):
+    groups = training.optimizer.param_groups
+    groups[0] = {**groups[0], "lr": 0.05}
+
+
+def replaced_parameter(training):
+    """As where points or neurons come and go: in the module, in the optimizer and in its state."""
+    layer, optimizer = training.module.body.layers[0], training.optimizer
+    before, layer.weight = layer.weight, nn.Parameter(layer.weight.detach() * 0.5)
+    for group in optimizer.param_groups:
+        group["params"][:] = [layer.weight if p is before else p for p in group["params"]]
+    optimizer.state[layer.weight] = optimizer.state.pop(before)
+
+
+def replaced_states(training):
+    for parameter, state in list(training.optimizer.state.items()):
+        training.optimizer.state[parameter] = {k: v.clone() + 0.5 for k, v in state.items()}
+
+
+def swapped_states(training):
+    state = training.optimizer.state
+    first, second = [p for p in state if p.dim() == 2]
+    state[first], state[second] = state[second], state[first]
+
+
+def set_scale(value):
+    def change(training):
+        for name, number in (("grad_scale", value), ("found_inf", 0.0)):
+            tensor = torch.tensor(number, device=training.session.device)
+            setattr(training.optimizer, name, tensor)
+
+    return change
+
+
+def without_scale(training):
+    del training.optimizer.grad_scale, training.optimizer.found_inf
+
+
+def new_group(training):
+    extra = nn.Parameter(torch.ones(3, device=training.session.device))
+    training.optimizer.add_param_group({"params": [extra], "lr": 0.5})
+
+
+def loaded(training):
+    training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+
+
+def model_loaded(training):
+    state = {name: value.clone() * 0.5 for name, value in training.module.state_dict().items()}
+    training.module.load_state_dict(state)
+
+
+def each_state(fn):
+    def change(training):
+        for state in states(training):
+            fn(state)
+
+    return change
+
+
+def data_of_states(state):
+    state["exp_avg"].data = state["exp_avg"].data.clone() * 2
+
+
+def new_tensor_of_states(state):
+    state["exp_avg"] = torch.ones_like(state["exp_avg"])
+
+
+def swap_data(training):
+    for parameter in training.module.parameters():
+        parameter.data = parameter.data.clone() * 0.5
+
+
+def gradient_from_before(training):
+    for parameter in training.module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+TENSORS = {
+    "a group": (replaced_group, 3),
+    "the list of groups": (
+        lambda t: vars(t.optimizer).update(param_groups=[*t.optimizer.param_groups]),
+        3,
+    ),
+    "the list of parameters": (
+        lambda t: t.optimizer.param_groups[0].update(
+            params=[*t.optimizer.param_groups[0]["params"]]
+        ),
+        3,
+    ),
+    "a parameter": (replaced_parameter, 3),
+    "the same once more": (replaced_parameter, 3),
+    "states": (replaced_states, 3),
+    "states of each other": (swapped_states, 3),
+    "state tensors": (each_state(new_tensor_of_states), 3),
+    "state in place": (each_state(lambda state: state["exp_avg"].mul_(0.5)), 4),
+    "steps of the state": (each_state(lambda state: state["step"].fill_(2)), 4),
+    "memory of state": (each_state(data_of_states), 4),
+    "a further state": (each_state(lambda state: state.update(mine=torch.ones(1))), 3),
+    "no state": (lambda t: t.optimizer.state.clear(), 3),
+    "the optimizer loaded": (loaded, 3),
+    "the model loaded": (model_loaded, 4),
+    "memory of parameters": (swap_data, 4),
+    "a gradient from before": (gradient_from_before, 3),
+    "a new group": (new_group, 3),
+    "the order of groups": (lambda t: t.optimizer.param_groups.reverse(), 3),
+    "a scale of gradients": (set_scale(4.0), 3),
+    "another one": (set_scale(2.0), 3),
+    "none": (without_scale, 3),
+    "the seed": (lambda _: torch.manual_seed(3), 4),
+    "cgpass.reset()": (lambda _: cgpass.reset(), 4),
+    "torch.compiler.reset()": (lambda _: torch.compiler.reset(), 3),
+}
+
+
+def test_groups_states_and_tensors(way):
+    check(way, TENSORS, make=Net, max_norm=1.0)
+
+
+ATTRIBUTES = {
+    "a number": (attribute("scale", 2.5), 3),
+    "a name": (attribute("name", "tanh"), 3),
+    "an item": (lambda t: t.module.table.append(0.5), 3),
+    "a function": (attribute("fn", torch.cos), 3),
+    "a buffer in place": (lambda t: t.module.shift.mul_(3), 4),
+    "a buffer": (lambda t: t.module.register_buffer("shift", t.module.shift * 2), 4),
+    "a tensor in place": (lambda t: t.module.plain.mul_(3), 4),
+    "a tensor": (attribute("plain", torch.full((8,), 0.5)), 4),
+    "dropout": (lambda t: setattr(t.module.dropout, "p", 0.1), 3),
+    "eval": (lambda t: t.module.eval(), 3),
+    "train": (lambda t: t.module.train(), 4),
+    "forward": (lambda t: setattr(t.module.dropout, "forward", lambda x: x * 2), 3),
+}
+
+
+def test_attributes_of_the_module(way):
+    with torch._dynamo.config.patch(recompile_limit=64):
+        check(way, ATTRIBUTES, make=Net)
+
+
+def test_hooks_on_modules_where_dynamo_looks_for_them(way):
+    """By default `torch.compile` knows only those that were there when it compiled."""
+    hooks = {
+        "a hook": (
+            lambda t: hooked(lambda: t.module.register_forward_hook(lambda m, i, o: o * 3)),
+            3,
+        ),
+        "none": (lambda _: contextlib.nullcontext(), 4),
+        "a hook before": (
+            lambda t: hooked(lambda: t.module.register_forward_pre_hook(lambda m, i: (i[0] * 3,))),
+            3,
+        ),
+    }
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        check(way, hooks, meanwhile=True)
+
+
+def scaler_method(name, *args):
+    return lambda training: getattr(training.scaler, name)(*args)
+
+
+def scaler_loaded(training):
+    training.scaler.load_state_dict({**training.scaler.state_dict(), "scale": 64.0})
+
+
+SCALER = {
+    "growth_factor": (scaler_method("set_growth_factor", 3.0), 3),
+    "backoff_factor": (scaler_method("set_backoff_factor", 0.25), 3),
+    "growth_interval": (scaler_method("set_growth_interval", 1), 3),
+    "scale": (scaler_method("update", 128.0), 4),
+    "scale loaded": (scaler_loaded, 4),
+    "disabled": (lambda t: setattr(t.scaler, "_enabled", False), 0),
+    "enabled": (lambda t: setattr(t.scaler, "_enabled", True), 3),
+}
+
+
+def with_a_scaler(session):
+    scaler = torch.amp.GradScaler(session.device.type, init_scale=2.0**8, growth_interval=2)
+    prepare = lambda training: setattr(training, "scaler", scaler)  # noqa: E731
+    program = one_by_one(SCALER, max_norm=1.0, scaler=scaler, prepare=prepare)
+    values = program(session)
+    if session.options["driver"] != "none":
+        assert program.whole == {name: expected for name, (_, expected) in SCALER.items()}
+    return [*values, scaler.get_scale()]
+
+
+def test_numbers_of_a_scaler(way):
+    found = programs.differences(way.run(with_a_scaler), way.run(with_a_scaler, driver="none"))
+    assert not found
+
+
+BACKENDS = torch.backends
+FLAGS = {
+    "cudnn.enabled": lambda: (BACKENDS.cudnn, "enabled", False),
+    "cudnn.benchmark": lambda: (BACKENDS.cudnn, "benchmark", True),
+    "cudnn.deterministic": lambda: (BACKENDS.cudnn, "deterministic", True),
+    "cudnn.allow_tf32": lambda: (BACKENDS.cudnn, "allow_tf32", False),
+    "cuda.matmul.fp32_precision": lambda: (BACKENDS.cuda.matmul, "fp32_precision", "tf32"),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_are_in_the_key(way, name):
+    """On CPU they make no bits differ: a recording of its own is made for each value."""
+
+    def program(session):
+        training = Training(session)
+        holder, attribute, value = FLAGS[name]()
+        before = getattr(holder, attribute)
+        recorded = []
+        try:
+            for now in (before, value, before):
+                setattr(holder, attribute, now)
+                with programs.counted() as counters:
+                    for batch in session.batches(4, 8, count=5):
+                        training.run(batch)
+                recorded.append(counters["recordings"])
+        finally:
+            setattr(holder, attribute, before)
+        assert recorded[0] == 1
+        assert recorded[1] >= 1
+        assert recorded[2] == 0
+        assert training.step.whole_calls == 4 + 4 + 5
+        return training.found()
+
+    way.run(program)
+
+
+@contextlib.contextmanager
+def hooked(register):
+    handle = register()
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def first(training):
+    return next(training.module.parameters())
+
+
+@contextlib.contextmanager
+def on_node(training, hook, *, before=False):
+    """On the node that adds to a parameter's `.grad`, and lives as long as somebody holds it."""
+    node = torch.autograd.graph.get_gradient_edge(first(training)).node
+    with hooked(lambda: (node.register_prehook if before else node.register_hook)(hook)):
+        yield
+
+
+@contextlib.contextmanager
+def replaced(holder, name, value):
+    had = name == "__class__" or name in vars(holder)
+    before = getattr(holder, name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        setattr(holder, name, before) if had else delattr(holder, name)
+
+
+def twice(grad):
+    return grad * 2
+
+
+def twice_accumulated(parameter):
+    parameter.grad.mul_(2)
+
+
+def less(optimizer, *_):
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 0.5
+
+
+class Doubled(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.backward:
+            args = (args[0] * 2, *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+def halved(x):
+    return x * 0.5
+
+
+MEANWHILE = {
+    "a hook": (lambda t: hooked(lambda: first(t).register_hook(twice)), 0),
+    "a hook on .grad": (
+        lambda t: hooked(lambda: first(t).register_post_accumulate_grad_hook(twice_accumulated)),
+        0,
+    ),
+    "a hook on a node": (lambda t: on_node(t, lambda *_: None), 0),
+    "a hook before a node": (
+        lambda t: on_node(t, lambda grads: (grads[0] * 2,), before=True),
+        0,
+    ),
+    "a hook on several": (
+        lambda t: hooked(
+            lambda: torch.autograd.graph.register_multi_grad_hook(
+                [*t.module.parameters()], lambda grads: None
+            )
+        ),
+        0,
+    ),
+    "a hook before step()": (
+        lambda t: hooked(lambda: t.optimizer.register_step_pre_hook(less)),
+        0,
+    ),
+    "a hook on step()": (lambda t: hooked(lambda: t.optimizer.register_step_post_hook(less)), 0),
+    "a hook on every step()": (
+        lambda _: hooked(lambda: register_optimizer_step_post_hook(less)),
+        0,
+    ),
+    "hooks on saved tensors": (
+        lambda _: torch.autograd.graph.saved_tensors_hooks(lambda x: x, halved),
+        0,
+    ),
+    "a function mode": (lambda _: Doubled(), 0),
+    "anomaly detection": (lambda _: torch.autograd.detect_anomaly(check_nan=False), 0),
+    "a default device": (lambda t: t.session.device, 3),
+    "autocast": (lambda t: torch.autocast(t.session.device.type, torch.bfloat16), 3),
+    "step() of the class": (
+        lambda _: replaced(torch.optim.AdamW, "step", lambda self, closure=None: None),
+        0,
+    ),
+    "step() of the optimizer": (lambda t: replaced(t.optimizer, "step", lambda: None), 0),
+    "zero_grad()": (lambda t: replaced(t.optimizer, "zero_grad", lambda set_to_none: None), 0),
+    "a class": (
+        lambda t: replaced(t.optimizer, "__class__", type("Mine", (torch.optim.AdamW,), {})),
+        0,
+    ),
+    "nothing": (lambda _: contextlib.nullcontext(), 3),
+    "still nothing": (lambda _: contextlib.nullcontext(), 4),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_what_is_around_some_steps(way):
+    check(way, MEANWHILE, meanwhile=True, max_norm=1.0)
+
+
+def test_a_learning_rate_that_a_hook_sets_stays(way):
+    """A scheduler that a hook on `step()` calls."""
+
+    def program(session):
+        training = Training(session)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.5)
+        rates = []
+        for number, batch in enumerate(session.batches(4, 8, count=6)):
+            if number == 3:
+                training.optimizer.register_step_post_hook(lambda *_: schedule.step())
+            training.run(batch)
+            rates.append(training.optimizer.param_groups[0]["lr"])
+        assert rates == [0.01, 0.01, 0.01, 0.005, 0.0025, 0.00125]
+        return training.found()
+
+    found = programs.differences(way.run(program), way.run(program, driver="none"))
+    assert not found
+
+
+def test_with_inductor(way):
+    """The same with kernels of Inductor's, a few changes."""
+    if way.device.type == "cpu":
+        changes = {name: ADAM[name] for name in ("lr", "betas", "not fused", "fused")}
+        changes |= {"meanwhile": (gradient_from_before, 3), "eval": (lambda t: t.module.eval(), 3)}
+        program = one_by_one(changes, make=Net, max_norm=1.0)
+        ours = way.run(program, compiler="inductor")
+        plain = way.run(program, compiler="inductor", driver="none")
+        assert not programs.differences(ours, plain)
