@@ -82,7 +82,7 @@ def add_recording(partition: str, number: int, note: RecordingNote, source: Sour
     name = f"{partition.replace(' ', '_')}_recording_{number}"
     add_json(name, lambda: told, source.trace_id)
     end = time.time_ns()
-    start = end - int(note.record_ms * 1e6)
+    start = end - int((note.record_ms or 0) * 1e6)
     inner = []
     if note.instantiate_ms is not None:  # nearly the last thing that recording does
         inner = [("cgpass.instantiate", (end - int(note.instantiate_ms * 1e6), end))]

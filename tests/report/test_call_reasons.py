@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from cgpass.report.collect import snapshot
 from torch import nn
 
 import cgpass
 from cgpass.report import check
-from cgpass.report.collect import snapshot
 from cgpass.telemetry.reason import NEW, OTHER_FIXES, CallReasons
 from tests.report.calls import CALLS, X, scaled
 from tests.unit.runners import COPIED, STATIC, call, runner

@@ -5,13 +5,13 @@ import sys
 
 import pytest
 import torch
+from cgpass.report.collect import snapshot
 
 import cgpass
 from cgpass import __main__ as command
 from cgpass import telemetry
 from cgpass.errors import ReportError
 from cgpass.report import check
-from cgpass.report.collect import snapshot
 from cgpass.report.page import html
 from tests.report.samples import sample
 

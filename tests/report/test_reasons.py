@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cgpass.report.collect import reasons as _reasons
 from torch._library.effects import EffectType
 
 import cgpass
@@ -12,7 +13,6 @@ from cgpass.compile import culprits
 from cgpass.compile.culprits import Finding
 from cgpass.compile.facts import op_tables
 from cgpass.compile.facts.breaks import given_up, graph_break_of
-from cgpass.report.collect import reasons as _reasons
 from cgpass.report.model import FunctionReport, GraphReport, PartitionReport, Report
 from cgpass.report.page import html
 from cgpass.runtime import recorder
