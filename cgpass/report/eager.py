@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from cgpass import telemetry, torch_private
-from cgpass.compile.facts.breaks import given_up, untold
+from cgpass.compile.facts.breaks import given_up, place_of, untold
 from cgpass.compile.facts.lines import function_name
 from cgpass.telemetry.reason import OTHER_FIXES, OTHER_OPTIONS, Reason
 
@@ -19,12 +19,15 @@ _NOTED: Final = 4096
 _AT_LIMIT: Final = "recompile limit exceeded"
 _LIMIT: Final = re.compile(r"exceeding the (\w+) .*currently set to (\d+)")
 _VERSION: Final = re.compile(r"^\[?\d+/\d+\]?: ")
-_HINT: Final = re.compile(r"\(HINT: (.*?)\.?\)\s*$")
+_HINT: Final = re.compile(r"\(HINT: .*\)\s*$")
+_SETTING: Final = re.compile(r"torch\._dynamo\.config\.\w+ = \w+")
 _SOURCE: Final = re.compile(r"^(.*?)\s+# (.*?)\s*# (\S+):(\d+) in (\S+)")
 """A guard, with the line that needs it."""
 _OTHER_BACKEND: Final = "BACKEND_MATCH"
 _WRAPPER: Final = os.path.join("torch", "_dynamo", "external_utils.py")
 """Holds the function as which Dynamo compiles modules of torch's. Source: `wrap_inline`, 2.11 to 2.15."""
+
+_EARLIER: Final = "noted before this report: "
 
 Function = tuple[Any, ...]
 """File, first line and name; of a function that is not known, what torch numbers it."""
@@ -63,14 +66,23 @@ def graph_breaks(
     """
     ends = [graph.graph_break for graph in graphs if graph.graph_break is not None]
     functions = {_function_at(graph.place) for graph in graphs}
-    noted = [
+    places, lines = [graph.place for graph in graphs], [each.line for each in ends]
+    noted = torch_private.graph_breaks()
+    new = untold([each for each in noted if id(each) not in before], lines, places)
+    lines += [each.line for each in new]
+    old = [
         each
-        for each in torch_private.graph_breaks()
-        if id(each) not in before or (not each.over and _function_of(each) in functions)
+        for each in noted
+        if id(each) in before and not each.over and _function_of(each) in functions
     ]
-    found = untold(noted, [each.line for each in ends], [graph.place for graph in graphs])
-    every = dict.fromkeys([*ends, *found])
-    return [each for each in every if each.rest is None], [each for each in every if each.rest]
+    known = [
+        replace(each, detail=f"{_EARLIER}{each.detail}") for each in untold(old, lines, places)
+    ]
+    every: dict[Any, Reason] = {}
+    for each in (*ends, *new, *known):
+        every.setdefault((place_of(each.line) or each, each.rest), each)
+    left = [each for each in every.values() if each.rest is not None]
+    return [each for each in every.values() if each.rest is None], left
 
 
 def left_to_eager(before: Sequence[Any] = ()) -> list[Reason]:
@@ -91,8 +103,33 @@ def left_to_eager(before: Sequence[Any] = ()) -> list[Reason]:
         is_known = id(each) in old and is_ours and len(function) > 1
         if is_known and torch_private.was_given_up(each):
             reason = _described(function, each)
-            found.append(replace(reason, detail=f"before this report: {reason.detail}"))
+            found.append(replace(reason, detail=f"{_EARLIER}{reason.detail}"))
     return found
+
+
+def recompiled(before: Sequence[Any]) -> list[Reason]:
+    """Why functions that cgpass compiles were compiled once more: the last cause at each line, and how often."""
+    old, found = set(map(id, before)), dict[str, Reason]()
+    for each in torch_private.compilations():
+        text, is_new = each.recompile_reason, id(each) not in old and torch_private.is_ours(each)
+        if text and is_new and each.co_name is not None and not torch_private.was_given_up(each):
+            cause, line, _ = _cause(text)
+            if cause.startswith(_OTHER_BACKEND):
+                cause = "backend or options were others"
+            line = line or _place((each.co_filename, each.co_firstlineno, each.co_name))
+            count = found[line].count + 1 if line in found else 1
+            detail, fix = f"compiled once more: {cause}", OTHER_FIXES["recompiled"]
+            found[line] = Reason("recompiled", "", detail, fix, line, count=count)
+    return list(found.values())
+
+
+def _place(function: Function) -> str:
+    if len(function) == 1:
+        return "a function without a line of its own"
+    file, line, name = function
+    if file.endswith(_WRAPPER):
+        return "modules of torch's own classes, as nn.Sequential (they count as one function)"
+    return f"{os.path.basename(file)}:{line} in {function_name(name)}"
 
 
 def at_limit() -> list[Reason]:
@@ -156,12 +193,7 @@ def _is_at_limit(compilation: Any) -> bool:
 
 
 def _described(function: Function, compilation: Any) -> Reason:
-    place = "a function without a line of its own"
-    if len(function) > 1:
-        file, line, name = function
-        place = f"{os.path.basename(file)}:{line} in {function_name(name)}"
-        if file.endswith(_WRAPPER):
-            place = "modules of torch's own classes, as nn.Sequential (they count as one function)"
+    place = _place(function)
     if _is_at_limit(compilation):
         return _at_limit(compilation, place)
     line = _line(compilation.fail_user_frame_filename, compilation.fail_user_frame_lineno)
@@ -198,7 +230,7 @@ def _at_limit(compilation: Any, rest: str) -> Reason:
     option, times = limit.groups() if limit else ("recompile_limit", "so many")
     cause, line, hint = _cause(compilation.recompile_reason or "")
     why = f"; the guard that failed last: {cause}" if cause else ""
-    fix = hint or OTHER_FIXES["recompile_limit"]
+    fix = OTHER_FIXES["recompile_limit"] + (f"; or set {hint[0]}" if hint else "")
     if cause.startswith(_OTHER_BACKEND):
         why, fix = ", the last time since backend or options were others", OTHER_OPTIONS
     often = f"{times} times, as often as torch._dynamo.config.{option} allows"
@@ -206,18 +238,17 @@ def _at_limit(compilation: Any, rest: str) -> Reason:
     return Reason("recompile_limit", "", detail, fix, line, rest)
 
 
-def _cause(text: str) -> tuple[str, str | None, str | None]:
-    """Of a recompilation: what changed, the user's line that needs it, and torch's hint.
+def _cause(text: str) -> tuple[str, str | None, re.Match[str] | None]:
+    """Of a recompilation: what changed, the user's line that needs it, and the setting that torch hints at.
 
     Source: torch/_dynamo/guards.py `get_guard_fail_reason_helper`, 2.11 to 2.15.
     """
     first = _VERSION.sub("", next(iter(text.splitlines()), ""))
-    hint = _HINT.search(first)
+    hint = _SETTING.search(first)
     first = _HINT.sub("", first).strip()
     source = _SOURCE.match(first)
-    found = None if hint is None else hint[1]
     if source is None:
-        return first.partition("  # ")[0].strip(), None, found
+        return first.partition("  # ")[0].strip(), None, hint
     guard, code, file, line, name = source.groups()
     place = f"{os.path.basename(file)}:{line} in {name}"
-    return guard, f"{place}: {code}" if code else place, found
+    return guard, f"{place}: {code}" if code else place, hint

@@ -80,6 +80,8 @@ class Facts:
     """Functions and rests of functions (`rest`) that `torch.compile` gave up; nothing of them is in `graphs`."""
     graph_breaks: tuple[Reason, ...] = ()
     """Others that were met, each once."""
+    recompilations: tuple[Reason, ...] = ()
+    """Why functions were compiled once more meanwhile."""
     others: tuple[str, ...] = ()
     """What else ran: whole training steps and callables graphed by hand, a few lines each."""
     counters: dict[str, int] = field(default_factory=dict)
@@ -131,7 +133,7 @@ class Facts:
     @property
     def reasons(self) -> Iterator[Reason]:
         """Why something ran outside of graphs, all of it."""
-        yield from (*self.left_to_eager, *self.graph_breaks)
+        yield from (*self.left_to_eager, *self.graph_breaks, *self.recompilations)
         for graph in self.graphs:
             yield from graph.why
             for part in graph.partitions:

@@ -101,12 +101,12 @@ def headline(report: Facts) -> str:
         inside = (
             f"{share(done, work)} of the {many(work, 'operator')} of compiled {which} ran in graphs"
         )
-    elif report.graphs:
+    elif report.graphs and not report.left_to_eager:
         inside = "nothing ran more often than to warm up: call it more often"
     elif report.graph_breaks or report.left_to_eager:
-        inside = "0 graphs"
+        inside = "nothing ran in graphs"
     elif report.others:
-        return f"{many(len(report.others), 'step')} or callable graphed by hand ran, see below"
+        return "training steps, or what was graphed by hand, ran: see below"
     else:
         return NOTHING
     boundaries = "1 boundary" if report.boundaries == 1 else f"{report.boundaries} boundaries"
@@ -189,6 +189,8 @@ def _all_findings(report: Facts) -> Iterator[Finding]:
         yield Finding(where, f"{because}{reason.detail}", reason.fix, reason.code, 1, float("inf"))
     for reason in report.graph_breaks:
         yield _of_reason(reason, "", float("inf"))
+    for reason in report.recompilations:
+        yield _of_reason(reason, "", 0)
     for graph in report.graphs:
         if graph.skip is not None:
             weight = graph.calls * graph.num_ops
@@ -215,7 +217,7 @@ def _of_partition(where: str, part: PartitionReport) -> Iterator[Finding]:
         yield _of_reason(reason, where, lost or part.calls)
     for each in part.copied_inputs:
         if each.moved:
-            what = f"{each.name} lies elsewhere in each call: {size(each.num_bytes)} are copied in each"
+            what = f"{each.name} is at a new place: its {size(each.num_bytes)} are copied in each such call"
             yield Finding(each.line or where, what, OTHER_FIXES["new_tensor"], "moved", 1, 1)
     causes = Counter(note.cause for note in part.recordings if note.cause != "first")
     for cause, count in causes.items():
@@ -233,7 +235,7 @@ _CAUSES: Final = {
     "moved": OTHER_FIXES["new_tensor"],
     "input": OTHER_FIXES["new_tensor"],
     "other tensors": "leave it where several modules share code; else write into tensors in place (copy_)",
-    "memory": "leave it, unless it goes on: values of other partitions lie elsewhere",
+    "memory": "leave it, unless it goes on",
     "anew": "leave it: recordings were freed (cgpass.reset(), or a failed capture)",
 }
 """What to do about one more recording, by its cause."""

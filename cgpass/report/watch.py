@@ -15,6 +15,7 @@ from typing import Any, Final, Self
 import torch
 
 from cgpass import telemetry, torch_private
+from cgpass.compile.facts.breaks import place_of
 from cgpass.options import Options
 from cgpass.report import eager
 from cgpass.report.model import CopiedInput, GraphReport, PartitionReport
@@ -92,7 +93,9 @@ def _report(before: _Before | None, clock: "_Clock") -> Report:
             graphs.append(_graph(number, summary, runs, calls, before, clock))
             owners.update((id(each.owner), each.owner) for each in live(runs) if each.owner)
     breaks, left = eager.graph_breaks(before.breaks if before else (), graphs)
-    left = [*eager.left_to_eager(before.notes if before else ()), *left]
+    notes = before.notes if before else ()
+    left = [*eager.left_to_eager(notes), *left]
+    known = {place_of(each.line) for each in left}
     pools = [n for owner in owners.values() if (n := owner.driver.pool_bytes()) is not None]
     simulated = "simulated" in ({g.driver for g in graphs} - {None} or {Options.parse(None).driver})
     return Report(
@@ -104,7 +107,10 @@ def _report(before: _Before | None, clock: "_Clock") -> Report:
         model=next((graph.place for graph in graphs if graph.place), ""),
         graphs=tuple(graphs),
         left_to_eager=tuple(dict.fromkeys(left)),
-        graph_breaks=counted(breaks),
+        graph_breaks=counted(each for each in breaks if place_of(each.line) not in known),
+        recompilations=tuple(
+            each for each in eager.recompiled(notes) if place_of(each.line) not in known
+        ),
         others=tuple(
             told
             for told, each, calls in _others()
