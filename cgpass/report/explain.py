@@ -98,6 +98,9 @@ def explain(
     given = {} if options is None or "options" in kwargs else dict(options)
     with contextlib.ExitStack() as stack:
         is_compiled = any(map(_is_compiled, [*values, *modules.values()]))
+        is_compiled = is_compiled or torch_private.is_disabled(
+            fn
+        )  # dynamo would find what it wraps
         if given and is_compiled:
             raise OptionError(
                 "cgpass.explain: what is compiled already has its options; give them to torch.compile instead"
@@ -239,7 +242,7 @@ def _is_compiled(value: Any) -> bool:
         return True
     if not isinstance(value, torch.nn.Module | types.FunctionType):
         return False
-    return torch_private.is_compiled(value) or torch_private.is_disabled(value)
+    return torch_private.is_compiled(value)
 
 
 @contextlib.contextmanager
