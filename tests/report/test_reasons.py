@@ -12,7 +12,7 @@ from cgpass.report.model import GraphReport, PartitionReport, Report
 from cgpass.report.page import html
 from cgpass.runtime import recorder
 from cgpass.runtime.simulated import SimulatedDriver, is_recording
-from cgpass.telemetry.reason import CHOSEN, OTHER_FIXES, Reason
+from cgpass.telemetry.reason import CHOSEN, OTHER_FIXES
 from cgpass.telemetry.summaries import counted
 from tests.report.calls import CALLS
 from tests.unit.test_capturability import BLAMED, PROVOKED, written_at
@@ -290,11 +290,3 @@ def test_sizes_of_many_symbols_are_one_block_that_names_what_made_them():
     assert {r.detail for r in found} == {f"a size depends on data, {made}"}
     eager = sum(not part.captured for part in parts)
     assert 0 < str(report).count("[unbacked_size]") <= eager
-
-
-def test_operators_that_are_left_out_alike_are_counted_each():
-    def left_out(op):
-        return Reason("too_small", op, "its partition would hold 2 operators", "set it to 1", None)
-
-    found = counted([left_out("aten.t"), left_out("aten.addmm"), left_out("aten.t")])
-    assert [(each.op, each.count) for each in found] == [("aten.t", 2), ("aten.addmm", 1)]
