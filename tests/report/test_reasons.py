@@ -8,7 +8,8 @@ import cgpass
 from cgpass.compile import culprits
 from cgpass.compile.culprits import Finding
 from cgpass.compile.facts import op_tables
-from cgpass.report.model import GraphReport, PartitionReport, Report
+from cgpass.report.model import GraphReport, PartitionReport
+from cgpass.report.report import Report
 from cgpass.report.page import html
 from cgpass.runtime import recorder
 from cgpass.runtime.simulated import SimulatedDriver, is_recording
