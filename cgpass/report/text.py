@@ -3,7 +3,7 @@
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from cgpass.report.model import CopiedInput, Facts, GraphReport, PartitionReport
@@ -143,13 +143,21 @@ class Finding:
     """One thing that costs time, and what to do about it."""
 
     where: str
-    what: str
+    cause: str
     fix: str
     code: str
-    count: int = 1
-    """Of partitions, or of operators."""
     weight: float = 0.0
     """Operators that ran without a graph for it, in all calls; endless for what is not counted."""
+    ops: tuple[str, ...] = ()
+    """The operators to blame."""
+    count: int = 1
+    """Of partitions, or of operators."""
+
+    @property
+    def what(self) -> str:
+        """Operators and cause."""
+        ops = list(dict.fromkeys(self.ops))
+        return f"{listed(ops, 8)}: {self.cause}" if ops else self.cause
 
     @property
     def times(self) -> str:
@@ -158,35 +166,27 @@ class Finding:
 
     @property
     def is_loss(self) -> bool:
-        """Whether anything can be done, or is to be."""
+        """Whether anything is to be done."""
         return not self.fix.startswith("leave it")
 
 
 def findings(report: Facts) -> list[Finding]:
-    """What costs time, most first; what is to be left as it is last."""
-    found: dict[tuple[str, ...], list[Finding]] = {}
+    """What costs time, most first; what is to be left as it is last. Operators with one cause at one line are one."""
+    found: dict[tuple[str, ...], Finding] = {}
     for each in _all_findings(report):
-        found.setdefault((each.where, each.what, each.fix), []).append(each)
-    merged = [
-        Finding(
-            first.where,
-            first.what,
-            first.fix,
-            first.code,
-            sum(each.count for each in alike),
-            sum(each.weight for each in alike),
-        )
-        for alike in found.values()
-        for first in alike[:1]
-    ]
-    return sorted(merged, key=lambda each: (not each.is_loss, -each.weight))
+        key = (each.where, each.code, each.fix, "" if each.ops else each.cause)
+        if (first := found.get(key)) is not None:
+            weight, count = first.weight + each.weight, first.count + each.count
+            each = replace(first, weight=weight, count=count, ops=first.ops + each.ops)
+        found[key] = each
+    return sorted(found.values(), key=lambda each: (not each.is_loss, -each.weight))
 
 
 def _all_findings(report: Facts) -> Iterator[Finding]:
     for reason in report.left_to_eager:
         where = f"{reason.left.partition(': ')[2].partition(', because of ')[0]} runs in eager"
         because = f"because of {reason.line}: " if reason.line else ""
-        yield Finding(where, f"{because}{reason.detail}", reason.fix, reason.code, 1, float("inf"))
+        yield Finding(where, f"{because}{reason.detail}", reason.fix, reason.code, float("inf"))
     for reason in report.graph_breaks:
         yield _of_reason(reason, "", float("inf"))
     for reason in report.recompilations:
@@ -198,17 +198,15 @@ def _all_findings(report: Facts) -> Iterator[Finding]:
                 yield _of_reason(reason, graph.name, weight)
             if not graph.why:
                 what, _, fix = graph.skip.partition("; ")
-                yield Finding(
-                    graph.name, f"it runs without CUDA graphs: {what}", fix, "", 1, weight
-                )
+                yield Finding(graph.name, f"it runs without CUDA graphs: {what}", fix, "", weight)
         for part in graph.partitions:
             yield from _of_partition(f"{graph.name}, {part.name}", part)
 
 
 def _of_reason(reason: Reason, where: str, weight: float) -> Finding:
-    op = f"{reason.op}: " if reason.op else ""
+    ops = (reason.op,) if reason.op else ()
     place = reason.line or where or "no known line"
-    return Finding(place, f"{op}{reason.detail}", reason.fix, reason.code, reason.count, weight)
+    return Finding(place, reason.detail, reason.fix, reason.code, weight, ops, reason.count)
 
 
 def _of_partition(where: str, part: PartitionReport) -> Iterator[Finding]:
@@ -218,16 +216,16 @@ def _of_partition(where: str, part: PartitionReport) -> Iterator[Finding]:
     for each in part.copied_inputs:
         if each.moved:
             what = f"{each.name} is at a new place: its {size(each.num_bytes)} are copied in each such call"
-            yield Finding(each.line or where, what, OTHER_FIXES["new_tensor"], "moved", 1, 1)
+            yield Finding(each.line or where, what, OTHER_FIXES["new_tensor"], "moved", 1)
     causes = Counter(note.cause for note in part.recordings if note.cause != "first")
     for cause, count in causes.items():
         notes = [note for note in part.recordings if note.cause == cause]
         what = f"{many(count, 'more recording')} ({cause}): {notes[-1].detail}"
-        yield Finding(where, what, _CAUSES.get(cause, _DROP), cause, 1, count)
+        yield Finding(where, what, _CAUSES.get(cause, _DROP), cause, count)
     if rescues := part.counts.get("rescues", 0):
         moved = size(part.counts.get("rescued_bytes", 0))
         what = f"outputs still referenced were copied {many(rescues, 'time')} ({moved})"
-        yield Finding(where, what, _DROP, "rescues", 1, rescues)
+        yield Finding(where, what, _DROP, "rescues", rescues)
 
 
 _CAUSES: Final = {
