@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from cgpass.errors import ReportError
-from cgpass.report.model import Facts, GraphReport, PartitionReport
+from cgpass.report.model import Facts
 from cgpass.report.text import listed, share, wrapped
-from cgpass.telemetry.reason import NEW, Reason, many
+from cgpass.telemetry.reason import NEW, many
 
 _FAILED = frozenset({"capture", "failed_capture", "no_placeholder", "out_of_memory", "syncs"})
 """Codes of what turned out not to be capturable only when it was captured."""
@@ -73,19 +73,10 @@ def outside(report: Facts) -> tuple[list[str], list[str]]:
             plain.append(f"{graph.name} ({many(graph.num_ops, 'operator')}): {graph.skip}")
         for part in graph.partitions:
             for reason in part.reasons:
-                told = fell_back if _is_fallback(reason, part) else plain
-                told.append(_told(graph, part, reason))
+                late = reason.code in _FAILED if not part.captured else reason.code not in NEW
+                told = fell_back if late and not reason.is_chosen else plain
+                told.append(f"{graph.name}, {part.name}: {reason}")
     return plain, list(dict.fromkeys(fell_back))
-
-
-def _is_fallback(reason: Reason, part: PartitionReport) -> bool:
-    if part.captured:
-        return reason.code not in NEW and not reason.is_chosen
-    return reason.code in _FAILED
-
-
-def _told(graph: GraphReport, part: PartitionReport, reason: Reason) -> str:
-    return f"{graph.name}, {part.name}: {reason}"
 
 
 def least_share(text: str) -> float:

@@ -85,11 +85,12 @@ def graph_breaks(
     return [each for each in every.values() if each.rest is None], left
 
 
-def left_to_eager(before: Sequence[Any] = ()) -> list[Reason]:
+def left_to_eager(before: Sequence[Any], earlier: str = _EARLIER) -> list[Reason]:
     """Functions whose last compilation was given up.
 
     Args:
         before: What had been noted: of that only what was given up for our backend counts.
+        earlier: Said before the cause of these.
     """
     old, notes = set(map(id, before)), torch_private.compilations()
     ours = {each.function for each in torch_private.graph_breaks() if not each.over}
@@ -103,7 +104,7 @@ def left_to_eager(before: Sequence[Any] = ()) -> list[Reason]:
         is_known = id(each) in old and is_ours and len(function) > 1
         if is_known and torch_private.was_given_up(each):
             reason = _described(function, each)
-            found.append(replace(reason, detail=f"{_EARLIER}{reason.detail}"))
+            found.append(replace(reason, detail=f"{earlier}{reason.detail}"))
     return found
 
 
@@ -130,19 +131,6 @@ def _place(function: Function) -> str:
     if file.endswith(_WRAPPER):
         return "modules of torch's own classes, as nn.Sequential (they count as one function)"
     return f"{os.path.basename(file)}:{line} in {function_name(name)}"
-
-
-def at_limit() -> list[Reason]:
-    """Functions that cgpass compiled as often as torch allows, so that calls which fit nothing compiled run in eager.
-
-    A note without its function's name may be from before a reset.
-    """
-    last = _last(_since_reset(torch_private.compilations()))
-    return [
-        _described(function, each)
-        for function, each in last.items()
-        if _is_at_limit(each) and torch_private.is_ours(each) and len(function) > 1
-    ]
 
 
 def _function_at(place: str | None) -> str:

@@ -31,7 +31,11 @@ def summary() -> str:
     lines += [f"graph break at {each.line}: {each.detail}" for each in breaks if each not in told]
     rests = {each.rest for each in told if each is not None}
     lines += [f"{each.left}: {each.detail}" for each in left if each.rest not in rests]
-    lines += [f"{each.left}: {each.detail} [{each.code}]; {each.fix}" for each in eager.at_limit()]
+    lines += [
+        f"{each.left}: {each.detail} [{each.code}]; {each.fix}"
+        for each in eager.left_to_eager(torch_private.compilations(), earlier="")
+        if each.code == "recompile_limit"
+    ]
     lines += [step.explain() for step in telemetry.steps()]
     lines += [by_hand(name, stats) for name, stats in telemetry.named_stats()]
     if not lines:

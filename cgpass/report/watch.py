@@ -52,11 +52,6 @@ def watched() -> Iterator[Report]:
             vars(report).update(vars(_report(before, clock)))
 
 
-def snapshot() -> Report:
-    """A report of all that this process did and telemetry still lists."""
-    return _report(None, _Clock())
-
-
 class _Before:
     """What was counted and noted before the block."""
 
@@ -84,24 +79,24 @@ def _others() -> Iterator[tuple[str, Any, int]]:
         yield by_hand(name, stats), stats, stats.calls
 
 
-def _report(before: _Before | None, clock: "_Clock") -> Report:
+def _report(before: _Before, clock: "_Clock") -> Report:
     counters = telemetry.counters()
     graphs, owners = [], dict[int, Owner]()
     for number, (summary, runs) in telemetry.graph_runs().items():
-        calls = telemetry.calls_of(runs) - (before.calls.get(number, 0) if before else 0)
+        calls = telemetry.calls_of(runs) - before.calls.get(number, 0)
         if calls:
             graphs.append(_graph(number, summary, runs, calls, before, clock))
             owners.update((id(each.owner), each.owner) for each in live(runs) if each.owner)
-    breaks, left = eager.graph_breaks(before.breaks if before else (), graphs)
-    notes = before.notes if before else ()
-    left = [*eager.left_to_eager(notes), *left]
+    breaks, left = eager.graph_breaks(before.breaks, graphs)
+    left = [*eager.left_to_eager(before.notes), *left]
     known = {place_of(each.line) for each in left}
     pools = [n for owner in owners.values() if (n := owner.driver.pool_bytes()) is not None]
+    has_cuda = torch.cuda.is_available()
     simulated = "simulated" in ({g.driver for g in graphs} - {None} or {Options.parse(None).driver})
     return Report(
         cgpass=VERSION,
         torch=torch.__version__,
-        device=SIMULATED if simulated else _device_name(),
+        device=SIMULATED if simulated else torch.cuda.get_device_name() if has_cuda else "cpu",
         made=time.strftime("%Y-%m-%d %H:%M"),
         command=" ".join(sys.argv),
         model=next((graph.place for graph in graphs if graph.place), ""),
@@ -109,23 +104,17 @@ def _report(before: _Before | None, clock: "_Clock") -> Report:
         left_to_eager=tuple(dict.fromkeys(left)),
         graph_breaks=counted(each for each in breaks if place_of(each.line) not in known),
         recompilations=tuple(
-            each for each in eager.recompiled(notes) if place_of(each.line) not in known
+            each for each in eager.recompiled(before.notes) if place_of(each.line) not in known
         ),
         others=tuple(
-            told
-            for told, each, calls in _others()
-            if calls > (before.others.get(id(each), 0) if before else 0)
+            told for told, each, calls in _others() if calls > before.others.get(id(each), 0)
         ),
-        counters={n: c - (before.counters[n] if before else 0) for n, c in counters.items()},
+        counters={name: n - before.counters[name] for name, n in counters.items()},
         native=native.loader.status,
         pool_bytes=sum(pools) if pools else None,
         graphs_ms=clock.in_graphs if clock.device_ms else None,
         device_ms=clock.device_ms,
     )
-
-
-def _device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def live(runs: Iterable[telemetry.GraphRun]) -> list[Executor]:
@@ -138,12 +127,13 @@ def _graph(
     summary: GraphSummary,
     runs: tuple[telemetry.GraphRun, ...],
     calls: int,
-    before: _Before | None,
+    before: _Before,
     clock: "_Clock",
 ) -> GraphReport:
     known = {name: part for run in runs for name, part in run.parts.items()}
+    earlier = {name: before.parts.get((number, name), _NOTHING) for name in known}
     grown = {
-        name: _since(part, before.parts.get((number, name)) if before else None)
+        name: {count: n - earlier[name][0][count] for count, n in part.now()[0].items()}
         for name, part in known.items()
     }
     runners = {
@@ -152,13 +142,13 @@ def _graph(
         for step in each.plan.steps
         if isinstance(step.run, PartitionRunner)
     }
-    warmups = max((excused(counts) for counts, _ in grown.values()), default=0)
+    warmups = max(map(excused, grown.values()), default=0)
     parts = []
     for part in summary.partitions:
         told: dict[str, Any] = _fields(part) | {"device_ms": clock.parts.get((number, part.name))}
         if part.captured and part.name in known:
-            counts, noted = grown[part.name]
-            told |= _captured(known[part.name], counts, noted, summary.driver == "simulated")
+            simulated, (_, noted) = summary.driver == "simulated", earlier[part.name]
+            told |= _captured(known[part.name], grown[part.name], noted, simulated)
             told |= {} if part.name not in runners else _memory(runners[part.name])
         else:
             told |= {"calls": max(0, calls - warmups), "reasons": counted(part.reasons)}
@@ -174,14 +164,6 @@ def _graph(
 
 def _fields(summary: GraphSummary | PartitionSummary) -> dict[str, Any]:
     return {each.name: getattr(summary, each.name) for each in dataclasses.fields(summary)}
-
-
-def _since(
-    part: telemetry.PartitionRun, before: tuple[dict[str, int], Noted] | None
-) -> tuple[dict[str, int], Noted | None]:
-    """What a partition's counts grew by, and what had been noted of its calls before."""
-    earlier, noted = before or _NOTHING
-    return {name: n - earlier[name] for name, n in part.now()[0].items()}, noted
 
 
 def _captured(

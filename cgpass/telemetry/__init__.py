@@ -170,10 +170,9 @@ compile_stats = _registry.compiled
 
 
 def new_call_stats(name: str | None = None) -> CallStats:
-    """Counts for one more captured partition; they stay in the totals after the partition is gone.
+    """Counts for one more captured partition; they stay in the totals after it is gone.
 
-    Args:
-        name: Of what the summary is to list by itself, since it belongs to no compiled graph.
+    What belongs to no compiled graph has a name: summaries list it by itself.
     """
     stats = _TrackedStats()
     with _registry.lock:
@@ -233,11 +232,7 @@ def add_run(graph: int, run: GraphRun) -> None:
 
 
 def listen(listener: Callable[[int, GraphRun], None]) -> Callable[[], None]:
-    """Have `listener` told of what runs each graph that is compiled from now on, and of the graph's number.
-
-    Returns:
-        What ends that.
-    """
+    """Have `listener` told of what runs each graph that is compiled from now on, until the result is called."""
     _registry.listeners.append(listener)
 
     def end() -> None:
@@ -248,12 +243,7 @@ def listen(listener: Callable[[int, GraphRun], None]) -> Callable[[], None]:
 
 
 def replace_partition(graph: int, part: PartitionSummary) -> None:
-    """Note that a captured partition turned out to be an eager one, or an eager one to be captured again.
-
-    Args:
-        graph: Number of the compiled graph; nothing is noted of one too old to be listed.
-        part: What the partition of this name is now.
-    """
+    """Note what the partition of this name is now; nothing is noted of a graph too old to be listed."""
     with _registry.lock:
         summary = _registry.graphs.get(graph)
         if summary is None:

@@ -6,7 +6,6 @@ from torch import nn
 
 import cgpass
 from cgpass.report import check
-from cgpass.report.watch import snapshot
 from cgpass.telemetry import counts_of
 from cgpass.telemetry.reason import NEW, OTHER_FIXES, CallReasons
 from tests.report.calls import CALLS, X, scaled
@@ -97,10 +96,10 @@ def test_percentages_leave_out_calls_that_ran_without_a_graph(simulated):
 
 def test_a_check_and_a_report_of_all_tell_the_same_share(simulated, counted_alone):
     inner = limited()
-    for _ in range(10):
-        for n in (2, 3, 4):
-            inner(torch.randn(n, 4))
-    report = snapshot()
+    with cgpass.explain() as report:
+        for _ in range(10):
+            for n in (2, 3, 4):
+                inner(torch.randn(n, 4))
     assert report.work == (36, 108)
     passes, text = check.verdict(report, 0.95)
     assert not passes

@@ -13,7 +13,6 @@ from cgpass import __main__ as command
 from cgpass.errors import ReportError
 from cgpass.report import check, doctor
 from cgpass.report.report import Report
-from cgpass.report.watch import snapshot
 from cgpass.runtime import native
 
 SCRIPT = """
@@ -141,9 +140,10 @@ waits.register_fake(torch.empty_like)
 def did(fn, *inputs):
     options = {"driver": "simulated", "compiler": "eager", "on_skip": "silent"}
     call = torch.compile(fn, backend="cgpass", options=options)
-    for x in inputs:
-        call(x)
-    return snapshot()
+    with cgpass.explain() as report:
+        for x in inputs:
+            call(x)
+    return report
 
 
 X = torch.ones(4)
@@ -246,9 +246,9 @@ def test_a_script_that_is_missing(tmp_path, capsys):
 
 
 def test_a_report_of_functions_that_are_gone_says_what_recorded_them(counted_alone):
-    did(lambda x: x.sin().cos().exp().tanh(), X, X, X)
-    torch.compiler.reset()
-    report = snapshot()
+    with cgpass.explain() as report:
+        did(lambda x: x.sin().cos().exp().tanh(), X, X, X)
+        torch.compiler.reset()
     (graph,) = report.graphs
     assert graph.partitions[0].live_recordings == 0
     assert graph.driver == "simulated"
