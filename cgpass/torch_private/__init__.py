@@ -44,7 +44,6 @@ from cgpass.torch_private.dynamo import (
     input_names,
     input_position,
     is_compiled,
-    is_compiled_by,
     is_disabled,
     not_one_graph,
     register_backend,
