@@ -17,6 +17,7 @@ from cgpass.errors import InputError, OptionError
 from cgpass.options import Options, set_defaults
 from cgpass.report import watch
 from cgpass.report.report import Report
+from cgpass.runtime import native
 from cgpass.runtime.owner import Owner
 from cgpass.whole_step import TrainStep
 
@@ -116,6 +117,8 @@ def explain(
         call = _Call(run, args, kwargs, training, tensors)
         with watch.watched() as report:
             settled = _settle(call)
+            if native.loader.status is not None:  # where nothing was recorded yet
+                native.loader.wait()
         report.settled, report.model = settled, _name_of(fn)
         if compare and report.device != watch.SIMULATED:
             report.ms, report.plain_ms = watch.compared(call, _owners(), cuda)
