@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from cgpass.recompute.api import checkpoint
     from cgpass.recompute.captured import CheckpointedGraph
     from cgpass.recompute.tracker import RNGStatesTracker
-    from cgpass.report.api import explain
-    from cgpass.report.model import Report
+    from cgpass.report.explain import explain
+    from cgpass.report.report import Report
     from cgpass.report.summary import summary
-    from cgpass.report.verification import verify
+    from cgpass.report.verify import verify
     from cgpass.runtime.wrapper import CUDAGraphWrapper
     from cgpass.telemetry import counters
     from cgpass.telemetry.expectations import expect
@@ -53,18 +53,18 @@ _HOMES: Final = {
     "CheckpointedGraph": "cgpass.recompute.captured",
     "GraphedOptions": "cgpass.graphed.options",
     "RNGStatesTracker": "cgpass.recompute.tracker",
-    "Report": "cgpass.report.model",
+    "Report": "cgpass.report.report",
     "cgpass": "cgpass.backend",
     "TrainStep": "cgpass.whole_step",
     "checkpoint": "cgpass.recompute.api",
     "counters": "cgpass.telemetry",
     "expect": "cgpass.telemetry.expectations",
-    "explain": "cgpass.report.api",
+    "explain": "cgpass.report.explain",
     "make_graphed_callables": "cgpass.graphed.api",
     "reset": "cgpass.backend",
     "summary": "cgpass.report.summary",
     "train_step": "cgpass.whole_step",
-    "verify": "cgpass.report.verification",
+    "verify": "cgpass.report.verify",
 }
 
 last_resort.install()

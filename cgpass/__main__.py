@@ -1,7 +1,6 @@
-"""`python -m cgpass report`, `python -m cgpass check` and `python -m cgpass build`."""
+"""`python -m cgpass`: report, check, doctor and build."""
 
 import argparse
-import json
 import signal
 import sys
 import time
@@ -10,13 +9,12 @@ from pathlib import Path
 
 import torch
 
-from cgpass import torch_private
 from cgpass.errors import ReportError
-from cgpass.report.check import least_share, run_script, verdict, work_done, wrapped
-from cgpass.report.collect import snapshot
-from cgpass.report.frames import left_to_eager, new_breaks, noted
-from cgpass.report.model import Report, check_ending
-from cgpass.report.outside import with_outside
+from cgpass.report import watch
+from cgpass.report.check import least_share, run_script, verdict
+from cgpass.report.doctor import doctor
+from cgpass.report.report import Report, check_ending, diff
+from cgpass.report.text import wrapped
 from cgpass.runtime import native
 from cgpass.telemetry import progress
 from cgpass.version import VERSION
@@ -29,10 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Those of the command line by default.
     """
     options = _parser().parse_args(arguments)
-    if options.command == "build":
-        return _build()
     try:
-        return _report(options) if options.command == "report" else _check(options)
+        return options.run(options)
     except ReportError as error:
         sys.stderr.write(f"cgpass: {error}\n")
         return 2
@@ -43,18 +39,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action="version", version=f"cgpass {VERSION}, torch {torch.__version__}"
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    report = commands.add_parser("report", help="make a page of a report that was saved as JSON")
+    commands = parser.add_subparsers(required=True)
+    report = commands.add_parser(
+        "report", help="make a page of a report that was saved as JSON, or compare two"
+    )
     report.add_argument("saved", help="what cgpass.explain(...).save('report.json') wrote")
+    report.add_argument("newer", nargs="?", help="with --diff, another one")
+    report.add_argument("--diff", action="store_true", help="say what changed between two reports")
     report.add_argument("-o", "--output", help="ends in .html, .json or .txt; '-' prints the text")
+    report.set_defaults(run=_report)
     check = commands.add_parser(
         "check",
         usage="python -m cgpass check [-h] [--min-captured SHARE] [--save FILE] [-m] script [arguments ...]",
         help="run a script, and fail if too little of it was captured or something fell back",
         description="Run a script as its own process would. It fails (status 1) if less than a share of the operators "
         "that functions compiled by cgpass ran after their warm-ups was captured, or if something that was to be "
-        "captured ran without a graph; functions that torch.compile left to eager count as such. Warm-ups that no recording ever follows count, too. Operators are counted as "
-        "traced, each as often as it ran; kernels are not. A script that fails itself keeps its status.",
+        "captured, or compiled, ran without a graph. Warm-ups that no recording ever follows count, too. Operators are "
+        "counted as traced, each as often as it ran. A script that fails itself keeps its status.",
     )
     check.add_argument(
         "--min-captured",
@@ -62,9 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         default="95%",
         help="a share, as 95%% or 0.95 (default: 95%%)",
     )
-    check.add_argument(
-        "--save", metavar="FILE", help="write a report of all that was compiled to a file"
-    )
+    check.add_argument("--save", metavar="FILE", help="write a report of all that ran to a file")
     check.add_argument(
         "-m", dest="module", action="store_true", help="what follows is a module, as for python -m"
     )
@@ -74,30 +73,38 @@ def _parser() -> argparse.ArgumentParser:
         nargs=argparse.REMAINDER,
         help="of the script: all that stands behind it, so options of check go before it",
     )
-    commands.add_parser(
+    rest.required = False  # argparse names it among what is missing, though none may be
+    check.set_defaults(run=_check)
+    about = (
+        "say whether torch, driver, compiler, native code and caches are well, and try a tiny graph"
+    )
+    commands.add_parser("doctor", help=about, description=about).set_defaults(
+        run=lambda _: doctor(sys.stdout.write)
+    )
+    build = commands.add_parser(
         "build",
         help="compile the native code ahead, as for a container",
         description="Compile the C++ that calls go through, and keep it in the cache folder ($XDG_CACHE_HOME/cgpass, else "
         "~/.cache/cgpass), where every process with this torch and this Python finds it. Else the first process that "
         "records does so. Fails (status 1), with what the compiler said, if that can't be.",
     )
-    rest.required = False  # argparse names it among what is missing, though none may be
+    build.set_defaults(run=_build)
     return parser
 
 
 def _report(options: argparse.Namespace) -> int:
-    saved = Path(options.saved)
-    try:
-        data = json.loads(saved.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ReportError(f"{saved} can't be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ReportError(f"{saved} is no JSON: {error}") from error
-    report = Report.from_dict(data)
+    report = Report.load(options.saved)
+    if options.diff != (options.newer is not None):
+        raise ReportError("two reports are compared: report --diff old.json new.json")
+    if options.diff:
+        changed = diff(report, Report.load(options.newer))
+        rows = [row for line in changed.splitlines() for row in wrapped(line)]
+        sys.stdout.write("\n".join(rows) + "\n")
+        return 0
     if options.output == "-":
         sys.stdout.write(f"{report}\n")
         return 0
-    output = Path(options.output or saved.with_suffix(".html"))
+    output = Path(options.output or Path(options.saved).with_suffix(".html"))
     _check_place(output)
     report.save(output)
     sys.stdout.write(f"{output}\n")
@@ -106,29 +113,24 @@ def _report(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     least = least_share(options.min_captured)
-    save = (
-        None if options.save is None else Path(options.save).absolute()
-    )  # the script may go elsewhere
-    if save is not None:
+    save = None if options.save is None else Path(options.save).absolute()
+    if save is not None:  # the script may go elsewhere
         _check_place(save)
-    breaks = torch_private.graph_breaks()
-    with noted() as before:
+    with watch.watched() as report:
         status = run_script(options.script, options.arguments, module=options.module)
-        left = left_to_eager(before)
     if status:
         sys.stderr.write(
             f"cgpass check: nothing was checked: {options.script} exits with {status}\n"
         )
         return status
-    report = with_outside(snapshot(), left, new_breaks(breaks))
     if save is not None:
         report.save(save)
-    passes, text = verdict(work_done(report.left_to_eager, report.graph_breaks), least)
-    sys.stdout.write(f"{wrapped(text)}\n")
+    passes, text = verdict(report, least)
+    sys.stdout.write(f"{text}\n")
     return 0 if passes else 1
 
 
-def _build() -> int:
+def _build(_: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with the compiler
     start = time.monotonic()
     try:

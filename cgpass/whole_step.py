@@ -58,7 +58,6 @@ _IN_TURN: Final = "not all of it can be captured, see cgpass.explain(); the opti
 _ITS_LINE: Final = "cgpass.explain(loss_fn, batch) names the line"
 _TOO_OFTEN: Final = "it was compiled torch._dynamo.config.recompile_limit times; keep what changes the same, or make it a tensor"
 _BY_VALUE = (int, float, bool, str, type(None))
-_COUNTS = ("calls", "plain_calls", "warmups", "recordings")
 _names = iter(range(1 << 62))
 _Args = tuple[Any, ...]
 _Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -650,7 +649,7 @@ class _Whole:
             f"{many(own, 'tensor')} of the optimizer in place, copies {many(kinds[InputKind.COPIED], 'input')}; "
             f"{many(kinds[InputKind.SYMINT], 'number')} in its key"
         )
-        told = self._runner.reasons.told(**{name: getattr(stats, name) for name in _COUNTS})
+        told = self._runner.reasons.told(dataclasses.asdict(stats))
         return [about, *map(str, told)]
 
     def _made(self) -> tuple[PartitionRunner, Executor]:

@@ -51,7 +51,7 @@ def main() -> None:
     for experts in ("grouped_mm", "batched_mm"):
         report = cgpass.explain(make_model(experts), input_ids=tokens, labels=tokens)
         captured, all_of_it = report.work
-        print(f"experts as {experts}: {captured} of {all_of_it} {report.counted} in CUDA graphs")
+        print(f"experts as {experts}: {captured} of {all_of_it} operators in CUDA graphs")
         for graph in report.graphs:
             plain = [part for part in graph.partitions if not part.captured]
             parts = len(graph.partitions)

@@ -33,7 +33,10 @@ def main() -> None:
     with cgpass.expect(replays=2 * 20, plain_calls=0):  # a forward and a backward each
         losses += [step() for _ in range(20)]
     print(f"loss {losses[0].item():.2f} -> {losses[-1].item():.2f}")
-    print(cgpass.explain(compiled, torch.randn(32, 64, device=DEVICE)))
+    with cgpass.explain() as report:  # what happened in these steps
+        for _ in range(5):
+            step()
+    print(report)
 
 
 if __name__ == "__main__":

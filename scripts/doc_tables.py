@@ -1,7 +1,7 @@
 """Write the tables of documents that are made from the code.
 
-Options in docs/options.md, from the fields of `cgpass.Options`; what to do about each reason, what to do about some
-operators and what each counter counts in docs/explain.md. Prints them; --write puts them between the markers in these files; --check fails if they are not what stands there.
+Options in docs/options.md, from the fields of `cgpass.Options`; what to do about each reason and what each counter counts
+in docs/explain.md. Prints them; --write puts them between the markers in these files; --check fails if they are not what stands there.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import itertools
 import sys
 from pathlib import Path
 
-from cgpass.compile.facts.op_tables import FIXES, OPERATOR_FIXES
+from cgpass.compile.facts.op_tables import FIXES
 from cgpass.options import Options
 from cgpass.telemetry import CallStats, CompileStats
 from cgpass.telemetry.reason import OTHER_FIXES
@@ -57,13 +57,6 @@ def reasons_table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def operators_table() -> str:
-    """Return what to do about single operators as Markdown."""
-    rows = ["| operator | what to do |", "|---|---|"]
-    rows += [f"| `{name}` | {fix} |" for name, fix in sorted(OPERATOR_FIXES.items())]
-    return "\n".join(rows) + "\n"
-
-
 def counters_table() -> str:
     """Return what each counter counts as Markdown."""
     rows = ["| counter | what it counts |", "|---|---|"]
@@ -75,7 +68,6 @@ def counters_table() -> str:
 TABLES = {
     "options": (ROOT / "docs" / "options.md", options_table),
     "reasons": (ROOT / "docs" / "explain.md", reasons_table),
-    "operators": (ROOT / "docs" / "explain.md", operators_table),
     "counters": (ROOT / "docs" / "explain.md", counters_table),
 }
 

@@ -1,11 +1,12 @@
 """Takes the pictures of a report in docs/images, in headless Chromium.
 
-    python scripts/screenshots.py
+    python scripts/screenshots.py [--all FOLDER]
 
 Needs chromium and pillow, which the extra "dev" brings. The model chooses tokens by their values, so that some operators can't
-be captured; where there is no CUDA device, times are those of the simulated driver.
+be captured. --all takes pages of three widths in light and in dark into a folder, to look at.
 """
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -30,9 +31,9 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
     "--hide-scrollbars",
-    "--window-size=1100,1180",
 ]
 MODES = {"light": [], "dark": ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"]}
+WIDTHS = (500, 900, 1400)
 
 
 class Block(nn.Module):
@@ -60,25 +61,38 @@ def page(path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block(), nn.Linear(64, 16)).to(device)
     report = cgpass.explain(model, torch.randn(4, 32, 64, device=device), training=True)
+    report.command = "train.py"
     report.save(path)
 
 
+def take(browser: str, report: Path, mode: str, size: tuple[int, int], to: Path) -> None:
+    """Take a picture of a page."""
+    with tempfile.TemporaryDirectory() as directory:
+        shot = Path(directory) / "shot.png"
+        flags = [*FLAGS, *MODES[mode], f"--user-data-dir={directory}/profile"]
+        command = [browser, *flags, f"--window-size={size[0]},{size[1]}", f"--screenshot={shot}"]
+        subprocess.run([*command, report.as_uri()], check=True, capture_output=True, timeout=600)
+        with Image.open(shot) as image:
+            image.convert("RGB").quantize(64).save(to, optimize=True)
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--all", type=Path, help="a folder for pages of three widths")
+    folder = parser.parse_args().all
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         print(f"none of {', '.join(BROWSERS)} is installed", file=sys.stderr)
         return 1
-    IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.html"
         page(report)
-        for mode, flags in MODES.items():
-            shot = Path(directory) / f"{mode}.png"
-            profile = f"--user-data-dir={directory}/{mode}"
-            command = [browser, *FLAGS, *flags, profile, f"--screenshot={shot}", report.as_uri()]
-            subprocess.run(command, check=True, capture_output=True, timeout=600)
-            with Image.open(shot) as image:
-                image.convert("RGB").quantize(64).save(IMAGES / f"report-{mode}.png", optimize=True)
+        for mode in MODES:
+            if folder is None:
+                take(browser, report, mode, (1100, 1180), IMAGES / f"report-{mode}.png")
+                continue
+            for width in WIDTHS:
+                take(browser, report, mode, (width, 1600), folder / f"report-{mode}-{width}.png")
     return 0
 
 

@@ -116,9 +116,7 @@ class Place:
             why: In a line.
             reasons: One for each operator to blame, or one for all of it.
         """
-        part = PartitionSummary(
-            self.name, False, self.num_ops, (why,), skipped=True, why=tuple(reasons)
-        )
+        part = PartitionSummary(self.name, False, self.num_ops, tuple(reasons), told=why)
         telemetry.replace_partition(self.graph, part)
 
     def is_tried_again(self) -> None:

@@ -1,6 +1,6 @@
 """What is kept for reports of the partitions of one graph."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 
@@ -35,24 +35,7 @@ def part_summaries(
     """
     return tuple(
         PartitionSummary(
-            name,
-            name.startswith("captured"),
-            num_ops(gm),
-            _lines(reasons.get(name, ())),
-            skipped=not all(reason.is_chosen for reason in reasons.get(name, ())),
-            why=tuple(reasons.get(name, ())),
+            name, name.startswith("captured"), num_ops(gm), tuple(reasons.get(name, ()))
         )
         for name, gm in parts.items()
-    )
-
-
-def _lines(reasons: Iterable[Reason]) -> tuple[str, ...]:
-    """One line for each reason, and one for all that is too small for the same reason."""
-    chosen: dict[str, list[Reason]] = {}
-    for reason in reasons:
-        key = f"{reason.code} {reason.detail}" if reason.is_chosen else str(reason)
-        chosen.setdefault(key, []).append(reason)
-    return tuple(
-        f"{first}{f' (and {len(more)} more)' if more and first.is_chosen else ''}"
-        for first, *more in chosen.values()
     )

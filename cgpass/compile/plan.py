@@ -52,7 +52,7 @@ def plan_as_dict(plan: Plan, parts: Mapping[str, PartitionSummary]) -> dict[str,
         about: dict[str, Any] = {"name": step.name, "captured": False, "num_ops": 0}
         if part is not None:
             about.update(captured=part.captured, num_ops=part.num_ops)
-            about["reasons"] = [str(reason) for reason in part.why]
+            about["reasons"] = [str(reason) for reason in part.reasons]
         if isinstance(step.run, PartitionRunner):
             infos = step.run.layout.infos
             about["input_names"] = [f"{info.name} ({info.kind.name.lower()})" for info in infos]

@@ -1,9 +1,8 @@
 """What runs without CUDA graphs: whole graphs, compiled as `torch.compile` would, and what is said of them and of parts."""
 
-import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from torch import fx
@@ -43,23 +42,6 @@ class PlainGraph:
         """Run it; the list is emptied."""
         self.tally.calls += 1
         return self._fn(args)
-
-    @contextlib.contextmanager
-    def observed(
-        self, context: Callable[[str], contextlib.AbstractContextManager[Any]]
-    ) -> Iterator[None]:
-        """As `Executor.observed`, with one step that has no name."""
-        fn = self._fn
-
-        def run(args: list[Any]) -> Any:
-            with context(""):
-                return fn(args)
-
-        self._fn = run
-        try:
-            yield
-        finally:
-            self._fn = fn
 
 
 class Skips:

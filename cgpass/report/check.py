@@ -5,183 +5,78 @@ import importlib.util
 import os
 import runpy
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
-from cgpass import telemetry
 from cgpass.errors import ReportError
-from cgpass.report.model import EagerFunction, ReasonReport
-from cgpass.report.ran import Ran, calls_of_parts
-from cgpass.report.table import WIDTH
-from cgpass.report.words import breaks, many, only_breaks, ran, share, why_left
-from cgpass.telemetry.reason import NEW, OTHER_FIXES, Reason
-from cgpass.telemetry.summaries import PartitionSummary
+from cgpass.report.model import Facts
+from cgpass.report.text import listed, share, wrapped
+from cgpass.telemetry.reason import NEW, many
 
 _FAILED = frozenset({"capture", "failed_capture", "no_placeholder", "out_of_memory", "syncs"})
 """Codes of what turned out not to be capturable only when it was captured."""
 
 
-_MANY = 0.2
-"""Share of calls from which on warm-ups are worth a word."""
-
-
-@dataclass
-class Work:
-    """Operators that compiled functions ran, each counted as often as it ran, but for warm-ups."""
-
-    total: int = 0
-    captured: int = 0
-    warmups: int = 0
-    """Operators that warm-ups ran, besides."""
-    graphs: int = 0
-    plain: list[str] = field(default_factory=list)
-    """What ran without graphs by design, and why."""
-    graph_breaks: list[Reason | ReasonReport] = field(default_factory=list)
-    """What ran there is not counted."""
-    fell_back: list[str] = field(default_factory=list)
-    """What was to be captured, and ran without a graph all the same."""
-    in_eager: bool = False
-    """Whether something of it was left to eager; it is not counted."""
-
-
-def work_done(
-    left_to_eager: Sequence[EagerFunction] = (), graph_breaks: Sequence[ReasonReport] = ()
-) -> Work:
-    """Count what this process did in functions compiled by cgpass.
-
-    Args:
-        left_to_eager: Functions that were not compiled; nothing of them is counted.
-        graph_breaks: Those that no graph tells of.
-    """
-    work = Work(in_eager=bool(left_to_eager), graph_breaks=[*graph_breaks])
-    work.fell_back += [_left(each.place, each.reason) for each in left_to_eager]
-    for summary, runs in telemetry.graph_runs().values():
-        work.graphs += 1
-        _add_break(work, summary.graph_break)
-        where = (
-            summary.direction
-            if summary.place is None
-            else f"{summary.direction} of {summary.place}"
-        )
-        parts = {name: part for run in runs for name, part in run.parts.items()}
-        known = calls_of_parts(summary, runs)
-        if summary.skip is not None:
-            whole = sum(run.tally.calls for run in runs)
-            work.total += whole * summary.num_ops
-            work.plain.append(f"{where} ({many(summary.num_ops, 'operator')}): {summary.skip}")
-        for each in summary.partitions:
-            work.total += known[each.name].calls * each.num_ops
-            if each.captured and each.name in parts:
-                _add_captured(work, each, known[each.name], parts[each.name], where)
-            else:
-                _add_eager(work, each, where)
-    return work
-
-
-def _left(place: str | None, reason: Reason | ReasonReport) -> str:
-    return f"{why_left(place, reason)}; {reason.detail} [{reason.code}]; {reason.fix}"
-
-
-def _add_break(work: Work, reason: Reason | None) -> None:
-    if reason is None:
-        return
-    work.graph_breaks.append(reason)
-    if reason.rest is not None:
-        work.in_eager = True
-        left = _left(reason.rest, reason)
-        work.fell_back += [] if left in work.fell_back else [left]
-
-
-def _add_captured(
-    work: Work,
-    part: PartitionSummary,
-    ran: Ran,
-    run: telemetry.PartitionRun,
-    where: str,
-) -> None:
-    work.warmups += ran.warmups * part.num_ops
-    work.captured += ran.replays * part.num_ops
-    stats, reasons = run.stats, run.reasons
-    if ran.warmups < stats.warmups:
-        causes = (
-            "; ".join(str(why) for why in reasons if why.code in NEW) or OTHER_FIXES["new_shape"]
-        )
-        work.plain.append(
-            f"{where}, {part.name}: {stats.warmups} of {many(stats.calls, 'call')} were warm-ups, most with no recording "
-            f"after them, since hardly a call was like one before it: {causes}"
-        )
-    for why in reasons:
-        if why.code not in NEW:
-            told = work.plain if why.is_chosen else work.fell_back
-            told.append(f"{where}, {part.name}: {why}")
-
-
-def _add_eager(work: Work, part: PartitionSummary, where: str) -> None:
-    for reason in dict.fromkeys(part.why):
-        failed = reason.code in _FAILED
-        (work.fell_back if failed else work.plain).append(f"{where}, {part.name}: {reason}")
-
-
-def verdict(work: Work, least: float) -> tuple[bool, str]:
+def verdict(report: Facts, least: float) -> tuple[bool, str]:
     """Whether work was captured as it should, and that as text.
 
     Args:
-        work: What was done.
+        report: Of all that was done.
         least: Share of the operators that has to be captured, 0 to 1.
     """
-    if not work.graphs or not work.total:
-        return False, "\n".join([_nothing(work), *_fell_back(work)])
-    enough = work.captured >= least * work.total
-    passes = enough and not work.fell_back
-    head = (
-        f"cgpass check: {'passed' if passes else 'FAILED'}: {share(work.captured, work.total)} of the "
-        f"{many(work.total, 'operator')} that {ran(in_eager=work.in_eager)} were captured, {share(least, 1)} are wanted"
-    )
-    lines = [head]
-    if work.warmups > _MANY * (work.warmups + work.total):
-        lines.append(f"{work.warmups} more ran to warm up, which counts as neither")
-    outside = breaks(work.graph_breaks, "operators")
-    lines += [] if outside is None else [outside]
-    lines += _fell_back(work)
-    if not enough and work.plain:
-        lines += ["runs without graphs:", *(f"  {line}" for line in work.plain)]
-    return passes, "\n".join(lines)
-
-
-def wrapped(text: str) -> str:
-    """Text with its long lines in lines of at most 100 columns, the others indented further."""
-    lines: list[str] = []
-    for line in text.splitlines():
-        indent = line[: len(line) - len(line.lstrip())]
-        lines += textwrap.wrap(
-            line,
-            WIDTH,
-            subsequent_indent=f"{indent}  ",
-            break_long_words=False,
-            break_on_hyphens=False,
+    done, work = report.work
+    plain, fell_back = outside(report)
+    enough = bool(work) and done >= least * work
+    passes = enough and not fell_back
+    lines = [f"cgpass check: {'passed' if passes else 'FAILED'}: "]
+    if work:
+        which = "code ran after its" if report.left_to_eager else "functions ran after their"
+        lines[0] += (
+            f"{share(done, work)} of the {many(work, 'operator')} that compiled {which} warm-ups were captured, "
+            f"{share(least, 1)} are wanted"
         )
-    return "\n".join(lines)
-
-
-def _nothing(work: Work) -> str:
-    """What is said where nothing can be counted."""
-    head = "cgpass check: FAILED: "
-    if work.graphs:
-        more = "" if work.fell_back else "; run more steps"
-        return f"{head}nothing ran more often than to warm up{more}"
-    if at := only_breaks(work.graph_breaks):
-        return f"{head}nothing was compiled by cgpass: {at} left nothing to compile"
-    if work.fell_back:
-        return f"{head}nothing was compiled by cgpass"
-    return (
-        f'{head}nothing was compiled by cgpass: torch.compile(..., backend="cgpass") in this process is '
-        "what is checked, callables graphed by hand are not"
+    elif report.graphs:
+        lines[0] += "nothing ran more often than to warm up; run more steps"
+    else:
+        lines[0] += "nothing was compiled by cgpass"
+        if not (report.graph_breaks or fell_back):
+            lines[0] += (
+                ': torch.compile(..., backend="cgpass") in this process is what is checked, callables graphed by hand are '
+                "not"
+            )
+    if report.graph_breaks:
+        at = list(
+            dict.fromkeys((each.line or "").partition(" in ")[0] for each in report.graph_breaks)
+        )
+        lines.append(
+            f"graph breaks at {many(len(at), 'line')} ({listed(at)}): what runs there, outside of compiled functions, is "
+            "not among these operators"
+        )
+    lines += ["fell back:", *(f"  {each}" for each in fell_back)] if fell_back else []
+    lines += (
+        ["runs without graphs:", *(f"  {each}" for each in plain)] if plain and not enough else []
     )
+    return passes, "\n".join(row for each in lines for row in _rows(each))
 
 
-def _fell_back(work: Work) -> list[str]:
-    return ["fell back:", *(f"  {line}" for line in work.fell_back)] if work.fell_back else []
+def _rows(line: str) -> list[str]:
+    return wrapped(line, len(line) - len(line.lstrip()))
+
+
+def outside(report: Facts) -> tuple[list[str], list[str]]:
+    """What ran without graphs by design, and what was to be captured and ran without one all the same."""
+    plain: list[str] = []
+    fell_back = [
+        f"{each.left}; {each.detail} [{each.code}]; {each.fix}" for each in report.left_to_eager
+    ]
+    for graph in report.graphs:
+        if graph.skip is not None:
+            plain.append(f"{graph.name} ({many(graph.num_ops, 'operator')}): {graph.skip}")
+        for part in graph.partitions:
+            for reason in part.reasons:
+                late = reason.code in _FAILED if not part.captured else reason.code not in NEW
+                told = fell_back if late and not reason.is_chosen else plain
+                told.append(f"{graph.name}, {part.name}: {reason}")
+    return plain, list(dict.fromkeys(fell_back))
 
 
 def least_share(text: str) -> float:
@@ -202,12 +97,7 @@ def least_share(text: str) -> float:
 
 
 def run_script(script: str, args: Sequence[str], *, module: bool = False) -> int:
-    """Run a script as `python script args` does; returns the status that it exits with.
-
-    Args:
-        script: A path, or the name of a module.
-        args: Of the script.
-        module: Whether it is a module, which runs as `python -m script args` does.
+    """Run a script as `python script args` does, or a module as `python -m`; returns the status that it exits with.
 
     Raises:
         ReportError: There is no such script or module.
@@ -223,10 +113,8 @@ def run_script(script: str, args: Sequence[str], *, module: bool = False) -> int
             else:
                 runpy.run_path(script, run_name="__main__")
         except SystemExit as exit_:
-            if exit_.code is None:
-                return 0
-            if isinstance(exit_.code, int):
-                return exit_.code
+            if exit_.code is None or isinstance(exit_.code, int):
+                return exit_.code or 0
             sys.stderr.write(f"{exit_.code}\n")
             return 1
     return 0

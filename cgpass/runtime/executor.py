@@ -1,8 +1,7 @@
 """Runs the partitions of a graph in order: a flat list of steps over precomputed slots."""
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,25 +181,6 @@ class Executor:
             self.tally.calls += 1
             self.owner.enter_call(is_backward=self._is_backward)
             return self._run(args)
-
-    @contextlib.contextmanager
-    def observed(
-        self, context: Callable[[str], contextlib.AbstractContextManager[Any]]
-    ) -> Iterator[None]:
-        """Run every step inside of the context of its name; calls outside cost nothing for it."""
-
-        def wrap(step: Step, run: Run) -> Run:
-            def within(values: list[Any]) -> Any:
-                with context(step.name):
-                    return run(values)
-
-            return within
-
-        end = self.wrap(wrap)
-        try:
-            yield
-        finally:
-            end()
 
     def wrap(self, wrap: Callable[[Step, Run], Run]) -> Callable[[], None]:
         """Have steps run by what `wrap` makes of what runs them, until the returned function is called."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from cgpass.telemetry.reason import CallReasons, Reason, many
+from cgpass.telemetry.reason import CallReasons, Noted, Reason
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, RecordingNote
 
 GRAPHS_KEPT: Final = 1024
@@ -69,8 +69,25 @@ class Tally:
     calls: int = 0
 
 
+COUNTS: Final = tuple(spec.name for spec in dataclasses.fields(CallStats))
+
+
+def counts_of(stats: CallStats) -> dict[str, int]:
+    """Counts by name, as they are now."""
+    return {name: getattr(stats, name) for name in COUNTS}
+
+
+class _TrackedStats(CallStats):
+    """Counts that stay in the totals after whoever counted is gone."""
+
+    def __del__(self) -> None:
+        """Takes no lock: the garbage collector may come while this thread holds it."""
+        if not sys.is_finalizing():
+            _registry.ended.append([getattr(self, name) for name in COUNTS])
+
+
 class PartitionRun:
-    """What is known of a captured partition's calls; its counts stay when it is gone."""
+    """What is known of a captured partition's calls; it stays when the partition is gone."""
 
     def __init__(
         self,
@@ -78,33 +95,19 @@ class PartitionRun:
         notes: Sequence[RecordingNote],
         reasons: CallReasons | None = None,
     ) -> None:
+        self.stats = stats
         self.notes = notes
-        self._reasons = CallReasons() if reasons is None else reasons
-        self._live = weakref.ref(stats)
-        self._past = CallStats()
-        if isinstance(stats, _TrackedStats):
-            stats.run = self
-
-    @property
-    def stats(self) -> CallStats:
-        """Its counts, the last ones if it is gone."""
-        live = self._live()
-        return self._past if live is None else live
+        """Of its newest recordings, oldest first."""
+        self.call_reasons = CallReasons() if reasons is None else reasons
 
     @property
     def reasons(self) -> tuple[Reason, ...]:
         """Why calls of it ran without a graph, or warmed up again and again."""
-        stats = self.stats
-        return self._reasons.told(
-            calls=stats.calls,
-            plain_calls=stats.plain_calls,
-            warmups=stats.warmups,
-            recordings=stats.recordings,
-        )
+        return self.call_reasons.told(counts_of(self.stats))
 
-    def end(self, counts: Sequence[int]) -> None:
-        """Keep what was counted in the end, in the order of `_COUNTS`."""
-        self._past = CallStats(*counts)
+    def now(self) -> tuple[dict[str, int], Noted]:
+        """Its counts and what was noted of its calls, to compare with later."""
+        return counts_of(self.stats), self.call_reasons.noted()
 
 
 @dataclass(frozen=True)
@@ -118,35 +121,17 @@ class GraphRun:
     """What runs it. The compiled function keeps that alive."""
 
 
-_COUNTS: Final = tuple(spec.name for spec in dataclasses.fields(CallStats))
-
-
-class _TrackedStats(CallStats):
-    """Counts that stay in the totals after whoever counted is gone."""
-
-    run: PartitionRun | None = None
-    """What reports know of the partition that counts, if it belongs to a compiled graph."""
-
-    def __del__(self) -> None:
-        """Takes no lock: the garbage collector may come while this thread holds it."""
-        if not sys.is_finalizing():
-            counts = [getattr(self, name) for name in _COUNTS]
-            _registry.ended.append(counts)
-            if self.run is not None:
-                self.run.end(counts)
-
-
 @dataclass
 class _Registry:
     lock: threading.Lock = field(default_factory=threading.Lock)
     compiled: CompileStats = field(default_factory=CompileStats)
     calls: list[weakref.ref[_TrackedStats]] = field(default_factory=list)
-    """Kept alive by whoever counts."""
+    """Kept alive by whoever counts, and by graphs that are listed."""
     named: list[tuple[weakref.ref[_TrackedStats], str]] = field(default_factory=list)
     """Counts of what belongs to no compiled graph."""
     ended: collections.deque[list[int]] = field(default_factory=collections.deque)
-    """Of what was collected since it was last added up, in the order of `_COUNTS`."""
-    past: list[int] = field(default_factory=lambda: [0] * len(_COUNTS))
+    """Of what was collected since it was last added up, in the order of `COUNTS`."""
+    past: list[int] = field(default_factory=lambda: [0] * len(COUNTS))
     """Sums over what is gone."""
     graphs: dict[int, GraphSummary] = field(default_factory=dict)
     """The newest, by number."""
@@ -159,7 +144,6 @@ class _Registry:
     calls_before: dict[int, int] = field(default_factory=dict)
     """Calls of these until then."""
     listeners: list[Callable[[int, GraphRun], None]] = field(default_factory=list)
-    """Told of what runs graphs that are compiled from now on."""
 
     def sums(self) -> list[int]:
         """Sums over all that ever counted. The lock is held."""
@@ -170,7 +154,7 @@ class _Registry:
             self.past = list(map(operator.add, self.past, self.ended.popleft()))
         return [
             total + sum(getattr(stats, name) for stats in live)
-            for name, total in zip(_COUNTS, self.past, strict=True)
+            for name, total in zip(COUNTS, self.past, strict=True)
         ]
 
     def count(self, parts: Sequence[PartitionSummary], sign: int) -> None:
@@ -186,10 +170,9 @@ compile_stats = _registry.compiled
 
 
 def new_call_stats(name: str | None = None) -> CallStats:
-    """Counts for one more captured partition; they stay in the totals after the partition is gone.
+    """Counts for one more captured partition; they stay in the totals after it is gone.
 
-    Args:
-        name: Of what the summary is to list by itself, since it belongs to no compiled graph.
+    What belongs to no compiled graph has a name: summaries list it by itself.
     """
     stats = _TrackedStats()
     with _registry.lock:
@@ -201,12 +184,33 @@ def new_call_stats(name: str | None = None) -> CallStats:
     return stats
 
 
-def add_graph(summary: GraphSummary) -> int:
-    """Register a compiled graph.
+def named_stats() -> list[tuple[str, CallStats]]:
+    """Counts of what lives and belongs to no compiled graph, with its names."""
+    with _registry.lock:
+        return [(name, stats) for ref, name in _registry.named if (stats := ref()) is not None]
 
-    Returns:
-        Its number, for `replace_partition`.
-    """
+
+def add_step(step: Any) -> None:
+    """Have summaries list a training step, as its `explain()` does, as long as it lives."""
+    with _registry.lock:
+        _registry.steps.add(step)
+
+
+def steps() -> list[Any]:
+    """Training steps that were called."""
+    with _registry.lock:
+        return [step for step in _registry.steps if step.calls]
+
+
+def new_function() -> int:
+    """A number for one more function that is compiled; its graphs carry it."""
+    with _registry.lock:
+        _registry.functions += 1
+        return _registry.functions - 1
+
+
+def add_graph(summary: GraphSummary) -> int:
+    """Register a compiled graph; returns its number."""
     with _registry.lock:
         number = _registry.compiled.graphs
         _registry.graphs[number] = summary
@@ -217,33 +221,8 @@ def add_graph(summary: GraphSummary) -> int:
         return number
 
 
-def add_step(step: Any) -> None:
-    """Have the summary list a training step, as its `explain()` does, as long as it lives."""
-    with _registry.lock:
-        _registry.steps.add(step)
-
-
-def steps_summary() -> str:
-    """What is known of training steps that were called, a few lines each."""
-    with _registry.lock:
-        steps = [step for step in _registry.steps if step.calls]
-    return "\n".join(step.explain() for step in steps)
-
-
-def new_function() -> int:
-    """A number for one more function that is compiled; its graphs carry it."""
-    with _registry.lock:
-        _registry.functions += 1
-        return _registry.functions - 1
-
-
 def add_run(graph: int, run: GraphRun) -> None:
-    """Note what runs a graph.
-
-    Args:
-        graph: Its number; nothing is noted of one too old to be listed.
-        run: What runs it.
-    """
+    """Note what runs a graph; nothing is noted of one too old to be listed."""
     with _registry.lock:
         if graph in _registry.graphs:
             _registry.runs.setdefault(graph, []).append(run)
@@ -253,29 +232,18 @@ def add_run(graph: int, run: GraphRun) -> None:
 
 
 def listen(listener: Callable[[int, GraphRun], None]) -> Callable[[], None]:
-    """Have `listener` told of what runs each graph that is compiled from now on, and the graph's number.
-
-    Returns:
-        What ends that.
-    """
-    with _registry.lock:
-        _registry.listeners.append(listener)
+    """Have `listener` told of what runs each graph that is compiled from now on, until the result is called."""
+    _registry.listeners.append(listener)
 
     def end() -> None:
-        with _registry.lock:
-            if listener in _registry.listeners:
-                _registry.listeners.remove(listener)
+        if listener in _registry.listeners:
+            _registry.listeners.remove(listener)
 
     return end
 
 
 def replace_partition(graph: int, part: PartitionSummary) -> None:
-    """Note that a captured partition turned out to be an eager one, or an eager one to be captured again.
-
-    Args:
-        graph: Number of the compiled graph; nothing is noted of one too old to be listed.
-        part: What the partition of this name is now.
-    """
+    """Note what the partition of this name is now; nothing is noted of a graph too old to be listed."""
     with _registry.lock:
         summary = _registry.graphs.get(graph)
         if summary is None:
@@ -304,68 +272,8 @@ def counters() -> dict[str, int]:
     """
     with _registry.lock:
         totals = dataclasses.asdict(_registry.compiled)
-        totals.update(zip(_COUNTS, _registry.sums(), strict=True))
+        totals.update(zip(COUNTS, _registry.sums(), strict=True))
     return totals
-
-
-def begin_summary() -> None:
-    """Have summaries list only graphs that are compiled or called from now on."""
-    with _registry.lock:
-        _registry.since = _registry.compiled.graphs
-        _registry.calls_before = {
-            number: _calls(_registry.runs.get(number, ())) for number in _registry.graphs
-        }
-
-
-def _calls(runs: Sequence[GraphRun]) -> int:
-    return sum(run.tally.calls for run in runs)
-
-
-def summarised() -> tuple[tuple[GraphSummary, tuple[GraphRun, ...]], ...]:
-    """Graphs that were compiled or called since `begin_summary`, oldest first."""
-    before = _registry.calls_before
-    return tuple(
-        (graph, runs)
-        for number, (graph, runs) in graph_runs().items()
-        if number >= _registry.since or _calls(runs) > before.get(number, 0)
-    )
-
-
-def graphs_summary() -> str:
-    """Every graph that is listed and was compiled or called since `begin_summary`, a few lines each."""
-    older = compile_stats.graphs - GRAPHS_KEPT - _registry.since
-    lines = [many(older, "older graph")] if older > 0 else []
-    for graph, runs in summarised():
-        broken = None if graph.direction == "backward" else graph.graph_break
-        lines += [str(graph), *([f"  {broken.ending}"] if broken else []), *_plain_calls(runs)]
-    return "\n".join(lines)
-
-
-def _plain_calls(runs: Sequence[GraphRun]) -> list[str]:
-    parts = {name: part for run in runs for name, part in run.parts.items()}
-    return [f"  {name}: {why}" for name, part in parts.items() for why in part.reasons]
-
-
-def by_hand_summary() -> str:
-    """What was graphed by hand and lives, a line each."""
-    with _registry.lock:
-        named = list(_registry.named)
-    return "\n".join(
-        f"{name}, graphed by hand: {many(stats.recordings, 'recording')}, {many(stats.calls, 'call')}, "
-        f"{stats.plain_calls} of them without a graph"
-        for ref, name in named
-        if (stats := ref()) is not None
-    )
-
-
-def graphs(since: int = 0) -> tuple[GraphSummary, ...]:
-    """The graphs compiled in this process, oldest first; at most the newest `GRAPHS_KEPT`.
-
-    Args:
-        since: Number of graphs to leave out, as `counters()["graphs"]` gave it.
-    """
-    with _registry.lock:
-        return tuple(graph for number, graph in _registry.graphs.items() if number >= since)
 
 
 def graph_runs() -> dict[int, tuple[GraphSummary, tuple[GraphRun, ...]]]:
@@ -375,3 +283,35 @@ def graph_runs() -> dict[int, tuple[GraphSummary, tuple[GraphRun, ...]]]:
             number: (graph, tuple(_registry.runs.get(number, ())))
             for number, graph in _registry.graphs.items()
         }
+
+
+def graphs(since: int = 0) -> tuple[GraphSummary, ...]:
+    """The graphs compiled in this process, oldest first; at most the newest `GRAPHS_KEPT`.
+
+    Args:
+        since: Number of graphs to leave out, as `counters()["graphs"]` gave it.
+    """
+    return tuple(graph for number, (graph, _) in graph_runs().items() if number >= since)
+
+
+def calls_of(runs: Sequence[GraphRun]) -> int:
+    """Calls of a graph."""
+    return sum(run.tally.calls for run in runs)
+
+
+def begin_summary() -> None:
+    """Have summaries list only graphs that are compiled or called from now on."""
+    calls = {number: calls_of(runs) for number, (_, runs) in graph_runs().items()}
+    with _registry.lock:
+        _registry.since, _registry.calls_before = _registry.compiled.graphs, calls
+
+
+def summarised() -> tuple[int, list[tuple[GraphSummary, tuple[GraphRun, ...]]]]:
+    """Graphs that were compiled or called since `begin_summary`, oldest first; and how many are too old to be listed."""
+    before, since = _registry.calls_before, _registry.since
+    listed = [
+        (graph, runs)
+        for number, (graph, runs) in graph_runs().items()
+        if number >= since or calls_of(runs) > before.get(number, 0)
+    ]
+    return max(0, _registry.compiled.graphs - GRAPHS_KEPT - since), listed

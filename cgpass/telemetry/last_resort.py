@@ -11,20 +11,15 @@ class LastResort(logging.Handler):
         """Print a record that nobody else takes."""
         if sys.stderr is None or logging.lastResort is None or self._has_company(record.name):
             return
-        try:
-            text = self.format(record)
-            head = "" if text.startswith("cgpass") else "cgpass: "
-            sys.stderr.write(f"{head}{text}\n")
-        except Exception:
-            self.handleError(record)
+        text = self.format(record)
+        head = "" if text.startswith("cgpass") else "cgpass: "
+        sys.stderr.write(f"{head}{text}\n")
 
     def _has_company(self, name: str) -> bool:
         logger: logging.Logger | None = logging.getLogger(name)
-        while logger is not None:
-            if any(handler is not self for handler in logger.handlers):
-                return True
+        while logger is not None and all(handler is self for handler in logger.handlers):
             logger = logger.parent if logger.propagate else None
-        return False
+        return logger is not None
 
 
 def install() -> None:

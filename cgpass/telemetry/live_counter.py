@@ -1,85 +1,51 @@
 """`cgpass.counters()` where torch has its own: `torch._dynamo.utils.counters["cgpass"]`."""
 
-import collections
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 from cgpass import telemetry, torch_private
 
 
-class LiveCounter(collections.Counter[str]):
-    """A counter that says what somebody else counts, whenever it is read. Clearing it makes it count from there."""
+class LiveCounter(Mapping[str, int]):
+    """Says what `cgpass.counters()` does, whenever it is read. Clearing it makes it count from there."""
 
-    is_shown = False
-
-    def __init__(self, read: Callable[[], Mapping[str, int]]) -> None:
-        """Args: read: gives the counts."""
-        super().__init__()
-        self._read = read
+    def __init__(self) -> None:
         self._base: dict[str, int] = {}
-
-    def _refresh(self) -> "LiveCounter":
-        for name, count in self._read().items():
-            dict.__setitem__(self, name, count - self._base.get(name, 0))
-        return self
 
     def clear(self) -> None:
         """Count from here."""
-        self._base = dict(self._read())
-        super().clear()
+        self._base = telemetry.counters()
 
-    def copy(self) -> collections.Counter[str]:  # pyrefly: ignore[bad-override]
+    def copy(self) -> Counter[str]:
         """The counts as they are now."""
-        return collections.Counter(dict(self.items()))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return collections.Counter, (dict(self.items()),)
+        counts = telemetry.counters()
+        return Counter({name: n - self._base.get(name, 0) for name, n in counts.items()})
 
     def __getitem__(self, name: str) -> int:
-        return dict.get(self._refresh(), name, 0)
-
-    def get(self, name: str, default: Any = None) -> Any:  # pyrefly: ignore[bad-override]
-        """One count."""
-        return dict.get(self._refresh(), name, default)
-
-    def __contains__(self, name: object) -> bool:
-        return dict.__contains__(self._refresh(), name)
+        return self.copy()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return dict.__iter__(self._refresh())
+        return iter(self.copy())
 
     def __len__(self) -> int:
-        return dict.__len__(self._refresh())
-
-    def __eq__(self, other: object) -> bool:
-        return dict(self.items()) == other
-
-    __hash__ = None  # pyrefly: ignore
+        return len(self.copy())
 
     def __repr__(self) -> str:
         return repr(self.copy())
 
-    def keys(self) -> KeysView[str]:  # pyrefly: ignore[bad-override]
-        """Names."""
-        return dict.keys(self._refresh())
-
-    def values(self) -> ValuesView[int]:  # pyrefly: ignore[bad-override]
-        """Counts."""
-        return dict.values(self._refresh())
-
-    def items(self) -> ItemsView[str, int]:  # pyrefly: ignore[bad-override]
-        """Names and counts."""
-        return dict.items(self._refresh())
+    def __reduce__(self) -> tuple[type, tuple[dict[str, int]]]:
+        return Counter, (dict(self.copy()),)
 
 
-_counter = LiveCounter(telemetry.counters)
+_shown: LiveCounter | None = None
 
 
 def show() -> None:
     """Have torch's counters list ours; again and from zero on, if somebody emptied them."""
+    global _shown
     counters = torch_private.dynamo_counters()
-    if counters.get("cgpass") is not _counter:
-        if _counter.is_shown:
-            _counter.clear()
-        _counter.is_shown = True
-        counters["cgpass"] = _counter
+    if _shown is None or counters.get("cgpass") is not _shown:
+        again, _shown = _shown is not None, LiveCounter()
+        if again:
+            _shown.clear()
+        counters["cgpass"] = _shown

@@ -1,8 +1,9 @@
 """Why something runs outside of CUDA graphs: what messages, summaries and reports say of it."""
 
+import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,15 +28,15 @@ OTHER_FIXES: Final = {
     "new_tensor": "write into it in place (copy_) instead of replacing it",
     "new_shape": "keep to a few sizes (pad), and pass a number that changes as a 0-dim tensor on the device",
     "graph_break": "do what torch hints at, in the report's words; TORCH_LOGS=graph_breaks shows more",
+    "recompiled": "keep dtypes, sizes and Python values the same from call to call; a few of each cost nothing later",
     "recompile_limit": "keep what changes from call to call the same, or make it a tensor; TORCH_LOGS=recompiles "
-    "names every cause",
+    "names each cause",
 }
+"""What a user can do, by code, where no rule about an operator is the reason."""
 OTHER_OPTIONS: Final = (
     "compile it once, with one set of options, or call torch.compiler.reset() before it gets others"
 )
 """What a user can do where other options had a function compiled as often as torch allows."""
-"""What a user can do, by code, where no rule about an operator is the reason."""
-
 
 _SIZE: Final = re.compile(r"^(.+)\.size\((\d+)\)$")
 _ORDINALS: Final = ("first", "second", "third")
@@ -69,22 +70,12 @@ def many(count: float, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def ways(hints: Iterable[str]) -> str:
-    """Several things that a user can do, as one text: each a sentence of its own."""
-    first, *others = dict.fromkeys(hint.strip() for hint in hints)
-    text = first
-    for hint in others:
-        text = f"{text.rstrip('.')}. Or: {hint}"
-    return text
-
-
 @dataclass(frozen=True)
 class Reason:
-    """Why a node runs outside of any CUDA graph."""
+    """Why something runs outside of any CUDA graph. The same from the compiler to a saved report."""
 
     code: str
-    """Stable name of the rule, a key of `graph.op_tables.FIXES` or of `OTHER_FIXES`; "capture" where the capture of a
-    whole partition failed and no operator was found."""
+    """Stable name of the rule."""
     op: str
     """What the node calls; empty if no single operator is to blame."""
     detail: str
@@ -94,8 +85,13 @@ class Reason:
     line: str | None = None
     """The user's line, `model.py:41 in forward: code`."""
     rest: str | None = None
-    """Of a graph break that `torch.compile` can't go on behind: what it left to eager, `the rest of forward from
-    model.py:40 on`."""
+    """What `torch.compile` left to eager for it: a function, or `the rest of forward from model.py:40 on`."""
+    count: int = 1
+    """Operators that a report says it of."""
+
+    def times(self, count: int) -> "Reason":
+        """The same, said of so many operators."""
+        return dataclasses.replace(self, count=count)
 
     @property
     def is_chosen(self) -> bool:
@@ -109,6 +105,12 @@ class Reason:
         left = f"; {self.rest} is left to eager" if self.rest else ""
         return f"ends at a graph break{place}: {self.detail}{left}"
 
+    @property
+    def left(self) -> str:
+        """Of a function that was left to eager, which one and because of which line."""
+        because = f", because of {self.line}" if self.line else ""
+        return f"left to eager: {self.rest or 'a function without a line of its own'}{because}"
+
     def __str__(self) -> str:
         """One line for messages and reports."""
         place = f" at {self.line}" if self.line else ""
@@ -120,6 +122,19 @@ _FEW: Final = 4
 """Warm-ups without a recording after them that any partition may have."""
 _MANY: Final = 0.2
 """Share of calls from which on such warm-ups are worth a word."""
+
+
+def excused(counts: Mapping[str, int]) -> int:
+    """Warm-ups that are no calls without a graph: all, unless calls go on warming up what is never recorded."""
+    idle = counts["warmups"] - counts["recordings"]
+    return (
+        counts["recordings"]
+        if idle > _FEW and idle > _MANY * counts["calls"]
+        else counts["warmups"]
+    )
+
+
+Noted = tuple[Counter[str], Counter[tuple[str, str, str | None]]]
 
 
 class CallReasons:
@@ -154,38 +169,28 @@ class CallReasons:
         """
         self._changed.update((code, *each) for each in inputs)
 
-    def told(
-        self,
-        *,
-        calls: int,
-        plain_calls: int,
-        warmups: int,
-        recordings: int,
-    ) -> tuple[Reason, ...]:
+    def noted(self) -> Noted:
+        """What was noted so far, for `told` of what comes after."""
+        return self._counts.copy(), self._changed.copy()
+
+    def told(self, counts: Mapping[str, int], since: Noted | None = None) -> tuple[Reason, ...]:
         """All of it as reasons.
 
         Args:
-            calls: All that were made.
-            plain_calls: Those that ran without a graph after their warm-up.
-            warmups: Those that warmed up.
-            recordings: Made after them.
+            counts: What the partition's counters grew by, by name.
+            since: What had been noted before.
         """
-        counts = dict(self._counts)
-        details = dict(self._details)
-        left = plain_calls - sum(counts.values())
-        if left > 0:
-            counts["passing"], details["passing"] = (
-                left,
-                ("they could not be recorded just then", None),
-            )
-        found = [
-            _without_a_graph(code, count, calls, *details[code]) for code, count in counts.items()
-        ]
-        idle = warmups - recordings
-        if idle <= _FEW or idle <= _MANY * calls:
+        before, changed_before = since or (Counter(), Counter())
+        calls, details = counts["calls"], dict(self._details)
+        without = self._counts - before
+        if (left := counts["plain_calls"] - without.total()) > 0:
+            without["passing"] = left
+            details["passing"] = "they could not be recorded just then", None
+        found = [_without_a_graph(code, n, calls, *details[code]) for code, n in without.items()]
+        if excused(counts) == counts["warmups"]:
             return tuple(found)
-        changed = self._changed.items()
-        return (*found, *(_new(*key, count, calls) for key, count in changed if 2 * count > idle))
+        idle, changed = counts["warmups"] - counts["recordings"], self._changed - changed_before
+        return (*found, *(_new(*key, n, calls) for key, n in changed.items() if 2 * n > idle))
 
 
 def _without_a_graph(code: str, count: int, calls: int, detail: str, line: str | None) -> Reason:

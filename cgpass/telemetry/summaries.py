@@ -1,6 +1,6 @@
 """What is kept of compiled graphs, partitions and recordings for reports: texts and numbers, nothing of the user's."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,34 +12,52 @@ RECORDINGS_KEPT: Final = 64
 
 @dataclass(frozen=True)
 class PartitionSummary:
-    """One partition of a compiled graph, for reports."""
+    """One partition of a compiled graph."""
 
     name: str
     captured: bool
     num_ops: int
-    reasons: tuple[str, ...] = ()
-    """Why it is not captured, one line a node."""
-    skipped: bool = False
-    """Whether something in it can't be captured."""
-    why: tuple[Reason, ...] = ()
+    """Operators of its graph, before any are fused."""
+    reasons: tuple[Reason, ...] = ()
     """Why it is not captured, one for each operator to blame."""
+    told: str = ""
+    """Said instead of the reasons, in one line."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether something in it can't be captured."""
+        return not self.captured and not all(reason.is_chosen for reason in self.reasons)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """A line for each reason, and one for all operators that are left out for the same one."""
+        if self.told:
+            return (self.told,)
+        alike: dict[str, list[Reason]] = {}
+        for reason in self.reasons:
+            key = f"{reason.code} {reason.detail}" if reason.is_chosen else str(reason)
+            alike.setdefault(key, []).append(reason)
+        return tuple(
+            f"{first}{f' (and {len(more)} more)' if more and first.is_chosen else ''}"
+            for first, *more in alike.values()
+        )
 
 
 @dataclass(frozen=True)
 class GraphSummary:
-    """One compiled graph, for reports."""
+    """One compiled graph."""
 
     direction: str
     """"forward", "backward" or "inference"."""
     partitions: tuple[PartitionSummary, ...]
     skip: str | None = None
-    """Why the whole graph runs plainly, if it does."""
+    """Why the whole graph runs without CUDA graphs, if it does."""
     num_ops: int = 0
-    """Operators of a graph that runs plainly."""
+    """Operators of such a graph."""
     place: str | None = None
     """Where the function that it belongs to begins, `model.py:41 in forward`."""
     why: tuple[Reason, ...] = ()
-    """Why the whole graph runs plainly, one for each operator to blame."""
+    """The reasons for `skip`, one for each operator to blame."""
     function: int | None = None
     """The compiled function that it belongs to, as `telemetry.new_function` numbers them."""
     graph_break: Reason | None = None
@@ -47,23 +65,38 @@ class GraphSummary:
     driver: str | None = None
     """What records it, "cuda" or "simulated", if anything does."""
 
+    @property
+    def name(self) -> str:
+        """Its direction, and where its function begins."""
+        return self.direction if self.place is None else f"{self.direction} of {self.place}"
+
     def __str__(self) -> str:
-        head = self.direction if self.place is None else f"{self.direction} of {self.place}"
         if self.skip is not None:
-            return (
-                f"{head}: runs without CUDA graphs ({many(self.num_ops, 'operator')}): {self.skip}"
-            )
+            count = many(self.num_ops, "operator")
+            return f"{self.name}: runs without CUDA graphs ({count}): {self.skip}"
         captured = [p for p in self.partitions if p.captured]
         eager = [p for p in self.partitions if not p.captured]
-        head += (
-            f": {many(len(captured), 'partition')} captured ({_operators(captured)}), "
+        head = (
+            f"{self.name}: {many(len(captured), 'partition')} captured ({_operators(captured)}), "
             f"{len(eager)} eager ({_operators(eager)})"
         )
-        return "\n".join([head, *(f"  {p.name}: {reason}" for p in eager for reason in p.reasons)])
+        return "\n".join([head, *(f"  {p.name}: {line}" for p in eager for line in p.lines)])
 
 
 def _operators(parts: Sequence[PartitionSummary]) -> str:
     return many(sum(part.num_ops for part in parts), "operator")
+
+
+def counted(found: Iterable[Reason]) -> tuple[Reason, ...]:
+    """Each reason once, with how often it was found; those that nobody can help come last."""
+    first: dict[object, Reason] = {}
+    counts: dict[object, int] = {}
+    for reason in found:
+        key = (reason.code, reason.detail, reason.op) if reason.is_chosen else reason
+        counts[key] = counts.get(key, 0) + reason.count
+        first.setdefault(key, reason)
+    ordered = sorted(first, key=lambda key: first[key].is_chosen)
+    return tuple(first[key].times(counts[key]) for key in ordered)
 
 
 @dataclass(frozen=True)
@@ -78,8 +111,8 @@ class RecordingNote:
     """Bytes that each replay copies."""
     pool: int
     """Which of the function's pools it lies in."""
-    record_ms: float
-    """Host time of capturing and instantiating it."""
+    record_ms: float | None
+    """Host time of capturing and instantiating it; None in reports of simulated graphs."""
     instantiate_ms: float | None = None
     """Host time of ending the capture, in which the graph is instantiated; None if no device does that."""
     warm_up_ms: float | None = None

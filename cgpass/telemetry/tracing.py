@@ -40,13 +40,7 @@ is_on = torch_private.is_traced
 
 
 def add_text(name: str, make: Callable[[], str], trace_id: object = None) -> None:
-    """Add a text.
-
-    Args:
-        name: Of the text, after "cgpass_".
-        make: Makes it, if something is traced.
-        trace_id: What it is listed under if no compilation runs now.
-    """
+    """Add a text, listed under `trace_id` if no compilation runs now."""
     _add(name, "string", make, trace_id)
 
 
@@ -67,14 +61,7 @@ def event(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def add_recording(partition: str, number: int, note: RecordingNote, source: Source) -> None:
-    """Add a recording that was just made: its cause and durations as JSON, and on the timeline.
-
-    Args:
-        partition: The graph's direction and the partition's name.
-        number: Of the recording, among the partition's.
-        note: What is known of it.
-        source: Of the function that it belongs to.
-    """
+    """Add the partition's recording that was just made: its cause and durations as JSON, and on the timeline."""
     if not is_on():
         return
     about = {"partition": partition, "function": source.place, "recording": number}
@@ -82,7 +69,7 @@ def add_recording(partition: str, number: int, note: RecordingNote, source: Sour
     name = f"{partition.replace(' ', '_')}_recording_{number}"
     add_json(name, lambda: told, source.trace_id)
     end = time.time_ns()
-    start = end - int(note.record_ms * 1e6)
+    start = end - int((note.record_ms or 0) * 1e6)
     inner = []
     if note.instantiate_ms is not None:  # nearly the last thing that recording does
         inner = [("cgpass.instantiate", (end - int(note.instantiate_ms * 1e6), end))]

@@ -45,7 +45,6 @@ from cgpass.torch_private.dynamo import (
     input_names,
     input_position,
     is_compiled,
-    is_compiled_by,
     is_disabled,
     is_recompile_limit,
     not_one_graph,

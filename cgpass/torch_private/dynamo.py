@@ -162,22 +162,6 @@ def is_compiled(fn: Any) -> bool:
     return hasattr(fn, "_torchdynamo_orig_callable") and not is_disabled(fn)
 
 
-def is_compiled_by(fn: Any, backend: Callable[..., Any]) -> bool:
-    """Whether `torch.compile` returned a function or module that a backend compiles, as far as that can be seen.
-
-    Source: torch/_dynamo/eval_frame.py `OptimizedModule`, `_TorchDynamoContext.__call__`, 2.11 to 2.15.
-    """
-    from torch._dynamo.eval_frame import OptimizedModule
-
-    if isinstance(fn, OptimizedModule):
-        return _innermost_backend(getattr(fn.dynamo_ctx, "callback", None)) is backend
-    if not isinstance(fn, types.FunctionType) or not is_compiled(fn):
-        return False
-    cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
-    around = {name: cell for name, cell in cells if name == "callback"}
-    return any(_innermost_backend(cell.cell_contents) is backend for cell in around.values())
-
-
 def is_disabled(fn: Any) -> bool:
     """Whether `torch.compiler.disable` returned a function."""
     return bool(getattr(fn, "_torchdynamo_disable", False))

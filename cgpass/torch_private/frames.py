@@ -6,7 +6,7 @@ import threading
 import traceback
 import types
 from collections import deque
-from collections.abc import Container, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,19 +92,6 @@ class GraphBreak:
     def line(self) -> traceback.FrameSummary | None:
         """The innermost."""
         return self.stack[-1] if self.stack else None
-
-    def was_met_by(self, ran: Container[types.CodeType]) -> bool:
-        """Whether what was compiled when it was met, or left to eager for it, is among code that ran.
-
-        Source: torch/csrc/dynamo/cache_entry.h, `CacheEntry`, 2.11 to 2.15.
-        """
-        from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
-
-        if self.over:
-            return False
-        entries = _debug_get_cache_entry_list(self.code)
-        made = [entry.code for entry in entries if str(entry.compile_id) == self.compile_id]
-        return any(code in ran for code in made or [self.code])
 
 
 _graph_breaks: deque[GraphBreak] = deque(maxlen=1024)

@@ -1,8 +1,10 @@
-"""Graph breaks behind which `torch.compile` leaves the rest of a function to eager, though the beginning is compiled."""
+"""Graph breaks, and what `torch.compile` left to eager for them or at its limit: line, cause and remedy."""
 
 import contextlib
 import inspect
+import logging
 import traceback
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +14,13 @@ import cgpass
 from cgpass import __main__ as command
 from cgpass import torch_private
 from cgpass.compile.facts import breaks
-from cgpass.report.model import Report
-from cgpass.report.page import html
+from cgpass.report import eager
+from cgpass.report.report import Report
+from tests.usage.programs import counted
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
-
+CALLED = "; or put what can be compiled into functions of its own"
+log = logging.getLogger(__name__)
 
 pytestmark = pytest.mark.usefixtures("simulated", "counted_alone")
 
@@ -26,21 +30,25 @@ def block():
     yield
 
 
+def chain(x):
+    return x.sin().cos().exp().tanh()
+
+
 def tries(x):
-    y = x.sin().cos().exp().tanh()
+    y = chain(x)
     try:  # from here on
         if y.sum() > 1e9:  # the line to name
             raise ValueError("too large")  # noqa: TRY301
     except ValueError:
         y = y * 2
-    return y.sin().cos().exp().tanh()
+    return chain(y)
 
 
 def within(x):
-    y = x.sin().cos().exp().tanh()
+    y = chain(x)
     with block():  # from here on
         s = y.sum().item()  # the line to name
-    return y.sin().cos().exp().tanh() * s
+    return chain(y) * s
 
 
 class Head(nn.Module):
@@ -49,155 +57,25 @@ class Head(nn.Module):
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x):
-        x = self.layer(x).sin().cos().tanh()
+        x = chain(self.layer(x))
         with block():  # from here on
             torch._dynamo.graph_break()  # the line to name
         return x.sin().cos()
 
 
 class Model(nn.Module):
-    def __init__(self):
+    def __init__(self, head=Head):
         super().__init__()
-        self.first, self.head, self.last = nn.Linear(4, 4), Head(), nn.Linear(4, 4)
+        self.first, self.head, self.last = nn.Linear(4, 4), head(), nn.Linear(4, 4)
 
     def forward(self, x):
-        return self.last(self.head(self.first(x).sin().cos().tanh())).sin().cos().tanh()
+        return chain(self.last(self.head(chain(self.first(x)))))  # what is called
 
 
-class WithLoss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x, labels=None):
-        x = self.layer(x).sin().cos().tanh()
-        try:  # from here on
-            torch._dynamo.graph_break()  # the line to name
-            loss = (x - labels).square().mean()
-        finally:
-            pass
-        return loss
-
-
-def step(model, x, labels):
-    loss = model(x, labels=labels)
+def step(model, x):
+    loss = model(x).sum()
     loss.backward()
     return loss.detach()
-
-
-# What is explained with which arguments, and whose rest is left to eager.
-GIVEN = {
-    "try": (tries, (X,), tries, "Data-dependent"),
-    "with": (within, (X,), within, "Unsupported Tensor.item() call"),
-    "a sub-module": (Model, (X,), Head.forward, "torch._dynamo.graph_break()"),
-    "labels": (step, (WithLoss, X, X * 2), WithLoss.forward, "torch._dynamo.graph_break()"),
-}
-
-
-def made(value):
-    return value() if isinstance(value, type) else value
-
-
-def lines_of(fn):
-    """Where the rest begins, and the line to name."""
-    with open(__file__) as file:
-        source = file.read().splitlines()
-    begin = fn.__code__.co_firstlineno
-    ends = ("# from here on", "# the line to name")
-    return [next(i for i in range(begin, 999) if source[i - 1].endswith(end)) for end in ends]
-
-
-@pytest.mark.parametrize("given", GIVEN)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_rest_of_a_function_behind_a_break_in_a_block_is_left_to_eager(given, compiled):
-    what, args, cut, why = GIVEN[given]
-    fn, args = made(what), [made(arg) for arg in args]
-    if compiled:
-        args = [torch.compile(a, backend="cgpass") if callable(a) else a for a in args]
-        fn = fn if fn is step else torch.compile(fn, backend="cgpass")
-        fn(*args)  # long before
-    report = cgpass.explain(fn, *args)
-    (left,) = report.left_to_eager
-    rest, line = lines_of(cut)
-    name = cut.__name__
-    assert left.place == f"the rest of {name} from test_breaks.py:{rest} on"
-    assert left.reason.code == "graph_break"
-    assert left.reason.line.startswith(f"test_breaks.py:{line} in {name}: ")
-    assert why in left.reason.detail
-    assert "functions of its own" in left.reason.fix
-    assert "step_unsupported" not in str(report)
-    text = " ".join(str(report).split())
-    assert f"left to eager: {left.place}; what that runs itself is not among these" in text
-    assert "% of the" in text
-    assert "operators of compiled functions" not in text
-    assert f", but for {left.place}" in text
-    assert f"test_breaks.py:{line}" in html(report)
-    assert f", but for {left.place}" in html(report)
-    assert f"{left.place} is left to eager" in cgpass.summary()
-    assert Report.from_dict(report.to_dict()) == report
-
-
-def test_a_break_that_nobody_noted_names_the_block(monkeypatch):
-    monkeypatch.setattr(torch_private, "graph_breaks", list)
-    (left,) = cgpass.explain(tries, X).left_to_eager
-    rest, _ = lines_of(tries)
-    assert left.place == f"the rest of tries from test_breaks.py:{rest} on"
-    assert left.reason.line.startswith(f"test_breaks.py:{rest} in tries: try:")
-    assert "is in a block (try:, with) that has a graph break" in left.reason.detail
-    assert "TORCH_LOGS=graph_breaks shows more. Or: put what can be" in left.reason.fix
-
-
-SCRIPT = """
-import torch
-from tests.report import test_breaks
-
-call = torch.compile(test_breaks.tries, backend="cgpass")
-for _ in range(10):
-    call(test_breaks.X)
-"""
-
-
-def test_a_script_the_rest_of_whose_function_is_left_to_eager_fails(tmp_path, capsys):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    saved = tmp_path / "all.json"
-    assert command.main(["check", "--save", str(saved), str(tmp_path / "script.py")]) == 1
-    said = capsys.readouterr().out
-    rest, line = lines_of(tries)
-    left = f"left to eager: the rest of tries from test_breaks.py:{rest} on, because of test_breaks.py:{line} in tries: "
-    assert said.startswith("cgpass check: FAILED: 100% of the 36 operators that compiled code ran")
-    assert (
-        f"fell back:\n  {left}".split()
-        == said[said.index("fell back:") :].split()[: len(left.split()) + 2]
-    )
-    assert said.count("left to eager") == 1
-    assert "graph breaks at" not in said
-    assert command.main(["report", str(saved), "-o", "-"]) == 0
-    assert left[:60] in capsys.readouterr().out
-
-
-class Logs(nn.Module):
-    """A layer that reads a value on the host."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.seen = {}
-
-    def forward(self, x):
-        x = self.layer(x).sin().cos().tanh()
-        self.seen["mean"] = x.mean().item()  # the line to name
-        return x.sin().cos().exp().tanh()
-
-
-class Net(nn.Module):
-    def __init__(self, features):
-        super().__init__()
-        self.features = features
-
-    def forward(self, x):
-        x = x.sin().cos().tanh().exp()
-        x = self.features(x)  # what is called
-        return x.tanh().sin().cos().exp()
 
 
 def line_of(kind, comment="the line to name"):
@@ -205,55 +83,108 @@ def line_of(kind, comment="the line to name"):
     return first + next(i for i, text in enumerate(lines) if comment in text)
 
 
-def test_layers_beside_one_with_a_break_in_a_container_of_torchs_are_left_to_eager():
-    """Dynamo compiles none of torch's own functions by themselves, as what calls them ends at the break."""
-    report = cgpass.explain(
-        Net(nn.Sequential(nn.Linear(4, 4), Logs(), nn.Linear(4, 4))), X, training=False
-    )
-    (found,) = report.left_to_eager
-    called = f"test_breaks.py:{line_of(Net, 'what is called')} in forward"
-    assert found.place == f"what torch/nn/modules/container.py runs, called at {called}"
-    assert f"test_breaks.py:{line_of(Logs, 'the line to name')} in forward" in found.reason.line
-    assert found.reason.fix.endswith("instead of calling a container of torch's")
-    assert "operators of compiled code" in str(report)
+def at(kind, comment="the line to name"):
+    return f"test_breaks.py:{line_of(kind, comment)}"
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_container_of_torchs_that_is_given_itself_is_left_to_eager(compiled):
-    module = nn.Sequential(nn.Linear(4, 4), Logs(), nn.Linear(4, 4))
-    if compiled:
-        module = torch.compile(module, backend="cgpass")
-        for _ in range(3):
-            module(X)
-    (found,) = cgpass.explain(module, X, training=False).left_to_eager
-    assert found.place == "what torch/nn/modules/container.py runs besides"
-    assert f"test_breaks.py:{line_of(Logs, 'the line to name')} in forward" in found.reason.line
+def joined(report):
+    return " ".join(str(report).split())
 
 
-class Calls(nn.Module):
-    """Nothing lies before the call, so no graph is made of this forward before it."""
+# What is explained with which arguments, whose rest is left to eager, and why.
+GIVEN = {
+    "try": (lambda: (tries, X), tries, "a branch on a tensor's value"),
+    "with": (lambda: (within, X), within, "the host reads a tensor's value"),
+    "a sub-module": (lambda: (Model(), X), Head.forward, "torch._dynamo.graph_break() is called"),
+    "a step": (lambda: (step, torch.compile(Model(), backend="cgpass"), X), Head.forward, "torch."),
+}
 
-    def __init__(self, features):
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_the_rest_of_a_function_behind_a_break_in_a_block_is_left_to_eager(given):
+    make, cut, why = GIVEN[given]
+    report = cgpass.explain(*make())
+    (left,) = report.left_to_eager
+    assert left.rest == f"the rest of {cut.__name__} from {at(cut, '# from here on')} on"
+    assert left.line.startswith(f"{at(cut)} in {cut.__name__}: ")
+    assert left.detail.startswith(f"graph break: {why}")
+    assert left.fix.endswith(CALLED)
+    text = joined(report)
+    assert f"{left.rest} runs in eager because of {at(cut)} in {cut.__name__}: " in text
+    assert f": {left.detail} [graph_break]. Do: {left.fix}" in text
+    assert "operators of compiled code ran in graphs" in text
+    assert "what is left to eager is not among the operators" in text
+    assert "step_unsupported" not in text
+    assert Report.from_dict(report.to_dict()) == report
+
+
+def test_a_break_that_nobody_noted_names_the_block(monkeypatch):
+    monkeypatch.setattr(torch_private, "graph_breaks", list)
+    (left,) = cgpass.explain(tries, X).left_to_eager
+    assert left.line.startswith(f"{at(tries, '# from here on')} in tries: try:")
+    assert "a block (try:, with) has a graph break" in left.detail
+    assert left.fix == f"TORCH_LOGS=graph_breaks shows more{CALLED}"
+
+
+# ---- containers of torch's
+
+
+class Logs(nn.Module):
+    """A layer that reads a value on the host."""
+
+    def __init__(self):
         super().__init__()
-        self.features = features
+        self.layer, self.seen = nn.Linear(4, 4), {}
 
     def forward(self, x):
-        return self.features(x).sin().cos().tanh()  # what is called
+        x = chain(self.layer(x))
+        self.seen["mean"] = x.mean().item()  # the line to name
+        return chain(x)
 
 
-def test_a_container_of_torchs_that_is_called_first_is_named_once():
-    module = Calls(nn.Sequential(nn.Linear(4, 4), Logs(), nn.Linear(4, 4)))
-    for given in (module, module.features[1]):  # the layer alone has none around it
-        places = [each.place for each in cgpass.explain(given, X, training=False).left_to_eager]
-        called = f"test_breaks.py:{line_of(Calls, 'what is called')} in forward"
-        runs = f"what torch/nn/modules/container.py runs, called at {called}"
-        assert places == ([runs] if given is module else [])
+class Says(nn.Module):
+    """Says something before it does anything."""
+
+    def __init__(self, how=print):
+        super().__init__()
+        self.layer, self.how = nn.Linear(4, 4), how
+
+    def forward(self, x):
+        self.how("a layer %s", x.shape)  # the line to name
+        return chain(self.layer(x))
+
+
+@pytest.mark.parametrize("layer", [Logs, Says])
+@pytest.mark.parametrize("around", ["itself", "a module"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_layers_beside_one_with_a_break_in_a_container_are_left_to_eager(layer, around, compiled):
+    """Dynamo compiles none of torch's own functions by themselves, as what calls them ends at the break."""
+
+    def container():
+        return nn.Sequential(nn.Linear(4, 4), layer(), nn.Linear(4, 4))
+
+    module = container() if around == "itself" else Model(container)
+    call = torch.compile(module, backend="cgpass") if compiled else module
+    for _ in range(3 if compiled else 0):
+        call(X)
+    report = cgpass.explain(call, X, training=False)
+    runs = "what torch/nn/modules/container.py runs"
+    (left,) = (each for each in report.left_to_eager if each.rest.startswith(runs))
+    called = f", called at {at(Model, 'what is called')} in forward"
+    assert left.rest == runs + (" besides" if around == "itself" else called)
+    assert left.line.startswith(f"{at(layer)} in forward: ")
+    assert "loop over an nn.ModuleList in a forward of your own" in left.fix
+    assert not report.graph_breaks
+    if compiled:
+        assert left.rest in cgpass.summary()
 
 
 def test_a_layer_with_a_break_that_is_called_by_itself_leaves_nothing_else():
-    module = Net(Logs())
-    module.features.register_forward_hook(lambda module, args, out: out.exp())
-    assert cgpass.explain(module, X, training=False).left_to_eager == ()
+    module = Model(Logs)
+    module.head.register_forward_hook(lambda module, args, out: out.exp())
+    report = cgpass.explain(module, X, training=False)
+    assert report.left_to_eager == ()
+    assert [each.line.partition(" in ")[0] for each in report.graph_breaks] == [at(Logs)]
 
 
 def test_a_users_file_may_have_the_name_of_one_of_torchs():
@@ -269,27 +200,288 @@ def test_a_users_file_may_have_the_name_of_one_of_torchs():
     assert breaks._left_by_torch([*frames[:2], last]) is None
 
 
+# ---- breaks with no operator before them
+
+
+def first_reads(x, start):
+    begin = start.item()  # the line to name
+    return chain(x[:, begin:])
+
+
+def splits(x, sizes):
+    parts = x.split(sizes.tolist())  # the line to name
+    return torch.cat([chain(part) for part in parts])
+
+
+@pytest.mark.parametrize(
+    ("fn", "arg"), [(first_reads, torch.tensor(1)), (splits, torch.tensor([1, 3]))]
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_sync_before_the_first_operator_is_named(fn, arg, compiled):
+    call = torch.compile(fn, backend="cgpass") if compiled else fn
+    with torch.no_grad():
+        for _ in range(3 if compiled else 0):
+            call(X, arg)  # long before
+    report = cgpass.explain(call, X, arg, training=False)
+    (found,) = report.graph_breaks
+    assert found.line.startswith(f"{at(fn)} in {fn.__name__}: ")
+    assert found.detail.startswith("noted before this report: " if compiled else "graph break: ")
+    assert found.fix
+    assert f"{at(fn)} in {fn.__name__}: " in joined(report)
+    assert f"graph break at {at(fn)} in {fn.__name__}: " in cgpass.summary() or not compiled
+    torch.compiler.reset()
+    assert cgpass.explain(chain, X, training=False).graph_breaks == ()
+
+
+def test_a_function_of_nothing_but_a_break_is_told_of():
+    def only_says(x):
+        print("all of it", x.shape)  # noqa: T201  the line to name
+        return x
+
+    report = cgpass.explain(only_says, X, training=False)
+    assert report.graphs == ()
+    (found,) = report.graph_breaks
+    assert f"{at(only_says)} in only_says: " in found.line
+    assert str(report).startswith("nothing ran in graphs, 1 boundary, ")
+
+
+def training_step(model, optimizer, x):
+    optimizer.zero_grad()  # clears
+    loss = model(x).square().mean()
+    loss.backward()  # goes back
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()  # steps
+    return loss.item()  # reads
+
+
+def test_every_break_of_a_training_step_is_named_and_what_is_torchs_own_is_to_be_left():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    report = cgpass.explain(training_step, model, optimizer, X)
+    found = {each.line.rpartition("# ")[2]: each for each in report.graph_breaks}
+    assert set(found) == {"clears", "goes back", "steps", "reads"}
+    left = [name for name, each in found.items() if each.fix.startswith("leave it")]
+    assert sorted(left) == ["clears", "goes back", "steps"]
+    assert "in torch/optim/optimizer.py:" in found["steps"].detail
+    assert any(graph.place.startswith("torch/optim/adam") for graph in report.graphs)
+
+
+def helper(x):
+    return x.mean().item()  # in the helper
+
+
+def calls_twice(x):
+    a = helper(chain(x))  # the first call
+    return chain(chain(x) * a)
+
+
+def test_a_break_in_a_helper_names_the_call_that_led_to_it():
+    (found,) = cgpass.explain(calls_twice, X, training=False).graph_breaks
+    assert found.line.startswith(f"{at(helper, 'in the helper')} in helper: ")
+    reached = f", reached from {at(calls_twice, 'the first call')} in calls_twice"
+    assert found.detail.endswith(reached)
+
+
+def test_breaks_of_other_backends_and_of_libraries_are_not_ours():
+    torch.compile(first_reads, backend="eager")(X, torch.tensor(1))
+    torch.compile(Says(), backend=lambda gm, inputs: gm)(X)
+    assert torch_private.graph_breaks() == []
+    assert cgpass.summary() == "no graph was compiled"
+
+    def logs(x):
+        x = chain(x)
+        log.warning("%s", x.mean().item())
+        return chain(x)
+
+    lines = [each.line for each in cgpass.explain(logs, X, training=False).graph_breaks]
+    assert all(line.startswith("test_breaks.py:") for line in lines)
+
+
+# ---- words
+
+
 @pytest.mark.parametrize(
     ("fn", "detail", "fix"),
     [
+        (lambda x: torch.repeat_interleave(x[0], x[0].long().abs()), "aten.repeat_interleave.Tensor", "pass output_size="),
+        (lambda x: x * torch.equal(x, x), "aten.equal.default", "use (a == b).all(), which stays on the device"),
+        (lambda x: x * x.sum().item(), "the host reads a tensor's value", "keep the value on the device (torch.where"),
+        (lambda x: x + 1 if x.sum() > 0 else x, "a branch on a tensor's value", "choose between both results on the device"),
+    ],
+)  # fmt: skip
+def test_a_break_has_a_cause_and_one_remedy(fn, detail, fix):
+    (reason, *_) = cgpass.explain(lambda x: fn(x.sin()), X).graph_breaks
+    assert reason.detail.startswith(f"graph break: {detail}")
+    assert reason.fix.startswith(fix)
+    assert "\n" not in str(reason)
+
+
+@pytest.mark.parametrize("word", ["generic_jump TensorVariable()", "comprehension_graph_break"])
+@pytest.mark.parametrize("line", [True, False])
+def test_words_of_torchs_own_are_no_details(word, line):
+    gm = torch.fx.symbolic_trace(lambda x: x)
+    frames = [traceback.FrameSummary("a/model.py", 41, "torch_dynamo_resume_in__lambda__at_3")]
+    gm.compile_subgraph_reason = SimpleNamespace(
+        reason=word, user_stack=frames if line else [], graph_break=True
+    )
+    reason = breaks.graph_break_of(gm)
+    assert reason.line == ("model.py:41 in <lambda>" if line else None)
+    assert reason.fix != "TORCH_LOGS=graph_breaks shows more"
+    assert "_" not in reason.detail
+
+
+def test_what_is_not_known_is_told_in_torchs_words_of_which_some_are_left_out():
+    text = "Some new break\n  Hint: This graph break is fundamental - no.\n  Hint: Remove the call. It helps.\n  Hint: Other."
+    found = breaks.reason_of(text, "model.py:41 in forward")
+    assert (found.detail, found.fix) == ("graph break: Some new break", "Remove the call")
+    assert breaks.reason_of("Unsupported", None).fix == "TORCH_LOGS=graph_breaks shows more"
+
+
+# ---- functions that were given up
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return chain(self.layer(x))
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Plain() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            if x.abs().max().item() > 1e6:  # the line to name
+                x = x / 2
+        return x
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        self.calls += 1  # the line to name
+        return chain(self.layer(x)) * self.calls
+
+
+def gives_up(x):
+    try:
+        y = x.sin().cos().exp().tanh()
+        y = y * y.sum().item()  # the line to name
+    finally:
+        pass
+    return y
+
+
+@pytest.mark.parametrize(("fn", "graphs"), [(gives_up, False), (Layers(), True)])
+def test_a_break_that_gives_up_all_of_a_function_is_named(fn, graphs):
+    code = getattr(fn, "forward", fn).__code__
+    report = cgpass.explain(fn, X, training=False)
+    place = f"test_breaks.py:{code.co_firstlineno} in {code.co_name}"
+    (left,) = [each for each in report.left_to_eager if each.rest == place]
+    assert left.line.startswith(f"{at(fn if fn is gives_up else Layers)} in {code.co_name}: ")
+    assert left.detail.startswith("graph break: the host reads a tensor's value")
+    assert left.fix.endswith(CALLED)
+    assert bool(report.graphs) is graphs
+    assert f"{place} runs in eager because of {left.line.partition(': ')[0]}" in joined(report)
+
+
+def test_what_was_given_up_before_is_named_until_a_reset():
+    """Torch doesn't try a second time, and notes nothing."""
+    call = torch.compile(gives_up, backend="cgpass")
+    call(X)
+    (left,) = cgpass.explain(call, X, training=False).left_to_eager
+    assert left.detail.startswith("noted before this report: graph break: ")
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        report = cgpass.explain(gives_up, X, training=False)
+    assert report.left_to_eager == ()
+    assert report.graphs
+
+
+def test_the_recompile_limit_is_named_with_what_changed_and_afterwards_it_is_compiled():
+    report = cgpass.explain(Counts(), X)
+    (left,) = report.left_to_eager
+    assert report.settled is False
+    assert left.code == "recompile_limit"
+    assert left.line.startswith(f"{at(Counts)} in forward: self.calls += 1")
+    assert left.detail == (
+        "it was compiled 8 times, as often as torch._dynamo.config.recompile_limit allows; the guard that failed last: "
+        "self.calls == 7. Calls that fit nothing compiled run in eager"
+    )
+    assert left.fix.startswith("keep what changes from call to call the same, or make it a tensor")
+    assert report.recompilations == ()  # told of by the limit
+    with counted() as counters:
+        torch.compile(Counts(), backend="cgpass")(X).sum().backward()
+    assert counters["graphs"] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ("", None, None)),
+        ("0/7: tensor 'x' size mismatch. expected 4", ("tensor 'x' size mismatch. expected 4", None, None)),
         (
-            lambda x: torch.repeat_interleave(x[0], x[0].long().abs()),
-            "Dynamic shape operator: aten.repeat_interleave.Tensor",
-            "pass output_size=. Or: ",
+            "0/1: n == 7   # y = x * n  # w/model.py:9 in forward (HINT: set torch._dynamo.config.a_b = True.)\nUser",
+            ("n == 7", "model.py:9 in forward: y = x * n", "torch._dynamo.config.a_b = True"),
         ),
-        (
-            lambda x: x * torch.equal(x, x),
-            "Data dependent operator: aten.equal.default",
-            "use (a == b).all(), which stays on the device. Or: ",
-        ),
-        (
-            lambda x: x * x.sum().item(),
-            "Unsupported Tensor.item() call with capture_scalar_outputs=False",
-            "keep the value on the device (torch.where, tensor arithmetic) instead of item(). Or: ",
-        ),
+        ("0/1: n == 7   # (_dynamo/output_graph.py:3552 in remove)", ("n == 7", None, None)),
+    ],
+)  # fmt: skip
+def test_causes_of_recompilations(text, expected):
+    cause, line, hint = eager._cause(text)
+    assert (cause, line, hint and hint[0]) == expected
+
+
+def test_more_compilations_are_noted_than_torch_keeps():
+    limit = torch_private.note_compilations(64)
+    with eager.noted() as before:
+        for number in range(70):
+            fn = gives_up if number == 0 else eval("lambda x: x.sin()")
+            torch.compile(fn, backend="eager")(X)
+        (left,) = eager.left_to_eager(before)
+    assert left.rest == f"test_breaks.py:{gives_up.__code__.co_firstlineno} in gives_up"
+    assert torch_private.note_compilations(limit) == 64
+
+
+SCRIPT = """
+import sys
+import torch
+from tests.report import test_breaks as given
+
+fn = getattr(given, sys.argv[1])
+fn = fn() if isinstance(fn, type) else fn
+call = torch.compile(fn, backend="cgpass")
+for _ in range(20):
+    call(given.X)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        ("Layers", "FAILED: 100% of the "),
+        ("Counts", "FAILED: nothing ran more often than to warm up"),
+        ("gives_up", "FAILED: nothing was compiled by cgpass\nfell back:\n"),
+        ("tries", "FAILED: 100% of the 152 operators that compiled code ran after its warm-ups"),
     ],
 )
-def test_a_break_at_an_operator_names_it_and_the_form_to_use(fn, detail, fix):
-    (reason, *_) = cgpass.explain(lambda x: fn(x.sin()), X).all_graph_breaks
-    assert reason.detail.startswith(detail)
-    assert reason.fix.startswith(fix)
+def test_a_script_with_functions_in_eager_fails(tmp_path, capsys, name, head):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    saved = tmp_path / "all.json"
+    arguments = ["check", "--save", str(saved), str(tmp_path / "script.py"), name]
+    assert command.main(arguments) == 1
+    said = capsys.readouterr().out
+    assert said.startswith(f"cgpass check: {head}")
+    because = f", because of {at(globals()[name])} in "
+    assert because in " ".join(said.partition("fell back:\n")[2].split())
+    assert command.main(["report", str(saved), "-o", "-"]) == 0
+    assert "runs in eager" in capsys.readouterr().out

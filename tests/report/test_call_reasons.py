@@ -6,20 +6,14 @@ from torch import nn
 
 import cgpass
 from cgpass.report import check
-from cgpass.report.collect import snapshot
+from cgpass.telemetry import counts_of
 from cgpass.telemetry.reason import NEW, OTHER_FIXES, CallReasons
 from tests.report.calls import CALLS, X, scaled
 from tests.unit.runners import COPIED, STATIC, call, runner
 
 
 def told(run):
-    stats = run.stats
-    return run.reasons.told(
-        calls=stats.calls,
-        plain_calls=stats.plain_calls,
-        warmups=stats.warmups,
-        recordings=stats.recordings,
-    )
+    return run.reasons.told(counts_of(run.stats))
 
 
 ALONE = {"capture", "out_of_memory", "no_placeholder", "passing"}
@@ -43,7 +37,7 @@ def test_new_gradients_are_told_how_to_stay():
     reasons = CallReasons()
     for _ in range(6):
         reasons.note_changed("new_tensor", [("m.weight.grad", None), ("m.weight", None)])
-    grad, weight = reasons.told(calls=20, plain_calls=0, warmups=6, recordings=1)
+    grad, weight = reasons.told({"calls": 20, "plain_calls": 0, "warmups": 6, "recordings": 1})
     assert (grad.code, weight.code) == ("new_tensor", "new_tensor")
     assert grad.fix.startswith("keep gradients where they lie: zero_grad(set_to_none=False)")
     assert weight.fix == OTHER_FIXES["new_tensor"]
@@ -84,31 +78,33 @@ def test_percentages_leave_out_calls_that_ran_without_a_graph(simulated):
         lambda x: sum(inner(x[:n]).sum() for n in (2, 3, 4)), torch.randn(4, 4), training=False
     )
     assert report.settled
-    assert report.work == (4, 12)
+    done, work = report.work
+    assert 3 * done == work
     text = joined(report)
-    assert "in graphs: 33.3% of the 12 operators of compiled functions" in text
-    assert "1 of 1 partition captured, 33.3% of 4 operators, 30 calls" in text
     assert (
-        "some calls 18 of 30 calls ran without a graph: as many shapes are recorded as max_recordings=1 allows, and "
-        "another value or layout of x.size(0) came [max_recordings] fix: pad inputs to a few sizes, or raise "
+        f"33.3% of the {work} operators of compiled functions ran in graphs, 0 boundaries" in text
+    )
+    plain = report.plain_calls
+    assert f"{plain} calls without a graph" in text
+    assert (
+        f"{plain} of {report.graphs[0].calls} calls ran without a graph: as many shapes are recorded as max_recordings=1 "
+        "allows, and another value or layout of x.size(0) came [max_recordings]. Do: pad inputs to a few sizes, or raise "
         "max_recordings"
     ) in text
     assert cgpass.Report.from_dict(report.to_dict()) == report
 
 
-def test_a_saved_report_and_its_check_tell_the_same_share(simulated, monkeypatch):
-    monkeypatch.setattr(cgpass.telemetry, "_registry", cgpass.telemetry._Registry())
+def test_a_check_and_a_report_of_all_tell_the_same_share(simulated, counted_alone):
     inner = limited()
-    for _ in range(10):
-        for n in (2, 3, 4):
-            inner(torch.randn(n, 4))
-    report, work = snapshot(), check.work_done()
-    assert report.work == (work.captured, work.total) == (36, 108)
-    assert (
-        "in graphs: 33.3% of the 108 operators that compiled functions ran after their warm-ups"
-        in joined(report)
-    )
-    (line,) = work.fell_back
+    with cgpass.explain() as report:
+        for _ in range(10):
+            for n in (2, 3, 4):
+                inner(torch.randn(n, 4))
+    assert report.work == (36, 108)
+    passes, text = check.verdict(report, 0.95)
+    assert not passes
+    assert "FAILED: 33.3% of the 108 operators that compiled functions ran after" in joined(text)
+    _, (line,) = check.outside(report)
     assert "captured_0: 18 of 30 calls ran without a graph: as many shapes are recorded" in line
     assert line.endswith("[max_recordings]; pad inputs to a few sizes, or raise max_recordings")
 

@@ -1,19 +1,19 @@
-"""`python -m cgpass`: reports from files, and scripts of which enough has to be captured."""
+"""`python -m cgpass check`, doctor and the pytest fixture: for scripts, machines and tests of users."""
 
 import runpy
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import cgpass
 from cgpass import __main__ as command
-from cgpass import telemetry
 from cgpass.errors import ReportError
-from cgpass.report import check
-from cgpass.report.collect import snapshot
-from cgpass.report.page import html
-from tests.report.samples import sample
+from cgpass.report import check, doctor
+from cgpass.report.report import Report
+from cgpass.runtime import native
 
 SCRIPT = """
 import sys
@@ -46,7 +46,7 @@ def script(tmp_path, monkeypatch):
     torch.compiler.reset()
 
 
-def test_a_script_that_is_captured_passes(script, registry, capsys, monkeypatch):
+def test_a_script_that_is_captured_passes(script, counted_alone, capsys, monkeypatch):
     """As `python -m cgpass` runs it, from the script's folder."""
     monkeypatch.chdir(script.parent)
     command_line = ["cgpass", "check", "--save", "all.json", "script.py", "5"]
@@ -63,7 +63,7 @@ def test_a_script_that_is_captured_passes(script, registry, capsys, monkeypatch)
     assert "beside.py:3 in fn" in capsys.readouterr().out
 
 
-def test_a_script_that_is_not_fails_with_the_list(script, registry, capsys, monkeypatch):
+def test_a_script_that_is_not_fails_with_the_list(script, counted_alone, capsys, monkeypatch):
     monkeypatch.setenv("CGPASS_DRIVER", "auto")
     assert command.main(["check", "--min-captured", "0.5", str(script), "5"]) == 1
     shown = capsys.readouterr().out
@@ -102,7 +102,7 @@ def test_a_script_that_fails_keeps_its_status(tmp_path, capsys, last_line, statu
     assert f"cgpass check: nothing was checked: {script} exits with {status}\n" in shown.err
 
 
-def test_a_module_is_checked(script, registry, capsys, monkeypatch):
+def test_a_module_is_checked(script, counted_alone, capsys, monkeypatch):
     """As `python -m` runs one: from the folder of now, with its own file as the first argument."""
     monkeypatch.chdir(script.parent)
     (script.parent / "within").mkdir()
@@ -123,12 +123,6 @@ def test_a_script_that_raises_does_so(tmp_path):
         command.main(["check", str(tmp_path / "raises.py")])
 
 
-@pytest.fixture
-def registry(monkeypatch):
-    monkeypatch.setattr(telemetry, "_registry", telemetry._Registry())
-    monkeypatch.setattr(telemetry, "compile_stats", telemetry._registry.compiled)
-
-
 @torch.library.custom_op("checked::host", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def host(x: torch.Tensor) -> torch.Tensor:
     return x * 2
@@ -146,59 +140,52 @@ waits.register_fake(torch.empty_like)
 def did(fn, *inputs):
     options = {"driver": "simulated", "compiler": "eager", "on_skip": "silent"}
     call = torch.compile(fn, backend="cgpass", options=options)
-    for x in inputs:
-        call(x)
-    return check.work_done()
+    with cgpass.explain() as report:
+        for x in inputs:
+            call(x)
+    return report
 
 
 X = torch.ones(4)
 
 
-def test_eager_partitions_count_as_often_as_they_ran_after_warm_ups(registry):
-    work = did(lambda x: host(x.sin().cos().exp().tanh()).sin().cos().exp().tanh(), *[X] * 5)
-    assert (work.captured, work.total, work.fell_back) == (32, 36, [])
-    (line,) = work.plain
+def test_eager_partitions_count_as_often_as_they_ran_after_warm_ups(counted_alone):
+    report = did(lambda x: host(x.sin().cos().exp().tanh()).sin().cos().exp().tanh(), *[X] * 5)
+    assert report.work == (32, 36)
+    (line,), fell_back = check.outside(report)
+    assert fell_back == []
     assert "eager_1: checked.host.default at test_check.py:" in line
-    passes, text = check.verdict(work, 0.95)
+    passes, text = check.verdict(report, 0.95)
     assert not passes
     assert "FAILED: 88.9% of the 36 operators" in text
-    assert f"runs without graphs:\n  {line}" in text
-    passes, text = check.verdict(work, 0.85)
+    assert "runs without graphs:\n  inference of test_check.py:" in text
+    passes, text = check.verdict(report, 0.85)
     assert passes
     assert "runs without graphs" not in text
 
 
-def test_what_turned_out_not_to_be_capturable_fell_back(registry):
-    work = did(lambda x: waits(x.sin().cos().exp().tanh()).sin().cos().exp().tanh(), *[X] * 6)
-    (line,) = work.fell_back
+def test_what_turned_out_not_to_be_capturable_fell_back(counted_alone):
+    report = did(lambda x: waits(x.sin().cos().exp().tanh()).sin().cos().exp().tanh(), *[X] * 6)
+    _, (line,) = check.outside(report)
     assert "checked.waits.default" in line
     assert "name it in unsafe_ops" in line
-    passes, text = check.verdict(work, 0.1)
+    passes, text = check.verdict(report, 0.1)
     assert not passes
-    assert f"fell back:\n  {line}" in text
+    assert "fell back:\n  inference of " in text
 
 
-def test_calls_without_a_graph_fell_back(registry):
-    options = {"driver": "simulated", "compiler": "eager", "max_recordings": 1}
-    call = torch.compile(
-        lambda x, n: (x * n).sin().cos().exp(), backend="cgpass", options=options, dynamic=True
-    )
-    for n in (2, 2, 3, 3, 3):
-        call(X, n)
-    work = check.work_done()
-    assert "of 5 calls ran without a graph" in work.fell_back[-1]
-
-
-def test_nothing_to_check():
-    passes, text = check.verdict(check.Work(), 0.5)
+def test_nothing_to_check(counted_alone):
+    passes, text = check.verdict(Report(), 0.5)
     assert not passes
-    assert text == (
+    assert " ".join(text.split()) == (
         'cgpass check: FAILED: nothing was compiled by cgpass: torch.compile(..., backend="cgpass") in this process is '
         "what is checked, callables graphed by hand are not"
     )
-    passes, text = check.verdict(check.Work(graphs=1), 0.5)
+    passes, text = check.verdict(did(host, X), 0.5)
     assert not passes
-    assert text == "cgpass check: FAILED: nothing ran more often than to warm up; run more steps"
+    assert "FAILED: 0% of the 1 operator that compiled functions ran after their warm-ups" in text
+    passes, text = check.verdict(did(lambda x: x.sin().cos(), X), 0.5)
+    assert not passes
 
 
 @pytest.mark.parametrize(
@@ -214,55 +201,15 @@ def test_what_is_no_share(text):
         check.least_share(text)
 
 
-def test_a_page_is_made_beside_the_report(tmp_path, capsys):
-    sample().save(tmp_path / "r.json")
-    assert command.main(["report", str(tmp_path / "r.json")]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'r.html'}\n"
-    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
-    assert (
-        command.main(["report", str(tmp_path / "r.json"), "-o", str(tmp_path / "no" / "r.html")])
-        == 2
-    )
-    assert "to save the report in does not exist" in capsys.readouterr().err
-    assert command.main(["report", str(tmp_path / "r.json"), "-o", "-"]) == 0
-    assert capsys.readouterr().out == f"{sample()}\n"
-
-
-def test_files_that_are_no_reports(tmp_path, capsys):
-    path = tmp_path / "r.json"
-    for text, message in [(None, "can't be read"), ("{", "is no JSON"), ("[]", "is no report")]:
-        if text is not None:
-            path.write_text(text)
-        assert command.main(["report", str(path)]) == 2
-        assert message in capsys.readouterr().err
-
-
-def test_warm_ups_that_go_on_to_the_end_are_no_captured_calls(registry):
-    work = did(lambda x: x.sin().cos().exp().tanh(), *[torch.ones(n) for n in range(2, 40)])
-    assert work.warmups < 20
-    assert work.total > 4 * 20
-    passes, text = check.verdict(work, 0.95)
+def test_warm_ups_that_go_on_to_the_end_are_no_captured_calls(counted_alone):
+    report = did(lambda x: x.sin().cos().exp().tanh(), *[torch.ones(n) for n in range(2, 40)])
+    assert report.work[1] > 4 * 20
+    passes, text = check.verdict(report, 0.95)
     assert not passes
-    assert "were warm-ups, most with no recording after them" in text
+    assert "has another value or layout in " in " ".join(text.split())
 
 
-def test_many_warm_ups_are_said(registry):
-    work = did(lambda x: x.sin().cos().exp().tanh(), X, X, X)
-    passes, text = check.verdict(work, 0.95)
-    assert passes
-    assert text.endswith("\n4 more ran to warm up, which counts as neither")
-
-
-def test_calls_that_explain_compares_fell_back_nowhere(registry):
-    options = {"driver": "simulated", "compiler": "eager"}
-    call = torch.compile(lambda x: x.sin().cos().exp().tanh(), backend="cgpass", options=options)
-    cgpass.explain(call, X)
-    work = check.work_done()
-    assert (work.fell_back, work.captured) == ([], work.total)
-    assert work.total > 0
-
-
-def test_graph_breaks_are_named_and_not_counted(registry):
+def test_graph_breaks_are_named_and_not_counted(counted_alone):
     def fn(x):
         y = x.sin().cos().exp().tanh()
         torch._dynamo.graph_break()
@@ -272,10 +219,8 @@ def test_graph_breaks_are_named_and_not_counted(registry):
     passes, text = check.verdict(did(fn, X, X, X), 0.95)
     assert passes
     assert "100% of the 16 operators" in text
-    assert (
-        f"\ngraph breaks at 1 line (test_check.py:{line}): what runs there, outside of compiled functions, is not among these operators"
-        in text
-    )
+    at = f"graph breaks at 1 line (test_check.py:{line}): what runs there, outside of compiled functions, is not among"
+    assert at in " ".join(text.split())
     first, broken, second, _ = cgpass.summary().splitlines()
     assert first.startswith("inference of test_check.py:")
     assert broken.startswith(f"  ends at a graph break at test_check.py:{line} in fn: torch._dyn")
@@ -300,57 +245,21 @@ def test_a_script_that_is_missing(tmp_path, capsys):
     assert "there is no script" in capsys.readouterr().err
 
 
-def test_a_report_of_functions_that_are_gone_says_what_recorded_them(registry):
-    did(lambda x: x.sin().cos().exp().tanh(), X, X, X)
-    torch.compiler.reset()
-    report = snapshot()
-    (function,) = report.functions
-    (part,) = function.graphs[0].partitions
-    assert part.live_recordings == 0
-    assert function.driver == "simulated"
-    assert report.device.startswith("cpu (simulated graphs: ")
+def test_a_report_of_functions_that_are_gone_says_what_recorded_them(counted_alone):
+    with cgpass.explain() as report:
+        did(lambda x: x.sin().cos().exp().tanh(), X, X, X)
+        torch.compiler.reset()
+    (graph,) = report.graphs
+    assert graph.partitions[0].live_recordings == 0
+    assert graph.driver == "simulated"
     (row,) = [line for line in str(report).splitlines() if line.startswith("    captured_0  ")]
-    assert row.split() == ["captured_0", "graph", "4", "-", "2", "16", "B", "1"]
-
-
-def test_a_small_model_passes(registry):
-    """Its forward is three layers and an activation."""
-    layers = torch.nn.Sequential(
-        torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
-    )
-    options = {"driver": "simulated", "compiler": "eager"}
-    call = torch.compile(layers, backend="cgpass", options=options)
-    for _ in range(4):
-        call(torch.ones(2, 4)).sum().backward()
-    passed, said = check.verdict(check.work_done(), 0.95)
-    assert passed
-    assert "100% of the" in said
-
-
-def test_one_operator_is_no_operators(registry):
-    work = did(host, X, X, X)
-    assert "FAILED: 0% of the 3 operators" in check.verdict(work, 0.95)[1]
-    assert "0% of the 1 operator that" in check.verdict(check.Work(total=1, graphs=1), 0.95)[1]
-    report = cgpass.explain(host, X)
-    assert "in graphs: 0% of the 1 operator of compiled functions" in str(report)
-    assert "of the 1 operator of compiled functions" in html(report)
+    assert row.split() == ["captured_0", "graph", "4", "2", "2", "0", "B", "1"]
 
 
 def test_a_script_is_all_that_has_to_be_given(capsys):
     with pytest.raises(SystemExit, match="2"):
         command.main(["check"])
     assert capsys.readouterr().err.endswith("the following arguments are required: script\n")
-
-
-def test_long_lines_are_wrapped_and_stay_indented():
-    line = "  forward of model.py:1 in f, eager_1: " + "aten.histc.default reads on the host; " * 9
-    head = "cgpass check: FAILED"
-    first, second, *others = check.wrapped(f"{head}\n{line}").splitlines()
-    assert (first, second[:12]) == (head, "  forward of")
-    assert len(others) > 2
-    assert max(map(len, [second, *others])) <= 100
-    assert all(each[:4].isspace() and each[4] != " " for each in others)
-    assert " ".join("\n".join([second, *others]).split()) == " ".join(line.split())
 
 
 def test_what_is_printed_has_at_most_100_columns(tmp_path, capsys):
@@ -368,3 +277,56 @@ def test_what_is_printed_has_at_most_100_columns(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "pass min= and max=" in " ".join(printed.split())
     assert max(map(len, printed.splitlines())) <= 100
+
+
+# ---- the machine
+
+
+def test_the_doctor_says_what_is_there_and_replays_a_tiny_graph(capsys):
+    torch.compiler.reset()
+    status = command.main(["doctor"])
+    said = capsys.readouterr().out
+    for what in ("torch", "driver", "C++ compiler", "native code", "cache of native code"):
+        assert f" {what}: " in said
+    if not torch.cuda.is_available():
+        assert "ok a tiny graph (simulated): 1 recorded, 3 replays, numbers right" in said
+    assert (status == 0) is ("!!" not in said)
+    assert max(map(len, said.splitlines())) <= 100
+
+
+def test_the_doctor_names_what_is_wrong_and_what_to_do(monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    monkeypatch.setenv("CGPASS_MAX_RECORDINGS", "none")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(native, "cache_folder", lambda: Path("/proc/none/cgpass"))
+    monkeypatch.setattr(doctor.os, "access", lambda *_: False)
+    found = [*doctor._environment(), *doctor._compiler(), *doctor._caches()]
+    sick = {each.what: each.fix for each in found if each.fix}
+    assert "unset it" in sick["TORCHDYNAMO_DISABLE=1"]
+    assert sick["C++ compiler"].startswith("Install g++ or clang++")
+    assert sick["cache of native code"] == "Set XDG_CACHE_HOME to a folder that can be written"
+    assert sick["options"]
+    (tiny,) = doctor._tiny_graph()
+    assert str(tiny).startswith("!! a tiny graph")
+    assert "0 recorded" in tiny.said
+
+
+TEST = """
+import torch
+import cgpass
+
+def test_it(cgpass_expect):
+    call = torch.compile(torch.sin, backend="cgpass", options={"driver": "simulated", "compiler": "eager"})
+    for _ in range(3):
+        call(torch.ones(2))
+    with cgpass_expect(replays=2, plain_calls=0):
+        call(torch.ones(2))
+        call(torch.ones(2))
+"""
+
+
+def test_users_tests_count_by_a_fixture(tmp_path):
+    (tmp_path / "test_it.py").write_text(TEST)
+    line = [sys.executable, "-m", "pytest", "-q", "-p", "pytest_cgpass", "--rootdir", str(tmp_path)]
+    done = subprocess.run([*line, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr

@@ -1,11 +1,10 @@
-"""What `cgpass.explain` reports, and that it leaves no trace."""
+"""What `cgpass.explain` watches, and what it puts back."""
 
+import dataclasses
 import gc
-import itertools
-import logging
 import re
 import weakref
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,12 +12,12 @@ from torch import nn
 
 import cgpass
 from cgpass import telemetry
-from cgpass.report import api, collect, measure
-from cgpass.report.model import Report
+from cgpass.errors import InputError, OptionError
+from cgpass.report import watch
+from cgpass.report.report import Report
 from tests.usage.programs import counted
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
-
 
 pytestmark = pytest.mark.usefixtures("simulated")
 
@@ -40,77 +39,174 @@ def host(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-@torch.library.custom_op("explained::waits", mutates_args=())
-def waits(x: torch.Tensor) -> torch.Tensor:
-    return x * x.sum().item()
-
-
 host.register_fake(torch.empty_like)
-waits.register_fake(torch.empty_like)
 
 
 def split(x):
     return host((x * 2).sin().cos().exp()).sin().cos().tanh().exp()
 
 
-def test_a_training_step(monkeypatch):
-    ticks = itertools.count()  # a clock on which all takes some time, and as long as ever
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
-    report = cgpass.explain(Model(), X)
-    (function,) = report.functions
-    assert "test_explain.py:" in function.place
-    assert function.driver == "simulated"
-    forward, backward = function.graphs
-    assert (forward.direction, backward.direction) == ("forward", "backward")
-    assert (forward.calls_per_run, backward.calls_per_run) == (1, 1)
-    assert report.settled
-    assert report.runs == 5
-    (part,) = forward.partitions
-    assert [(each.name, each.num_bytes) for each in part.copied_inputs] == [("x", 128)]
-    assert "test_explain.py:" in part.copied_inputs[0].line
-    assert part.static_inputs == 9
-    assert [each.cause for each in part.recordings] == ["first"]
-    assert part.live_recordings == 1
-    assert part.output_bytes > 0
-    assert part.counts["replays"] == part.counts["calls"] - 1 == forward.calls - 1
-    assert report.counted == "operators"
-    assert report.work == (forward.num_ops + backward.num_ops,) * 2
-    assert report.gpu_share is None
+def train(call, optimizer, steps):
+    for _ in range(steps):
+        call(X).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
-@pytest.fixture
-def timed(monkeypatch):
-    """As if simulated graphs were a measure of speed."""
-    monkeypatch.setattr(collect, "_without_times", lambda report: report)
+# ---- a block
 
 
-@pytest.mark.usefixtures("timed")
-def test_a_training_step_is_timed():
+def test_a_block_reports_what_ran_inside_and_nothing_else():
+    model = Model()
+    call = torch.compile(model, backend="cgpass")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train(call, optimizer, 4)
+    with cgpass.explain() as report:
+        assert report.graphs == ()
+        train(call, optimizer, 3)
+    train(call, optimizer, 5)
+    assert [(graph.direction, graph.calls) for graph in report.graphs] == [
+        ("forward", 3),
+        ("backward", 3),
+    ]
+    for part in report.partitions:
+        assert (part.calls, part.replays, part.recordings) == (3, 3, ())
+        assert part.live_recordings == 1
+        assert part.output_bytes > 0
+    forward = report.partitions[0]
+    assert [(each.name, each.num_bytes) for each in forward.copied_inputs] == [("x", 128)]
+    assert "test_explain.py:" in forward.copied_inputs[0].line
+    assert forward.static_inputs == 9
+    assert report.counters["replays"] == 6
+    assert report.counters["recordings"] == report.counters["graphs"] == 0
+    assert report.work == (3 * sum(graph.num_ops for graph in report.graphs),) * 2
+    assert report.boundaries == report.plain_calls == 0
+    assert report.settled is None
+    assert str(report).startswith("100% of the ")
+
+
+def test_a_first_block_tells_of_warm_ups_and_recordings():
+    call = torch.compile(split, backend="cgpass")
+    with cgpass.explain() as report:
+        for _ in range(4):
+            call(X)
+    (graph,) = report.graphs
+    assert [part.calls for part in graph.partitions] == [3, 3, 3]
+    assert [part.replays for part in graph.partitions] == [3, 0, 3]
+    assert [[each.cause for each in part.recordings] for part in graph.partitions] == [
+        ["first"], [], ["first"],
+    ]  # fmt: skip
+    assert report.boundaries == 1
+    assert "88.9% of the 27 operators of compiled functions ran in graphs, 1 boundary" in str(
+        report
+    )
+
+
+def test_two_blocks_count_reasons_each():
+    call = torch.compile(
+        lambda x: x.sin().cos().exp(), backend="cgpass", dynamic=True, options={"max_recordings": 1}
+    )
+    for times in (3, 2):
+        for size in (2, 2, 3):
+            call(torch.ones(size))
+        with cgpass.explain() as report:
+            for _ in range(times):
+                call(torch.ones(3))
+        (reason,) = report.partitions[0].reasons
+        assert reason.detail.startswith(f"{times} of {times} calls ran without a graph: ")
+        assert report.plain_calls == times
+        assert report.work[0] == 0
+
+
+def raises(call):
+    call(X)
+    raise LookupError
+
+
+def test_a_block_that_raises_is_reported_all_the_same():
+    call = torch.compile(split, backend="cgpass")
+    with pytest.raises(LookupError), cgpass.explain() as report:
+        raises(call)
+    assert report.graphs[0].calls == 1
+    assert "nothing ran more often than to warm up" in str(report)
+
+
+def test_blocks_may_be_nested_and_leave_nothing_behind():
+    call = torch.compile(split, backend="cgpass")
+    listeners = list(telemetry._registry.listeners)
+    with cgpass.explain() as outer:
+        call(X)
+        with cgpass.explain() as inner:
+            call(X)
+    assert (outer.graphs[0].calls, inner.graphs[0].calls) == (2, 1)
+    assert telemetry._registry.listeners == listeners
+
+
+def test_training_steps_and_callables_graphed_by_hand_are_told_of():
+    model = nn.Linear(8, 1)
+    step = cgpass.train_step(
+        lambda x: model(x).square().mean(), torch.optim.SGD(model.parameters(), 0.1)
+    )
+    by_hand = cgpass.make_graphed_callables(nn.Linear(8, 8), (X,), options={"driver": "simulated"})
+    with cgpass.explain() as report:
+        for _ in range(4):
+            step(X)
+            by_hand(X)
+    assert any(each.startswith("train_step of ") for each in report.others)
+    assert any("graphed by hand" in each for each in report.others)
+    assert "graphed by hand" in str(report)
+    with cgpass.explain() as report:
+        pass
+    assert report.others == ()
+
+
+def test_watching_adds_nothing_to_a_step():
+    """Where no device has a clock: what runs steps inside a block is what runs them outside."""
+    call = torch.compile(Model(), backend="cgpass")
+    call(X).sum().backward()
+    executors = [each for _, runs in telemetry.graph_runs().values() for each in watch.live(runs)]
+    before = [each._steps for each in executors]
+    with cgpass.explain():
+        assert all(each._steps is steps for each, steps in zip(executors, before, strict=True))
+    assert all(each._steps is steps for each, steps in zip(executors, before, strict=True))
+
+
+# ---- calls that explain makes
+
+
+def test_a_training_step():
     report = cgpass.explain(Model(), X)
     forward, backward = report.graphs
-    for timed in (report, forward, backward, *forward.partitions, *backward.partitions):
-        assert timed.ms > 0
-        assert timed.plain_ms > 0
-    assert forward.ms + backward.ms < report.ms
-
-
-def test_simulated_graphs_are_no_measure_of_speed(tmp_path):
-    report = cgpass.explain(split, X)
-    assert '_ms": ' in report.to_json()
-    assert set(re.findall(r'ms": (.*?),?$', report.to_json(), re.MULTILINE)) == {"null"}
-    for path in (tmp_path / "report.txt", tmp_path / "report.html"):
-        report.save(path)
-        shown = path.read_text().partition("<main>")[2] or path.read_text()
-        assert not re.search(r"\bms\b|\dx\b", shown)
-        assert "of the 9 operators" in shown
-    tiles = re.findall(r'<div class="tile"><b>(.*?)</b><span class="soft">(.*?)<', shown)
-    assert tiles == [
-        ("88.9%", "of the 9 operators of compiled functions in graphs"),
-        ("2 of 3", "partitions captured"),
-        ("2", "recordings made"),
-        ("256 B", "copied into graphs in each call"),
-    ]
+    assert (forward.direction, backward.direction) == ("forward", "backward")
+    assert "test_explain.py:" in forward.place
+    assert forward.driver == "simulated"
+    assert report.settled
+    assert report.model == "Model.forward"
+    assert [each.cause for each in forward.partitions[0].recordings] == ["first"]
+    assert forward.calls == backward.calls
     assert Report.from_dict(report.to_dict()) == report
+
+
+def test_simulated_graphs_are_no_measure_of_speed():
+    report = cgpass.explain(split, X, compare=True)
+    assert set(re.findall(r'ms": (.*?),?$', report.to_json(), re.MULTILINE)) == {"null"}
+    assert not re.search(r"\d ms\b", str(report))
+    assert report.device.startswith("cpu (simulated graphs: ")
+
+
+def test_calls_are_compared_and_those_without_graphs_not_counted():
+    compiled = torch.compile(Model(), backend="cgpass")
+    before = set(telemetry.graph_runs())
+    report = cgpass.explain(compiled, X)
+    assert report.ms is None
+    mine = [runs for n, (_, runs) in telemetry.graph_runs().items() if n not in before]
+    owners = {each.owner for runs in mine for each in watch.live(runs)}
+    with cgpass.expect(plain_calls=0):
+        ms = watch.compared(lambda: compiled(X).sum().backward(), owners, [])
+    assert min(ms) > 0
+    assert [run.parts["captured_0"].reasons for (run,) in mine] == [(), ()]
+    with cgpass.expect(plain_calls=0, replays=1):
+        compiled(X)
 
 
 def test_inference_has_no_backward():
@@ -121,151 +217,36 @@ def test_inference_has_no_backward():
         return model(x)
 
     model = torch.compile(Model().eval(), backend="cgpass")
-    (function,) = cgpass.explain(fn, X, training=False).functions
-    assert [graph.direction for graph in function.graphs] == ["inference"]
+    graphs = cgpass.explain(fn, X, training=False).graphs
+    assert [graph.direction for graph in graphs] == ["inference"]
     assert set(seen) == {False}
-    assert not model.training
 
 
-@pytest.mark.usefixtures("timed")
-def test_partitions_are_timed_each():
-    (function,) = cgpass.explain(split, X).functions
-    (graph,) = function.graphs
-    assert [part.name for part in graph.partitions] == ["captured_0", "eager_1", "captured_2"]
-    assert all(part.ms > 0 and part.plain_ms > 0 for part in graph.partitions)
-    assert graph.ms == pytest.approx(sum(part.ms for part in graph.partitions))
-    assert graph.partitions[1].counts == {}
+class Output(NamedTuple):
+    loss: torch.Tensor
+    logits: torch.Tensor
 
 
-@pytest.mark.usefixtures("timed")
-def test_parts_of_a_partition_that_was_split_are_timed_and_counted():
-    def fn(x):
-        return waits((x * 2).sin().cos().exp()).sin().cos().tanh().exp()
-
-    (graph,) = cgpass.explain(fn, X).functions[0].graphs
-    names = [part.name for part in graph.partitions]
-    assert names == ["captured_0", "eager_1", "captured_2"]
-    assert all(part.ms > 0 for part in graph.partitions)
-    assert graph.partitions[0].counts["replays"] > 0
-    assert graph.partitions[1].reasons[0].code == "syncs"
-    assert graph.calls_per_run == 1
+@dataclasses.dataclass
+class Data:
+    logits: torch.Tensor
 
 
-def test_a_graph_that_runs_plainly_is_counted_and_timed():
-    with cgpass.set_defaults(driver="none"):
-        (function,) = cgpass.explain(split, X).functions
-    (graph,) = function.graphs
-    assert graph.skip == 'driver="none" turns them off'
-    assert graph.ms > 0
-    assert graph.calls_per_run == 1
-    assert function.driver is None
-    report = cgpass.explain(lambda x: host(x.sin()), X)
-    assert "graphs take" not in str(report)
-    (graph,) = report.graphs
-    assert graph.reasons[0].code == "cudagraph_unsafe"
-    assert report.work == (0, 2)
-
-
-def test_layers_that_share_a_graph_count_as_often_as_they_run():
-    layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
-    run = torch.compile(
-        lambda layer, x: layer(x), backend="cgpass", options={"min_partition_ops": 1}
-    )
-
-    def fn(x):
-        for layer in layers:
-            x = run(layer, x)
-        return x
-
-    report = cgpass.explain(fn, X.clone().requires_grad_())
-    assert [graph.calls_per_run for graph in report.graphs] == [2, 2]
-    causes = [each.cause for each in report.graphs[0].partitions[0].recordings]
-    assert causes == ["first", "other tensors"]
-
-
-def test_the_loss_of_an_output_is_what_the_backward_begins_with():
+@pytest.mark.parametrize(
+    "output",
+    [
+        lambda out: {"loss": out.sum() * 0, "logits": out},
+        lambda out: Output(out.sum() * 0, out),
+        lambda out: Data(out * 0),
+    ],
+)
+def test_the_loss_of_an_output_is_what_the_backward_begins_with(output):
     found = []
     model = Model()
     model.first.weight.register_hook(lambda grad: found.append(grad.clone()))
-
-    def fn(x):
-        out = model(x)
-        return {"loss": out.sum() * 0, "logits": out}
-
-    cgpass.explain(torch.compiler.disable(fn), X)
+    cgpass.explain(torch.compiler.disable(lambda x: output(model(x))), X)
     assert found
     assert not any(grad.any() for grad in found)
-
-
-def test_compiled_functions_run_as_they_are_and_stay_recorded():
-    compiled = torch.compile(split, backend="cgpass", options={"unsafe_ops": ("aten::tanh",)})
-    compiled(X)
-    with counted() as counters:
-        report = cgpass.explain(compiled, X)
-    assert counters["graphs"] == 0
-    names = [part.name for part in report.graphs[0].partitions]
-    assert names == ["captured_0", "eager_1"]
-    with counted() as counters:
-        compiled(X)
-    assert (counters["replays"], counters["recordings"]) == (1, 0)
-
-
-def test_what_explain_compiled_itself_keeps_no_recordings():
-    model = Model()
-    cgpass.explain(model, X)
-    assert not [
-        live for _, _, live in api.live_runs() if live.owner and live.owner.has_recordings()
-    ]
-
-
-def test_nothing_is_kept_alive():
-    before = {number for number, *_ in api.live_runs()}
-    model = Model()
-    alive = weakref.ref(model.first.weight)
-    report = cgpass.explain(model, X)
-    torch.compiler.reset()
-    del model
-    gc.collect()
-    assert alive() is None
-    assert report.graphs
-    assert {number for number, *_ in api.live_runs()} <= before
-
-
-def test_another_backend_leaves_nothing_to_report():
-    report = cgpass.explain(torch.compile(split, backend="eager"), X)
-    assert report.functions == ()
-    assert report.work == (0, 0)
-    text = " ".join(str(report).split())
-    assert text.endswith(
-        "Nothing here was compiled by cgpass. Either it is already compiled for another backend (pass the original module "
-        "to explain), or torch.compile gave up on it earlier in this process (call torch.compiler.reset())."
-    )
-
-
-def test_reasons_in_a_sequential_name_the_module():
-    layers = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.GELU(), nn.Linear(8, 8)))
-    with cgpass.set_defaults(unsafe_ops=("aten::addmm", "aten::gelu")):
-        report = cgpass.explain(layers, X)
-    reasons = [reason for graph in report.graphs for reason in graph.reasons]
-    assert {reason.line for reason in reasons} <= {
-        "module 0 (Linear)",
-        "module 1.0 (GELU)",
-        "module 1.1 (Linear)",
-    }
-    assert "aten.gelu.default at module 1.0 (GELU)\n" in str(report)
-    assert "the same holds for aten.addmm.default (module 1.1 (Linear))" in str(report)
-
-
-def test_a_backward_reads_parameters_in_place_though_its_forward_is_not_captured():
-    layers = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
-    with cgpass.set_defaults(unsafe_ops=("aten::gelu",)):
-        report = cgpass.explain(layers, X.clone().requires_grad_())
-    forward, backward = report.graphs
-    (part,) = backward.partitions
-    assert forward.skip is not None
-    assert part.captured
-    assert part.static_inputs == 2
-    assert not [each.name for each in part.copied_inputs if "weight" in each.name]
 
 
 def test_a_function_that_never_settles_says_so():
@@ -276,36 +257,237 @@ def test_a_function_that_never_settles_says_so():
 
     inner = torch.compile(lambda x, n: (x + n).sin().cos().exp(), backend="cgpass", dynamic=True)
     report = cgpass.explain(fn, X)
-    assert not report.settled
-    assert "it did not settle: calls went on recording or compiling; of " in str(report)
-    assert "in graphs if it settled: 100%" in str(report)
-    assert "warm-up calls" in str(report)
-    (part,) = report.graphs[-1].partitions
-    (reason,) = part.reasons
-    assert (part.recordings, reason.code) == ((), "new_shape")
-    assert reason.op == "n"
-    assert "has another value or layout in " in reason.detail
-    assert "see the causes below" in " ".join(str(report).split())
+    assert report.settled is False
+    assert "it did not settle: calls went on recording or compiling" in str(report)
+    (reason,) = report.partitions[-1].reasons
+    assert (reason.code, reason.op) == ("new_shape", "n")
 
 
-def test_calls_that_are_compared_warn_of_nothing(caplog):
-    with caplog.at_level(logging.WARNING, "cgpass"):
-        cgpass.explain(Model(), X)
-    assert not caplog.records
+def test_compiled_functions_run_as_they_are_and_stay_recorded():
+    compiled = torch.compile(split, backend="cgpass", options={"unsafe_ops": ("aten::tanh",)})
+    compiled(X)
+    with counted() as counters:
+        report = cgpass.explain(compiled, X)
+    assert counters["graphs"] == 0
+    assert [part.name for part in report.partitions] == ["captured_0", "eager_1"]
+    with cgpass.expect(replays=1, recordings=0):
+        compiled(X)
+    with pytest.raises(OptionError, match="what is compiled already has its options"):
+        cgpass.explain(compiled, X, options={"max_recordings": 3})
 
 
-def test_telemetry_keeps_reasons_and_numbers_functions():
-    before = telemetry.counters()["graphs"]
-    cgpass.explain(split, X)
-    graphs = telemetry.graph_runs()
-    summary, runs = graphs[before]
-    (reason,) = summary.partitions[1].why
-    assert (reason.code, reason.op) == ("cudagraph_unsafe", "explained.host.default")
-    assert str(reason) == summary.partitions[1].reasons[0]
-    (run,) = runs
-    assert list(run.parts) == ["captured_0", "captured_2"]
-    cgpass.explain(lambda x: split(x) + 1, X)
-    assert telemetry.graph_runs()[before + 1][0].function == summary.function + 1
+class Trainer:
+    def __init__(self):
+        self.layers = Model()
+        self.step = torch.compile(self.forward, backend="cgpass")
+
+    def forward(self, x):
+        return self.layers(x).sin()
+
+    def run(self, x):
+        return self.step(x).sum() * 2
+
+
+def in_place():
+    model = Model()
+    model.compile(backend="cgpass")
+    return model
+
+
+def in_part():
+    model = Model()
+    model.first = torch.compile(model.first, backend="cgpass")
+    return model
+
+
+def named():
+    inner = torch.compile(Model(), backend="cgpass")
+
+    def helper(x):
+        return inner(x)
+
+    return lambda x: helper(x).sin()
+
+
+@pytest.mark.parametrize("make", [in_place, in_part, named, lambda: Trainer().run])
+def test_what_is_compiled_already_runs_as_it_is(make):
+    call = make()
+    call(X).sum().backward()
+    with counted() as counters:
+        report = cgpass.explain(call, X)
+    assert counters["graphs"] == 0
+    assert [graph.direction for graph in report.graphs] == ["forward", "backward"]
+
+
+def test_what_explain_compiled_itself_keeps_nothing():
+    model = Model()
+    alive = weakref.ref(model.first.weight)
+    report = cgpass.explain(model, X)
+    owners = [
+        each.owner for _, runs in telemetry.graph_runs().values() for each in watch.live(runs)
+    ]
+    assert not [owner for owner in owners if owner.has_recordings()]
+    torch.compiler.reset()
+    del model
+    gc.collect()
+    assert alive() is None
+    assert report.graphs
+
+
+def test_another_backend_leaves_nothing_to_report():
+    report = cgpass.explain(torch.compile(split, backend="eager"), X)
+    assert report.work == (0, 0)
+    assert "Nothing that cgpass compiled ran here. Either it is compiled for another" in str(report)
+
+
+# ---- what is put back
+
+
+def test_module_optimizer_gradients_and_random_numbers_are_put_back():
+    model, other = Model(), Model()
+    model.register_buffer("seen", torch.zeros(2), persistent=False)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    model(X).sum().backward()
+    optimizer.step()
+    gradients = [each.grad for each in model.parameters()]
+    bits = [each.clone() for each in gradients]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    places = [each.data_ptr() for each in model.parameters()]
+    steps = [state["step"].item() for state in optimizer.state.values()]
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+
+    def step(x):
+        optimizer.zero_grad()
+        model.seen.add_(1)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        model.seen = model.seen + other(x).sum().detach()
+        return loss.detach()
+
+    report = cgpass.explain(step, X)
+    assert report.graphs
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [each.data_ptr() for each in model.parameters()] == places
+    assert all(each.grad is grad for each, grad in zip(model.parameters(), gradients, strict=True))
+    assert all(map(torch.equal, gradients, bits))
+    assert torch.equal(model.seen, torch.zeros(2))
+    assert [each["step"].item() for each in optimizer.state.values()] == steps
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(each.grad is None for each in other.parameters())
+
+
+def test_an_optimizer_that_the_function_does_not_name_is_given():
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    box = {"hidden": [lambda: optimizer]}
+
+    def step(x):
+        model(x).sum().backward()
+        box["hidden"][0]().step()
+
+    cgpass.explain(step, X, optimizer=optimizer)
+    assert not optimizer.state
+
+
+def test_all_is_put_back_when_the_function_raises():
+    model = Model()
+    before = model.first.weight.clone()
+
+    def fails(x):
+        with torch.no_grad():
+            model.first.weight.add_(1)
+        raise LookupError(x.shape)
+
+    with pytest.raises(LookupError):
+        cgpass.explain(fails, X)
+    assert torch.equal(model.first.weight, before)
+
+
+def test_lazy_modules_are_initialised():
+    model = nn.Sequential(nn.LazyLinear(4), nn.GELU())
+    assert cgpass.explain(torch.compiler.disable(model), X).settled
+    assert model[0].weight.shape == (4, 8)
+
+
+# ---- batches and options
+
+
+class Takes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, scale=None, *, bias=None):
+        y = self.layer(x).sin().cos()
+        y = y if scale is None else y * scale
+        return y if bias is None else y + bias
+
+
+class Batch(nn.Module):
+    def __init__(self, key):
+        super().__init__()
+        self.layer, self.key = nn.Linear(8, 8), key
+
+    def forward(self, batch):
+        return self.layer(batch[self.key]).sin().cos()
+
+
+@pytest.mark.parametrize(
+    ("make", "args"),
+    [
+        (Takes, ({"x": X, "bias": X},)),
+        (Takes, ((X, X),)),
+        (Takes, ([X],)),
+        (Takes, (X, X)),
+        (lambda: Batch("x"), ({"x": X},)),
+        (lambda: Batch(0), ((X, X),)),
+        (lambda: Batch(0), ([X],)),
+    ],
+)
+def test_a_batch_is_given_as_the_function_takes_it(make, args):
+    assert cgpass.explain(make(), *args).work[0] > 0
+
+
+def two(x, y):
+    return x.sin().cos() * y
+
+
+@pytest.mark.parametrize(
+    ("fn", "batch", "why"),
+    [
+        (
+            Takes(),
+            {"x": X, "labels": X},
+            "Takes.forward does not take **batch: got an unexpected keyword",
+        ),
+        (two, (X, X, X), "two does not take *batch: too many positional arguments"),
+    ],
+)
+def test_what_a_function_does_not_take_is_told_in_one_line(fn, batch, why):
+    with pytest.raises(InputError) as error:
+        cgpass.explain(fn, batch)
+    message = str(error.value)
+    assert message.startswith(f"cgpass.explain: {why}")
+    assert "write out what it takes: cgpass.explain(model, x=..., " in message
+    assert "\n" not in message
+
+
+def test_options_are_one_argument():
+    report = cgpass.explain(split, X, options={"unsafe_ops": ("aten::tanh",)})
+    assert [part.name for part in report.partitions] == ["captured_0", "eager_1"]
+    with pytest.raises(
+        OptionError, match=r"write options=\{'max_recordings': 3\} instead of max_rec"
+    ):
+        cgpass.explain(Takes(), X, max_recordings=3)
+    with pytest.raises(OptionError):
+        cgpass.explain(split, X, options={"no_such": 1})
+
+    def mine(x, options, optimizer=None):
+        return x.sin().cos().exp() * options["by"]
+
+    assert cgpass.explain(mine, X, options={"by": 2}).work[0] > 0
 
 
 @torch.compiler.disable
@@ -313,30 +495,6 @@ def beside(x):
     return x + 1
 
 
-def test_functions_that_are_kept_from_being_compiled_are_no_compiled_ones():
-    def fn(x):
-        return beside((x * 2).sin().cos().exp())
-
-    (graph,) = cgpass.explain(fn, X).graphs
-    assert graph.partitions[0].captured
-
-
-def test_names_without_a_value_are_no_hindrance():
-    def fn(x):
-        return (x * 2).sin().cos().exp() if x.shape else later(x)
-
-    report = cgpass.explain(fn, X)
-    assert report.graphs
-    if not report:
-        later = fn
-
-
-def test_the_simulated_driver_shows_no_times_where_nothing_is_captured():
-    torch.compiler.reset()
-    options = {"driver": "simulated", "compiler": "eager"}
-    for fn in (lambda x: x.view(-1), lambda x: torch.histc(x.sin(), bins=4) * 2):
-        report = cgpass.explain(fn, torch.ones(4), options=options)
-        assert report.ms is None
-        assert " ms" not in str(report)
-    plainly = cgpass.explain(lambda x: x.view(-1), torch.ones(4), options={"driver": "none"})
-    assert plainly.ms is not None
+def test_functions_that_are_kept_from_being_compiled_are_no_hindrance():
+    report = cgpass.explain(lambda x: beside((x * 2).sin().cos().exp()), X)
+    assert report.partitions[0].captured

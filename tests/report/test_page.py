@@ -1,20 +1,27 @@
 """Reports as a page: what users wrote is escaped, nothing is loaded, and a browser shows it in light and in dark."""
 
-import html.parser
+import dataclasses
 import os
 import re
 import shutil
 import subprocess
+import tomllib
 import zlib
+from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
+from cgpass.report.page import html
+from cgpass.report.text import NOTHING, findings, headline
 from tests.report.samples import sample
+
+ROOT = Path(__file__).parents[2]
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell")
 
 
-class Parsed(html.parser.HTMLParser):
+class Parsed(HTMLParser):
     """Tags, attributes and text of a page; fails where tags don't match."""
 
     VOID = ("meta", "link", "br")
@@ -39,29 +46,25 @@ class Parsed(html.parser.HTMLParser):
 
 
 def page(report):
-    return Parsed(report_html(report))
-
-
-def report_html(report):
-    from cgpass.report.page import html as made
-
-    return made(report)
+    return Parsed(html(report))
 
 
 def test_it_says_what_the_text_says():
-    found = page(sample()).text
-    for words in ("NVIDIA H200", "model.py:38 in forward", "66.7%", "96.0 MiB", "3.0 MiB", "0.750"):
+    report = sample()
+    found = " ".join(page(report).text.split())
+    for each in findings(report):
+        for words in (each.where, each.what, each.fix, each.code):
+            assert " ".join(words.split()) in found
+    for words in (headline(report), "NVIDIA H200", "2026-01-01 12:00", "train.py", "Model.forward"):
         assert words in found
     for words in (
-        "host_read",
-        "scale = x.max().item()",
-        "keep the value on the device",
-        "(2 times)",
+        "96.0 MiB",
+        "3.0 MiB",
+        "0.750 ms",
+        "moved from 0x7f00 to 0x7f80",
+        "model.py:38 in forward",
     ):
         assert words in found
-    assert "moved from 0x7f00 to 0x7f80" in found
-    assert "It ends at a graph break" in found
-    assert "it uses several devices" in found
 
 
 def test_what_users_wrote_is_text():
@@ -74,34 +77,32 @@ def test_what_users_wrote_is_text():
 
 
 def test_it_needs_nothing_else():
-    text = report_html(sample())
+    text = html(sample())
     assert not re.findall(r"https?://|@import|url\(|<script|src=", text)
     found = page(sample())
     assert [value for name, value in found.attributes if name == "href"] == ["data:,"]
 
 
-def test_without_times_the_timeline_shows_operators():
-    data = sample().to_dict()
-    for graph in data["functions"][0]["graphs"]:
-        graph["ms"] = graph["plain_ms"] = None
-        for part in graph["partitions"]:
-            part["ms"] = part["plain_ms"] = None
-    from cgpass import Report
-
-    found = page(Report.from_dict(data))
-    widths = [value for name, value in found.attributes if name == "style"]
-    assert widths == ["width:100.00%", "flex-grow:40.0000", "flex-grow:3.0000"]
-
-
-def test_its_words_are_plain():
-    text = page(sample()).text
-    assert "CUDA graph coverage" in text
-    assert "runs without a graph" in text
-    assert "plainly" not in text
+def test_bars_are_as_long_as_times_or_operators():
+    report = sample()
+    widths = [value for name, value in page(report).attributes if name == "style"]
+    assert widths == ["flex-grow:0.75", "flex-grow:0.25"]
+    graph = report.graphs[0]
+    parts = tuple(dataclasses.replace(part, device_ms=None) for part in graph.partitions)
+    report = sample(graphs=(dataclasses.replace(graph, partitions=parts),))
+    widths = [value for name, value in page(report).attributes if name == "style"]
+    assert widths == ["flex-grow:40", "flex-grow:3"]
 
 
 def test_a_report_of_nothing():
-    assert "Nothing here was compiled by cgpass" in page(sample(functions=())).text
+    empty = {"graphs": (), "graph_breaks": (), "left_to_eager": (), "graphs_ms": None}
+    assert NOTHING in page(sample(**empty)).text
+
+
+def test_the_template_is_part_of_the_package():
+    packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "cgpass" in packaged["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
+    assert (ROOT / "cgpass" / "report" / "page.html.j2").exists()
 
 
 def first_pixel(png):

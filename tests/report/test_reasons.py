@@ -1,8 +1,5 @@
 """Every reason code is provoked; reports name the operator, the user's line and what to do."""
 
-import traceback
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch._library.effects import EffectType
@@ -11,13 +8,13 @@ import cgpass
 from cgpass.compile import culprits
 from cgpass.compile.culprits import Finding
 from cgpass.compile.facts import op_tables
-from cgpass.compile.facts.breaks import given_up, graph_break_of
-from cgpass.report.collect import reasons as _reasons
-from cgpass.report.model import FunctionReport, GraphReport, PartitionReport, Report
+from cgpass.report.model import GraphReport, PartitionReport
 from cgpass.report.page import html
+from cgpass.report.report import Report
 from cgpass.runtime import recorder
 from cgpass.runtime.simulated import SimulatedDriver, is_recording
-from cgpass.telemetry.reason import CHOSEN, OTHER_FIXES, Reason
+from cgpass.telemetry.reason import CHOSEN, OTHER_FIXES
+from cgpass.telemetry.summaries import counted
 from tests.report.calls import CALLS
 from tests.unit.test_capturability import BLAMED, PROVOKED, written_at
 
@@ -139,7 +136,7 @@ BY_HAND = {"python_call", "effect_token", "higher_order_op", "nested_graph", "ho
 
 
 def test_every_code_is_here():
-    others = {*WHOLE, *CALLS, "graph_break", "recompile_limit"}
+    others = {*WHOLE, *CALLS, "graph_break", "recompile_limit", "recompiled"}
     assert {*COMPILED, *BY_HAND, *ON_CUDA, *others} == {*op_tables.FIXES, *OTHER_FIXES}
     assert {*op_tables.FIXES, *OTHER_FIXES} >= CHOSEN
     assert not op_tables.FIXES.keys() & OTHER_FIXES.keys()
@@ -152,7 +149,7 @@ def joined(report):
 
 def said(report, found):
     """Checks that a report's text names all of a reason."""
-    for text in (found.op, found.detail, f"[{found.code}]", f"fix: {found.fix}", found.line or ""):
+    for text in (found.op, found.detail, f"[{found.code}]", f"Do: {found.fix}", found.line or ""):
         assert "".join(text.split()) in joined(report), text
 
 
@@ -190,14 +187,13 @@ def test_reasons_of_compiled_functions(code):
 
 @pytest.mark.parametrize("code", sorted(BY_HAND | ON_CUDA))
 def test_reasons_of_graphs_that_no_function_here_is_compiled_to(code):
-    (reason,) = _reasons(PROVOKED[code]())
+    (reason,) = counted(PROVOKED[code]())
     op, line = BLAMED[code]
     assert (reason.code, reason.fix) == (code, op_tables.FIXES[code])
     assert (reason.op, reason.line) == (op, written_at(line))
     part = PartitionReport(name="eager_1", captured=False, num_ops=1, reasons=(reason,))
     graph = GraphReport(number=0, direction="forward", calls=1, num_ops=1, partitions=(part,))
-    function = FunctionReport(number=0, place=None, graphs=(graph,))
-    said(Report(cgpass="1", torch="2", device="cuda", functions=(function,)), reason)
+    said(Report(device="cuda", graphs=(graph,)), reason)
 
 
 def chain(x):
@@ -254,8 +250,7 @@ def test_a_partition_of_which_no_operator_is_to_blame_names_its_lines(code, monk
     assert reason.detail.startswith(begins)
     assert reason.fix == OTHER_FIXES[code]
     said(report, reason)
-    assert f"capture failed at {reason.line} {reason.detail}" in " ".join(str(report).split())
-    assert f"capture failed at <code>{reason.line}</code>" in html(report)
+    assert reason.line in html(report)
 
 
 @pytest.mark.gpu
@@ -277,74 +272,6 @@ def test_reasons_between_devices():
         said(report, reason)
 
 
-def test_a_graph_break_names_its_line_and_what_to_do():
-    def fn(x):
-        y = (x * 2).sin().cos().exp()
-        torch._dynamo.graph_break()
-        return y.sin().cos().exp().tanh()
-
-    with cgpass.set_defaults(driver="simulated", compiler="eager"):
-        report = cgpass.explain(fn, X)
-    first, second = report.functions
-    line = fn.__code__.co_firstlineno + 2
-    assert first.graph_break.line == f"test_reasons.py:{line} in fn: torch._dynamo.graph_break()"
-    assert second.graph_break is None
-    text = " ".join(str(report).split())
-    assert f"ends at a graph break at test_reasons.py:{line} in fn: torch._dynamo" in text
-    assert "fix: " + " ".join(first.graph_break.fix.split()) in text
-    outside = (
-        f"graph breaks at 1 line (test_reasons.py:{line}): what runs there, outside of compiled functions, is not among these"
-        " operators"
-    )
-    assert f"in graphs: 100% of the 8 operators of compiled functions {outside}" in text
-    assert f'<p class="warn">{outside}.</p>' in html(report)
-
-
-def test_a_branch_on_a_tensor_is_told_in_words():
-    def fn(x):
-        y = (x * 2).sin().cos().exp()
-        if y.sum() > 0:
-            y = y + 1
-        return y.sin().cos().exp().tanh()
-
-    with cgpass.set_defaults(driver="simulated", compiler="eager"):
-        report = cgpass.explain(fn, X)
-    first, second = report.functions
-    line = fn.__code__.co_firstlineno + 2
-    assert first.graph_break.line == f"test_reasons.py:{line} in fn: if y.sum() > 0:"
-    assert first.graph_break.detail == "a branch on a tensor's value"
-    assert first.graph_break.fix.startswith(
-        "choose between both results on the device: torch.where"
-    )
-    assert second.place == f"test_reasons.py:{line + 1} in fn"  # not torch's own name of the rest
-    assert "generic_jump" not in str(report)
-    assert "resume" not in str(report)
-
-
-def test_hints_are_sentences_and_those_without_help_left_out():
-    text = "Data-dependent branching\n  Hint: This graph break is fundamental - no.\n  Hint: Remove the call\n  Hint: Use torch.cond."
-    found = given_up(text, "model.py:41 in forward")
-    assert found.fix.startswith("Remove the call. Or: Use torch.cond. Or: put what can be compiled")
-    assert "fundamental" not in found.fix
-    assert given_up("Unsupported", None).fix.startswith(
-        "TORCH_LOGS=graph_breaks shows more. Or: put"
-    )
-
-
-@pytest.mark.parametrize("word", ["generic_jump TensorVariable()", "comprehension_graph_break"])
-@pytest.mark.parametrize("line", [True, False])
-def test_words_of_torchs_own_are_no_details(word, line):
-    gm = torch.fx.symbolic_trace(lambda x: x)
-    frames = [traceback.FrameSummary("a/model.py", 41, "torch_dynamo_resume_in__lambda__at_3")]
-    gm.compile_subgraph_reason = SimpleNamespace(
-        reason=word, user_stack=frames if line else [], graph_break=True
-    )
-    reason = graph_break_of(gm)
-    assert reason.line == ("model.py:41 in <lambda>" if line else None)
-    assert "torch." in reason.fix or "take what breaks" in reason.fix
-    assert "_" not in reason.detail
-
-
 def test_sizes_of_many_symbols_are_one_block_that_names_what_made_them():
     def fn(x):
         for _ in range(4):
@@ -363,12 +290,4 @@ def test_sizes_of_many_symbols_are_one_block_that_names_what_made_them():
     made = f"which aten.nonzero.default at test_reasons.py:{line} in fn made"
     assert {r.detail for r in found} == {f"a size depends on data, {made}"}
     eager = sum(not part.captured for part in parts)
-    assert str(report).count("[unbacked_size]") <= eager
-
-
-def test_operators_that_are_left_out_alike_are_counted_each():
-    def left_out(op):
-        return Reason("too_small", op, "its partition would hold 2 operators", "set it to 1", None)
-
-    found = _reasons([left_out("aten.t"), left_out("aten.addmm"), left_out("aten.t")])
-    assert [(each.op, each.count) for each in found] == [("aten.t", 2), ("aten.addmm", 1)]
+    assert 0 < str(report).count("[unbacked_size]") <= eager

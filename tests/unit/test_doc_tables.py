@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import cgpass
-from cgpass.compile.facts.op_tables import FIXES, OPERATOR_FIXES
+from cgpass.compile.facts.op_tables import FIXES
 from cgpass.options import Options
 from cgpass.telemetry.reason import OTHER_FIXES
 
@@ -52,7 +52,3 @@ def test_every_counter_has_a_row():
 
 def test_every_reason_has_a_row():
     assert {row.split("`")[1] for row in rows("reasons_table")} == {*FIXES, *OTHER_FIXES}
-
-
-def test_every_operator_that_has_a_form_to_use_has_a_row():
-    assert {row.split("`")[1] for row in rows("operators_table")} == OPERATOR_FIXES.keys()

@@ -1,7 +1,5 @@
 """Calls may be watched, or run without graphs on request; those outside pay nothing for it."""
 
-import contextlib
-
 import pytest
 import torch
 
@@ -15,16 +13,17 @@ from tests.unit.runners import COPIED, counts, runner
 
 
 class Noting:
+    """Wraps steps, and notes them."""
+
     def __init__(self):
         self.steps = []
 
-    @contextlib.contextmanager
-    def __call__(self, name):
-        self.steps.append(f"begin {name}")
-        try:
-            yield
-        finally:
-            self.steps.append(f"end {name}")
+    def __call__(self, step, run):
+        def noted(values):
+            self.steps.append(step.name)
+            return run(values)
+
+        return noted
 
 
 @pytest.fixture
@@ -42,30 +41,18 @@ def run_of(executor):
 
 
 def test_steps_are_told_in_order_and_only_inside(executor):
-    noting, steps = Noting(), executor._steps
+    outer, inner, steps = Noting(), Noting(), executor._steps
     executor([torch.ones(2)])
-    with executor.observed(noting):
-        assert executor([torch.ones(2)])[0].tolist() == [3, 3]
-    assert executor._steps is steps
-    executor([torch.ones(2)])
-    begun = ["begin captured_0", "end captured_0", "begin eager_1", "end eager_1"]
-    assert noting.steps == begun
-    assert executor.tally.calls == 3
-
-
-def test_an_error_ends_the_watch(executor):
-    noting, steps = Noting(), executor._steps
-    with pytest.raises(TypeError), executor.observed(noting):
+    ends = [executor.wrap(outer), executor.wrap(inner)]
+    assert executor([torch.ones(2)])[0].tolist() == [3, 3]
+    with pytest.raises(TypeError):
         executor(["no tensor"])
-    assert noting.steps == ["begin captured_0", "end captured_0", "begin eager_1", "end eager_1"]
+    for end in ends:
+        end()
     assert executor._steps is steps
-
-
-def test_watches_may_be_nested(executor):
-    outer, inner = Noting(), Noting()
-    with executor.observed(outer), executor.observed(inner):
-        executor([torch.ones(2)])
-    assert len(outer.steps) == len(inner.steps) == 4
+    executor([torch.ones(2)])
+    assert outer.steps == inner.steps == ["captured_0", "eager_1", "captured_0"]
+    assert executor.tally.calls == 4
 
 
 def test_calls_run_plainly_on_request_and_recordings_stay(executor):
@@ -78,15 +65,6 @@ def test_calls_run_plainly_on_request_and_recordings_stay(executor):
     executor.owner.plain = False
     executor([torch.ones(2)])
     assert counts(run_of(executor)) == (1, 1, 3, 3)
-
-
-def test_a_graph_that_runs_plainly_is_watched_as_one_step():
-    graph, noting = PlainGraph(lambda args: [args.pop() + 1]), Noting()
-    with graph.observed(noting):
-        assert graph([1]) == [2]
-    assert graph([2]) == [3]
-    assert noting.steps == ["begin ", "end "]
-    assert graph.tally.calls == 2
 
 
 def test_telemetry_forgets_what_ran_graphs_that_it_lists_no_more(monkeypatch):

@@ -22,10 +22,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import cgpass
-from cgpass import torch_private
+from cgpass import telemetry, torch_private
 from cgpass.errors import OptionError
 from cgpass.options import REMOVED
-from cgpass.report.measure import live_runs
 from tests.usage.programs import MLP, Block, ConvNet, Counter, Tied, counted, gradients, state
 
 STEPS, SETTLED = 120, 60
@@ -1082,7 +1081,8 @@ def test_after_its_first_steps_a_program_only_replays(way, name):
 
 def runners(others=()):
     """Of the partitions that are captured now, but for those of earlier tests."""
-    plans = [live.plan for _, _, live in live_runs() if hasattr(live, "plan")]
+    ran = [run.live() for _, found in telemetry.graph_runs().values() for run in found]
+    plans = [live.plan for live in ran if hasattr(live, "plan")]
     runs = [step.run for plan in plans for step in plan.steps]
     return [run for run in runs if hasattr(run, "table") and run not in others]
 

@@ -277,7 +277,7 @@ def test_the_recompile_limit_is_named(fn, place):
         "torch.compiler.reset() before it gets others"
     )
     (left,) = cgpass.explain(fn(), X).left_to_eager
-    assert (left.place, left.reason.detail) == (place, said)
+    assert (left.rest, left.detail) == (place, f"noted before this report: {said}")
     torch.compiler.reset()
     assert cgpass.summary() == "no graph was compiled"
 

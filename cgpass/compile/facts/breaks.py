@@ -1,11 +1,11 @@
-"""Where Dynamo ended a graph before the function's end."""
+"""Where Dynamo ended a graph before the function's end: line, cause and remedy."""
 
 import itertools
 import os
 import re
 import sysconfig
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -16,59 +16,63 @@ from torch import fx
 from cgpass import torch_private
 from cgpass.compile.facts import op_tables
 from cgpass.compile.facts.lines import function_name
-from cgpass.telemetry.reason import Reason, ways
+from cgpass.telemetry.reason import Reason
 
-_SEE: Final = "TORCH_LOGS=graph_breaks shows more"
-_CALLED: Final = (
-    "put what can be compiled into functions of its own: those that a function in eager calls are compiled by "
-    "themselves"
+_HOST_READ: Final = op_tables.FIXES["host_read"]
+_LEAVE_IT: Final = "leave it: torch compiles what is called there by itself"
+_KNOWN: Final = tuple(
+    (re.compile(pattern), cause, fix)
+    for pattern, cause, fix in (
+        (r"Tensor\.backward\(\) call", "the backward is called", "leave it: it has its own graphs"),
+        (r"`Optimizer\.zero_grad`", "gradients are cleared", "leave it: it launches little"),
+        (r"Tensor\.item\(\)|_local_scalar_dense", "the host reads a tensor's value", _HOST_READ),
+        (r"tolist\(\)", "the host reads a tensor's values", _HOST_READ),
+        (
+            r"generic_jump|Data-dependent branching",
+            "a branch on a tensor's value",
+            "choose between both results on the device: torch.where, or torch.cond for more than that",
+        ),
+        (
+            r"builtin operator `print`",
+            "print can't be traced",
+            "print after the compiled function, or torch._dynamo.config.reorderable_logging_functions.add(print)",
+        ),
+        (
+            r"logging\.Logger|[Ll]ogger",
+            "a logger's method can't be traced",
+            "log outside of the compiled function, or add the method to torch._dynamo.config.ignore_logging_functions",
+        ),
+        (r"torch\._dynamo\.graph_break\(\)", "torch._dynamo.graph_break() is called", "remove it"),
+        (
+            "comprehension_graph_break",
+            "a graph break in a comprehension",
+            "take what breaks the graph out of the comprehension",
+        ),
+    )
 )
-_LED_TO: Final = re.compile(r"^\*\*\* While handling this graph break.*$", re.MULTILINE)
-_NO_HELP: Final = (
-    "report an issue",
-    "file an issue",
-    "caused by an earlier graph break",
-    "this graph break is fundamental",
-)
+"""What torch says, what that means, and what to do.
+
+Source: torch/_dynamo/graph_break_registry.json, `GraphCompileReason`, 2.11 to 2.15.
+"""
+_NO_HELP: Final = re.compile("an issue|caused by an earlier graph break|graph break is fundamental")
 """Hints that are none to users."""
-_OPERATOR: Final = re.compile(r"(?<=Operator )`aten\.(\w+)\.\w+`")
-"""What torch names of operators that read data, or whose result's size depends on it."""
+_SEE: Final = "TORCH_LOGS=graph_breaks shows more"
+_CALLED: Final = "or put what can be compiled into functions of its own"
+_LOOP: Final = "or loop over an nn.ModuleList in a forward of your own: torch compiles none of its own containers alone"
+_OPERATOR: Final = re.compile(r"(?<=Operator )`(aten\.(\w+)\.\w+)`")
 _STEP: Final = "step_unsupported"
 """What torch says where it compiles what is before a line and leaves all from there on to eager."""
-_WORDS: Final = {
-    "generic_jump": (
-        "a branch on a tensor's value",
-        "choose between both results on the device: torch.where, or torch.cond for more than that",
-    ),
-    "comprehension_graph_break": (
-        "a graph break in a comprehension",
-        f"take what breaks the graph out of the comprehension, or write a loop in a function of its own; {_SEE}",
-    ),
-}
-"""What torch has an internal word for instead of a message, and what to do.
-
-Source: torch/_dynamo/symbolic_convert.py, comprehension_graph_break.py, calls of `GraphCompileReason`, 2.11 to 2.15.
-"""
-_LOOP: Final = "loop over a torch.nn.ModuleList in a forward of your own instead of calling a container of torch's"
-_CALLS_HOOKS: Final = os.path.join(os.path.dirname(torch.nn.modules.__file__), "module.py")
-"""What lies between any two modules."""
 _TORCH: Final = os.path.dirname(torch.__file__) + os.sep
+_MODULES: Final = os.path.dirname(torch.nn.modules.__file__)
 _PYTHON: Final = sysconfig.get_path("stdlib") + os.sep
-_OURS: Final = str(Path(__file__).parents[1]) + os.sep
+_OURS: Final = str(Path(__file__).parents[2]) + os.sep
 _INSTALLED: Final = re.compile(r"[/\\](site|dist)-packages[/\\]")
-_LEAVE_IT: Final = {
-    "Unsupported Tensor.backward() call": "leave it: the backward has graphs of its own",
-    "`Optimizer.zero_grad`": "leave it: it launches little",
-}
-"""What a training step has anyway, as torch tells of it, and what to do."""
-_IN_A_BLOCK: Final = "what is from there on is in a block (try:, with) that has a graph break"
+_LENGTH: Final = 160
+"""Of the words of torch's own that are shown."""
 
 
 def graph_break_of(gm: fx.GraphModule) -> Reason | None:
     """Why Dynamo ended a graph where it did; None if the function ends there, too.
-
-    Args:
-        gm: As the backend is given it.
 
     Source: torch/_dynamo/output_graph.py, `GraphCompileReason`, set on every graph, 2.11 to 2.15.
     """
@@ -76,21 +80,15 @@ def graph_break_of(gm: fx.GraphModule) -> Reason | None:
     if found is None or not getattr(found, "graph_break", False):
         return None
     stack = list(getattr(found, "user_stack", None) or ())
-    text = str(found.reason)
-    if text == _STEP:
+    if str(found.reason) == _STEP:
         return _cut_short(stack[-1] if stack else None)
     newest = _newest()
-    if newest is not None and stack and newest.line and _is_place_of(newest.line, stack[-1]):
+    if newest is not None and stack and _is_at(newest.line, stack[-1]):
         newest.told = True
-    word = text.partition(" ")[0]
-    reason = _of_stack(text, stack)
-    if word in _WORDS:
-        reason = Reason("graph_break", "", *_WORDS[word], reason.line)
+    reason = _of_stack(str(found.reason), stack)
     unseen = _left_without_a_graph(stack)  # told of in any case: no other graph is to do it
     rest = _left_by_torch(stack) or unseen
-    if rest is not None:
-        return _leaves(reason, rest)
-    return replace(reason, detail=reason.detail + _reached(stack))
+    return reason if rest is None else _leaves(reason, rest)
 
 
 def untold(
@@ -113,9 +111,14 @@ def untold(
     for each in noted:
         users = [frame for frame in each.stack if _is_users(frame)]
         rest = _left_by_torch(each.stack)
-        if each.told or not each.stack or (rest is None and not _matters(users, files)):
+        mine = (
+            _INSTALLED.search(frame.filename) is None or os.path.basename(frame.filename) in files
+            for frame in users
+        )
+        if each.told or not each.stack or (rest is None and not any(mine)):
             continue
-        reason = _leaves(_of_stack(each.text, each.stack), rest)
+        reason = _of_stack(each.text, each.stack)
+        reason = reason if rest is None else _leaves(reason, rest)
         found.setdefault((place_of(reason.line), rest), reason)
     known |= {place for place, rest in found if rest is not None}
     return [
@@ -123,37 +126,59 @@ def untold(
     ]
 
 
-def _matters(users: Sequence[Any], files: Collection[str]) -> bool:
-    return any(
-        _INSTALLED.search(frame.filename) is None or os.path.basename(frame.filename) in files
-        for frame in users
-    )
-
-
 def place_of(line: str | None) -> str:
     """Of a line, `model.py:41`."""
     return (line or "").partition(" in ")[0].partition(": ")[0]
 
 
+def reason_of(text: str, line: str | None) -> Reason:
+    """A graph break as torch tells of it, in a cause and one remedy.
+
+    Source: torch/_dynamo/exc.py, `format_graph_break_message`, `augment_exc_message`, 2.11 to 2.15.
+    """
+    lines = [each.strip() for each in text.strip().splitlines()]
+    detail = next(filter(None, lines), "torch says no more").partition(". ")[0][:_LENGTH]
+    hints = [each.removeprefix("Hint: ") for each in lines if each.startswith("Hint: ")]
+    fix = next((hint for hint in hints if not _NO_HELP.search(hint)), _SEE)
+    fix = fix.partition(". ")[0][:_LENGTH]
+    for pattern, cause, known in _KNOWN:
+        if pattern.search(text):
+            detail, fix = cause, known
+            break
+    operator = _OPERATOR.search(text)
+    if operator is not None and (known := op_tables.OPERATOR_FIXES.get(operator[2])):
+        detail, fix = f"{operator[1]} reads data, or makes a size that depends on it", known
+    in_loop = ", in a loop" if "graph break in loop" in text else ""
+    return Reason("graph_break", "", f"graph break: {detail}{in_loop}", fix, line)
+
+
+def given_up(text: str, line: str | None, rest: str | None = None) -> Reason:
+    """A graph break that Dynamo can't go on behind.
+
+    Args:
+        text: Its message.
+        line: The user's.
+        rest: What is left to eager for it.
+    """
+    reason = reason_of(text, line)
+    return replace(reason, fix=f"{reason.fix}; {_CALLED}", rest=rest)
+
+
 def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
     """A graph break, by the innermost line that isn't torch's, if there is one."""
     last: Any = stack[-1] if stack else None
-    frame = next(filter(_is_users, reversed(stack)), last)
-    reason = reason_of(text, _line(frame))
-    inside = "" if frame is last else f", in {_library_file(last.filename)}:{last.lineno}"
-    fix = next((fix for said, fix in _LEAVE_IT.items() if said in text), reason.fix)
-    if inside and "torch._dynamo.graph_break()" in text:
-        fix = "leave it: torch compiles what is called there by itself"
-    return replace(reason, detail=f"{reason.detail}{inside}", fix=fix)
-
-
-def _reached(stack: Sequence[Any]) -> str:
-    """From which of the user's lines a break was reached, if it is in what that calls."""
     users = [each for each in stack if _is_users(each)]
-    if len(users) < 2:
-        return ""
-    caller = users[0]
-    return f", reached from {os.path.basename(caller.filename)}:{caller.lineno} in {function_name(caller.name)}"
+    frame = users[-1] if users else last
+    reason = reason_of(text, _line(frame))
+    if frame is not last:
+        inside = f", in {_library_file(last.filename)}:{last.lineno}"
+        is_call = "torch._dynamo.graph_break()" in text
+        return replace(
+            reason, detail=reason.detail + inside, fix=_LEAVE_IT if is_call else reason.fix
+        )
+    if len(users) > 1:
+        return replace(reason, detail=f"{reason.detail}, reached from {_place(users[0])}")
+    return reason
 
 
 def _is_users(frame: Any) -> bool:
@@ -171,9 +196,8 @@ def _library_file(filename: str) -> str:
     return filename.removeprefix(_PYTHON).replace(os.sep, "/")
 
 
-def _leaves(reason: Reason, rest: str | None) -> Reason:
-    """A graph break, with what of torch's own code it left to eager."""
-    return reason if rest is None else replace(reason, fix=ways([reason.fix, _LOOP]), rest=rest)
+def _leaves(reason: Reason, rest: str) -> Reason:
+    return replace(reason, fix=f"{reason.fix}; {_LOOP}", rest=rest)
 
 
 def _left_by_torch(stack: Sequence[Any]) -> str | None:
@@ -181,80 +205,29 @@ def _left_by_torch(stack: Sequence[Any]) -> str | None:
 
     Dynamo compiles functions of users by themselves where those that call them run in eager, but none of torch's.
     """
-    frames = [each for each in stack if each.filename != _CALLS_HOOKS]
+    between = os.path.join(_MODULES, "module.py")  # lies between any two modules
+    frames = [each for each in stack if each.filename != between]
     for caller, frame in itertools.pairwise(frames):
-        if _is_of_torchs_modules(frame.filename):
+        if os.path.dirname(frame.filename) == _MODULES:
             name = _library_file(frame.filename)
             if caller.filename.startswith(_TORCH):
                 return f"what {name} runs besides"
-            place = f"{os.path.basename(caller.filename)}:{caller.lineno}"
-            return f"what {name} runs, called at {place} in {function_name(caller.name)}"
+            return f"what {name} runs, called at {_place(caller)}"
     return None
 
 
 def _left_without_a_graph(stack: Sequence[Any]) -> str | None:
     """As `_left_by_torch`, where nothing lies before the call, so that no graph of what called it reaches a backend."""
-    if not stack:
-        return None
-    thread = threading.get_ident()
-    for each in reversed(torch_private.graph_breaks()):
-        if (
-            not each.told
-            and each.thread == thread
-            and len(each.stack) > 1
-            and _is_place_of(each.stack[-1], stack[-1])
-            and (rest := _left_by_torch(each.stack)) is not None
-        ):
-            each.told = True
-            return rest
+    for each in _of_this_thread():
+        if stack and not each.told and len(each.stack) > 1 and _is_at(each.stack[-1], stack[-1]):
+            if (rest := _left_by_torch(each.stack)) is not None:
+                each.told = True
+                return rest
     return None
 
 
-def _is_place_of(line: Any, frame: Any) -> bool:
-    return (line.filename, line.lineno) == (frame.filename, frame.lineno)
-
-
-def _is_of_torchs_modules(filename: str) -> bool:
-    directory, _ = os.path.split(filename)
-    return directory == os.path.dirname(torch.nn.modules.__file__)
-
-
-def reason_of(text: str, line: str | None) -> Reason:
-    """A graph break as torch tells of it.
-
-    Args:
-        text: Its message; where it led to others, one after the other.
-        line: The user's.
-
-    Source: torch/_dynamo/exc.py, `format_graph_break_message`, `augment_exc_message`, 2.11 to 2.15.
-    """
-    blocks = [block.strip().splitlines() for block in _LED_TO.split(text)]
-    titles = [block[0] for block in blocks if block] or ["a graph break"]
-    said = [each.strip() for block in blocks for each in block]
-    hints = [each.removeprefix("Hint: ") for each in said if each.startswith("Hint: ")]
-    hints = [hint for hint in hints if not any(each in hint.lower() for each in _NO_HELP)]
-    detail = "; ".join(dict.fromkeys(titles))
-    operator = _OPERATOR.search(text)
-    if operator is not None:
-        detail = f"{detail}: {operator[0].strip('`')}"
-        known = op_tables.OPERATOR_FIXES.get(operator[1])
-        hints = hints if known is None else [known, *hints]
-    elif "Tensor.item()" in text:
-        hints.insert(0, op_tables.FIXES["host_read"])
-    return Reason("graph_break", "", detail, ways(hints or [_SEE]), line)
-
-
-def given_up(text: str, line: str | None, rest: str | None = None) -> Reason:
-    """A graph break that Dynamo can't go on behind.
-
-    Args:
-        text: Its message.
-        line: The user's.
-        rest: What of a function is left to eager, if not all of it.
-    """
-    reason = reason_of(text, line)
-    detail = f"torch.compile can't go on behind this graph break: {reason.detail}"
-    return Reason(reason.code, "", detail, ways([reason.fix, _CALLED]), line, rest)
+def _is_at(line: Any, frame: Any) -> bool:
+    return line is not None and (line.filename, line.lineno) == (frame.filename, frame.lineno)
 
 
 def _cut_short(frame: Any) -> Reason:
@@ -262,27 +235,33 @@ def _cut_short(frame: Any) -> Reason:
 
     Source: torch/_dynamo/symbolic_convert.py `InstructionTranslatorBase.step`, `step_graph_break`, 2.11 to 2.15.
     """
+    text, rest = "a block (try:, with) has a graph break", "the rest of a function"
     if frame is None:
-        return given_up(_IN_A_BLOCK, None, "the rest of a function")
-    name = function_name(frame.name)
-    rest = f"the rest of {name} from {os.path.basename(frame.filename)}:{frame.lineno} on"
+        return given_up(text, None, rest)
+    place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+    rest = f"the rest of {function_name(frame.name)} from {place} on"
     found = _newest()
     if found is None or found.function != (frame.filename, frame.name):
-        return given_up(_IN_A_BLOCK, _line(frame), rest)
+        return given_up(text, _line(frame), rest)
     found.told = True
     return given_up(found.text, _line(found.line or frame), rest)
 
 
-def _newest() -> torch_private.GraphBreak | None:
-    """Of this thread."""
+def _of_this_thread() -> Iterable[torch_private.GraphBreak]:
+    """The newest first."""
     thread = threading.get_ident()
-    return next(
-        (each for each in reversed(torch_private.graph_breaks()) if each.thread == thread), None
-    )
+    return (each for each in reversed(torch_private.graph_breaks()) if each.thread == thread)
+
+
+def _newest() -> torch_private.GraphBreak | None:
+    return next(iter(_of_this_thread()), None)
+
+
+def _place(frame: Any) -> str:
+    return f"{os.path.basename(frame.filename)}:{frame.lineno} in {function_name(frame.name)}"
 
 
 def _line(frame: Any) -> str | None:
     if frame is None:
         return None
-    place = f"{os.path.basename(frame.filename)}:{frame.lineno} in {function_name(frame.name)}"
-    return f"{place}: {frame.line}" if frame.line else place
+    return f"{_place(frame)}: {frame.line}" if frame.line else _place(frame)

@@ -1,0 +1,369 @@
+"""`explain`: what happened in some calls, those of a block or those that it makes itself."""
+
+import contextlib
+import copy
+import dataclasses
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, overload
+
+import torch
+from torch.utils import _pytree as pytree
+
+from cgpass import telemetry, torch_private
+from cgpass.backend import cgpass
+from cgpass.errors import InputError, OptionError
+from cgpass.options import Options, set_defaults
+from cgpass.report import watch
+from cgpass.report.report import Report
+from cgpass.runtime import native
+from cgpass.runtime.owner import Owner
+from cgpass.whole_step import TrainStep
+
+Fn = Callable[..., Any] | torch.nn.Module
+
+_CALLS: Final = 8
+"""Until nothing new is recorded."""
+_MORE: Final = 5
+"""Calls after that."""
+_CHANGES: Final = ("graphs", "warmups", "recordings")
+_GRAPH_IS_GONE: Final = "Trying to backward through the graph a second time"
+"""What autograd says of results of a function that ran their backward itself."""
+
+
+@overload
+def explain() -> contextlib.AbstractContextManager[Report]: ...
+@overload
+def explain(
+    fn: Fn,
+    /,
+    *args: Any,
+    training: bool = True,
+    compare: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Report: ...
+def explain(
+    fn: Fn | None = None,
+    /,
+    *args: Any,
+    training: bool = True,
+    compare: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Report | contextlib.AbstractContextManager[Report]:
+    """Say what of some calls ran in CUDA graphs, what not, for which reason, at which line, and what to do.
+
+        with cgpass.explain() as report:  # watches what runs inside; the report is there when the block is over
+            train(5)
+        print(report)
+        print(cgpass.explain(model, batch))  # the same around a few calls
+
+    A block runs nothing itself and changes nothing. Other threads' calls count, too.
+
+    With a function, up to 13 calls run, with their backward. What is not compiled yet is compiled with
+    `backend="cgpass"`, anew each time. A batch by itself is given as data loaders mean it: a mapping by name
+    (`**batch`) if the function takes these names, a tuple or list as `*batch` if it takes more than one argument.
+    Afterwards parameters, buffers, gradients and optimizers that the function is, is given or names are as they were,
+    and so are torch's random numbers. Nothing else is put back: attributes, caches, schedulers, written arguments.
+
+    Args:
+        fn: A module or function, compiled or not; none for a block.
+        args: Of one call.
+        training: Whether to run a backward, too: of the result's loss if it has one, else of all that it returns that
+            requires grad, unless the function ran it itself. If not, calls run under `torch.no_grad()`.
+        compare: Whether to time calls with CUDA graphs and without, afterwards.
+        optimizer: Put back, too, where the function does not name it.
+        options: Those of `cgpass.Options`, for what is not compiled yet.
+        kwargs: Of one call, by name.
+
+    Returns:
+        A report; `print` shows it, `save` makes a page of it. For a block what gives one.
+
+    Raises:
+        OptionError: Options by themselves, which belong into `options=`; `options=` for what is compiled already.
+        InputError: The function does not take the batch in any of these ways.
+        Exception: Whatever the function raises, as it is.
+    """
+    if fn is None:
+        return watch.watched()
+    own = {"options": options, "optimizer": optimizer}
+    kwargs |= {name: each for name, each in own.items() if each is not None and _takes(fn, name)}
+    _refuse_options(fn, kwargs)
+    args, kwargs = _spread(fn, args, kwargs)
+    values = [*_reached(fn, [fn, optimizer, *pytree.tree_leaves((args, kwargs))])]
+    modules = {id(m): m for v in values if isinstance(v, torch.nn.Module) for m in v.modules()}
+    given = {} if options is None or "options" in kwargs else dict(options)
+    with contextlib.ExitStack() as stack:
+        is_compiled = any(map(_is_compiled, [*values, *modules.values()]))
+        is_compiled = is_compiled or torch_private.is_disabled(
+            fn
+        )  # dynamo would find what it wraps
+        if given and is_compiled:
+            raise OptionError(
+                "cgpass.explain: what is compiled already has its options; give them to torch.compile instead"
+            )
+        stack.enter_context(set_defaults(**given))
+        tensors = [v for v in values if isinstance(v, torch.Tensor)]
+        tensors += [t for m in modules.values() for t in (*m.parameters(False), *m.buffers(False))]
+        cuda = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+        stack.enter_context(torch.random.fork_rng([each.index for each in cuda]))
+        optimizers = [v for v in values if isinstance(v, torch.optim.Optimizer)]
+        stack.enter_context(_restored([*modules.values()], tensors, optimizers))
+        run = fn if is_compiled else stack.enter_context(_compiled(fn))
+        call = _Call(run, args, kwargs, training, tensors)
+        with watch.watched() as report:
+            settled = _settle(call)
+            if native.loader.status is not None:  # where nothing was recorded yet
+                native.loader.wait()
+        report.settled, report.model = settled, _name_of(fn)
+        if compare and report.device != watch.SIMULATED:
+            report.ms, report.plain_ms = watch.compared(call, _owners(), cuda)
+        return report
+
+
+@contextlib.contextmanager
+def _compiled(fn: Fn) -> Iterator[Callable[..., Any]]:
+    """What `torch.compile` makes of it with the options of now; afterwards nothing of it is left."""
+    before = telemetry.counters()["graphs"]
+    with torch_private.backend_for_once(cgpass) as backend:
+        torch_private.note_graph_breaks()  # Dynamo is loaded by now
+        try:
+            yield torch.compile(fn, backend=backend)
+        finally:
+            for owner in _owners(since=before):
+                owner.release()
+
+
+def _owners(since: int = 0) -> list[Owner]:
+    """Owners of what lives of the graphs from some number on."""
+    found = {
+        id(each.owner): each.owner
+        for number, (_, runs) in telemetry.graph_runs().items()
+        if number >= since
+        for each in watch.live(runs)
+        if each.owner is not None
+    }
+    return list(found.values())
+
+
+def _settle(call: Callable[[], None]) -> bool:
+    """Call until two calls in a row recorded and compiled nothing, and some more; returns whether they did."""
+    quiet = 0
+    for _ in range(_CALLS):
+        before = telemetry.counters()
+        call()
+        after = telemetry.counters()
+        quiet = quiet + 1 if all(before[name] == after[name] for name in _CHANGES) else 0
+        if quiet == 2:
+            break
+    for _ in range(_MORE):
+        call()
+    return quiet == 2
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """One call with its backward; gradients are dropped after it."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    training: bool
+    tensors: Sequence[torch.Tensor]
+    """Whose gradients tell whether the function ran its backward itself."""
+
+    def __call__(self) -> None:
+        with torch.set_grad_enabled(self.training):
+            result = self.fn(*self.args, **self.kwargs)
+            outputs = _differentiated(result) if self.training else []
+            if not outputs or any(each.grad is not None for each in self.tensors if each.is_leaf):
+                return
+            try:
+                torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+            except RuntimeError as error:
+                if _GRAPH_IS_GONE not in str(error):
+                    raise
+            for each in self.tensors:
+                each.grad = None
+
+
+def _differentiated(result: Any) -> list[torch.Tensor]:
+    """What a backward begins with: the loss of a model's output, else whatever requires grad."""
+    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        return [loss]
+    if dataclasses.is_dataclass(result) and not isinstance(result, type):
+        result = [getattr(result, each.name, None) for each in dataclasses.fields(result)]
+    leaves = pytree.tree_leaves(result)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+# ---- what a function reaches, and what is put back
+
+
+def _reached(fn: Any, values: Sequence[Any]) -> Iterator[Any]:
+    """Some values, and what functions and objects among them name or hold, two functions deep."""
+    seen: set[int] = set()
+    for depth in range(3):
+        new = [value for value in values if id(value) not in seen]
+        seen.update(map(id, new))
+        yield from new
+        values = [each for value in new if depth < 2 for each in _named(value, value is fn)]
+
+
+def _named(value: Any, called: bool) -> list[Any]:
+    """What the code of a function reads by name, what a method is bound to, what a called object holds."""
+    value = getattr(value, "_orig_mod", value)
+    if isinstance(value, types.MethodType):
+        owner = value.__self__
+        return [owner, value.__func__, *getattr(owner, "__dict__", {}).values()]
+    if isinstance(value, torch.nn.Module):
+        return [value]
+    if not isinstance(value, types.FunctionType):
+        return [*getattr(value, "__dict__", {}).values()] if called else []
+    found = [getattr(value, "__wrapped__", None), *map(_inside, value.__closure__ or ())]
+    codes = [value.__code__]
+    for code in codes:
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        found += [value.__globals__[name] for name in code.co_names if name in value.__globals__]
+    return pytree.tree_leaves(found)
+
+
+def _inside(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return None
+
+
+def _is_compiled(value: Any) -> bool:
+    if isinstance(value, TrainStep):
+        return True
+    if not isinstance(value, torch.nn.Module | types.FunctionType):
+        return False
+    return torch_private.is_compiled(value)
+
+
+@contextlib.contextmanager
+def _restored(
+    modules: Sequence[torch.nn.Module],
+    tensors: Sequence[torch.Tensor],
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> Iterator[None]:
+    """Put back parameters, buffers, gradients and what optimizers keep."""
+    own = [table for each in modules for table in (each._parameters, each._buffers)]
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in own]
+    kept = [
+        (value, _copy(value))
+        for _, before in tables
+        for value in before.values()
+        if value is not None and not torch.nn.parameter.is_lazy(value)
+    ]
+    gradients = [(each, each.grad) for each in tensors if each.is_leaf]
+    states = [(each, copy.deepcopy(each.state_dict())) for each in optimizers]
+    for each, _ in gradients:
+        each.grad = None
+    try:
+        yield
+    finally:
+        for table, before in tables:
+            table.clear()
+            table.update(before)
+        with torch.no_grad():
+            for value, before in kept:
+                value.copy_(before)
+        for each, state in states:
+            each.load_state_dict(state)
+        for each, gradient in gradients:
+            each.grad = gradient
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    """In host memory, but for what only its own class can copy."""
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    return value.detach().to("cpu", copy=True) if is_plain else value.detach().clone()
+
+
+# ---- arguments
+
+
+def _signature(fn: Fn) -> inspect.Signature | None:
+    fn = getattr(fn, "_orig_mod", fn)
+    try:
+        return inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn)
+    except (TypeError, ValueError):  # one of C++
+        return None
+
+
+def _takes(fn: Fn, name: str) -> bool:
+    """Whether a function has an argument of that name."""
+    signature = _signature(fn)
+    return signature is not None and name in signature.parameters
+
+
+def _refuse_options(fn: Fn, kwargs: Mapping[str, Any]) -> None:
+    """Say where options belong that were given by themselves."""
+    names = {spec.name for spec in dataclasses.fields(Options)} & kwargs.keys()
+    signature = _signature(fn)
+    if signature is None or any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+        return
+    mine = {name: kwargs[name] for name in sorted(names) if name not in signature.parameters}
+    if mine:
+        given = ", ".join(f"{name}=..." for name in mine)
+        raise OptionError(
+            f"cgpass.explain takes options as one argument: write options={mine} instead of {given}"
+        )
+
+
+def _spread(
+    fn: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give a batch that is a mapping, tuple or list by itself as the function takes it: spread out, or as it is."""
+    signature = _signature(fn)
+    batch: Any = args[0] if len(args) == 1 and not kwargs else None
+    is_batch = isinstance(batch, Mapping) or type(batch) in (tuple, list)
+    if signature is None or not is_batch or not len(batch):
+        return args, kwargs
+    is_one = True
+    spread: tuple[tuple[Any, ...], dict[str, Any]]
+    if isinstance(batch, Mapping):
+        spread = (), dict(batch)
+        is_one = next(iter(signature.parameters), None) not in batch
+    else:
+        spread = tuple(batch), {}
+        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        if sum(each.kind in by_position for each in signature.parameters.values()) == 1:
+            return args, kwargs
+    why = _why_not(signature, *spread)
+    if why is None:
+        return spread
+    if is_one and _why_not(signature, args, kwargs) is None:
+        return args, kwargs
+    stars = "**" if isinstance(batch, Mapping) else "*"
+    names = [f"{name}=..." for name in signature.parameters]
+    write = ", ".join([*names[:3], "..."] if len(names) > 3 else names)
+    raise InputError(
+        f"cgpass.explain: {_name_of(fn)} does not take {stars}batch: {why}; write out what it takes: "
+        f"cgpass.explain(model, {write})"
+    )
+
+
+def _why_not(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str | None:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def _name_of(fn: Fn) -> str:
+    fn = getattr(fn, "_orig_mod", fn)
+    if isinstance(fn, torch.nn.Module):
+        return f"{type(fn).__name__}.forward"
+    return str(getattr(fn, "__name__", type(fn).__name__))

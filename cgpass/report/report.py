@@ -1,0 +1,149 @@
+"""Reports: what `explain` returns, how they are kept in files, and what changed from one to another."""
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from cgpass.errors import ReportError
+from cgpass.report.model import Facts
+from cgpass.report.page import html
+from cgpass.report.text import milliseconds, share, text
+
+SCHEMA: Final = 2
+"""Version of the dictionaries that `Report.to_dict` gives."""
+
+
+class Report(Facts):
+    """What happened in some calls. `print` shows it as text; `save` writes it as JSON or as a page."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> "Report":
+        """The report that `to_dict` was called on.
+
+        Raises:
+            ReportError: It is no report, or one of a version that this version of cgpass doesn't know.
+        """
+        if not isinstance(data, dict) or "schema" not in data:
+            raise ReportError(
+                "this is no report of cgpass: a dictionary with the key 'schema' was expected; save one with "
+                "cgpass.explain(...).save('report.json')"
+            )
+        if data["schema"] != SCHEMA or isinstance(data["schema"], bool):
+            raise ReportError(
+                f"the report has schema {data['schema']!r}, this version of cgpass reads schema {SCHEMA}: read it with "
+                f"the version that wrote it ({data.get('cgpass', 'unknown')}), or make it again"
+            )
+        try:
+            return _decoded(cls, {k: v for k, v in data.items() if k != "schema"})
+        except (TypeError, AttributeError) as error:
+            raise ReportError(f"the report is damaged: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Report":
+        """The report that `save` wrote as JSON.
+
+        Raises:
+            ReportError: There is none.
+        """
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except OSError as error:
+            raise ReportError(f"{path} can't be read: {error.strerror}") from error
+        except ValueError as error:
+            if isinstance(error, ReportError):
+                raise
+            raise ReportError(f"{path} is no JSON: {error}") from error
+
+    def to_json(self) -> str:
+        """JSON text of `to_dict`."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def save(self, path: str | Path) -> None:
+        """Write the report to a file.
+
+        Args:
+            path: Ends in .json for what `load` reads, in .html for a page to look at, in .txt for the text.
+
+        Raises:
+            ReportError: Another ending.
+        """
+        path = Path(path)
+        check_ending(path)
+        path.write_text(WRITERS[path.suffix](self), encoding="utf-8")
+
+    def __str__(self) -> str:
+        return text(self)
+
+
+WRITERS: Final[dict[str, Callable[[Report], str]]] = {
+    ".json": Report.to_json,
+    ".html": html,
+    ".txt": str,
+}
+
+
+def check_ending(path: Path) -> None:
+    """Refuse a file that a report can't be written to."""
+    if path.suffix not in WRITERS:
+        raise ReportError(f"a report is saved as {', '.join(WRITERS)}, got {str(path)!r}")
+
+
+def _decoded(kind: Any, value: Any) -> Any:
+    """A value of JSON as what a field is annotated as."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        hints = typing.get_type_hints(kind)
+        return kind(**{name: _decoded(hints.get(name), each) for name, each in value.items()})
+    if origin is types.UnionType:
+        inner = next(each for each in args if each is not type(None))
+        return None if value is None else _decoded(inner, value)
+    if origin is tuple:
+        return tuple(_decoded(args[0], each) for each in value)
+    return value
+
+
+# ---- what changed
+
+
+def diff(old: Report, new: Report) -> str:
+    """What changed from one report to another, in lines."""
+    lines = [
+        f"{name}: {shown(getattr(old, field_))} -> {shown(getattr(new, field_))}"
+        for name, field_, shown in _COMPARED
+        if getattr(old, field_) != getattr(new, field_)
+    ]
+    before, after = _told(old), _told(new)
+    lines += [f"gone: {text}" for key, text in before.items() if key not in after]
+    lines += [f"new: {text}" for key, text in after.items() if key not in before]
+    return "\n".join(lines) or "nothing changed"
+
+
+def _recordings(counters: Mapping[str, int]) -> str:
+    return f"{counters.get('recordings', 0)} made, {counters.get('replays', 0)} replays"
+
+
+_COMPARED: Final[Sequence[tuple[str, str, Callable[[Any], str]]]] = (
+    ("cgpass", "cgpass", str),
+    ("torch", "torch", str),
+    ("device", "device", str),
+    ("operators in graphs", "work", lambda work: share(*work)),
+    ("boundaries", "boundaries", str),
+    ("calls without a graph", "plain_calls", str),
+    ("recordings", "counters", _recordings),
+    ("a call with graphs", "ms", milliseconds),
+    ("a call without", "plain_ms", milliseconds),
+)
+"""What `diff` says of a field, and how it is shown."""
+
+
+def _told(report: Report) -> dict[tuple[str, str | None, str], str]:
+    """What runs outside of graphs, by what stays the same where lines move."""
+    return {(each.code, each.rest, each.op or each.detail): str(each) for each in report.reasons}

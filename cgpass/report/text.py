@@ -1,0 +1,370 @@
+"""What reports say: the headline, what costs most, and all of it as text of at most 100 columns."""
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from cgpass.report.model import CopiedInput, Facts, GraphReport, PartitionReport
+from cgpass.telemetry.reason import OTHER_FIXES, Reason, many
+from cgpass.telemetry.summaries import RecordingNote
+
+WIDTH: Final = 100
+_LISTED: Final = 12
+"""Findings that the text lists."""
+_SHOWN: Final = 6
+"""Recordings of a partition that are all listed."""
+_NAME: Final = 24
+"""Width of the names of partitions; longer ones have a line of their own."""
+COLUMNS: Final = (
+    ("runs", 6),
+    ("ops", 6),
+    ("calls", 8),
+    ("replays", 8),
+    ("copied", 10),
+    ("recorded", 8),
+    ("device", 9),
+)
+NOTHING: Final = (
+    "Nothing that cgpass compiled ran here. Either it is compiled for another backend, or torch.compile gave it up "
+    "earlier in this process (torch.compiler.reset() has it tried again), or it was not called."
+)
+_DROP: Final = (
+    "drop what a call returned before the next one; where it has to stay this is as it should be"
+)
+
+
+# ---- numbers
+
+
+def size(num_bytes: int | None) -> str:
+    """Bytes with a unit, `1.2 MiB`."""
+    if num_bytes is None:
+        return "-"
+    amount, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while round(amount, 1) >= 1024 and len(units) > 1:
+        amount /= 1024
+        units.pop(0)
+    return f"{num_bytes} B" if units[0] == "B" else f"{amount:.1f} {units[0]}"
+
+
+def milliseconds(ms: float | None) -> str:
+    """A time with as many digits as mean something."""
+    if ms is None:
+        return "-"
+    return f"{ms:.3f} ms" if ms < 10 else f"{ms:.1f} ms"
+
+
+def share(part: float, whole: float) -> str:
+    """A percentage that says 100% only of everything, and 0% only of nothing."""
+    if not whole:
+        return "-"
+    percent = 100 * part / whole
+    shown = f"{percent:.1f}"
+    if part < whole and shown == "100.0":
+        return "99.9%"
+    if part and shown == "0.0":
+        return "0.1%"
+    return f"{shown.removesuffix('.0')}%"
+
+
+def listed(names: Sequence[str], limit: int = 5) -> str:
+    """The first names, and how many are left."""
+    left = len(names) - limit
+    return ", ".join(names[:limit]) + (f", and {left} more" if left > 0 else "")
+
+
+def wrapped(words: str, indent: int = 0, hanging: int = 2) -> list[str]:
+    """Text in lines of at most 100 columns, all but the first of them indented further."""
+    return textwrap.wrap(
+        " ".join(words.split()),
+        WIDTH,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + hanging),
+        break_on_hyphens=False,
+    )
+
+
+# ---- the headline
+
+
+def headline(report: Facts) -> str:
+    """How much ran in graphs, in one line."""
+    done, work = report.work
+    if report.graphs_ms is not None and report.device_ms:
+        inside = (
+            f"{share(report.graphs_ms, report.device_ms)} of the time on the device inside graphs"
+        )
+    elif work:
+        which = "code" if report.left_to_eager else "functions"
+        inside = (
+            f"{share(done, work)} of the {many(work, 'operator')} of compiled {which} ran in graphs"
+        )
+    elif report.graphs and not report.left_to_eager:
+        inside = "nothing ran more often than to warm up: call it more often"
+    elif report.graph_breaks or report.left_to_eager:
+        inside = "nothing ran in graphs"
+    elif report.others:
+        return "training steps, or what was graphed by hand, ran: see below"
+    else:
+        return NOTHING
+    boundaries = "1 boundary" if report.boundaries == 1 else f"{report.boundaries} boundaries"
+    return f"{inside}, {boundaries}, {many(report.plain_calls, 'call')} without a graph"
+
+
+def facts(report: Facts) -> Iterator[str]:
+    """What stands below the headline."""
+    if report.ms is not None and report.plain_ms is not None:
+        ratio = report.plain_ms / report.ms
+        yield (
+            f"a call takes {milliseconds(report.ms)} with graphs, {milliseconds(report.plain_ms)} without "
+            f"({ratio:.2f} times as long)"
+        )
+    grown = report.counters
+    if report.graphs:
+        yield (
+            f"{many(grown.get('recordings', 0), 'recording')} made, {many(grown.get('replays', 0), 'replay')}, "
+            f"{many(grown.get('warmups', 0), 'warm-up')}, {size(grown.get('copied_bytes', 0))} copied"
+        )
+    if report.settled is False:
+        yield "it did not settle: calls went on recording or compiling"
+    if report.left_to_eager:
+        yield "what is left to eager is not among the operators, but your functions that it calls are"
+    elif report.graph_breaks:
+        yield "what runs at graph breaks, outside of compiled functions, is not among the operators"
+
+
+# ---- what costs most
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that costs time, and what to do about it."""
+
+    where: str
+    cause: str
+    fix: str
+    code: str
+    weight: float = 0.0
+    """Operators that ran without a graph for it, in all calls; endless for what is not counted."""
+    ops: tuple[str, ...] = ()
+    """The operators to blame."""
+    count: int = 1
+    """Of partitions, or of operators."""
+
+    @property
+    def what(self) -> str:
+        """Operators and cause."""
+        ops = list(dict.fromkeys(self.ops))
+        return f"{listed(ops, 8)}: {self.cause}" if ops else self.cause
+
+    @property
+    def times(self) -> str:
+        """How often it was found, to stand behind the place."""
+        return f" ({self.count} times)" if self.count > 1 else ""
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether anything is to be done."""
+        return not self.fix.startswith("leave it")
+
+
+def findings(report: Facts) -> list[Finding]:
+    """What costs time, most first; what is to be left as it is last. Operators with one cause at one line are one."""
+    found: dict[tuple[str, ...], Finding] = {}
+    for each in _all_findings(report):
+        key = (each.where, each.code, each.fix, "" if each.ops else each.cause)
+        if (first := found.get(key)) is not None:
+            weight, count = first.weight + each.weight, first.count + each.count
+            each = replace(first, weight=weight, count=count, ops=first.ops + each.ops)
+        found[key] = each
+    return sorted(found.values(), key=lambda each: (not each.is_loss, -each.weight))
+
+
+def _all_findings(report: Facts) -> Iterator[Finding]:
+    for reason in report.left_to_eager:
+        where = f"{reason.left.partition(': ')[2].partition(', because of ')[0]} runs in eager"
+        because = f"because of {reason.line}: " if reason.line else ""
+        yield Finding(where, f"{because}{reason.detail}", reason.fix, reason.code, float("inf"))
+    for reason in report.graph_breaks:
+        yield _of_reason(reason, "", float("inf"))
+    for reason in report.recompilations:
+        yield _of_reason(reason, "", 0)
+    for graph in report.graphs:
+        if graph.skip is not None:
+            weight = graph.calls * graph.num_ops
+            for reason in graph.why:
+                yield _of_reason(reason, graph.name, weight)
+            if not graph.why:
+                what, _, fix = graph.skip.partition("; ")
+                yield Finding(graph.name, f"it runs without CUDA graphs: {what}", fix, "", weight)
+        for part in graph.partitions:
+            yield from _of_partition(f"{graph.name}, {part.name}", part)
+
+
+def _of_reason(reason: Reason, where: str, weight: float) -> Finding:
+    ops = (reason.op,) if reason.op else ()
+    place = reason.line or where or "no known line"
+    return Finding(place, reason.detail, reason.fix, reason.code, weight, ops, reason.count)
+
+
+def _of_partition(where: str, part: PartitionReport) -> Iterator[Finding]:
+    lost = (part.calls - part.replays) * part.num_ops
+    for reason in part.reasons:
+        yield _of_reason(reason, where, lost or part.calls)
+    for each in part.copied_inputs:
+        if each.moved:
+            what = f"{each.name} is at a new place: its {size(each.num_bytes)} are copied in each such call"
+            yield Finding(each.line or where, what, OTHER_FIXES["new_tensor"], "moved", 1)
+    causes = Counter(note.cause for note in part.recordings if note.cause != "first")
+    for cause, count in causes.items():
+        notes = [note for note in part.recordings if note.cause == cause]
+        what = f"{many(count, 'more recording')} ({cause}): {notes[-1].detail}"
+        yield Finding(where, what, _CAUSES.get(cause, _DROP), cause, count)
+    if rescues := part.counts.get("rescues", 0):
+        moved = size(part.counts.get("rescued_bytes", 0))
+        what = f"outputs still referenced were copied {many(rescues, 'time')} ({moved})"
+        yield Finding(where, what, _DROP, "rescues", rescues)
+
+
+_CAUSES: Final = {
+    "shape": OTHER_FIXES["new_shape"],
+    "moved": OTHER_FIXES["new_tensor"],
+    "input": OTHER_FIXES["new_tensor"],
+    "other tensors": "leave it where several modules share code; else write into tensors in place (copy_)",
+    "memory": "leave it, unless it goes on",
+    "anew": "leave it: recordings were freed (cgpass.reset(), or a failed capture)",
+}
+"""What to do about one more recording, by its cause."""
+
+
+# ---- all of it
+
+
+def text(report: Facts) -> str:
+    """The report as text."""
+    about = [f"cgpass {report.cgpass}", f"torch {report.torch}", report.device]
+    about += [f"native code {report.native}"] if report.native is not None else []
+    lines = [*wrapped(headline(report)), *wrapped(", ".join(about))]
+    for each in facts(report):
+        lines += wrapped(each)
+    found = findings(report)
+    if found:
+        lines += ["", "What costs most:"]
+        for number, each in enumerate(found[:_LISTED], 1):
+            code = f" [{each.code}]" if each.code else ""
+            head = f"{number:3}. "
+            lines += wrapped(f"{head}{each.where}{each.times}".strip(), 2, 3)
+            lines += wrapped(f"{each.what}{code}. Do: {each.fix or 'see docs/explain.md'}", 5)
+        if len(found) > _LISTED:
+            lines += wrapped(
+                f"and {len(found) - _LISTED} more; report.save('report.json') keeps all", 2
+            )
+    for place, graphs in by_function(report.graphs):
+        lines += ["", *wrapped(place)]
+        for graph in graphs:
+            lines += _graph(graph)
+    for other in report.others:
+        lines += ["", *(line for each in other.splitlines() for line in _kept(each))]
+    return "\n".join(lines)
+
+
+def by_function(graphs: Iterable[GraphReport]) -> list[tuple[str, list[GraphReport]]]:
+    """Graphs by the function that they belong to, and where that begins."""
+    found: dict[object, list[GraphReport]] = {}
+    for graph in graphs:
+        key = ("graph", graph.number) if graph.function is None else graph.function
+        found.setdefault(key, []).append(graph)
+    return [
+        (each[0].place or "a function without a line of its own", each) for each in found.values()
+    ]
+
+
+def _kept(line: str) -> list[str]:
+    return wrapped(line, len(line) - len(line.lstrip()))
+
+
+def _graph(graph: GraphReport) -> Iterator[str]:
+    done, work = graph.work
+    if graph.skip is not None:
+        count = f"{many(graph.num_ops, 'operator')}, {many(graph.calls, 'call')}"
+        yield from wrapped(f"{graph.direction}: runs without CUDA graphs, {count}: {graph.skip}", 2)
+        return
+    head = f"{graph.direction}: {many(graph.calls, 'call')}"
+    if work:
+        head += f", {share(done, work)} of {many(work, 'operator')} in graphs"
+    yield from wrapped(head, 2)
+    timed = any(part.device_ms is not None for part in graph.partitions)
+    yield _row("partition", [title for title, _ in COLUMNS][: None if timed else -1])
+    for part in graph.partitions:
+        name = " ".join(part.name.split())
+        if len(name) > _NAME:
+            yield from wrapped(name, 4)
+            name = ""
+        yield _row(name, cells(part)[: None if timed else -1])
+        for fact in partition_facts(part):
+            yield from wrapped(fact, 6)
+
+
+def _row(name: str, cells: Iterable[str]) -> str:
+    """One line; a number too wide for its column takes the room of those before it, as far as there is."""
+    line = f"    {name:{_NAME}}"
+    edge = len(line)
+    for cell, (_, width) in zip(cells, COLUMNS, strict=False):
+        edge += width + 1
+        line += cell.rjust(max(len(cell) + 1, edge - len(line)))
+    return line[:WIDTH].rstrip()
+
+
+def cells(part: PartitionReport) -> list[str]:
+    """A partition's row of the table, but for its name."""
+    device = milliseconds(part.device_ms)
+    if not part.captured:
+        return ["plain", str(part.num_ops), str(part.calls), "-", "-", "-", device]
+    return [
+        "graph",
+        str(part.num_ops),
+        str(part.calls),
+        str(part.replays),
+        size(sum(each.num_bytes for each in part.copied_inputs)),
+        str(part.counts.get("recordings", 0)),
+        device,
+    ]
+
+
+def partition_facts(part: PartitionReport) -> Iterator[str]:
+    """Where a captured partition's inputs and outputs lie, and why its recordings were made."""
+    if not part.captured:
+        return
+    found = []
+    if part.copied_inputs:
+        found.append(f"copies {listed([*map(_copied, part.copied_inputs)])} in every replay")
+    if part.static_inputs:
+        found.append(f"reads {many(part.static_inputs, 'static input')} in place")
+    if part.output_bytes:
+        found.append(f"outputs {size(part.output_bytes)}")
+    if warmups := part.counts.get("warmups", 0):
+        found.append(many(warmups, "warm-up"))
+    if found:
+        yield "; ".join(found)
+    made = part.counts.get("recordings", len(part.recordings))
+    causes = {each.cause for each in part.recordings}
+    first = made - len(part.recordings) + 1
+    numbered = list(enumerate(part.recordings, first))
+    ends = numbered if len(numbered) <= _SHOWN else [*numbered[:3], *numbered[-2:]]
+    for number, each in ends if made > 1 or causes != {"first"} else []:
+        yield f"recording {number}{_took(each)}: {each.cause}: {each.detail}"
+    if len(ends) < made:
+        yield f"{made - len(ends)} more recordings are not listed"
+
+
+def _copied(each: CopiedInput) -> str:
+    return f"{each.name} ({size(each.num_bytes)})"
+
+
+def _took(each: RecordingNote) -> str:
+    if each.record_ms is None:
+        return ""
+    more = "" if each.warm_up_ms is None else f", warm-up {milliseconds(each.warm_up_ms)}"
+    return f" ({milliseconds(each.record_ms)}{more})"

@@ -1,0 +1,308 @@
+"""Watches what runs in a block, by what telemetry counts before and after it; nothing runs for it in between.
+
+On CUDA pairs of events around partitions tell their times on the device, of the first thousands of calls.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, Self
+
+import torch
+
+from cgpass import telemetry, torch_private
+from cgpass.compile.facts.breaks import place_of
+from cgpass.options import Options
+from cgpass.report import eager
+from cgpass.report.model import CopiedInput, GraphReport, PartitionReport
+from cgpass.report.report import Report
+from cgpass.report.summary import by_hand
+from cgpass.runtime import native
+from cgpass.runtime.executor import Executor, Run, Step
+from cgpass.runtime.owner import Owner
+from cgpass.runtime.runner import PartitionRunner
+from cgpass.telemetry.reason import Noted, excused
+from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, counted
+from cgpass.version import VERSION
+
+Key = tuple[int, str]
+"""Number of a graph, and the name of one of its partitions."""
+
+_TIMED: Final = 4096
+"""Calls of partitions in one block that events are recorded around."""
+_NOTHING: Final[tuple[dict[str, int], Noted | None]] = (dict.fromkeys(telemetry.COUNTS, 0), None)
+SIMULATED: Final = "cpu (simulated graphs: right in what they do, no measure of speed)"
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Report]:
+    """A block that is reported; the report is filled when it ends, also by an error."""
+    report = Report()
+    with contextlib.ExitStack() as stack:
+        before = _Before(stack.enter_context(eager.noted()))
+        clock = stack.enter_context(_Clock())
+        try:
+            yield report
+        finally:
+            clock.stop()
+            vars(report).update(vars(_report(before, clock)))
+
+
+class _Before:
+    """What was counted and noted before the block."""
+
+    def __init__(self, notes: list[Any]) -> None:
+        self.notes = notes
+        """Of compilations."""
+        self.counters = telemetry.counters()
+        runs = telemetry.graph_runs().items()
+        self.calls = {number: telemetry.calls_of(each) for number, (_, each) in runs}
+        self.parts = {
+            (number, name): part.now()
+            for number, (_, each) in runs
+            for run in each
+            for name, part in run.parts.items()
+        }
+        self.breaks = set(map(id, torch_private.graph_breaks()))
+        self.others = {id(each): calls for _, each, calls in _others()}
+
+
+def _others() -> Iterator[tuple[str, Any, int]]:
+    """What runs beside compiled graphs: how it is told of, itself, and its calls."""
+    for step in telemetry.steps():
+        yield step.explain(), step, step.calls
+    for name, stats in telemetry.named_stats():
+        yield by_hand(name, stats), stats, stats.calls
+
+
+def _report(before: _Before, clock: "_Clock") -> Report:
+    counters = telemetry.counters()
+    graphs, owners = [], dict[int, Owner]()
+    for number, (summary, runs) in telemetry.graph_runs().items():
+        calls = telemetry.calls_of(runs) - before.calls.get(number, 0)
+        if calls:
+            graphs.append(_graph(number, summary, runs, calls, before, clock))
+            owners.update((id(each.owner), each.owner) for each in live(runs) if each.owner)
+    breaks, left = eager.graph_breaks(before.breaks, graphs)
+    left = [*eager.left_to_eager(before.notes), *left]
+    known = {place_of(each.line) for each in left}
+    pools = [n for owner in owners.values() if (n := owner.driver.pool_bytes()) is not None]
+    has_cuda = torch.cuda.is_available()
+    simulated = "simulated" in ({g.driver for g in graphs} - {None} or {Options.parse(None).driver})
+    return Report(
+        cgpass=VERSION,
+        torch=torch.__version__,
+        device=SIMULATED if simulated else torch.cuda.get_device_name() if has_cuda else "cpu",
+        made=time.strftime("%Y-%m-%d %H:%M"),
+        command=" ".join(sys.argv),
+        model=next((graph.place for graph in graphs if graph.place), ""),
+        graphs=tuple(graphs),
+        left_to_eager=tuple(dict.fromkeys(left)),
+        graph_breaks=counted(each for each in breaks if place_of(each.line) not in known),
+        recompilations=tuple(
+            each for each in eager.recompiled(before.notes) if place_of(each.line) not in known
+        ),
+        others=tuple(
+            told for told, each, calls in _others() if calls > before.others.get(id(each), 0)
+        ),
+        counters={name: n - before.counters[name] for name, n in counters.items()},
+        native=native.loader.status,
+        pool_bytes=sum(pools) if pools else None,
+        graphs_ms=clock.in_graphs if clock.device_ms else None,
+        device_ms=clock.device_ms,
+    )
+
+
+def live(runs: Iterable[telemetry.GraphRun]) -> list[Executor]:
+    """What runs a graph and is still there."""
+    return [each for run in runs if isinstance(each := run.live(), Executor)]
+
+
+def _graph(
+    number: int,
+    summary: GraphSummary,
+    runs: tuple[telemetry.GraphRun, ...],
+    calls: int,
+    before: _Before,
+    clock: "_Clock",
+) -> GraphReport:
+    known = {name: part for run in runs for name, part in run.parts.items()}
+    earlier = {name: before.parts.get((number, name), _NOTHING) for name in known}
+    grown = {
+        name: {count: n - earlier[name][0][count] for count, n in part.now()[0].items()}
+        for name, part in known.items()
+    }
+    runners = {
+        step.name: step.run
+        for each in live(runs)
+        for step in each.plan.steps
+        if isinstance(step.run, PartitionRunner)
+    }
+    warmups = max(map(excused, grown.values()), default=0)
+    parts = []
+    for part in summary.partitions:
+        told: dict[str, Any] = _fields(part) | {"device_ms": clock.parts.get((number, part.name))}
+        if part.captured and part.name in known:
+            simulated, (_, noted) = summary.driver == "simulated", earlier[part.name]
+            told |= _captured(known[part.name], grown[part.name], noted, simulated)
+            told |= {} if part.name not in runners else _memory(runners[part.name])
+        else:
+            told |= {"calls": max(0, calls - warmups), "reasons": counted(part.reasons)}
+        parts.append(PartitionReport(**told))
+    num_ops = summary.num_ops or sum(part.num_ops for part in parts)
+    told: dict[str, Any] = {
+        "partitions": tuple(parts),
+        "num_ops": num_ops,
+        "why": counted(summary.why),
+    }
+    return GraphReport(**_fields(summary) | told, number=number, calls=calls)
+
+
+def _fields(summary: GraphSummary | PartitionSummary) -> dict[str, Any]:
+    return {each.name: getattr(summary, each.name) for each in dataclasses.fields(summary)}
+
+
+def _captured(
+    part: telemetry.PartitionRun, counts: dict[str, int], noted: Noted | None, simulated: bool
+) -> dict[str, Any]:
+    notes = list(part.notes)[max(0, len(part.notes) - counts["recordings"]) :]
+    if simulated:  # times of what is simulated say nothing
+        notes = [dataclasses.replace(note, record_ms=None, warm_up_ms=None) for note in notes]
+    return {
+        "calls": counts["calls"] - excused(counts),
+        "replays": counts["replays"],
+        "counts": counts,
+        "recordings": tuple(notes),
+        "reasons": part.call_reasons.told(counts, noted),
+    }
+
+
+def _memory(runner: PartitionRunner) -> dict[str, Any]:
+    """What is known as long as the partition lives."""
+    infos, recordings = runner.layout.infos, runner.table.all()
+    statics = runner.layout.parameters
+    told: dict[str, Any] = {"static_inputs": len(statics), "live_recordings": len(recordings)}
+    if recordings:
+        newest = max(recordings, key=lambda recording: recording.birth)
+        copied = [
+            CopiedInput(name=infos[i].name, num_bytes=n, line=infos[i].line, moved=i in statics)
+            for i, n in newest.copied_inputs.items()
+        ]
+        told["copied_inputs"] = tuple(sorted(copied, key=lambda each: -each.num_bytes))
+        told["output_bytes"] = sum(recording.memory.num_bytes() for recording in recordings)
+    return told
+
+
+class _Clock:
+    """Times of partitions on CUDA."""
+
+    def __init__(self) -> None:
+        self.parts: dict[Key, float] = {}
+        """Milliseconds of each partition, all its calls together."""
+        self.in_graphs = 0.0
+        self.device_ms: float | None = None
+        self._pairs: list[tuple[Key, Any, Any, bool]] = []
+        self._begin: Any = None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self._begin = _event()
+        self._stack.callback(telemetry.listen(self._add))
+        for number, (_, runs) in telemetry.graph_runs().items():
+            for run in runs:
+                self._add(number, run)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._stack.close()
+
+    def _add(self, number: int, run: telemetry.GraphRun) -> None:
+        for each in live([run]):
+            if each.owner is not None and each.owner.driver.device.type == "cuda":
+                self._stack.callback(each.wrap(functools.partial(self._wrapped, number)))
+
+    def _wrapped(self, number: int, step: Step, run: Run) -> Run:
+        def timed(values: list[Any]) -> Any:
+            if len(self._pairs) >= _TIMED or torch.cuda.is_current_stream_capturing():
+                return run(values)
+            begin = _event()
+            result = run(values)
+            self._pairs.append(((number, step.name), begin, _event(), result[1] is not None))
+            return result
+
+        return timed
+
+    def stop(self) -> None:
+        """Wait for the device, and add up."""
+        if not self._pairs:
+            return
+        full = len(self._pairs) >= _TIMED
+        end = self._pairs[-1][2] if full else _event()
+        torch.cuda.synchronize()
+        parts: dict[Key, float] = defaultdict(float)
+        for key, begin, stop, graphed in self._pairs:
+            took = begin.elapsed_time(stop)
+            parts[key] += took
+            self.in_graphs += took * graphed
+        self.parts = dict(parts)
+        self.device_ms = (self._begin or self._pairs[0][1]).elapsed_time(end)
+
+
+def _event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+# ---- with graphs and without
+
+
+def compared(
+    call: Callable[[], object],
+    owners: Iterable[Owner],
+    devices: Iterable[torch.device],
+    runs: int = 5,
+) -> tuple[float, float]:
+    """Median milliseconds of a call with CUDA graphs and without; the latter are not counted."""
+    devices = tuple(devices)
+    ms = _median(call, devices, runs)
+    changed = [owner for owner in owners if not owner.plain]
+    counts = [
+        (
+            each,
+            telemetry.counts_of(each)
+            if isinstance(each, telemetry.CallStats)
+            else {"calls": each.calls},
+        )
+        for _, found in telemetry.graph_runs().values()
+        for run in found
+        for each in (run.tally, *(part.stats for part in run.parts.values()))
+    ]
+    try:
+        for owner in changed:
+            owner.plain = True
+        return ms, _median(call, devices, runs)
+    finally:
+        for owner in changed:
+            owner.plain = False
+        for each, before in counts:
+            for name, count in before.items():
+                setattr(each, name, count)
+
+
+def _median(call: Callable[[], object], devices: tuple[torch.device, ...], runs: int) -> float:
+    took = []
+    for _ in range(runs + 1):
+        for device in devices:
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        call()
+        for device in devices:
+            torch.cuda.synchronize(device)
+        took.append((time.perf_counter() - start) * 1e3)
+    return sorted(took[1:])[runs // 2]

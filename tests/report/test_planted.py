@@ -1,0 +1,215 @@
+"""Programs with one planted cause each: the report's text names cause, line and remedy."""
+
+import inspect
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import cgpass
+from cgpass.report.model import GraphReport, PartitionReport
+from cgpass.report.page import html
+from cgpass.report.report import Report
+from tests.unit.test_capturability import BLAMED, PROVOKED, written_at
+
+X = torch.linspace(-1, 1, 64).view(8, 8)
+
+pytestmark = pytest.mark.usefixtures("simulated")
+
+
+@torch.library.custom_op("planted::waits", mutates_args=())
+def waits(x: torch.Tensor) -> torch.Tensor:
+    return x * x.sum().item()
+
+
+@torch.library.custom_op("planted::host", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def host(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+waits.register_fake(torch.empty_like)
+host.register_fake(torch.empty_like)
+
+
+def chain(x):
+    return x.sin().cos().exp().tanh()
+
+
+def sync(x):
+    y = chain(x)
+    s = torch.histc(y, 8).sum()  # planted
+    return chain(y + s)
+
+
+def prints(x):
+    y = chain(x)
+    print("seen", y.shape)  # noqa: T201  planted
+    return chain(y)
+
+
+def custom(x):
+    y = chain(x)
+    y = waits(y)  # planted
+    return chain(y)
+
+
+def tiny(x):
+    y = host(chain(x))
+    y = y.sin()  # planted
+    return chain(host(y))
+
+
+def loop(x):
+    for _ in range(3):
+        x = chain(x)
+        torch._dynamo.graph_break()  # planted
+    return x
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.calls = nn.Parameter(torch.ones(8)), 0
+
+
+class Moved(Net):
+    def forward(self, x):
+        return chain(x * self.weight)  # planted
+
+
+class Counts(Net):
+    def forward(self, x):
+        self.calls += 1  # planted
+        return chain(x) * self.calls
+
+
+def calls(fn, *batches, times=6):
+    call = torch.compile(fn, backend="cgpass")
+    for n in range(times):
+        call(batches[n % len(batches)])
+
+
+def moves():
+    model = Moved().requires_grad_(False)
+    call = torch.compile(model, backend="cgpass")
+    for _ in range(8):
+        model.weight = nn.Parameter(torch.ones(8), requires_grad=False)
+        call(X)
+
+
+def chain_of_two(x):  # planted
+    return x.sin().cos().exp().tanh()
+
+
+# Name: what runs, where the cause was planted, what the text says of it, and what to do.
+PLANTED = {
+    "sync": (
+        lambda: calls(sync, X),
+        sync,
+        "aten.histc.default: without a range it reads the smallest and largest value on the host [host_sync]",
+        "pass min= and max=",
+    ),
+    "print": (
+        lambda: calls(prints, X),
+        prints,
+        "graph break: print can't be traced [graph_break]",
+        "print after the compiled function, or torch._dynamo.config.reorderable_logging_functions.add(print)",
+    ),
+    "dtype": (
+        lambda: calls(chain_of_two, X, X.double()),
+        chain_of_two,
+        "compiled once more: tensor 'x' dtype mismatch. expected Float, actual Double [recompiled]",
+        "keep dtypes, sizes and Python values the same from call to call",
+    ),
+    "moved parameter": (
+        moves,
+        Moved.forward,
+        "weight is at a new place: its 32 B are copied in each such call [moved]",
+        "write into it in place (copy_) instead of replacing it",
+    ),
+    "two sizes": (
+        lambda: calls(chain_of_two, X, X[:6], times=8),
+        chain_of_two,
+        "compiled once more: tensor 'x' size mismatch at index 0. expected 8, actual 6 [recompiled]",
+        "keep dtypes, sizes and Python values the same from call to call",
+    ),
+    "tiny graph": (
+        lambda: calls(tiny, X),
+        tiny,
+        (
+            "aten.sin.default: its partition would hold 1 operator that does work on the device (views don't count), "
+            "min_partition_ops is 4 [too_small]"
+        ),
+        "set min_partition_ops to 1 to capture it",
+    ),
+    "recompile limit": (
+        lambda: calls(Counts(), X, times=12),
+        Counts.forward,
+        (
+            "it was compiled 8 times, as often as torch._dynamo.config.recompile_limit allows; the guard that failed last: "
+            "self.calls == 7. Calls that fit nothing compiled run in eager [recompile_limit]"
+        ),
+        "keep what changes from call to call the same, or make it a tensor",
+    ),
+    "custom operator": (
+        lambda: calls(custom, X),
+        custom,
+        "planted.waits.default: its implementation waits for the device (aten.item.default) [syncs]",
+        "name it in unsafe_ops to have it known from the start",
+    ),
+    "graph break in a loop": (
+        lambda: calls(loop, X),
+        loop,
+        "graph break: torch._dynamo.graph_break() is called, in a loop [graph_break]",
+        "remove it; or put what can be compiled into functions of its own",
+    ),
+}
+if torch.__version__ < "2.13":
+    for each in ("dtype", "two sizes"):  # it gives other words
+        PLANTED[each] = (*PLANTED[each][:2], "mismatch", PLANTED[each][3])
+
+
+def planted_at(fn):
+    lines, first = inspect.getsourcelines(fn)
+    return next(n for n, text in enumerate(lines, first) if text.rstrip().endswith("planted"))
+
+
+def words(text):
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_cause_line_and_remedy_are_found_in_the_text(name):
+    run, fn, cause, remedy = PLANTED[name]
+    with cgpass.explain() as report:
+        run()
+    costs = words(str(report).partition("What costs most:")[2].partition("\n\n")[0])
+    for found in (f"test_planted.py:{planted_at(fn)} in {fn.__name__}", cause, f"Do: {remedy}"):
+        assert found in costs
+    numbers = [costs.index(text) for text in (cause, f"Do: {remedy}")]
+    assert re.findall(r"(\d+)\. (?:test_planted|\w+ of)", costs[: numbers[0]])  # one of the list
+    assert words(cause.partition(" [")[0]).replace("'", "&#39;") in words(html(report))
+    assert max(map(len, str(report).splitlines())) <= 100
+
+
+def test_a_cpu_tensor_is_named():
+    """On fake devices: without CUDA no graph has tensors of two devices."""
+    (reason,) = PROVOKED["cpu_tensor"]()
+    part = PartitionReport(name="eager_1", captured=False, num_ops=1, reasons=(reason,), calls=3)
+    graph = GraphReport(number=0, direction="forward", partitions=(part,), num_ops=1, calls=4)
+    text = words(str(Report(graphs=(graph,))))
+    op, line = BLAMED["cpu_tensor"]
+    assert (
+        f"{written_at(line)} {op}: {reason.detail} [cpu_tensor]. Do: create the tensor on the device"
+        in text
+    )
+
+
+def test_a_call_on_the_cpu_says_so():
+    call = torch.compile(chain, backend="cgpass", options={"driver": "auto"})
+    with cgpass.explain() as report:
+        call(X)
+    assert "it runs without CUDA graphs: it uses no CUDA device. Do: move it to CUDA" in words(
+        str(report)
+    )

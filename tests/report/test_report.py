@@ -1,0 +1,190 @@
+"""Reports as text, in files, and what changed between two."""
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cgpass import __main__ as command
+from cgpass.errors import ReportError
+from cgpass.report.report import SCHEMA, Report, diff
+from cgpass.report.text import NOTHING, findings, headline, milliseconds, share, size
+from cgpass.telemetry.reason import Reason
+from tests.report.samples import READ, sample
+
+
+def joined(report):
+    return " ".join(str(report).split())
+
+
+def test_it_is_kept_in_files(tmp_path):
+    report = sample()
+    report.save(tmp_path / "r.json")
+    assert Report.load(tmp_path / "r.json") == report
+    report.save(tmp_path / "r.txt")
+    assert (tmp_path / "r.txt").read_text() == str(report)
+    with pytest.raises(ReportError, match=r"a report is saved as \.json, \.html, \.txt, got"):
+        report.save(tmp_path / "r.pdf")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "this is no report of cgpass"),
+        ({}, "the key 'schema' was expected"),
+        ({"schema": 1, "cgpass": "0.0.1"}, "read it with the version that wrote it"),
+        ({"schema": True}, "has schema True"),
+        ({"schema": SCHEMA, "nothing": 1}, "the report is damaged"),
+        ({"schema": SCHEMA, "graphs": [3]}, "the report is damaged"),
+    ],
+)
+def test_what_is_no_report(data, message):
+    with pytest.raises(ReportError, match=message):
+        Report.from_dict(data)
+
+
+def test_files_that_are_no_reports(tmp_path, capsys):
+    path = tmp_path / "r.json"
+    for text, message in [(None, "can't be read"), ("{", "is no JSON"), ("[]", "is no report")]:
+        if text is not None:
+            path.write_text(text)
+        assert command.main(["report", str(path)]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_page_is_made_beside_the_report(tmp_path, capsys):
+    sample().save(tmp_path / "r.json")
+    assert command.main(["report", str(tmp_path / "r.json")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'r.html'}\n"
+    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+    assert command.main(["report", str(tmp_path / "r.json"), "-o", "-"]) == 0
+    assert capsys.readouterr().out == f"{sample()}\n"
+    elsewhere = str(tmp_path / "no" / "r.html")
+    assert command.main(["report", str(tmp_path / "r.json"), "-o", elsewhere]) == 2
+    assert "to save the report in does not exist" in capsys.readouterr().err
+
+
+def test_the_headline_comes_first_and_then_what_costs_most():
+    report = sample()
+    lines = str(report).splitlines()
+    assert lines[0] == (
+        "60% of the time on the device inside graphs, 3 boundaries, 3 calls without a graph"
+    )
+    assert "a call takes 1.500 ms with graphs, 4.500 ms without (3.00 times as long)" in lines
+    begin = lines.index("What costs most:")
+    assert lines[begin + 1] == "  1. model.py:59 in g runs in eager"
+    assert lines[begin + 3] == "  2. model.py:50 in f"
+    text = joined(report)
+    assert f"waits for the device [host_read]. Do: {READ}" in text
+    assert "it uses several devices: cuda:0, cuda:1. Do: use one" in text
+    assert "1 more recording (moved): weight (float32[8, 8]) moved from 0x7f00 to 0x7f80" in text
+    assert "outputs still referenced were copied 2 times" in text
+    assert "aten.cos.default: its partition would hold 1 operator" in text
+    assert all(each.fix for each in findings(report))
+
+
+def test_details_stand_in_a_table():
+    text = str(sample())
+    (row,) = [line.split() for line in text.splitlines() if line.startswith("    captured_0 ")]
+    assert row == ["captured_0", "graph", "40", "29", "26", "3.0", "MiB", "2", "0.750", "ms"]
+    assert (
+        "copies x (3.0 MiB), mask (100 B) in every replay; reads 24 static inputs in place"
+        in joined(text)
+    )
+    assert "recording 1 (8.500 ms, warm-up 20.0 ms): first: the first call" in joined(text)
+
+
+@pytest.mark.parametrize("text", ["", " and more of it" * 12, "x" * 130])
+def test_it_has_at_most_100_columns(text):
+    assert max(map(len, str(sample(text)).splitlines())) <= 100
+
+
+def test_what_is_to_be_left_comes_last_and_what_is_alike_is_counted():
+    leave = Reason(
+        "graph_break",
+        "",
+        "the backward is called",
+        "leave it: it has its own graphs",
+        "a.py:1 in f",
+    )
+    again = Reason("host_sync", "aten.histc.default", "reads", "pass min= and max=", "a.py:2 in f")
+    base = sample()
+    graph = base.graphs[0]
+    parts = tuple(
+        dataclasses.replace(graph.partitions[1], name=f"eager_{n}", reasons=(again,))
+        for n in range(3)
+    )
+    report = sample(
+        graphs=(dataclasses.replace(graph, partitions=(graph.partitions[0], *parts)),),
+        graph_breaks=(leave,),
+        left_to_eager=(),
+    )
+    found = findings(report)
+    assert (found[0].where, found[0].times) == ("a.py:2 in f", " (3 times)")
+    assert found[-1].what == "the backward is called"
+
+
+def test_without_a_device_the_share_is_of_operators():
+    report = sample(graphs_ms=None, device_ms=None)
+    assert headline(report).startswith(
+        "79.6% of the 1307 operators of compiled code ran in graphs, 3 b"
+    )
+    assert "device" not in str(report).splitlines()[0]
+
+
+def test_a_report_of_nothing():
+    empty = {
+        "graphs": (),
+        "graph_breaks": (),
+        "left_to_eager": (),
+        "graphs_ms": None,
+        "device_ms": None,
+    }
+    assert headline(sample(**empty)) == NOTHING
+    assert headline(sample(**empty | {"others": ("train_step of f: 3 calls",)})).startswith(
+        "training steps"
+    )
+    assert "train_step of f: 3 calls" in str(
+        sample(**empty | {"others": ("train_step of f: 3 calls",)})
+    )
+
+
+def test_what_changed_is_told(tmp_path, capsys):
+    old, new = sample(), sample(graph_breaks=(), torch="2.12.0", ms=1.0)
+    assert diff(old, old) == "nothing changed"
+    assert diff(old, new).splitlines() == [
+        "torch: 2.11.0+cu130 -> 2.12.0",
+        "boundaries: 3 -> 2",
+        "a call with graphs: 1.500 ms -> 1.000 ms",
+        "gone: at model.py:50 in f: graph break: print [graph_break]; remove it",
+    ]
+    assert diff(new, old).splitlines()[-1].startswith("new: at model.py:50 in f: graph break")
+    for name, report in (("old", old), ("new", new)):
+        report.save(tmp_path / f"{name}.json")
+    paths = [str(tmp_path / "old.json"), str(tmp_path / "new.json")]
+    assert command.main(["report", "--diff", *paths]) == 0
+    assert "boundaries: 3 -> 2\n" in capsys.readouterr().out
+    assert command.main(["report", "--diff", paths[0]]) == 2
+    assert "report --diff old.json new.json" in capsys.readouterr().err
+
+
+def test_lines_that_only_moved_are_no_change():
+    line = Reason("graph_break", "", "graph break: print", "remove it", "model.py:51 in f")
+    assert diff(sample(), sample(graph_breaks=(line,))) == "nothing changed"
+
+
+@given(st.integers(0, 10_000), st.integers(1, 10_000))
+def test_a_share_says_all_and_nothing_only_of_these(part, whole):
+    part = min(part, whole)
+    assert (share(part, whole) == "100%") is (part == whole)
+    assert (share(part, whole) == "0%") is (part == 0)
+
+
+def test_numbers():
+    assert [size(n) for n in (None, 0, 1023, 1024, 3 << 20, (1 << 30) - 1)] == [
+        "-", "0 B", "1023 B", "1.0 KiB", "3.0 MiB", "1.0 GiB",
+    ]  # fmt: skip
+    assert [milliseconds(ms) for ms in (None, 0.1234, 12.34)] == ["-", "0.123 ms", "12.3 ms"]
+    assert json.loads(sample().to_json())["schema"] == SCHEMA
