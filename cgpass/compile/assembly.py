@@ -37,7 +37,7 @@ from cgpass.runtime.collectives import CollectiveCall, may_be_captured, timeouts
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.executor import Executor, Plan
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.runner import PartitionRunner
+from cgpass.runtime.partition import PartitionRunner
 from cgpass.telemetry import progress, tracing
 from cgpass.telemetry.reason import Reason
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary

@@ -202,7 +202,12 @@ int64_t version_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
+int64_t storage_of(const at::Tensor& tensor) {
+  return reinterpret_cast<int64_t>(tensor.storage().unsafeGetStorageImpl());
+}
+
 constexpr auto static_key = numbers<address_of>;
+constexpr auto storage_key = numbers<storage_of>;
 constexpr auto versions = numbers<version_of>;
 
 // Positions of tensors by identity: the first one of each.
@@ -320,6 +325,22 @@ PyObject* in_transform(PyObject* const*) {
       {c10::DispatchKey::VmapMode, c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
   if (c10::impl::tls_local_dispatch_key_set().included_.has_any(transforms)) Py_RETURN_TRUE;
   Py_RETURN_FALSE;
+}
+
+// watched(storages) -> bytes
+PyObject* watched(PyObject* const* args) {
+  const Items storages(args[0]);
+  std::vector<int64_t> out;
+  out.reserve(3 * storages.size);
+  for (Py_ssize_t k = 0; k < storages.size; ++k) {
+    const Owned address(PyObject_GetAttrString(storages.items[k], "_cdata"));
+    auto* storage = static_cast<c10::StorageImpl*>(PyLong_AsVoidPtr(address.object));
+    if (storage == nullptr) throw PythonErrorSet();
+    out.push_back(reinterpret_cast<int64_t>(storage));
+    out.push_back(reinterpret_cast<int64_t>(storage->data()));
+    out.push_back(static_cast<int64_t>(users_of(storage)));
+  }
+  return bytes_of(out);
 }
 
 struct Watched {  // storages, where they lay and how many users they had
@@ -1153,6 +1174,8 @@ PyObject* guarded(PyObject*, PyObject* const* args, Py_ssize_t n) {
 #define METHOD(name, n) {#name, (PyCFunction)(void*)guarded<name, n>, METH_FASTCALL, nullptr}
 PyMethodDef methods[] = {
     METHOD(static_key, 2),
+    METHOD(storage_key, 2),
+    METHOD(watched, 1),
     METHOD(layouts, 1),
     METHOD(requiring_grad, 1),
     METHOD(unchanged, 5),

@@ -41,6 +41,12 @@ is_loaded = False
 static_key: Callable[[Sequence[Any], Sequence[int]], bytes]
 """`static_key(args, positions)`: addresses of tensors, as 64-bit integers."""
 
+storage_key: Callable[[Sequence[Any], Sequence[int]], bytes]
+"""`storage_key(args, positions)`: identities of their storages (`UntypedStorage._cdata`), likewise."""
+
+watched: Callable[[tuple[torch.UntypedStorage, ...]], bytes]
+"""`watched(storages)`: what `any_held` compares storages with; to be asked for while nobody else holds them."""
+
 versions: Callable[[Sequence[Any], Sequence[int]], bytes]
 """`versions(args, positions)`: how often tensors were written, as 64-bit integers; 0 for inference tensors."""
 

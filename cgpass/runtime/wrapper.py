@@ -13,16 +13,16 @@ from cgpass.errors import DriverUnavailableError, InputError, OutputError
 from cgpass.options import Options
 from cgpass.runtime.driver import CUDADriver, GraphDriver
 from cgpass.runtime.executor import ranged
+from cgpass.runtime.inputs import check_tensor, shared_with_written
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.runner import PartitionRunner
-from cgpass.runtime.signature import check_tensor, infer_infos, infer_kind
+from cgpass.runtime.partition import PartitionRunner
 from cgpass.runtime.simulated import SimulatedDriver
-from cgpass.runtime.writes import shares_memory
 from cgpass.telemetry import CallStats
 
 log = logging.getLogger(__name__)
 
 _profiler = torch_private.profiler_state
+_BY_VALUE = (int, bool, str, type(None), torch.dtype, torch.device, torch.layout)
 
 
 class CUDAGraphWrapper:
@@ -116,7 +116,7 @@ class CUDAGraphWrapper:
         if (
             runner.written
             and not torch_private.in_vmap_or_functorch()
-            and shares_memory(args, runner.written)
+            and shared_with_written(args, runner.written)
         ):
             return self._run_shared(runner, args)
         with runner.owner.lock, torch.no_grad():
@@ -156,7 +156,7 @@ class CUDAGraphWrapper:
 
     def _new_runner(self, args: Sequence[Any], device: torch.device) -> PartitionRunner:
         try:
-            self._infos = infer_infos(args, self._static, device)
+            self._infos = _infer_infos(args, self._static, device)
         except InputError as error:
             raise InputError(f"{self._name}: {error}") from None
         driver = _driver(self._options, device)
@@ -190,7 +190,7 @@ class CUDAGraphWrapper:
                 )
             if is_tensor:
                 check_tensor(f"{self._name}: {info.name}", value, device)
-            elif infer_kind(index, value, frozenset(), device) is not info.kind:
+            elif _infer_kind(index, value, frozenset(), device) is not info.kind:
                 raise InputError(
                     f"{self._name}: {info.name} is a {type(value).__name__}, in the first call it was of another kind"
                 )
@@ -249,3 +249,48 @@ def _driver(options: Options, device: torch.device) -> GraphDriver:
     raise DriverUnavailableError(
         f'driver="{driver}" can\'t record inputs on {device}; use driver="auto", or move them'
     )
+
+
+def _infer_infos(
+    args: Sequence[Any], static_input_indices: Iterable[int], device: torch.device
+) -> tuple[InputInfo, ...]:
+    """Kinds of inputs of a callable that nothing is known of but one call's inputs.
+
+    Raises:
+        InputError: An input is of a kind that a recording can't take; names its position.
+    """
+    static = frozenset(static_input_indices)
+    unknown = sorted(i for i in static if not 0 <= i < len(args))
+    if unknown:
+        raise InputError(
+            f"static_input_indices names input {unknown[0]}, but the call has {len(args)}"
+        )
+    return tuple(
+        InputInfo(f"input {i}", _infer_kind(i, value, static, device))
+        for i, value in enumerate(args)
+    )
+
+
+def _infer_kind(index: int, value: Any, static: frozenset[int], device: torch.device) -> InputKind:
+    """Kind of one input, told by its value.
+
+    Raises:
+        InputError: As `infer_infos`.
+    """
+    if isinstance(value, torch.Tensor):
+        check_tensor(f"input {index}", value, device)
+        return InputKind.STATIC if index in static else InputKind.COPIED
+    if index in static:
+        raise InputError(
+            f"input {index} is named static but is a {type(value).__name__}, not a tensor"
+        )
+    if isinstance(value, torch.Generator):
+        return InputKind.GENERATOR
+    if isinstance(value, _BY_VALUE):
+        return InputKind.SYMINT
+    if isinstance(value, float | complex | list | tuple | dict | set):
+        raise InputError(
+            f"input {index} is a {type(value).__name__}: a graph would freeze its value; "
+            "pass tensors (a changing number as a 0-dim tensor on the device), integers or generators"
+        )
+    return InputKind.OPAQUE

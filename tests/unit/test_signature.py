@@ -5,7 +5,8 @@ import torch
 
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.errors import InputError
-from cgpass.runtime.signature import Layout, check_tensor, describe, infer_infos
+from cgpass.runtime.inputs import Layout, check_tensor, describe
+from cgpass.runtime.wrapper import _infer_infos as infer_infos
 from tests.unit.runners import COPIED, OPAQUE, POOLED, STATIC, SYMINT, infos
 
 CPU = torch.device("cpu")
