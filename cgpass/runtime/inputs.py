@@ -12,6 +12,8 @@ Note [One rule for inputs]
     another module's runs without a graph, and is in place from the next one on.
 """
 
+import gc
+import weakref
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -290,6 +292,40 @@ class Inputs:
             alive[place] = torch_private.WeakStorage(storage), id(args[i])
             self._known[i] = alive
             self._before = None
+
+
+class Moves:
+    """Where modules' parameters and buffers lay when they were recorded, where moves are errors."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[weakref.ref[torch.nn.Module], str], int] = {}
+
+    def found(self, args: Sequence[Any], positions: Sequence[int], *, recorded: bool) -> list[int]:
+        """Inputs that lie elsewhere than when their module was first recorded; other modules' did not move."""
+        holders, moved = _holders([args[i] for i in positions]), []
+        self._first = {holder: at for holder, at in self._first.items() if holder[0]() is not None}
+        for i in positions:
+            holder, address = holders.get(id(args[i])), args[i].data_ptr()
+            if holder is not None:
+                if not recorded:
+                    self._first[holder] = address
+                elif self._first.setdefault(holder, address) != address:
+                    moved.append(i)
+        return moved
+
+
+def _holders(
+    tensors: Sequence[torch.Tensor],
+) -> dict[int, tuple[weakref.ref[torch.nn.Module], str]]:
+    """A module and its name for each tensor that some module holds, by the tensor's `id`."""
+    wanted, found = set(map(id, tensors)), {}
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.nn.Module):
+            for own in (vars(each).get("_parameters"), vars(each).get("_buffers")):
+                for name, tensor in (own or {}).items():
+                    if id(tensor) in wanted:
+                        found.setdefault(id(tensor), (weakref.ref(each), name))
+    return found
 
 
 def shared_with_written(args: Sequence[Any], written: Iterable[int]) -> set[int]:

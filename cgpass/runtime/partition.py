@@ -30,7 +30,7 @@ import torch
 
 from cgpass import torch_private
 from cgpass.compile.facts.input_info import InputInfo, InputKind
-from cgpass.errors import CollectiveTimeoutError, StaticInputMovedError
+from cgpass.errors import StaticInputMovedError
 from cgpass.options import Options
 from cgpass.runtime import native
 from cgpass.runtime.driver import BoxedCallable
@@ -39,6 +39,7 @@ from cgpass.runtime.inputs import (
     Found,
     Inputs,
     Layout,
+    Moves,
     ShapeKey,
     describe,
     describe_tensors,
@@ -126,6 +127,7 @@ class PartitionRunner:
         self.table = RecordingTable(options.max_recordings)
         self.history = History(name, source)
         self._inputs = Inputs(layout, owner, options.max_recordings, options.max_copied_mib << 20)
+        self._moves = Moves()
         self._fallback = Fallback(
             self.name, fn, self.stats, self.reasons, on_skip=options.on_skip, on_failure=on_failure
         )
@@ -170,6 +172,11 @@ class PartitionRunner:
         owner, layout, last = self.owner, self.layout, self._last
         if owner.bypassed is not None:
             return self._fallback.run_bypassed(args, owner.bypassed), None
+        if self._check_layout and self.written and shared_with_written(args, self.written):
+            why = "it writes inputs, and some of its inputs share memory"
+            fix = "such calls run without a graph. Pass tensors that share none."
+            self._say_once("shared", f"{why}: {fix}")
+            return self._fallback.run(args), None
         shape, key = layout.shape_key(args), layout.static_key(args)
         if last is None or last[0] != shape or last[1] != key:
             last = (shape, key, self.table.recordings(shape, *layout.split(key)))
@@ -315,9 +322,13 @@ class PartitionRunner:
         self._fallback.say_once(what, f"{self.name}: {text}")
 
     def _refuse_moved(self, found: Found, args: Sequence[Any]) -> None:
-        moved = found.code != "new_module" or self._check_layout
-        if found.new and moved and self.stats.recordings:
-            names = describe_tensors(self.layout.infos, args, found.new)
+        recorded = self.stats.recordings > 0
+        if self._check_layout:  # no module
+            moved = found.new if recorded else ()
+        else:
+            moved = self._moves.found(args, self.layout.checked, recorded=recorded)
+        if moved:
+            names = describe_tensors(self.layout.infos, args, moved)
             raise StaticInputMovedError(
                 f"{self.name}: static inputs moved or were replaced since they were recorded: {names}. Write new values "
                 "into parameters and buffers (copy_, load_state_dict without assign=True), or use "
@@ -333,7 +344,9 @@ class PartitionRunner:
             code, new = "new_tensor", list(found.new)
             if last[0] != shape:
                 code, new = "new_shape", self.layout.changed(last[0], shape)
-                if self.table.is_full_of_unseen(tuple(self._inputs.storages(args, places))):
+                if not self._fallback.has_said("sizes") and self.table.is_full_of_unseen(
+                    tuple(self._inputs.storages(args, places))
+                ):
                     why = _never_repeats(self.layout, new, args)
                     self._say_once(
                         "sizes", f"{limit} calls came that were never recorded, since {why}."
@@ -431,8 +444,6 @@ class PartitionRunner:
                 owner.add_recording(recording)
                 self.stats.recordings += 1
                 return recording
-        except CollectiveTimeoutError:
-            raise
         except Exception as error:
             return error
 

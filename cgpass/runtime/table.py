@@ -69,6 +69,8 @@ class RecordingTable:
         self._seen: dict[Key, Seen] = {}
         self._unrecorded: dict[Key, Seen] = {}
         """Those without a recording, least recently used first."""
+        self._recorded: Counter[tuple[int, ...]] = Counter()
+        """Recordings of each set of storages."""
         self._full = 64
         """How many keys there are when those whose storages are gone are left out next."""
         self.newest: Key | None = None
@@ -89,7 +91,7 @@ class RecordingTable:
 
     def has_room(self, storages: tuple[int, ...]) -> bool:
         """Whether one more recording may be made for a set of storages."""
-        return sum(r.made_for == storages for r in self.all()) < self._max_recordings
+        return self._recorded[storages] < self._max_recordings
 
     def is_full_of_unseen(self, storages: tuple[int, ...]) -> bool:
         """Whether as many keys of one set of storages as may be recorded were seen once, and not again."""
@@ -129,12 +131,14 @@ class RecordingTable:
         self._unrecorded.pop(seen.key, None)
         members = seen.recordings.setdefault(values, [])
         members.append(recording)
+        self._recorded[recording.made_for] += 1
         return members
 
     def drop(self, wanted: Callable[[Recording], bool]) -> list[Recording]:
         """Forget some recordings, but not their keys; returns what is to be closed."""
         dropped = [recording for recording in self.all() if wanted(recording)]
         gone = {id(recording) for recording in dropped}
+        self._recorded -= Counter(recording.made_for for recording in dropped)
         for seen in self._seen.values():
             left = {
                 at: [r for r in each if id(r) not in gone] for at, each in seen.recordings.items()
@@ -154,6 +158,7 @@ class RecordingTable:
         recordings = self.all()
         self._seen.clear()
         self._unrecorded.clear()
+        self._recorded.clear()
         self.newest = None
         return recordings
 
