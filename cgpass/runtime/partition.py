@@ -47,8 +47,7 @@ from cgpass.runtime.inputs import (
 )
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recorder, Recording
-from cgpass.runtime.rng_states import forward_states, note_positions
-from cgpass.runtime.seeds import put_on_the_device
+from cgpass.runtime.rng import forward_states, note_positions, put_on_the_device
 from cgpass.runtime.syncs import syncs_noted
 from cgpass.runtime.table import History, RecordingTable, Seen
 from cgpass.runtime.writes import Changes
