@@ -24,7 +24,7 @@ from cgpass.report.summary import by_hand
 from cgpass.runtime import native
 from cgpass.runtime.executor import Executor, Run, Step
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.runner import PartitionRunner
+from cgpass.runtime.partition import PartitionRunner
 from cgpass.telemetry.reason import Noted, excused
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, counted
 from cgpass.version import VERSION

@@ -14,7 +14,6 @@ Note [Streams of autograd's nodes]
 
 import contextlib
 import gc
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,10 +25,10 @@ _running = 0
 _stale_followed = False
 """What the user has set, while a capture runs. See Note [Streams of autograd's nodes]."""
 _waiting: list[Callable[[], None]] = []
-_pausing: list[int] = []
-"""Threads that want no garbage collection now."""
+_pausing = 0
+"""Blocks that want no garbage collection now."""
 _collects = True
-"""Whether it went on before the first of them came."""
+"""Whether it went on before the first of them began."""
 
 
 @contextlib.contextmanager
@@ -75,36 +74,21 @@ def _run_waiting() -> None:
 def no_gc() -> Iterator[None]:
     """No garbage collection inside: a collected tensor's or graph's destructor may touch the device.
 
-    The last thread that leaves has it go on, if it went on before the first one came.
+    The last block that ends has it go on, if it went on before the first one began.
     """
-    global _collects
-    thread = threading.get_ident()
+    global _pausing, _collects
     with _lock:
         if not _pausing:
             _collects = gc.isenabled()
-        _pausing.append(thread)
+        _pausing += 1
         gc.disable()
     try:
         yield
     finally:
         with _lock:
-            _pausing.remove(thread)
+            _pausing -= 1
             if not _pausing and _collects:
                 gc.enable()
-
-
-def _go_on_without_others() -> None:
-    """In a process that was forked: the threads that want no garbage collection, or hold the lock, are not in it."""
-    global _lock
-    _lock = threading.RLock()
-    mine = [thread for thread in _pausing if thread == threading.get_ident()]
-    if _pausing and not mine and _collects:
-        gc.enable()
-    _pausing[:] = mine
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_go_on_without_others)
 
 
 @contextlib.contextmanager

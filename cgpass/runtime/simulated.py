@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
 from cgpass.compile.facts.draws import draws
-from cgpass.runtime import rng_ops
+from cgpass.runtime import rng
 from cgpass.runtime.capturing import capture_runs, no_gc
 from cgpass.runtime.collectives import (
     Alone,
@@ -112,15 +112,15 @@ class RecordedStates:
         """`torch.get_rng_state`."""
         if self.foreign:
             return torch.default_generator.get_state()
-        return rng_ops.get_state(torch.default_generator)
+        return rng.get_state(torch.default_generator)
 
     def set_state(self, state: torch.Tensor) -> None:
         """`torch.set_rng_state`."""
         self.foreign = not self._made(state)
         if self.foreign:
-            rng_ops.put_state(torch.default_generator, state)
+            rng.put_state(torch.default_generator, state)
         else:
-            rng_ops.set_state(torch.default_generator, state)
+            rng.set_state(torch.default_generator, state)
 
     def manual_seed(self, seed: int) -> torch.Generator:
         """`torch.manual_seed`."""

@@ -11,7 +11,7 @@ from cgpass.compile.facts import op_tables
 from cgpass.report.model import GraphReport, PartitionReport
 from cgpass.report.page import html
 from cgpass.report.report import Report
-from cgpass.runtime import recorder
+from cgpass.runtime import recording
 from cgpass.runtime.simulated import SimulatedDriver, is_recording
 from cgpass.telemetry.reason import CHOSEN, OTHER_FIXES
 from cgpass.telemetry.summaries import counted
@@ -230,7 +230,7 @@ def unable(*args, **kwargs):
 # Code: what is put in whose place, and what the text begins with.
 WHOLE = {
     "capture": (SimulatedDriver, "record", unable, "RuntimeError: operation not permitted"),
-    "no_placeholder": (recorder, "Placeholder", unable, "StagingError: x can't be given"),
+    "no_placeholder": (recording, "Placeholder", unable, "StagingError: x can't be given"),
 }
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from cgpass import torch_private
+from cgpass.runtime.inputs import Inputs, Layout
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.rule import Inputs
-from cgpass.runtime.signature import Layout
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runners import COPIED, POOLED, STATIC, infos
 
@@ -32,7 +32,7 @@ class Partition:
     def __call__(self, *args):
         key = self.layout.static_key(args)
         found = self.inputs.find(args, key)
-        self.inputs.remember(args, key, found)
+        self.inputs.remember(args, found.new)
         return found
 
 
@@ -106,6 +106,20 @@ def test_a_call_of_another_module_is_none_of_copies():
     for w in modules:
         found = part(w, shared)
         assert (found.code, found.new, found.places) == (None, (), places(w, shared))
+
+
+def test_places_of_emptied_storages_are_not_new_for_others():
+    """FSDP2 gathers one layer's parameters where it has just emptied those of another."""
+    part, memory = Partition(COPIED, STATIC), np.ones(2, np.float32)
+    first, other = (torch.from_numpy(memory) for _ in range(2))
+    part(X, first)
+    assert part(X, other).new == (1,), "both live"
+    part, own = Partition(COPIED, STATIC), torch.ones(2)
+    storage, address = own.untyped_storage(), own.data_ptr()
+    part(X, own)
+    storage.resize_(0)
+    there = torch_private.storage_at(address, 8, torch.device("cpu"))  # never read
+    assert part(X, torch_private.on_storage(there, X)).new == ()
 
 
 @pytest.mark.parametrize(("max_copied", "code"), [(8, None), (7, "too_large")])
@@ -205,24 +219,3 @@ def test_of_one_storage_the_oldest_places_are_forgotten():
     assert number_known(part) <= 8
     assert part(X, base[499:]).new == ()
     assert part(X, base[1:]).new == (1,)
-
-
-# ---- static_input_check="error"
-
-
-def test_what_moved_since_its_module_was_recorded_is_named():
-    part, module, other = Partition(COPIED, STATIC), torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
-
-    def moved(module, recorded=True):
-        args = (X, module.weight)
-        key = part.layout.static_key(args)
-        return part.inputs.moved(args, key, part(*args), recorded=recorded)
-
-    assert moved(module, recorded=False) == ()
-    module.weight.data = torch.ones(1, 2)
-    assert moved(module, recorded=False) == (), "nothing was recorded"
-    assert (moved(module), moved(other), moved(module)) == ((), (), ())
-    kept, module.weight.data = module.weight.data, torch.ones(1, 2)
-    assert moved(module) == (1,)
-    assert moved(other) == ()
-    del kept
