@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgpass.torch_private.autocast import autocast_cache_off
 from cgpass.torch_private.backward import (
-    accumulates_everywhere,
     after_backward,
     checkpoint_hooks,
     double_backwards_raise,

@@ -100,14 +100,6 @@ def _raw_saved(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-def accumulates_everywhere() -> bool:
-    """Whether the running backward pass fills every `.grad`: not for `autograd.grad` or `backward(inputs=...)`.
-
-    Source: torch/autograd/__init__.py `_is_checkpoint_valid`, 2.11 to 2.15.
-    """
-    return torch.autograd._is_checkpoint_valid()
-
-
 @contextlib.contextmanager
 def checkpoint_hooks(
     pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
