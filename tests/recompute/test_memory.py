@@ -109,24 +109,14 @@ def test_the_function_and_its_arguments_are_let_go():
     y = None
 
 
-def test_retain_graph_holds_no_recomputed_tensors_between_backwards():
-    x = tensor(3, requires_grad=True)
-    with Watch() as watch:
-        y = cgpass.checkpoint(waves, x).sum()
-        for retain in (True, True, False):
-            watch.refs.clear()
-            y.backward(retain_graph=retain)
-            assert len(watch.refs) == 3  # the last sine is not needed again
-            assert watch.alive() == 0
-
-
 def test_what_a_partial_backward_does_not_use_is_dropped_after_it():
     x, w = tensor(3, requires_grad=True), tensor(3, seed=1, requires_grad=True)
     with Watch() as watch:
         y = cgpass.checkpoint(lambda x, w: x.sin().sin() * w.sin().sin(), x, w).sum()
         watch.refs.clear()
-        torch.autograd.grad(y, w, retain_graph=True)
-        assert watch.alive() == 0
+        for _ in range(2):
+            torch.autograd.grad(y, w, retain_graph=True)
+            assert watch.alive() == 0
         torch.autograd.grad(y, x)
         assert watch.alive() == 0
 
