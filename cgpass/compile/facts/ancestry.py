@@ -1,4 +1,4 @@
-"""Which operators a node stands for: the one it calls, the one it was decomposed from, the one the user called.
+"""Operators that a node stands for: the one it calls, the one it was decomposed from, the one the user called.
 
 By the time a graph is partitioned, many operators that a user can name are gone: functionalisation turned `add_` into
 `add`, `linear` became `mm`, Inductor's decompositions left nothing of `gelu`. Tracing notes where nodes come from:
@@ -27,6 +27,19 @@ _PYTHON_OPERATORS = {
     "matmul": "matmul",
 }
 """Python's operators that tracing replaces by other ones of ATen."""
+
+
+_stand_ins: dict[torch._ops.OpOverload, str] = {}
+
+
+def register_stand_in(op: torch._ops.OpOverload, name: str) -> None:
+    """Let messages call `op`, one of ours that stands in for the user's own, `name`."""
+    _stand_ins[op] = name
+
+
+def user_name(op: object) -> str | None:
+    """What messages call an operator that stands in for the user's own, None for every other one."""
+    return _stand_ins.get(op) if isinstance(op, torch._ops.OpOverload) else None
 
 
 def operator_names(target: object) -> frozenset[str]:

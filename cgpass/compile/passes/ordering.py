@@ -37,24 +37,7 @@ class OrderingProblem:
         return len(self.captured)
 
 
-@dataclass(frozen=True)
-class Ordering:
-    """An order of a problem's nodes, cut where the colour changes."""
-
-    order: tuple[int, ...]
-    segments: tuple[tuple[int, ...], ...]
-    peak_bytes: int
-    """Estimated peak of this order."""
-    original_peak_bytes: int
-    """Estimated peak of the original order."""
-
-    @property
-    def switches(self) -> int:
-        """Number of colour changes."""
-        return max(0, len(self.segments) - 1)
-
-
-def find_order(problem: OrderingProblem, max_memory_increase: float = 0.05) -> Ordering:
+def find_order(problem: OrderingProblem, max_memory_increase: float = 0.05) -> tuple[int, ...]:
     """Return an order with few colour switches within the memory limit: see Note [Fewest switches].
 
     The limit is `1 + max_memory_increase` times the original order's estimated peak. Among equal counts the order
@@ -62,14 +45,29 @@ def find_order(problem: OrderingProblem, max_memory_increase: float = 0.05) -> O
     it is as good as any. Deterministic.
     """
     original = tuple(range(len(problem)))
-    original_peak = peak_bytes(problem, original)
-    limit = math.floor(original_peak * (1 + max_memory_increase))
-    order = _best_order(problem, original, limit)
-    return Ordering(
-        order=order,
-        segments=_segments(problem, order),
-        peak_bytes=peak_bytes(problem, order),
-        original_peak_bytes=original_peak,
+    limit = math.floor(peak_bytes(problem, original) * (1 + max_memory_increase))
+    if len(set(problem.captured)) <= 1:
+        return original
+    early = [_drain(problem, start, math.inf) for start in (True, False)]
+    drains = [original, *(order for order in early if order is not None)]
+    backwards = _reversed(problem)
+    for start in (True, False):
+        order = _drain(backwards, start, math.inf)
+        if order is not None:
+            drains.append(tuple(len(order) - 1 - node for node in reversed(order)))
+    fewest = min(count_switches(problem, order) for order in drains)
+    fitting = [
+        order
+        for order in drains
+        if count_switches(problem, order) == fewest and peak_bytes(problem, order) <= limit
+    ]
+    if fitting:
+        return min(fitting, key=count_inversions)
+    limited = [_drain(problem, start, limit) for start in (True, False)]
+    candidates = [original, *(order for order in limited if order is not None)]
+    candidates += [order for order in drains if peak_bytes(problem, order) <= limit]
+    return min(
+        candidates, key=lambda order: (count_switches(problem, order), count_inversions(order))
     )
 
 
@@ -98,41 +96,6 @@ def count_inversions(order: Sequence[int]) -> int:
         total += len(seen) - at
         seen.insert(at, node)
     return total
-
-
-def _best_order(problem: OrderingProblem, original: tuple[int, ...], limit: int) -> tuple[int, ...]:
-    if len(set(problem.captured)) <= 1:
-        return original
-    early = [_drain(problem, start, math.inf) for start in (True, False)]
-    drains = [original, *(order for order in early if order is not None)]
-    backwards = _reversed(problem)
-    for start in (True, False):
-        order = _drain(backwards, start, math.inf)
-        if order is not None:
-            drains.append(tuple(len(order) - 1 - node for node in reversed(order)))
-    fewest = min(count_switches(problem, order) for order in drains)
-    fitting = [
-        order
-        for order in drains
-        if count_switches(problem, order) == fewest and peak_bytes(problem, order) <= limit
-    ]
-    if fitting:
-        return min(fitting, key=count_inversions)
-    limited = [_drain(problem, start, limit) for start in (True, False)]
-    candidates = [original, *(order for order in limited if order is not None)]
-    candidates += [order for order in drains if peak_bytes(problem, order) <= limit]
-    return min(
-        candidates, key=lambda order: (count_switches(problem, order), count_inversions(order))
-    )
-
-
-def _segments(problem: OrderingProblem, order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    segments: list[list[int]] = []
-    for node in order:
-        if not segments or problem.captured[segments[-1][-1]] != problem.captured[node]:
-            segments.append([])
-        segments[-1].append(node)
-    return tuple(tuple(segment) for segment in segments)
 
 
 def _successors(problem: OrderingProblem) -> list[list[int]]:

@@ -13,7 +13,6 @@ from cgpass.compile.facts import values
 from cgpass.compile.facts.capturability import is_argument, why_not_capturable
 from cgpass.compile.facts.lines import user_line
 from cgpass.compile.facts.partition_tag import PartitionTag, get_tag, set_reason, set_tag
-from cgpass.compile.facts.quantised import quantised_nodes
 from cgpass.compile.passes.base import Pass, PassContext, PassResult
 from cgpass.compile.passes.ordering import OrderingProblem, find_order
 from cgpass.errors import PostconditionError
@@ -41,7 +40,7 @@ class Partition(Pass):
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
         """Tag `gm`'s nodes, in an order with few boundaries."""
-        groups, quantised = _groups(gm), quantised_nodes(gm.graph)
+        groups = _groups(gm)
         reasons = [
             why_not_capturable(
                 group[0],
@@ -49,7 +48,6 @@ class Partition(Pass):
                 unsafe_ops=self.unsafe_ops,
                 gm=gm,
                 collectives=self.collectives,
-                quantised=quantised,
             )
             for group in groups
         ]
@@ -61,7 +59,7 @@ class Partition(Pass):
         modified = False
         if not _is_tagged(gm, groups, segments):
             if len(set(captured)) > 1:
-                order = find_order(_problem(gm, groups, captured), self.max_memory_increase).order
+                order = find_order(_problem(gm, groups, captured), self.max_memory_increase)
                 segments = _cut(groups, reasons, order, minimum)
             _apply(gm, groups, segments)
             modified = True
