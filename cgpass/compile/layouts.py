@@ -107,12 +107,9 @@ class _Traced:
 
 
 def outputs_as_traced(gm: fx.GraphModule) -> Callable[[Boxed], Boxed]:
-    """Has what a graph is compiled to return outputs as it was traced.
+    """Has what a graph is compiled to, as a decorator, return outputs as it was traced.
 
     Inductor does so for outputs that it computes, but may lay a view out anew.
-
-    Args:
-        gm: The graph, before it is compiled.
     """
     traced = _Traced(gm, enumerate(graph_outputs(gm)))
 
@@ -129,12 +126,7 @@ def outputs_as_traced(gm: fx.GraphModule) -> Callable[[Boxed], Boxed]:
 
 
 def inputs_as_traced(gm: fx.GraphModule, positions: Iterable[int]) -> Callable[[Boxed], Boxed]:
-    """Has what a graph is compiled to, in parts, get inputs as it was traced with: the graph as a whole was not.
-
-    Args:
-        gm: The graph, before it is compiled.
-        positions: Inputs that may come with other strides.
-    """
+    """Has what a graph is compiled to, in parts, get inputs at `positions` as it was traced with: the graph as a whole was not."""
     inputs = gm.graph.find_nodes(op="placeholder")
     traced = _Traced(gm, [(i, inputs[i]) for i in positions])
 
@@ -213,11 +205,8 @@ def keep_contiguous(gm: fx.GraphModule, positions: Container[int]) -> None:
 
     A backward that reads channels-last copies of what its forward saved is traced anew by Inductor, with gradients of
     weights that are channels-last, too. Autograd copies each into the weight's layout, in kernels that the host launches
-    one by one; here they are in the graph. Inductor drops a clone that changes no layout.
-
-    Args:
-        gm: A backward graph, before it is compiled.
-        positions: Its outputs that are gradients of parameters. Others go on as they are to what made the input.
+    one by one; here they are in the graph. Inductor drops a clone that changes no layout. `positions` are the gradients
+    of parameters; others go on as they are to what made the input.
     """
     output = gm.graph.output_node()
     found = [node for i, node in enumerate(graph_outputs(gm)) if i in positions]

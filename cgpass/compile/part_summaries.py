@@ -11,11 +11,7 @@ from cgpass.telemetry.summaries import PartitionSummary
 
 
 def reasons_by_part(gm: fx.GraphModule) -> dict[str, list[Reason]]:
-    """Why each eager partition is not captured, by the partition's name.
-
-    Args:
-        gm: With partition tags.
-    """
+    """Return why each eager partition of a tagged graph is not captured, by the partition's name."""
     reasons: dict[str, list[Reason]] = {}
     for node in gm.graph.nodes:
         why = get_reason(node)
@@ -27,12 +23,7 @@ def reasons_by_part(gm: fx.GraphModule) -> dict[str, list[Reason]]:
 def part_summaries(
     parts: Mapping[str, fx.GraphModule], reasons: Mapping[str, Sequence[Reason]]
 ) -> tuple[PartitionSummary, ...]:
-    """A summary for each part.
-
-    Args:
-        parts: By name.
-        reasons: See `reasons_by_part`.
-    """
+    """Return a summary for each part."""
     return tuple(
         PartitionSummary(
             name,

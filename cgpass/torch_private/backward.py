@@ -43,12 +43,7 @@ def saved_on(node: Any) -> Iterator[Any]:
 
 
 def saved_tensor(saved: Any) -> torch.Tensor | None:
-    """The tensor that was saved, and that autograd checks the version of; None if hooks packed it or it was freed.
-
-    The node's backward gets what it would have got.
-
-    Args:
-        saved: Of `saved_on`.
+    """Return the tensor that was saved, and that autograd checks the version of; None if hooks packed it or it was freed.
 
     Source: torch/csrc/autograd/init.cpp, `SavedTensor.data`, 2.11 to 2.15: the very tensor, or what hooks made of it.
     """

@@ -82,16 +82,9 @@ def compiled_code() -> types.CodeType | None:
 
 
 def compile_again(code: types.CodeType, compile_id: Any) -> bool:
-    """Have Dynamo compile a function again in the next call that would run a compilation.
+    """Have Dynamo compile a function again in the next call that would run a compilation; tell if it will.
 
-    Whatever runs now and holds that goes on with it.
-
-    Args:
-        code: The function's, from `compiled_code`.
-        compile_id: The compilation's.
-
-    Returns:
-        Whether it will: not where it knows nothing of it, or may compile no more.
+    It won't where it knows nothing of it, or may compile no more. Whatever runs now and holds that goes on with it.
 
     Source: torch/_dynamo/eval_frame.py `_stance`, cache_size.py `exceeds_recompile_limit`, 2.11 to 2.15.
     """

@@ -33,17 +33,10 @@ def min_cut_partition(
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """AOTAutograd's min-cut split of a joint graph into forward and backward.
 
-    Args:
-        joint: The joint graph.
-        joint_inputs: Its inputs.
-        compiler: What makes the kernels.
-        num_fwd_outputs: How many of its outputs are the forward's.
-        static_lifetime_input_indices: Inputs that are free to save.
-        keep_random: Whether to leave recomputed random operators as they are. Else they save their generator's state,
-            which no graph holds, and run eagerly: never generators of AOTAutograd's, which a backward that compiled
-            autograd traces once more loses (torch 2.11 to 2.15).
-        random: What draws random numbers. Two of them with equal arguments are two draws, also where torch would take
-            them for one: its list has no operators but some of aten's (2.11 to 2.13), and no higher-order ones (to 2.15).
+    With `keep_random` recomputed random operators stay as they are. Else they save their generator's state, which no graph
+    holds, and run eagerly: never generators of AOTAutograd's, which a backward that compiled autograd traces once more
+    loses (torch 2.11 to 2.15). Two nodes of `random` with equal arguments are two draws, also where torch would take them
+    for one: its list has no operators but some of aten's (2.11 to 2.13), and no higher-order ones (to 2.15).
     """
     from torch._functorch import compile_utils, config, partitioners
     from torch._functorch.partitioners import min_cut_rematerialization_partition

@@ -44,13 +44,10 @@ def around_gathering(
     begin: Callable[[torch.device], Callable[[], None] | None],
     note: Callable[[torch.UntypedStorage], None],
 ) -> None:
-    """Be told when FSDP2 makes memory for what it gathers; nothing happens where it isn't loaded.
+    """Call `begin` before FSDP2 makes memory for what it gathers, what that returns afterwards, and `note` with each storage.
 
-    It empties the storages of gathered parameters after use, and enlarges them again before the next one.
-
-    Args:
-        begin: Called before memory is made, with the device; what it returns is called afterwards.
-        note: Called with a storage that is gathered into, before it is used.
+    It empties the storages of gathered parameters after use, and enlarges them again before the next one. Nothing happens
+    where it isn't loaded.
 
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py and _fsdp_param_group.py, `alloc_storage`,
     `FSDPParam.init_all_gather_outputs`, 2.11 to 2.15.

@@ -49,9 +49,7 @@ def run_with_rng_state() -> Any:
 def install_rng_kernel(kernel: Callable[..., Any], refuse_saving: Callable[[], None]) -> None:
     """Have `graphsafe_run_with_rng_state` run `kernel` on CPU and CUDA; torch's own knows no CPU.
 
-    Args:
-        kernel: What runs.
-        refuse_saving: Raises where a selective checkpoint would have to save what it draws.
+    `refuse_saving` raises where a selective checkpoint would have to save what it draws.
     """
     from torch._C import DispatchKey
 

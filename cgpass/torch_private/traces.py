@@ -46,12 +46,7 @@ def traced_under(trace_id: Any) -> Iterator[None]:
 
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
-    """Add a text to the structured trace.
-
-    Args:
-        name: Of the text; tlparse makes it a file's name.
-        encoding: "string" or "json".
-        payload: Makes it; not called while nothing is traced.
+    """Add a text to the structured trace; `payload` makes it, and isn't called while nothing is traced.
 
     Source: torch/_logging/_internal.py `trace_structured_artifact`, 2.11 to 2.15.
     """
@@ -81,13 +76,7 @@ def trace_past_event(
     metadata: Mapping[str, Any],
     inner: Sequence[tuple[str, tuple[int, int]]] = (),
 ) -> None:
-    """Add an event that is over to the structured trace's timeline.
-
-    Args:
-        name: Of the event.
-        span_ns: When it began and ended, by `time.time_ns`.
-        metadata: What else is known of it.
-        inner: Names and spans of events within it, one after the other.
+    """Add an event that is over to the structured trace's timeline, with those that were `inner`; spans by `time.time_ns`.
 
     Source: torch/_dynamo/utils.py `ChromiumEventLogger`, 2.11 to 2.15.
     """

@@ -65,10 +65,7 @@ _IN_A_BLOCK: Final = "what is from there on is in a block (try:, with) that has 
 
 
 def graph_break_of(gm: fx.GraphModule) -> Reason | None:
-    """Why Dynamo ended a graph where it did; None if the function ends there, too.
-
-    Args:
-        gm: As the backend is given it.
+    """Return why Dynamo ended a graph where it did; None if the function ends there, too.
 
     Source: torch/_dynamo/output_graph.py, `GraphCompileReason`, set on every graph, 2.11 to 2.15.
     """
@@ -98,14 +95,10 @@ def untold(
     told: Iterable[str | None],
     places: Iterable[str | None],
 ) -> list[Reason]:
-    """Graph breaks that no graph tells of: nothing was before them in the function that has them.
+    """Return graph breaks that no graph tells of: nothing was before them in the function that has them.
 
     Libraries that run in eager anyway, as what logs or shows progress, have breaks of their own: they are left out.
-
-    Args:
-        noted: All of them, as torch met them.
-        told: Lines that others name, `model.py:41 in forward: code`.
-        places: Where functions begin that were compiled, `model.py:39 in forward`.
+    `told` are lines that others name, `places` where functions begin that were compiled.
     """
     known = {place_of(line) for line in told}
     files = {place_of(place).rpartition(":")[0] for place in places}
@@ -220,11 +213,7 @@ def _is_of_torchs_modules(filename: str) -> bool:
 
 
 def reason_of(text: str, line: str | None) -> Reason:
-    """A graph break as torch tells of it.
-
-    Args:
-        text: Its message; where it led to others, one after the other.
-        line: The user's.
+    """Return a graph break as torch tells of it; where it led to others, `text` has one after the other.
 
     Source: torch/_dynamo/exc.py, `format_graph_break_message`, `augment_exc_message`, 2.11 to 2.15.
     """
@@ -245,13 +234,7 @@ def reason_of(text: str, line: str | None) -> Reason:
 
 
 def given_up(text: str, line: str | None, rest: str | None = None) -> Reason:
-    """A graph break that Dynamo can't go on behind.
-
-    Args:
-        text: Its message.
-        line: The user's.
-        rest: What of a function is left to eager, if not all of it.
-    """
+    """Return a graph break that Dynamo can't go on behind; `rest` is left to eager, all of the function if None."""
     reason = reason_of(text, line)
     detail = f"torch.compile can't go on behind this graph break: {reason.detail}"
     return Reason(reason.code, "", detail, ways([reason.fix, _CALLED]), line, rest)

@@ -95,14 +95,8 @@ def why_not_capturable(
 ) -> Reason | None:
     """Return why `node` can't be part of a CUDA graph on `device`, None if it can.
 
-    Placeholders, outputs, `get_attr`, host scalars and arguments are never in the way.
-
-    Args:
-        node: Any node.
-        device: Where the graph is captured.
-        unsafe_ops: Operators that the user keeps out, `"ns::op"` or `"ns::op.overload"`.
-        gm: Holds the nested graphs that the node refers to; default: the node's own module.
-        collectives: Whether collectives may be captured.
+    Placeholders, outputs, `get_attr`, host scalars and arguments are never in the way. `gm` holds the nested graphs that
+    the node refers to; by default the node's own module.
     """
     if node.target is operator.getitem:
         parent = node.args[0]

@@ -25,13 +25,10 @@ def input_infos(
     pooled: Collection[str] = (),
     names: Mapping[str, str] | None = None,
 ) -> tuple[InputInfo, ...]:
-    """One `InputInfo` a placeholder of `gm`, in order.
+    """Return one `InputInfo` a placeholder of `gm`, in order.
 
-    Args:
-        gm: a whole graph or a partition of one.
-        static: positions of the placeholders that keep their address.
-        pooled: names of the placeholders that a captured partition made.
-        names: what the user calls a placeholder, by its name; default: that name.
+    `static` are positions of those that keep their address, `pooled` names of those that a captured partition made,
+    `names` what the user calls them.
     """
     known = names or {}
     placeholders = gm.graph.find_nodes(op="placeholder")

@@ -26,12 +26,7 @@ def rng_passes() -> tuple[Pass, ...]:
 
 
 def graph_passes(options: Options, *, collectives: bool = True) -> tuple[Pass, ...]:
-    """What a forward, backward or inference graph goes through; leaves it tagged.
-
-    Args:
-        options: The user's.
-        collectives: Whether collectives may be captured.
-    """
+    """What a forward, backward or inference graph goes through; leaves it tagged."""
     return (
         # First, since every other pass goes by values.
         RngValues(),

@@ -64,15 +64,7 @@ class Pass(abc.ABC):
 
 
 def run_passes(passes: Sequence[Pass], gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-    """Run `passes` in order.
-
-    Args:
-        passes: What to run.
-        gm: The graph; may be rewritten in place.
-        ctx: Where the passes run.
-
-    Returns:
-        The last graph, whether any pass modified it, and all notes in order.
+    """Run `passes` in order on a graph, which may be rewritten in place.
 
     Raises:
         PassError: A pass raised or left an invalid graph; the cause is attached.
