@@ -295,7 +295,7 @@ class Compilation:
         target = find_target(gm, self.options.driver)
         if target.skip is not None:
             return self._skips.run_plainly(gm, example_inputs, direction, compiler, target.skip)
-        context = PassContext(device=target.device, stage="graph", direction=direction, dump=None)
+        context = PassContext(device=target.device, stage="graph", direction=direction)
         # What our passes put in is for partitions: Inductor has no lowering for `aten._to_copy`.
         original = copy_of(gm) if has_cpu_scalars(gm) else gm
         laid_out: set[str] = set()  # otherwise than traced

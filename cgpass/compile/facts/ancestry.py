@@ -8,9 +8,7 @@ only the first: they are not the operator that was called in the forward.
 Source: torch/fx/experimental/proxy_tensor.py and torch/_dynamo/output_graph.py, 2.11 to 2.15.
 """
 
-import functools
 import operator
-from collections.abc import Iterator
 
 import torch
 from torch import fx
@@ -56,13 +54,8 @@ def names_behind(node: fx.Node) -> frozenset[str]:
     """Names of every operator that a node calls or is left of."""
     names = operator_names(values.called(node)[0]) | operator_names(node.target)
     names |= operator_names(node.meta.get("original_aten"))
-    return names.union(*map(_names_of_call, _user_calls(node)))
-
-
-def _user_calls(node: fx.Node) -> Iterator[object]:
-    """What the user's code called, from the outermost graph to the innermost."""
-    for _, target in node.meta.get("source_fn_stack") or ():
-        yield target
+    called = [target for _, target in node.meta.get("source_fn_stack") or ()]  # by the user
+    return names.union(*map(_names_of_call, called))
 
 
 def _names_of_call(target: object) -> frozenset[str]:
@@ -75,7 +68,8 @@ def _names_of_call(target: object) -> frozenset[str]:
         only = {f"{name}.{overloads[0]}"} if len(overloads) == 1 else set()
         return frozenset({name, *only})
     name = target if isinstance(target, str) else _function_name(target)
-    return frozenset({f"aten::{name}"}) if name is not None and _is_aten(name) else frozenset()
+    is_aten = name is not None and hasattr(torch.ops.aten, name)
+    return frozenset({f"aten::{name}"}) if is_aten else frozenset()
 
 
 def _function_name(target: object) -> str | None:
@@ -87,8 +81,3 @@ def _function_name(target: object) -> str | None:
         return _PYTHON_OPERATORS.get(name)
     module = getattr(target, "__module__", None)
     return name if module is None or module.split(".")[0] == "torch" else None
-
-
-@functools.cache
-def _is_aten(name: str) -> bool:
-    return hasattr(torch.ops.aten, name)

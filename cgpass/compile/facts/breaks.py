@@ -5,7 +5,7 @@ import os
 import re
 import sysconfig
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -104,9 +104,12 @@ def untold(
     files = {place_of(place).rpartition(":")[0] for place in places}
     found: dict[Any, Reason] = {}
     for each in noted:
-        users = [frame for frame in each.stack if _is_users(frame)]
+        users = (frame.filename for frame in each.stack if _is_users(frame))
         rest = _left_by_torch(each.stack)
-        if each.told or not each.stack or (rest is None and not _matters(users, files)):
+        matters = rest is not None or any(
+            _INSTALLED.search(name) is None or os.path.basename(name) in files for name in users
+        )
+        if each.told or not each.stack or not matters:
             continue
         reason = _leaves(_of_stack(each.text, each.stack), rest)
         found.setdefault((place_of(reason.line), rest), reason)
@@ -114,13 +117,6 @@ def untold(
     return [
         reason for (place, rest), reason in found.items() if rest is not None or place not in known
     ]
-
-
-def _matters(users: Sequence[Any], files: Collection[str]) -> bool:
-    return any(
-        _INSTALLED.search(frame.filename) is None or os.path.basename(frame.filename) in files
-        for frame in users
-    )
 
 
 def place_of(line: str | None) -> str:
@@ -176,7 +172,7 @@ def _left_by_torch(stack: Sequence[Any]) -> str | None:
     """
     frames = [each for each in stack if each.filename != _CALLS_HOOKS]
     for caller, frame in itertools.pairwise(frames):
-        if _is_of_torchs_modules(frame.filename):
+        if os.path.dirname(frame.filename) == os.path.dirname(_CALLS_HOOKS):
             name = _library_file(frame.filename)
             if caller.filename.startswith(_TORCH):
                 return f"what {name} runs besides"
@@ -205,11 +201,6 @@ def _left_without_a_graph(stack: Sequence[Any]) -> str | None:
 
 def _is_place_of(line: Any, frame: Any) -> bool:
     return (line.filename, line.lineno) == (frame.filename, frame.lineno)
-
-
-def _is_of_torchs_modules(filename: str) -> bool:
-    directory, _ = os.path.split(filename)
-    return directory == os.path.dirname(torch.nn.modules.__file__)
 
 
 def reason_of(text: str, line: str | None) -> Reason:

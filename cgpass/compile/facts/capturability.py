@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from cgpass import torch_private
 from cgpass.compile.facts import op_tables, values
 from cgpass.compile.facts.ancestry import names_behind, operator_names, user_name
-from cgpass.compile.facts.conditional_syncs import why_it_syncs
 from cgpass.compile.facts.lines import user_line
 from cgpass.telemetry.reason import Reason
 
@@ -36,6 +35,13 @@ def is_argument(node: fx.Node) -> bool:
     if node.op != "call_function" or not node.meta.get(LIFTED):
         return False
     return node.all_input_nodes[0].op == "placeholder"
+
+
+def is_passive(node: fx.Node) -> bool:
+    """Tell if a node belongs to no partition: it is there wherever it is used."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return True
+    return values.is_host_scalar(node) or is_argument(node)
 
 
 def has_cpu_scalars(gm: fx.GraphModule) -> bool:
@@ -81,6 +87,9 @@ class _Query:
         return values.tensors(self.node)
 
 
+_MODE_SLICE = 2048
+"""Elements of the longest slice that `mode` handles in one kernel."""
+
 _Found = tuple[str, str] | None
 """A rule's answer: code and detail, None if it has nothing against the node."""
 
@@ -105,9 +114,7 @@ def why_not_capturable(
         return why_not_capturable(
             parent, device, unsafe_ops=unsafe_ops, gm=gm, collectives=collectives
         )
-    if node.op in ("placeholder", "output", "get_attr"):
-        return None
-    if values.is_host_scalar(node) or is_argument(node):
+    if is_passive(node):
         return None
     holder = gm or node.graph.owning_module
     query = _Query(node, device, unsafe_ops, holder, collectives)
@@ -158,11 +165,9 @@ def _listed_by_user(query: _Query) -> _Found:
     return None
 
 
-def _proven(query: _Query) -> _Found:
-    return query.node.meta.get(PROVEN)
-
-
-def _python_call(query: _Query) -> _Found:
+def _by_kind(query: _Query) -> _Found:
+    if PROVEN in query.node.meta:
+        return query.node.meta[PROVEN]
     known = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
     if query.node.op == "call_function" and isinstance(query.op, known):
         return None
@@ -197,8 +202,85 @@ def _by_name(query: _Query) -> _Found:
         return "host_state", "it changes what the host knows, which a replay does not do again"
     if name in op_tables.SYNCS or str(op) in op_tables.SYNCS:
         return "host_sync", "its implementation waits for the device or copies to the host"
-    detail = why_it_syncs(name, query.node)
+    detail = _ARGUMENTS_THAT_SYNC.get(name, lambda _: None)(query.node)
     return None if detail is None else ("host_sync", detail)
+
+
+def _tensor(node: fx.Node, argument: str) -> torch.Tensor | None:
+    value = values.argument(node, argument)
+    found = value.meta.get("val") if isinstance(value, fx.Node) else None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _histc(node: fx.Node) -> str | None:
+    if values.argument(node, "min") == values.argument(node, "max"):
+        return "without a range it reads the smallest and largest value on the host"
+    return None
+
+
+def _grouped_mm(node: fx.Node) -> str | None:
+    if any(t.dtype != torch.bfloat16 for t in values.tensors(node)):
+        return "it reads the group offsets on the host unless the type is bfloat16"
+    return None
+
+
+def _mode(node: fx.Node) -> str | None:
+    x, dim = _tensor(node, "self"), values.argument(node, "dim")
+    if x is None or x.dim() == 0 or not isinstance(dim, int):
+        return None
+    size = x.size(dim)
+    if isinstance(size, int) and size > _MODE_SLICE:
+        return f"it counts slices of more than {_MODE_SLICE} elements on the host"
+    return None
+
+
+def _isin(node: fx.Node) -> str | None:
+    elements, tests = _tensor(node, "elements"), _tensor(node, "test_elements")
+    if elements is None or tests is None or values.argument(node, "assume_unique"):
+        return None
+    sizes = elements.numel(), tests.numel()
+    if all(isinstance(n, int) for n in sizes) and sizes[1] >= 10 * sizes[0] ** 0.145:
+        return "it looks for many elements by making them unique, whose number the host reads"
+    return None
+
+
+def _given(argument: str, detail: str) -> Callable[[fx.Node], str | None]:
+    return lambda node: detail if values.argument(node, argument) else None
+
+
+def _reads(*arguments: str) -> Callable[[fx.Node], str | None]:
+    def rule(node: fx.Node) -> str | None:
+        for argument in arguments:
+            tensor = _tensor(node, argument)
+            if tensor is not None and tensor.device.type != "cpu":
+                return f"it reads {argument} on the host"
+        return None
+
+    return rule
+
+
+_CHECKS = _given("check_errors", "with check_errors it reads on the host what failed")
+_ARGUMENTS_THAT_SYNC: dict[str, Callable[[fx.Node], str | None]] = {
+    "histc": _histc,
+    "_grouped_mm": _grouped_mm,
+    "searchsorted": _given("sorter", "it checks the sorter on the host"),
+    "linalg_cholesky_ex": _CHECKS,
+    "linalg_inv_ex": _CHECKS,
+    "linalg_lu_factor_ex": _CHECKS,
+    "_linalg_solve_ex": _CHECKS,
+    "mode": _mode,
+    "isin": _isin,
+    "masked_fill": _reads("value"),
+    "masked_fill_": _reads("value"),
+    "index_fill": _reads("value"),
+    "index_fill_": _reads("value"),
+    "linspace": _reads("start", "end"),
+    "logspace": _reads("start", "end"),
+}
+"""Operators that wait for the device with some arguments and not with others.
+
+Source: calls and captures of each on an H200 with torch 2.11; ATen's implementations, 2.11 to 2.15.
+"""
 
 
 def _bool_index(query: _Query) -> _Found:
@@ -328,22 +410,12 @@ def _unbacked(query: _Query) -> _Found:
     return None
 
 
-def _no_tensors(query: _Query) -> _Found:
-    if query.inputs or query.outputs:
-        return None
-    return "host_only", "it reads and makes no tensors, so nothing of it runs on the device"
-
-
-def _registered(query: _Query) -> _Found:
-    if query.collectives or not values.is_collective(query.node):
-        return None
-    return (
-        "expandable_segments",
-        "NCCL would register its buffers, which lie in expandable segments: that corrupts memory",
-    )
-
-
-def _torch_says_no(query: _Query) -> _Found:
+def _last_of_all(query: _Query) -> _Found:
+    if not query.inputs and not query.outputs:
+        return "host_only", "it reads and makes no tensors, so nothing of it runs on the device"
+    if not query.collectives and values.is_collective(query.node):
+        why = "NCCL would register its buffers, which lie in expandable segments: that corrupts memory"
+        return "expandable_segments", why
     if torch_private.is_cudagraph_unsafe(query.node):
         return "torch_unsafe", "torch lists it as unsafe for CUDA graphs"
     return None
@@ -417,8 +489,7 @@ def _quantising_overloads() -> tuple[torch._ops.OpOverload, ...]:
 
 _RULES: tuple[Callable[[_Query], _Found], ...] = (
     _listed_by_user,
-    _proven,
-    _python_call,
+    _by_kind,
     _tagged,
     _by_name,
     _bool_index,
@@ -427,7 +498,5 @@ _RULES: tuple[Callable[[_Query], _Found], ...] = (
     _devices,
     _layouts,
     _unbacked,
-    _no_tensors,
-    _registered,
-    _torch_says_no,
+    _last_of_all,
 )

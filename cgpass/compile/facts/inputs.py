@@ -32,7 +32,8 @@ def input_infos(
     """
     known = names or {}
     placeholders = gm.graph.find_nodes(op="placeholder")
-    written = _written_placeholders(gm)
+    # Another placeholder that aliases a written one is none: each has a copy of its own, and only one has the new value.
+    written = {_base(arg) for node in gm.graph.nodes for arg in values.mutated_inputs(node)}
     strided = _strided_placeholders(gm)
     seeds = seed_positions(gm)
     resized = _resized_placeholders(placeholders)
@@ -40,7 +41,7 @@ def input_infos(
         InputInfo(
             name=known.get(node.name, node.name),
             kind=_kind(node, is_static=index in static, is_pooled=node.name in pooled),
-            line=_first_line(node),
+            line=next(filter(None, map(user_line, node.users)), None),
             mutated=node in written,
             is_seed=index in seeds,
             whole_storage=node in strided,
@@ -73,15 +74,6 @@ def _kind(node: fx.Node, *, is_static: bool, is_pooled: bool) -> InputKind:
     if is_static:
         return InputKind.STATIC
     return InputKind.POOLED if is_pooled else InputKind.COPIED
-
-
-def _written_placeholders(gm: fx.GraphModule) -> frozenset[fx.Node]:
-    """The placeholders that something in the graph writes, itself or through a view made in the graph.
-
-    Another placeholder that aliases one of them is none: each has a copy of its own, and only one has the new value.
-    """
-    targets = (t for node in gm.graph.nodes for t in values.mutated_inputs(node))
-    return frozenset(_base(target) for target in targets)
 
 
 def _strided_placeholders(gm: fx.GraphModule) -> frozenset[fx.Node]:
@@ -119,8 +111,3 @@ def _base(node: fx.Node) -> fx.Node:
             return node
         node = base
     return node
-
-
-def _first_line(node: fx.Node) -> str | None:
-    lines = (user_line(user) for user in node.users)
-    return next((line for line in lines if line is not None), None)

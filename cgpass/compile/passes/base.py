@@ -1,9 +1,9 @@
-"""What a pass is, and the runner that checks, times, logs and dumps each one."""
+"""What a pass is, and the runner that checks, times, logs and traces each one."""
 
 import abc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -28,8 +28,6 @@ class PassContext:
     stage: str
     """The stage's name, for messages and dumps."""
     direction: Direction
-    dump: Callable[[str, str], None] | None = None
-    """Called with a name and a graph's text before the first and after every pass."""
     trace_id: Any = None
     """What torch's trace lists the passes under, where no compilation runs."""
 
@@ -113,7 +111,7 @@ def _run_one(one: Pass, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
 
 
 class _Texts:
-    """Hands out a graph as text before the first pass and after each; to a trace, only what changed."""
+    """Adds a graph to torch's trace before the first pass and after each that changed it."""
 
     def __init__(self, ctx: PassContext) -> None:
         self._ctx = ctx
@@ -122,17 +120,10 @@ class _Texts:
         """Name and text of what was seen last; no name once it was traced."""
 
     def add(self, position: int, name: str, gm: fx.GraphModule) -> None:
-        ctx = self._ctx
-        if ctx.dump is None and not self._traced:
+        if not self._traced:
             return
-        text = graph_text(gm)
+        ctx, text = self._ctx, graph_text(gm)
         title = f"{ctx.stage}_{ctx.direction}_{position}_{name}"
-        if ctx.dump is not None:
-            ctx.dump(title, text)
-        if self._traced:
-            self._trace(title, text)
-
-    def _trace(self, title: str, text: str) -> None:
         if self._last is None:
             self._last = (title, text)
             return
@@ -140,6 +131,6 @@ class _Texts:
         if old == text:
             return
         if before:
-            tracing.add_text(before, lambda: old, self._ctx.trace_id)
-        tracing.add_text(title, lambda: text, self._ctx.trace_id)
+            tracing.add_text(before, lambda: old, ctx.trace_id)
+        tracing.add_text(title, lambda: text, ctx.trace_id)
         self._last = ("", text)

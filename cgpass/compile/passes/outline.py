@@ -12,7 +12,7 @@ from torch import fx
 
 from cgpass import torch_private
 from cgpass.compile.facts import values
-from cgpass.compile.facts.capturability import is_argument
+from cgpass.compile.facts.capturability import is_argument, is_passive
 from cgpass.compile.facts.partition_tag import KEY, PartitionTag, get_tag, set_tag
 from cgpass.compile.passes.base import Pass, PassContext, PassResult
 from cgpass.errors import PostconditionError, PreconditionError
@@ -33,7 +33,7 @@ class Outline(Pass):
     def requires(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         """Every operator has a tag, and equal tags stand together."""
         for node in gm.graph.nodes:
-            if not _is_passive(node) and get_tag(node) is None and not _is_result(node):
+            if not is_passive(node) and get_tag(node) is None and not _is_result(node):
                 raise PreconditionError(
                     f"node '{node.name}' ({node.target}) belongs to no partition: run the "
                     "partition pass first"
@@ -58,7 +58,7 @@ class Outline(Pass):
     def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         """Nothing is left outside the submodules, and none returns its own input."""
         for node in gm.graph.nodes:
-            if not (_is_passive(node) or _is_result(node) or _is_outlined(node)):
+            if not (is_passive(node) or _is_result(node) or _is_outlined(node)):
                 raise PostconditionError(f"node '{node.name}' was left outside the partitions")
             if not _is_outlined(node):
                 continue
@@ -68,12 +68,6 @@ class Outline(Pass):
             for inner in returned:
                 if inner.op == "placeholder":
                     raise PostconditionError(f"{node.target} returns its input '{inner.name}'")
-
-
-def _is_passive(node: fx.Node) -> bool:
-    if node.op in ("placeholder", "get_attr", "output"):
-        return True
-    return values.is_host_scalar(node) or is_argument(node)
 
 
 def _is_outlined(node: fx.Node) -> bool:

@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import fx
 
 from cgpass.compile.facts import values
-from cgpass.compile.facts.capturability import is_argument, why_not_capturable
+from cgpass.compile.facts.capturability import is_passive, why_not_capturable
 from cgpass.compile.facts.lines import user_line
 from cgpass.compile.facts.partition_tag import PartitionTag, get_tag, set_reason, set_tag
 from cgpass.compile.passes.base import Pass, PassContext, PassResult
@@ -91,18 +91,11 @@ class _Member:
 Segment = list[_Member]
 
 
-def _is_passive(node: fx.Node) -> bool:
-    """Whether a node belongs to no partition: it is there wherever it is used."""
-    if node.op in ("placeholder", "get_attr", "output"):
-        return True
-    return values.is_host_scalar(node) or is_argument(node)
-
-
 def _groups(gm: fx.GraphModule) -> list[Group]:
     members: dict[fx.Node, list[fx.Node]] = {}
     home: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
-        if _is_passive(node):
+        if is_passive(node):
             continue
         producer = node.args[0] if node.target is operator.getitem else None
         first = home.get(producer, node) if isinstance(producer, fx.Node) else node
