@@ -18,6 +18,7 @@ from cgpass.compile.culprits import FailedCapture, FailedOperators, Place
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.compile.facts.inputs import input_infos
 from cgpass.compile.facts.origins import Origins
+from cgpass.compile.facts.partition_tag import get_reason, get_tag
 from cgpass.compile.facts.target import Target
 from cgpass.compile.facts.values import (
     collective_calls,
@@ -27,7 +28,6 @@ from cgpass.compile.facts.values import (
     num_ops,
 )
 from cgpass.compile.layouts import inputs_as_traced, laid_out_otherwise
-from cgpass.compile.part_summaries import part_summaries, reasons_by_part
 from cgpass.compile.passes import eager_passes, graph_passes, outline_passes
 from cgpass.compile.passes.base import Pass, PassContext, run_passes
 from cgpass.compile.plan import build_plan, outputs_made, plan_as_dict, whole_plan
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def passes_for(gm: fx.GraphModule, options: Options, target: Target) -> tuple[Pass, ...]:
-    """What a graph goes through before it is built; see `passes.graph_passes`."""
+    """Return what a graph goes through before it is built; see `passes.graph_passes`."""
     communicates = target.records and any(map(is_collective, gm.graph.nodes))
     return graph_passes(options, collectives=not communicates or may_be_captured(target.device))
 
@@ -77,7 +77,7 @@ class GraphBuilder:
     def whole(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         """A graph that is one captured partition."""
         num_outputs = len(graph_outputs(gm))
-        summaries = part_summaries({"captured_0": gm}, {})
+        summaries = _part_summaries({"captured_0": gm}, {})
         graph = self._add_summary(summaries)
         original, others = self._kept(gm), laid_out_otherwise(gm, example_inputs)
         infos = tuple(
@@ -100,18 +100,12 @@ class GraphBuilder:
     def partitioned(
         self, gm: fx.GraphModule, context: PassContext, otherwise: Sequence[int] = ()
     ) -> Boxed:
-        """A graph of several partitions.
-
-        Args:
-            gm: With partition tags.
-            context: That its passes ran with.
-            otherwise: Inputs that it was not traced with as they come.
-        """
+        """A graph with the tags of several partitions; it was traced with other inputs than come `otherwise`."""
         as_traced = inputs_as_traced(gm, otherwise)
         if self.direction == "forward":
             torch_private.report_output_strides(output_strides(gm))
         outlined, parts = _outline(gm, context, outline_passes())
-        summaries = part_summaries(parts, reasons_by_part(gm))
+        summaries = _part_summaries(parts, _reasons_by_part(gm))
         graph = self._add_summary(summaries)
         runs: dict[str, Any] = {}
         for number, call in enumerate(outlined.graph.find_nodes(op="call_module"), 1):
@@ -185,7 +179,7 @@ class GraphBuilder:
         graph: int,
         otherwise: Sequence[int] = (),
     ) -> PartitionRunner:
-        """What runs a captured partition."""
+        """Return what runs a captured partition."""
         calls = collective_calls(original)
         named = f"{self.direction} {name}"
         if calls:
@@ -235,13 +229,52 @@ class GraphBuilder:
         return progress.shown(text, self.options.progress)
 
     def _in_profiles(self, parts: Iterable[str]) -> dict[str, str]:
-        """What profiles call partitions, by their names in a plan."""
+        """Return what profiles call partitions, by their names in a plan."""
         return {name: self.source.of(f"cgpass: {self.direction} {name}") for name in parts}
 
     def _trace_plan(self, plan: Plan, parts: Sequence[PartitionSummary]) -> None:
         named = {part.name: part for part in parts}
         name = f"{self.direction}_plan"
         tracing.add_json(name, lambda: plan_as_dict(plan, named), self.source.trace_id)
+
+
+def _reasons_by_part(gm: fx.GraphModule) -> dict[str, list[Reason]]:
+    """Return why each eager partition of a tagged graph is not captured, by the partition's name."""
+    reasons: dict[str, list[Reason]] = {}
+    for node in gm.graph.nodes:
+        why = get_reason(node)
+        if why is not None:
+            reasons.setdefault(str(get_tag(node)), []).append(why)
+    return reasons
+
+
+def _part_summaries(
+    parts: Mapping[str, fx.GraphModule], reasons: Mapping[str, Sequence[Reason]]
+) -> tuple[PartitionSummary, ...]:
+    """Return a summary for each part."""
+    return tuple(
+        PartitionSummary(
+            name,
+            name.startswith("captured"),
+            num_ops(gm),
+            _reason_lines(reasons.get(name, ())),
+            skipped=not all(reason.is_chosen for reason in reasons.get(name, ())),
+            why=tuple(reasons.get(name, ())),
+        )
+        for name, gm in parts.items()
+    )
+
+
+def _reason_lines(reasons: Iterable[Reason]) -> tuple[str, ...]:
+    """One line for each reason, and one for all that is too small for the same reason."""
+    chosen: dict[str, list[Reason]] = {}
+    for reason in reasons:
+        key = f"{reason.code} {reason.detail}" if reason.is_chosen else str(reason)
+        chosen.setdefault(key, []).append(reason)
+    return tuple(
+        f"{first}{f' (and {len(more)} more)' if more and first.is_chosen else ''}"
+        for first, *more in chosen.values()
+    )
 
 
 def _outline(

@@ -40,7 +40,7 @@ class Compiler:
 
     @property
     def opaque(self) -> bool:
-        """Whether captured partitions run kernels that are no aten calls."""
+        """Tell if captured partitions run kernels that are no aten calls."""
         return self.compiler == "inductor"
 
     def whole(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:

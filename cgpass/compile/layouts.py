@@ -45,7 +45,7 @@ class _SymbolValues:
         return cls({s: place for s, place in _bindings(gm).items() if s in symbols})
 
     def read(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """What each is."""
+        """Return what each is."""
         return tuple(
             [args[at] if dim is None else args[at].shape[dim] for at, dim in self._places.values()]
         )
@@ -76,7 +76,7 @@ class _Traced:
         """By sizes and geometry, which to lay out anew and with which strides."""
 
     def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """What the strides depend on, of a call's inputs."""
+        """Return what the strides depend on, of a call's inputs."""
         return self._sizes.read(args)
 
     def lay_out(self, values: list[Any], sizes: tuple[int, ...]) -> None:
@@ -175,7 +175,7 @@ def _symbol(value: object) -> sympy.Symbol | None:
 
 
 def _same(size: Sequence[int], stride: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two layouts of one size are the same: no element is reached by strides of dimensions of size 1."""
+    """Tell if two layouts of one size are the same: no element is reached by strides of dimensions of size 1."""
     if 0 in size:
         return True
     return all(n == 1 or a == b for n, a, b in zip(size, stride, other, strict=True))
@@ -225,7 +225,7 @@ def keep_contiguous(gm: fx.GraphModule, positions: Container[int]) -> None:
 
 
 def _is_contiguous_image(fake: object) -> bool:
-    """Whether a fake tensor is laid out as it could not be if it were channels-last."""
+    """Tell if a fake tensor is laid out as it could not be if it were channels-last."""
     if (
         not isinstance(fake, torch.Tensor)
         or fake.layout != torch.strided

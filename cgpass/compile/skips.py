@@ -174,7 +174,7 @@ class Skips:
         return telemetry.add_graph(summary)
 
     def _is_new(self, reason: Reason) -> bool:
-        """Whether the user was not told of what can't be captured when that failed."""
+        """Tell if the user was not told of what can't be captured when that failed."""
         return self._options.on_skip == "raise" or not (self._told and reason.code in _FAILED)
 
     def _tell(self, message: str, *, anew: bool = True) -> None:

@@ -144,7 +144,7 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """What the function is called in messages."""
+        """Return what the function is called in messages."""
         return getattr(self._fn, "__qualname__", None) or type(self._fn).__qualname__
 
     @property

@@ -197,7 +197,7 @@ class CheckpointStates:
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:
-        """What has to be registered with a graph before its capture begins; complete after a whole warm-up."""
+        """Return what has to be registered with a graph before its capture begins; complete after a whole warm-up."""
         named = () if self.tracker is None else self.tracker.generators.values()
         return (*named, *(spare for spares in self.spares for spare in spares.values()))
 
@@ -236,7 +236,7 @@ class CheckpointStates:
 
 
 def _states_of(tracker: RNGStatesTracker) -> str:
-    """What tells a tracker from others."""
+    """Return what tells a tracker from others."""
     names = ", ".join(map(repr, tracker.generators))
     return f"states {names}" if names else "no states"
 
@@ -299,7 +299,7 @@ class Run:
     def recompute(
         self, starts: Mapping[Source, int], *, capturing: bool
     ) -> Mapping[Source, torch.Generator]:
-        """What the next recomputation draws from once it is captured; a warm-up makes it."""
+        """Return what the next recomputation draws from once it is captured; a warm-up makes it."""
         spares, index = self.states.spares, self._recomputed
         self._recomputed += 1
         if index == len(spares) and not capturing:

@@ -36,7 +36,7 @@ def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> No
 
 
 def saved_on(node: Any) -> Iterator[Any]:
-    """What a node of an autograd graph saved: a `torch._C._autograd.SavedTensor` each."""
+    """Return what a node of an autograd graph saved: a `torch._C._autograd.SavedTensor` each."""
     for name in _raw_saved(type(node)):
         value = getattr(node, name)
         yield from value if isinstance(value, tuple) else (value,)
@@ -70,12 +70,12 @@ def no_outer_saved_tensors_hooks() -> Iterator[None]:
 
 
 def unpack_hook(saved: Any) -> Any:
-    """What will give a saved tensor back, if hooks have packed it."""
+    """Return what will give a saved tensor back, if hooks have packed it."""
     return getattr(saved, "unpack_hook", None)
 
 
 def kept_by_checkpoint(hook: Any) -> list[Any]:
-    """What torch's checkpoint without reentrancy keeps of its arguments, as of `saved_on`, where a hook is one of its.
+    """Return what torch's checkpoint without reentrancy keeps of its arguments, as of `saved_on`, where a hook is one of its.
 
     Source: torch/utils/checkpoint.py `_checkpoint_hook`, `_CheckpointFrame`: `input_saver` in 2.11, `saved_args` since
     2.13.

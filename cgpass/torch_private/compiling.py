@@ -164,7 +164,7 @@ def static_input_indices(gm: torch.fx.GraphModule, *, inference: bool) -> tuple[
 
 @functools.cache
 def _counts_tokens_as_inputs() -> bool:
-    """Whether tokens that order effects still count as an inference graph's first inputs once they are none.
+    """Tell if tokens that order effects still count as an inference graph's first inputs once they are none.
 
     Source: torch/_functorch/_aot_autograd/graph_capture_wrappers.py `handle_effect_tokens_fn`, which counts them from
     2.13 on, and graph_capture.py, which takes that back in 2.15.

@@ -8,7 +8,7 @@ import torch
 
 
 def is_cudagraph_unsafe(node: torch.fx.Node) -> bool:
-    """Whether torch itself keeps a node out of CUDA graphs.
+    """Tell if torch itself keeps a node out of CUDA graphs.
 
     Source: torch/_inductor/utils.py `is_cudagraph_unsafe_fx_node`, 2.11 to 2.15. Its list names some operators
     without the overload and so never finds them; those are looked for by their packet too.
@@ -57,7 +57,7 @@ def min_cut_partition(
 
 
 def is_nested_joint(joint_inputs: Sequence[Any]) -> bool:
-    """Whether AOTAutograd asks for a split of the body of an `invoke_subgraph`: it gives no inputs then.
+    """Tell if AOTAutograd asks for a split of the body of an `invoke_subgraph`: it gives no inputs then.
 
     Source: torch/_functorch/_aot_autograd/graph_compile.py `run_joint_graph_passes_on_hops`, 2.11 to 2.15.
     """
@@ -83,7 +83,7 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def recomputes_unmarked(joint: torch.fx.GraphModule) -> bool:
-    """Whether the split may recompute random operators that nothing marks, for a setting's or a region's memory budget.
+    """Tell if the split may recompute random operators that nothing marks, for a setting's or a region's memory budget.
 
     Source: torch/_functorch/partitioners.py, `_get_memory_budget_annotation` and its readers, 2.11 to 2.15.
     """

@@ -10,7 +10,7 @@ import torch
 
 
 def has_process_groups() -> bool:
-    """Whether this process may communicate with others."""
+    """Tell if this process may communicate with others."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -116,7 +116,7 @@ def _make(
 
 
 def finished_work() -> Any:
-    """What an operator of `c10d` returns for work that is done.
+    """Return what an operator of `c10d` returns for work that is done.
 
     Source: torch/csrc/distributed/c10d/init.cpp, `FakeWork` and `Work.boxed`, 2.11 to 2.15.
     """
@@ -138,7 +138,7 @@ def wait_tensor() -> Any:
 
 
 def nccl_communicates() -> bool:
-    """Whether a process group has a communicator of NCCL's; one that is being made counts."""
+    """Tell if a process group has a communicator of NCCL's; one that is being made counts."""
     from torch.distributed import distributed_c10d, is_available, is_nccl_available
 
     if not is_available() or not is_nccl_available():

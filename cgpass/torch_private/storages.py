@@ -47,7 +47,7 @@ def storage_at(address: int, num_bytes: int, device: torch.device) -> torch.Unty
 
 
 def is_zero_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for zeros and has no memory; forward-mode AD makes such."""
+    """Tell if a tensor stands for zeros and has no memory; forward-mode AD makes such."""
     return torch._is_zerotensor(tensor)
 
 
@@ -65,7 +65,7 @@ class WeakStorage:
 
     @property
     def expired(self) -> bool:
-        """Whether it has died."""
+        """Tell if it has died."""
         return self._ref.expired()
 
     def get(self) -> torch.UntypedStorage | None:
@@ -76,11 +76,11 @@ class WeakStorage:
 
 
 def expired(storages: Sequence[WeakStorage | None]) -> list[bool]:
-    """Which storages have died, of those that are any; quicker than to ask each."""
+    """Return which storages have died, of those that are any; quicker than to ask each."""
     is_expired = torch.UntypedStorage._expired
     return [each is not None and bool(is_expired(each.cdata)) for each in storages]
 
 
 def has_symbolic_sizes(tensor: torch.Tensor) -> bool:
-    """Whether a size, stride or offset of a tensor is symbolic; of some that are not strided it is said, too."""
+    """Tell if a size, stride or offset of a tensor is symbolic; of some that are not strided it is said, too."""
     return tensor._has_symbolic_sizes_strides

@@ -9,7 +9,7 @@ import torch
 
 
 def is_traced() -> bool:
-    """Whether torch's structured trace goes to a file (`TORCH_TRACE`). Handlers of others (pytest's) do not count.
+    """Tell if torch's structured trace goes to a file (`TORCH_TRACE`). Handlers of others (pytest's) do not count.
 
     Source: torch/_logging/_internal.py `trace_log`, `LazyTraceHandler`, 2.11 to 2.15.
     """
@@ -24,7 +24,7 @@ def _writes_a_trace(handler: logging.Handler) -> bool:
 
 
 def current_trace_id() -> Any:
-    """What traces list the compilation that runs now under, None outside of one."""
+    """Return what traces list the compilation that runs now under, None outside of one."""
     from torch._guards import CompileContext
 
     return CompileContext.current_trace_id()

@@ -36,12 +36,12 @@ def register_stand_in(op: torch._ops.OpOverload, name: str) -> None:
 
 
 def user_name(op: object) -> str | None:
-    """What messages call an operator that stands in for the user's own, None for every other one."""
+    """Return what messages call an operator that stands in for the user's own, None for every other one."""
     return _stand_ins.get(op) if isinstance(op, torch._ops.OpOverload) else None
 
 
 def operator_names(target: object) -> frozenset[str]:
-    """What `unsafe_ops` may call an operator: `"ns::op"` and `"ns::op.overload"`."""
+    """Return what `unsafe_ops` may call an operator: `"ns::op"` and `"ns::op.overload"`."""
     if isinstance(target, torch._ops.OpOverload):
         name = target._schema.name
         return frozenset({name, f"{name}.{target._overloadname}"})

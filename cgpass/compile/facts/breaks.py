@@ -146,7 +146,7 @@ def _reached(stack: Sequence[Any]) -> str:
 
 
 def _is_users(frame: Any) -> bool:
-    """Whether a frame is neither torch's, nor ours, nor Python's own."""
+    """Tell if a frame is neither torch's, nor ours, nor Python's own."""
     file = frame.filename
     if file.startswith((_TORCH, _OURS)):
         return False
@@ -166,7 +166,7 @@ def _leaves(reason: Reason, rest: str | None) -> Reason:
 
 
 def _left_by_torch(stack: Sequence[Any]) -> str | None:
-    """Which of torch's own modules lies between a graph's function and a break in what it called: it runs in eager.
+    """Return which of torch's own modules lies between a graph's function and a break in what it called: it runs in eager.
 
     Dynamo compiles functions of users by themselves where those that call them run in eager, but none of torch's.
     """

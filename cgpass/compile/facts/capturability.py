@@ -127,7 +127,7 @@ def why_not_capturable(
 
 
 def _fix(query: _Query, code: str) -> str:
-    """What to do about the operator itself where that is known, else about all that have the same reason."""
+    """Return what to do about the operator itself where that is known, else about all that have the same reason."""
     name = _short_name(query.op) if isinstance(query.op, torch._ops.OpOverload) else ""
     if code not in op_tables.OPERATOR_CODES and name != "lift_fresh_copy":
         return op_tables.FIXES[code]
@@ -140,7 +140,7 @@ def _fix(query: _Query, code: str) -> str:
 
 
 def op_name(node: fx.Node) -> str:
-    """What a node calls, as messages name it."""
+    """Return what a node calls, as messages name it."""
     op = values.called(node)[0]
     name = values.hop_name(node)
     if name is not None:
@@ -392,7 +392,7 @@ def _layouts(query: _Query) -> _Found:
 
 
 def _made_by(node: fx.Node, symbol: sympy.Symbol) -> str:
-    """Which operator made a size: the same words for every size that one place makes."""
+    """Return which operator made a size: the same words for every size that one place makes."""
     maker, text = _facts_of(node.graph).makers.get(symbol, ("", ""))
     return "" if maker == node.name else text
 

@@ -102,7 +102,7 @@ def _resized_placeholders(placeholders: Sequence[fx.Node]) -> frozenset[fx.Node]
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """What a node is a view of."""
+    """Return what a node is a view of."""
     while node.op != "placeholder":
         keys = values.storage_keys(node)
         bases = (n for n in node.all_input_nodes if keys & values.storage_keys(n))

@@ -42,13 +42,13 @@ def save_random_ops(joint: fx.GraphModule, *, nested: bool, also: Iterable[fx.No
 
 
 def recomputed_random_ops(joint: fx.GraphModule) -> list[fx.Node]:
-    """What a checkpoint has the backward of a joint graph draw again, as things are marked."""
+    """Return what a checkpoint has the backward of a joint graph draw again, as things are marked."""
     recomputed = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
     return [n for n in joint.graph.nodes if _draws(n) and n.meta.get("recompute") in recomputed]
 
 
 def runs_on(node: fx.Node, device_type: str) -> bool:
-    """Whether a node's result lies on a type of device."""
+    """Tell if a node's result lies on a type of device."""
     return any(value.device.type == device_type for value in values.tensors(node)[:1])
 
 
@@ -108,7 +108,7 @@ def _can_pair(node: fx.Node) -> bool:
 
 
 def _needs_saving(node: fx.Node) -> bool:
-    """Whether a higher-order operator draws, and not from a state that it is given or gives.
+    """Tell if a higher-order operator draws, and not from a state that it is given or gives.
 
     DTensor's is given places, no state: it moves the default generator of its device.
     """

@@ -17,7 +17,7 @@ class Target:
 
     @property
     def driver(self) -> str | None:
-        """What records it there, "cuda" or "simulated"; None if nothing does."""
+        """Return what records it there, "cuda" or "simulated"; None if nothing does."""
         if not self.records:
             return None
         return "cuda" if self.device.type == "cuda" else "simulated"

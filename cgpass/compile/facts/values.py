@@ -57,7 +57,7 @@ def hop_name(node: fx.Node) -> str | None:
 
 
 def called(node: fx.Node) -> tuple[object, tuple[object, ...], Mapping[str, object]]:
-    """What a node calls, with which arguments: inside a wrapper that runs one operator, that one."""
+    """Return what a node calls, with which arguments: inside a wrapper that runs one operator, that one."""
     at = _OPERATOR_WRAPPERS.get(hop_name(node) or "")
     if at is not None and len(node.args) > at:
         kwargs = {k: v for k, v in node.kwargs.items() if k != "rng_state"}
@@ -83,7 +83,7 @@ def bodies(node: fx.Node, gm: fx.GraphModule | None = None) -> tuple[fx.GraphMod
 
 
 def attribute(gm: torch.nn.Module, path: str) -> object:
-    """What `gm` holds at a dotted path, None where there is nothing."""
+    """Return what `gm` holds at a dotted path, None where there is nothing."""
     found: object = gm
     for part in path.split("."):
         found = getattr(found, part, None)
@@ -91,7 +91,7 @@ def attribute(gm: torch.nn.Module, path: str) -> object:
 
 
 def graph_outputs(gm: fx.GraphModule) -> tuple[Any, ...]:
-    """What a graph that returns a tuple returns: nodes and constants."""
+    """Return what a graph that returns a tuple returns: nodes and constants."""
     results: Any = gm.graph.output_node().args[0]
     return tuple(results)
 
@@ -103,12 +103,12 @@ def num_ops(gm: fx.GraphModule) -> int:
 
 
 def is_scalar(node: fx.Node) -> bool:
-    """Whether a node's value is one number, symbolic or not."""
+    """Tell if a node's value is one number, symbolic or not."""
     return isinstance(node.meta.get("val"), _SCALARS)
 
 
 def is_host_scalar(node: fx.Node) -> bool:
-    """Whether a node computes a number on the host without reading any tensor's data.
+    """Tell if a node computes a number on the host without reading any tensor's data.
 
     `sym_size` and arithmetic on symbolic integers are, `item()` and custom operators that turn a
     tensor into a number are not. Such a node costs nothing and can be repeated anywhere.
@@ -126,7 +126,7 @@ def is_host_scalar(node: fx.Node) -> bool:
 
 
 def has_nested_ints(gm: fx.GraphModule) -> bool:
-    """Whether a graph gets sizes that stand for the offsets of a jagged tensor: new offsets, another size."""
+    """Tell if a graph gets sizes that stand for the offsets of a jagged tensor: new offsets, another size."""
     found = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
     return any(isinstance(v, torch.SymInt) and v.node.is_nested_int() for v in found)
 
@@ -211,7 +211,7 @@ def _writes_inputs(body: fx.GraphModule) -> bool:
 
 
 def argument(node: fx.Node, name: str) -> object:
-    """What a node passes for the argument `name`: its default if left out, None if unknown."""
+    """Return what a node passes for the argument `name`: its default if left out, None if unknown."""
     target, args, kwargs = called(node)
     if not isinstance(target, torch._ops.OpOverload):
         return kwargs.get(name)
@@ -224,7 +224,7 @@ def argument(node: fx.Node, name: str) -> object:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers, so that its order among such nodes matters.
+    """Tell if a node draws random numbers, so that its order among such nodes matters.
 
     Attention with a dropout of zero carries the same tag as with one and draws nothing.
     """
@@ -240,7 +240,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def is_inductor_random(node: fx.Node) -> bool:
-    """Whether only kernels that Inductor makes compute a node's random numbers.
+    """Tell if only kernels that Inductor makes compute a node's random numbers.
 
     Wrappers that save or set the generator's state around an operator run it as an aten operator everywhere.
     """
@@ -250,7 +250,7 @@ def is_inductor_random(node: fx.Node) -> bool:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node communicates between processes, so that its order among such nodes matters."""
+    """Tell if a node communicates between processes, so that its order among such nodes matters."""
     target, _, _ = called(node)
     if isinstance(target, torch._ops.OpOverload):
         return (
@@ -261,7 +261,7 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def starts_collective(node: fx.Node) -> bool:
-    """Whether a node returns results that are not there before something waits for them."""
+    """Tell if a node returns results that are not there before something waits for them."""
     target = node.target
     return (
         isinstance(target, torch._ops.OpOverload)
@@ -271,7 +271,7 @@ def starts_collective(node: fx.Node) -> bool:
 
 
 def collective_calls(gm: fx.GraphModule) -> list[tuple[str, str, str, str | None]]:
-    """What communicates in a graph, in order: node, operator, what a wait waits for, the user's line."""
+    """Return what communicates in a graph, in order: node, operator, what a wait waits for, the user's line."""
     return [
         (node.name, _operator(node), _waited_for(node), user_line(node))
         for node in gm.graph.nodes
@@ -295,7 +295,7 @@ def _waited_for(node: fx.Node) -> str:
 
 
 def has_side_effect(node: fx.Node) -> bool:
-    """Whether a node does more than compute its outputs and must not be dropped or swapped.
+    """Tell if a node does more than compute its outputs and must not be dropped or swapped.
 
     It writes to an input, returns nothing, or runs host code. Drawing random numbers and
     communicating have questions of their own, `is_random` and `is_collective`.

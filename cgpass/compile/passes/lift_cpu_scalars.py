@@ -203,7 +203,7 @@ class _Lift:
                 self._graph.erase_node(node)
 
     def _lift(self, source: fx.Node, reader: fx.Node) -> fx.Node:
-        """What stands for a CPU scalar on the device."""
+        """Return what stands for a CPU scalar on the device."""
         if source in self._lifted:
             return self._lifted[source]
         value = _like(source.meta["val"], device=self._device)

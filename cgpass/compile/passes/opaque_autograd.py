@@ -105,7 +105,7 @@ class _Trial:
         return cls(op, inputs, keyword_only, outputs, mode)
 
     def run(self) -> Exception | None:
-        """What the formula raised."""
+        """Return what the formula raised."""
         ctx = FormulaContext(_needs_grad(self.inputs))
         outputs: tuple[torch.Tensor, ...] = ()
         try:
@@ -128,7 +128,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def _needs_grad(inputs: tuple[Any, ...]) -> list[bool]:
-    """Which inputs need a gradient; where none does (inference), all that could."""
+    """Return which inputs need a gradient; where none does (inference), all that could."""
     tensors = [value if isinstance(value, torch.Tensor) else None for value in inputs]
     needs = [tensor is not None and tensor.requires_grad for tensor in tensors]
     if any(needs):

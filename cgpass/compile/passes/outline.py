@@ -71,12 +71,12 @@ class Outline(Pass):
 
 
 def _is_outlined(node: fx.Node) -> bool:
-    """Whether a node calls a submodule that this pass made."""
+    """Tell if a node calls a submodule that this pass made."""
     return node.op == "call_module" and node.target == str(get_tag(node))
 
 
 def _is_result(node: fx.Node) -> bool:
-    """Whether a node takes a submodule's tuple apart."""
+    """Tell if a node takes a submodule's tuple apart."""
     producer = node.args[0] if node.target is operator.getitem else None
     return isinstance(producer, fx.Node) and _is_outlined(producer)
 
@@ -174,7 +174,7 @@ class _Outliner:
             self._outer[node] = item
 
     def _value(self, node: fx.Node) -> fx.Node:
-        """What stands for `node` in the outer graph; attributes and host scalars on first use."""
+        """Return what stands for `node` in the outer graph; attributes and host scalars on first use."""
         if node not in self._outer:
             for arg in node.all_input_nodes:
                 self._value(_resolve(arg))

@@ -226,7 +226,7 @@ def _kinds(node: fx.Node) -> Iterator[str]:
 
 
 def _memory(node: fx.Node) -> frozenset[Hashable]:
-    """What a node's value lies in: its storages, or the attribute if tracing left no value."""
+    """Return what a node's value lies in: its storages, or the attribute if tracing left no value."""
     keys = values.storage_keys(node)
     if not keys and node.op == "get_attr":
         return frozenset([str(node.target)])
@@ -255,7 +255,7 @@ def _cut(
 
 
 def _launches(node: fx.Node) -> bool:
-    """Whether a node does work on the device; views don't."""
+    """Tell if a node does work on the device; views don't."""
     return values.output_bytes(node) > 0 or values.has_side_effect(node)
 
 
@@ -288,7 +288,7 @@ def _is_contiguous(nodes: Iterable[fx.Node], tags: dict[fx.Node, PartitionTag]) 
 
 
 def _is_tagged(gm: fx.GraphModule, groups: Sequence[Group], segments: Sequence[Segment]) -> bool:
-    """Whether an earlier run left exactly these partitions: its order must not be improved upon.
+    """Tell if an earlier run left exactly these partitions: its order must not be improved upon.
 
     A second run would measure its memory limit from the order that the first one chose.
     """
