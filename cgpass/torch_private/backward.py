@@ -50,6 +50,11 @@ def saved_tensor(saved: Any) -> torch.Tensor | None:
     return saved.data if unpack_hook(saved) is None else None
 
 
+def unpack_hook(saved: Any) -> Any:
+    """Return what will give a saved tensor back, if hooks have packed it."""
+    return getattr(saved, "unpack_hook", None)
+
+
 @contextlib.contextmanager
 def no_outer_saved_tensors_hooks() -> Iterator[None]:
     """A block in which only those hooks of saved tensors are called that are set in it.
@@ -67,11 +72,6 @@ def no_outer_saved_tensors_hooks() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(hooks):
             autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-def unpack_hook(saved: Any) -> Any:
-    """Return what will give a saved tensor back, if hooks have packed it."""
-    return getattr(saved, "unpack_hook", None)
 
 
 def kept_by_checkpoint(hook: Any) -> list[Any]:
@@ -113,9 +113,8 @@ def checkpoint_hooks(
         with torch.autograd.graph.saved_tensors_hooks(marked, unpack):
             yield
     finally:
-        del (
-            marked._user_hooks
-        )  # the graph keeps `marked`, and must not keep the user's hooks through it
+        # the graph keeps `marked`, and must not keep the user's hooks through it
+        del marked._user_hooks
 
 
 def outside_dynamo(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,37 +147,17 @@ def double_backwards_raise(error: Callable[[], Exception]) -> Iterator[None]:
 def _once_differentiable(
     backward: Callable[..., Any], error: Callable[[], Exception]
 ) -> Callable[..., Any]:
-    def refuse(grads: Any) -> None:
-        del grads
-        raise error()
-
     def once(ctx: Any, *grads: Any) -> Any:
-        found = backward(ctx, *grads)
-        if torch.is_grad_enabled():  # create_graph=True
-            nodes = {value.grad_fn for value in found if isinstance(value, torch.Tensor)}
-            for node in nodes:
-                if node is not None:
-                    node.register_prehook(refuse)
-            found = only_once(found, error)
-        return found
+        found = list(backward(ctx, *grads))
+        places = [n for n, value in enumerate(found) if isinstance(value, torch.Tensor)]
+        if places and torch.is_grad_enabled():  # create_graph=True
+            leaf = torch.empty(0, requires_grad=True)
+            made = _OnlyOnce.apply(error, leaf, *(found[n] for n in places))
+            for n, value in zip(places, made, strict=True):
+                found[n] = value
+        return tuple(found)
 
     return once
-
-
-def only_once(values: Sequence[Any], error: Callable[[], Exception]) -> tuple[Any, ...]:
-    """Values of which the tensors require grad, and raise an error of ours where they are differentiated."""
-    places = [
-        n for n, v in enumerate(values) if isinstance(v, torch.Tensor) and not v.requires_grad
-    ]
-    tensors = [values[n] for n in places]
-    if not tensors:
-        return tuple(values)
-    leaf = torch.empty(0, requires_grad=True)
-    results = list(values)
-    made = _OnlyOnce.apply(error, leaf, *tensors)
-    for n, value in zip(places, made, strict=True):
-        results[n] = value
-    return tuple(results)
 
 
 class _OnlyOnce(torch.autograd.Function):
