@@ -90,11 +90,7 @@ def _strided_placeholders(gm: fx.GraphModule) -> frozenset[fx.Node]:
 
 
 def _resized_placeholders(placeholders: Sequence[fx.Node]) -> frozenset[fx.Node]:
-    """The tensors with symbols in their layouts that are no inputs themselves.
-
-    AOTAutograd hands on sizes of what the user gives; those within a subclass that wraps tensors, such as the total length
-    of a jagged one, only from some version on.
-    """
+    """Return the tensors with symbols in their layouts that are no inputs themselves, as a jagged one's total length on 2.11."""
     numbers = [n.meta["val"] for n in placeholders if isinstance(n.meta.get("val"), torch.SymInt)]
     told = {number.node.expr for number in numbers}
     tensors = (n for n in placeholders if isinstance(n.meta.get("val"), torch.Tensor))

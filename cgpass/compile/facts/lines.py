@@ -33,11 +33,7 @@ def function_name(name: str) -> str:
 
 
 def user_line(node: fx.Node) -> str | None:
-    """Where the user wrote what a node does: `model.py:41 in forward: code`.
-
-    The innermost frame of the node's stack trace that isn't torch's own. Where there is none, as in a
-    `torch.nn.Sequential`, the innermost module: `module layers.0 (Linear)`.
-    """
+    """Return where the user wrote what a node does: `model.py:41 in forward: code`, or else `module layers.0 (Linear)`."""
     found = None
     for place, source in _user_frames(node):
         found = f"{place}: {source}" if source else place
@@ -70,11 +66,10 @@ def spans(gm: fx.GraphModule) -> str | None:
 
 
 def begins_at(gm: fx.GraphModule) -> str | None:
-    """Where the user's function begins that Dynamo made a graph of: `model.py:41 in forward`.
+    """Return where the user's function begins that Dynamo made a graph of: `model.py:41 in forward`.
 
-    The outermost frame that isn't torch's own, nor a decorator's, of the first node that has one. Where there is none,
-    as in a `torch.nn.Sequential`, the outermost module: `module Sequential`. If that was compiled in place, torch names
-    its layers only: `modules Linear to Tanh`.
+    Decorators' frames are passed over. Where there is none, as in a `torch.nn.Sequential`, the outermost module: `module
+    Sequential`. If that was compiled in place, torch names its layers only: `modules Linear to Tanh`.
     """
     for node in gm.graph.nodes:
         frames = list(_user_frames(node))

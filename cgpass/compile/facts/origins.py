@@ -10,11 +10,7 @@ from cgpass.compile.facts.values import storage_keys
 
 
 class Origins:
-    """Kinds of a graph's values as inputs of its partitions.
-
-    A view lies where the value lies that it views, through any number of views: what matters is the node that
-    allocated the storage.
-    """
+    """Kinds of a graph's values as inputs of its partitions; a view lies where the value lies that it views."""
 
     def __init__(
         self,
@@ -22,13 +18,10 @@ class Origins:
         placeholder_kinds: Mapping[str, InputKind],
         copies: Collection[str] = (),
     ) -> None:
-        """Find every value's origin.
+        """Find every value's origin in a graph with partition tags, from the kinds of its tensor inputs (else copied).
 
-        Args:
-            gm: A graph with partition tags.
-            placeholder_kinds: Kinds of tensor inputs by placeholder name; those left out are copied ones.
-            copies: Names of placeholders that are copied before the partitions get them, whatever they shared memory
-                with when the graph was traced.
+        `copies` are placeholders that are copied before the partitions get them, whatever they shared memory with when the
+        graph was traced.
         """
         self._by_storage: dict[int, InputKind] = {}
         self._by_name: dict[str, InputKind] = {}

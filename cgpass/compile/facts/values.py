@@ -66,10 +66,7 @@ def called(node: fx.Node) -> tuple[object, tuple[object, ...], Mapping[str, obje
 
 
 def bodies(node: fx.Node, gm: fx.GraphModule | None = None) -> tuple[fx.GraphModule, ...]:
-    """The nested graphs that a higher-order operator gets as arguments.
-
-    `gm` holds them, by default the node's own module.
-    """
+    """Return the nested graphs that a higher-order operator gets as arguments; `gm` holds them, else the node's own module."""
     owner = gm or node.graph.owning_module
     if hop_name(node) is None or owner is None:
         return ()
@@ -108,10 +105,9 @@ def is_scalar(node: fx.Node) -> bool:
 
 
 def is_host_scalar(node: fx.Node) -> bool:
-    """Tell if a node computes a number on the host without reading any tensor's data.
+    """Tell if a node computes a number on the host without reading any tensor's data: it can be repeated anywhere.
 
-    `sym_size` and arithmetic on symbolic integers are, `item()` and custom operators that turn a
-    tensor into a number are not. Such a node costs nothing and can be repeated anywhere.
+    `sym_size` and arithmetic on symbolic integers do, `item()` and custom operators that return a number don't.
     """
     if node.op != "call_function" or not is_scalar(node) or hop_name(node) is not None:
         return False
@@ -150,11 +146,7 @@ def hint(size: int | torch.SymInt) -> int:
 
 
 def output_bytes(node: fx.Node) -> int:
-    """The bytes of the storages that a node allocates for its outputs.
-
-    Views, results written in place and `getitem` cost nothing; symbolic sizes count by the values
-    they had while tracing.
-    """
+    """Return the bytes that a node allocates for its outputs, symbolic sizes by their values while tracing; views cost nothing."""
     if node.op != "call_function" or node.target is operator.getitem:
         return 0
     seen = {key for arg in node.all_input_nodes for key in storage_keys(arg)}
@@ -171,10 +163,9 @@ def _nodes(value: object) -> Iterator[fx.Node]:
 
 
 def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The argument nodes that a node writes to, by its schema.
+    """Return the argument nodes that a node writes to, by its schema.
 
-    Operators without a schema count as writing to every tensor they could: a Triton kernel to all
-    its tensors, a nested graph to all operands if anything in it writes to one of its inputs.
+    A Triton kernel counts as writing to all its tensors, a nested graph to all operands if it writes to one of its inputs.
     """
     if isinstance(node.target, torch._ops.OpOverload):
         found = _written_by_schema(node, node.target._schema)
@@ -224,10 +215,7 @@ def argument(node: fx.Node, name: str) -> object:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Tell if a node draws random numbers, so that its order among such nodes matters.
-
-    Attention with a dropout of zero carries the same tag as with one and draws nothing.
-    """
+    """Tell if a node draws random numbers, so that its order among such nodes matters; attention without dropout doesn't."""
     if hop_name(node) in RANDOM_HOPS:
         return True
     target, _, _ = called(node)
@@ -240,10 +228,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def is_inductor_random(node: fx.Node) -> bool:
-    """Tell if only kernels that Inductor makes compute a node's random numbers.
-
-    Wrappers that save or set the generator's state around an operator run it as an aten operator everywhere.
-    """
+    """Tell if only kernels that Inductor makes compute a node's random numbers."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name in op_tables.INDUCTOR_RANDOM
     return any(is_inductor_random(inner) for body in bodies(node) for inner in body.graph.nodes)
@@ -272,11 +257,16 @@ def starts_collective(node: fx.Node) -> bool:
 
 def collective_calls(gm: fx.GraphModule) -> list[tuple[str, str, str, str | None]]:
     """Return what communicates in a graph, in order: node, operator, what a wait waits for, the user's line."""
-    return [
-        (node.name, _operator(node), _waited_for(node), user_line(node))
-        for node in gm.graph.nodes
-        if is_collective(node)
-    ]
+    found = []
+    for node in filter(is_collective, gm.graph.nodes):
+        source: object = node.args[0] if _operator(node) == "wait_tensor" else None
+        while isinstance(source, fx.Node) and source.target is operator.getitem:
+            source = source.args[0]
+        waited_for = ""
+        if isinstance(source, fx.Node) and source.op != "placeholder":
+            waited_for = _operator(source)
+        found.append((node.name, _operator(node), waited_for, user_line(node)))
+    return found
 
 
 def _operator(node: fx.Node) -> str:
@@ -284,22 +274,8 @@ def _operator(node: fx.Node) -> str:
     return op._opname if isinstance(op, torch._ops.OpOverload) else str(op)
 
 
-def _waited_for(node: fx.Node) -> str:
-    """The operator whose result a wait gets, if the graph has it."""
-    if _operator(node) != "wait_tensor":
-        return ""
-    source: object = node.args[0]
-    while isinstance(source, fx.Node) and source.target is operator.getitem:
-        source = source.args[0]
-    return _operator(source) if isinstance(source, fx.Node) and source.op != "placeholder" else ""
-
-
 def has_side_effect(node: fx.Node) -> bool:
-    """Tell if a node does more than compute its outputs and must not be dropped or swapped.
-
-    It writes to an input, returns nothing, or runs host code. Drawing random numbers and
-    communicating have questions of their own, `is_random` and `is_collective`.
-    """
+    """Tell if a node writes to an input, returns nothing or runs host code; random numbers and collectives don't count."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     if hop_name(node) in _EFFECT_HOPS or mutated_inputs(node):
@@ -320,10 +296,7 @@ def _symbolic(values: Iterable[object]) -> Iterator[object]:
 
 
 def free_symbols(node: fx.Node) -> tuple[sympy.Symbol, ...]:
-    """The symbols in a node's value: shapes, strides and offsets of tensors, symbolic numbers.
-
-    Ordered by first appearance, by name within one expression.
-    """
+    """Return the symbols in a node's value, in sizes, strides, offsets and numbers, by first appearance, then by name."""
     found: dict[sympy.Symbol, None] = {}
     for value in _symbolic(tree_leaves(node.meta.get("val"))):
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -337,12 +310,11 @@ def unbacked_symbols(node: fx.Node) -> tuple[sympy.Symbol, ...]:
     value = node.meta.get("val")
     if value is None:
         return ()
-    symbolic = [v for v in tree_leaves(value) if _has_symbols(v)]
+    symbolic = [
+        leaf
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, _SCALARS)
+        or (isinstance(leaf, torch.Tensor) and torch_private.has_symbolic_sizes(leaf))
+    ]
     unbacked = free_unbacked_symbols(symbolic) if symbolic else ()
     return tuple(symbol for symbol in free_symbols(node) if symbol in unbacked) if unbacked else ()
-
-
-def _has_symbols(value: object) -> bool:
-    if isinstance(value, torch.Tensor):
-        return torch_private.has_symbolic_sizes(value)
-    return isinstance(value, _SCALARS)

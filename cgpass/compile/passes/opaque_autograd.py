@@ -152,10 +152,7 @@ def _copied(value: Any) -> Any:
 
 
 class FormulaContext:
-    """What stands for autograd's context object while a formula runs on its own.
-
-    A formula may set any attribute and finds it again, as on autograd's.
-    """
+    """Autograd's context object for a formula that runs on its own; it may set any attribute and finds it again."""
 
     def __init__(self, needs_input_grad: Iterable[bool]) -> None:
         self.needs_input_grad = tuple(needs_input_grad)
@@ -280,9 +277,8 @@ def _define(qualname: str, schema: str, non_differentiable: tuple[int, ...]) -> 
 
 
 def _define_backward(name: str, qualname: str, signature: str) -> Any:
-    """The operator that runs a formula: one gradient for each input that needs one.
+    """Make the operator that runs a formula: a gradient for each input that needs one, zeros where the formula returns None.
 
-    Where the formula returns None the gradient is zero: whether it does is known only when it runs.
     Gradients have the strides of `torch.empty_like(input)`, and alias neither inputs nor each other.
     """
 

@@ -38,11 +38,9 @@ class OrderingProblem:
 
 
 def find_order(problem: OrderingProblem, max_memory_increase: float = 0.05) -> tuple[int, ...]:
-    """Return an order with few colour switches within the memory limit: see Note [Fewest switches].
+    """Return an order with few colour switches whose peak is at most `1 + max_memory_increase` times the original's.
 
-    The limit is `1 + max_memory_increase` times the original order's estimated peak. Among equal counts the order
-    nearest to the original (fewest inversions) of those considered wins, the original itself where
-    it is as good as any. Deterministic.
+    Of equal counts the order nearest to the original (fewest inversions) wins. See Note [Fewest switches].
     """
     original = tuple(range(len(problem)))
     limit = math.floor(peak_bytes(problem, original) * (1 + max_memory_increase))
