@@ -142,19 +142,15 @@ def require_clean(x):
 
 
 def test_a_user_who_catches_every_exception_does_not_catch_the_early_stop():
-    caught = []
-
     def fn(x):
         try:
             y = x.sin().exp()
-        except Exception as error:
-            caught.append(error)
-            raise
+        except Exception:
+            pytest.fail("caught")
         return y + 1
 
     x = tensor(3, requires_grad=True)
     cgpass.checkpoint(fn, x).sum().backward()
-    assert caught == []
     assert x.grad is not None
 
 

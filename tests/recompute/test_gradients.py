@@ -75,33 +75,8 @@ def gradient_inside(checkpoint, model, x):
     return [y.detach()]
 
 
-def saved_on_cpu(checkpoint, model, x):
-    with torch.autograd.graph.save_on_cpu():
-        return chain(checkpoint, model, x)
-
-
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, y):
-        ctx.save_for_backward(x, y, None)
-        return x * y
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, y, nothing = ctx.saved_tensors
-        assert nothing is None
-        return grad * y, grad * x
-
-
-def custom_function(checkpoint, model, x):
-    y = checkpoint(lambda x: Product.apply(F.dropout(x, 0.5), x.cos()).exp(), x)
-    y.sum().backward()
-    return [y.detach()]
-
-
 PROGRAMS = [chain, any_order, arguments_without_gradients, structures]
 PROGRAMS += [gradients_of_gradients, some_inputs, gradient_inside]
-PROGRAMS += [saved_on_cpu, custom_function]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
@@ -181,10 +156,8 @@ def test_module_hooks_run_in_the_recomputation_too():
     block.register_forward_hook(lambda *a: ran.append("forward"))
     block.register_full_backward_hook(lambda *a: ran.append("backward"))
     x = tensor(2, 4, requires_grad=True)
-    x.register_hook(lambda grad: ran.append("x"))
     cgpass.checkpoint(block, x).square().sum().backward()
     assert ran.count("backward") == 1
-    assert ran.count("x") == 1
     assert ran.count("forward") == 1  # stopped early: nothing after the last saved tensor is needed
 
 

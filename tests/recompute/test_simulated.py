@@ -1,7 +1,6 @@
 """Checkpoints as they are and replayed from simulated graphs: bitwise plain eager, random numbers included."""
 
 import functools
-import os
 import random
 
 import pytest
@@ -25,7 +24,6 @@ OPS = {
     "in place": lambda x, w: (x * 1).mul_(0.5).sin_(),
     "cat": lambda x, w: torch.cat([x, F.dropout(x, 0.5)])[:4],
 }
-NUM_PROGRAMS = int(os.environ.get("CHECKPOINT_RANDOM_PROGRAMS", "24"))
 
 
 def tree(rng, depth):
@@ -74,7 +72,7 @@ def program(seed, checkpoint):
     return fn, [x, w]
 
 
-@pytest.mark.parametrize("seed", range(NUM_PROGRAMS))
+@pytest.mark.parametrize("seed", range(24))
 def test_nested_checkpoints(seed):
     fn, inputs = program(seed, cgpass.checkpoint)
     graph, outputs = SimulatedDriver().record(fn, inputs, opaque=False)
@@ -170,19 +168,6 @@ def test_a_tracker():
         expected = call([x], plain)
         same(found, [*expected, torch.rand(3), *tracker.get_states().values()])
         tracker.set_states(states)
-
-
-def test_a_tracker_whose_states_are_not_registered():
-    tracker = cgpass.RNGStatesTracker("cpu")
-    tracker.add("a", 1)
-
-    def fn(args):
-        with tracker.fork("a"):
-            return [args.pop() + 1]
-
-    with pytest.raises(RuntimeError, match=r"generator used by .* is not registered"):
-        SimulatedDriver().record(fn, [tensor(3)], opaque=False)
-    assert tracker.current is None
 
 
 def test_forward_and_backward_recorded_apart():
