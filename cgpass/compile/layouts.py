@@ -4,14 +4,14 @@ Inductor chooses the layout of what is nobody's but other graphs': the backward 
 Partitions of one graph are compiled for what it was traced with.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import sympy
 import torch
 from torch import fx
 
-from cgpass.compile.facts.values import graph_outputs
+from cgpass.compile.facts.values import graph_outputs, symbol_of
 from cgpass.runtime import fast
 from cgpass.runtime.placeholders import copy_all
 
@@ -33,28 +33,6 @@ def _geometry(values: Sequence[Any], positions: tuple[int, ...]) -> object:
     return tuple([(x.size(), x.stride()) if isinstance(x, torch.Tensor) else None for x in found])
 
 
-class _SymbolValues:
-    """Values of symbols, from a call's inputs."""
-
-    def __init__(self, places: Mapping[sympy.Symbol, _Place]) -> None:
-        self._places = dict(places)
-
-    @classmethod
-    def of(cls, gm: fx.GraphModule, symbols: Container[sympy.Symbol]) -> "_SymbolValues":
-        """Of a graph that is not compiled yet: compiling may replace symbols by numbers."""
-        return cls({s: place for s, place in _bindings(gm).items() if s in symbols})
-
-    def read(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """Return what each is."""
-        return tuple(
-            [args[at] if dim is None else args[at].shape[dim] for at, dim in self._places.values()]
-        )
-
-    def known(self, sizes: Sequence[int]) -> dict[sympy.Symbol, sympy.Integer]:
-        """By symbol, what was read."""
-        return dict(zip(self._places, map(sympy.Integer, sizes), strict=True))
-
-
 class _Traced:
     """Strides of some inputs or outputs, as traced."""
 
@@ -68,7 +46,9 @@ class _Traced:
                     s if isinstance(s, int) else s.node.expr for s in strides
                 )
         used = [s for strides in self._wanted.values() for s in strides if not isinstance(s, int)]
-        self._sizes = _SymbolValues.of(gm, {symbol for s in used for symbol in s.free_symbols})
+        symbols = {symbol for s in used for symbol in s.free_symbols}
+        # now: compiling may replace symbols by numbers
+        self._places = {s: place for s, place in _bindings(gm).items() if s in symbols}
         self._positions = tuple(self._wanted)
         self._fitting: tuple[tuple[int, ...], object] = ((), b"")
         """Sizes and geometry that were found to be as they should."""
@@ -77,7 +57,9 @@ class _Traced:
 
     def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
         """Return what the strides depend on, of a call's inputs."""
-        return self._sizes.read(args)
+        return tuple(
+            [args[at] if dim is None else args[at].shape[dim] for at, dim in self._places.values()]
+        )
 
     def lay_out(self, values: list[Any], sizes: tuple[int, ...]) -> None:
         """Have tensors lie as traced, each copied if it doesn't."""
@@ -94,7 +76,7 @@ class _Traced:
             self._fitting = found
 
     def _find_moves(self, values: list[Any], sizes: tuple[int, ...]) -> Iterator[_Move]:
-        known = self._sizes.known(sizes)
+        known = dict(zip(self._places, map(sympy.Integer, sizes), strict=True))
         for i, wanted in self._wanted.items():
             if not isinstance(values[i], torch.Tensor):
                 continue
@@ -158,20 +140,14 @@ def _bindings(gm: fx.GraphModule) -> dict[sympy.Symbol, _Place]:
     found = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     places: dict[sympy.Symbol, _Place] = {}
     for at, value in enumerate(found):
-        if (symbol := _symbol(value)) is not None:
+        if (symbol := symbol_of(value)) is not None:
             places.setdefault(symbol, (at, None))
     for at, value in enumerate(found):
         if isinstance(value, torch.Tensor):
             for dim, size in enumerate(value.shape):
-                if (symbol := _symbol(size)) is not None:
+                if (symbol := symbol_of(size)) is not None:
                     places.setdefault(symbol, (at, dim))
     return places
-
-
-def _symbol(value: object) -> sympy.Symbol | None:
-    if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
-        return value.node.expr
-    return None
 
 
 def _same(size: Sequence[int], stride: Sequence[int], other: Sequence[int]) -> bool:

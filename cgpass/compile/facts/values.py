@@ -305,6 +305,13 @@ def free_symbols(node: fx.Node) -> tuple[sympy.Symbol, ...]:
     return tuple(found)
 
 
+def symbol_of(value: object) -> sympy.Symbol | None:
+    """Return the symbol that a value is, if it is just one."""
+    if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
+        return value.node.expr
+    return None
+
+
 def unbacked_symbols(node: fx.Node) -> tuple[sympy.Symbol, ...]:
     """The symbols in a node's value that depend on data, ordered as `free_symbols`."""
     value = node.meta.get("val")

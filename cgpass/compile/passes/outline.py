@@ -220,12 +220,12 @@ class _Body:
 
     def _source(self, node: fx.Node) -> fx.Node:
         if values.is_host_scalar(node):
-            symbol = _symbol(node)
+            symbol = values.symbol_of(node.meta.get("val"))
             return node if symbol is None else self._providers.get(symbol, node)
         return node if node.op == "get_attr" else _resolve(node)
 
     def _find_symbols(self) -> None:
-        known = {_symbol(node) for node in self.inputs}
+        known = {values.symbol_of(node.meta.get("val")) for node in self.inputs}
         nodes = [*self.inputs, *self._copied]
         for symbol in dict.fromkeys(itertools.chain.from_iterable(map(values.free_symbols, nodes))):
             provider = self._providers.get(symbol)
@@ -273,15 +273,11 @@ def _carried(node: fx.Node) -> dict[str, object]:
     return {key: value for key, value in node.meta.items() if key not in (KEY, "unbacked_bindings")}
 
 
-def _symbol(node: fx.Node) -> sympy.Symbol | None:
-    """The symbol that a node's value is, if it is just one."""
-    value = node.meta.get("val")
-    if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
-        return value.node.expr
-    return None
-
-
 def _symbol_providers(gm: fx.GraphModule) -> list[tuple[sympy.Symbol, fx.Node]]:
     """The nodes that symbols can be taken from, placeholders first."""
     nodes = [*gm.graph.find_nodes(op="placeholder"), *filter(values.is_host_scalar, gm.graph.nodes)]
-    return [(symbol, node) for node in nodes if (symbol := _symbol(node)) is not None]
+    return [
+        (symbol, node)
+        for node in nodes
+        if (symbol := values.symbol_of(node.meta.get("val"))) is not None
+    ]
