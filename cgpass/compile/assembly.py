@@ -17,7 +17,6 @@ from cgpass.compile.compilers import Boxed, Compiler, Direction, copy_of, output
 from cgpass.compile.culprits import FailedCapture, FailedOperators, Place
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.compile.facts.inputs import input_infos
-from cgpass.compile.facts.origins import Origins
 from cgpass.compile.facts.partition_tag import get_reason, get_tag
 from cgpass.compile.facts.target import Target
 from cgpass.compile.facts.values import (
@@ -64,7 +63,8 @@ class GraphBuilder:
     """Positions of outputs that the user gets."""
     direction: Direction
     compiler: Compiler
-    origins: Origins
+    kinds: Mapping[str, InputKind]
+    """See `value_kinds`."""
     target: Target
     failed: FailedOperators
     source: tracing.Source = tracing.NOWHERE
@@ -160,7 +160,7 @@ class GraphBuilder:
 
     def _infos(self, gm: fx.GraphModule) -> tuple[InputInfo, ...]:
         placeholders = gm.graph.find_nodes(op="placeholder")
-        kinds = [self.origins.kind_of(node) for node in placeholders]
+        kinds = [self.kinds.get(node.name, InputKind.COPIED) for node in placeholders]
         return input_infos(
             gm,
             static=[i for i, kind in enumerate(kinds) if kind is InputKind.STATIC],
