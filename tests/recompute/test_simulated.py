@@ -73,7 +73,7 @@ def program(seed, checkpoint):
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_nested_checkpoints(seed):
+def test_replays_are_bitwise_eager(seed):
     fn, inputs = program(seed, cgpass.checkpoint)
     graph, outputs = SimulatedDriver().record(fn, inputs, opaque=False)
     for start in (0, 1):

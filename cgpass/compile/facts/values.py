@@ -256,22 +256,27 @@ def starts_collective(node: fx.Node) -> bool:
 
 
 def collective_calls(gm: fx.GraphModule) -> list[tuple[str, str, str, str | None]]:
-    """Return what communicates in a graph, in order: node, operator, what a wait waits for, the user's line."""
-    found = []
-    for node in filter(is_collective, gm.graph.nodes):
-        source: object = node.args[0] if _operator(node) == "wait_tensor" else None
-        while isinstance(source, fx.Node) and source.target is operator.getitem:
-            source = source.args[0]
-        waited_for = ""
-        if isinstance(source, fx.Node) and source.op != "placeholder":
-            waited_for = _operator(source)
-        found.append((node.name, _operator(node), waited_for, user_line(node)))
-    return found
+    """What communicates in a graph, in order: node, operator, what a wait waits for, the user's line."""
+    return [
+        (node.name, _operator(node), _waited_for(node), user_line(node))
+        for node in gm.graph.nodes
+        if is_collective(node)
+    ]
 
 
 def _operator(node: fx.Node) -> str:
     op, _, _ = called(node)
     return op._opname if isinstance(op, torch._ops.OpOverload) else str(op)
+
+
+def _waited_for(node: fx.Node) -> str:
+    """The operator whose result a wait gets, if the graph has it."""
+    if _operator(node) != "wait_tensor":
+        return ""
+    source: object = node.args[0]
+    while isinstance(source, fx.Node) and source.target is operator.getitem:
+        source = source.args[0]
+    return _operator(source) if isinstance(source, fx.Node) and source.op != "placeholder" else ""
 
 
 def has_side_effect(node: fx.Node) -> bool:
