@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cgpass.graphed.api import make_graphed_callables
     from cgpass.graphed.options import GraphedOptions
     from cgpass.recompute.api import checkpoint
-    from cgpass.recompute.captured import CheckpointedGraph
+    from cgpass.recompute.states import CheckpointedGraph
     from cgpass.recompute.tracker import RNGStatesTracker
     from cgpass.report.explain import explain
     from cgpass.report.report import Report
@@ -50,7 +50,7 @@ __version__: Final = version.VERSION
 
 _HOMES: Final = {
     "CUDAGraphWrapper": "cgpass.runtime.wrapper",
-    "CheckpointedGraph": "cgpass.recompute.captured",
+    "CheckpointedGraph": "cgpass.recompute.states",
     "GraphedOptions": "cgpass.graphed.options",
     "RNGStatesTracker": "cgpass.recompute.tracker",
     "Report": "cgpass.report.report",

@@ -18,7 +18,7 @@ from cgpass.compile.facts.breaks import graph_break_of
 from cgpass.compile.facts.capturability import has_cpu_scalars, is_argument
 from cgpass.compile.facts.input_info import InputKind
 from cgpass.compile.facts.lines import begins_at
-from cgpass.compile.facts.origins import Origins
+from cgpass.compile.facts.origins import value_kinds
 from cgpass.compile.facts.partition_tag import get_tag
 from cgpass.compile.facts.target import find_target
 from cgpass.compile.facts.values import graph_outputs, has_nested_ints
@@ -294,7 +294,7 @@ class Compilation:
         target = find_target(gm, self.options.driver)
         if target.skip is not None:
             return self._skips.run_plainly(gm, example_inputs, direction, compiler, target.skip)
-        context = PassContext(device=target.device, stage="graph", direction=direction, dump=None)
+        context = PassContext(device=target.device, stage="graph", direction=direction)
         # What our passes put in is for partitions: Inductor has no lowering for `aten._to_copy`.
         original = copy_of(gm) if has_cpu_scalars(gm) else gm
         laid_out: set[str] = set()  # otherwise than traced
@@ -306,7 +306,6 @@ class Compilation:
         gm = result.gm
         tags = {tag for tag in map(get_tag, gm.graph.nodes) if tag is not None}
         reasons = [note for note in result.notes if isinstance(note, Reason)]
-        kinds = self._placeholder_kinds(gm, direction)
         is_whole = len(tags) == 1 and not (
             has_nested_ints(gm) or any(map(is_argument, gm.graph.nodes))
         )
@@ -314,9 +313,10 @@ class Compilation:
         if laid_out and not is_whole:  # anew in each call
             inputs = gm.graph.find_nodes(op="placeholder")
             otherwise = [i for i, node in enumerate(inputs) if node.name in laid_out]
-        origins = Origins(gm, kinds, copies=() if is_whole else laid_out)
+        given = self._placeholder_kinds(gm, direction)
+        kinds = value_kinds(gm, given, copies=() if is_whole else laid_out)
         if direction == "forward":
-            self._saved = origins.by_name()
+            self._saved = kinds
         if not any(tag.captured for tag in tags):
             return self._skips.run_uncaptured(
                 original, example_inputs, direction, compiler, reasons
@@ -331,7 +331,7 @@ class Compilation:
             visible=self._visible_outputs(gm, direction),
             direction=direction,
             compiler=compiler,
-            origins=origins,
+            kinds=kinds,
             target=target,
             failed=self._failed,
             source=self._source,

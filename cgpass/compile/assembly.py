@@ -17,7 +17,7 @@ from cgpass.compile.compilers import Boxed, Compiler, Direction, copy_of, output
 from cgpass.compile.culprits import FailedCapture, FailedOperators, Place
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.compile.facts.inputs import input_infos
-from cgpass.compile.facts.origins import Origins
+from cgpass.compile.facts.partition_tag import get_reason, get_tag
 from cgpass.compile.facts.target import Target
 from cgpass.compile.facts.values import (
     graph_outputs,
@@ -26,7 +26,6 @@ from cgpass.compile.facts.values import (
     num_ops,
 )
 from cgpass.compile.layouts import inputs_as_traced, laid_out_otherwise
-from cgpass.compile.part_summaries import part_summaries, reasons_by_part
 from cgpass.compile.passes import eager_passes, graph_passes, outline_passes
 from cgpass.compile.passes.base import Pass, PassContext, run_passes
 from cgpass.compile.plan import build_plan, outputs_made, plan_as_dict, whole_plan
@@ -45,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 def passes_for(gm: fx.GraphModule, options: Options, target: Target) -> tuple[Pass, ...]:
-    """What a graph goes through before it is built; see `passes.graph_passes`."""
+    """Return what a graph goes through before it is built; see `passes.graph_passes`."""
     communicates = target.records and any(map(is_collective, gm.graph.nodes))
     return graph_passes(options, collectives=not communicates or may_be_captured(target.device))
 
@@ -63,7 +62,8 @@ class GraphBuilder:
     """Positions of outputs that the user gets."""
     direction: Direction
     compiler: Compiler
-    origins: Origins
+    kinds: Mapping[str, InputKind]
+    """See `value_kinds`."""
     target: Target
     failed: FailedOperators
     source: tracing.Source = tracing.NOWHERE
@@ -76,7 +76,7 @@ class GraphBuilder:
     def whole(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         """A graph that is one captured partition."""
         num_outputs = len(graph_outputs(gm))
-        summaries = part_summaries({"captured_0": gm}, {})
+        summaries = _part_summaries({"captured_0": gm}, {})
         graph = self._add_summary(summaries)
         original, others = self._kept(gm), laid_out_otherwise(gm, example_inputs)
         infos = tuple(
@@ -99,18 +99,12 @@ class GraphBuilder:
     def partitioned(
         self, gm: fx.GraphModule, context: PassContext, otherwise: Sequence[int] = ()
     ) -> Boxed:
-        """A graph of several partitions.
-
-        Args:
-            gm: With partition tags.
-            context: That its passes ran with.
-            otherwise: Inputs that it was not traced with as they come.
-        """
+        """A graph with the tags of several partitions; it was traced with other inputs than come `otherwise`."""
         as_traced = inputs_as_traced(gm, otherwise)
         if self.direction == "forward":
             torch_private.report_output_strides(output_strides(gm))
         outlined, parts = _outline(gm, context, outline_passes())
-        summaries = part_summaries(parts, reasons_by_part(gm))
+        summaries = _part_summaries(parts, _reasons_by_part(gm))
         graph = self._add_summary(summaries)
         runs: dict[str, Any] = {}
         for number, call in enumerate(outlined.graph.find_nodes(op="call_module"), 1):
@@ -165,7 +159,7 @@ class GraphBuilder:
 
     def _infos(self, gm: fx.GraphModule) -> tuple[InputInfo, ...]:
         placeholders = gm.graph.find_nodes(op="placeholder")
-        kinds = [self.origins.kind_of(node) for node in placeholders]
+        kinds = [self.kinds.get(node.name, InputKind.COPIED) for node in placeholders]
         return input_infos(
             gm,
             static=[i for i, kind in enumerate(kinds) if kind is InputKind.STATIC],
@@ -184,7 +178,7 @@ class GraphBuilder:
         graph: int,
         otherwise: Sequence[int] = (),
     ) -> PartitionRunner:
-        """What runs a captured partition."""
+        """Return what runs a captured partition."""
         named = f"{self.direction} {name}"
         # Of what communicates, other processes take no part in the runs that find the culprit.
         communicates = any(map(is_collective, original.graph.nodes))
@@ -231,13 +225,35 @@ class GraphBuilder:
         return progress.shown(text, self.options.progress)
 
     def _in_profiles(self, parts: Iterable[str]) -> dict[str, str]:
-        """What profiles call partitions, by their names in a plan."""
+        """Return what profiles call partitions, by their names in a plan."""
         return {name: self.source.of(f"cgpass: {self.direction} {name}") for name in parts}
 
     def _trace_plan(self, plan: Plan, parts: Sequence[PartitionSummary]) -> None:
         named = {part.name: part for part in parts}
         name = f"{self.direction}_plan"
         tracing.add_json(name, lambda: plan_as_dict(plan, named), self.source.trace_id)
+
+
+def _reasons_by_part(gm: fx.GraphModule) -> dict[str, list[Reason]]:
+    """Return why each eager partition of a tagged graph is not captured, by the partition's name."""
+    reasons: dict[str, list[Reason]] = {}
+    for node in gm.graph.nodes:
+        why = get_reason(node)
+        if why is not None:
+            reasons.setdefault(str(get_tag(node)), []).append(why)
+    return reasons
+
+
+def _part_summaries(
+    parts: Mapping[str, fx.GraphModule], reasons: Mapping[str, Sequence[Reason]]
+) -> tuple[PartitionSummary, ...]:
+    """Return a summary for each part."""
+    return tuple(
+        PartitionSummary(
+            name, name.startswith("captured"), num_ops(gm), tuple(reasons.get(name, ()))
+        )
+        for name, gm in parts.items()
+    )
 
 
 def _outline(

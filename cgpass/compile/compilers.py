@@ -40,16 +40,11 @@ class Compiler:
 
     @property
     def opaque(self) -> bool:
-        """Whether captured partitions run kernels that are no aten calls."""
+        """Tell if captured partitions run kernels that are no aten calls."""
         return self.compiler == "inductor"
 
     def whole(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
-        """A graph that is one partition: compiled exactly as `torch.compile` would.
-
-        Args:
-            gm: The whole forward, backward or inference graph.
-            example_inputs: Fake inputs, as AOTAutograd gave them.
-        """
+        """Compile a graph that is one partition exactly as `torch.compile` would."""
         seeds = seed_positions(gm)
         if self.compiler == "eager":
             return read_on_the_host(torch_private.boxed_graph_module(gm), seeds)
@@ -59,13 +54,9 @@ class Compiler:
         return read_on_the_host(torch_private.inductor_inner(gm, example_inputs, **settings), seeds)
 
     def captured(self, gm: fx.GraphModule, static: Sequence[int]) -> Boxed:
-        """A captured partition among others.
+        """Compile a captured partition that returns a tuple; `static` are inputs whose address stays.
 
         Every output keeps the strides its fake tensor has, since other partitions were traced with them.
-
-        Args:
-            gm: The partition, returning a tuple.
-            static: Inputs whose address stays.
         """
         seeds = seed_positions(gm)
         if self.compiler == "eager":

@@ -220,16 +220,10 @@ class Finding:
 def find_culprits(
     gm: fx.GraphModule, args: Sequence[Any], driver: GraphDriver, *, trial: bool
 ) -> Finding:
-    """Run a partition operator by operator: under the sync check first, then once under a capture.
+    """Run a partition operator by operator: under the sync check first, then (`trial`) once under a capture.
 
-    Args:
-        gm: The partition, with fake values in `meta["val"]`.
-        args: Real inputs; what the partition writes is copied first.
-        driver: Records the trial.
-        trial: Whether to try a capture if the sync check finds nothing.
-
-    Returns:
-        Everything that waits for the device, else what failed in the trial. Generators are where they were.
+    Returns everything that waits for the device, else what failed in the trial. What the partition writes is copied
+    first, and generators are where they were.
     """
     with torch.inference_mode(False), torch.no_grad(), random_state_kept(driver.device, args):
         inputs = _private(gm, args)

@@ -4,14 +4,14 @@ Inductor chooses the layout of what is nobody's but other graphs': the backward 
 Partitions of one graph are compiled for what it was traced with.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import sympy
 import torch
 from torch import fx
 
-from cgpass.compile.facts.values import graph_outputs
+from cgpass.compile.facts.values import graph_outputs, symbol_of
 from cgpass.runtime import fast
 from cgpass.runtime.inputs import copy_all
 
@@ -33,28 +33,6 @@ def _geometry(values: Sequence[Any], positions: tuple[int, ...]) -> object:
     return tuple([(x.size(), x.stride()) if isinstance(x, torch.Tensor) else None for x in found])
 
 
-class _SymbolValues:
-    """Values of symbols, from a call's inputs."""
-
-    def __init__(self, places: Mapping[sympy.Symbol, _Place]) -> None:
-        self._places = dict(places)
-
-    @classmethod
-    def of(cls, gm: fx.GraphModule, symbols: Container[sympy.Symbol]) -> "_SymbolValues":
-        """Of a graph that is not compiled yet: compiling may replace symbols by numbers."""
-        return cls({s: place for s, place in _bindings(gm).items() if s in symbols})
-
-    def read(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """What each is."""
-        return tuple(
-            [args[at] if dim is None else args[at].shape[dim] for at, dim in self._places.values()]
-        )
-
-    def known(self, sizes: Sequence[int]) -> dict[sympy.Symbol, sympy.Integer]:
-        """By symbol, what was read."""
-        return dict(zip(self._places, map(sympy.Integer, sizes), strict=True))
-
-
 class _Traced:
     """Strides of some inputs or outputs, as traced."""
 
@@ -68,7 +46,9 @@ class _Traced:
                     s if isinstance(s, int) else s.node.expr for s in strides
                 )
         used = [s for strides in self._wanted.values() for s in strides if not isinstance(s, int)]
-        self._sizes = _SymbolValues.of(gm, {symbol for s in used for symbol in s.free_symbols})
+        symbols = {symbol for s in used for symbol in s.free_symbols}
+        # now: compiling may replace symbols by numbers
+        self._places = {s: place for s, place in _bindings(gm).items() if s in symbols}
         self._positions = tuple(self._wanted)
         self._fitting: tuple[tuple[int, ...], object] = ((), b"")
         """Sizes and geometry that were found to be as they should."""
@@ -76,8 +56,10 @@ class _Traced:
         """By sizes and geometry, which to lay out anew and with which strides."""
 
     def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """What the strides depend on, of a call's inputs."""
-        return self._sizes.read(args)
+        """Return what the strides depend on, of a call's inputs."""
+        return tuple(
+            [args[at] if dim is None else args[at].shape[dim] for at, dim in self._places.values()]
+        )
 
     def lay_out(self, values: list[Any], sizes: tuple[int, ...]) -> None:
         """Have tensors lie as traced, each copied if it doesn't."""
@@ -94,7 +76,7 @@ class _Traced:
             self._fitting = found
 
     def _find_moves(self, values: list[Any], sizes: tuple[int, ...]) -> Iterator[_Move]:
-        known = self._sizes.known(sizes)
+        known = dict(zip(self._places, map(sympy.Integer, sizes), strict=True))
         for i, wanted in self._wanted.items():
             if not isinstance(values[i], torch.Tensor):
                 continue
@@ -107,12 +89,9 @@ class _Traced:
 
 
 def outputs_as_traced(gm: fx.GraphModule) -> Callable[[Boxed], Boxed]:
-    """Has what a graph is compiled to return outputs as it was traced.
+    """Has what a graph is compiled to, as a decorator, return outputs as it was traced.
 
     Inductor does so for outputs that it computes, but may lay a view out anew.
-
-    Args:
-        gm: The graph, before it is compiled.
     """
     traced = _Traced(gm, enumerate(graph_outputs(gm)))
 
@@ -129,12 +108,7 @@ def outputs_as_traced(gm: fx.GraphModule) -> Callable[[Boxed], Boxed]:
 
 
 def inputs_as_traced(gm: fx.GraphModule, positions: Iterable[int]) -> Callable[[Boxed], Boxed]:
-    """Has what a graph is compiled to, in parts, get inputs as it was traced with: the graph as a whole was not.
-
-    Args:
-        gm: The graph, before it is compiled.
-        positions: Inputs that may come with other strides.
-    """
+    """Has what a graph is compiled to, in parts, get inputs at `positions` as it was traced with: the graph as a whole was not."""
     inputs = gm.graph.find_nodes(op="placeholder")
     traced = _Traced(gm, [(i, inputs[i]) for i in positions])
 
@@ -166,24 +140,18 @@ def _bindings(gm: fx.GraphModule) -> dict[sympy.Symbol, _Place]:
     found = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     places: dict[sympy.Symbol, _Place] = {}
     for at, value in enumerate(found):
-        if (symbol := _symbol(value)) is not None:
+        if (symbol := symbol_of(value)) is not None:
             places.setdefault(symbol, (at, None))
     for at, value in enumerate(found):
         if isinstance(value, torch.Tensor):
             for dim, size in enumerate(value.shape):
-                if (symbol := _symbol(size)) is not None:
+                if (symbol := symbol_of(size)) is not None:
                     places.setdefault(symbol, (at, dim))
     return places
 
 
-def _symbol(value: object) -> sympy.Symbol | None:
-    if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
-        return value.node.expr
-    return None
-
-
 def _same(size: Sequence[int], stride: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two layouts of one size are the same: no element is reached by strides of dimensions of size 1."""
+    """Tell if two layouts of one size are the same: no element is reached by strides of dimensions of size 1."""
     if 0 in size:
         return True
     return all(n == 1 or a == b for n, a, b in zip(size, stride, other, strict=True))
@@ -213,11 +181,8 @@ def keep_contiguous(gm: fx.GraphModule, positions: Container[int]) -> None:
 
     A backward that reads channels-last copies of what its forward saved is traced anew by Inductor, with gradients of
     weights that are channels-last, too. Autograd copies each into the weight's layout, in kernels that the host launches
-    one by one; here they are in the graph. Inductor drops a clone that changes no layout.
-
-    Args:
-        gm: A backward graph, before it is compiled.
-        positions: Its outputs that are gradients of parameters. Others go on as they are to what made the input.
+    one by one; here they are in the graph. Inductor drops a clone that changes no layout. `positions` are the gradients
+    of parameters; others go on as they are to what made the input.
     """
     output = gm.graph.output_node()
     found = [node for i, node in enumerate(graph_outputs(gm)) if i in positions]
@@ -236,7 +201,7 @@ def keep_contiguous(gm: fx.GraphModule, positions: Container[int]) -> None:
 
 
 def _is_contiguous_image(fake: object) -> bool:
-    """Whether a fake tensor is laid out as it could not be if it were channels-last."""
+    """Tell if a fake tensor is laid out as it could not be if it were channels-last."""
     if (
         not isinstance(fake, torch.Tensor)
         or fake.layout != torch.strided

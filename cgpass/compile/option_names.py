@@ -31,11 +31,7 @@ def overloads(name: str) -> list[object]:
 
 
 def parse_options(options: Mapping[str, Any] | Options | None, mode: str | None) -> Options:
-    """Read what `torch.compile` was given.
-
-    Raises:
-        OptionError: A mode or an option that is Inductor's, with where it belongs; what `Options.parse` refuses.
-    """
+    """Read what `torch.compile` was given; a mode or option that is Inductor's raises `OptionError` with where it belongs."""
     if isinstance(options, Mapping):
         _point_to_inductor(options)
     parsed = Options.parse(options)

@@ -19,13 +19,7 @@ Run = Any
 
 
 def build_plan(gm: fx.GraphModule, runs: Mapping[str, Run], visible: frozenset[int]) -> Plan:
-    """Plan the calls of an outlined graph.
-
-    Args:
-        gm: Placeholders, calls of submodules, `getitem`, host scalars, arguments and attributes, as `Outline` leaves it.
-        runs: What runs each submodule, by its name.
-        visible: Positions of outputs that the user gets.
-    """
+    """Plan the calls of a graph as `Outline` leaves it: `runs` by submodule, `visible` positions of outputs that the user gets."""
     return _Builder(gm, runs).build(visible)
 
 
@@ -69,7 +63,7 @@ def plan_as_dict(plan: Plan, parts: Mapping[str, PartitionSummary]) -> dict[str,
 
 
 def outputs_made(gm: fx.GraphModule) -> tuple[str, ...]:
-    """What each output of a partition is, for messages: the node's name and the user's line."""
+    """Return what each output of a partition is, for messages: the node's name and the user's line."""
     made = []
     for value in graph_outputs(gm):
         line = user_line(value) if isinstance(value, fx.Node) else None

@@ -73,16 +73,8 @@ class Skips:
     ) -> Boxed:
         """Compile a graph without partitions, as `torch.compile` would, and say why.
 
-        Args:
-            gm: The graph.
-            example_inputs: Its fake inputs.
-            direction: Which of the function's it is.
-            compiler: What makes it callable.
-            why: Said of it.
-            reasons: One for each operator to blame.
-
         Raises:
-            CaptureError: The user wants no graph to run plainly.
+            CaptureError: The user wants no graph to run without a CUDA graph.
         """
         asked = self._options.driver != "auto" or any(d.type == "cuda" for d in devices(gm))
         graph = self._add(gm, direction, why, reasons)
@@ -164,7 +156,7 @@ class Skips:
         return telemetry.add_graph(summary)
 
     def _is_new(self, reason: Reason) -> bool:
-        """Whether the user was not told of what can't be captured when that failed."""
+        """Tell if the user was not told of what can't be captured when that failed."""
         return self._options.on_skip == "raise" or not (self._told and reason.code in _FAILED)
 
     def _tell(self, message: str, *, anew: bool = True) -> None:
@@ -175,12 +167,7 @@ class Skips:
 
 
 def counted(graph: int, fn: Boxed) -> Boxed:
-    """What runs a graph of which nothing is captured, and counts its calls.
-
-    Args:
-        graph: Its number in what telemetry knows.
-        fn: The compiled graph.
-    """
+    """Wrap a compiled graph of which nothing is captured, so that its calls are counted."""
     plain = PlainGraph(fn)
     telemetry.add_run(graph, telemetry.GraphRun(plain.tally, {}, weakref.ref(plain)))
 

@@ -98,7 +98,7 @@ class TrainingCall:
         self._backward = fn
 
     def around(self, compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
-        """What to call instead of what AOTAutograd made of Dynamo's graph."""
+        """Return what to call instead of what AOTAutograd made of Dynamo's graph."""
         if self._num_forwards != 1 or self._layout is None or torch_private.handles_subclasses(gm):
             return _noted(compiled) if self._num_forwards else compiled
 
@@ -112,7 +112,7 @@ class TrainingCall:
         return call
 
     def is_plain(self, args: Sequence[Any]) -> bool:
-        """Whether both graphs are there, and autograd does in this call what it does by default."""
+        """Tell if both graphs are there, and autograd does in this call what it does by default."""
         layout = self._layout
         return (
             fast.is_loaded

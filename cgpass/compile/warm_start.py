@@ -115,7 +115,7 @@ def _own_code() -> str:
 
 
 def _is_of_others(target: object) -> bool:
-    """Whether it is an operator whose formulas somebody may change without torch's key noticing."""
+    """Tell if it is an operator whose formulas somebody may change without torch's key noticing."""
     is_operator = isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
     return is_operator and str(target).partition(".")[0] not in torch_private.NAMESPACES
 

@@ -1,10 +1,10 @@
 """`cgpass.checkpoint`."""
 
-import contextlib
 import functools
+import inspect
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import torch
 from torch.utils import checkpoint as torchs
@@ -12,14 +12,13 @@ from torch.utils.checkpoint import noop_context_fn
 
 from cgpass import torch_private
 from cgpass.errors import CheckpointArgumentError
-from cgpass.recompute import nonreentrant, reentrant
-from cgpass.recompute.ambient import Ambient
-from cgpass.recompute.checks import bound, require_usable, require_wanted
-from cgpass.recompute.inputs import Arguments, devices_of
-from cgpass.recompute.numbers import remember
+from cgpass.recompute.checkpointed import Arguments, Checkpoint
+from cgpass.recompute.states import Numbers
 from cgpass.recompute.tracker import RNGStatesTracker
 
 log = logging.getLogger(__name__)
+TORCHS_SETTINGS: Final = ("preserve_rng_state", "early_stop", "debug")
+"""Arguments of `torch.utils.checkpoint.checkpoint` that are none of `cgpass.checkpoint`'s."""
 
 
 def checkpoint(
@@ -41,12 +40,10 @@ def checkpoint(
     Args:
         fn: Any function or module; it must compute the same both times. Module hooks run both times.
         *args: Its arguments, tensors in nested tuples, lists and dictionaries included. None need require grad.
-        use_reentrant: False: saved tensors are dropped one by one and the recomputation ends with the last that is
-            needed. True: `fn` runs without a graph, its backward runs all of `fn` with one and `backward()` through
-            it; the floating point tensors it returns then require grad always, and neither `torch.autograd.grad`
-            nor `backward(inputs=...)` may go through.
+        use_reentrant: Taken because torch's checkpoint has it, and without effect: what is saved is dropped tensor
+            by tensor, the recomputation ends with the last that is needed, and every kind of backward works.
         determinism_check: "default": shape, dtype and device of each recomputed tensor are compared with the
-            forward's. "none": they aren't. Without meaning for `use_reentrant=True`.
+            forward's. "none": they aren't.
         context_fn: Returns two context managers, for the forward and for the recomputation (entered again for each
             backward pass), as `torch.utils.checkpoint.create_selective_checkpoint_contexts` makes them.
         rng_tracker: Whose states `fn` draws from beside the default ones.
@@ -58,76 +55,78 @@ def checkpoint(
         graph holds the tensors among the arguments, which must not be changed in place.
 
     Raises:
-        CheckpointArgumentError: An argument is of a wrong kind, or two don't go together.
+        CheckpointArgumentError: An argument is of a wrong kind.
         CheckpointError: In the backward: the recomputation gave other tensors, or something that was freed was
             needed again. In a capture: random numbers that the recomputation could not draw again.
     """
-    require_usable(fn, determinism_check, context_fn, use_reentrant, rng_tracker)
-    if torch.compiler.is_compiling() and rng_tracker is None:
-        require_wanted(fn, kwargs)
-        fn, kwargs = bound(fn, kwargs)
-        if context_fn is not noop_context_fn:
-            kwargs["context_fn"] = context_fn
-        return torchs.checkpoint(
-            fn, *args, use_reentrant=use_reentrant, determinism_check=determinism_check, **kwargs
-        )
-    if torch.compiler.is_compiling():
-        return torch_private.outside_dynamo(_checkpoint)(
-            fn, args, kwargs, use_reentrant, determinism_check, context_fn, rng_tracker
-        )
-    return _checkpoint(fn, args, kwargs, use_reentrant, determinism_check, context_fn, rng_tracker)
+    del use_reentrant
+    _require_usable(fn, kwargs, determinism_check, rng_tracker)
+    if not torch.compiler.is_compiling():
+        return _checkpoint(fn, args, kwargs, determinism_check, context_fn, rng_tracker)
+    if rng_tracker is not None:
+        outside = torch_private.outside_dynamo(_checkpoint)
+        return outside(fn, args, kwargs, determinism_check, context_fn, rng_tracker)
+    settings: dict[str, Any] = {"determinism_check": determinism_check}
+    if context_fn is not noop_context_fn:
+        settings["context_fn"] = context_fn
+    # bound, lest torch's checkpoint takes some for its own
+    bound = functools.partial(fn, **kwargs) if kwargs else fn
+    return torchs.checkpoint(bound, *args, use_reentrant=False, **settings)
 
 
 def _checkpoint(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    use_reentrant: bool,
     determinism_check: str,
     context_fn: Callable[[], tuple[Any, Any]],
     tracker: RNGStatesTracker | None,
 ) -> Any:
-    require_wanted(fn, kwargs)
     if torch_private.in_functorch() or torch_private.in_forward_ad():
         _warn_of_plain_run()
         return fn(*args, **kwargs)
-    forward_context, context = _contexts(context_fn)
+    forward_context, context = context_fn()
     if not torch.is_grad_enabled():
         with forward_context:
             return fn(*args, **kwargs)
     arguments = Arguments(args, kwargs)
-    devices = devices_of(arguments.tensors)
-    numbers = remember(devices, tracker)
-    ambient = Ambient.now(devices)
-    if use_reentrant:
-        return reentrant.run(
-            reentrant.Call(fn, arguments, numbers, ambient), lambda: fn(*args, **kwargs)
+    numbers = Numbers(arguments.devices, tracker)
+    frame = Checkpoint(fn, arguments, numbers, context, check=determinism_check == "default")
+    with frame.hooks(), numbers.forward(), forward_context:
+        return fn(*args, **kwargs)
+
+
+def _require_usable(
+    fn: object, kwargs: Mapping[str, Any], determinism_check: object, tracker: object
+) -> None:
+    if not callable(fn):
+        raise CheckpointArgumentError(
+            f"cgpass.checkpoint: fn must be callable, got {type(fn).__name__}. Pass the function and its arguments, "
+            f"checkpoint(fn, x), not its result, checkpoint(fn(x))."
         )
-    frame = nonreentrant.Checkpoint(
-        fn,
-        arguments,
-        numbers=numbers,
-        ambient=ambient,
-        context=context,
-        check=determinism_check == "default",
-    )
-    return nonreentrant.run(frame, lambda: fn(*args, **kwargs), forward_context, numbers)
+    if determinism_check not in ("default", "none"):
+        raise CheckpointArgumentError(
+            f"cgpass.checkpoint: determinism_check must be one of 'default', 'none', got {determinism_check!r}."
+        )
+    if tracker is not None and not isinstance(tracker, RNGStatesTracker):
+        raise CheckpointArgumentError(
+            f"cgpass.checkpoint: rng_tracker must be a cgpass.RNGStatesTracker or None, got {type(tracker).__name__}."
+        )
+    for name in TORCHS_SETTINGS:
+        if name in kwargs and not _names(fn, name):  # a fn with **kwargs would swallow it
+            raise CheckpointArgumentError(
+                f"cgpass.checkpoint: {name} is a setting of torch.utils.checkpoint that cgpass.checkpoint doesn't have "
+                f"(random numbers are always preserved, recomputations always end early), and fn has no argument of "
+                f"that name. Leave it out; if fn shall have it, pass functools.partial(fn, {name}=...)."
+            )
 
 
-def _contexts(
-    context_fn: Callable[[], tuple[Any, Any]],
-) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-    pair = context_fn() if callable(context_fn) else context_fn
-    if not isinstance(pair, tuple) or len(pair) != 2:
-        got = type(pair).__name__
-    elif all(isinstance(context, contextlib.AbstractContextManager) for context in pair):
-        return pair
-    else:
-        got = ", ".join(type(context).__name__ for context in pair)
-    raise CheckpointArgumentError(
-        f"cgpass.checkpoint: context_fn must be a function that returns two context managers, for the forward "
-        f"and for the recomputation, got {got}."
-    )
+def _names(fn: Callable[..., Any], name: str) -> bool:
+    called = fn.forward if isinstance(fn, torch.nn.Module) else fn
+    try:
+        return name in inspect.signature(called).parameters
+    except (TypeError, ValueError):  # a builtin may have none
+        return True
 
 
 @functools.cache

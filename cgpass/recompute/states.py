@@ -1,15 +1,22 @@
-"""Generator states for recomputations inside CUDA graphs."""
+"""The random numbers of a forward, drawn again by its recomputations, inside of CUDA graphs and outside."""
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any, Self, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, Self, TypeAlias
 
 import torch
 
-from cgpass.errors import CheckpointError
-from cgpass.recompute.generators import default_generator, is_capturing
-from cgpass.recompute.tracker import RNGStatesTracker
+from cgpass import torch_private
+from cgpass.compile.facts.draws import draws
+from cgpass.errors import CheckpointError, DriverUnavailableError
+from cgpass.recompute.tracker import (
+    RNGStatesTracker,
+    default_generator,
+    forking,
+    get_state,
+    set_state,
+)
 
 # Note [Random numbers of recomputations in graphs]
 #
@@ -17,9 +24,9 @@ from cgpass.recompute.tracker import RNGStatesTracker
 # that a generator draws from for another one, if that was registered with the graph before the capture began. So:
 #
 # 1. A warm-up runs the same code plainly. At every checkpoint it notes how far each state has advanced since the run
-#    began, and it makes one spare state for every recomputation.
+#    began, and it makes spare states for every recomputation.
 # 2. The capturer registers the spares. In the capture a forward draws from the user's own states, as eager does; a
-#    recomputation draws from a spare.
+#    recomputation draws from its spares.
 # 3. Before a replay the spares are set: seed and position of the user's states as they stand when the forward's
 #    replay begins, plus what the warm-up noted. Both are numbers on the host; nothing synchronises.
 #
@@ -28,9 +35,16 @@ from cgpass.recompute.tracker import RNGStatesTracker
 
 Source: TypeAlias = str | None
 """A state that numbers come from: a tracker's name, None for the device's default state."""
-
 Position: TypeAlias = Mapping[Source, tuple[int, int]]
 """Seed and offset by source."""
+NOT_WARMED_UP: Final = (
+    "while a CUDA graph is being captured, and the recomputation could not draw the same ones. Capture into a "
+    "cgpass.CheckpointedGraph() after a `with graph.warm_up():` run of the same code, or draw outside of the checkpoint."
+)
+CAPTURE_ENDED: Final = (
+    "in a recomputation on the other side of a CUDA graph's capture than its forward, and can't draw the same ones. "
+    "Run forward and backward both while capturing, or both outside."
+)
 
 _local = threading.local()
 
@@ -50,11 +64,95 @@ def within(run: "Run | None") -> Iterator[None]:
         _local.run = outer
 
 
+def is_capturing() -> bool:
+    """Tell if the current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+class ForbidRandom(torch_private.TorchDispatchMode):
+    """Raise at the first operator that draws random numbers; operators without tags are not looked at."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__()
+        self._why = why
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if draws(func, args, kwargs):
+            raise CheckpointError(f"cgpass.checkpoint: {func} draws random numbers {self._why}")
+        return func(*args, **kwargs)
+
+
+class Numbers:
+    """Where the random number states stand as a checkpoint begins.
+
+    In a capture without a warm-up a checkpoint works as long as nothing random runs.
+    """
+
+    def __init__(self, devices: tuple[torch.device, ...], tracker: RNGStatesTracker | None) -> None:
+        """Remember the states of the CPU, of `devices` and of a tracker: in a run, the graph's."""
+        self._captured = is_capturing()
+        self._run = current_run()
+        if self._run is not None:
+            tracker = self._run.tracker_for(tracker)
+        self._tracker = tracker
+        self._current = None if tracker is None else tracker.current
+        self._named: Mapping[str, torch.Tensor] = {}
+        if self._captured:
+            devices = ()
+        elif tracker is not None:
+            devices = (*devices, tracker.device)
+            self._named = tracker.get_states()
+        generators = dict.fromkeys(map(default_generator, (torch.device("cpu"), *devices)))
+        self._values = [(generator, get_state(generator)) for generator in generators]
+        self._starts = {} if self._run is None else self._run.begin(capturing=self._captured)
+
+    def forward(self) -> contextlib.AbstractContextManager[object]:
+        """Around the forward."""
+        unknown = self._captured and self._run is None
+        return ForbidRandom(NOT_WARMED_UP) if unknown else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Around a recomputation: draw what the forward drew, and leave every state as it was."""
+        with contextlib.ExitStack() as stack:
+            if self._captured != is_capturing():
+                stack.enter_context(ForbidRandom(CAPTURE_ENDED))
+            else:
+                stack.enter_context(within(self._run))
+                self._restore(stack)
+            yield
+
+    def _restore(self, stack: contextlib.ExitStack) -> None:
+        for generator, _ in self._values:
+            stack.callback(set_state, generator, get_state(generator))
+        tracker, run = self._tracker, self._run
+        spares = {} if run is None else run.recompute(self._starts, capturing=self._captured)
+        if not self._captured and tracker is not None:
+            stack.enter_context(tracker.rewound(self._named, self._current))
+        for generator, state in self._values:
+            set_state(generator, state)
+        if self._captured and run is None:
+            stack.enter_context(ForbidRandom(NOT_WARMED_UP))
+        elif self._captured and run is not None:
+            default = default_generator(run.states.device)
+            stack.callback(default.graphsafe_set_state, default.graphsafe_get_state())
+            default.graphsafe_set_state(spares[self._current])
+            if tracker is not None:
+                named = {name: spares[name] for name in tracker.generators}
+                stack.enter_context(tracker.replaced(named, self._current))
+
+
 class CheckpointStates:
     """What the checkpoints of one captured function recompute with.
 
-    `CheckpointedGraph` does this for one graph of forward and backward. Whoever captures the two apart makes one of
-    these for each recording:
+    `CheckpointedGraph` has one for its graph. Whoever captures forward and backward apart makes one a recording:
 
         with states:                # warm-up; the backward may come later, its checkpoints know where they belong
             out = fn(*args)
@@ -66,8 +164,7 @@ class CheckpointStates:
         position = states.position(); forward_graph.replay()
         states.rewind(position); backward_graph.replay()
 
-    See Note [Random numbers of recomputations in graphs]. For the CPU all of this does nothing: there a recorded
-    recomputation moves the generators itself, by operators.
+    For the CPU all of this does nothing: there a recorded recomputation moves the generators itself, by operators.
     """
 
     def __init__(
@@ -75,39 +172,34 @@ class CheckpointStates:
         device: torch.device | str | None = None,
         rng_tracker: RNGStatesTracker | None = None,
     ) -> None:
-        """States for one device.
-
-        Args:
-            device: The current CUDA device if None.
-            rng_tracker: Whose states the captured code draws from.
-        """
+        """States for one device, the current CUDA device if None; `rng_tracker` is the one that the code draws from."""
         found = torch.device("cuda" if device is None else device)
         if found.type == "cuda" and found.index is None:
             found = torch.device("cuda", torch.cuda.current_device())
         self.device = found
         self.tracker = rng_tracker
         """Whose states are registered with the graph."""
-        self._spares: dict[Source, list[torch.Generator]] = {}
-        self._open: list[contextlib.AbstractContextManager[None]] = []
+        self.spares: list[dict[Source, torch.Generator]] = []
+        """For each recomputation, what it draws from instead of each source."""
         self.warmed: Run | None = None
         self.recorded: Run | None = None
+        self._outer: list[Run | None] = []
 
     def __enter__(self) -> Self:
+        self._outer.append(current_run())
         position = {} if is_capturing() else self.position()
         base = {source: offset for source, (_, offset) in position.items()}
-        scope = within(None if self.device.type == "cpu" else Run(self, base))
-        scope.__enter__()
-        self._open.append(scope)
+        _local.run = None if self.device.type == "cpu" else Run(self, base)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._open.pop().__exit__(None, None, None)
+        _local.run = self._outer.pop()
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:
-        """What has to be registered with a graph before its capture begins; complete after a whole warm-up."""
+        """Return what has to be registered with a graph before its capture begins; complete after a whole warm-up."""
         named = () if self.tracker is None else self.tracker.generators.values()
-        return (*named, *(spare for spares in self._spares.values() for spare in spares))
+        return (*named, *(spare for spares in self.spares for spare in spares.values()))
 
     def register(self, graph: torch.cuda.CUDAGraph) -> None:
         """Register all of `generators` with a graph."""
@@ -118,63 +210,33 @@ class CheckpointStates:
         """Where the user's states stand; read before the forward's replay. On the host, no synchronisation."""
         if self.device.type == "cpu":
             return {}
-        return {
-            source: (generator.initial_seed(), generator.get_offset())
-            for source, generator in self._sources().items()
-        }
+        tracker = self.tracker
+        default = default_generator(self.device) if tracker is None else tracker.default_state()
+        sources = {None: default, **({} if tracker is None else tracker.generators)}
+        return {source: (g.initial_seed(), g.get_offset()) for source, g in sources.items()}
 
     def rewind(self, position: Position) -> None:
-        """Set what the recomputations draw from to where their forward stood; before the backward's replay.
+        """Set what the recomputations draw from to `position`, from before their forward's replay."""
+        for spares, starts in [] if self.recorded is None else self.recorded.taken:
+            for source, start in starts.items():
+                seed, offset = position[source]
+                spares[source].manual_seed(seed)
+                spares[source].set_offset(offset + start)
 
-        Args:
-            position: From before that forward's replay.
-        """
-        if self.recorded is None:
+    def require_registered(self, tracker: RNGStatesTracker, which: str, way_out: str = "") -> None:
+        """Raise unless a tracker is the one whose states get registered."""
+        if tracker is self.tracker:
             return
-        for spare, source, start in self.recorded.taken:
-            seed, offset = position[source]
-            spare.manual_seed(seed)
-            spare.set_offset(offset + start)
-
-    def _sources(self) -> dict[Source, torch.Generator]:
-        if self.tracker is None:
-            return {None: default_generator(self.device)}
-        return {None: self.tracker.default_state(), **self.tracker.generators}
-
-    def spare(self, source: Source, index: int, *, make: bool) -> torch.Generator:
-        """A state that a run hasn't taken yet."""
-        spares = self._spares.setdefault(source, [])
-        if index == len(spares) and make:
-            spares.append(default_generator(self.device).clone_state())
-        if index >= len(spares):
-            raise CheckpointError(
-                f"cgpass.checkpoint: recomputation {index} of this capture has no generator state to draw from; the "
-                f"warm-up recomputed {len(spares)} times. Warm up with the same code, backward included, as is captured."
-            )
-        return spares[index]
-
-    def check(self, tracker: RNGStatesTracker | None, *, forked: bool = False) -> None:
-        """Raise unless a checkpoint's tracker is the one whose states get registered.
-
-        Args:
-            tracker: The checkpoint's own; None if it has none.
-            forked: Whether it is, instead, the one in whose `fork` the checkpoint is.
-        """
-        if tracker is None or tracker is self.tracker:
-            return
-        which = "this checkpoint's rng_tracker"
-        if forked:
-            which = f"the tracker in whose fork({tracker.current!r}) this checkpoint is"
         has = "none" if self.tracker is None else f"another one, of {_states_of(self.tracker)}"
         raise CheckpointError(
             f"cgpass.checkpoint: {which} ({_states_of(tracker)}) is not the one whose states are registered with the "
             f"graph, which has {has}. Pass that tracker as CheckpointedGraph(rng_tracker=...) or "
-            f"GraphedOptions(rng_tracker=...){', or leave its fork before the checkpoint' * forked}; a graph takes one."
+            f"GraphedOptions(rng_tracker=...){way_out}; a graph takes one."
         )
 
 
 def _states_of(tracker: RNGStatesTracker) -> str:
-    """What tells a tracker from others."""
+    """Return what tells a tracker from others."""
     names = ", ".join(map(repr, tracker.generators))
     return f"states {names}" if names else "no states"
 
@@ -183,74 +245,137 @@ class Run:
     """One run of the code, as warm-up or captured: its checkpoints in order."""
 
     def __init__(self, states: CheckpointStates, base: Mapping[Source, int]) -> None:
-        """Args: states: that it is a run of; base: offsets where it begins, empty if nobody can tell."""
-        self._states = states
+        """Begin at the offsets `base`, empty in a capture."""
+        self.states = states
+        self.starts: list[Mapping[Source, int]] = []
+        """For each checkpoint, how far each state that it may draw from had advanced since the run began."""
+        self.taken: list[tuple[Mapping[Source, torch.Generator], Mapping[Source, int]]] = []
+        """For each captured recomputation, its spares and its checkpoint's `starts`."""
         self._base = base
-        self._starts: list[dict[Source, int]] = []
-        self._counts: dict[Source, int] = {}
-        self.taken: list[tuple[torch.Generator, Source, int]] = []
+        self._recomputed = 0
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the graph."""
-        return self._states.device
+    def tracker_for(self, tracker: RNGStatesTracker | None) -> RNGStatesTracker | None:
+        """The graph's tracker, if neither a checkpoint's own nor the one in whose `fork` it is is another one."""
+        states, forked = self.states, forking()
+        if forked is not None and forked.device == states.device:
+            which = f"the tracker in whose fork({forked.current!r}) this checkpoint is"
+            states.require_registered(forked, which, ", or leave its fork before the checkpoint")
+        if tracker is not None:
+            states.require_registered(tracker, "this checkpoint's rng_tracker")
+        return states.tracker
 
-    @property
-    def tracker(self) -> RNGStatesTracker | None:
-        """Whose states are registered with the graph."""
-        return self._states.tracker
+    def begin(self, *, capturing: bool) -> Mapping[Source, int]:
+        """Note a checkpoint; in a capture it starts where the same one of the warm-up did."""
+        if capturing:
+            self.states.recorded = self
+            known = [] if self.states.warmed is None else self.states.warmed.starts
+            index = len(self.starts)
+            if index >= len(known):
+                raise CheckpointError(
+                    f"cgpass.checkpoint: checkpoint {index} of this capture was not seen in the warm-up, which had "
+                    f"{len(known)}. Warm up with the same code as is captured, `with graph.warm_up():`."
+                )
+            starts = known[index]
+        else:
+            self.states.warmed = self
+            starts = self._advanced()
+        self.starts.append(starts)
+        return starts
 
-    def check(self, tracker: RNGStatesTracker | None, *, forked: bool = False) -> None:
-        """Raise unless a tracker's states are registered with the graph. See `CheckpointStates.check`."""
-        self._states.check(tracker, forked=forked)
-
-    def begin_plain(self, tracker: RNGStatesTracker | None) -> dict[Source, int]:
-        """Note a checkpoint of a warm-up: how far each state it may draw from has advanced in this run."""
-        self.check(tracker)
-        self._states.warmed = self
-        default = default_generator(self.device).get_offset()
+    def _advanced(self) -> Mapping[Source, int]:
+        tracker = self.states.tracker
         named: Mapping[str, Any] = {} if tracker is None else tracker.generators
         offsets: dict[Source, int] = {name: g.get_offset() for name, g in named.items()}
-        offsets[None if tracker is None else tracker.current] = default
+        current = None if tracker is None else tracker.current
+        offsets[current] = default_generator(self.states.device).get_offset()
         new = [source for source in offsets if source not in self._base]
         if new:
             raise CheckpointError(
                 f"cgpass.checkpoint: the state {new[0]!r} was added to the rng_tracker during the warm-up. Add all "
                 f"states before the warm-up begins."
             )
-        starts = {source: offset - self._base[source] for source, offset in offsets.items()}
-        self._starts.append(starts)
-        return starts
+        return {source: offset - self._base[source] for source, offset in offsets.items()}
 
-    def begin_captured(self, tracker: RNGStatesTracker | None) -> dict[Source, int]:
-        """Note a checkpoint in a capture; returns what the warm-up noted at the same one."""
-        self.check(tracker)
-        self._states.recorded = self
-        warmed = self._states.warmed
-        known = [] if warmed is None else warmed._starts
-        index = len(self._starts)
-        if index >= len(known):
+    def recompute(
+        self, starts: Mapping[Source, int], *, capturing: bool
+    ) -> Mapping[Source, torch.Generator]:
+        """Return what the next recomputation draws from once it is captured; a warm-up makes it."""
+        spares, index = self.states.spares, self._recomputed
+        self._recomputed += 1
+        if index == len(spares) and not capturing:
+            default = default_generator(self.states.device)
+            spares.append({source: default.clone_state() for source in self._base})
+        elif index >= len(spares):
             raise CheckpointError(
-                f"cgpass.checkpoint: checkpoint {index} of this capture was not seen in the warm-up, which had "
-                f"{len(known)}. Warm up with the same code as is captured, `with graph.warm_up():`."
+                f"cgpass.checkpoint: recomputation {index} of this capture has no generator state to draw from; the "
+                f"warm-up recomputed {len(spares)} times. Warm up with the same code, backward included, as is captured."
             )
-        self._starts.append(known[index])
-        return known[index]
+        if capturing:
+            self.taken.append((spares[index], starts))
+        return spares[index]
 
-    def recompute_plain(self, starts: Mapping[Source, int]) -> None:
-        """Make the spare states that this recomputation needs once it is captured."""
-        for source in starts:
-            self._states.spare(source, self._next(source), make=True)
 
-    def recompute_captured(self, starts: Mapping[Source, int]) -> dict[Source, torch.Generator]:
-        """The states that a captured recomputation draws from instead of `starts`' sources."""
-        spares = {}
-        for source, start in starts.items():
-            spares[source] = self._states.spare(source, self._next(source), make=False)
-            self.taken.append((spares[source], source, start))
-        return spares
+class CheckpointedGraph(torch.cuda.CUDAGraph):
+    """A `torch.cuda.CUDAGraph` for code with `cgpass.checkpoint` and random operators in it.
 
-    def _next(self, source: Source) -> int:
-        index = self._counts.get(source, 0)
-        self._counts[source] = index + 1
-        return index
+        graph = cgpass.CheckpointedGraph()
+        with graph.warm_up():           # once at least, on a side stream as for any graph
+            step()
+        with torch.cuda.graph(graph):
+            step()
+        graph.replay()
+
+    `step` runs forward and backward. A replay draws what eager would draw next, recomputations draw what their
+    forward drew, and the generators end where eager leaves them. A graph without random operators inside a
+    checkpoint needs none of this.
+    """
+
+    def __new__(
+        cls, keep_graph: bool = False, *, rng_tracker: RNGStatesTracker | None = None
+    ) -> Self:
+        """See `__init__`."""
+        del rng_tracker
+        if not torch.cuda.is_available():
+            raise DriverUnavailableError(
+                "cgpass.CheckpointedGraph is a CUDA graph, but torch finds no CUDA device; run the step without a graph, "
+                "or in a function compiled with driver='simulated'"
+            )
+        return super().__new__(cls, keep_graph)
+
+    def __init__(
+        self, keep_graph: bool = False, *, rng_tracker: RNGStatesTracker | None = None
+    ) -> None:
+        """A graph on the current device; `rng_tracker` has the states that the captured code draws from.
+
+        Raises:
+            DriverUnavailableError: There is no CUDA device.
+        """
+        make: Any = super().__init__  # the C++ class's, which has no stub
+        make(keep_graph)
+        self._states = CheckpointStates(rng_tracker=rng_tracker)
+        self._begun: torch.Event | None = None
+        """What replays wait for: torch writes where random numbers begin on the stream of the capture, too."""
+
+    def warm_up(self) -> contextlib.AbstractContextManager[Any]:
+        """A block that runs, without a graph, the code that will be captured, its backward included."""
+        return self._states
+
+    def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+        """See `torch.cuda.CUDAGraph.capture_begin`; `torch.cuda.graph` calls it."""
+        self._states.register(self)
+        super().capture_begin(*args, **kwargs)
+        self._states.__enter__()
+
+    def capture_end(self) -> None:
+        """See `torch.cuda.CUDAGraph.capture_end`; `torch.cuda.graph` calls it."""
+        self._states.__exit__()
+        super().capture_end()
+        self._begun = torch.cuda.current_stream().record_event()
+
+    def replay(self) -> None:
+        """Replay, recomputations with the numbers that this replay's forward draws. No synchronisation."""
+        if self._begun is not None:
+            torch.cuda.current_stream().wait_event(self._begun)
+            self._begun = None if self._begun.query() else self._begun
+        self._states.rewind(self._states.position())
+        super().replay()

@@ -36,23 +36,23 @@ def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> No
 
 
 def saved_on(node: Any) -> Iterator[Any]:
-    """What a node of an autograd graph saved: a `torch._C._autograd.SavedTensor` each."""
+    """Return what a node of an autograd graph saved: a `torch._C._autograd.SavedTensor` each."""
     for name in _raw_saved(type(node)):
         value = getattr(node, name)
         yield from value if isinstance(value, tuple) else (value,)
 
 
 def saved_tensor(saved: Any) -> torch.Tensor | None:
-    """The tensor that was saved, and that autograd checks the version of; None if hooks packed it or it was freed.
-
-    The node's backward gets what it would have got.
-
-    Args:
-        saved: Of `saved_on`.
+    """Return the tensor that was saved, and that autograd checks the version of; None if hooks packed it or it was freed.
 
     Source: torch/csrc/autograd/init.cpp, `SavedTensor.data`, 2.11 to 2.15: the very tensor, or what hooks made of it.
     """
     return saved.data if unpack_hook(saved) is None else None
+
+
+def unpack_hook(saved: Any) -> Any:
+    """Return what will give a saved tensor back, if hooks have packed it."""
+    return getattr(saved, "unpack_hook", None)
 
 
 @contextlib.contextmanager
@@ -74,13 +74,8 @@ def no_outer_saved_tensors_hooks() -> Iterator[None]:
             autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
-def unpack_hook(saved: Any) -> Any:
-    """What will give a saved tensor back, if hooks have packed it."""
-    return getattr(saved, "unpack_hook", None)
-
-
 def kept_by_checkpoint(hook: Any) -> list[Any]:
-    """What torch's checkpoint without reentrancy keeps of its arguments, as of `saved_on`, where a hook is one of its.
+    """Return what torch's checkpoint without reentrancy keeps of its arguments, as of `saved_on`, where a hook is one of its.
 
     Source: torch/utils/checkpoint.py `_checkpoint_hook`, `_CheckpointFrame`: `input_saver` in 2.11, `saved_args` since
     2.13.
@@ -98,14 +93,6 @@ def kept_by_checkpoint(hook: Any) -> list[Any]:
 @functools.cache
 def _raw_saved(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-
-
-def accumulates_everywhere() -> bool:
-    """Whether the running backward pass fills every `.grad`: not for `autograd.grad` or `backward(inputs=...)`.
-
-    Source: torch/autograd/__init__.py `_is_checkpoint_valid`, 2.11 to 2.15.
-    """
-    return torch.autograd._is_checkpoint_valid()
 
 
 @contextlib.contextmanager
@@ -126,9 +113,8 @@ def checkpoint_hooks(
         with torch.autograd.graph.saved_tensors_hooks(marked, unpack):
             yield
     finally:
-        del (
-            marked._user_hooks
-        )  # the graph keeps `marked`, and must not keep the user's hooks through it
+        # the graph keeps `marked`, and must not keep the user's hooks through it
+        del marked._user_hooks
 
 
 def outside_dynamo(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,37 +147,17 @@ def double_backwards_raise(error: Callable[[], Exception]) -> Iterator[None]:
 def _once_differentiable(
     backward: Callable[..., Any], error: Callable[[], Exception]
 ) -> Callable[..., Any]:
-    def refuse(grads: Any) -> None:
-        del grads
-        raise error()
-
     def once(ctx: Any, *grads: Any) -> Any:
-        found = backward(ctx, *grads)
-        if torch.is_grad_enabled():  # create_graph=True
-            nodes = {value.grad_fn for value in found if isinstance(value, torch.Tensor)}
-            for node in nodes:
-                if node is not None:
-                    node.register_prehook(refuse)
-            found = only_once(found, error)
-        return found
+        found = list(backward(ctx, *grads))
+        places = [n for n, value in enumerate(found) if isinstance(value, torch.Tensor)]
+        if places and torch.is_grad_enabled():  # create_graph=True
+            leaf = torch.empty(0, requires_grad=True)
+            made = _OnlyOnce.apply(error, leaf, *(found[n] for n in places))
+            for n, value in zip(places, made, strict=True):
+                found[n] = value
+        return tuple(found)
 
     return once
-
-
-def only_once(values: Sequence[Any], error: Callable[[], Exception]) -> tuple[Any, ...]:
-    """Values of which the tensors require grad, and raise an error of ours where they are differentiated."""
-    places = [
-        n for n, v in enumerate(values) if isinstance(v, torch.Tensor) and not v.requires_grad
-    ]
-    tensors = [values[n] for n in places]
-    if not tensors:
-        return tuple(values)
-    leaf = torch.empty(0, requires_grad=True)
-    results = list(values)
-    made = _OnlyOnce.apply(error, leaf, *tensors)
-    for n, value in zip(places, made, strict=True):
-        results[n] = value
-    return tuple(results)
 
 
 class _OnlyOnce(torch.autograd.Function):

@@ -29,15 +29,8 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """Run `compile_fx` with our split and our compiler of the split graphs.
 
-    Args:
-        gm: Dynamo's graph.
-        example_inputs: Its inputs.
-        inner_compile: Makes a forward, backward or inference graph callable. With a cache key: by `cached_code`.
-        partition_fn: Splits a joint graph.
-        config_patches: Inductor's settings.
-        cache_key: What AOTAutograd's cache adds to its own key. None to leave that cache off: a hit calls neither of
-            the two.
-        restore: Called on a hit for each graph, with what `cached_code` was given and what the graph is compiled with.
+    `cache_key` is what AOTAutograd's cache adds to its own key, None to leave that cache off. A hit calls neither
+    `inner_compile` nor `partition_fn`, but `restore` for each graph, with what `cached_code` was given.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
@@ -129,13 +122,10 @@ def inductor_inner(
 
 @contextlib.contextmanager
 def own_tracing_context(inputs: Sequence[Any]) -> Iterator[None]:
-    """A fresh TracingContext with the ambient fake mode, for compiling one piece of a graph.
+    """A fresh TracingContext with the ambient fake mode (that of `inputs` where there is none), for one piece of a graph.
 
     A second piece in the same context trips Inductor's check that output strides are reported once, and a piece
     would read the whole backward graph's donated buffers by position.
-
-    Args:
-        inputs: Of the piece, fake: their mode is taken where there is no ambient one.
     """
     from torch._guards import TracingContext, tracing
 
@@ -174,7 +164,7 @@ def static_input_indices(gm: torch.fx.GraphModule, *, inference: bool) -> tuple[
 
 @functools.cache
 def _counts_tokens_as_inputs() -> bool:
-    """Whether tokens that order effects still count as an inference graph's first inputs once they are none.
+    """Tell if tokens that order effects still count as an inference graph's first inputs once they are none.
 
     Source: torch/_functorch/_aot_autograd/graph_capture_wrappers.py `handle_effect_tokens_fn`, which counts them from
     2.13 on, and graph_capture.py, which takes that back in 2.15.

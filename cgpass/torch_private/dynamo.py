@@ -82,16 +82,9 @@ def compiled_code() -> types.CodeType | None:
 
 
 def compile_again(code: types.CodeType, compile_id: Any) -> bool:
-    """Have Dynamo compile a function again in the next call that would run a compilation.
+    """Have Dynamo compile a function again in the next call that would run a compilation; tell if it will.
 
-    Whatever runs now and holds that goes on with it.
-
-    Args:
-        code: The function's, from `compiled_code`.
-        compile_id: The compilation's.
-
-    Returns:
-        Whether it will: not where it knows nothing of it, or may compile no more.
+    It won't where it knows nothing of it, or may compile no more. Whatever runs now and holds that goes on with it.
 
     Source: torch/_dynamo/eval_frame.py `_stance`, cache_size.py `exceeds_recompile_limit`, 2.11 to 2.15.
     """
@@ -149,7 +142,7 @@ def _innermost_backend(backend: Any) -> Any:
 
 
 def is_compiled(fn: Any) -> bool:
-    """Whether `torch.compile` returned a callable, or was called on a module in place.
+    """Tell if `torch.compile` returned a callable, or was called on a module in place.
 
     What `torch.compiler.disable` returns carries its original, too, and a mark.
 
@@ -163,12 +156,12 @@ def is_compiled(fn: Any) -> bool:
 
 
 def is_disabled(fn: Any) -> bool:
-    """Whether `torch.compiler.disable` returned a function."""
+    """Tell if `torch.compiler.disable` returned a function."""
     return bool(getattr(fn, "_torchdynamo_disable", False))
 
 
 def input_names(gm: torch.fx.GraphModule) -> list[str]:
-    """What the user calls each input of Dynamo's graph: `layers.0.weight`, `batch['ids']`, else the placeholder's name."""
+    """Return what the user calls each input of Dynamo's graph: `layers.0.weight`, `batch['ids']`, else the placeholder's name."""
     nodes = gm.graph.find_nodes(op="placeholder")
     sources = [_source_name(node) for node in nodes]
     names = [named_by_user(source) for source in sources]
@@ -231,7 +224,7 @@ def input_position(node: torch.fx.Node) -> int | None:
 
 
 def handles_subclasses(gm: torch.fx.GraphModule) -> bool:
-    """Whether inputs or outputs of Dynamo's graph are tensors that AOTAutograd takes apart (DTensor)."""
+    """Tell if inputs or outputs of Dynamo's graph are tensors that AOTAutograd takes apart (DTensor)."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     nodes = [*gm.graph.find_nodes(op="placeholder"), *gm.graph.output_node().all_input_nodes]
@@ -247,7 +240,7 @@ def forget_compiled(code: types.CodeType) -> None:
 
 
 def not_one_graph() -> tuple[type[BaseException], ...]:
-    """What Dynamo raises where a function is more than one graph, and `fullgraph=True`.
+    """Return what Dynamo raises where a function is more than one graph, and `fullgraph=True`.
 
     Source: torch/_dynamo/exc.py, 2.11 to 2.15.
     """

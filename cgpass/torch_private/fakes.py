@@ -7,7 +7,7 @@ import torch
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no values, only metadata."""
+    """Tell if a tensor has no values, only metadata."""
     from torch._subclasses.fake_tensor import is_fake as torch_is_fake
 
     return torch_is_fake(tensor)
@@ -27,7 +27,7 @@ def mode_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def is_plain_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is fake itself, not a subclass or a transform's wrapper around a fake one."""
+    """Tell if a tensor is fake itself, not a subclass or a transform's wrapper around a fake one."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return type(tensor) is FakeTensor

@@ -12,14 +12,14 @@ from typing import Any
 
 
 def dynamo_counters() -> MutableMapping[str, Any]:
-    """What torch counts, by who does: `collections.Counter`s."""
+    """Return what torch counts, by who does: `collections.Counter`s."""
     from torch._dynamo.utils import counters
 
     return counters
 
 
 def compilations() -> list[Any]:
-    """What torch noted of compilations, oldest first: which function each was of, how it went, why it was needed.
+    """Return what torch noted of compilations, oldest first: which function each was of, how it went, why it was needed.
 
     Backwards that are compiled when they first run are among them, without a function's name. Dynamo is not loaded for
     it: a script may still set what that reads when it is.
@@ -52,7 +52,7 @@ def note_compilations(limit: int) -> int | None:
 
 
 def was_given_up(compilation: Any) -> bool:
-    """Whether a compilation ended in a function, or what is left of it, that runs in eager.
+    """Tell if a compilation ended in a function, or what is left of it, that runs in eager.
 
     Source: torch/_dynamo/convert_frame.py `ConvertFrame.__call__`, 2.11 to 2.15.
     """
@@ -111,7 +111,7 @@ def function_of(compile_id: object) -> str:
 
 
 def is_ours(compilation: Any) -> bool:
-    """Whether a function was compiled for our backend before, in this compilation or another."""
+    """Tell if a function was compiled for our backend before, in this compilation or another."""
     return function_of(compilation.compile_id) in _ours
 
 
@@ -150,7 +150,7 @@ def note_graph_breaks() -> None:
 
 
 def _is_for_us(translator: Any) -> bool:
-    """Whether what is compiled goes to our backend, by whatever name.
+    """Tell if what is compiled goes to our backend, by whatever name.
 
     Source: torch/_dynamo/repro/after_dynamo.py `WrapBackendDebug`, 2.11 to 2.15.
     """

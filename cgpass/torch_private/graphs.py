@@ -64,7 +64,7 @@ def release_pool(device: int, pool: tuple[int, int]) -> None:
 
 
 def pool_segments(pool: tuple[int, int]) -> list[dict[str, Any]]:
-    """What the allocator has of a pool, from its own records: `torch.cuda.memory_snapshot`'s segments.
+    """Return what the allocator has of a pool, from its own records: `torch.cuda.memory_snapshot`'s segments.
 
     torch 2.11 drops a reference too many to what it is asked with: past 256 pools that frees numbers that are in use,
     and before Python 3.12 `False` in the end. There, it is given one more of each.
@@ -77,7 +77,7 @@ def pool_segments(pool: tuple[int, int]) -> list[dict[str, Any]]:
 
 
 def uses_expandable_segments() -> bool | None:
-    """Whether CUDA's allocator makes expandable segments; None if it has not been started, or does not say.
+    """Tell if CUDA's allocator makes expandable segments; None if it has not been started, or does not say.
 
     Source: torch/csrc/cuda/Module.cpp, `THCPModule_memorySnapshot`, 2.11 to 2.15.
     """
@@ -96,7 +96,7 @@ class _Number(int):
 
 @functools.cache
 def _drops_references() -> bool:
-    """Whether asking for a pool's memory drops a reference too many to the pool's numbers."""
+    """Tell if asking for a pool's memory drops a reference too many to the pool's numbers."""
     number = _Number(0)
     held = [number, number]  # more than can be dropped
     before = sys.getrefcount(number)
@@ -114,7 +114,7 @@ def current_raw_stream(device: int) -> int:
 
 
 def have_stale_streams_follow(follow: bool) -> bool:
-    """Whether autograd's nodes that were made on other streams run where a capture does; returns what was set before.
+    """Tell if autograd's nodes that were made on other streams run where a capture does; returns what was set before.
 
     Does nothing in a torch that has no such setting.
 
@@ -129,5 +129,5 @@ def have_stale_streams_follow(follow: bool) -> bool:
 
 
 def is_capturing() -> bool:
-    """Whether the current stream is being captured by anybody."""
+    """Tell if the current stream is being captured by anybody."""
     return torch._C._cuda_isCurrentStreamCapturing()

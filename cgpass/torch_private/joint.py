@@ -8,7 +8,7 @@ import torch
 
 
 def is_cudagraph_unsafe(node: torch.fx.Node) -> bool:
-    """Whether torch itself keeps a node out of CUDA graphs.
+    """Tell if torch itself keeps a node out of CUDA graphs.
 
     Source: torch/_inductor/utils.py `is_cudagraph_unsafe_fx_node`, 2.11 to 2.15. Its list names some operators
     without the overload and so never finds them; those are looked for by their packet too.
@@ -33,17 +33,10 @@ def min_cut_partition(
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """AOTAutograd's min-cut split of a joint graph into forward and backward.
 
-    Args:
-        joint: The joint graph.
-        joint_inputs: Its inputs.
-        compiler: What makes the kernels.
-        num_fwd_outputs: How many of its outputs are the forward's.
-        static_lifetime_input_indices: Inputs that are free to save.
-        keep_random: Whether to leave recomputed random operators as they are. Else they save their generator's state,
-            which no graph holds, and run eagerly: never generators of AOTAutograd's, which a backward that compiled
-            autograd traces once more loses (torch 2.11 to 2.15).
-        random: What draws random numbers. Two of them with equal arguments are two draws, also where torch would take
-            them for one: its list has no operators but some of aten's (2.11 to 2.13), and no higher-order ones (to 2.15).
+    With `keep_random` recomputed random operators stay as they are. Else they save their generator's state, which no graph
+    holds, and run eagerly: never generators of AOTAutograd's, which a backward that compiled autograd traces once more
+    loses (torch 2.11 to 2.15). Two nodes of `random` with equal arguments are two draws, also where torch would take them
+    for one: its list has no operators but some of aten's (2.11 to 2.13), and no higher-order ones (to 2.15).
     """
     from torch._functorch import compile_utils, config, partitioners
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -64,7 +57,7 @@ def min_cut_partition(
 
 
 def is_nested_joint(joint_inputs: Sequence[Any]) -> bool:
-    """Whether AOTAutograd asks for a split of the body of an `invoke_subgraph`: it gives no inputs then.
+    """Tell if AOTAutograd asks for a split of the body of an `invoke_subgraph`: it gives no inputs then.
 
     Source: torch/_functorch/_aot_autograd/graph_compile.py `run_joint_graph_passes_on_hops`, 2.11 to 2.15.
     """
@@ -90,7 +83,7 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def recomputes_unmarked(joint: torch.fx.GraphModule) -> bool:
-    """Whether the split may recompute random operators that nothing marks, for a setting's or a region's memory budget.
+    """Tell if the split may recompute random operators that nothing marks, for a setting's or a region's memory budget.
 
     Source: torch/_functorch/partitioners.py, `_get_memory_budget_annotation` and its readers, 2.11 to 2.15.
     """

@@ -25,7 +25,7 @@ _ROOT = str(Path(torch.__file__).parent) + os.sep
 
 
 def told_by_no_key() -> tuple[Any, ...] | None:
-    """What a trace depends on beside what AOTAutograd's key has in every version.
+    """Return what a trace depends on beside what AOTAutograd's key has in every version.
 
     None where there is more to it, or where that cache is off.
 
@@ -69,7 +69,7 @@ def told_by_no_key() -> tuple[Any, ...] | None:
 
 
 def _is_changed(formulas: Iterable[Any]) -> bool:
-    """Whether others gave torch's operators formulas, patterns or implementations that a trace sees.
+    """Tell if others gave torch's operators formulas, patterns or implementations that a trace sees.
 
     Source: torch/_inductor/fx_passes/joint_graph.py and pattern_matcher.py; torch/library.py `_impls`;
     torch/_functorch/predispatch.py, whose implementations come with the first call of vmap; 2.11 to 2.15.
@@ -87,7 +87,7 @@ def _is_changed(formulas: Iterable[Any]) -> bool:
 
 
 def _is_torchs(value: Any) -> bool:
-    """Whether a callable is, and the functions that it was made with."""
+    """Tell if a callable is, and the functions that it was made with."""
     fn = value.func if isinstance(value, functools.partial) else value
     cells = [cell for cell in getattr(fn, "__closure__", None) or () if cell != types.CellType()]
     held = (cell.cell_contents for cell in cells)
@@ -100,7 +100,7 @@ def _is_torchs(value: Any) -> bool:
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is a strided tensor, fake or real, no subclass's, of known size; or a number, no symbol; or none."""
+    """Tell if a value is a strided tensor, fake or real, no subclass's, of known size; or a number, no symbol; or none."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     if isinstance(value, (tuple, list)):
@@ -128,7 +128,7 @@ def pickled(gm: torch.fx.GraphModule, *more: Any) -> bytes:
 
 
 def unpickled(data: bytes) -> tuple[Any, ...]:
-    """What `pickled` was given, in the fake mode of what is being compiled."""
+    """Return what `pickled` was given, in the fake mode of what is being compiled."""
     from torch._guards import TracingContext
     from torch.fx._graph_pickler import GraphPickler
 

@@ -11,7 +11,7 @@ import torch
 
 
 def see_to_calls(types: Iterable[type]) -> bool:
-    """Whether some of the types are those of tensors that see to calls themselves, as tensors around others do.
+    """Tell if some of the types are those of tensors that see to calls themselves, as tensors around others do.
 
     A mode that lets them finds calls of the tensors inside, in memory: of a DTensor's shard, and the wait for the result
     of a collective that is used for the first time.
@@ -78,7 +78,7 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def uses_compiled_autograd() -> bool:
-    """Whether compiled autograd is on here and now, or will be for what is compiled."""
+    """Tell if compiled autograd is on here and now, or will be for what is compiled."""
     config: Any = sys.modules.get("torch._dynamo.config")  # else nobody turned it on
     return config is not None and (config.compiled_autograd or compiled_autograd_is_on())
 
@@ -99,7 +99,7 @@ def autograd_keys_on() -> Iterator[None]:
 
 
 def is_exporting() -> bool:
-    """Whether `torch.export` traces. For Dynamo, `torch.compiler.is_exporting()` is always true in torch 2.11."""
+    """Tell if `torch.export` traces. For Dynamo, `torch.compiler.is_exporting()` is always true in torch 2.11."""
     return torch.compiler._is_exporting_flag
 
 
@@ -124,7 +124,7 @@ in_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def in_vmap_or_functorch() -> bool:
-    """Whether a transform is running, or the vmap that autograd batches gradients with.
+    """Tell if a transform is running, or the vmap that autograd batches gradients with.
 
     Source: aten/src/ATen/LegacyVmapMode.cpp and aten/src/ATen/functorch/DynamicLayer.cpp, 2.11 to 2.15.
     """
@@ -138,7 +138,7 @@ def _transform_keys() -> tuple[Any, ...]:
 
 
 def in_forward_ad() -> bool:
-    """Whether a level of forward-mode AD is open."""
+    """Tell if a level of forward-mode AD is open."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
@@ -159,12 +159,12 @@ def no_parametrize_cache() -> Iterator[None]:
 
 
 def has_default_saved_tensors_hooks() -> bool:
-    """Whether the user packs saved tensors by hooks of his own."""
+    """Tell if the user packs saved tensors by hooks of his own."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def autograd_is_plain() -> bool:
-    """Whether autograd records operators as it does by default: no transform, mode, anomaly detection or the like."""
+    """Tell if autograd records operators as it does by default: no transform, mode, anomaly detection or the like."""
     return (
         torch.is_grad_enabled()
         and not torch.is_inference_mode_enabled()
@@ -177,13 +177,13 @@ def autograd_is_plain() -> bool:
 
 
 def compiled_autograd_is_on() -> bool:
-    """Whether backwards are traced here."""
+    """Tell if backwards are traced here."""
     module: Any = sys.modules.get("torch._dynamo.compiled_autograd")  # else nobody turned it on
     return module is not None and module.compiled_autograd_enabled
 
 
 def has_function_modes() -> bool:
-    """Whether modes see the functions of torch that are called here; a default device is none of them.
+    """Tell if modes see the functions of torch that are called here; a default device is none of them.
 
     Source: torch/overrides.py `_get_current_function_mode_stack`, torch/utils/_device.py, 2.11 to 2.15.
     """

@@ -8,7 +8,7 @@ import torch
 
 
 def has_autograd_formula(op: torch._ops.OpOverload) -> bool:
-    """Whether `op` was made by `torch.library.custom_op` and given a Python autograd formula."""
+    """Tell if `op` was made by `torch.library.custom_op` and given a Python autograd formula."""
     from torch._library.custom_ops import OPDEFS
 
     definition = OPDEFS.get(op._schema.name)
@@ -40,7 +40,7 @@ def autograd_formula(
 
 
 def cpu_implementation(op: object) -> Callable[..., Any] | None:
-    """What runs a custom operator on CPU, past whatever intercepts the call; None for torch's own operators.
+    """Return what runs a custom operator on CPU, past whatever intercepts the call; None for torch's own operators.
 
     Dispatch modes that are entered see what it calls. Operators that write an argument are called through a
     higher-order operator (`auto_functionalized`), which has a Python implementation.
@@ -56,14 +56,14 @@ def cpu_implementation(op: object) -> Callable[..., Any] | None:
 
 
 def has_effect(op: torch._ops.OpOverload) -> bool:
-    """Whether an operator was registered as having an effect, which orders its calls."""
+    """Tell if an operator was registered as having an effect, which orders its calls."""
     from torch._higher_order_ops.effects import has_effects
 
     return has_effects(op)
 
 
 def are_replaced(ops: Sequence[object]) -> bool:
-    """Whether tracing leaves other operators in the place of all of `ops`, `out=` variants aside.
+    """Tell if tracing leaves other operators in the place of all of `ops`, `out=` variants aside.
 
     Composite operators and ATen's writing ones. What Inductor decomposes is noted in `original_aten`.
     """
@@ -78,7 +78,7 @@ def are_replaced(ops: Sequence[object]) -> bool:
 
 
 def has_autocast_kernel(op: torch._ops.OpOverload) -> bool:
-    """Whether autocast casts an operator's inputs."""
+    """Tell if autocast casts an operator's inputs."""
     keys = ("AutocastCPU", "AutocastCUDA")
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return any(has_kernel(op._schema.name, key) for key in keys)

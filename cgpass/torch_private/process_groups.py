@@ -10,7 +10,7 @@ import torch
 
 
 def has_process_groups() -> bool:
-    """Whether this process may communicate with others."""
+    """Tell if this process may communicate with others."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -44,13 +44,10 @@ def around_gathering(
     begin: Callable[[torch.device], Callable[[], None] | None],
     note: Callable[[torch.UntypedStorage], None],
 ) -> None:
-    """Be told when FSDP2 makes memory for what it gathers; nothing happens where it isn't loaded.
+    """Call `begin` before FSDP2 makes memory for what it gathers, what that returns afterwards, and `note` with each storage.
 
-    It empties the storages of gathered parameters after use, and enlarges them again before the next one.
-
-    Args:
-        begin: Called before memory is made, with the device; what it returns is called afterwards.
-        note: Called with a storage that is gathered into, before it is used.
+    It empties the storages of gathered parameters after use, and enlarges them again before the next one. Nothing happens
+    where it isn't loaded.
 
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py and _fsdp_param_group.py, `alloc_storage`,
     `FSDPParam.init_all_gather_outputs`, 2.11 to 2.15.
@@ -119,7 +116,7 @@ def _make(
 
 
 def finished_work() -> Any:
-    """What an operator of `c10d` returns for work that is done.
+    """Return what an operator of `c10d` returns for work that is done.
 
     Source: torch/csrc/distributed/c10d/init.cpp, `FakeWork` and `Work.boxed`, 2.11 to 2.15.
     """
@@ -141,7 +138,7 @@ def wait_tensor() -> Any:
 
 
 def nccl_communicates() -> bool:
-    """Whether a process group has a communicator of NCCL's; one that is being made counts."""
+    """Tell if a process group has a communicator of NCCL's; one that is being made counts."""
     from torch.distributed import distributed_c10d, is_available, is_nccl_available
 
     if not is_available() or not is_nccl_available():

@@ -1,11 +1,12 @@
 """Random numbers: generators, and the operator that runs others with a state of theirs."""
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from cgpass.torch_private.fakes import mode_of
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -34,8 +35,7 @@ def sample_generator(device: torch.device) -> torch.Generator:
 
 def fake_like(fake: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """A fake int64 tensor on the CPU, of the same fake mode as another."""
-    mode = getattr(fake, "fake_mode", None)
-    with contextlib.nullcontext() if mode is None else mode:
+    with mode_of(fake):
         return torch.empty(shape, dtype=torch.int64, device="cpu")
 
 
@@ -49,9 +49,7 @@ def run_with_rng_state() -> Any:
 def install_rng_kernel(kernel: Callable[..., Any], refuse_saving: Callable[[], None]) -> None:
     """Have `graphsafe_run_with_rng_state` run `kernel` on CPU and CUDA; torch's own knows no CPU.
 
-    Args:
-        kernel: What runs.
-        refuse_saving: Raises where a selective checkpoint would have to save what it draws.
+    `refuse_saving` raises where a selective checkpoint would have to save what it draws.
     """
     from torch._C import DispatchKey
 

@@ -1,6 +1,6 @@
 """Storages and their addresses."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ def storage_at(address: int, num_bytes: int, device: torch.device) -> torch.Unty
 
 
 def is_zero_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for zeros and has no memory; forward-mode AD makes such."""
+    """Tell if a tensor stands for zeros and has no memory; forward-mode AD makes such."""
     return torch._is_zerotensor(tensor)
 
 
@@ -58,7 +58,6 @@ class WeakStorage:
     """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        """Args: storage: is not held."""
         from torch.multiprocessing.reductions import StorageWeakRef
 
         self._ref = StorageWeakRef(storage)
@@ -66,7 +65,7 @@ class WeakStorage:
 
     @property
     def expired(self) -> bool:
-        """Whether it has died."""
+        """Tell if it has died."""
         return self._ref.expired()
 
     def get(self) -> torch.UntypedStorage | None:
@@ -77,33 +76,11 @@ class WeakStorage:
 
 
 def expired(storages: Sequence[WeakStorage | None]) -> list[bool]:
-    """Which storages have died, of those that are any; quicker than to ask each."""
+    """Return which storages have died, of those that are any; quicker than to ask each."""
     is_expired = torch.UntypedStorage._expired
     return [each is not None and bool(is_expired(each.cdata)) for each in storages]
 
 
-swap_data_ptr: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] | None = getattr(
-    torch.UntypedStorage, "_swap_data_ptr_", None
-)
-"""Exchanges the memory under two storages, for everybody who holds them; from torch 2.13 on."""
-
-
-def strided_allocator(
-    device: torch.device,
-) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
-    """A function `(size, stride, dtype) -> uninitialised tensor` for `device`.
-
-    On the current CUDA device it is Inductor's allocator, which parses no arguments: 0.5 us instead of 2 us a tensor.
-
-    Source: torch/csrc/dynamo/guards.cpp, `_empty_strided_cuda`, 2.11 to 2.15.
-    """
-    if device.type == "cuda" and device.index == torch.cuda.current_device():
-        from torch._C._dynamo import guards
-
-        return getattr(guards, "_empty_strided_cuda")  # noqa: B009  in no stub
-    return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-
 def has_symbolic_sizes(tensor: torch.Tensor) -> bool:
-    """Whether a size, stride or offset of a tensor is symbolic; of some that are not strided it is said, too."""
+    """Tell if a size, stride or offset of a tensor is symbolic; of some that are not strided it is said, too."""
     return tensor._has_symbolic_sizes_strides

@@ -1,13 +1,15 @@
-"""Structured traces (TORCH_TRACE)."""
+"""Structured traces (TORCH_TRACE) and profiles."""
 
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 
 def is_traced() -> bool:
-    """Whether torch's structured trace goes to a file (`TORCH_TRACE`). Handlers of others (pytest's) do not count.
+    """Tell if torch's structured trace goes to a file (`TORCH_TRACE`). Handlers of others (pytest's) do not count.
 
     Source: torch/_logging/_internal.py `trace_log`, `LazyTraceHandler`, 2.11 to 2.15.
     """
@@ -22,7 +24,7 @@ def _writes_a_trace(handler: logging.Handler) -> bool:
 
 
 def current_trace_id() -> Any:
-    """What traces list the compilation that runs now under, None outside of one."""
+    """Return what traces list the compilation that runs now under, None outside of one."""
     from torch._guards import CompileContext
 
     return CompileContext.current_trace_id()
@@ -46,12 +48,7 @@ def traced_under(trace_id: Any) -> Iterator[None]:
 
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
-    """Add a text to the structured trace.
-
-    Args:
-        name: Of the text; tlparse makes it a file's name.
-        encoding: "string" or "json".
-        payload: Makes it; not called while nothing is traced.
+    """Add a text to the structured trace; `payload` makes it, and isn't called while nothing is traced.
 
     Source: torch/_logging/_internal.py `trace_structured_artifact`, 2.11 to 2.15.
     """
@@ -81,13 +78,7 @@ def trace_past_event(
     metadata: Mapping[str, Any],
     inner: Sequence[tuple[str, tuple[int, int]]] = (),
 ) -> None:
-    """Add an event that is over to the structured trace's timeline.
-
-    Args:
-        name: Of the event.
-        span_ns: When it began and ended, by `time.time_ns`.
-        metadata: What else is known of it.
-        inner: Names and spans of events within it, one after the other.
+    """Add an event that is over to the structured trace's timeline, with those that were `inner`; spans by `time.time_ns`.
 
     Source: torch/_dynamo/utils.py `ChromiumEventLogger`, 2.11 to 2.15.
     """
@@ -99,3 +90,19 @@ def trace_past_event(
         log.log_event_start(each, start, {})
         log.log_event_end(each, end, {}, start, False)
     log.log_event_end(name, span_ns[1], {}, span_ns[0], False)
+
+
+profiler_state: Any = torch.autograd.profiler
+"""Has `_is_profiler_enabled`: whether `torch.profiler` records now, in whatever thread. Reading it takes 15 ns, the
+function `torch.autograd._profiler_enabled` 70 ns, and a range that nobody records 340 ns.
+
+Source: torch/autograd/profiler.py `_set_is_profiler_enabled`, 2.11 to 2.15.
+"""
+
+
+def profiler_range(name: str) -> contextlib.AbstractContextManager[Any]:
+    """A block that is a range of this name in a profile. It calls no operator, so no dispatch mode sees it.
+
+    Source: torch/csrc/autograd/profiler_python.cpp, `_RecordFunctionFast`, 2.11 to 2.15.
+    """
+    return torch._C._profiler._RecordFunctionFast(name)

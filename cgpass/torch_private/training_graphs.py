@@ -60,7 +60,7 @@ def training_layout() -> TrainingLayout | None:
 
 
 def knows_external_objects() -> bool:
-    """Whether Dynamo has traced streams or events, which newer versions have the backward find again."""
+    """Tell if Dynamo has traced streams or events, which newer versions have the backward find again."""
     from torch._functorch._aot_autograd import runtime_wrappers
 
     known: Any = getattr(runtime_wrappers, "index_to_external_object_weakref", ())

@@ -15,19 +15,14 @@ from tests.recompute.steps import check, plain
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 
-@pytest.fixture(params=[False, True], ids=["hooks", "reentrant"])
-def reentrant(request):
-    return request.param
-
-
-def test_eager_gradients_are_those_of_torch_and_of_none(reentrant):
+def test_eager_gradients_are_those_of_torch_and_of_none():
     def program(checkpoint, model, x):
         ys = [checkpoint(model[i], F.dropout(x, 0.2)) for i in range(3)]
         for i in (1, 2, 0):
             ys[i].square().sum().backward()
         return [torch.rand(3, device="cuda")]
 
-    check(program, device="cuda", use_reentrant=reentrant)
+    check(program, device="cuda")
 
 
 def test_eager_nested_with_autocast():
@@ -77,10 +72,10 @@ class Captured:
         return self.y.detach().clone(), self.x.grad.clone()
 
 
-def test_replays_draw_anew_and_recompute_with_the_forwards_numbers(reentrant):
+def test_replays_draw_anew_and_recompute_with_the_forwards_numbers():
     def forward(x):
-        x = cgpass.checkpoint(lambda x: F.dropout(x, 0.5), x, use_reentrant=reentrant)
-        return cgpass.checkpoint(lambda x: F.dropout(x, 0.5), x, use_reentrant=reentrant)
+        x = cgpass.checkpoint(lambda x: F.dropout(x, 0.5), x)
+        return cgpass.checkpoint(lambda x: F.dropout(x, 0.5), x)
 
     step = Captured(forward)
     seen = []
@@ -94,18 +89,18 @@ def test_replays_draw_anew_and_recompute_with_the_forwards_numbers(reentrant):
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_captured_step_is_bitwise_the_eager_one(reentrant, nested):
+def test_a_captured_step_is_bitwise_the_eager_one(nested):
     def fn(x):
         x = F.dropout(x.sin(), 0.5)
         return F.dropout(x.cos(), 0.25)
 
     def forward(x, way=cgpass.checkpoint):
         def layer(x):
-            y = way(fn, x, use_reentrant=reentrant) if nested else fn(x)
+            y = way(fn, x) if nested else fn(x)
             return F.dropout(y.exp(), 0.5).sin()
 
         for _ in range(3):
-            x = F.dropout(way(layer, x, use_reentrant=reentrant), 0.1)
+            x = F.dropout(way(layer, x), 0.1)
         return x
 
     step = Captured(forward)
@@ -127,7 +122,7 @@ def test_a_captured_step_is_bitwise_the_eager_one(reentrant, nested):
             assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-def test_a_captured_step_with_a_tracker(reentrant):
+def test_a_captured_step_with_a_tracker():
     tracker = cgpass.RNGStatesTracker("cuda")
     tracker.add("model-parallel-rng", 5)
 
@@ -138,7 +133,7 @@ def test_a_captured_step_with_a_tracker(reentrant):
         return F.dropout(x.cos(), 0.5)
 
     def forward(x):
-        return cgpass.checkpoint(fn, x, use_reentrant=reentrant, rng_tracker=tracker)
+        return cgpass.checkpoint(fn, x, rng_tracker=tracker)
 
     step = Captured(forward, tracker)
     states = tracker.get_states()
@@ -221,11 +216,11 @@ def test_the_first_replay_waits_for_what_the_capture_began_with():
     assert torch.equal(y, step())
 
 
-def test_without_random_operators_any_graph_will_do(reentrant):
+def test_without_random_operators_any_graph_will_do():
     x = torch.randn(8, 8, device="cuda", requires_grad=True)
 
     def step():
-        cgpass.checkpoint(lambda x: x.sin().exp(), x, use_reentrant=reentrant).sum().backward()
+        cgpass.checkpoint(lambda x: x.sin().exp(), x).sum().backward()
 
     on_side_stream(step)
     x.grad = None
@@ -250,7 +245,7 @@ def test_a_random_operator_in_a_graph_without_warm_up_is_refused():
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-def test_peak_memory_is_lower(captured, reentrant):
+def test_peak_memory_is_lower(captured):
     def layer(x):
         for _ in range(8):
             x = F.dropout(x.sin(), 0.1)
@@ -259,7 +254,7 @@ def test_peak_memory_is_lower(captured, reentrant):
     def peak(way):
         def forward(x):
             for _ in range(8):
-                x = way(layer, x, use_reentrant=reentrant)
+                x = way(layer, x)
             return x
 
         gc.collect()
@@ -291,7 +286,7 @@ def test_peak_memory_is_lower(captured, reentrant):
 
 @pytest.mark.parametrize("around", [None, "a"])
 @pytest.mark.parametrize("behind", [None, "a", "b"])
-def test_forward_and_backward_in_forks_of_a_tracker(reentrant, around, behind):
+def test_forward_and_backward_in_forks_of_a_tracker(around, behind):
     """A backward inside of a fork wrote the default state's position into the fork's."""
 
     def forked(tracker, name):
@@ -312,7 +307,7 @@ def test_forward_and_backward_in_forks_of_a_tracker(reentrant, around, behind):
         x = torch.linspace(-1, 1, 256, device="cuda", requires_grad=True)
         with forked(tracker, around):
             if checkpointed:
-                y = cgpass.checkpoint(fn, x, use_reentrant=reentrant, rng_tracker=tracker)
+                y = cgpass.checkpoint(fn, x, rng_tracker=tracker)
             else:
                 y = fn(x)
         with forked(tracker, behind):

@@ -5,9 +5,11 @@ import torch
 
 import cgpass
 from cgpass.errors import CheckpointError
-from cgpass.recompute import numbers, states, tracker
+from cgpass.recompute import checkpointed, states, tracker
 from cgpass.recompute.states import CheckpointStates
 from tests.recompute.steps import tensor
+
+FAKE = torch.device("meta", 0)
 
 
 class State:
@@ -20,53 +22,53 @@ class Generator:
 
     device = torch.device("cuda", 0)
 
-    def __init__(self, device=None, state=None):
-        self.state = state or State(0)
+    def __init__(self, state):
+        self._state = state
+
+    @property
+    def state(self):
+        assert not DEVICE.capturing, "not allowed while capturing"
+        return self._state
 
     def manual_seed(self, seed):
-        self.state.seed, self.state.offset = seed, 0
+        self._state.seed, self._state.offset = seed, 0
         return self
 
     def initial_seed(self):
-        return self.state.seed
+        return self._state.seed
 
     def get_offset(self):
-        refuse_in_capture()
         return self.state.offset
 
     def set_offset(self, offset):
-        refuse_in_capture()
         self.state.offset = offset
 
     def get_state(self):
-        refuse_in_capture()
         return (self.state.seed, self.state.offset)
 
     def set_state(self, state):
-        refuse_in_capture()
         self.state.seed, self.state.offset = state
 
     def clone_state(self):
-        refuse_in_capture()
-        return Generator(state=State(self.state.seed, self.state.offset))
+        return Generator(State(self.state.seed, self.state.offset))
 
     def graphsafe_get_state(self):
-        return Generator(state=self.state)
+        return Generator(self._state)
 
     def graphsafe_set_state(self, other):
-        self.state = other.state
+        self._state = other._state
 
 
 class Device:
     """Draws from the default generator; notes who drew where."""
 
     def __init__(self):
-        self.default = Generator(state=State(100))
+        self.default = Generator(State(100))
         self.capturing = False
         self.drawn = []
 
     def draw(self, amount=4):
-        state = self.default.state
+        state = self.default._state
         if self.capturing:
             self.drawn.append((state, amount))
         else:
@@ -75,10 +77,9 @@ class Device:
 
     def replay(self):
         """What the captured draws give now; advances every state by what it drew, as a replay does."""
-        begin, found = {}, []
+        found = []
         for state, amount in self.drawn:
             found.append((state.seed, state.offset))
-            begin[id(state)] = state
             state.offset += amount
         return found
 
@@ -86,29 +87,20 @@ class Device:
 DEVICE = Device()
 
 
-def refuse_in_capture():
-    assert not DEVICE.capturing, "not allowed while capturing"
-
-
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
     DEVICE.__init__()
     cpu = torch.default_generator
-    for module in (numbers, states, tracker):
+    for module in (states, tracker):
         monkeypatch.setattr(
             module,
             "default_generator",
             lambda d: cpu if d == torch.device("cpu") else DEVICE.default,
         )
-    for module in (numbers, states):
-        monkeypatch.setattr(module, "is_capturing", lambda: DEVICE.capturing)
-    monkeypatch.setattr(tracker, "is_graph_safe", lambda generator: True)
-    monkeypatch.setattr(tracker, "new_generator", lambda d, seed: Generator().manual_seed(seed))
-    monkeypatch.setattr("cgpass.recompute.api.devices_of", lambda tensors: (FAKE,))
+    monkeypatch.setattr(states, "is_capturing", lambda: DEVICE.capturing)
+    monkeypatch.setattr(tracker, "new_generator", lambda d, seed: Generator(State(seed)))
+    monkeypatch.setattr(checkpointed, "devices_of", lambda tensors: (FAKE,))
     return DEVICE
-
-
-FAKE = torch.device("meta", 0)
 
 
 def drawing(device, *amounts):
@@ -121,6 +113,13 @@ def drawing(device, *amounts):
         return x
 
     return fn
+
+
+def tracker_of(**seeds):
+    made = cgpass.RNGStatesTracker(FAKE)
+    for name, seed in seeds.items():
+        made.add(name, seed)
+    return made
 
 
 def captured(device, program, rng_tracker=None, warm_ups=1):
@@ -182,23 +181,11 @@ def test_nested_checkpoints_and_retain_graph(device):
     assert len(warm) > 6
 
 
-def test_reentrant(device):
-    fn = drawing(device, 4, 8)
-
-    def program():
-        x = tensor(2, requires_grad=True)
-        cgpass.checkpoint(fn, cgpass.checkpoint(fn, x, use_reentrant=True)).sum().backward()
-
-    kept, warm = captured(device, program)
-    device.default.manual_seed(3)
-    kept.rewind(kept.position())
-    assert device.replay() == moved(warm, 3, 0)
-
-
-def test_a_trackers_states(device):
-    rng_tracker = cgpass.RNGStatesTracker(FAKE)
-    rng_tracker.add("a", 1)
-    rng_tracker.add("b", 2)
+@pytest.mark.parametrize("named", [True, False])
+def test_a_trackers_states(device, named):
+    """Whether or not the checkpoint itself is told of the tracker in whose fork it is."""
+    rng_tracker = tracker_of(a=1, b=2)
+    told = {"rng_tracker": rng_tracker} if named else {}
 
     def fn(x):
         device.draw(4)
@@ -211,50 +198,26 @@ def test_a_trackers_states(device):
     def program():
         x = tensor(2, requires_grad=True)
         with rng_tracker.fork("b"):
-            x = cgpass.checkpoint(fn, x, rng_tracker=rng_tracker)
-            x = cgpass.checkpoint(fn, x, rng_tracker=rng_tracker)
+            x = cgpass.checkpoint(fn, x, **told)
+            x = cgpass.checkpoint(fn, x, **told)
         device.draw(4)
         x.sum().backward()
 
+    with pytest.raises(CheckpointError, match="CheckpointedGraph"):
+        captured(device, program)
+    rng_tracker.reset()
+    rng_tracker.add("a", 1)
+    rng_tracker.add("b", 2)
+    device.default.manual_seed(100)
     kept, warm = captured(device, program, rng_tracker)
     assert warm == [(2, 0), (1, 0), (2, 4), (1, 8), (100, 0), (2, 4), (1, 8), (2, 0), (1, 0)]
-    names = [generator.state.seed for generator in kept.generators]
-    assert sorted(names[:2]) == [1, 2]
-    for generator, seed in ((device.default, 30), *zip(kept.generators, (31, 32), strict=False)):
+    sources = (device.default, *rng_tracker.generators.values())
+    for generator, seed in zip(sources, (30, 31, 32), strict=True):
         generator.manual_seed(seed).set_offset(40)
     kept.rewind(kept.position())
     seeds = {100: 30, 1: 31, 2: 32}
     assert device.replay() == [(seeds[seed], offset + 40) for seed, offset in warm]
     assert rng_tracker.current is None
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_a_fork_around_a_checkpoint_is_seen(device, named):
-    """Whether or not the checkpoint itself is told of the tracker."""
-    rng_tracker = cgpass.RNGStatesTracker(FAKE)
-    rng_tracker.add("b", 2)
-    fn = drawing(device, 4, 8)
-
-    def program():
-        x = tensor(2, requires_grad=True)
-        device.draw(12)
-        with rng_tracker.fork("b"):
-            device.draw(4)
-            y = cgpass.checkpoint(fn, x, **({"rng_tracker": rng_tracker} if named else {}))
-        device.draw(4)
-        y.sum().backward()
-
-    with pytest.raises(CheckpointError, match="CheckpointedGraph"):
-        captured(device, program)
-    kept, warm = captured(device, program, rng_tracker)
-    for generator, seed in ((device.default, 30), (rng_tracker.generators["b"], 31)):
-        generator.manual_seed(seed).set_offset(40)
-    begin = {100: (30, 0), 2: (31, 0)}
-    assert {seed for seed, _ in warm} == {100, 2}
-    kept.rewind(kept.position())
-    starts = {seed: min(offset for s, offset in warm if s == seed) for seed in begin}
-    expected = [(begin[seed][0], 40 + offset - starts[seed]) for seed, offset in warm]
-    assert device.replay() == expected
 
 
 def test_forward_and_backward_in_graphs_of_their_own(device):
@@ -293,14 +256,9 @@ def test_random_operators_without_warm_up_are_refused(device):
         "recomputation could not draw the same ones. Capture into a cgpass.CheckpointedGraph() after a "
         "`with graph.warm_up():` run of the same code, or draw outside of the checkpoint."
     )
-    with pytest.raises(CheckpointError, match=r"aten\.native_dropout\.default draws"):
-        cgpass.checkpoint(torch.native_dropout, x, 0.5, True)
-    with pytest.raises(CheckpointError, match=r"aten\.rand_like"):
-        cgpass.checkpoint(torch.rand_like, x, use_reentrant=True)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_what_draws_nothing_needs_no_warm_up(device, reentrant):
+def test_what_draws_nothing_needs_no_warm_up(device):
     device.capturing = True
     x = tensor(1, 2, 4, 4, requires_grad=True)
 
@@ -309,7 +267,7 @@ def test_what_draws_nothing_needs_no_warm_up(device, reentrant):
         x = torch.native_dropout(x, 0.5, False)[0]
         return torch.nn.functional.scaled_dot_product_attention(x, x, x)
 
-    cgpass.checkpoint(fn, x, use_reentrant=reentrant).sum().backward()
+    cgpass.checkpoint(fn, x).sum().backward()
     assert x.grad.shape == x.shape
 
 
@@ -332,42 +290,31 @@ def test_a_capture_that_was_not_warmed_up_like_this(device):
     with kept:
         device.capturing = True
         y = cgpass.checkpoint(fn, x).sum()
-        with pytest.raises(
-            CheckpointError, match="recomputation 0 of this capture has no generator"
-        ):
+        with pytest.raises(CheckpointError, match="0 of this capture has no generator"):
             y.backward()
         with pytest.raises(CheckpointError, match="checkpoint 1 of this capture was not seen"):
             cgpass.checkpoint(fn, x)
-        other = cgpass.RNGStatesTracker(FAKE)
-        with pytest.raises(CheckpointError, match=r"rng_tracker \(no states\) is not the one"):
-            cgpass.checkpoint(fn, x, rng_tracker=other)
 
 
 @pytest.mark.parametrize("registered", [False, True])
 def test_a_tracker_that_is_not_registered_is_named(device, registered):
     x = tensor(2, requires_grad=True)
-    mine, other = cgpass.RNGStatesTracker(FAKE), cgpass.RNGStatesTracker(FAKE)
-    mine.add("mine", 1)
-    other.add("a", 1)
-    other.add("b", 2)
+    mine, other = tracker_of(mine=1), tracker_of(a=1, b=2)
     has = "another one, of states 'mine'" if registered else "none"
     fix = r"Pass that tracker as CheckpointedGraph\(rng_tracker=...\) or GraphedOptions\(rng_tracker=...\)"
+    told = rf"this checkpoint's rng_tracker \(states 'a', 'b'\) is not the one .* which has {has}. {fix};"
+    forked = (
+        rf"the tracker in whose fork\('b'\) this checkpoint is .* {fix}, or leave its fork before"
+    )
     with CheckpointStates(FAKE, mine if registered else None):
-        what = r"this checkpoint's rng_tracker \(states 'a', 'b'\) is not the one"
-        with pytest.raises(CheckpointError, match=f"{what} .* which has {has}. {fix};"):
+        with pytest.raises(CheckpointError, match=told):
             cgpass.checkpoint(torch.sin, x, rng_tracker=other)
-        what = r"the tracker in whose fork\('b'\) this checkpoint is \(states 'a', 'b'\) is not the one"
-        with (
-            other.fork("b"),
-            pytest.raises(
-                CheckpointError, match=f"{what} .* which has {has}. {fix}, or leave its fork before"
-            ),
-        ):
+        with other.fork("b"), pytest.raises(CheckpointError, match=forked):
             cgpass.checkpoint(torch.sin, x, rng_tracker=mine if registered else None)
 
 
 def test_a_state_added_during_the_warm_up(device):
-    rng_tracker = cgpass.RNGStatesTracker(FAKE)
+    rng_tracker = tracker_of()
     with CheckpointStates(FAKE, rng_tracker):
         rng_tracker.add("late", 1)
         with pytest.raises(CheckpointError, match="state 'late' was added to the rng_tracker"):

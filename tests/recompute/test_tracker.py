@@ -22,41 +22,9 @@ def numbers(seed, *shape):
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_fork_draws_from_its_state_and_goes_on_there():
-    tracker = tracker_of(a=1)
-    tracker.add("model-parallel-rng", 2)
-    torch.manual_seed(0)
-    with tracker.fork("a"):
-        first = torch.rand(3)
-    with tracker.fork():
-        assert torch.equal(torch.rand(3), numbers(2, 3))
-    with tracker.fork("a"):
-        second = torch.rand(3)
-    generator = torch.Generator().manual_seed(1)
-    assert torch.equal(first, torch.rand(3, generator=generator))
-    assert torch.equal(second, torch.rand(3, generator=generator))
-    assert torch.equal(torch.rand(3), numbers(0, 3))
-
-
-def test_forks_nest_and_know_their_name():
+def test_forks_draw_from_their_states_and_go_on_there():
     tracker = tracker_of(a=1, b=2)
-    assert tracker.current is None
-    with tracker.fork("a"):
-        one = torch.rand(2)
-        with tracker.fork("b"):
-            assert tracker.current == "b"
-            assert torch.equal(torch.rand(2), numbers(2, 2))
-        assert tracker.current == "a"
-        two = torch.rand(2)
-    assert tracker.current is None
-    generator = torch.Generator().manual_seed(1)
-    assert torch.equal(one, torch.rand(2, generator=generator))
-    assert torch.equal(two, torch.rand(2, generator=generator))
-
-
-def test_a_fork_inside_a_fork_of_the_same_state_goes_on():
-    """It drew the same numbers again."""
-    tracker = tracker_of(a=1, b=2)
+    tracker.add("model-parallel-rng", 3)
     torch.manual_seed(0)
     found = []
     with tracker.fork("a"):
@@ -64,14 +32,20 @@ def test_a_fork_inside_a_fork_of_the_same_state_goes_on():
         with tracker.fork("a"):
             found.append(torch.rand(2))
         with tracker.fork("b"), tracker.fork("a"):
+            assert tracker.current == "a"
             found.append(torch.rand(2))
         found.append(torch.rand(2))
     with tracker.fork("a"):
         found.append(torch.rand(2))
+        inside = tracker.get_states()["a"]
+        assert torch.equal(inside, torch.get_rng_state())
+    assert torch.equal(inside, tracker.get_states()["a"])
     generator = torch.Generator().manual_seed(1)
     same(found, [torch.rand(2, generator=generator) for _ in found])
     with tracker.fork("b"):
         assert torch.equal(torch.rand(2), numbers(2, 2))
+    with tracker.fork():
+        assert torch.equal(torch.rand(2), numbers(3, 2))
     assert torch.equal(torch.rand(3), numbers(0, 3))
 
 
@@ -89,16 +63,6 @@ def test_a_fork_inside_another_trackers_fork():
     assert torch.equal(torch.rand(3), numbers(0, 3))
 
 
-def test_states_inside_a_fork_are_where_they_stand():
-    """The state of the fork was the one that it began with."""
-    tracker = tracker_of(a=1)
-    with tracker.fork("a"):
-        torch.rand(5)
-        inside = tracker.get_states()
-        assert torch.equal(inside["a"], torch.get_rng_state())
-    assert torch.equal(inside["a"], tracker.get_states()["a"])
-
-
 def test_states_are_not_set_inside_a_fork():
     """They were lost at its end."""
     tracker = tracker_of(a=1)
@@ -111,43 +75,28 @@ def test_states_are_not_set_inside_a_fork():
     )
 
 
-@pytest.mark.parametrize(
-    ("bad", "described"),
-    [
-        (torch.zeros(3), r"a tensor float32\[3\] on cpu"),
-        (torch.zeros(3, dtype=torch.uint8), r"a tensor uint8\[3\] on cpu"),
-        (None, "NoneType"),
-    ],
-    ids=["dtype", "size", "none"],
-)
-def test_states_are_set_all_or_none(bad, described):
+@pytest.mark.parametrize("bad", [torch.zeros(3), torch.zeros(3, dtype=torch.uint8), None])
+def test_states_are_set_all_or_none(bad):
     tracker, other = tracker_of(a=1, b=2, c=3), tracker_of(a=4)
     before = tracker.get_states()
-    with pytest.raises(RNGTrackerError, match=rf"got for 'b' is no state .* on cpu: {described}"):
+    with pytest.raises(RNGTrackerError, match="got for 'b' is no state of a generator on cpu"):
         tracker.set_states({**other.get_states(), "b": bad})
     assert list(tracker.generators) == ["a", "b", "c"]
     same(list(tracker.get_states().values()), list(before.values()))
-    with pytest.raises(RNGTrackerError, match="takes a mapping of names to states, got NoneType"):
-        tracker.set_states(None)
 
 
-def test_names_and_seeds_of_a_wrong_kind():
-    tracker = tracker_of()
-    with pytest.raises(RNGTrackerError, match="a state's name must be a str, got int"):
-        tracker.add(5, 3)
+def test_names_and_seeds():
+    tracker = tracker_of(b=1)
     with pytest.raises(RNGTrackerError, match=r"seed of 'a' must be an integer below .*, got 'x'"):
         tracker.add("a", "x")
-    assert dict(tracker.generators) == {}
-
-
-def test_an_exception_inside_a_fork():
-    tracker = tracker_of(a=1)
-    torch.manual_seed(0)
-    with contextlib.suppress(ZeroDivisionError), tracker.fork("a"):
-        torch.rand(3)
-        raise ZeroDivisionError
-    assert tracker.current is None
-    assert torch.equal(torch.rand(3), numbers(0, 3))
+    with pytest.raises(RNGTrackerError, match=r"a state named 'b' already. Choose another name"):
+        tracker.add("b", 2)
+    with (
+        pytest.raises(RNGTrackerError, match="no state named 'a'; there are 'b'"),
+        tracker.fork("a"),
+    ):
+        pass
+    assert list(tracker.generators) == ["b"]
 
 
 def test_states_are_saved_and_put_back():
@@ -181,11 +130,10 @@ def layer(tracker, x, weight):
     return F.dropout(x, 0.25).exp()
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("around", [None, "b"])
 @pytest.mark.parametrize("behind", [None, "a", "b"])
-def test_a_checkpoint_recomputes_with_the_trackers_states(reentrant, nested, around, behind):
+def test_a_checkpoint_recomputes_with_the_trackers_states(nested, around, behind):
     found = []
     for checkpointed in (True, False):
         tracker = tracker_of(a=1, b=2)
@@ -195,17 +143,14 @@ def test_a_checkpoint_recomputes_with_the_trackers_states(reentrant, nested, aro
         def call(fn, *args, checkpointed=checkpointed, tracker=tracker):
             if not checkpointed:
                 return fn(*args)
-            return cgpass.checkpoint(fn, *args, use_reentrant=reentrant, rng_tracker=tracker)
+            return cgpass.checkpoint(fn, *args, rng_tracker=tracker)
 
         def fn(x, weight, tracker=tracker, call=call):
             y = layer(tracker, x, weight)
             return call(layer, tracker, y, weight) if nested else y
 
-        if around is None:
+        with contextlib.nullcontext() if around is None else tracker.fork(around):
             ys = [call(fn, x, weight) for _ in range(3)]
-        else:
-            with tracker.fork(around):
-                ys = [call(fn, x, weight) for _ in range(3)]
         with contextlib.nullcontext() if behind is None else tracker.fork(behind):
             for i in (1, 0, 2):
                 ys[i].sum().backward()
@@ -213,16 +158,3 @@ def test_a_checkpoint_recomputes_with_the_trackers_states(reentrant, nested, aro
             after = torch.rand(3)
         found.append([x.grad, weight.grad, after, torch.rand(3), *tracker.get_states().values()])
     same(*found)
-
-
-def test_without_the_tracker_the_recomputation_would_differ():
-    tracker = tracker_of(a=1)
-
-    def fn(x):
-        with tracker.fork("a"):
-            return F.dropout(x, 0.5)
-
-    x = tensor(32, 32, requires_grad=True)
-    y = cgpass.checkpoint(fn, x)
-    y.sum().backward()
-    assert not torch.equal(x.grad != 0, y != 0)

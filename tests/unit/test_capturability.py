@@ -5,8 +5,13 @@ import torch
 from torch import fx
 
 from cgpass.compile.facts import op_tables
-from cgpass.compile.facts.capturability import LIFTED, PROVEN, why_not_capturable
-from cgpass.compile.passes.opaque_op import hidden_op
+from cgpass.compile.facts.capturability import (
+    LIFTED,
+    PROVEN,
+    quantised_nodes,
+    why_not_capturable,
+)
+from cgpass.compile.passes.opaque_autograd import hidden_op
 from cgpass.telemetry.reason import Reason
 from tests.graphs import CUDA, Spec, calls, cpu, dynamic, fake_cuda_graph, ints, node_named
 
@@ -456,3 +461,52 @@ def test_zeros_without_memory():
     (found,) = reasons(lambda x: x.sin() + zeros([3], device=x.device), (3,))
     assert found.code == "layout"
     assert "zeros that has no memory" in str(found)
+
+
+def quantising(*calls):
+    """A graph of calls one after the other, each on the one before; `(target, dtype of its value, *args)`."""
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    node.meta["val"] = torch.empty(2, 3)
+    for target, dtype, *args in calls:
+        node = graph.call_function(target, (node, *args))
+        node.meta["val"] = torch.empty(2, 3, dtype=dtype)
+    graph.output((node,))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+QUANTISE = (aten.quantize_per_tensor.default, torch.float32, 0.1, 0, torch.qint8)
+RELU = (aten.relu.default, torch.float32)
+COS = (aten.cos.default, torch.float32)
+DEQUANTISE = (aten.dequantize.self, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ([COS, RELU], []),
+        ([COS, QUANTISE, DEQUANTISE, RELU], ["quantize_per_tensor_default"]),
+        ([QUANTISE, RELU, COS], ["cos_default", "quantize_per_tensor_default", "relu_default"]),
+        ([QUANTISE, (aten.int_repr.default, torch.int8), RELU], ["quantize_per_tensor_default"]),
+        ([QUANTISE, (aten.ne.Scalar, torch.bool, 0), RELU], ["quantize_per_tensor_default"]),
+    ],
+    ids=["none", "taken back", "handed on", "integers", "a comparison"],
+)
+def test_what_is_quantised(calls, expected):
+    assert sorted(quantised_nodes(quantising(*calls).graph)) == expected
+
+
+def test_what_makes_and_what_reads_them_is_not_captured():
+    gm = quantising(COS, QUANTISE, DEQUANTISE, RELU)
+    found = {
+        n.name: why_not_capturable(n, torch.device("cpu"))
+        for n in gm.graph.nodes
+        if n.op == "call_function"
+    }
+    details = {name: reason and (reason.code, reason.detail) for name, reason in found.items()}
+    assert details == {
+        "cos_default": None,
+        "quantize_per_tensor_default": ("layout", "it makes a quantised tensor"),
+        "dequantize_self": ("layout", "it reads a quantised tensor"),
+        "relu_default": None,
+    }

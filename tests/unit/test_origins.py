@@ -4,17 +4,13 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cgpass.compile.facts.input_info import InputKind
-from cgpass.compile.facts.origins import Origins
+from cgpass.compile.facts.origins import value_kinds
 
 COPIED, STATIC = InputKind.COPIED, InputKind.STATIC
 
 
 def graph(fn, *args):
     return make_fx(fn, tracing_mode="fake")(*args)
-
-
-def kinds(gm, origins):
-    return {node.name: origins.kind_of(node) for node in gm.graph.nodes if node.op != "output"}
 
 
 def views(a, b):
@@ -24,7 +20,7 @@ def views(a, b):
 def test_views_lie_where_what_they_view_lies():
     gm = graph(views, torch.zeros(2, 2), torch.zeros(4))
     a, b = (node.name for node in gm.graph.find_nodes(op="placeholder"))
-    found = kinds(gm, Origins(gm, {a: STATIC}))
+    found = value_kinds(gm, {a: STATIC})
     assert (found[a], found["view"], found[b], found["view_1"]) == (STATIC, STATIC, COPIED, COPIED)
 
 
@@ -33,9 +29,8 @@ def test_a_copy_shares_nothing_with_what_it_shared_memory_with():
     for copy in (0, 1):
         gm = graph(views, flat[:4].view(2, 2), flat[4:])
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-        origins = Origins(gm, dict.fromkeys(names, STATIC), copies={names[copy]})
-        found, other = kinds(gm, origins), names[1 - copy]
+        found = value_kinds(gm, dict.fromkeys(names, STATIC), copies={names[copy]})
+        other = names[1 - copy]
         of_view = ("view", "view_1")
         assert (found[names[copy]], found[of_view[copy]]) == (COPIED, COPIED)
         assert (found[other], found[of_view[1 - copy]]) == (STATIC, STATIC)
-        assert origins.by_name()[of_view[copy]] is COPIED

@@ -1,4 +1,4 @@
-"""Which operators a node stands for: the one it calls, the one it was decomposed from, the one the user called.
+"""Operators that a node stands for: the one it calls, the one it was decomposed from, the one the user called.
 
 By the time a graph is partitioned, many operators that a user can name are gone: functionalisation turned `add_` into
 `add`, `linear` became `mm`, Inductor's decompositions left nothing of `gelu`. Tracing notes where nodes come from:
@@ -8,9 +8,7 @@ only the first: they are not the operator that was called in the forward.
 Source: torch/fx/experimental/proxy_tensor.py and torch/_dynamo/output_graph.py, 2.11 to 2.15.
 """
 
-import functools
 import operator
-from collections.abc import Iterator
 
 import torch
 from torch import fx
@@ -29,8 +27,21 @@ _PYTHON_OPERATORS = {
 """Python's operators that tracing replaces by other ones of ATen."""
 
 
+_stand_ins: dict[torch._ops.OpOverload, str] = {}
+
+
+def register_stand_in(op: torch._ops.OpOverload, name: str) -> None:
+    """Let messages call `op`, one of ours that stands in for the user's own, `name`."""
+    _stand_ins[op] = name
+
+
+def user_name(op: object) -> str | None:
+    """Return what messages call an operator that stands in for the user's own, None for every other one."""
+    return _stand_ins.get(op) if isinstance(op, torch._ops.OpOverload) else None
+
+
 def operator_names(target: object) -> frozenset[str]:
-    """What `unsafe_ops` may call an operator: `"ns::op"` and `"ns::op.overload"`."""
+    """Return what `unsafe_ops` may call an operator: `"ns::op"` and `"ns::op.overload"`."""
     if isinstance(target, torch._ops.OpOverload):
         name = target._schema.name
         return frozenset({name, f"{name}.{target._overloadname}"})
@@ -43,13 +54,8 @@ def names_behind(node: fx.Node) -> frozenset[str]:
     """Names of every operator that a node calls or is left of."""
     names = operator_names(values.called(node)[0]) | operator_names(node.target)
     names |= operator_names(node.meta.get("original_aten"))
-    return names.union(*map(_names_of_call, _user_calls(node)))
-
-
-def _user_calls(node: fx.Node) -> Iterator[object]:
-    """What the user's code called, from the outermost graph to the innermost."""
-    for _, target in node.meta.get("source_fn_stack") or ():
-        yield target
+    called = [target for _, target in node.meta.get("source_fn_stack") or ()]  # by the user
+    return names.union(*map(_names_of_call, called))
 
 
 def _names_of_call(target: object) -> frozenset[str]:
@@ -62,7 +68,8 @@ def _names_of_call(target: object) -> frozenset[str]:
         only = {f"{name}.{overloads[0]}"} if len(overloads) == 1 else set()
         return frozenset({name, *only})
     name = target if isinstance(target, str) else _function_name(target)
-    return frozenset({f"aten::{name}"}) if name is not None and _is_aten(name) else frozenset()
+    is_aten = name is not None and hasattr(torch.ops.aten, name)
+    return frozenset({f"aten::{name}"}) if is_aten else frozenset()
 
 
 def _function_name(target: object) -> str | None:
@@ -74,8 +81,3 @@ def _function_name(target: object) -> str | None:
         return _PYTHON_OPERATORS.get(name)
     module = getattr(target, "__module__", None)
     return name if module is None or module.split(".")[0] == "torch" else None
-
-
-@functools.cache
-def _is_aten(name: str) -> bool:
-    return hasattr(torch.ops.aten, name)

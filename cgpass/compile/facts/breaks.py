@@ -72,7 +72,7 @@ _LENGTH: Final = 160
 
 
 def graph_break_of(gm: fx.GraphModule) -> Reason | None:
-    """Why Dynamo ended a graph where it did; None if the function ends there, too.
+    """Return why Dynamo ended a graph where it did; None if the function ends there, too.
 
     Source: torch/_dynamo/output_graph.py, `GraphCompileReason`, set on every graph, 2.11 to 2.15.
     """
@@ -96,14 +96,10 @@ def untold(
     told: Iterable[str | None],
     places: Iterable[str | None],
 ) -> list[Reason]:
-    """Graph breaks that no graph tells of: nothing was before them in the function that has them.
+    """Return graph breaks that no graph tells of: nothing was before them in the function that has them.
 
     Libraries that run in eager anyway, as what logs or shows progress, have breaks of their own: they are left out.
-
-    Args:
-        noted: All of them, as torch met them.
-        told: Lines that others name, `model.py:41 in forward: code`.
-        places: Where functions begin that were compiled, `model.py:39 in forward`.
+    `told` are lines that others name, `places` where functions begin that were compiled.
     """
     known = {place_of(line) for line in told}
     files = {place_of(place).rpartition(":")[0] for place in places}
@@ -182,7 +178,7 @@ def _of_stack(text: str, stack: Sequence[Any]) -> Reason:
 
 
 def _is_users(frame: Any) -> bool:
-    """Whether a frame is neither torch's, nor ours, nor Python's own."""
+    """Tell if a frame is neither torch's, nor ours, nor Python's own."""
     file = frame.filename
     if file.startswith((_TORCH, _OURS)):
         return False
@@ -201,7 +197,7 @@ def _leaves(reason: Reason, rest: str) -> Reason:
 
 
 def _left_by_torch(stack: Sequence[Any]) -> str | None:
-    """Which of torch's own modules lies between a graph's function and a break in what it called: it runs in eager.
+    """Return which of torch's own modules lies between a graph's function and a break in what it called: it runs in eager.
 
     Dynamo compiles functions of users by themselves where those that call them run in eager, but none of torch's.
     """

@@ -1,4 +1,4 @@
-"""Whether a CUDA graph can hold a node, and if not, why.
+"""Tell if a CUDA graph can hold a node, and if not, why.
 
 The verdict is about the node alone: what it calls, what it reads and what it makes. It errs on the
 side of capturing where nothing is known (custom operators): an operator that turns out not to be
@@ -7,8 +7,10 @@ capturable is marked `PROVEN` when the function is compiled again; it can be nam
 
 import functools
 import operator
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import sympy
 import torch
@@ -16,12 +18,9 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from cgpass import torch_private
-from cgpass.compile.facts import op_tables, stand_ins, values
-from cgpass.compile.facts.ancestry import names_behind, operator_names
-from cgpass.compile.facts.conditional_syncs import why_it_syncs
+from cgpass.compile.facts import op_tables, values
+from cgpass.compile.facts.ancestry import names_behind, operator_names, user_name
 from cgpass.compile.facts.lines import user_line
-from cgpass.compile.facts.quantised import quantised_nodes
-from cgpass.compile.facts.size_makers import place_of, size_maker
 from cgpass.telemetry.reason import Reason
 
 LIFTED = "cgpass_lifted"
@@ -29,17 +28,24 @@ LIFTED = "cgpass_lifted"
 
 
 def is_argument(node: fx.Node) -> bool:
-    """Whether a node puts a CPU scalar among the graph's inputs on the device, for partitions to take it as an input.
+    """Tell if a node puts a CPU scalar among the graph's inputs on the device.
 
-    It belongs to none of them: it runs first of all, before anything writes the scalar.
+    It belongs to no partition: it runs first of all, before anything writes the scalar.
     """
     if node.op != "call_function" or not node.meta.get(LIFTED):
         return False
     return node.all_input_nodes[0].op == "placeholder"
 
 
+def is_passive(node: fx.Node) -> bool:
+    """Tell if a node belongs to no partition: it is there wherever it is used."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return True
+    return values.is_host_scalar(node) or is_argument(node)
+
+
 def has_cpu_scalars(gm: fx.GraphModule) -> bool:
-    """Whether a graph makes or reads tensors of one number on the CPU."""
+    """Tell if a graph makes or reads tensors of one number on the CPU."""
     found = (node.meta.get("val") for node in gm.graph.nodes)
     tensors = (value for value in found if isinstance(value, torch.Tensor))
     return any(value.device.type == "cpu" and value.dim() == 0 for value in tensors)
@@ -53,7 +59,7 @@ _VETTED = frozenset({"aten", "prims", "inductor_prims", "rngprims"})
 
 
 def has_unvetted_ops(gm: fx.GraphModule) -> bool:
-    """Whether a graph calls operators of which only running them tells whether they wait for the device."""
+    """Tell if a graph calls operators of which only running them shows if they wait for the device."""
     called = (values.called(node)[0] for node in gm.graph.nodes)
     return any(
         isinstance(op, torch._ops.OpOverload) and op.namespace not in _VETTED for op in called
@@ -67,7 +73,6 @@ class _Query:
     unsafe_ops: frozenset[str]
     gm: fx.GraphModule | None
     collectives: bool
-    quantised: frozenset[fx.Node] | None
 
     @functools.cached_property
     def op(self) -> object:
@@ -82,6 +87,9 @@ class _Query:
         return values.tensors(self.node)
 
 
+_MODE_SLICE = 2048
+"""Elements of the longest slice that `mode` handles in one kernel."""
+
 _Found = tuple[str, str] | None
 """A rule's answer: code and detail, None if it has nothing against the node."""
 
@@ -93,36 +101,23 @@ def why_not_capturable(
     unsafe_ops: frozenset[str] = frozenset(),
     gm: fx.GraphModule | None = None,
     collectives: bool = True,
-    quantised: frozenset[fx.Node] | None = None,
 ) -> Reason | None:
-    """Why `node` can't be part of a CUDA graph on `device`, None if it can.
+    """Return why `node` can't be part of a CUDA graph on `device`, None if it can.
 
-    Args:
-        node: any node; placeholders, outputs, `get_attr`, host scalars and arguments are never in the way.
-        device: where the graph is captured.
-        unsafe_ops: operators that the user keeps out, `"ns::op"` or `"ns::op.overload"`.
-        gm: holds the nested graphs that the node refers to; default: the node's own module.
-        collectives: whether collectives may be captured.
-        quantised: `quantised_nodes` of the node's graph, for who asks of many; default: found anew.
+    Placeholders, outputs, `get_attr`, host scalars and arguments are never in the way. `gm` holds the nested graphs that
+    the node refers to; by default the node's own module.
     """
     if node.target is operator.getitem:
         parent = node.args[0]
         if not isinstance(parent, fx.Node) or parent.op != "call_function":
             return None
         return why_not_capturable(
-            parent,
-            device,
-            unsafe_ops=unsafe_ops,
-            gm=gm,
-            collectives=collectives,
-            quantised=quantised,
+            parent, device, unsafe_ops=unsafe_ops, gm=gm, collectives=collectives
         )
-    if node.op in ("placeholder", "output", "get_attr"):
-        return None
-    if values.is_host_scalar(node) or is_argument(node):
+    if is_passive(node):
         return None
     holder = gm or node.graph.owning_module
-    query = _Query(node, device, unsafe_ops, holder, collectives, quantised)
+    query = _Query(node, device, unsafe_ops, holder, collectives)
     for rule in _RULES:
         found = rule(query)
         if found is not None:
@@ -132,31 +127,26 @@ def why_not_capturable(
 
 
 def _fix(query: _Query, code: str) -> str:
-    """What to do about the operator itself where that is known, else about all that have the same reason."""
+    """Return what to do about the operator itself where that is known, else about all that have the same reason."""
     name = _short_name(query.op) if isinstance(query.op, torch._ops.OpOverload) else ""
-    if code in op_tables.OPERATOR_CODES or name == "lift_fresh_copy":
-        if name == "_linalg_check_errors":
-            return _without_the_check(values.argument(query.node, "api_name"))
-        return op_tables.OPERATOR_FIXES.get(name, op_tables.FIXES[code])
-    return op_tables.FIXES[code]
-
-
-def _without_the_check(checked: object) -> str:
-    """What to do about a check of what a function of `torch.linalg` found."""
-    name = f"{checked}".removeprefix("torch.").replace(".", "_") + "_ex"
-    if name in op_tables.SYNCS:
-        return op_tables.OPERATOR_FIXES[name]
-    return f"use torch.{name.replace('_', '.', 1)}, which does not check"
+    if code not in op_tables.OPERATOR_CODES and name != "lift_fresh_copy":
+        return op_tables.FIXES[code]
+    if name == "_linalg_check_errors":
+        checked = f"{values.argument(query.node, 'api_name')}".removeprefix("torch.")
+        name = f"{checked.replace('.', '_')}_ex"
+        if name not in op_tables.SYNCS:
+            return f"use torch.{checked}_ex, which does not check"
+    return op_tables.OPERATOR_FIXES.get(name, op_tables.FIXES[code])
 
 
 def op_name(node: fx.Node) -> str:
-    """What a node calls, as messages name it."""
+    """Return what a node calls, as messages name it."""
     op = values.called(node)[0]
     name = values.hop_name(node)
     if name is not None:
         return name if op is node.target else f"{name}({op})"
     if isinstance(op, torch._ops.OpOverload) or node.op != "call_function":
-        return stand_ins.user_name(op) or str(op)
+        return user_name(op) or str(op)
     return getattr(op, "__name__", str(op))
 
 
@@ -175,11 +165,9 @@ def _listed_by_user(query: _Query) -> _Found:
     return None
 
 
-def _proven(query: _Query) -> _Found:
-    return query.node.meta.get(PROVEN)
-
-
-def _python_call(query: _Query) -> _Found:
+def _by_kind(query: _Query) -> _Found:
+    if PROVEN in query.node.meta:
+        return query.node.meta[PROVEN]
     known = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
     if query.node.op == "call_function" and isinstance(query.op, known):
         return None
@@ -190,27 +178,17 @@ def _tagged(query: _Query) -> _Found:
     op = query.op
     if not isinstance(op, torch._ops.OpOverload):
         return None
-    if stand_ins.user_name(op) is not None:
-        return (
-            "opaque_autograd",
-            "its autograd formula can't be traced: it may read data on the host",
-        )
+    if user_name(op) is not None:
+        detail = "its autograd formula can't be traced: it may read data on the host"
+        return "opaque_autograd", detail
     if torch.Tag.cudagraph_unsafe in op.tags:
         return "cudagraph_unsafe", "the operator is tagged cudagraph_unsafe"
     if torch.Tag.data_dependent_output in op.tags:
         return "host_read", "the host reads a tensor's data and waits for the device"
-    if torch.Tag.dynamic_output_shape in op.tags and not _has_fixed_shape(query):
-        return "dynamic_shape", "the size of its result depends on the data"
+    if torch.Tag.dynamic_output_shape in op.tags and _short_name(op) not in op_tables.INDEXING:
+        if values.argument(query.node, "output_size") is None:
+            return "dynamic_shape", "the size of its result depends on the data"
     return None
-
-
-def _has_fixed_shape(query: _Query) -> bool:
-    """Whether an operator tagged with a dynamic shape has a fixed one for these arguments."""
-    assert isinstance(query.op, torch._ops.OpOverload)
-    name = _short_name(query.op)
-    if name == "repeat_interleave":
-        return values.argument(query.node, "output_size") is not None
-    return name in op_tables.INDEXING
 
 
 def _by_name(query: _Query) -> _Found:
@@ -224,8 +202,85 @@ def _by_name(query: _Query) -> _Found:
         return "host_state", "it changes what the host knows, which a replay does not do again"
     if name in op_tables.SYNCS or str(op) in op_tables.SYNCS:
         return "host_sync", "its implementation waits for the device or copies to the host"
-    detail = why_it_syncs(name, query.node)
+    detail = _ARGUMENTS_THAT_SYNC.get(name, lambda _: None)(query.node)
     return None if detail is None else ("host_sync", detail)
+
+
+def _tensor(node: fx.Node, argument: str) -> torch.Tensor | None:
+    value = values.argument(node, argument)
+    found = value.meta.get("val") if isinstance(value, fx.Node) else None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _histc(node: fx.Node) -> str | None:
+    if values.argument(node, "min") == values.argument(node, "max"):
+        return "without a range it reads the smallest and largest value on the host"
+    return None
+
+
+def _grouped_mm(node: fx.Node) -> str | None:
+    if any(t.dtype != torch.bfloat16 for t in values.tensors(node)):
+        return "it reads the group offsets on the host unless the type is bfloat16"
+    return None
+
+
+def _mode(node: fx.Node) -> str | None:
+    x, dim = _tensor(node, "self"), values.argument(node, "dim")
+    if x is None or x.dim() == 0 or not isinstance(dim, int):
+        return None
+    size = x.size(dim)
+    if isinstance(size, int) and size > _MODE_SLICE:
+        return f"it counts slices of more than {_MODE_SLICE} elements on the host"
+    return None
+
+
+def _isin(node: fx.Node) -> str | None:
+    elements, tests = _tensor(node, "elements"), _tensor(node, "test_elements")
+    if elements is None or tests is None or values.argument(node, "assume_unique"):
+        return None
+    sizes = elements.numel(), tests.numel()
+    if all(isinstance(n, int) for n in sizes) and sizes[1] >= 10 * sizes[0] ** 0.145:
+        return "it looks for many elements by making them unique, whose number the host reads"
+    return None
+
+
+def _given(argument: str, detail: str) -> Callable[[fx.Node], str | None]:
+    return lambda node: detail if values.argument(node, argument) else None
+
+
+def _reads(*arguments: str) -> Callable[[fx.Node], str | None]:
+    def rule(node: fx.Node) -> str | None:
+        for argument in arguments:
+            tensor = _tensor(node, argument)
+            if tensor is not None and tensor.device.type != "cpu":
+                return f"it reads {argument} on the host"
+        return None
+
+    return rule
+
+
+_CHECKS = _given("check_errors", "with check_errors it reads on the host what failed")
+_ARGUMENTS_THAT_SYNC: dict[str, Callable[[fx.Node], str | None]] = {
+    "histc": _histc,
+    "_grouped_mm": _grouped_mm,
+    "searchsorted": _given("sorter", "it checks the sorter on the host"),
+    "linalg_cholesky_ex": _CHECKS,
+    "linalg_inv_ex": _CHECKS,
+    "linalg_lu_factor_ex": _CHECKS,
+    "_linalg_solve_ex": _CHECKS,
+    "mode": _mode,
+    "isin": _isin,
+    "masked_fill": _reads("value"),
+    "masked_fill_": _reads("value"),
+    "index_fill": _reads("value"),
+    "index_fill_": _reads("value"),
+    "linspace": _reads("start", "end"),
+    "logspace": _reads("start", "end"),
+}
+"""Operators that wait for the device with some arguments and not with others.
+
+Source: calls and captures of each on an H200 with torch 2.11; ATen's implementations, 2.11 to 2.15.
+"""
 
 
 def _bool_index(query: _Query) -> _Found:
@@ -263,7 +318,6 @@ def _nested_graph(query: _Query) -> _Found:
     if not bodies:
         return "nested_graph", "its nested graph was not found"
     for body in bodies:
-        quantised = quantised_nodes(body.graph)
         for inner in body.graph.nodes:
             reason = why_not_capturable(
                 inner,
@@ -271,7 +325,6 @@ def _nested_graph(query: _Query) -> _Found:
                 unsafe_ops=query.unsafe_ops,
                 gm=body,
                 collectives=query.collectives,
-                quantised=quantised,
             )
             if reason is not None:
                 return "nested_graph", f"inside it, {reason.op}: {reason.detail}"
@@ -298,10 +351,8 @@ def _devices(query: _Query) -> _Found:
     makes = [t for t in query.outputs if not _on(t, query.device)]
     for tensor in (*reads, *makes):
         if tensor.device.type != "cpu":
-            return (
-                "other_device",
-                f"it uses a tensor on {tensor.device}, the graph is on {query.device}",
-            )
+            detail = f"it uses a tensor on {tensor.device}, the graph is on {query.device}"
+            return "other_device", detail
     if not reads and not makes:
         return None
     on_device = any(_on(t, query.device) for t in (*query.inputs, *query.outputs))
@@ -314,29 +365,23 @@ def _devices(query: _Query) -> _Found:
     if query.node.meta.get(LIFTED):
         return "lifted", "it copies a CPU scalar to the device, so that what reads it is captured"
     if isinstance(query.op, torch._ops.OpOverload) and _short_name(query.op) in op_tables.COPIES:
-        return (
-            "host_to_device",
-            "it copies from CPU memory, which has to be pinned and stay in place",
-        )
+        detail = "it copies from CPU memory, which has to be pinned and stay in place"
+        return "host_to_device", detail
     if all(tensor.dim() == 0 for tensor in reads):
         return "cpu_scalar", "it reads a CPU scalar tensor, whose value a recording would freeze"
     return "cpu_tensor", "it reads a tensor on the CPU"
 
 
 def _layouts(query: _Query) -> _Found:
-    quantised = query.quantised
-    if quantised is None:
-        quantised = quantised_nodes(query.node.graph)
-    if query.node in quantised:
+    quantised = _facts_of(query.node.graph).quantised
+    if query.node.name in quantised:
         return "layout", "it makes a quantised tensor"
-    if not quantised.isdisjoint(query.node.all_input_nodes):
+    if not quantised.isdisjoint(arg.name for arg in query.node.all_input_nodes):
         return "layout", "it reads a quantised tensor"
     for tensor in (*query.inputs, *query.outputs):
         if tensor.layout != torch.strided:
-            return (
-                "layout",
-                f"it uses a tensor of layout {str(tensor.layout).removeprefix('torch.')}",
-            )
+            layout = str(tensor.layout).removeprefix("torch.")
+            return "layout", f"it uses a tensor of layout {layout}"
         if tensor.is_quantized:
             return "layout", f"it uses a quantised tensor ({_dtype(tensor)})"
         if tensor.is_nested:
@@ -346,16 +391,10 @@ def _layouts(query: _Query) -> _Found:
     return None
 
 
-def _scalars(query: _Query) -> Iterator[fx.Node]:
-    return (arg for arg in query.node.all_input_nodes if values.is_scalar(arg))
-
-
 def _made_by(node: fx.Node, symbol: sympy.Symbol) -> str:
-    """What made a size: the same words for every size that one place makes, whatever tracing calls it."""
-    maker = size_maker(node, symbol)
-    if maker is None or maker is node:
-        return ""
-    return f", which {op_name(maker)}{place_of(maker)} made"
+    """Return which operator made a size: the same words for every size that one place makes."""
+    maker, text = _facts_of(node.graph).makers.get(symbol, ("", ""))
+    return "" if maker == node.name else text
 
 
 def _unbacked(query: _Query) -> _Found:
@@ -363,7 +402,7 @@ def _unbacked(query: _Query) -> _Found:
         symbols = values.unbacked_symbols(node)
         if symbols and values.tensors(node):
             return "unbacked_size", f"a size depends on data{_made_by(query.node, symbols[0])}"
-    for scalar in _scalars(query):
+    for scalar in filter(values.is_scalar, query.node.all_input_nodes):
         if values.unbacked_symbols(scalar):
             return "host_scalar", f"it gets the number {scalar.name}, which depends on data"
         if isinstance(scalar.meta["val"], (float, torch.SymFloat)):
@@ -371,31 +410,86 @@ def _unbacked(query: _Query) -> _Found:
     return None
 
 
-def _no_tensors(query: _Query) -> _Found:
-    if query.inputs or query.outputs:
-        return None
-    return "host_only", "it reads and makes no tensors, so nothing of it runs on the device"
-
-
-def _registered(query: _Query) -> _Found:
-    if query.collectives or not values.is_collective(query.node):
-        return None
-    return (
-        "expandable_segments",
-        "NCCL would register its buffers, which lie in expandable segments: that corrupts memory",
-    )
-
-
-def _torch_says_no(query: _Query) -> _Found:
+def _last_of_all(query: _Query) -> _Found:
+    if not query.inputs and not query.outputs:
+        return "host_only", "it reads and makes no tensors, so nothing of it runs on the device"
+    if not query.collectives and values.is_collective(query.node):
+        why = "NCCL would register its buffers, which lie in expandable segments: that corrupts memory"
+        return "expandable_segments", why
     if torch_private.is_cudagraph_unsafe(query.node):
         return "torch_unsafe", "torch lists it as unsafe for CUDA graphs"
     return None
 
 
+@dataclass(frozen=True)
+class _GraphFacts:
+    """What takes a walk over a graph, and every node of it is asked about in turn; names, not nodes: those would hold the graph."""
+
+    num_nodes: int
+    quantised: frozenset[str]
+    """See `quantised_nodes`."""
+    makers: Mapping[sympy.Symbol, tuple[str, str]]
+    """The node that made each size that depends on data, and what messages say of it."""
+
+
+_known: Final[weakref.WeakKeyDictionary[fx.Graph, _GraphFacts]] = weakref.WeakKeyDictionary()
+
+
+def _facts_of(graph: fx.Graph) -> _GraphFacts:
+    known = _known.get(graph)
+    if known is None or known.num_nodes != len(graph.nodes):
+        makers: dict[sympy.Symbol, tuple[str, str]] = {}
+        for node in graph.nodes:
+            for symbol in values.unbacked_symbols(node):
+                makers.setdefault(symbol, (node.name, _made(node)))
+        known = _known[graph] = _GraphFacts(len(graph.nodes), quantised_nodes(graph), makers)
+    return known
+
+
+def _made(node: fx.Node) -> str:
+    if node.op != "call_function":
+        return ""
+    line = user_line(node)
+    place = "" if line is None else f" at {line.partition(': ')[0]}"
+    return f", which {op_name(node)}{place} made"
+
+
+def quantised_nodes(graph: fx.Graph) -> frozenset[str]:
+    """Return the names of the nodes whose values are quantised or lie in a quantised one: what quantises, and what follows from it.
+
+    The fake tensor that stands for a quantised one does not say so: it is a plain tensor, of the type that was
+    quantised. Source: torch/_subclasses/fake_tensor.py and meta kernels, 2.11 to 2.15.
+    """
+    found = {
+        node: None
+        for target in _quantising_overloads()
+        for node in graph.find_nodes(op="call_function", target=target)
+    }
+    waiting = list(found)
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in found and user.op == "call_function" and _may_be_quantised(user):
+                found[user] = None
+                waiting.append(user)
+    return frozenset(node.name for node in found)
+
+
+def _may_be_quantised(node: fx.Node) -> bool:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and _short_name(target) in op_tables.DEQUANTISING:
+        return False
+    return any(tensor.is_floating_point() for tensor in values.tensors(node))
+
+
+@functools.cache
+def _quantising_overloads() -> tuple[torch._ops.OpOverload, ...]:
+    packets = [getattr(torch.ops.aten, name) for name in sorted(op_tables.QUANTISING)]
+    return tuple(getattr(packet, name) for packet in packets for name in packet.overloads())
+
+
 _RULES: tuple[Callable[[_Query], _Found], ...] = (
     _listed_by_user,
-    _proven,
-    _python_call,
+    _by_kind,
     _tagged,
     _by_name,
     _bool_index,
@@ -404,7 +498,5 @@ _RULES: tuple[Callable[[_Query], _Found], ...] = (
     _devices,
     _layouts,
     _unbacked,
-    _no_tensors,
-    _registered,
-    _torch_says_no,
+    _last_of_all,
 )

@@ -1,4 +1,4 @@
-"""Whether an operator that is called draws random numbers; `values.is_random` is the same for nodes."""
+"""Calls of operators that draw random numbers; `values.is_random` is the same for nodes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,19 +7,13 @@ import torch
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of an operator draws random numbers: dropout that drops nothing doesn't."""
+    """Tell if a call of an operator draws random numbers: dropout that drops nothing doesn't."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
     names = (argument.name for argument in func._schema.arguments)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if given.get("train", True) is False:
         return False
-    return "0.0" not in (
-        str(given.get("p")),
-        str(given.get("dropout_p", 0.0 if _optional(func) else None)),
-    )
-
-
-def _optional(func: Any) -> bool:
-    """Whether `dropout_p` may be left out, which means 0."""
-    return any(a.name == "dropout_p" and a.has_default_value() for a in func._schema.arguments)
+    optional = any(a.name == "dropout_p" and a.has_default_value() for a in func._schema.arguments)
+    dropout = given.get("dropout_p", 0.0 if optional else None)
+    return "0.0" not in (str(given.get("p")), str(dropout))

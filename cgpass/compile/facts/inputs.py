@@ -25,17 +25,15 @@ def input_infos(
     pooled: Collection[str] = (),
     names: Mapping[str, str] | None = None,
 ) -> tuple[InputInfo, ...]:
-    """One `InputInfo` a placeholder of `gm`, in order.
+    """Return one `InputInfo` a placeholder of `gm`, in order.
 
-    Args:
-        gm: a whole graph or a partition of one.
-        static: positions of the placeholders that keep their address.
-        pooled: names of the placeholders that a captured partition made.
-        names: what the user calls a placeholder, by its name; default: that name.
+    `static` are positions of those that keep their address, `pooled` names of those that a captured partition made,
+    `names` what the user calls them.
     """
     known = names or {}
     placeholders = gm.graph.find_nodes(op="placeholder")
-    written = _written_placeholders(gm)
+    # Another placeholder that aliases a written one is none: each has a copy of its own, and only one has the new value.
+    written = {_base(arg) for node in gm.graph.nodes for arg in values.mutated_inputs(node)}
     strided = _strided_placeholders(gm)
     seeds = seed_positions(gm)
     resized = _resized_placeholders(placeholders)
@@ -43,7 +41,7 @@ def input_infos(
         InputInfo(
             name=known.get(node.name, node.name),
             kind=_kind(node, is_static=index in static, is_pooled=node.name in pooled),
-            line=_first_line(node),
+            line=next(filter(None, map(user_line, node.users)), None),
             mutated=node in written,
             is_seed=index in seeds,
             whole_storage=node in strided,
@@ -78,15 +76,6 @@ def _kind(node: fx.Node, *, is_static: bool, is_pooled: bool) -> InputKind:
     return InputKind.POOLED if is_pooled else InputKind.COPIED
 
 
-def _written_placeholders(gm: fx.GraphModule) -> frozenset[fx.Node]:
-    """The placeholders that something in the graph writes, itself or through a view made in the graph.
-
-    Another placeholder that aliases one of them is none: each has a copy of its own, and only one has the new value.
-    """
-    targets = (t for node in gm.graph.nodes for t in values.mutated_inputs(node))
-    return frozenset(_base(target) for target in targets)
-
-
 def _strided_placeholders(gm: fx.GraphModule) -> frozenset[fx.Node]:
     """The placeholders of which something reads or writes other places of their storage than their own elements."""
     found: list[fx.Node] = []
@@ -101,11 +90,7 @@ def _strided_placeholders(gm: fx.GraphModule) -> frozenset[fx.Node]:
 
 
 def _resized_placeholders(placeholders: Sequence[fx.Node]) -> frozenset[fx.Node]:
-    """The tensors with symbols in their layouts that are no inputs themselves.
-
-    AOTAutograd hands on sizes of what the user gives; those within a subclass that wraps tensors, such as the total length
-    of a jagged one, only from some version on.
-    """
+    """Return the tensors with symbols in their layouts that are no inputs themselves, as a jagged one's total length on 2.11."""
     numbers = [n.meta["val"] for n in placeholders if isinstance(n.meta.get("val"), torch.SymInt)]
     told = {number.node.expr for number in numbers}
     tensors = (n for n in placeholders if isinstance(n.meta.get("val"), torch.Tensor))
@@ -113,7 +98,7 @@ def _resized_placeholders(placeholders: Sequence[fx.Node]) -> frozenset[fx.Node]
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """What a node is a view of."""
+    """Return what a node is a view of."""
     while node.op != "placeholder":
         keys = values.storage_keys(node)
         bases = (n for n in node.all_input_nodes if keys & values.storage_keys(n))
@@ -122,8 +107,3 @@ def _base(node: fx.Node) -> fx.Node:
             return node
         node = base
     return node
-
-
-def _first_line(node: fx.Node) -> str | None:
-    lines = (user_line(user) for user in node.users)
-    return next((line for line in lines if line is not None), None)

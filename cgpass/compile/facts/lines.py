@@ -33,22 +33,13 @@ def function_name(name: str) -> str:
 
 
 def user_line(node: fx.Node) -> str | None:
-    """Where the user wrote what a node does: `model.py:41 in forward: code`.
-
-    The innermost frame of the node's stack trace that isn't torch's own. Where there is none, as in a
-    `torch.nn.Sequential`, the innermost module: `module layers.0 (Linear)`.
-    """
+    """Return where the user wrote what a node does: `model.py:41 in forward: code`, or else `module layers.0 (Linear)`."""
     found = None
     for place, source in _user_frames(node):
         found = f"{place}: {source}" if source else place
-    return _module_line(node) if found is None else found
-
-
-def _module_line(node: fx.Node) -> str | None:
-    """The innermost module that a node is of, `module layers.0 (Linear)`."""
     stack = _modules(node)
-    if not stack:
-        return None
+    if found is not None or not stack:
+        return found
     path, kind = stack[-1]
     path = _ROOT.sub("", path)
     return f"module {path} ({_class_name(kind)})" if path else f"module {_class_name(kind)}"
@@ -75,16 +66,16 @@ def spans(gm: fx.GraphModule) -> str | None:
 
 
 def begins_at(gm: fx.GraphModule) -> str | None:
-    """Where the user's function begins that Dynamo made a graph of: `model.py:41 in forward`.
+    """Return where the user's function begins that Dynamo made a graph of: `model.py:41 in forward`.
 
-    The outermost frame that isn't torch's own, nor a decorator's, of the first node that has one. Where there is none,
-    as in a `torch.nn.Sequential`, the outermost module: `module Sequential`. If that was compiled in place, torch names
-    its layers only: `modules Linear to Tanh`.
+    Decorators' frames are passed over. Where there is none, as in a `torch.nn.Sequential`, the outermost module: `module
+    Sequential`. If that was compiled in place, torch names its layers only: `modules Linear to Tanh`.
     """
     for node in gm.graph.nodes:
         frames = list(_user_frames(node))
         for place, code in frames:
-            if place is frames[-1][0] or not _is_wrapper(place, code):
+            hands_on = _WRAPPER.search(place) and _HANDS_ON.search(code)  # as a decorator does
+            if place is frames[-1][0] or not hands_on:
                 return place
     outermost = list(
         dict.fromkeys(found[0] for node in gm.graph.nodes if (found := _modules(node)))
@@ -104,11 +95,6 @@ def _torchs_own(node: fx.Node) -> str | None:
         return None
     file = os.path.relpath(match["file"], _TORCH_ROOT).replace(os.sep, "/")
     return f"torch/{file}:{match['line']} in {function_name(match['name'].strip())}"
-
-
-def _is_wrapper(place: str, code: str) -> bool:
-    """Whether a frame is that of a decorator, which hands on all that it was given."""
-    return _WRAPPER.search(place) is not None and _HANDS_ON.search(code) is not None
 
 
 def _user_frames(node: fx.Node) -> Iterator[tuple[str, str]]:

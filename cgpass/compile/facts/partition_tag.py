@@ -15,11 +15,7 @@ REASON_KEY = "cgpass_reason"
 
 @dataclass(frozen=True)
 class PartitionTag:
-    """A node's partition.
-
-    Placeholders, the output, `get_attr` nodes and host scalars carry no tag: the last two are
-    copied into every partition that uses them.
-    """
+    """A node's partition. Placeholders, the output, `get_attr` nodes and host scalars have none: they are where they are used."""
 
     index: int
     """Position of the partition among all partitions of its graph, captured and eager alike."""

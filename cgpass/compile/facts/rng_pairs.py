@@ -33,16 +33,7 @@ POSITIONS = "cgpass_rng_positions"
 
 
 def save_random_ops(joint: fx.GraphModule, *, nested: bool, also: Iterable[fx.Node] = ()) -> int:
-    """Mark what draws and can have no pair, so that the split saves it. See Note [Random operators that are saved].
-
-    Args:
-        joint: A joint graph before its split.
-        nested: Whether it is the body of a region, where nothing has a pair.
-        also: What else is to be saved.
-
-    Returns:
-        The number of marked operators.
-    """
+    """Have the split save what draws and can have no pair, in a `nested` body all. See Note [Random operators that are saved]."""
     found = [n for n in joint.graph.nodes if _draws(n) if nested or _needs_saving(n)]
     found += also
     for node in found:
@@ -51,13 +42,13 @@ def save_random_ops(joint: fx.GraphModule, *, nested: bool, also: Iterable[fx.No
 
 
 def recomputed_random_ops(joint: fx.GraphModule) -> list[fx.Node]:
-    """What a checkpoint has the backward of a joint graph draw again, as things are marked."""
+    """Return what a checkpoint has the backward of a joint graph draw again, as things are marked."""
     recomputed = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
     return [n for n in joint.graph.nodes if _draws(n) and n.meta.get("recompute") in recomputed]
 
 
 def runs_on(node: fx.Node, device_type: str) -> bool:
-    """Whether a node's result lies on a type of device."""
+    """Tell if a node's result lies on a type of device."""
     return any(value.device.type == device_type for value in values.tensors(node)[:1])
 
 
@@ -72,16 +63,7 @@ def _save(node: fx.Node) -> None:
 def require_drawn_once(
     fw: fx.GraphModule, bw: fx.GraphModule, saved: Iterable[fx.Node] = ()
 ) -> None:
-    """Raise if something that can have no pair draws in both graphs after all.
-
-    Args:
-        fw: The forward graph.
-        bw: The backward graph.
-        saved: What else the split was to save, of the joint graph.
-
-    Raises:
-        CheckpointError: It does.
-    """
+    """Raise `CheckpointError` if something that can have no pair, or is among `saved`, draws in both graphs after all."""
     names = {node.name for node in saved}
     drawn = bw.graph.nodes
     again = {n.name for n in drawn if _needs_saving(n) or (_draws(n) and n.name in names)}
@@ -96,15 +78,10 @@ def require_drawn_once(
 
 
 def pair_random_ops(fw: fx.GraphModule, bw: fx.GraphModule, num_fwd_outputs: int) -> int:
-    """Mark what both graphs draw, and have the forward save its positions.
+    """Mark what both graphs draw, have the forward save its positions, and return the number of pairs.
 
-    Args:
-        fw: The forward graph; its outputs after the first `num_fwd_outputs` are saved for the backward.
-        bw: The backward graph: symbolic sizes, saved tensors, then tangents.
-        num_fwd_outputs: How many of the forward's outputs are AOTAutograd's.
-
-    Returns:
-        The number of pairs, in order of the forward.
+    What the forward returns after its first `num_fwd_outputs` is saved; the backward gets symbolic sizes, saved tensors,
+    then tangents.
     """
     again = {node.name: node for node in bw.graph.nodes if _can_pair(node)}
     pairs = [(node, again[node.name]) for node in fw.graph.nodes if node.name in again]
@@ -131,7 +108,7 @@ def _can_pair(node: fx.Node) -> bool:
 
 
 def _needs_saving(node: fx.Node) -> bool:
-    """Whether a higher-order operator draws, and not from a state that it is given or gives.
+    """Tell if a higher-order operator draws, and not from a state that it is given or gives.
 
     DTensor's is given places, no state: it moves the default generator of its device.
     """

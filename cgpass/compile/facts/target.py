@@ -17,7 +17,7 @@ class Target:
 
     @property
     def driver(self) -> str | None:
-        """What records it there, "cuda" or "simulated"; None if nothing does."""
+        """Return what records it there, "cuda" or "simulated"; None if nothing does."""
         if not self.records:
             return None
         return "cuda" if self.device.type == "cuda" else "simulated"
@@ -28,12 +28,7 @@ def _skipped(why: str) -> Target:
 
 
 def find_target(gm: fx.GraphModule, driver: str) -> Target:
-    """Choose the device that a graph is captured on.
-
-    Args:
-        gm: A graph with fake tensors in `meta["val"]`.
-        driver: The option.
-    """
+    """Choose the device that a graph with fake tensors in `meta["val"]` is captured on."""
     found = devices(gm)
     cuda = sorted((d for d in found if d.type == "cuda"), key=str)
     others = sorted({d.type for d in found} - {"cuda", "cpu", "meta"})

@@ -16,10 +16,9 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def graph_text(gm: fx.GraphModule) -> str:
-    """One line a node, `name: dtype[shape]@device = target(args)`.
+    """Return one line a node, `name: dtype[shape]@device = target(args)`, with `# captured_<i>` or `# eager_<i>` behind it.
 
-    A node in a partition ends with `# captured_<i>` or `# eager_<i>`. The graphs that a graph calls
-    or refers to follow, indented below their name.
+    The graphs that a graph calls or refers to follow, indented below their name.
     """
     rename = _symbol_names()
     return "\n".join(_lines(gm, rename))

@@ -56,7 +56,7 @@ def hop_name(node: fx.Node) -> str | None:
 
 
 def called(node: fx.Node) -> tuple[object, tuple[object, ...], Mapping[str, object]]:
-    """What a node calls, with which arguments: inside a wrapper that runs one operator, that one."""
+    """Return what a node calls, with which arguments: inside a wrapper that runs one operator, that one."""
     at = _OPERATOR_WRAPPERS.get(hop_name(node) or "")
     if at is not None and len(node.args) > at:
         kwargs = {k: v for k, v in node.kwargs.items() if k != "rng_state"}
@@ -65,10 +65,7 @@ def called(node: fx.Node) -> tuple[object, tuple[object, ...], Mapping[str, obje
 
 
 def bodies(node: fx.Node, gm: fx.GraphModule | None = None) -> tuple[fx.GraphModule, ...]:
-    """The nested graphs that a higher-order operator gets as arguments.
-
-    `gm` holds them, by default the node's own module.
-    """
+    """Return the nested graphs that a higher-order operator gets as arguments; `gm` holds them, else the node's own module."""
     owner = gm or node.graph.owning_module
     if hop_name(node) is None or owner is None:
         return ()
@@ -82,7 +79,7 @@ def bodies(node: fx.Node, gm: fx.GraphModule | None = None) -> tuple[fx.GraphMod
 
 
 def attribute(gm: torch.nn.Module, path: str) -> object:
-    """What `gm` holds at a dotted path, None where there is nothing."""
+    """Return what `gm` holds at a dotted path, None where there is nothing."""
     found: object = gm
     for part in path.split("."):
         found = getattr(found, part, None)
@@ -90,7 +87,7 @@ def attribute(gm: torch.nn.Module, path: str) -> object:
 
 
 def graph_outputs(gm: fx.GraphModule) -> tuple[Any, ...]:
-    """What a graph that returns a tuple returns: nodes and constants."""
+    """Return what a graph that returns a tuple returns: nodes and constants."""
     results: Any = gm.graph.output_node().args[0]
     return tuple(results)
 
@@ -102,15 +99,14 @@ def num_ops(gm: fx.GraphModule) -> int:
 
 
 def is_scalar(node: fx.Node) -> bool:
-    """Whether a node's value is one number, symbolic or not."""
+    """Tell if a node's value is one number, symbolic or not."""
     return isinstance(node.meta.get("val"), _SCALARS)
 
 
 def is_host_scalar(node: fx.Node) -> bool:
-    """Whether a node computes a number on the host without reading any tensor's data.
+    """Tell if a node computes a number on the host without reading any tensor's data: it can be repeated anywhere.
 
-    `sym_size` and arithmetic on symbolic integers are, `item()` and custom operators that turn a
-    tensor into a number are not. Such a node costs nothing and can be repeated anywhere.
+    `sym_size` and arithmetic on symbolic integers do, `item()` and custom operators that return a number don't.
     """
     if node.op != "call_function" or not is_scalar(node) or hop_name(node) is not None:
         return False
@@ -125,7 +121,7 @@ def is_host_scalar(node: fx.Node) -> bool:
 
 
 def has_nested_ints(gm: fx.GraphModule) -> bool:
-    """Whether a graph gets sizes that stand for the offsets of a jagged tensor: new offsets, another size."""
+    """Tell if a graph gets sizes that stand for the offsets of a jagged tensor: new offsets, another size."""
     found = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
     return any(isinstance(v, torch.SymInt) and v.node.is_nested_int() for v in found)
 
@@ -149,11 +145,7 @@ def hint(size: int | torch.SymInt) -> int:
 
 
 def output_bytes(node: fx.Node) -> int:
-    """The bytes of the storages that a node allocates for its outputs.
-
-    Views, results written in place and `getitem` cost nothing; symbolic sizes count by the values
-    they had while tracing.
-    """
+    """Return the bytes that a node allocates for its outputs, symbolic sizes by their values while tracing; views cost nothing."""
     if node.op != "call_function" or node.target is operator.getitem:
         return 0
     seen = {key for arg in node.all_input_nodes for key in storage_keys(arg)}
@@ -170,10 +162,9 @@ def _nodes(value: object) -> Iterator[fx.Node]:
 
 
 def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The argument nodes that a node writes to, by its schema.
+    """Return the argument nodes that a node writes to, by its schema.
 
-    Operators without a schema count as writing to every tensor they could: a Triton kernel to all
-    its tensors, a nested graph to all operands if anything in it writes to one of its inputs.
+    A Triton kernel counts as writing to all its tensors, a nested graph to all operands if it writes to one of its inputs.
     """
     if isinstance(node.target, torch._ops.OpOverload):
         found = _written_by_schema(node, node.target._schema)
@@ -210,7 +201,7 @@ def _writes_inputs(body: fx.GraphModule) -> bool:
 
 
 def argument(node: fx.Node, name: str) -> object:
-    """What a node passes for the argument `name`: its default if left out, None if unknown."""
+    """Return what a node passes for the argument `name`: its default if left out, None if unknown."""
     target, args, kwargs = called(node)
     if not isinstance(target, torch._ops.OpOverload):
         return kwargs.get(name)
@@ -223,10 +214,7 @@ def argument(node: fx.Node, name: str) -> object:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers, so that its order among such nodes matters.
-
-    Attention with a dropout of zero carries the same tag as with one and draws nothing.
-    """
+    """Tell if a node draws random numbers, so that its order among such nodes matters; attention without dropout doesn't."""
     if hop_name(node) in RANDOM_HOPS:
         return True
     target, _, _ = called(node)
@@ -239,17 +227,14 @@ def is_random(node: fx.Node) -> bool:
 
 
 def is_inductor_random(node: fx.Node) -> bool:
-    """Whether only kernels that Inductor makes compute a node's random numbers.
-
-    Wrappers that save or set the generator's state around an operator run it as an aten operator everywhere.
-    """
+    """Tell if only kernels that Inductor makes compute a node's random numbers."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name in op_tables.INDUCTOR_RANDOM
     return any(is_inductor_random(inner) for body in bodies(node) for inner in body.graph.nodes)
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node communicates between processes, so that its order among such nodes matters."""
+    """Tell if a node communicates between processes, so that its order among such nodes matters."""
     target, _, _ = called(node)
     if isinstance(target, torch._ops.OpOverload):
         return (
@@ -260,7 +245,7 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def starts_collective(node: fx.Node) -> bool:
-    """Whether a node returns results that are not there before something waits for them."""
+    """Tell if a node returns results that are not there before something waits for them."""
     target = node.target
     return (
         isinstance(target, torch._ops.OpOverload)
@@ -270,11 +255,7 @@ def starts_collective(node: fx.Node) -> bool:
 
 
 def has_side_effect(node: fx.Node) -> bool:
-    """Whether a node does more than compute its outputs and must not be dropped or swapped.
-
-    It writes to an input, returns nothing, or runs host code. Drawing random numbers and
-    communicating have questions of their own, `is_random` and `is_collective`.
-    """
+    """Tell if a node writes to an input, returns nothing or runs host code; random numbers and collectives don't count."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     if hop_name(node) in _EFFECT_HOPS or mutated_inputs(node):
@@ -295,10 +276,7 @@ def _symbolic(values: Iterable[object]) -> Iterator[object]:
 
 
 def free_symbols(node: fx.Node) -> tuple[sympy.Symbol, ...]:
-    """The symbols in a node's value: shapes, strides and offsets of tensors, symbolic numbers.
-
-    Ordered by first appearance, by name within one expression.
-    """
+    """Return the symbols in a node's value, in sizes, strides, offsets and numbers, by first appearance, then by name."""
     found: dict[sympy.Symbol, None] = {}
     for value in _symbolic(tree_leaves(node.meta.get("val"))):
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -307,17 +285,23 @@ def free_symbols(node: fx.Node) -> tuple[sympy.Symbol, ...]:
     return tuple(found)
 
 
+def symbol_of(value: object) -> sympy.Symbol | None:
+    """Return the symbol that a value is, if it is just one."""
+    if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
+        return value.node.expr
+    return None
+
+
 def unbacked_symbols(node: fx.Node) -> tuple[sympy.Symbol, ...]:
     """The symbols in a node's value that depend on data, ordered as `free_symbols`."""
     value = node.meta.get("val")
     if value is None:
         return ()
-    symbolic = [v for v in tree_leaves(value) if _has_symbols(v)]
+    symbolic = [
+        leaf
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, _SCALARS)
+        or (isinstance(leaf, torch.Tensor) and torch_private.has_symbolic_sizes(leaf))
+    ]
     unbacked = free_unbacked_symbols(symbolic) if symbolic else ()
     return tuple(symbol for symbol in free_symbols(node) if symbol in unbacked) if unbacked else ()
-
-
-def _has_symbols(value: object) -> bool:
-    if isinstance(value, torch.Tensor):
-        return torch_private.has_symbolic_sizes(value)
-    return isinstance(value, _SCALARS)

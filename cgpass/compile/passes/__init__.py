@@ -14,24 +14,19 @@ from cgpass.options import Options
 
 
 def dynamo_passes() -> tuple[Pass, ...]:
-    """What Dynamo's graph goes through before AOTAutograd."""
+    """Return what Dynamo's graph goes through before AOTAutograd."""
     # Here, since AOTAutograd would trace the formulas.
     return (OpaqueAutograd(),)
 
 
 def rng_passes() -> tuple[Pass, ...]:
-    """What every graph goes through, captured or not."""
+    """Return what every graph goes through, captured or not."""
     # On its own, since a graph that runs plainly must repeat its forward's numbers, too, and give gradients apart.
     return (OwnGradients(), FunctionalizeRng())
 
 
 def graph_passes(options: Options, *, collectives: bool = True) -> tuple[Pass, ...]:
-    """What a forward, backward or inference graph goes through; leaves it tagged.
-
-    Args:
-        options: The user's.
-        collectives: Whether collectives may be captured.
-    """
+    """Return what a forward, backward or inference graph goes through; leaves it tagged."""
     return (
         # First, since every other pass goes by values.
         RngValues(),
@@ -49,13 +44,13 @@ def graph_passes(options: Options, *, collectives: bool = True) -> tuple[Pass, .
 
 
 def outline_passes() -> tuple[Pass, ...]:
-    """What a tagged graph of several partitions goes through."""
+    """Return what a tagged graph of several partitions goes through."""
     # On its own, since a graph that is one captured partition is compiled whole.
     return (Outline(),)
 
 
 def eager_passes() -> tuple[Pass, ...]:
-    """What an eager partition goes through, where Inductor compiles the captured ones."""
+    """Return what an eager partition goes through, where Inductor compiles the captured ones."""
     return (
         InductorRandom(),
         # Outlines what was tagged, as a partitioned graph's parts.

@@ -1,9 +1,9 @@
-"""What a pass is, and the runner that checks, times, logs and dumps each one."""
+"""What a pass is, and the runner that checks, times, logs and traces each one."""
 
 import abc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -28,8 +28,6 @@ class PassContext:
     stage: str
     """The stage's name, for messages and dumps."""
     direction: Direction
-    dump: Callable[[str, str], None] | None = None
-    """Called with a name and a graph's text before the first and after every pass."""
     trace_id: Any = None
     """What torch's trace lists the passes under, where no compilation runs."""
 
@@ -64,15 +62,7 @@ class Pass(abc.ABC):
 
 
 def run_passes(passes: Sequence[Pass], gm: fx.GraphModule, ctx: PassContext) -> PassResult:
-    """Run `passes` in order.
-
-    Args:
-        passes: What to run.
-        gm: The graph; may be rewritten in place.
-        ctx: Where the passes run.
-
-    Returns:
-        The last graph, whether any pass modified it, and all notes in order.
+    """Run `passes` in order on a graph, which may be rewritten in place.
 
     Raises:
         PassError: A pass raised or left an invalid graph; the cause is attached.
@@ -121,7 +111,7 @@ def _run_one(one: Pass, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
 
 
 class _Texts:
-    """Hands out a graph as text before the first pass and after each; to a trace, only what changed."""
+    """Adds a graph to torch's trace before the first pass and after each that changed it."""
 
     def __init__(self, ctx: PassContext) -> None:
         self._ctx = ctx
@@ -130,17 +120,10 @@ class _Texts:
         """Name and text of what was seen last; no name once it was traced."""
 
     def add(self, position: int, name: str, gm: fx.GraphModule) -> None:
-        ctx = self._ctx
-        if ctx.dump is None and not self._traced:
+        if not self._traced:
             return
-        text = graph_text(gm)
+        ctx, text = self._ctx, graph_text(gm)
         title = f"{ctx.stage}_{ctx.direction}_{position}_{name}"
-        if ctx.dump is not None:
-            ctx.dump(title, text)
-        if self._traced:
-            self._trace(title, text)
-
-    def _trace(self, title: str, text: str) -> None:
         if self._last is None:
             self._last = (title, text)
             return
@@ -148,6 +131,6 @@ class _Texts:
         if old == text:
             return
         if before:
-            tracing.add_text(before, lambda: old, self._ctx.trace_id)
-        tracing.add_text(title, lambda: text, self._ctx.trace_id)
+            tracing.add_text(before, lambda: old, ctx.trace_id)
+        tracing.add_text(title, lambda: text, ctx.trace_id)
         self._last = ("", text)

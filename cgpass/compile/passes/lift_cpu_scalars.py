@@ -51,11 +51,7 @@ _EXACT = frozenset(
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """What aten's kernels compute in, where that is another dtype."""
 
-_IN_WIDE = (
-    aten.add.Tensor,
-    aten.sub.Tensor,
-    aten.mul.Tensor,
-)
+_IN_WIDE = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor)
 """Operators whose kernels take a scalar on the host without rounding it to the other operand's dtype.
 
 Source: aten/src/ATen/native/cuda/Loops.cuh `opmath_gpu_kernel_with_scalars` and who calls it, 2.11.
@@ -100,7 +96,7 @@ class LiftCpuScalars(Pass):
     move: Callable[[torch.Tensor, torch.device], torch.Tensor] = move_constant
     """Moves a constant's values to the device."""
     aten_kernels: bool = False
-    """Whether aten's kernels run captured partitions, not Inductor's, which read scalars alike wherever they lie."""
+    """Set if aten's kernels run captured partitions, not Inductor's, which read scalars alike wherever they lie."""
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
         """Rewrite `gm` in place."""
@@ -114,16 +110,11 @@ class LiftCpuScalars(Pass):
 class _Lift:
     """One run over one graph."""
 
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        device: torch.device,
-        settings: LiftCpuScalars,
-    ) -> None:
+    def __init__(self, gm: fx.GraphModule, device: torch.device, settings: LiftCpuScalars) -> None:
         self._gm = gm
+        self._graph = gm.graph
         self._device = device
-        self._move = settings.move
-        self._aten_kernels = settings.aten_kernels
+        self._settings = settings
         self._lifted: dict[fx.Node, fx.Node] = {}
         self._order = {node: position for position, node in enumerate(gm.graph.nodes)}
         self._candidates: list[fx.Node] = []
@@ -138,14 +129,13 @@ class _Lift:
         found: dict[fx.Node, list[fx.Node]] = {}
         if self._device.type == "cpu":
             return found
-        for node in self._gm.graph.nodes:
+        for node in self._graph.nodes:
             scalars = [arg for arg in node.all_input_nodes if _is_cpu_tensor(arg)]
-            if not scalars or node.op != "call_function":
-                continue
-            reason = why_not_capturable(node, self._device, gm=self._gm)
-            if reason is not None and reason.code == "cpu_scalar":
-                for arg in scalars:
-                    found.setdefault(arg, []).append(node)
+            if scalars and node.op == "call_function":
+                reason = why_not_capturable(node, self._device, gm=self._gm)
+                if reason is not None and reason.code == "cpu_scalar":
+                    for arg in scalars:
+                        found.setdefault(arg, []).append(node)
         return found
 
     def copies(self) -> list[fx.Node]:
@@ -153,10 +143,10 @@ class _Lift:
         return [
             node
             for target in (aten._to_copy.default, prims.device_put.default)
-            for node in self._gm.graph.find_nodes(op="call_function", target=target)
+            for node in self._graph.find_nodes(op="call_function", target=target)
             if node.all_input_nodes  # not of a number
             and _is_cpu_tensor(node.all_input_nodes[0])
-            and self._is_on_device(node)
+            and all(t.device.type == self._device.type != "cpu" for t in values.tensors(node))
             and not node.meta.get(LIFTED)
         ]
 
@@ -168,83 +158,9 @@ class _Lift:
         lifted = self._lift(source, readers[0])
         for reader in readers:
             reader.replace_input_with(source, lifted)
-            if self._aten_kernels:
+            if self._settings.aten_kernels:
                 self._keep_bits(reader, lifted)
         return True
-
-    def _lift(self, source: fx.Node, reader: fx.Node) -> fx.Node:
-        """What stands for a CPU scalar on the device."""
-        if source in self._lifted:
-            return self._lifted[source]
-        value = _on(source.meta["val"], self._device)
-        constant = self._constant(source)
-        if constant is not None:
-            lifted = self._moved(constant, source, value)
-        elif _is_filled(source):
-            lifted = self._filled(source, value)
-        elif source.op != "placeholder" and self._is_argument(source):
-            args = {arg: self._lift(arg, source) for arg in source.all_input_nodes}
-            with self._gm.graph.inserting_after(source):
-                lifted = self._gm.graph.node_copy(source, args.__getitem__)
-            inherit_meta(lifted, source, value)
-        else:
-            lifted = self._copied(source, reader, value)
-        self._candidates.append(source)
-        self._lifted[source] = lifted
-        return lifted
-
-    def _is_argument(self, node: fx.Node) -> bool:
-        """Whether a CPU scalar is an input as it was when the call began, or is computed from such alone."""
-        if not _is_cpu_tensor(node) or node.meta["val"].dim():
-            return False
-        if node.op == "placeholder":
-            return True
-        if self._constant(node) is not None or _is_filled(node):
-            return True
-        if node.op != "call_function" or not node.all_input_nodes:
-            return False
-        return (node.target in _EXACT or (not self._aten_kernels and _is_pointwise(node))) and all(
-            self._order[node] < self._first_write(arg) and self._is_argument(arg)
-            for arg in node.all_input_nodes
-        )
-
-    def _keep_bits(self, reader: fx.Node, scalar: fx.Node) -> None:
-        """Have an operator compute as with a scalar on the host. See Note [Scalars in aten's kernels]."""
-        divides = reader.target is aten.div.Tensor and reader.args[1] is scalar
-        if not divides and reader.target not in _IN_WIDE:
-            return
-        first, second = reader.args[:2]
-        assert isinstance(first, fx.Node)
-        assert isinstance(second, fx.Node)
-        value = reader.meta["val"]
-        common = torch.result_type(first.meta["val"], second.meta["val"])
-        common = value.dtype if divides else common
-        wide = _WIDE.get(common, common)
-        if wide == common and not divides:
-            return
-        with self._gm.graph.inserting_before(reader):
-            first, second = self._cast(first, wide), self._cast(second, wide)
-            if divides:
-                reader.target = aten.mul.Tensor
-                inverse = self._gm.graph.call_function(aten.reciprocal.default, (second,))
-                inherit_meta(inverse, reader, second.meta["val"])
-                second = inverse
-        reader.args = (first, second, *reader.args[2:])
-        if value.dtype == common != wide:
-            reader.meta["val"] = _as_type(value, wide)
-            with self._gm.graph.inserting_after(reader):
-                narrow = self._gm.graph.call_function(aten._to_copy.default, (reader,))
-            reader.replace_all_uses_with(narrow)
-            narrow.args, narrow.kwargs = (reader,), {"dtype": common}
-            inherit_meta(narrow, reader, value)
-
-    def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        value = node.meta["val"]
-        if value.dtype == dtype:
-            return node
-        cast = self._gm.graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
-        inherit_meta(cast, node, _as_type(value, dtype))
-        return cast
 
     def copy(self, node: fx.Node) -> bool:
         """Make what `node` copies on the device; false if it has to be copied every call."""
@@ -258,11 +174,12 @@ class _Lift:
                 converted = constant.to(wanted.dtype)
             lifted = self._moved(converted, node, wanted)
             if self._escapes(node):
-                lifted = self._fresh_copy(lifted, node, wanted)
+                lifted.meta["val"] = _like(wanted, device=self._device)
+                lifted = self._call(aten.clone.default, lifted, before=node, of=node, value=wanted)
         elif _is_filled(source) and wanted.dtype == had.dtype:
-            lifted = self._filled(source, wanted, before=node)
+            lifted = self._filled(source, wanted, node)
         elif _is_filled(source):
-            made = self._filled(source, _on(had, self._device), before=node)
+            made = self._filled(source, _like(had, device=self._device), node)
             node.replace_input_with(source, made)
             self._candidates.append(source)
             return True
@@ -283,10 +200,80 @@ class _Lift:
             if node in self._order and node.op != "placeholder" and not node.users:
                 pending.extend(node.all_input_nodes)
                 del self._order[node]
-                self._gm.graph.erase_node(node)
+                self._graph.erase_node(node)
 
-    def _is_on_device(self, node: fx.Node) -> bool:
-        return all(t.device.type == self._device.type != "cpu" for t in values.tensors(node))
+    def _lift(self, source: fx.Node, reader: fx.Node) -> fx.Node:
+        """Return what stands for a CPU scalar on the device."""
+        if source in self._lifted:
+            return self._lifted[source]
+        value = _like(source.meta["val"], device=self._device)
+        constant = self._constant(source)
+        if constant is not None:
+            lifted = self._moved(constant, source, value)
+        elif _is_filled(source):
+            lifted = self._filled(source, value, source)
+        elif source.op != "placeholder" and self._is_argument(source):
+            args = {arg: self._lift(arg, source) for arg in source.all_input_nodes}
+            with self._graph.inserting_after(source):
+                lifted = self._graph.node_copy(source, args.__getitem__)
+            inherit_meta(lifted, source, value)
+        else:
+            lifted = self._copied(source, reader, value)
+        self._candidates.append(source)
+        self._lifted[source] = lifted
+        return lifted
+
+    def _is_argument(self, node: fx.Node) -> bool:
+        """Tell if a CPU scalar is an input as it was when the call began, or is computed from such alone."""
+        if not _is_cpu_tensor(node) or node.meta["val"].dim():
+            return False
+        if node.op == "placeholder" or self._constant(node) is not None or _is_filled(node):
+            return True
+        if node.op != "call_function" or not node.all_input_nodes:
+            return False
+        same = node.target in _EXACT
+        return (same or (not self._settings.aten_kernels and _is_pointwise(node))) and all(
+            self._order[node] < self._first_write(arg) and self._is_argument(arg)
+            for arg in node.all_input_nodes
+        )
+
+    def _keep_bits(self, reader: fx.Node, scalar: fx.Node) -> None:
+        """Have an operator compute as with a scalar on the host. See Note [Scalars in aten's kernels]."""
+        divides = reader.target is aten.div.Tensor and reader.args[1] is scalar
+        if not divides and reader.target not in _IN_WIDE:
+            return
+        first, second = reader.args[:2]
+        assert isinstance(first, fx.Node)
+        assert isinstance(second, fx.Node)
+        value = reader.meta["val"]
+        common = torch.result_type(first.meta["val"], second.meta["val"])
+        common = value.dtype if divides else common
+        wide = _WIDE.get(common, common)
+        if wide == common and not divides:
+            return
+        first, second = self._cast(first, wide, reader), self._cast(second, wide, reader)
+        if divides:
+            reader.target = aten.mul.Tensor
+            inverse = second.meta["val"]
+            second = self._call(
+                aten.reciprocal.default, second, before=reader, of=reader, value=inverse
+            )
+        reader.args = (first, second, *reader.args[2:])
+        if value.dtype == common != wide:
+            reader.meta["val"] = _like(value, dtype=wide)
+            narrow = self._call(
+                aten._to_copy.default, reader, before=reader.next, of=reader, value=value
+            )
+            reader.replace_all_uses_with(narrow)
+            narrow.args, narrow.kwargs = (reader,), {"dtype": common}
+
+    def _cast(self, node: fx.Node, dtype: torch.dtype, reader: fx.Node) -> fx.Node:
+        if node.meta["val"].dtype == dtype:
+            return node
+        value = _like(node.meta["val"], dtype=dtype)
+        return self._call(
+            aten._to_copy.default, node, before=reader, of=node, value=value, dtype=dtype
+        )
 
     def _first_write(self, source: fx.Node) -> float:
         """Position of the first node that writes to the memory of `source`."""
@@ -296,9 +283,9 @@ class _Lift:
         )
 
     def _escapes(self, node: fx.Node) -> bool:
-        """Whether the caller, or a node that writes, gets hold of a node's memory."""
+        """Tell if the caller, or a node that writes, gets hold of a node's memory."""
         memory = values.storage_keys(node)
-        handed_out = (values.storage_keys(n) for n in self._gm.graph.output_node().all_input_nodes)
+        handed_out = (values.storage_keys(n) for n in self._graph.output_node().all_input_nodes)
         return any(memory & keys for keys in handed_out) or self._first_write(node) < float("inf")
 
     def _constant(self, source: fx.Node) -> torch.Tensor | None:
@@ -315,47 +302,56 @@ class _Lift:
         name = f"{stands_for.name}_on_{self._device.type}"
         while hasattr(self._gm, name):
             name += "_"
-        self._gm.register_buffer(name, self._move(constant, self._device), persistent=False)
-        with self._gm.graph.inserting_before(stands_for):
-            node = self._gm.graph.get_attr(name)
+        moved = self._settings.move(constant, self._device)
+        self._gm.register_buffer(name, moved, persistent=False)
+        with self._graph.inserting_before(stands_for):
+            node = self._graph.get_attr(name)
         inherit_meta(node, stands_for, value)
         return node
 
-    def _fresh_copy(self, moved: fx.Node, stands_for: fx.Node, value: torch.Tensor) -> fx.Node:
-        moved.meta["val"] = _on(value, self._device)
-        with self._gm.graph.inserting_before(stands_for):
-            node = self._gm.graph.call_function(aten.clone.default, (moved,))
-        inherit_meta(node, stands_for, value)
-        return node
-
-    def _filled(
-        self, source: fx.Node, value: torch.Tensor, before: fx.Node | None = None
-    ) -> fx.Node:
-        kwargs: dict[str, Any] = {
-            "dtype": value.dtype,
-            "layout": torch.strided,
-            "device": self._device,
-            "pin_memory": False,
-        }
-        args = (list(value.shape), _FILLED[source.target](source))
-        with self._gm.graph.inserting_before(before or source):
-            node = self._gm.graph.call_function(aten.full.default, args, kwargs)
-        inherit_meta(node, source, value)
-        return node
+    def _filled(self, source: fx.Node, value: torch.Tensor, before: fx.Node) -> fx.Node:
+        return self._call(
+            aten.full.default,
+            list(value.shape),
+            _FILLED[source.target](source),
+            before=before,
+            of=source,
+            value=value,
+            dtype=value.dtype,
+            layout=torch.strided,
+            device=self._device,
+            pin_memory=False,
+        )
 
     def _copied(self, source: fx.Node, reader: fx.Node, value: torch.Tensor) -> fx.Node:
-        after = source
-        if source.op == "placeholder":
-            after = self._gm.graph.find_nodes(op="placeholder")[-1]
-        with self._gm.graph.inserting_after(after):
-            node = self._gm.graph.call_function(
-                aten._to_copy.default,
-                (source,),
-                # Pageable memory is staged before the call returns, and nothing waits for the device.
-                {"device": self._device, "non_blocking": True},
-            )
-        inherit_meta(node, reader if source.op == "placeholder" else source, value)
+        is_input = source.op == "placeholder"
+        after = self._graph.find_nodes(op="placeholder")[-1] if is_input else source
+        node = self._call(
+            aten._to_copy.default,
+            source,
+            before=after.next,
+            of=reader if is_input else source,
+            value=value,
+            device=self._device,
+            # Pageable memory is staged before the call returns, and nothing waits for the device.
+            non_blocking=True,
+        )
         node.meta[LIFTED] = True
+        return node
+
+    def _call(
+        self,
+        target: Any,
+        *args: Any,
+        before: fx.Node,
+        of: fx.Node,
+        value: torch.Tensor,
+        **kwargs: Any,
+    ) -> fx.Node:
+        """A new call with the meta of another node."""
+        with self._graph.inserting_before(before):
+            node = self._graph.call_function(target, args, kwargs)
+        inherit_meta(node, of, value)
         return node
 
 
@@ -365,26 +361,21 @@ def _is_cpu_tensor(node: fx.Node) -> bool:
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    """Whether an operator computes element by element: Inductor's kernels on the device compute it of CPU scalars, too."""
+    """Tell if Inductor's kernels on the device compute an operator of CPU scalars, too."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
-def _as_type(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    with torch_private.mode_of(value):
-        return torch.empty_like(value, dtype=dtype)
-
-
 def _is_filled(node: fx.Node) -> bool:
-    """Whether a node makes a tensor of one number, of a size that is known."""
+    """Tell if a node makes a tensor of one number, of a size that is known."""
     if node.target is aten._to_copy.default and node.all_input_nodes:
         return False  # a copy of a tensor
     return node.target in _FILLED and all(type(size) is int for size in node.meta["val"].shape)
 
 
-def _on(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _like(value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     with torch_private.mode_of(value):
-        return torch.empty_like(value, device=device)
+        return torch.empty_like(value, **kwargs)
 
 
 def _changes_only_device_and_dtype(node: fx.Node) -> bool:

@@ -17,12 +17,6 @@ _KEPT = (
 
 
 def inherit_meta(new: fx.Node, old: fx.Node, value: object) -> None:
-    """Give `new` the value `value` and, of `old`, where it comes from and what the user asked for.
-
-    Args:
-        new: The node that was just made.
-        old: The node that it replaces, or the first node that it serves.
-        value: The fake value of `new`.
-    """
+    """Give `new` the fake value `value` and, of `old`, where it comes from and what the user asked for."""
     new.meta.update({key: old.meta[key] for key in _KEPT if key in old.meta})
     new.meta["val"] = value

@@ -12,7 +12,7 @@ from torch import fx
 
 from cgpass import torch_private
 from cgpass.compile.facts import values
-from cgpass.compile.facts.capturability import is_argument
+from cgpass.compile.facts.capturability import is_argument, is_passive
 from cgpass.compile.facts.partition_tag import KEY, PartitionTag, get_tag, set_tag
 from cgpass.compile.passes.base import Pass, PassContext, PassResult
 from cgpass.errors import PostconditionError, PreconditionError
@@ -33,7 +33,7 @@ class Outline(Pass):
     def requires(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         """Every operator has a tag, and equal tags stand together."""
         for node in gm.graph.nodes:
-            if not _is_passive(node) and get_tag(node) is None and not _is_result(node):
+            if not is_passive(node) and get_tag(node) is None and not _is_result(node):
                 raise PreconditionError(
                     f"node '{node.name}' ({node.target}) belongs to no partition: run the "
                     "partition pass first"
@@ -58,7 +58,7 @@ class Outline(Pass):
     def ensures(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         """Nothing is left outside the submodules, and none returns its own input."""
         for node in gm.graph.nodes:
-            if not (_is_passive(node) or _is_result(node) or _is_outlined(node)):
+            if not (is_passive(node) or _is_result(node) or _is_outlined(node)):
                 raise PostconditionError(f"node '{node.name}' was left outside the partitions")
             if not _is_outlined(node):
                 continue
@@ -70,19 +70,13 @@ class Outline(Pass):
                     raise PostconditionError(f"{node.target} returns its input '{inner.name}'")
 
 
-def _is_passive(node: fx.Node) -> bool:
-    if node.op in ("placeholder", "get_attr", "output"):
-        return True
-    return values.is_host_scalar(node) or is_argument(node)
-
-
 def _is_outlined(node: fx.Node) -> bool:
-    """Whether a node calls a submodule that this pass made."""
+    """Tell if a node calls a submodule that this pass made."""
     return node.op == "call_module" and node.target == str(get_tag(node))
 
 
 def _is_result(node: fx.Node) -> bool:
-    """Whether a node takes a submodule's tuple apart."""
+    """Tell if a node takes a submodule's tuple apart."""
     producer = node.args[0] if node.target is operator.getitem else None
     return isinstance(producer, fx.Node) and _is_outlined(producer)
 
@@ -180,7 +174,7 @@ class _Outliner:
             self._outer[node] = item
 
     def _value(self, node: fx.Node) -> fx.Node:
-        """What stands for `node` in the outer graph; attributes and host scalars on first use."""
+        """Return what stands for `node` in the outer graph; attributes and host scalars on first use."""
         if node not in self._outer:
             for arg in node.all_input_nodes:
                 self._value(_resolve(arg))
@@ -226,12 +220,12 @@ class _Body:
 
     def _source(self, node: fx.Node) -> fx.Node:
         if values.is_host_scalar(node):
-            symbol = _symbol(node)
+            symbol = values.symbol_of(node.meta.get("val"))
             return node if symbol is None else self._providers.get(symbol, node)
         return node if node.op == "get_attr" else _resolve(node)
 
     def _find_symbols(self) -> None:
-        known = {_symbol(node) for node in self.inputs}
+        known = {values.symbol_of(node.meta.get("val")) for node in self.inputs}
         nodes = [*self.inputs, *self._copied]
         for symbol in dict.fromkeys(itertools.chain.from_iterable(map(values.free_symbols, nodes))):
             provider = self._providers.get(symbol)
@@ -279,15 +273,11 @@ def _carried(node: fx.Node) -> dict[str, object]:
     return {key: value for key, value in node.meta.items() if key not in (KEY, "unbacked_bindings")}
 
 
-def _symbol(node: fx.Node) -> sympy.Symbol | None:
-    """The symbol that a node's value is, if it is just one."""
-    value = node.meta.get("val")
-    if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
-        return value.node.expr
-    return None
-
-
 def _symbol_providers(gm: fx.GraphModule) -> list[tuple[sympy.Symbol, fx.Node]]:
     """The nodes that symbols can be taken from, placeholders first."""
     nodes = [*gm.graph.find_nodes(op="placeholder"), *filter(values.is_host_scalar, gm.graph.nodes)]
-    return [(symbol, node) for node in nodes if (symbol := _symbol(node)) is not None]
+    return [
+        (symbol, node)
+        for node in nodes
+        if (symbol := values.symbol_of(node.meta.get("val"))) is not None
+    ]

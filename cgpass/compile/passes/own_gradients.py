@@ -63,6 +63,6 @@ def _shared(gm: fx.GraphModule) -> list[int]:
 
 
 def _is_gradient(result: Any) -> bool:
-    """Whether something is added to `.grad`, and not what a subclass is made of besides: offsets of a jagged tensor."""
+    """Tell if something is added to `.grad`, and not what a subclass is made of besides: offsets of a jagged tensor."""
     value = result.meta.get("val") if isinstance(result, fx.Node) else None
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())

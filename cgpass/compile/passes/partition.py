@@ -10,10 +10,9 @@ from typing import ClassVar
 from torch import fx
 
 from cgpass.compile.facts import values
-from cgpass.compile.facts.capturability import is_argument, why_not_capturable
+from cgpass.compile.facts.capturability import is_passive, why_not_capturable
 from cgpass.compile.facts.lines import user_line
 from cgpass.compile.facts.partition_tag import PartitionTag, get_tag, set_reason, set_tag
-from cgpass.compile.facts.quantised import quantised_nodes
 from cgpass.compile.passes.base import Pass, PassContext, PassResult
 from cgpass.compile.passes.ordering import OrderingProblem, find_order
 from cgpass.errors import PostconditionError
@@ -41,7 +40,7 @@ class Partition(Pass):
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
         """Tag `gm`'s nodes, in an order with few boundaries."""
-        groups, quantised = _groups(gm), quantised_nodes(gm.graph)
+        groups = _groups(gm)
         reasons = [
             why_not_capturable(
                 group[0],
@@ -49,7 +48,6 @@ class Partition(Pass):
                 unsafe_ops=self.unsafe_ops,
                 gm=gm,
                 collectives=self.collectives,
-                quantised=quantised,
             )
             for group in groups
         ]
@@ -61,7 +59,7 @@ class Partition(Pass):
         modified = False
         if not _is_tagged(gm, groups, segments):
             if len(set(captured)) > 1:
-                order = find_order(_problem(gm, groups, captured), self.max_memory_increase).order
+                order = find_order(_problem(gm, groups, captured), self.max_memory_increase)
                 segments = _cut(groups, reasons, order, minimum)
             _apply(gm, groups, segments)
             modified = True
@@ -93,18 +91,11 @@ class _Member:
 Segment = list[_Member]
 
 
-def _is_passive(node: fx.Node) -> bool:
-    """Whether a node belongs to no partition: it is there wherever it is used."""
-    if node.op in ("placeholder", "get_attr", "output"):
-        return True
-    return values.is_host_scalar(node) or is_argument(node)
-
-
 def _groups(gm: fx.GraphModule) -> list[Group]:
     members: dict[fx.Node, list[fx.Node]] = {}
     home: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
-        if _is_passive(node):
+        if is_passive(node):
             continue
         producer = node.args[0] if node.target is operator.getitem else None
         first = home.get(producer, node) if isinstance(producer, fx.Node) else node
@@ -235,7 +226,7 @@ def _kinds(node: fx.Node) -> Iterator[str]:
 
 
 def _memory(node: fx.Node) -> frozenset[Hashable]:
-    """What a node's value lies in: its storages, or the attribute if tracing left no value."""
+    """Return what a node's value lies in: its storages, or the attribute if tracing left no value."""
     keys = values.storage_keys(node)
     if not keys and node.op == "get_attr":
         return frozenset([str(node.target)])
@@ -264,7 +255,7 @@ def _cut(
 
 
 def _launches(node: fx.Node) -> bool:
-    """Whether a node does work on the device; views don't."""
+    """Tell if a node does work on the device; views don't."""
     return values.output_bytes(node) > 0 or values.has_side_effect(node)
 
 
@@ -297,7 +288,7 @@ def _is_contiguous(nodes: Iterable[fx.Node], tags: dict[fx.Node, PartitionTag]) 
 
 
 def _is_tagged(gm: fx.GraphModule, groups: Sequence[Group], segments: Sequence[Segment]) -> bool:
-    """Whether an earlier run left exactly these partitions: its order must not be improved upon.
+    """Tell if an earlier run left exactly these partitions: its order must not be improved upon.
 
     A second run would measure its memory limit from the order that the first one chose.
     """

@@ -32,16 +32,6 @@ def split_joint(
     are marked; see Note [Pairs of random operators] and Note [Random operators that are saved]. Where all that is
     recomputed is on the CPU and Inductor compiles, torch's own handling of them stays.
 
-    Args:
-        joint: The joint graph; what is left of it afterwards is not to be used.
-        joint_inputs: The graph's inputs, primals then tangents.
-        num_fwd_outputs: How many of the outputs are the forward's.
-        static_lifetime_input_indices: Inputs that live as long as the function: saving them is free.
-        compiler: What will make the kernels.
-
-    Returns:
-        The forward graph, whose outputs end with the saved values, and the backward graph.
-
     Raises:
         CheckpointError: Random numbers that a checkpoint's recomputation could not draw again.
     """
