@@ -35,6 +35,7 @@ def make_graphed_callables(
     sample_args: Sequence[Any],
     *,
     sample_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    modules: Sequence[Any] = (),
     options: GraphedOptions | Mapping[str, Any] | None = None,
     **unknown: Never,
 ) -> Any:
@@ -55,6 +56,9 @@ def make_graphed_callables(
             nothing, a call with others overwrites them. Of samples that share memory only the first is so used, also
             where others were given to another `make_graphed_callables` whose graphs still are.
         sample_kwargs: Keyword arguments in the same way.
+        modules: Those that a function uses: their parameters get gradients, and where these lie, their buffers and
+            their modes are looked at. For a tuple of callables one such sequence each. A module, or a method of one,
+            names itself.
         options: Everything else; see `GraphedOptions`.
         unknown: Refused, with where it belongs: torch's and TransformerEngine's functions have options as arguments.
 
@@ -82,7 +86,8 @@ def make_graphed_callables(
         return ()
     capture_hooks = hooks_of.capture_time_hooks(given.capture_time_hooks, len(fns))
     once, warmup_hooks = hooks_of.warmup_hooks(given.warmup_hooks, len(fns))
-    targets = [Target(fn, i if several else None) for i, fn in enumerate(fns)]
+    named = _modules(modules, len(fns), several=several)
+    targets = [Target(fn, named[i], i if several else None) for i, fn in enumerate(fns)]
     device = _device(args, kwargs, targets)
     by_module = given.order is None  # what is returned looks at its module's mode itself
     given_modules = [
@@ -102,7 +107,6 @@ def make_graphed_callables(
             binding=Binding(targets[i].name, args[number], kwargs[number], device),
             statics=statics[i],
             find_statics=find_statics[i],
-            attributes=targets[i].attributes,
             hooks=capture_hooks[i],
             warmup_hooks=warmup_hooks[i],
             options=given,
@@ -204,6 +208,25 @@ def _kwargs(
                 f"make_graphed_callables: {where} must have names for keys, got {list(each)}."
             )
     return found
+
+
+def _modules(
+    modules: Sequence[Any], num_callables: int, *, several: bool
+) -> list[Sequence[torch.nn.Module]]:
+    """The modules that each callable uses besides itself."""
+    given = list(modules) if several else [modules]
+    if len(given) != num_callables and given:
+        raise GraphedArgumentError(
+            f"make_graphed_callables: modules has {len(given)} entries for {num_callables} callables. Give a sequence of "
+            "modules for each."
+        )
+    for each in given:
+        if not all(isinstance(module, torch.nn.Module) for module in each):
+            raise GraphedArgumentError(
+                f"make_graphed_callables: modules must be a sequence of modules, got {each!r}; for several callables one "
+                "such sequence each."
+            )
+    return given or [()] * num_callables
 
 
 def _schedule(num_callables: int, num_samples: int, options: GraphedOptions) -> Schedule:

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from cgpass.errors import GraphedArgumentError, InputError
-from cgpass.graphed.constants import Snapshot, short, snapshot
-from cgpass.graphed.values import leaf_like
+from cgpass.errors import InputError
+from cgpass.graphed.values import equal, leaf_like
 from cgpass.runtime import fast
 from cgpass.runtime.signature import check_tensor
 
@@ -47,8 +46,6 @@ class Binding:
         )
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._constants = [(i, v) for i, v in enumerate(leaves) if i not in self._places]
-        self._as_recorded = [(i, snapshot(v)) for i, v in self._constants]
-        self._was_run = False
         self._is_simple = self._is_flat and not self._constants and not kwargs
         """Whether the arguments are nothing but tensors."""
         tensors: list[torch.Tensor] = [leaves[i] for i in self._places]
@@ -123,9 +120,9 @@ class Binding:
         if self._is_simple and len(args) == self._num_args and not kwargs:
             return list(args)
         leaves = self._leaves(args, kwargs)
-        for i, kept in self._as_recorded:
-            if not kept.is_of(leaves[i]):
-                raise self._other_constant(i, leaves[i], kept)
+        for i, value in self._constants:
+            if not equal(leaves[i], value):
+                raise self._other_constant(i, leaves[i], value)
         return [leaves[i] for i in self._places]
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -167,45 +164,6 @@ class Binding:
             leaves[i] = given[first]
         return pytree.tree_unflatten(leaves, self._spec)
 
-    def filled(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
-    ) -> list[str]:
-        """Places in arguments where a run left tensors that are none of those that it was called with.
-
-        Args:
-            args: Of `call`, after the run.
-            kwargs: As well.
-            tensors: That `call` was given.
-        """
-        given = set(map(id, tensors))
-        names, leaves, _ = _flattened(args, kwargs)
-        return [
-            name
-            for name, leaf in zip(names, leaves, strict=True)
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in given
-        ]
-
-    def keep_constants(self) -> None:
-        """Have what is no tensor be what it is before a run that recording makes: an earlier one may have set it up."""
-        self._as_recorded = [
-            (i, kept if kept.is_of(kept.value) else snapshot(kept.value))
-            for i, kept in self._as_recorded
-        ]
-
-    def refuse_changed(self) -> None:
-        """Look at what is no tensor after such a run, which must have left it alone; but for the first one.
-
-        Raises:
-            GraphedArgumentError: It did not, as every call would.
-        """
-        was_run, self._was_run = self._was_run, True
-        for i, kept in self._as_recorded if was_run else ():
-            if not kept.is_of(kept.value):
-                raise GraphedArgumentError(
-                    f"make_graphed_callables: {self._name} writes into {self._names[i]}, a {type(kept.value).__name__}, "
-                    "when it runs, which no replay does. Have it return what it puts there."
-                )
-
     # ---- messages
 
     def _other_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputError:
@@ -215,9 +173,9 @@ class Binding:
             f"{self._name}: recorded with {want}, called with {got}. Call it just as the sample does."
         )
 
-    def _other_constant(self, i: int, got: object, expected: Snapshot) -> InputError:
+    def _other_constant(self, i: int, got: object, expected: object) -> InputError:
         return InputError(
-            f"{self._name}: {self._names[i]} was {expected} when it was recorded and is {short(got)} now; the "
+            f"{self._name}: {self._names[i]} was {_short(expected)} when it was recorded and is {_short(got)} now; the "
             "graph has the recorded value in it. Pass the same, make it a tensor, or record another callable for it."
         )
 
@@ -253,6 +211,11 @@ class Binding:
                     "sample that requires grad, or detach it."
                 )
         raise AssertionError("some tensor does not fit")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _are_symbolic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from cgpass import torch_private
 from cgpass.errors import StaticInputMovedError
 from cgpass.graphed.capture import Capture
 from cgpass.graphed.group import Group
-from cgpass.graphed.moves import put_back
 from cgpass.graphed.passes import Pass
 from cgpass.graphed.preparation import is_preparing, prepared
 from cgpass.graphed.recorded import RecordedPass
@@ -224,7 +224,7 @@ class GraphedFunction:
             self._num_rerecords += 1
             d.stats.rerecordings += 1
             log.info("%s records again (%d): %s", d.name, self._num_rerecords, moved)
-        with group.owner.lock, put_back(now[0]) if d.hooks else contextlib.nullcontext():
+        with group.owner.lock, _in_place(now[0]) if d.hooks else contextlib.nullcontext():
             self._make_room()
             recorded = record_alone(d, group)
         self._recorded[recorded.statics, recorded.forward_key, now[2]] = recorded
@@ -330,6 +330,22 @@ def record_alone(d: Pass, group: Group) -> RecordedPass:
         except BaseException:
             capture.give_up()
             raise
+
+
+@contextlib.contextmanager
+def _in_place(statics: Statics) -> Iterator[None]:
+    """A block in which hooks may move parameters and buffers, which then lie where the call has them."""
+    tensors = statics.now()
+    before = [(t, t.data, t.untyped_storage().nbytes(), t.data.clone()) for t in tensors]
+    try:
+        yield
+    finally:
+        for tensor, place, size, value in before:
+            if place.untyped_storage().nbytes() < size:
+                place.untyped_storage().resize_(size)
+            if not torch.equal(place, value):
+                place.copy_(value)
+            tensor.data = place
 
 
 @torch_private.outside_dynamo

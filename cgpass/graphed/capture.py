@@ -13,7 +13,6 @@ from cgpass.graphed.autograd_graph import outputs_read_by_graph, take_gradients
 from cgpass.graphed.failures import blamed
 from cgpass.graphed.group import Group
 from cgpass.graphed.hooks import HookSet
-from cgpass.graphed.moves import not_moved
 from cgpass.graphed.passes import Pass
 from cgpass.graphed.recorded import RecordedPass
 from cgpass.graphed.statics import firsts
@@ -73,7 +72,6 @@ class Capture:
         self._keys[0] = d.statics.key_of(statics)
         group.accumulators.take(statics)
         before = group.driver.live_blocks(self._slot)
-        d.binding.keep_constants()
 
         def run(given: list[Any]) -> list[Any]:
             given.clear()
@@ -82,17 +80,15 @@ class Capture:
                 no_autocast_cache(),
                 self._states,
                 self._watched(),
-                not_moved(d.name, d.statics, statics),
             ):
                 self._result = d.run(*args, **kwargs)
-            d.hidden.check(d.name, self._result)
+            d.opaque.check(d.name, self._result)
             d.refuse_other_structure(OutputStructure.of(self._result))
-            d.binding.refuse_changed()
             self._outputs = list(tensors_of(self._result))
             self._read = outputs_read_by_graph(self._outputs)
             return [out.detach() for out in self._outputs]
 
-        with self._blamed("forward"), self._attributes_watched():
+        with self._blamed("forward"):
             self.forward = group.new_recording(
                 run,
                 [*[m.tensor for m in self.memory], *statics],
@@ -153,20 +149,19 @@ class Capture:
                 )
             return _apart(grads, [*known, *with_grad])
 
-        with self._attributes_watched(of_backward=True):
-            with self._blamed("backward"):
-                self.backward = group.new_recording(
-                    run,
-                    known,
-                    self._slot,
-                    d.stats,
-                    label=f"backward of {d.name}, graphed by hand",
-                    own=group.own_grads,
-                    generators=self._states.generators,
-                )
-            if d.backward_dw is not None:
-                self._footprint += [*self._outlived(before), *[g.tensor for g in self._grads]]
-                self._capture_weight_grads(statics)
+        with self._blamed("backward"):
+            self.backward = group.new_recording(
+                run,
+                known,
+                self._slot,
+                d.stats,
+                label=f"backward of {d.name}, graphed by hand",
+                own=group.own_grads,
+                generators=self._states.generators,
+            )
+        if d.backward_dw is not None:
+            self._footprint += [*self._outlived(before), *[g.tensor for g in self._grads]]
+            self._capture_weight_grads(statics)
         d.hooks.run("backward", d.hooked)
 
     def _capture_weight_grads(self, statics: Sequence[torch.Tensor]) -> None:
@@ -194,13 +189,6 @@ class Capture:
         if self._watch is not None:
             return contextlib.nullcontext()
         return blamed(self.description.name, what, self._again)
-
-    def _attributes_watched(
-        self, *, of_backward: bool = False
-    ) -> contextlib.AbstractContextManager[Any]:
-        if self._watch is not None:
-            return contextlib.nullcontext()
-        return self.description.attributes.watched(of_backward=of_backward)
 
     def _watched(self) -> contextlib.AbstractContextManager[Any]:
         return self._watch or contextlib.nullcontext()

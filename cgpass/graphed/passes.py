@@ -1,6 +1,7 @@
 """`Pass`: one forward with its sample, and its warm-ups."""
 
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +15,12 @@ from cgpass.graphed.autograd_graph import GraphFacts, take_gradients
 from cgpass.graphed.binding import Binding
 from cgpass.graphed.failures import freed_graphs_named
 from cgpass.graphed.group import Group
-from cgpass.graphed.hidden import AttributeTensors, HiddenTensors
 from cgpass.graphed.hooks import HookSet
 from cgpass.graphed.kept import KeptState
 from cgpass.graphed.options import GraphedOptions
 from cgpass.graphed.statics import Statics, firsts
 from cgpass.graphed.values import (
+    OpaqueResults,
     OutputStructure,
     no_autocast,
     no_autocast_cache,
@@ -45,15 +46,13 @@ class Pass:
     statics: Statics
     find_statics: Callable[[], Statics]
     """Finds them anew, when modules have other members than they had."""
-    attributes: AttributeTensors
-    """What its modules have besides, and containers that it reads."""
     hooks: HookSet
     warmup_hooks: HookSet
     options: GraphedOptions
     stats: CallStats
     with_grad: bool
     """Whether a backward is recorded where outputs require grad."""
-    hidden: HiddenTensors = field(default_factory=HiddenTensors)
+    opaque: OpaqueResults = field(default_factory=OpaqueResults)
     structure: OutputStructure | None = None
     warm_structure: OutputStructure | None = None
     """Of the last warm-up's result."""
@@ -76,6 +75,8 @@ class Pass:
     """Parameters that it makes gradients for."""
     reached: set[int] = field(default_factory=set)
     """Parameters that the graph of the forward has nodes for: autograd runs these, with a gradient or without one."""
+    _strangers: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    """Leaves of the last warm-up that are neither arguments nor parameters."""
     due_weight_grads: deque[Any] = field(default_factory=deque)
     """Calls whose backward ran, but not yet what was split off, oldest first."""
 
@@ -96,7 +97,7 @@ class Pass:
             iterations: How often.
             pool: Whether to take memory from the pool, in which nothing was recorded yet.
         """
-        number, self.hidden = 0, HiddenTensors()
+        number, self.opaque = 0, OpaqueResults()
         while number < iterations:
             number += 1
             copies = [sample.detach().clone() for sample in self.binding.samples]
@@ -106,13 +107,10 @@ class Pass:
             statics = self.statics.now()
             group.accumulators.take(statics)
             self._keep(statics)
-            self.binding.keep_constants()
             said = SaidToBeWritten(inputs if number == iterations else ())
             run = self._warm_forward(states, args, kwargs, said)
             result = self._noting_writes(group, run, (inputs, statics), pool=pool)
-            self.binding.refuse_changed()
             self._note_written_inputs(said.found)
-            self.attributes.note_arguments(self.binding.filled(args, kwargs, inputs))
             facts = self._facts(inputs, statics, result)
             if facts is None:
                 self.kept.forget_unwritten()  # before hooks may take the memory away
@@ -123,6 +121,7 @@ class Pass:
             if facts is not None:
                 self._warm_backward(group, inputs, result, facts, pool=pool)
             del result, facts
+            self._refuse_strangers()
             self.stats.warmups += 1
             if not self.statics.has_its_members():  # made by a first call
                 self.use_statics(self.find_statics())
@@ -165,7 +164,7 @@ class Pass:
         versions = [[tensor._version for tensor in tensors] for tensors in read]
         with no_autocast_cache():
             (result,) = group.driver.warm_up(run, []) if pool else run([])
-        self.hidden.check(self.name, result)
+        self.opaque.check(self.name, result)
         self._refuse_assigned(read[1])
         for tensors, before, written in zip(
             read, versions, (self.written_inputs, self.written_statics), strict=True
@@ -297,11 +296,22 @@ class Pass:
         statics, found = self.statics.now(), set(map(id, leaves))
         self.reached.update(i for i, t in enumerate(statics) if id(t) in found)
         known = {id(t) for t in (*inputs, *statics)}
+        if not self.statics.has_its_members():  # made by this first call
+            return
         for leaf in leaves:
             if id(leaf) not in known and leaf.device == group.device and leaf.numel():
-                known.add(id(leaf))
-                group.accumulators.take([leaf])
-                self.statics.add_leaf(leaf)
+                self._strangers.append(weakref.ref(leaf))
+
+    def _refuse_strangers(self) -> None:
+        for ref in self._strangers:
+            leaf = ref()
+            if leaf is not None:  # so the run did not make it
+                raise GraphedArgumentError(
+                    f"make_graphed_callables: {self.name} uses a tensor of shape {list(leaf.shape)} that requires grad and "
+                    "is neither an argument nor a parameter of its modules. Name the module that has it, as in "
+                    "make_graphed_callables(fn, sample_args, modules=(model,)), or pass it as an argument."
+                )
+        self._strangers.clear()
 
     def _refuse_unused(self) -> None:
         if self.options.allow_unused_input or not (self.used_inputs or self.used_statics):

@@ -48,7 +48,6 @@ def prepared(passes: Pass | list[Pass], group: Group) -> Iterator[None]:
             group.accumulators.put_back(forget=forget)
             for each in reversed(passes):
                 each.kept.put_back()
-                each.attributes.let_go()
             _here.prepares = before
 
 

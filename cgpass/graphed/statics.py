@@ -8,12 +8,14 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from cgpass.errors import InputError
-from cgpass.graphed.module_hooks import ModuleHooks
 from cgpass.runtime import fast
 from cgpass.runtime.signature import check_tensor
 
 _ACCUMULATED = "main_grad"
 """An attribute of parameters to which the backwards of Megatron and TransformerEngine add gradients."""
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class MemberGoneError(InputError):
@@ -56,7 +58,7 @@ class Statics:
         self._modes = _Members()
         self._members = _Members()
         self._all = _Members()
-        self._hooks = ModuleHooks()
+        self._hooks: list[tuple[str, dict[str, Any]]] = []
         self._lazy: list[Any] = []
         """Parameters that the first call makes."""
         self._holders: list[Any] = []
@@ -115,17 +117,12 @@ class Statics:
                             attributes, _ACCUMULATED, f"{path}.{key}.{_ACCUMULATED}".lstrip(".")
                         )
         if module is not around:
-            self._hooks.watch(module, path or type(module).__name__)
+            self._hooks.append((path or type(module).__name__, module.__dict__))
 
     def _add(self, holder: dict[str, Any], key: str, name: str) -> None:
         self._dicts.append(holder)
         self._keys.append(key)
         self.names.append(name)
-
-    def add_leaf(self, leaf: torch.Tensor) -> None:
-        """Note a tensor that gets a gradient though it is neither argument nor parameter."""
-        number = sum(name.startswith("closure leaf") for name in self.names)
-        self._add({"leaf": leaf}, "leaf", f"closure leaf {number} {list(leaf.shape)}")
 
     # ---- what the modules are like
 
@@ -156,22 +153,33 @@ class Statics:
         return self._members.unchanged(self._holders, self._sizes.tobytes())
 
     def note_hooks(self) -> None:
-        """Take the hooks that modules have now, and a `forward` of their own, for those that are recorded."""
-        self._hooks.note()
-        self._look_at_all()
-
-    def _look_at_all(self) -> None:
-        dicts, keys, values, holders, sizes = self._hooks.entries
-        ours, sizes = self._all.with_others(dicts, keys, values), self._sizes.tobytes() + sizes
-        self._everything = (*ours, [*self._holders, *holders], sizes)
+        """Take the hooks that submodules have now, and a `forward` of their own, for those that are recorded."""
+        self._run = _Members()
+        holders: list[Any] = []
+        for path, attributes in self._hooks:
+            self._run.add(attributes, "forward", path)
+            for holder in (attributes[kind] for kind in _HOOKS if kind in attributes):
+                holders.append(holder)
+                for key in holder:
+                    self._run.add(holder, key, path)
+        self._hook_dicts, self._num_hooks = holders, array("q", map(len, holders))
+        own, sizes = self._run, self._sizes.tobytes() + self._num_hooks.tobytes()
+        everything = self._all.with_others(own._dicts, own._keys, own._values)
+        self._everything = (*everything, [*self._holders, *holders], sizes)
 
     def other_hooks(self) -> str:
-        """Modules that have other hooks than they had, or another `forward` of their own; empty if none has."""
-        before = self._hooks.entries
-        changed = self._hooks.changed()
-        if self._hooks.entries is not before:
-            self._look_at_all()
-        return _listed(changed)
+        """Submodules that have other hooks than they had, or another `forward` of their own; empty if none has."""
+        if self._run.unchanged(self._hook_dicts, self._num_hooks.tobytes()):
+            return ""
+        found = [path for path, now in self._run.changed_to() if not hasattr(now, "ungraphed")]
+        pairs = zip(self._hook_dicts, self._num_hooks, strict=True)
+        if not found and all(len(holder) == size for holder, size in pairs):
+            self.note_hooks()  # a submodule was graphed by itself
+            return ""
+        names = {id(holder): path for path, own in self._hooks for holder in own.values()}
+        pairs = zip(self._hook_dicts, self._num_hooks, strict=True)
+        found += [names.get(id(holder), "") for holder, size in pairs if len(holder) != size]
+        return _listed(list(dict.fromkeys(found)))
 
     def fits(self) -> bool:
         """Whether the modules have all of this, and nothing else."""
@@ -231,19 +239,19 @@ class _Members:
 
     def __init__(self) -> None:
         self._dicts: list[Any] = []
-        self._keys: list[str] = []
+        self._keys: list[Any] = []
         self._values: list[Any] = []
         self._names: list[str] = []
 
-    def add(self, holder: Any, key: str, name: str) -> None:
+    def add(self, holder: Any, key: Any, name: str) -> None:
         self._dicts.append(holder)
         self._keys.append(key)
         self._values.append(_entry(holder, key, ...))
         self._names.append(name)
 
     def with_others(
-        self, dicts: list[Any], keys: list[str], values: list[Any]
-    ) -> tuple[list[Any], list[str], list[Any]]:
+        self, dicts: list[Any], keys: list[Any], values: list[Any]
+    ) -> tuple[list[Any], list[Any], list[Any]]:
         """Dictionaries, keys and values: these and others."""
         return self._dicts + dicts, self._keys + keys, self._values + values
 
@@ -251,10 +259,12 @@ class _Members:
         return fast.unchanged(self._dicts, self._keys, self._values, holders, sizes)
 
     def changed(self) -> list[str]:
+        return [name for name, _ in self.changed_to()]
+
+    def changed_to(self) -> list[tuple[str, Any]]:
         entries = zip(self._dicts, self._keys, self._values, self._names, strict=True)
-        return [
-            name for holder, key, value, name in entries if _entry(holder, key, ...) is not value
-        ]
+        pairs = [(name, value, _entry(holder, key, ...)) for holder, key, value, name in entries]
+        return [(name, now) for name, value, now in pairs if now is not value]
 
 
 def _entry(holder: Any, key: str, missing: Any = None) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
+from cgpass.errors import GraphedArgumentError
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.placeholders import Placeholder, overlaps_itself
 from cgpass.telemetry.reason import many
@@ -201,6 +202,45 @@ def tensors_of(result: Any) -> Iterator[torch.Tensor]:
         if isinstance(leaf, torch.Tensor) and id(leaf) not in seen:
             seen.add(id(leaf))
             yield leaf
+
+
+def equal(a: object, b: object) -> bool:
+    """Whether two values are alike for a graph, which has the first in it: numbers of one type and sign."""
+    if a is b:
+        return True
+    if type(a) is not type(b) or isinstance(a, torch.nn.Module):
+        return False
+    if isinstance(a, float | complex):
+        return repr(a) == repr(b)
+    try:
+        return bool(a == b)
+    except Exception:  # what can't say whether it is equal isn't
+        return False
+
+
+class OpaqueResults:
+    """What a callable returns besides tensors, which each call gets as it was recorded."""
+
+    def __init__(self) -> None:
+        self._before: list[Any] | None = None
+
+    def check(self, name: str, result: Any) -> None:
+        """Compare with what the run before returned.
+
+        Raises:
+            GraphedArgumentError: It has an object that every run makes anew, which may have tensors in it.
+        """
+        kinds = (torch.Tensor, bool, int, float, complex, str, bytes)
+        found = [leaf for leaf in pytree.tree_leaves(result) if not isinstance(leaf, kinds)]
+        before, self._before = self._before, found
+        for now, then in zip(found, found if before is None else before, strict=False):
+            if not equal(now, then):
+                raise GraphedArgumentError(
+                    f"make_graphed_callables: {name} returns a {type(now).__name__} that it makes anew in each run and "
+                    "that is no pytree node, so that no replay would put its own tensors there. Return the tensors "
+                    "themselves, register the class (torch.utils._pytree.register_dataclass), or leave it out, as with "
+                    "use_cache=False in transformers."
+                )
 
 
 def no_autocast(tensors: Iterable[torch.Tensor]) -> torch.autocast:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
 from cgpass.backend import cgpass
-from cgpass.graphed.reach import is_library, modules_behind, values_behind
+from cgpass.report.reach import is_library, modules_behind, values_behind
 
 _NOT_LOOKED_INTO: Final = (
     *(torch.nn.Module, torch.Tensor, torch.optim.Optimizer),

@@ -57,7 +57,9 @@ def test_leaves_whose_gradients_are_views_of_each_other_accumulate_apart(setting
         return ((x + a).view(4, 2) + w) * 2
 
     x = setting.randn(2, 4, grad=True)
-    graphed = setting.graphed(fn, (x,), parameter_grads=parameter_grads)
+    graphed = setting.graphed(
+        fn, (x,), parameter_grads=parameter_grads, modules=(torch.nn.ParameterList([a, w]),)
+    )
     incoming = torch.ones(4, 2, device=setting.device)
     for _ in range(3):
         graphed(x).backward(incoming)
@@ -109,7 +111,9 @@ def test_a_result_that_is_kept_on_its_module_holds_nothing_after_the_backward(
 def test_a_result_that_is_an_argument_is_not_changed_in_place(setting):
     linear = setting.module(torch.nn.Linear(4, 4))
     graphed = setting.graphed(
-        lambda h, rest: (linear(h), rest), (setting.randn(2, 4), setting.randn(2, 4, grad=True))
+        lambda h, rest: (linear(h), rest),
+        (setting.randn(2, 4), setting.randn(2, 4, grad=True)),
+        modules=(linear,),
     )
     rest = setting.randn(2, 4, grad=True)
     _, passed = graphed(setting.randn(2, 4), rest)

@@ -70,7 +70,7 @@ def test_a_graphed_function_and_method_for_a_second_sample(setting):
     module, plain = twins(setting, net())
     graphed = setting.graphed(module, (setting.randn(4, 8),))
     of_method = setting.graphed(graphed.forward, (setting.randn(2, 8),))
-    of_function = setting.graphed(of_method, (setting.randn(3, 8),))
+    of_function = setting.graphed(of_method, (setting.randn(3, 8),), modules=(module,))
     for fn, length in ((graphed, 4), (of_method, 2), (of_function, 3)):
         x = setting.randn(length, 8)
         same(fn(x), plain(x))

@@ -72,7 +72,9 @@ def test_what_hooks_are_given(setting):
         seen.append((called, args, kwargs, output))
 
     hooks = {"forward": forward}
-    setting.graphed(fn, (x,), {"scale": 2}, num_warmup_iters=1, capture_time_hooks=[hooks])
+    setting.graphed(
+        fn, (x,), {"scale": 2}, num_warmup_iters=1, capture_time_hooks=[hooks], modules=(module,)
+    )
     assert len(seen) == 2
     for called, args, kwargs, output in seen:
         assert called is fn

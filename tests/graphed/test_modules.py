@@ -271,7 +271,7 @@ def test_a_graph_that_is_held_keeps_its_accumulators_and_their_hooks(setting, cl
         return module(y)
 
     sample = (setting.randn(4, 8),)
-    graphed = setting.graphed(forward if closure else module, sample)
+    graphed = setting.graphed(forward if closure else module, sample, modules=(module,))
     assert accumulator(weight) == before
     if closure:
         assert seen[-1] is False  # while captured

@@ -16,7 +16,9 @@ def test_parameters_shared_between_callables(setting):
     module, plain = twins(setting, torch.nn.Linear(8, 8))
     fns = (lambda x: module(x).sin(), lambda x: module(x).cos())
     x = setting.randn(4, 8, grad=True)
-    first, second = setting.graphed(fns, ((x,), (x.detach().clone().requires_grad_(),)))
+    first, second = setting.graphed(
+        fns, ((x,), (x.detach().clone().requires_grad_(),)), modules=((module,), (module,))
+    )
     for _ in range(3):
         step(lambda x: second(first(x)), x)
         step(lambda x: plain(plain(x).sin()).cos(), x)

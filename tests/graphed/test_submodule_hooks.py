@@ -143,7 +143,7 @@ def test_of_modules_that_a_function_calls(setting, of, change, caplog):
         "method": (module.score, (x,)),
         "argument": (lambda x, part: part(x) * 1, (x, module)),
     }[of]
-    graphed = setting.graphed(fn, args)
+    graphed = setting.graphed(fn, args, modules=(module,) if of == "closure" else ())
     same(graphed(*args), fn(*args))
     if change == "hook":
         undo = module.register_forward_hook(scaled).remove

@@ -113,7 +113,9 @@ def test_symbolic_tracing(setting, nested, caplog):
 
     x = setting.randn(4, 8)
     sample = {"x": x} if nested else x
-    graphed = setting.graphed(functools.partial(fn, layer=module), (sample,), {"scale": 2.0})
+    graphed = setting.graphed(
+        functools.partial(fn, layer=module), (sample,), {"scale": 2.0}, modules=(module,)
+    )
 
     class Model(torch.nn.Module):
         def __init__(self):

@@ -135,7 +135,7 @@ def test_a_sample_that_a_checkpoint_recomputes_from(setting, checkpoint, nested)
     run = functools.partial(twice, checkpoint) if nested else checkpoint
     module, plain = twins(setting, net())
     x = setting.randn(4, 8)
-    graphed = setting.graphed(lambda x: run(module, x), (x,))
+    graphed = setting.graphed(lambda x: run(module, x), (x,), modules=(module,))
     for fn in (graphed, lambda x: run(plain, x)):
         y = fn(x)
         x.copy_(setting.randn(4, 8))
@@ -150,7 +150,9 @@ def test_a_sample_that_a_checkpoint_recomputes_from(setting, checkpoint, nested)
 def test_parameters_that_only_the_recomputation_reads_may_change(setting, checkpoint):
     module, plain = twins(setting, net())
     x = setting.randn(4, 8)
-    graphed = setting.graphed(lambda x: checkpoint(module, x), (setting.randn(4, 8),))
+    graphed = setting.graphed(
+        lambda x: checkpoint(module, x), (setting.randn(4, 8),), modules=(module,)
+    )
     for m, fn in ((module, graphed), (plain, lambda x: checkpoint(plain, x))):
         y = fn(x)
         with torch.no_grad():

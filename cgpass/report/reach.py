@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from cgpass.graphed.containers import CONTAINERS, contents
-from cgpass.graphed.names import assigned, content
+from cgpass.report.containers import CONTAINERS, contents
+from cgpass.report.names import assigned, content
 
 _LIBRARIES = {"torch", "cgpass", "numpy", *sys.stdlib_module_names} - {"__main__"}
 """Code of these is not looked into: it runs modules that it is given, and no others."""
