@@ -70,7 +70,6 @@ def make_arms(width: int, length: int, device: torch.device) -> dict[str, Arm]:
         "cgpass": ours(),
         "cgpass, addresses unchecked": ours(static_input_check="off"),
         "cgpass, static gradients": ours(own_grads=False),
-        "cgpass, direct gradients": ours(parameter_grads="direct"),
     }
     plain = copy.deepcopy(layer)
     arms["eager"] = (plain, list(plain.parameters()))

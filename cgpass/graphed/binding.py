@@ -7,8 +7,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass.errors import InputError
-from cgpass.graphed.values import equal, leaf_like
+from cgpass.graphed.values import equal
 from cgpass.runtime import fast
+from cgpass.runtime.placeholders import overlaps_itself
 from cgpass.runtime.signature import check_tensor
 
 
@@ -37,7 +38,7 @@ class Binding:
             InputError: A tensor that a recording can't read.
         """
         self._name = name
-        self._device = device
+        self.device = device
         self._keys = tuple(kwargs)
         self._num_args = len(args)
         self._names, leaves, self._spec = _flattened(args, kwargs)
@@ -60,8 +61,8 @@ class Binding:
         self._firsts = _firsts(tensors)
         self._distinct = sorted(set(self._firsts))
         self._repeats = [(i, first) for i, first in enumerate(self._firsts) if i != first]
-        self.samples = [tensors[i] for i in self._distinct]
-        """The sample's tensors, each once."""
+        self.samples = [_dense(tensors[i]) for i in self._distinct]
+        """The sample's tensors, each once, each element in a place of its own."""
         self.requires_grad = [sample.requires_grad for sample in self.samples]
 
     def name_of(self, number: int) -> str:
@@ -147,13 +148,6 @@ class Binding:
             )
         return leaves
 
-    def leaves(self, data: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Leaves of autograd in the places of `samples`, which Python code can't tell from these, on other memory."""
-        return [
-            leaf_like(sample, each, requires_grad=wanted)
-            for sample, each, wanted in zip(self.samples, data, self.requires_grad, strict=True)
-        ]
-
     def call(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments with other tensors in the places of `samples`."""
         leaves: list[Any] = [None] * len(self._names)
@@ -193,8 +187,8 @@ class Binding:
                 return InputError(
                     f"{what} is {kind} now, and graphs read dense tensors. Pass it as such, or call the original."
                 )
-            if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, self._device):
-                expected = f"{list(shape)} {dtype} on {self._device}"
+            if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, self.device):
+                expected = f"{list(shape)} {dtype} on {self.device}"
                 got = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
                 if tensor.shape != shape:
                     fix = (
@@ -203,7 +197,7 @@ class Binding:
                 elif tensor.dtype != dtype:
                     fix = f"Convert it with .to({dtype}), or record a callable with {tensor.dtype}."
                 else:
-                    fix = f"Move it with .to({str(self._device)!r})."
+                    fix = f"Move it with .to({str(self.device)!r})."
                 return InputError(f"{what} was {expected} in the sample, now it is {got}. {fix}")
             if tensor.requires_grad and not requires_grad:
                 return InputError(
@@ -211,6 +205,20 @@ class Binding:
                     "sample that requires grad, or detach it."
                 )
         raise AssertionError("some tensor does not fit")
+
+
+def _dense(sample: torch.Tensor) -> torch.Tensor:
+    if not (
+        overlaps_itself(sample) or sample.is_conj() or sample.is_neg() or sample.is_inference()
+    ):
+        return sample
+    with torch.inference_mode(False), torch.no_grad():
+        dense = sample.resolve_conj().resolve_neg().contiguous()
+        dense = torch.empty_like(dense).copy_(dense)
+    if type(sample) is torch.nn.Parameter:
+        dense = torch.nn.Parameter(dense, sample.requires_grad)
+    vars(dense).update(vars(sample))
+    return dense.requires_grad_(sample.requires_grad)
 
 
 def _short(value: object) -> str:

@@ -17,7 +17,6 @@ Hooks: TypeAlias = Mapping[str, HookFunctions]
 """By name of the moment."""
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
-    "parameter_grads": ("autograd", "direct"),
     "static_input_check": ("rerecord", "error", "off"),
     "driver": ("auto", "cuda", "simulated", "none"),
 }
@@ -29,8 +28,6 @@ _SHORT = 40
 """Characters of a value that messages show."""
 _FLAGS = (
     "allow_unused_input",
-    "reuse_buffers",
-    "retain_graph_in_backward",
     "own_grads",
     "patch_modules",
 )
@@ -62,12 +59,6 @@ class GraphedOptions:
     num_layers_per_chunk: int | Sequence[int] | None = None
     """With `order`: how many callables make up each chunk; as many in each if None."""
 
-    reuse_buffers: bool = False
-    """With `order`: whether microbatches whose lifetimes are disjoint share memory of inputs, outputs and gradients."""
-
-    retain_graph_in_backward: bool = False
-    """Whether a backward leaves what it read alone, so that it may run a second time."""
-
     capture_time_hooks: Sequence[Hooks | None] | None = None
     """One entry per callable: what runs around its warm-ups and captures, never on a replay."""
 
@@ -77,15 +68,12 @@ class GraphedOptions:
     own_grads: bool = True
     """Whether gradients keep their values while held; else the next replay overwrites them, in `.grad`, too: no accumulation."""
 
-    parameter_grads: Literal["autograd", "direct"] = "autograd"
-    """`autograd`: parameters are part of autograd's graph. `direct`: they are not, and the callable adds gradients to
-    their `.grad` itself."""
-
     static_input_check: Literal["rerecord", "error", "off"] = "rerecord"
     """What a moved parameter or buffer does; `off` only where they provably never move."""
 
     max_rerecords: int = 16
-    """Recordings made because parameters moved before a callable runs plainly at unknown addresses."""
+    """Recordings made because parameters moved, or a call whose backward is due needs an earlier one, before further calls
+    of that kind run without a graph."""
 
     rng_tracker: RNGStatesTracker | None = None
     """Whose states the callables draw from beside the default ones."""
@@ -108,9 +96,10 @@ class GraphedOptions:
             if not isinstance(getattr(self, name), bool):
                 raise _bad(self, name, "a bool")
         self._check_objects()
-        if self.order is None and (self.reuse_buffers or self.num_layers_per_chunk is not None):
-            name = "reuse_buffers" if self.reuse_buffers else "num_layers_per_chunk"
-            raise OptionError(f"make_graphed_callables: option {name!r} needs an order.")
+        if self.order is None and self.num_layers_per_chunk is not None:
+            raise OptionError(
+                "make_graphed_callables: option 'num_layers_per_chunk' needs an order."
+            )
 
     def _check_objects(self) -> None:
         if not isinstance(self.rng_tracker, RNGStatesTracker | None):

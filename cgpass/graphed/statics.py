@@ -1,5 +1,6 @@
 """`Statics`: the tensors that a callable reads besides its arguments, and what its modules were like."""
 
+import contextlib
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from cgpass.errors import InputError
+from cgpass.errors import GraphedArgumentError, InputError
 from cgpass.runtime import fast
 from cgpass.runtime.signature import check_tensor
 
@@ -52,13 +53,14 @@ class Statics:
         self._dicts: list[dict[str, Any]] = []
         self._keys: list[str] = []
         self.names: list[str] = []
-        self.num_parameters = 0
-        self.num_required = 0
-        """Parameters that are expected to get a gradient: these many first ones."""
+        self.required = required
+        """Whether each parameter is expected to get a gradient."""
         self._modes = _Members()
         self._members = _Members()
         self._all = _Members()
         self._hooks: list[tuple[str, dict[str, Any]]] = []
+        self._recurrent: list[Any] = []
+        """Modules that keep their parameters in a list, too."""
         self._lazy: list[Any] = []
         """Parameters that the first call makes."""
         self._holders: list[Any] = []
@@ -73,9 +75,6 @@ class Statics:
                 holder = getattr(inner, kind)
                 for key, full in self._readable(holder, path, device, required=required):
                     self._add(holder, key, full)
-            if kind == "_parameters":
-                self.num_parameters = len(self.names)
-                self.num_required = self.num_parameters if required else 0
         self.note_hooks()
 
     def _readable(
@@ -107,15 +106,15 @@ class Statics:
             self._holders.append(holder)
             self._sizes.append(len(holder))
             for key, value in holder.items():
-                if value is None or holder is module._modules:
-                    for entries in (self._members, self._all):
-                        entries.add(holder, key, f"{path}.{key}".lstrip("."))
-                attributes = getattr(value, "__dict__", {})
-                if holder is module._parameters and _ACCUMULATED in attributes:
-                    for entries in (self._members, self._all):
-                        entries.add(
-                            attributes, _ACCUMULATED, f"{path}.{key}.{_ACCUMULATED}".lstrip(".")
-                        )
+                full, attributes = f"{path}.{key}".lstrip("."), getattr(value, "__dict__", {})
+                is_parameter = holder is module._parameters
+                for entries in (self._members, self._all):
+                    if value is None or holder is module._modules:
+                        entries.add(holder, key, full)
+                    if is_parameter and _ACCUMULATED in attributes:
+                        entries.add(attributes, _ACCUMULATED, f"{full}.{_ACCUMULATED}")
+        if isinstance(module, torch.nn.RNNBase):
+            self._recurrent.append(module)
         if module is not around:
             self._hooks.append((path or type(module).__name__, module.__dict__))
 
@@ -210,9 +209,44 @@ class Statics:
                 f"{self._callable}: parameter or buffer {error} was removed after it was recorded."
             ) from None
 
-    def put(self, position: int, tensor: torch.Tensor) -> None:
-        """Have a tensor where its module keeps it."""
-        self._dicts[position][self._keys[position]] = tensor
+    def distinct(self) -> list[torch.Tensor]:
+        """The tensors as they are, each once."""
+        return list({id(tensor): tensor for tensor in self.now()}.values())
+
+    def distinct_names(self) -> list[str]:
+        """The first name of each of them."""
+        return list(
+            dict(reversed(list(zip(map(id, self.now()), self.names, strict=True)))).values()
+        )[::-1]
+
+    @contextlib.contextmanager
+    def replaced(self, others: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Have modules hold other tensors in place of `distinct()`, for a block.
+
+        Raises:
+            GraphedArgumentError: What ran in the block assigned one of them anew: no replay would.
+        """
+        before = self.now()
+        numbers = {id(tensor): k for k, tensor in enumerate(self.distinct())}
+        new = [others[numbers[id(tensor)]] for tensor in before]
+        self._put(new)
+        try:
+            yield
+            now = self.now()
+            names = [self.names[i] for i, tensor in enumerate(new) if now[i] is not tensor]
+        finally:
+            self._put(before)
+        if names:
+            raise GraphedArgumentError(
+                f"make_graphed_callables: {self._callable} assigns {', '.join(names)} anew when it runs, which no replay "
+                "would do. Have it write in place, as in self.buffer.copy_(value) or self.buffer.add_(1)."
+            )
+
+    def _put(self, tensors: Sequence[torch.Tensor]) -> None:
+        for holder, key, tensor in zip(self._dicts, self._keys, tensors, strict=True):
+            holder[key] = tensor
+        for module in self._recurrent:
+            module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
     def key_of(self, tensors: Sequence[torch.Tensor]) -> bytes:
         """Where they lie and how they are laid out, and which of them are one.
@@ -302,11 +336,3 @@ def _read_layouts(key: bytes) -> list[tuple[int, ...]]:
 def _listed(names: Sequence[str], limit: int = 5) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
-
-
-def firsts(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Positions of the first one of each object."""
-    positions: dict[int, int] = {}
-    for i, tensor in enumerate(tensors):
-        positions.setdefault(id(tensor), i)
-    return list(positions.values())

@@ -41,9 +41,6 @@ is_loaded = False
 static_key: Callable[[Sequence[Any], Sequence[int]], bytes]
 """`static_key(args, positions)`: addresses of tensors, as 64-bit integers."""
 
-versions: Callable[[Sequence[Any], Sequence[int]], bytes]
-"""`versions(args, positions)`: how often tensors were written, as 64-bit integers; 0 for inference tensors."""
-
 geometry: Callable[[Sequence[Any], Sequence[int]], bytes]
 """`geometry(values, positions)`: number of dimensions, sizes and strides of each tensor, -1 for what is none."""
 
@@ -131,13 +128,6 @@ copies: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 The tensors are of one dtype and device, and none overlaps itself.
 """
 
-fill: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], bytes], int]
-"""`fill(targets, values, shared)`: give tensors the values of others, one after the other, on the current stream.
-
-What is the same memory laid out alike is left out. Nothing is copied, and -1 returned, where a value that is to be copied
-lies in a storage at one of the addresses `shared`; else the bytes copied.
-"""
-
 # ---- autograd
 
 attach: Callable[[Any, Any, Any, Any, Any, Any, Any, Any, Any, str, bool, bool], None]
@@ -163,19 +153,6 @@ a node between tensors.
 
 first_watched: Callable[[Sequence[torch.Tensor]], int]
 """`first_watched(leaves)`: the first that has a gradient, or whose gradient somebody would notice being made; -1 for none."""
-
-take_accumulators: Callable[[Sequence[torch.Tensor]], list[Any]]
-"""`take_accumulators(leaves)`: have each leaf forget the node of autograd's graphs that adds to its `.grad`.
-
-The next graph makes another one; graphs that exist keep theirs, which goes on working. Returns what `put_accumulators`
-takes. **Lifetime:** that holds the nodes, and those hold the leaves.
-"""
-
-put_accumulators: Callable[[Sequence[torch.Tensor], Sequence[Any]], None]
-"""`put_accumulators(leaves, taken)`: have each leaf know its node again; where none was taken, what it knows stays."""
-
-drop_accumulators: Callable[[Sequence[torch.Tensor]], None]
-"""`drop_accumulators(leaves)`: as `take_accumulators`, for good and but for nodes with hooks, which have to be met again."""
 
 
 def taker(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], list[Any]]:

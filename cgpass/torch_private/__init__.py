@@ -11,9 +11,11 @@ from cgpass.torch_private.autocast import autocast_cache_off
 from cgpass.torch_private.backward import (
     accumulates_everywhere,
     after_backward,
+    check_versions,
     checkpoint_hooks,
     double_backwards_raise,
     graph_task,
+    keeps_graph,
     kept_by_checkpoint,
     no_outer_saved_tensors_hooks,
     outside_dynamo,

@@ -95,6 +95,24 @@ def kept_by_checkpoint(hook: Any) -> list[Any]:
     return [arg for arg in getattr(frame, "saved_args", ()) if hasattr(arg, "register_hooks")]
 
 
+def check_versions(node: Any) -> None:
+    """Raise as a backward would if something that a node saved was changed in place since.
+
+    Source: torch/csrc/autograd/saved_variable.cpp `unpack`, which the attributes call, 2.11 to 2.15.
+    """
+    for name in _raw_saved(type(node)):
+        plain = name.removeprefix("_raw")
+        getattr(node, plain if hasattr(type(node), plain) else plain.removeprefix("_"))
+
+
+def keeps_graph() -> bool:
+    """Whether the running backward pass leaves its graph for another one (`retain_graph=True`).
+
+    Source: torch/csrc/autograd/init.cpp `_get_current_graph_task_keep_graph`, 2.11 to 2.15.
+    """
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 @functools.cache
 def _raw_saved(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))

@@ -57,7 +57,7 @@ def test_a_forward_that_reads_data(setting):
         setting,
         (net().to(setting.device), module),
         ((setting.randn(4, 8),), (setting.randn(4, 8),)),
-        r"the forward of callable 1 \(Reads\) can't be captured, in aten\._local_scalar_dense\.default, at "
+        r"the forward of callable 1 \(Reads\) can't be captured, at "
         r"test_failures\.py:\d+ in forward: if y\.sum\(\)\.item\(\) > 1e9",
         capture_time_hooks=[None, hooks],
     )
@@ -81,7 +81,7 @@ def test_a_backward_that_reads_data(setting):
         setting,
         fn,
         (x,),
-        r"the backward of .*fn can't be captured, in aten\._local_scalar_dense\.default, at "
+        r"the backward of .*fn can't be captured, at "
         r"test_failures\.py:\d+ in backward: return grad \* 2 if",
     )
     assert x.grad is None
@@ -291,9 +291,7 @@ def test_a_failure_in_torchs_own_modules_has_a_line(setting, wrapped):
         if wrapped
         else r"batchnorm\.py:\d+ in forward: "
     )
-    with pytest.raises(
-        cgpass.errors.CaptureError, match=rf"_local_scalar_dense\.default, at {line}"
-    ):
+    with pytest.raises(cgpass.errors.CaptureError, match=rf"can't be captured, at {line}"):
         setting.graphed(setting.module(module), (setting.randn(4, 8),))
 
 
@@ -370,7 +368,7 @@ def test_a_recording_again_that_fails_leaves_nothing(setting):
         places.append(places[-1].clone())
         module.inner.weight.data = places[-1]
         with pytest.raises(CaptureError):
-            graphed(setting.randn(4, 8))
+            graphed(setting.randn(4, 8)).sum().backward()
     assert alive() == before
     fails.clear()
     x = setting.randn(4, 8)

@@ -108,10 +108,10 @@ def test_methods_of_a_modules_own_are_left_alone(setting):
     graphed = setting.graphed(setting.module(Counts(8, 8)), (setting.randn(4, 8),))
     assert graphed.reset() == "its own"
     graphed.graphed.reset()
-    assert not graphed.graphed._recorded
+    assert not graphed.graphed._pairs
 
 
-def test_a_copy_that_outlives_its_module_is_recorded_again(setting):
+def test_a_copy_that_outlives_its_module_is_pairs_again(setting):
     module, plain = twins(setting, net())
     forward = setting.graphed(module, (setting.randn(4, 8),)).graphed
     for each in (module, plain):

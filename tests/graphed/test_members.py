@@ -215,6 +215,24 @@ def test_functions_with_the_modules_that_they_use(setting, form):
     assert graphed.stats.plain_calls == 1
 
 
+def test_functions_that_use_what_they_do_not_name_are_refused(setting):
+    module, sample = setting.module(net()), (setting.randn(4, 8),)
+    with pytest.raises(
+        cgpass.errors.GraphedArgumentError,
+        match=r"shape \[8, 8\] .* neither an argument nor a parameter .* modules=\(model,\)",
+    ):
+        setting.graphed(lambda x: module(x), sample)
+    weight = module[0].weight
+    with pytest.raises(
+        cgpass.errors.GraphedArgumentError, match=r"uses 0\.weight by itself, not as an attribute"
+    ):
+        setting.graphed(lambda x: x @ weight, sample, modules=(module,))
+    for modules, several in (((module[0],), True), (sample, False), (((module,), ()), True)):
+        fns = (torch.sin,) if several else torch.sin
+        with pytest.raises(cgpass.errors.GraphedArgumentError, match="modules"):
+            setting.graphed(fns, (sample,) if several else sample, modules=modules)
+
+
 def test_what_can_not_be_read_in_a_closure_may_be_there_unread(setting):
     module, plain = twins(setting, net())
     module.register_buffer("unread", torch.eye(8, device=setting.device).to_sparse())

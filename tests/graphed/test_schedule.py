@@ -111,10 +111,9 @@ def train(setting, order, layers, num_microbatches, fns):
 
 
 @pytest.mark.parametrize("name", ORDERS)
-@pytest.mark.parametrize("reuse", [False, True])
-def test_two_chunks_and_four_microbatches(setting, name, reuse):
+def test_two_chunks_and_four_microbatches(setting, name):
     order, layers = ORDERS[name], (2, 1)
-    modules, graphed, count = build(setting, order, layers, reuse_buffers=reuse)
+    modules, graphed, count = build(setting, order, layers)
 
     def graph_of(layer, microbatch):
         chunk = 0 if layer < layers[0] else 1
@@ -136,37 +135,17 @@ def test_two_chunks_and_four_microbatches(setting, name, reuse):
 
 def test_another_order_than_the_schedules(setting):
     order, layers = ORDERS["1f1b"], (2, 1)
-    for reuse in (False, True):
-        modules, graphed, count = build(setting, order, layers, reuse_buffers=reuse)
+    modules, graphed, count = build(setting, order, layers)
 
-        def graph_of(layer, microbatch, graphed=graphed, count=count):
-            chunk = 0 if layer < 2 else 1
-            return graphed[sum(layers[:chunk]) * count + microbatch * layers[chunk] + layer % 2]
+    def graph_of(layer, microbatch):
+        chunk = 0 if layer < 2 else 1
+        return graphed[sum(layers[:chunk]) * count + microbatch * layers[chunk] + layer % 2]
 
-        for other in ORDERS.values():
-            train(setting, other, layers, count, graph_of)
-            train(setting, other, layers, count, lambda layer, _, m=modules: m[layer][1])
-            for module, plain in modules:
-                same_grads(module, plain)
-
-
-def memory_of(graphed):
-    """Places that inputs and outputs of all forwards lie in."""
-    (group,) = {g._group for g in graphed}
-    inputs = {m.address for g in graphed for r in g._recorded.values() for m in r.arguments.memory}
-    return len(inputs), len(group.driver.live_blocks(0))
-
-
-def test_microbatches_share_memory_only_where_lifetimes_are_disjoint(setting):
-    order = ORDERS["one by one"]
-    alone, shared = (
-        memory_of(build(setting, order, reuse_buffers=reuse)[1]) for reuse in (False, True)
-    )
-    assert alone[0] == 12
-    assert shared[0] == 3
-    assert shared[1] < alone[1] / 2
-    together = ORDERS["all forwards first"]
-    assert memory_of(build(setting, together, reuse_buffers=True)[1])[0] == 12
+    for other in ORDERS.values():
+        train(setting, other, layers, count, graph_of)
+        train(setting, other, layers, count, lambda layer, _: modules[layer][1])
+        for module, plain in modules:
+            same_grads(module, plain)
 
 
 def test_warm_ups_follow_the_order(setting):
@@ -191,9 +170,8 @@ def test_warm_ups_follow_the_order(setting):
 
 
 def test_options_that_need_an_order():
-    for name, value in {"reuse_buffers": True, "num_layers_per_chunk": 2}.items():
-        with pytest.raises(cgpass.errors.OptionError, match=f"option '{name}' needs an order"):
-            cgpass.GraphedOptions(**{name: value})
+    with pytest.raises(cgpass.errors.OptionError, match="'num_layers_per_chunk' needs an order"):
+        cgpass.GraphedOptions(num_layers_per_chunk=2)
 
 
 @pytest.mark.parametrize("layers", [2.5, True, [True], {1: 2}, "1", 0, [1, 1]])

@@ -75,17 +75,6 @@ def test_geometry():
         fast.geometry(values, (6,))
 
 
-def test_versions():
-    with torch.inference_mode():
-        frozen = torch.zeros(1)
-    args = [torch.zeros(1), 3, torch.zeros(1), frozen]
-    before = fast.versions(args, (0, 2, 3))
-    assert before == array("q", [0, 0, 0]).tobytes()
-    args[2].detach().add_(1)
-    assert fast.versions(args, (0, 2, 3)) == array("q", [0, 1, 0]).tobytes()
-    assert fast.versions(args, ()) == b""
-
-
 def test_a_holder_of_any_storage_is_noticed():
     owned = [torch.zeros(2) for _ in range(10)]
     known = watch(owned)
