@@ -91,7 +91,7 @@ class GraphedFunction:
 
     def add(self, pair: Pair) -> None:
         """Take a recording."""
-        pair.statics.note_hooks()  # a first run may have set some
+        pair.statics.note()  # a first run may have set hooks
         key = pair.statics, pair.key, fast.requiring_grad(pair.statics.now())
         self._pairs.setdefault(key, []).append(pair)
         self._last = key
