@@ -209,26 +209,27 @@ class GraphedFunction:
         except MemberGoneError:
             self._follow_members()
             return self._key()
-        return (statics, key, fast.requiring_grad(now)), statics.distinct()
+        return (statics, key, fast.requiring_grad(now)), now
 
     def _pair(
         self, owner: Owner, tensors: list[torch.Tensor]
     ) -> tuple[Pair | None, list[torch.Tensor]]:
         """The pair to be replayed, and parameters and buffers as they are."""
         if self._check == "off" and self._last is not None:
-            key, members = self._last, self._pass.statics.distinct()
+            key, now = self._last, self._pass.statics.now()
         else:
-            key, members = self._key()
+            key, now = self._key()
         pairs = self._pairs.get(key, [])
         for pair in pairs:
             if pair.is_free() and pair.is_safe():
                 self._last = key
-                return pair, members
+                return pair, pair.take(now)
         for pair in pairs:
             if pair.is_free() and pair.rescue():
                 self._last = key
-                return pair, members
-        return self._record_again(owner, key, tensors, held=bool(pairs)), members
+                return pair, pair.take(now)
+        pair = self._record_again(owner, key, tensors, held=bool(pairs))
+        return pair, now if pair is None else pair.take(now)
 
     def _run_plainly(self, why: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._pass.stats.plain_calls += 1

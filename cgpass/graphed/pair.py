@@ -145,6 +145,12 @@ class Pair:
         leaves = graph.leaves
         used = graph.reached.union(i for i in d.used if leaves[i].requires_grad)
         self._wanted = tuple(sorted(used))
+        self._edges = tuple(range(len(used)))
+        self._take_wanted, self._take_read = fast.taker(self._wanted), fast.taker(tuple(graph.read))
+        self._wanted_inputs = [i for i in self._wanted if i < num_inputs]
+        self._wants_always = any(i >= num_inputs for i in self._wanted)
+        self.take = fast.taker(self.statics.firsts())
+        """Takes each parameter and buffer once."""
 
     def after_forward(self) -> None:
         """Run the hooks after the forward."""
@@ -291,14 +297,14 @@ class Pair:
         for k in self._counted:
             torch.autograd.graph.increment_version(members[k])
         results, saved = outputs[: self._num_results], outputs[self._num_results :]
-        leaves = [*tensors, *members]
-        wants = with_grad and 1 in fast.requiring_grad([leaves[i] for i in self._wanted])
-        if not wants or not graph.with_grad:
+        wants = self._wants_always or any(tensors[i].requires_grad for i in self._wanted_inputs)
+        if not with_grad or not wants or not graph.with_grad:
             return results
         call = Call(self, members, position)
         self._call = weakref.ref(call)
-        checked = [*saved, *[members[k] for k in graph.read]]
-        where = leaves, self._wanted, (), results, graph.with_grad
+        checked = [*saved, *self._take_read(members)]
+        wanted = self._take_wanted([*tensors, *members])
+        where = wanted, self._edges, (), results, graph.with_grad
         fast.attach(_run_backward, call, *where, checked, (), "GraphedBackward", True, False)
         for n in self._given:
             results[n] = _Given.apply(results[n])
@@ -307,9 +313,8 @@ class Pair:
     # ---- backward
 
     def backward(self, call: Call, saved: list[Any], grads: list[Any]) -> list[Any]:
-        """Gradients for a call's arguments, parameters and buffers, by position; the lists are emptied."""
+        """Gradients for what a call wanted some for; the lists are emptied."""
         owner, members, ends = self._owner, call.members, bool(saved)
-        num_leaves = len(self.description.binding.samples) + len(members)
         with owner.lock:
             owner.driver.enter_call()
             args = [*saved[: self._num_saved], *members, *grads, *self._generators]
@@ -322,10 +327,7 @@ class Pair:
                 self.description.due.append(call)
             elif ends and not torch_private.keeps_graph():
                 call.settle()
-        gradients: list[Any] = [None] * num_leaves
-        for i, grad in zip(self._wanted, found, strict=True):
-            gradients[i] = grad
-        return gradients
+        return list(found)
 
     def _run_graph(self, args: list[Any]) -> list[Any]:
         """The backward, without a recording or while it is recorded; empties the list."""

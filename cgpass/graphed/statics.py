@@ -118,12 +118,11 @@ class Statics:
             for kind in _HOOKS:
                 if kind in attributes:
                     self._runs.add_all(attributes[kind], path)
+        self._all = self._modes + self._members + self._runs
 
     def unchanged(self) -> bool:
         """Whether modes, members and hooks are what they were."""
-        return not self._lazy and all(
-            each.unchanged() for each in (self._modes, self._members, self._runs)
-        )
+        return not self._lazy and self._all.unchanged()
 
     def has_its_modes(self) -> bool:
         """Whether all modules are in the mode, training or eval, that they were found in."""
@@ -184,15 +183,21 @@ class Statics:
                 f"{self._callable}: parameter or buffer {error} was removed after it was recorded."
             ) from None
 
+    def firsts(self) -> tuple[int, ...]:
+        """Positions of the tensors in `now()`, each once."""
+        positions: dict[int, int] = {}
+        for i, tensor in enumerate(self.now()):
+            positions.setdefault(id(tensor), i)
+        return tuple(positions.values())
+
     def distinct(self) -> list[torch.Tensor]:
         """The tensors as they are, each once."""
-        return list({id(tensor): tensor for tensor in self.now()}.values())
+        now = self.now()
+        return [now[i] for i in self.firsts()]
 
     def distinct_names(self) -> list[str]:
         """The first name of each of them."""
-        return list(
-            dict(reversed(list(zip(map(id, self.now()), self.names, strict=True)))).values()
-        )[::-1]
+        return [self.names[i] for i in self.firsts()]
 
     @contextlib.contextmanager
     def replaced(self, others: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -272,6 +277,13 @@ class _Entries:
                 self.add(holder, key, path)
             elif wanted(value):
                 self.add(holder, key, f"{path}.{key}".lstrip("."))
+
+    def __add__(self, other: "_Entries") -> "_Entries":
+        """All of both."""
+        both = _Entries()
+        for name, value in vars(self).items():
+            setattr(both, name, value + vars(other)[name])
+        return both
 
     def unchanged(self) -> bool:
         return fast.unchanged(
