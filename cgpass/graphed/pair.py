@@ -8,6 +8,18 @@ Note [What a call of a pair does]
     of calls, and calls in the order of the recordings replay and nothing else.
 
     A forward that would overwrite what a pending one saved is recorded once more, in a pool of its own.
+
+Note [Autograd's engine and captures]
+    The driver captures as for compiled functions: on a side stream after warm-ups there, without garbage collection,
+    with errors of this thread alone, generators registered and cuBLAS workspaces given up. What is particular here, and
+    is to be shown on a device by the tests of this folder:
+
+    - The engine runs nodes on the stream of their forward, which for a captured graph is the side stream, and in a thread
+      of its own, whose launches the capture of that stream has to take. Stand-ins are leaves of their own, so that no
+      node of another stream is reached.
+    - A backward that is recorded late, or runs without a graph, is a backward inside of a backward. The latter runs on the
+      side stream; the engine has it wait for the caller's, and the caller's for it.
+    - What a capture keeps of its pool is told by the allocator: garbage in cycles counts, which costs recordings only.
 """
 
 import contextlib

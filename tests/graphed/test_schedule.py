@@ -1,5 +1,7 @@
 """Interleaved pipelines: orders that are refused, and schedules against running the layers plainly."""
 
+import random
+
 import pytest
 import torch
 
@@ -179,3 +181,49 @@ def test_layers_per_chunk_that_can_not_be(setting, layers):
     module, options = setting.module(net()), {"order": [1, -1], "num_layers_per_chunk": layers}
     with pytest.raises(cgpass.errors.ScheduleError, match="num_layers_per_chunk must be an int or"):
         setting.graphed((module,), ((setting.randn(4, 8),),), **options)
+
+
+def random_order(draw, chunks, microbatches):
+    """A pipeline's order that can be run: forwards and backwards of each chunk in turn, as they come."""
+    left = {
+        1: dict.fromkeys(range(1, chunks + 1), microbatches),
+        -1: dict.fromkeys(range(1, chunks + 1), microbatches),
+    }
+    order = []
+    while any(left[-1].values()):
+        chunk = draw.randint(1, chunks)
+        kinds = [1] * (left[1][chunk] > 0) + [-1] * (left[-1][chunk] > left[1][chunk])
+        if kinds:
+            kind = draw.choice(kinds)
+            left[kind][chunk] -= 1
+            order.append(kind * chunk)
+    return order
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_schedules(setting, seed):
+    """Chunks that don't hand anything on, recorded in one order and called in others."""
+    draw = random.Random(seed)
+    layers, microbatches = (2, 1), 3
+    modules, graphed, count = build(setting, random_order(draw, 2, microbatches), layers)
+    starts = {1: 0, 2: layers[0] * count}
+    for number in range(3):
+        order = random_order(draw, 2, microbatches)
+        for plainly in (False, True):
+            torch.manual_seed(number)
+            done, pending = dict.fromkeys((1, 2, -1, -2), 0), {}
+            for entry in order:
+                chunk, size = abs(entry), layers[abs(entry) - 1]
+                microbatch = done[entry]
+                done[entry] += 1
+                if entry < 0:
+                    pending.pop((chunk, microbatch)).square().sum().backward()
+                    continue
+                x = setting.randn(4, 8, grad=True)
+                for layer in range(size):
+                    own = modules[layer if chunk == 1 else layers[0] + layer][1]
+                    x = (own if plainly else graphed[starts[chunk] + microbatch * size + layer])(x)
+                pending[chunk, microbatch] = x
+        for module, plain in modules:
+            same_grads(module, plain)
+        clear_grads(*(each for pair in modules for each in pair))
