@@ -21,11 +21,6 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "driver": ("auto", "cuda", "simulated", "none"),
 }
 _AT_LEAST: Mapping[str, int] = {"num_warmup_iters": 1, "max_rerecords": 0}
-_KNOWN = (
-    "known: callables, sample_args, sample_kwargs, options; all else is in cgpass.GraphedOptions."
-)
-_SHORT = 40
-"""Characters of a value that messages show."""
 _FLAGS = (
     "allow_unused_input",
     "own_grads",
@@ -134,35 +129,13 @@ class GraphedOptions:
 
 
 def refuse_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse keyword arguments that `make_graphed_callables` does not have.
-
-    Args:
-        given: By name.
-
-    Raises:
-        OptionError: There are some; says of options where they belong, of others what may have been meant.
-    """
-    known = [field.name for field in dataclasses.fields(GraphedOptions)]
-    for name in given:
-        if name not in known:
-            nearest = difflib.get_close_matches(name, ["sample_kwargs", "options", *known], n=1)
-            as_option = " in options=" if nearest and nearest[0] in known else ""
-            hint = f"did you mean {nearest[0]!r}{as_option}?" if nearest else _KNOWN
-            raise OptionError(f"make_graphed_callables: unknown argument {name!r}; {hint}")
+    """Refuse keyword arguments that `make_graphed_callables` does not have: torch's and TransformerEngine's options."""
     if given:
-        are = "is an option: give it" if len(given) == 1 else "are options: give them"
-        values = ", ".join(f"{name}={_short(value)}" for name, value in given.items())
+        known = ", ".join(field.name for field in dataclasses.fields(GraphedOptions))
         raise OptionError(
-            f"make_graphed_callables: {', '.join(given)} {are} as options=cgpass.GraphedOptions({values})."
+            f"make_graphed_callables: {', '.join(given)} can't be given as arguments; options are given as "
+            f"options=cgpass.GraphedOptions(...): {known}."
         )
-
-
-def _short(value: object) -> str:
-    """What stands for a value in a line of code; `...` where its text is none or is long."""
-    text = repr(value)
-    parts = value if isinstance(value, list | tuple) else [value]
-    plain = all(isinstance(part, int | str | None) for part in parts)
-    return text if plain and len(text) <= _SHORT else "..."
 
 
 def _is_pool(handle: object) -> bool:

@@ -196,29 +196,12 @@ def test_options_that_can_not_be(options, message):
         cgpass.make_graphed_callables(torch.sin, (torch.zeros(3),), options=options)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            {"num_warmup_iters": 5},
-            "num_warmup_iters is an option: give it as options=cgpass.GraphedOptions(num_warmup_iters=5).",
-        ),
-        (
-            {"allow_unused_input": True, "order": [1, -1], "pool": object()},
-            "allow_unused_input, order, pool are options: give them as options=cgpass.GraphedOptions(allow_unused_input=True, order=[1, -1], pool=...).",
-        ),
-        ({"sample_kwarg": {}}, "unknown argument 'sample_kwarg'; did you mean 'sample_kwargs'?"),
-        ({"_order": [1, -1]}, "unknown argument '_order'; did you mean 'order' in options=?"),
-        (
-            {"recipe": None},
-            "unknown argument 'recipe'; known: callables, sample_args, sample_kwargs, options; all else is in cgpass.GraphedOptions.",
-        ),
-    ],
-)
-def test_options_given_as_arguments(given, message):
-    with pytest.raises(cgpass.errors.OptionError) as refused:
-        cgpass.make_graphed_callables(torch.sin, (torch.zeros(3),), **given)
-    assert str(refused.value) == f"make_graphed_callables: {message}"
+def test_options_given_as_arguments():
+    with pytest.raises(
+        cgpass.errors.OptionError,
+        match=r"num_warmup_iters can't be given as arguments; options are given as options=.*num_warmup_iters",
+    ):
+        cgpass.make_graphed_callables(torch.sin, (torch.zeros(3),), num_warmup_iters=5)
 
 
 def test_a_driver_that_can_not_record_there(setting):
