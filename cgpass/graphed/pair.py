@@ -359,9 +359,12 @@ class Pair:
         d, owner = self.description, self._owner
         key = self._layout.static_key(args)
         recording = self._choose(args, key)
-        same = key == self._layout.static_key(args)  # no rescue moved what is read
-        if recording is None and same and not self.closed:
-            if len(self._backwards) <= d.options.max_rerecords:
+        if (
+            recording is None
+            and not self.closed
+            and len(self._backwards) <= d.options.max_rerecords
+        ):
+            if key == self._layout.static_key(args):  # no rescue moved what is read
                 recording = self._record_in_call(args)
         if recording is None:
             d.stats.plain_calls += 1
@@ -387,11 +390,10 @@ class Pair:
 
     def _choose(self, args: list[Any], key: bytes) -> Recording | None:
         owner = self._owner
-        found = [recording for place, recording in self._backwards if place == key]
-        for recording in found:
-            if owner.is_safe(recording) and recording.may_replay(args):
+        for place, recording in self._backwards:
+            if place == key and owner.is_safe(recording) and recording.may_replay(args):
                 return recording
-        for recording in found:
+        for recording in [recording for place, recording in self._backwards if place == key]:
             if recording.may_replay(args) and owner.rescue(recording):
                 same = self._layout.static_key(args) == key and not recording.closed
                 return recording if same and recording.may_replay(args) else None
@@ -458,14 +460,19 @@ def _run_backward(call: Call, saved: list[Any] | None, grads: list[Any] | None) 
     pair = call.pair
     if pair is None:
         raise GraphedBackwardError(f"{call.name}: a second backward through one forward.")
-    if torch_private.in_vmap_or_functorch():
+    try:
+        if not torch.is_grad_enabled():
+            return pair.backward(call, saved, grads)
+        with torch.no_grad():  # create_graph=True
+            return pair.backward(call, saved, grads)
+    except RuntimeError:
+        if not torch_private.in_vmap_or_functorch():
+            raise
         raise GraphedBackwardError(
             f"{call.name}: a backward of batched gradients (is_grads_batched=True, jacobian(vectorize=True), or a "
             "backward inside of torch.vmap), and the graph has one gradient of each result. Run one backward after "
             "another, with retain_graph=True, or call the original there."
-        )
-    with torch.no_grad():
-        return pair.backward(call, saved, grads)
+        ) from None
 
 
 class _Given(torch.autograd.Function):
