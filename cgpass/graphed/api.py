@@ -10,15 +10,13 @@ from torch.utils import _pytree as pytree
 from cgpass.errors import DriverUnavailableError, GraphedArgumentError
 from cgpass.graphed import hooks as hooks_of
 from cgpass.graphed.binding import Binding
-from cgpass.graphed.callables import GraphedFunction
-from cgpass.graphed.group import Group
+from cgpass.graphed.callables import GraphedFunction, Group
 from cgpass.graphed.modules import with_forward
 from cgpass.graphed.options import GraphedOptions, refuse_arguments
-from cgpass.graphed.passes import Pass
-from cgpass.graphed.preparation import prepared
-from cgpass.graphed.recorder import GroupRecorder
+from cgpass.graphed.pair import Pair
 from cgpass.graphed.schedule import Schedule, interleaved, simple
 from cgpass.graphed.target import Target
+from cgpass.graphed.warmup import Pass, prepared
 from cgpass.options import current_defaults
 from cgpass.runtime import native
 from cgpass.runtime.driver import CUDADriver
@@ -35,6 +33,7 @@ def make_graphed_callables(
     sample_args: Sequence[Any],
     *,
     sample_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    modules: Sequence[Any] = (),
     options: GraphedOptions | Mapping[str, Any] | None = None,
     **unknown: Never,
 ) -> Any:
@@ -51,10 +50,10 @@ def make_graphed_callables(
             each chunk, microbatch and layer). Nested structures and values that are no tensors are taken; the latter
             must be the same in every call. `requires_grad` must be as in the calls, and so must be which arguments are
             one tensor.
-            **Lifetime:** the tensors become the memory that the graphs read: a call with these very tensors copies
-            nothing, a call with others overwrites them. Of samples that share memory only the first is so used, also
-            where others were given to another `make_graphed_callables` whose graphs still are.
         sample_kwargs: Keyword arguments in the same way.
+        modules: Those that a function uses: their parameters get gradients, and where these lie, their buffers and
+            their modes are looked at. For a tuple of callables one such sequence each. A module, or a method of one,
+            names itself.
         options: Everything else; see `GraphedOptions`.
         unknown: Refused, with where it belongs: torch's and TransformerEngine's functions have options as arguments.
 
@@ -82,7 +81,8 @@ def make_graphed_callables(
         return ()
     capture_hooks = hooks_of.capture_time_hooks(given.capture_time_hooks, len(fns))
     once, warmup_hooks = hooks_of.warmup_hooks(given.warmup_hooks, len(fns))
-    targets = [Target(fn, i if several else None) for i, fn in enumerate(fns)]
+    named = _modules(modules, len(fns), several=several)
+    targets = [Target(fn, named[i], i if several else None) for i, fn in enumerate(fns)]
     device = _device(args, kwargs, targets)
     by_module = given.order is None  # what is returned looks at its module's mode itself
     given_modules = [
@@ -102,7 +102,6 @@ def make_graphed_callables(
             binding=Binding(targets[i].name, args[number], kwargs[number], device),
             statics=statics[i],
             find_statics=find_statics[i],
-            attributes=targets[i].attributes,
             hooks=capture_hooks[i],
             warmup_hooks=warmup_hooks[i],
             options=given,
@@ -127,15 +126,54 @@ def _record(
     functions: list[GraphedFunction],
     once: hooks_of.HookSet,
 ) -> None:
+    owner = group.owner
     try:
-        with prepared(passes, group), group.owner.lock:
-            recorder = GroupRecorder(group, schedule, passes)
-            recorder.warm_up(once)
-            for function, recorded in zip(functions, recorder.record(), strict=True):
-                function.add(recorded)
+        with prepared(passes[0], owner.driver.device), owner.lock, torch.no_grad():
+            pairs = [Pair(d, owner, None if d.backward_dw else 0) for d in passes]
+            _warm_up(schedule, passes, pairs, owner, once)
+            _record_all(schedule, pairs)
+            for function, pair in zip(functions, pairs, strict=True):
+                function.add(pair)
     except BaseException:
-        group.owner.close()
+        owner.close()
         raise
+
+
+def _warm_up(
+    schedule: Schedule,
+    passes: list[Pass],
+    pairs: list[Pair],
+    owner: Owner,
+    once: hooks_of.HookSet,
+) -> None:
+    """Run every forward, with its backward, as often as asked for."""
+    once.run("pre_warmup")
+    for number in schedule.forwards:
+        d = passes[number]
+        d.warmup_hooks.run("pre_warmup", d.hooked)
+        d.warm_up(owner.driver, pairs[number].states, d.options.num_warmup_iters, pool=True)
+        d.warmup_hooks.run("post_warmup", d.hooked)
+    once.run("post_warmup")
+
+
+def _record_all(schedule: Schedule, pairs: list[Pair]) -> None:
+    """Record every forward and backward, with what is held meanwhile as in a training step.
+
+    Results and saved tensors are held until their backward, gradients until the next one, and those of each callable's
+    first backward to the end: whatever is recorded meanwhile lies elsewhere.
+    """
+    held: dict[int, tuple[Any, ...]] = {}
+    grads: dict[int, Any] = {}
+    for step in schedule.steps:
+        pair, number = pairs[step.number], step.number
+        if step.forward:
+            held[number] = pair.record_for_samples()
+            continue
+        results, saved, members = held.pop(number)
+        if pair.graph.with_grad:
+            found = grads[-1] = pair.record_backward(saved, members)
+            grads.setdefault(schedule.callables[number], found)
+        del results
 
 
 def _results(
@@ -206,6 +244,26 @@ def _kwargs(
     return found
 
 
+def _modules(
+    modules: Sequence[Any], num_callables: int, *, several: bool
+) -> list[Sequence[torch.nn.Module]]:
+    """The modules that each callable uses besides itself."""
+    given = list(modules) if several else [modules]
+    if len(given) != num_callables and given:
+        raise GraphedArgumentError(
+            f"make_graphed_callables: modules has {len(given)} entries for {num_callables} callables. Give a sequence of "
+            "modules for each."
+        )
+    for each in given:
+        is_sequence = isinstance(each, list | tuple)
+        if not is_sequence or not all(isinstance(module, torch.nn.Module) for module in each):
+            raise GraphedArgumentError(
+                f"make_graphed_callables: modules must be a sequence of modules, got {each!r}; for several callables one "
+                "such sequence each."
+            )
+    return given or [()] * num_callables
+
+
 def _schedule(num_callables: int, num_samples: int, options: GraphedOptions) -> Schedule:
     if options.order is not None:
         return interleaved(options.order, num_callables, num_samples, options.num_layers_per_chunk)
@@ -250,4 +308,4 @@ def _group(options: GraphedOptions, device: torch.device) -> Group | None:
         )
     if not native.loader.wait(current_defaults().progress):
         return None
-    return Group(Owner(driver), own_grads=options.own_grads)
+    return Group(Owner(driver))

@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from cgpass.errors import GraphedArgumentError, InputError
-from cgpass.graphed.constants import Snapshot, short, snapshot
-from cgpass.graphed.values import leaf_like
+from cgpass.errors import InputError
+from cgpass.graphed.values import equal
 from cgpass.runtime import fast
-from cgpass.runtime.inputs import check_tensor
+from cgpass.runtime.inputs import check_tensor, overlaps_itself
 
 
 class Binding:
@@ -38,7 +37,7 @@ class Binding:
             InputError: A tensor that a recording can't read.
         """
         self._name = name
-        self._device = device
+        self.device = device
         self._keys = tuple(kwargs)
         self._num_args = len(args)
         self._names, leaves, self._spec = _flattened(args, kwargs)
@@ -47,8 +46,6 @@ class Binding:
         )
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._constants = [(i, v) for i, v in enumerate(leaves) if i not in self._places]
-        self._as_recorded = [(i, snapshot(v)) for i, v in self._constants]
-        self._was_run = False
         self._is_simple = self._is_flat and not self._constants and not kwargs
         """Whether the arguments are nothing but tensors."""
         tensors: list[torch.Tensor] = [leaves[i] for i in self._places]
@@ -63,8 +60,8 @@ class Binding:
         self._firsts = _firsts(tensors)
         self._distinct = sorted(set(self._firsts))
         self._repeats = [(i, first) for i, first in enumerate(self._firsts) if i != first]
-        self.samples = [tensors[i] for i in self._distinct]
-        """The sample's tensors, each once."""
+        self.samples = [_dense(tensors[i]) for i in self._distinct]
+        """The sample's tensors, each once, each element in a place of its own."""
         self.requires_grad = [sample.requires_grad for sample in self.samples]
 
     def name_of(self, number: int) -> str:
@@ -123,9 +120,9 @@ class Binding:
         if self._is_simple and len(args) == self._num_args and not kwargs:
             return list(args)
         leaves = self._leaves(args, kwargs)
-        for i, kept in self._as_recorded:
-            if not kept.is_of(leaves[i]):
-                raise self._other_constant(i, leaves[i], kept)
+        for i, value in self._constants:
+            if not equal(leaves[i], value):
+                raise self._other_constant(i, leaves[i], value)
         return [leaves[i] for i in self._places]
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -139,23 +136,11 @@ class Binding:
             return [*args, *given.values()]
         leaves, spec = pytree.tree_flatten((args, given))
         if spec != self._spec:
-            if _has_other_order(self._spec, (args, given)):
-                raise InputError(
-                    f"{self._name}: some dictionary among the arguments has its keys in another order than in the "
-                    "sample, and code that goes through them would give something else. Have them in the sample's order."
-                )
             raise InputError(
                 f"{self._name}: the arguments have another structure than the sample had: expected {self._spec}, got "
-                f"{spec}. Call it with what it was recorded with, or record it with a sample of this structure too."
+                f"{spec}. Call it with what it was recorded with, dictionaries' keys in the same order, or record it with a sample of this structure too."
             )
         return leaves
-
-    def leaves(self, data: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Leaves of autograd in the places of `samples`, which Python code can't tell from these, on other memory."""
-        return [
-            leaf_like(sample, each, requires_grad=wanted)
-            for sample, each, wanted in zip(self.samples, data, self.requires_grad, strict=True)
-        ]
 
     def call(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments with other tensors in the places of `samples`."""
@@ -167,45 +152,6 @@ class Binding:
             leaves[i] = given[first]
         return pytree.tree_unflatten(leaves, self._spec)
 
-    def filled(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
-    ) -> list[str]:
-        """Places in arguments where a run left tensors that are none of those that it was called with.
-
-        Args:
-            args: Of `call`, after the run.
-            kwargs: As well.
-            tensors: That `call` was given.
-        """
-        given = set(map(id, tensors))
-        names, leaves, _ = _flattened(args, kwargs)
-        return [
-            name
-            for name, leaf in zip(names, leaves, strict=True)
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in given
-        ]
-
-    def keep_constants(self) -> None:
-        """Have what is no tensor be what it is before a run that recording makes: an earlier one may have set it up."""
-        self._as_recorded = [
-            (i, kept if kept.is_of(kept.value) else snapshot(kept.value))
-            for i, kept in self._as_recorded
-        ]
-
-    def refuse_changed(self) -> None:
-        """Look at what is no tensor after such a run, which must have left it alone; but for the first one.
-
-        Raises:
-            GraphedArgumentError: It did not, as every call would.
-        """
-        was_run, self._was_run = self._was_run, True
-        for i, kept in self._as_recorded if was_run else ():
-            if not kept.is_of(kept.value):
-                raise GraphedArgumentError(
-                    f"make_graphed_callables: {self._name} writes into {self._names[i]}, a {type(kept.value).__name__}, "
-                    "when it runs, which no replay does. Have it return what it puts there."
-                )
-
     # ---- messages
 
     def _other_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputError:
@@ -215,9 +161,9 @@ class Binding:
             f"{self._name}: recorded with {want}, called with {got}. Call it just as the sample does."
         )
 
-    def _other_constant(self, i: int, got: object, expected: Snapshot) -> InputError:
+    def _other_constant(self, i: int, got: object, expected: object) -> InputError:
         return InputError(
-            f"{self._name}: {self._names[i]} was {expected} when it was recorded and is {short(got)} now; the "
+            f"{self._name}: {self._names[i]} was {_short(expected)} when it was recorded and is {_short(got)} now; the "
             "graph has the recorded value in it. Pass the same, make it a tensor, or record another callable for it."
         )
 
@@ -235,8 +181,8 @@ class Binding:
                 return InputError(
                     f"{what} is {kind} now, and graphs read dense tensors. Pass it as such, or call the original."
                 )
-            if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, self._device):
-                expected = f"{list(shape)} {dtype} on {self._device}"
+            if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, self.device):
+                expected = f"{list(shape)} {dtype} on {self.device}"
                 got = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
                 if tensor.shape != shape:
                     fix = (
@@ -245,7 +191,7 @@ class Binding:
                 elif tensor.dtype != dtype:
                     fix = f"Convert it with .to({dtype}), or record a callable with {tensor.dtype}."
                 else:
-                    fix = f"Move it with .to({str(self._device)!r})."
+                    fix = f"Move it with .to({str(self.device)!r})."
                 return InputError(f"{what} was {expected} in the sample, now it is {got}. {fix}")
             if tensor.requires_grad and not requires_grad:
                 return InputError(
@@ -253,6 +199,25 @@ class Binding:
                     "sample that requires grad, or detach it."
                 )
         raise AssertionError("some tensor does not fit")
+
+
+def _dense(sample: torch.Tensor) -> torch.Tensor:
+    if not (
+        overlaps_itself(sample) or sample.is_conj() or sample.is_neg() or sample.is_inference()
+    ):
+        return sample
+    with torch.inference_mode(False), torch.no_grad():
+        dense = sample.resolve_conj().resolve_neg().contiguous()
+        dense = torch.empty_like(dense).copy_(dense)
+    if type(sample) is torch.nn.Parameter:
+        dense = torch.nn.Parameter(dense, sample.requires_grad)
+    vars(dense).update(vars(sample))
+    return dense.requires_grad_(sample.requires_grad)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _are_symbolic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -283,15 +248,6 @@ def _flattened(
             spec,
         )
     return [_name_of(path) for path, _ in pairs], [leaf for _, leaf in pairs], spec
-
-
-def _has_other_order(spec: pytree.TreeSpec, tree: Any) -> bool:
-    """Whether a tree differs from a structure in nothing but the order of dictionaries' keys."""
-    try:
-        leaves = spec.flatten_up_to(tree)
-    except (ValueError, TypeError):
-        return False
-    return all(pytree.tree_structure(leaf).is_leaf() for leaf in leaves)
 
 
 def _name_of(path: Sequence[Any]) -> str:

@@ -2,52 +2,81 @@
 
 import contextlib
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cgpass import torch_private
 from cgpass.errors import StaticInputMovedError
-from cgpass.graphed.capture import Capture
-from cgpass.graphed.group import Group
-from cgpass.graphed.moves import put_back
-from cgpass.graphed.passes import Pass
-from cgpass.graphed.preparation import is_preparing, prepared
-from cgpass.graphed.recorded import RecordedPass
+from cgpass.graphed.pair import Pair, in_place
 from cgpass.graphed.statics import MemberGoneError, Statics
-from cgpass.graphed.values import own_memory
+from cgpass.graphed.warmup import Pass, is_preparing, prepared
 from cgpass.runtime import fast
+from cgpass.runtime.owner import Owner
+from cgpass.runtime.recording import Recording
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 log = logging.getLogger(__name__)
-
-_SETS_KEPT = 4
-"""Sets of addresses that one callable keeps recordings for."""
 
 Key = tuple[Statics, bytes, bytes]
 """Where parameters and buffers are found, where they lie, and which of them require grad."""
 
 
-class GraphedFunction:
-    """Runs one callable from its recordings, or plainly where that would be wrong.
+class Group:
+    """The callables of one `make_graphed_callables`; a member of the owner of their recordings."""
 
-    It runs plainly inside a capture of the user's own, in transforms of `torch.func` and forward-mode AD, in dispatch
+    def __init__(self, owner: Owner) -> None:
+        self.owner = owner
+        self.members: list[Callable[[], None]] = []
+        """What frees the recordings of each callable."""
+        owner.add(self)
+
+    def close(self) -> None:
+        """Free every recording."""
+        for free in self.members:
+            free()
+        if self.owner.closed:
+            self.members.clear()
+
+    def forget_failures(self) -> None:
+        """Nothing to do: what a callable has used up goes with its recordings."""
+
+    def forget_recordings(self) -> None:
+        """As `close`."""
+        self.close()
+
+    def would_move_apart(self, victim: Recording, by: Recording) -> bool:
+        """See `Member`: results and gradients stay where they are."""
+        del victim, by
+        return False
+
+    def move_apart(self, by: Recording) -> None:
+        """See `Member`: never asked for."""
+
+
+class GraphedFunction:
+    """Runs one callable from its recordings, or without a graph where that would be wrong.
+
+    It runs without one inside a capture of the user's own, in transforms of `torch.func` and forward-mode AD, in dispatch
     modes, `torch.export` and other tracers, under other autocast settings than it was recorded with, in another fork of its
-    `rng_tracker`, where a module is in another mode (training or eval), where other arguments are one tensor than in
-    the sample, for arguments that share memory in ways that no graph can follow, once closed, and at unknown addresses
-    of parameters past `max_rerecords`.
+    `rng_tracker`, where a module is in another mode (training or eval) or has other hooks, where other arguments are one
+    tensor than in the sample, for arguments that share memory in ways that no graph can follow, once closed, and past
+    `max_rerecords`.
     """
 
     def __init__(self, description: Pass, group: Group | None) -> None:
-        """Args: description: what is called. group: what records; None to run plainly always."""
+        """Args: description: what is called. group: what records; None to run without a graph always."""
         self._pass = description
         self._group = group
         self._plain = description.run
         self._check = description.options.static_input_check
-        self._recorded: dict[Key, RecordedPass] = {}
-        self._last: tuple[Key | None, RecordedPass | None] = (None, None)
+        self._pairs: dict[Key, list[Pair]] = {}
+        self._last: Key | None = None
         self._num_rerecords = 0
         self._warned: set[str] = set()
-        self._device_type = "cpu" if group is None else group.device.type
+        self._device_type = "cpu" if group is None else group.owner.driver.device.type
         self._autocast = _autocast(self._device_type)
         self._tracker = description.options.rng_tracker
         self._fork = None if self._tracker is None else self._tracker.current
@@ -60,13 +89,12 @@ class GraphedFunction:
         """Counts of calls, recordings and replays."""
         return self._pass.stats
 
-    def add(self, recorded: RecordedPass) -> None:
+    def add(self, pair: Pair) -> None:
         """Take a recording."""
-        statics = recorded.statics
-        statics.note_hooks()  # a first run may have set some
-        key = (statics, recorded.forward_key, fast.requiring_grad(statics.now()))
-        self._recorded[key] = recorded
-        self._last = (key, recorded)
+        pair.statics.note()  # a first run may have set hooks
+        key = pair.statics, pair.key, fast.requiring_grad(pair.statics.now())
+        self._pairs.setdefault(key, []).append(pair)
+        self._last = key
 
     # ---- a call
 
@@ -89,32 +117,38 @@ class GraphedFunction:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         group, stats = self._group, self._pass.stats
         stats.calls += 1
-        if group is None or group.driver.is_capturing() or group.owner.closed:
+        if group is None or group.owner.driver.is_capturing() or group.owner.closed:
             return self._run_plainly(None, args, kwargs)
-        if _is_watched():
-            why_unseen = None if is_preparing() else _why_unseen()
-            return self._run_plainly(why_unseen, args, kwargs)
+        why = self._why_watched()
+        if why is not None:
+            return self._run_plainly(None if is_preparing() else why, args, kwargs)
         tensors = self._pass.binding.bind(args, kwargs)
         if tensors is None:
             return self._run_plainly(self._pass.binding.why_unbound(args, kwargs), args, kwargs)
         why = self._why_other_settings()
+        if why is None:
+            why = self._why_other_modules()
         if why is not None:
-            return self._run_plainly(why, args, kwargs)
-        statics = self._pass.statics
-        unchanged = statics.unchanged()
-        if not unchanged:
-            why = self._why_other_modules(statics)
-            if why is not None:
-                return self._run_plainly(why or None, args, kwargs)
-            statics = self._pass.statics
-        recorded, parameters = self._find_now(statics, unchanged=unchanged)
-        if recorded is None:
-            return self._run_plainly(self._why_unrecorded(), args, kwargs)
-        why_not = None if recorded.arguments.are_simple else recorded.arguments.why_not(tensors)
-        if why_not is not None:
-            return self._run_plainly(why_not, args, kwargs)
-        recorded.last_used = stats.calls
-        return recorded.call(tensors, parameters)
+            return self._run_plainly(why or None, args, kwargs)
+        with group.owner.lock:
+            group.owner.driver.enter_call()
+            pair, members = self._pair(group.owner, tensors)
+            why = self._why_unrecorded() if pair is None else pair.why_not(tensors)
+            if pair is not None and why is None:
+                return pair.structure.build(pair.run(tensors, members))
+        return self._run_plainly(why, args, kwargs)
+
+    def _why_watched(self) -> str | None:
+        """What is on that would not see a replay, if something is."""
+        if torch_private.in_functorch() or torch_private.in_forward_ad():
+            return "a transform of torch.func or forward-mode AD, which a replay would leave out, is on"
+        if torch_private.num_dispatch_modes():
+            return "a dispatch mode (a tracer, a counter of operators, fake tensors), which sees no replay, is on"
+        if torch_private.is_jit_traced():
+            return "torch.jit.trace, which would keep a replay's result as a constant, is on"
+        if torch_private.uses_compiled_autograd():
+            return "compiled autograd, which traces backwards, is on"
+        return None
 
     def _why_other_settings(self) -> str | None:
         """What is other around a call than it was around the recording; None if nothing is."""
@@ -128,57 +162,74 @@ class GraphedFunction:
             return "it was recorded under torch.no_grad()"
         return None
 
-    def _why_other_modules(self, statics: Statics) -> str | None:
-        """Why a call can't be replayed with modules as they are, empty if that is what a user expects.
-
-        None if it can be, or is recorded anew.
-        """
+    def _why_other_modules(self) -> str | None:
+        """Why a call can't be replayed with modules as they are, empty if that is what a user expects; None if it can."""
+        statics = self._pass.statics
+        if statics.unchanged():
+            return None
         if not statics.has_its_modes():
             names = statics.other_modes()
             return f"{names} changed between training and eval mode" if names else ""
-        names = "" if self._check == "off" else statics.other_hooks()
-        if not names or not statics.has_its_members():
+        if self._check == "off":
             return None
-        if self._recorded and not self._moved(statics):
+        if not statics.has_its_members():
+            self._follow_members()
+            return None
+        names = statics.other_hooks()
+        if names and self._pairs and not self._moved(statics):
             return f"hooks or forward of {names} are others than when it was recorded (reset() records them)"
-        self._pass.use_statics(self._pass.find_statics())
+        if names:
+            self._pass.use_statics(self._pass.find_statics())
         return None
 
     def _moved(self, statics: Statics) -> bool:
         """Whether parameters lie elsewhere than in the last call, so that all is recorded anew."""
-        last = self._last[0]
         try:
-            return last is not None and statics.key_of(statics.now()) != last[1]
+            return self._last is not None and statics.key_of(statics.now()) != self._last[1]
         except MemberGoneError:
             return True
 
-    def _find_now(
-        self, statics: Statics, *, unchanged: bool
-    ) -> tuple[RecordedPass | None, list[torch.Tensor]]:
-        """The recording to be replayed, and parameters and buffers as they are."""
-        if self._check != "off" and not unchanged and not statics.has_its_members():
-            statics = self._follow_members()
-        try:
-            parameters = statics.now()
-            return self._find(parameters), parameters
-        except MemberGoneError:
-            parameters = self._follow_members().now()
-            return self._find(parameters), parameters
+    def _follow_members(self) -> None:
+        """Have the modules' submodules, parameters and buffers as they are now."""
+        d = self._pass
+        if self._check == "error":
+            raise StaticInputMovedError(
+                f"{d.name}: its modules have other members than when it was recorded: {d.statics.other_members()}. Keep "
+                'them, or use static_input_check="rerecord".'
+            )
+        known = {id(key[0]): key[0] for key in self._pairs}
+        before = [each for each in known.values() if each.fits()]
+        d.use_statics(before[0] if before else d.find_statics())
 
-    def _find(self, statics: list[torch.Tensor]) -> RecordedPass | None:
-        key, recorded = self._last
-        if self._check == "off" and recorded is not None:
-            return recorded
-        found = self._pass.statics
-        now = (found, found.key_of(statics), fast.requiring_grad(statics))
-        if now == key and recorded is not None:
-            return recorded
-        recorded = self._recorded.get(now)
-        if recorded is None:
-            recorded = self._record_again(now)
-        if recorded is not None:
-            self._last = (now, recorded)
-        return recorded
+    def _key(self) -> tuple[Key, list[torch.Tensor]]:
+        statics = self._pass.statics
+        try:
+            now = statics.now()
+            key = statics.key_of(now)
+        except MemberGoneError:
+            self._follow_members()
+            return self._key()
+        return (statics, key, fast.requiring_grad(now)), now
+
+    def _pair(
+        self, owner: Owner, tensors: list[torch.Tensor]
+    ) -> tuple[Pair | None, list[torch.Tensor]]:
+        """The pair to be replayed, and parameters and buffers as they are."""
+        if self._check == "off" and self._last is not None:
+            key, now = self._last, self._pass.statics.now()
+        else:
+            key, now = self._key()
+        pairs = self._pairs.get(key, [])
+        for pair in pairs:
+            if pair.is_free() and pair.is_safe():
+                self._last = key
+                return pair, pair.take(now)
+        for pair in pairs:
+            if pair.is_free() and pair.rescue():
+                self._last = key
+                return pair, pair.take(now)
+        pair = self._record_again(owner, key, tensors, held=bool(pairs))
+        return pair, now if pair is None else pair.take(now)
 
     def _run_plainly(self, why: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._pass.stats.plain_calls += 1
@@ -195,45 +246,35 @@ class GraphedFunction:
 
     # ---- recording again
 
-    def _follow_members(self) -> Statics:
-        """Have the modules' submodules, parameters and buffers as they are now."""
-        d = self._pass
-        if self._check == "error":
-            raise StaticInputMovedError(
-                f"{d.name}: its modules have other members than when it was recorded: {d.statics.other_members()}. Keep "
-                'them, or use static_input_check="rerecord".'
-            )
-        known = {id(key[0]): key[0] for key in self._recorded}
-        before = [each for each in known.values() if each.fits()]
-        d.use_statics(before[0] if before else d.find_statics())
-        return d.statics
-
-    def _record_again(self, now: Key) -> RecordedPass | None:
-        d, group = self._pass, self._group
-        assert group is not None
-        old = self._last[0]
+    def _record_again(
+        self, owner: Owner, key: Key, tensors: list[torch.Tensor], *, held: bool
+    ) -> Pair | None:
+        """Record for parameters elsewhere, or beside what a pending call needs; None if that can't be."""
+        d, old = self._pass, self._last
         if old is not None:
-            moved = now[0].moved(old[1], now[1]) if old[0] is now[0] else old[0].other_members()
-            if moved and self._check == "error":
+            moved = "results of earlier calls are still referenced, or wait for their backward"
+            if not held:
+                moved = key[0].moved(old[1], key[1]) if old[0] is key[0] else old[0].other_members()
+            if moved and not held and self._check == "error":
                 raise StaticInputMovedError(
                     f"{d.name}: parameters or buffers moved since it was recorded: {moved}. Keep them where they are, "
                     'or use static_input_check="rerecord".'
                 )
-            if self._num_rerecords >= d.options.max_rerecords or _computed(now[0]) is not None:
+            if self._num_rerecords >= d.options.max_rerecords or _computed(key[0]) is not None:
                 return None
             self._num_rerecords += 1
             d.stats.rerecordings += 1
             log.info("%s records again (%d): %s", d.name, self._num_rerecords, moved)
-        with group.owner.lock, put_back(now[0]) if d.hooks else contextlib.nullcontext():
-            self._make_room()
-            recorded = record_alone(d, group)
-        self._recorded[recorded.statics, recorded.forward_key, now[2]] = recorded
-        # Hooks may move parameters; where they had them for the backward, this call's own may never be.
-        if now[1] != recorded.forward_key or recorded.backward_key not in (b"", now[1]):
-            return None
-        if d.hooks and now[0].key_of(now[0].now()) != now[1]:  # they were freed and are elsewhere
-            return None
-        return recorded
+        pair = Pair(d, owner)
+        with in_place(key[0]) if d.hooks else contextlib.nullcontext():
+            with prepared(d, owner.driver.device):
+                d.warm_up(owner.driver, pair.states, 1, pool=False)
+            pair.record_forward(tensors)
+            pair.after_forward()
+        self.add(pair)
+        # Hooks may move parameters: where they had them, this call's own may never be.
+        same = pair.statics is key[0] and pair.key == key[1] == key[0].key_of(key[0].now())
+        return pair if same or old is None else None
 
     def _why_unrecorded(self) -> str:
         """Why there is no recording for parameters where they are, and none is made."""
@@ -241,23 +282,16 @@ class GraphedFunction:
         if name is not None:
             return f"parameters are computed in each call ({name} has a grad_fn), so that they lie elsewhere each time"
         if self._num_rerecords >= self._pass.options.max_rerecords:
-            return "parameters moved more often than max_rerecords"
+            return "it was recorded again more often than max_rerecords"
         return "capture-time hooks moved parameters"
-
-    def _make_room(self) -> None:
-        idle = [(k, r) for k, r in self._recorded.items() if not r.is_pending()]
-        if len(self._recorded) >= _SETS_KEPT and idle:
-            key, recorded = min(idle, key=lambda pair: pair[1].last_used)
-            del self._recorded[key]
-            recorded.close()
 
     # ---- end
 
     def _free(self) -> None:
-        for recorded in self._recorded.values():
-            recorded.close()
-        self._recorded.clear()
-        self._last = (None, None)
+        for pair in [pair for pairs in self._pairs.values() for pair in pairs]:
+            pair.close()
+        self._pairs.clear()
+        self._last = None
         self._num_rerecords = 0
         self._warned.clear()
 
@@ -279,11 +313,6 @@ class GraphedFunction:
         """What runs the callable without a graph."""
         return self._plain
 
-    @property
-    def beneath(self) -> Any:
-        """Where it was set as a module's `forward`: what that is without it."""
-        return self._plain
-
     def run_with(self, plain: Any) -> None:
         """Have another function run the callable without a graph, and be recorded."""
         self._plain = self._pass.run = plain
@@ -300,36 +329,15 @@ class GraphedFunction:
     def backward_dw(self) -> None:
         """Make what the oldest backward that lacks it left out: the weights' gradients, added to their `.grad`.
 
-        A backward that ran plainly is the callable's own to complete.
+        A backward that ran without a graph is the callable's own to complete.
         """
-        due = self._pass.due_weight_grads
+        due = self._pass.due
         if due:
-            due[0].recorded.run_weight_grads(due[0])
+            call = due.popleft()
+            call.pair.run_weight_grads(call)
         else:
             assert self._pass.backward_dw is not None
             self._pass.backward_dw()
-
-
-def record_alone(d: Pass, group: Group) -> RecordedPass:
-    """Record one pass by itself, in a pool of its own."""
-    with prepared(d, group):
-        states = d.new_states(group.device)
-        d.warm_up(group, states, 1, pool=False)
-        group.accumulators.forget_warm_ups()
-        capture = Capture(
-            d,
-            group,
-            states,
-            group.owner.new_slot(),
-            [own_memory(sample) for sample in d.binding.samples],
-        )
-        try:
-            capture.capture_forward()
-            capture.capture_backward()
-            return capture.finish()
-        except BaseException:
-            capture.give_up()
-            raise
 
 
 @torch_private.outside_dynamo
@@ -341,25 +349,6 @@ def _computed(statics: Statics) -> str | None:
     """The name of a parameter that is no leaf, as those may be that `torch.func.functional_call` is given."""
     pairs = zip(statics.names, statics.now(), strict=True)
     return next((name for name, tensor in pairs if tensor.grad_fn is not None), None)
-
-
-def _is_watched() -> int:
-    """Whether something is on that would not see a replay."""
-    return (
-        torch_private.in_functorch()
-        or torch_private.in_forward_ad()
-        or torch_private.num_dispatch_modes()
-        or torch_private.is_jit_traced()
-    )
-
-
-def _why_unseen() -> str:
-    """What is on that would not see a replay."""
-    if torch_private.is_jit_traced():
-        return "torch.jit.trace, which would keep a replay's result as a constant, is on"
-    if torch_private.in_functorch() or torch_private.in_forward_ad():
-        return "a transform of torch.func or forward-mode AD, which a replay would leave out, is on"
-    return "a dispatch mode (a tracer, a counter of operators, fake tensors), which sees no replay, is on"
 
 
 def _autocast(device_type: str) -> torch.dtype | None:

@@ -1,16 +1,14 @@
 """What `make_graphed_callables` returns for modules: modules whose `forward` is graphed."""
 
-import functools
 import types
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from cgpass.graphed.callables import GraphedFunction
-from cgpass.graphed.following import Attributes, rebound
-from cgpass.graphed.target import mode_of, unpatched
 
 _HOOK_DICTS = (
     "_forward_pre_hooks",
@@ -23,33 +21,28 @@ _HOOK_DICTS = (
 )
 
 
-class _Forward:
+class GraphedForward:
     """A module's `forward`: graphed in the mode that it was recorded in, its own in the other one."""
 
     def __init__(
-        self, module: torch.nn.Module, graphed: GraphedFunction, original: torch.nn.Module | None
+        self, module: torch.nn.Module, graphed: GraphedFunction, original: torch.nn.Module
     ) -> None:
         self._module = weakref.ref(module)
-        self._mode = mode_of(module)
+        """Not held: the module holds this."""
+        self._original = None if original is module else original
+        self._mode = _mode_of(module)
         self._graphed = graphed
-        self._original = None if self._mode is None else original
-        """What `module` is a copy of, if it has a mode."""
-        self._original_mode = self._mode
-        self._attributes = None if original is None else Attributes(original, module)
-        self._plain = unpatched(module, self._module, self._attributes)
+        self._own: Any = vars(module).get("forward")
+        """The `forward` that the module itself had; None for its class's."""
+        self.ungraphed = _plain(module, self._module, self._original)
+        """What runs the module without a graph."""
         self._before: dict[str, Any] = {}
-        """Attributes of the module that others took the place of; None for none."""
+        """Attributes of the module that others took the place of."""
 
     @property
-    def ungraphed(self) -> Any:
-        """What runs the module without a graph. No attribute: `functools.update_wrapper` would copy it."""
-        return self._plain
-
-    @property
-    def beneath(self) -> Any:
-        """The `forward` that the module itself had; `...` for its class's."""
-        found = self._before.get("forward")
-        return ... if found is None else found
+    def __self__(self) -> Any:
+        """The module, as a method has it."""
+        return self._module() or self._original
 
     @property
     def __code__(self) -> Any:
@@ -57,14 +50,13 @@ class _Forward:
         return type(self).__call__.__code__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module, original = self._module(), self._original
+        """Run the module."""
+        module = self._module()
         if module is None:
-            return self._plain(*args, **kwargs)
-        if original is not None and original.training is not self._original_mode:
-            module.training = self._original_mode = original.training
+            return self.ungraphed(*args, **kwargs)
         if self._mode is not None and module.training is not self._mode:
             self._graphed.count_plain_call()
-            return self._plain(*args, **kwargs)
+            return self.ungraphed(*args, **kwargs)
         return self._graphed(*args, **kwargs)
 
     def patch(self, module: torch.nn.Module) -> None:
@@ -78,43 +70,30 @@ class _Forward:
                 added[name] = getattr(graphed, name)
         if graphed.splits_backward:
             added["backward_dw"] = graphed.backward_dw
-        if self._attributes is not None and "state_dict" not in vars(module):
-            added["state_dict"] = self._state_dict
         self._before = {name: vars(module).get(name) for name in added}
         vars(module).update(added)
 
     def undo(self, attributes: dict[str, Any]) -> None:
         """Undo `patch` in a dictionary of the module's attributes, but for what others put in its place."""
         for name, value in self._before.items():
-            if self._put(attributes.get(name)):
+            found = attributes.get(name)
+            holder = getattr(found, "__self__", None)
+            if any(each is self or each is self._graphed for each in (found, holder)):
                 del attributes[name]
                 if value is not None:
                     attributes[name] = value
 
-    def _put(self, value: Any) -> bool:
-        """Whether `patch` put it there."""
-        return any(each is self or each is self._graphed for each in (value, _holder(value)))
-
     def _alone(self) -> torch.nn.Module:
         """The module without graphs, for copies and pickles."""
         module: Any = self._module()
-        if self._attributes is not None:
-            self._attributes.follow(module)
         plain = object.__new__(type(module))
         vars(plain).update(vars(module))
         self.undo(vars(plain))
         return plain
 
-    def _state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, which may read attributes (`get_extra_state`)."""
-        module: Any = self._module()
-        if self._attributes is not None:
-            self._attributes.follow(module)
-        return type(module).state_dict(module, *args, **kwargs)
-
     def __reduce__(self) -> Any:
         """Copies and pickles, of what was put around it (accelerate's hooks), are of the copied module's own."""
-        return _own_forward, (self._module(), self._before.get("forward"))
+        return _forward_of, (self._module(), self._own)
 
     def _reduce(self, protocol: Any) -> Any:
         return self._alone().__reduce_ex__(protocol)
@@ -124,19 +103,29 @@ class _Forward:
         return alone.__deepcopy__(memo)
 
 
-def _holder(value: Any) -> Any:
-    return getattr(value, "__self__", None)
+def _mode_of(module: torch.nn.Module) -> Any:
+    """Whether it is in training mode; None for what `torch.jit.freeze` made, which has none."""
+    return getattr(module, "training", None)
 
 
-def _own_forward(module: torch.nn.Module, own: Any) -> Any:
+def _plain(
+    module: torch.nn.Module, ref: "weakref.ref[torch.nn.Module]", original: Any
+) -> Callable[..., Any]:
+    """The `forward` of a module that this does not hold; once that is gone, of its original."""
+    forward: Any = module.forward
+    if getattr(forward, "__self__", None) is not module or not hasattr(forward, "__func__"):
+        return forward
+    function = forward.__func__
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        module = ref()
+        return function(original if module is None else module, *args, **kwargs)
+
+    return run
+
+
+def _forward_of(module: Any, own: Any) -> Callable[..., Any]:
     return types.MethodType(type(module).forward, module) if own is None else own
-
-
-def _rebind(module: torch.nn.Module, original: torch.nn.Module) -> None:
-    """Have methods that were set on a module itself be those of its shallow copy there."""
-    for name, value in vars(module).items():
-        if isinstance(value, types.MethodType | functools.partial):
-            vars(module)[name] = rebound(value, original, module)
 
 
 def with_forward(module: torch.nn.Module, graphed: GraphedFunction, *, patch: bool) -> Any:
@@ -146,10 +135,9 @@ def with_forward(module: torch.nn.Module, graphed: GraphedFunction, *, patch: bo
         module: What was recorded. If it is graphed already, it is recorded and replaced as if it were not.
         graphed: Its recordings.
         patch: Whether to change `module` itself; else it is a shallow copy that shares parameters, buffers and
-            submodules, and has hooks of its own; it changes its mode with the original, but not the other way round.
-            Copies and pickles of what is returned know no graphs.
+            submodules, and has hooks of its own. Copies and pickles of what is returned know no graphs.
     """
-    original = None if patch else module
+    original = module
     if not patch:
         module = object.__new__(type(module))
         module.__dict__.update(original.__dict__)
@@ -157,14 +145,15 @@ def with_forward(module: torch.nn.Module, graphed: GraphedFunction, *, patch: bo
             if name in module.__dict__:
                 module.__dict__[name] = OrderedDict()
     earlier = module.__dict__.get("forward")
-    if isinstance(earlier, _Forward):
+    if isinstance(earlier, GraphedForward):
         earlier.undo(module.__dict__)
-    if original is not None:
-        _rebind(module, original)
+        earlier = module.__dict__.get("forward")
+    if isinstance(earlier, types.MethodType) and earlier.__self__ is original:
+        module.__dict__["forward"] = types.MethodType(earlier.__func__, module)
     is_compiled = module.__dict__.get("_compiled_call_impl") is not None
     if not patch and is_compiled:  # what it runs is recorded
         del module.__dict__["_compiled_call_impl"]
-    forward = _Forward(module, graphed, original)
+    forward = GraphedForward(module, graphed, original)
     if not is_compiled:
         graphed.run_with(forward.ungraphed)
     forward.patch(module)

@@ -21,15 +21,8 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "driver": ("auto", "cuda", "simulated", "none"),
 }
 _AT_LEAST: Mapping[str, int] = {"num_warmup_iters": 1, "max_rerecords": 0}
-_KNOWN = (
-    "known: callables, sample_args, sample_kwargs, options; all else is in cgpass.GraphedOptions."
-)
-_SHORT = 40
-"""Characters of a value that messages show."""
 _FLAGS = (
     "allow_unused_input",
-    "reuse_buffers",
-    "retain_graph_in_backward",
     "own_grads",
     "patch_modules",
 )
@@ -61,12 +54,6 @@ class GraphedOptions:
     num_layers_per_chunk: int | Sequence[int] | None = None
     """With `order`: how many callables make up each chunk; as many in each if None."""
 
-    reuse_buffers: bool = False
-    """With `order`: whether microbatches whose lifetimes are disjoint share memory of inputs, outputs and gradients."""
-
-    retain_graph_in_backward: bool = False
-    """Whether a backward leaves what it read alone, so that it may run a second time."""
-
     capture_time_hooks: Sequence[Hooks | None] | None = None
     """One entry per callable: what runs around its warm-ups and captures, never on a replay."""
 
@@ -80,7 +67,8 @@ class GraphedOptions:
     """What a moved parameter or buffer does; `off` only where they provably never move."""
 
     max_rerecords: int = 16
-    """Recordings made because parameters moved before a callable runs plainly at unknown addresses."""
+    """Recordings made because parameters moved, or a call whose backward is due needs an earlier one, before further calls
+    of that kind run without a graph."""
 
     rng_tracker: RNGStatesTracker | None = None
     """Whose states the callables draw from beside the default ones."""
@@ -103,9 +91,10 @@ class GraphedOptions:
             if not isinstance(getattr(self, name), bool):
                 raise _bad(self, name, "a bool")
         self._check_objects()
-        if self.order is None and (self.reuse_buffers or self.num_layers_per_chunk is not None):
-            name = "reuse_buffers" if self.reuse_buffers else "num_layers_per_chunk"
-            raise OptionError(f"make_graphed_callables: option {name!r} needs an order.")
+        if self.order is None and self.num_layers_per_chunk is not None:
+            raise OptionError(
+                "make_graphed_callables: option 'num_layers_per_chunk' needs an order."
+            )
 
     def _check_objects(self) -> None:
         if not isinstance(self.rng_tracker, RNGStatesTracker | None):
@@ -140,35 +129,13 @@ class GraphedOptions:
 
 
 def refuse_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse keyword arguments that `make_graphed_callables` does not have.
-
-    Args:
-        given: By name.
-
-    Raises:
-        OptionError: There are some; says of options where they belong, of others what may have been meant.
-    """
-    known = [field.name for field in dataclasses.fields(GraphedOptions)]
-    for name in given:
-        if name not in known:
-            nearest = difflib.get_close_matches(name, ["sample_kwargs", "options", *known], n=1)
-            as_option = " in options=" if nearest and nearest[0] in known else ""
-            hint = f"did you mean {nearest[0]!r}{as_option}?" if nearest else _KNOWN
-            raise OptionError(f"make_graphed_callables: unknown argument {name!r}; {hint}")
+    """Refuse keyword arguments that `make_graphed_callables` does not have: torch's and TransformerEngine's options."""
     if given:
-        are = "is an option: give it" if len(given) == 1 else "are options: give them"
-        values = ", ".join(f"{name}={_short(value)}" for name, value in given.items())
+        known = ", ".join(field.name for field in dataclasses.fields(GraphedOptions))
         raise OptionError(
-            f"make_graphed_callables: {', '.join(given)} {are} as options=cgpass.GraphedOptions({values})."
+            f"make_graphed_callables: {', '.join(given)} can't be given as arguments; options are given as "
+            f"options=cgpass.GraphedOptions(...): {known}."
         )
-
-
-def _short(value: object) -> str:
-    """What stands for a value in a line of code; `...` where its text is none or is long."""
-    text = repr(value)
-    parts = value if isinstance(value, list | tuple) else [value]
-    plain = all(isinstance(part, int | str | None) for part in parts)
-    return text if plain and len(text) <= _SHORT else "..."
 
 
 def _is_pool(handle: object) -> bool:

@@ -1,5 +1,6 @@
 """`Statics`: the tensors that a callable reads besides its arguments, and what its modules were like."""
 
+import contextlib
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,13 +8,13 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from cgpass.errors import InputError
-from cgpass.graphed.module_hooks import ModuleHooks
+from cgpass.errors import GraphedArgumentError, InputError
 from cgpass.runtime import fast
 from cgpass.runtime.inputs import check_tensor
 
 _ACCUMULATED = "main_grad"
 """An attribute of parameters to which the backwards of Megatron and TransformerEngine add gradients."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class MemberGoneError(InputError):
@@ -23,7 +24,8 @@ class MemberGoneError(InputError):
 class Statics:
     """Parameters and buffers of a callable, looked up where its modules keep them.
 
-    **Lifetime:** holds the submodules as they were, all modules' dictionaries, and the leaves that were found elsewhere.
+    What a recording depends on besides is compared by identity in each call: entries of the modules' dictionaries of
+    three kinds, modes, members and hooks. **Lifetime:** holds the submodules as they were, and all modules' dictionaries.
     """
 
     def __init__(
@@ -50,34 +52,36 @@ class Statics:
         self._dicts: list[dict[str, Any]] = []
         self._keys: list[str] = []
         self.names: list[str] = []
-        self.num_parameters = 0
-        self.num_required = 0
-        """Parameters that are expected to get a gradient: these many first ones."""
-        self._modes = _Members()
-        self._members = _Members()
-        self._all = _Members()
-        self._hooks = ModuleHooks()
+        self.required = required
+        """Whether each parameter is expected to get a gradient."""
         self._lazy: list[Any] = []
         """Parameters that the first call makes."""
-        self._holders: list[Any] = []
-        self._sizes = array("q")
         named = _named(modules)
-        tops = {id(top) for top in modules}
-        for path, inner in named.values():
-            self._watch(inner, path, mode=not (weak and id(inner) in tops), around=around)
-        self._outermost = [] if weak else _modes_of([m for path, m in named.values() if not path])
+        self._recurrent = [m for _, m in named if isinstance(m, torch.nn.RNNBase)]
+        """Modules that keep their parameters in a list, too."""
+        tops = {id(top) for top in modules} if weak else set()
+        self._moded = [(_shown(path, m), vars(m)) for path, m in named if id(m) not in tops]
+        self._containers = [
+            (path, holder)
+            for path, m in named
+            for holder in (m._modules, m._parameters, m._buffers)
+        ]
+        self._hooked = [(_shown(path, m), vars(m)) for path, m in named if m is not around]
+        outermost = [m for path, m in named if not path and not weak]
+        with_state = [vars(m) for m in outermost if [*m.parameters(), *m.buffers()]]
+        found = with_state or list(map(vars, outermost))
+        self._outermost = [(each, each["training"]) for each in found if "training" in each]
         for kind in ("_parameters", "_buffers"):
-            for path, inner in named.values():
+            for path, inner in named:
                 holder = getattr(inner, kind)
-                for key, full in self._readable(holder, path, device, required=required):
-                    self._add(holder, key, full)
-            if kind == "_parameters":
-                self.num_parameters = len(self.names)
-                self.num_required = self.num_parameters if required else 0
-        self.note_hooks()
+                for key, full in self._readable(holder, path, device):
+                    self._dicts.append(holder)
+                    self._keys.append(key)
+                    self.names.append(full)
+        self.note()
 
     def _readable(
-        self, holder: dict[str, Any], path: str, device: torch.device, *, required: bool
+        self, holder: dict[str, Any], path: str, device: torch.device
     ) -> Iterator[tuple[str, str]]:
         """Keys and full names of tensors that a graph reads where they lie."""
         for key, tensor in holder.items():
@@ -90,48 +94,35 @@ class Statics:
             try:
                 check_tensor(f"{self._callable}: {full}", tensor, device)
             except InputError:
-                if required:
+                if self.required:
                     raise
                 continue  # perhaps it is not read at all
             yield key, full
 
-    def _watch(
-        self, module: torch.nn.Module, path: str, *, mode: bool, around: torch.nn.Module | None
-    ) -> None:
-        if mode and "training" in module.__dict__:
-            for entries in (self._modes, self._all):
-                entries.add(module.__dict__, "training", path or type(module).__name__)
-        for holder in (module._modules, module._parameters, module._buffers):
-            self._holders.append(holder)
-            self._sizes.append(len(holder))
-            for key, value in holder.items():
-                if value is None or holder is module._modules:
-                    for entries in (self._members, self._all):
-                        entries.add(holder, key, f"{path}.{key}".lstrip("."))
-                attributes = getattr(value, "__dict__", {})
-                if holder is module._parameters and _ACCUMULATED in attributes:
-                    for entries in (self._members, self._all):
-                        entries.add(
-                            attributes, _ACCUMULATED, f"{path}.{key}.{_ACCUMULATED}".lstrip(".")
-                        )
-        if module is not around:
-            self._hooks.watch(module, path or type(module).__name__)
-
-    def _add(self, holder: dict[str, Any], key: str, name: str) -> None:
-        self._dicts.append(holder)
-        self._keys.append(key)
-        self.names.append(name)
-
-    def add_leaf(self, leaf: torch.Tensor) -> None:
-        """Note a tensor that gets a gradient though it is neither argument nor parameter."""
-        number = sum(name.startswith("closure leaf") for name in self.names)
-        self._add({"leaf": leaf}, "leaf", f"closure leaf {number} {list(leaf.shape)}")
-
     # ---- what the modules are like
 
+    def note(self) -> None:
+        """Take the modules for what they are now: modes, members and hooks."""
+        self._modes, self._members, self._runs = _Entries(), _Entries(), _Entries()
+        for path, attributes in self._moded:
+            if "training" in attributes:
+                self._modes.add(attributes, "training", path)
+        for path, holder in self._containers:
+            self._members.add_all(holder, path, _is_member)
+            for key, value in holder.items():
+                if _ACCUMULATED in getattr(value, "__dict__", {}):
+                    full = f"{path}.{key}.{_ACCUMULATED}".lstrip(".")
+                    self._members.add(vars(value), _ACCUMULATED, full)
+        for path, attributes in self._hooked:
+            self._runs.add(attributes, "forward", path)
+            for kind in _HOOKS:
+                if kind in attributes:
+                    self._runs.add_all(attributes[kind], path)
+        self._all = self._modes + self._members + self._runs
+
     def unchanged(self) -> bool:
-        """`has_its_modes()` and `has_its_members()`, at the cost of one."""
-        return not self._lazy and fast.unchanged(*self._everything)
+        """Whether modes, members and hooks are what they were."""
+        return not self._lazy and self._all.unchanged()
 
     def has_its_modes(self) -> bool:
         """Whether all modules are in the mode, training or eval, that they were found in."""
@@ -153,39 +144,29 @@ class Statics:
         """Whether the modules have the submodules that they had, and parameters and buffers of the same names."""
         if self._lazy and not all(map(is_lazy, self._lazy)):
             return False
-        return self._members.unchanged(self._holders, self._sizes.tobytes())
-
-    def note_hooks(self) -> None:
-        """Take the hooks that modules have now, and a `forward` of their own, for those that are recorded."""
-        self._hooks.note()
-        self._look_at_all()
-
-    def _look_at_all(self) -> None:
-        dicts, keys, values, holders, sizes = self._hooks.entries
-        ours, sizes = self._all.with_others(dicts, keys, values), self._sizes.tobytes() + sizes
-        self._everything = (*ours, [*self._holders, *holders], sizes)
+        return self._members.unchanged()
 
     def other_hooks(self) -> str:
-        """Modules that have other hooks than they had, or another `forward` of their own; empty if none has."""
-        before = self._hooks.entries
-        changed = self._hooks.changed()
-        if self._hooks.entries is not before:
-            self._look_at_all()
-        return _listed(changed)
+        """Submodules that have other hooks than they had, or another `forward` of their own; empty if none has."""
+        if self._runs.unchanged():
+            return ""
+        found = self._runs.changed(but=lambda now: hasattr(now, "ungraphed"))
+        if not found:  # a submodule was graphed by itself
+            self.note()
+        return _listed(found)
 
     def fits(self) -> bool:
         """Whether the modules have all of this, and nothing else."""
         if not self.has_its_members() or self.other_hooks():
             return False
         pairs = zip(self._dicts, self._keys, strict=True)
-        return all(_entry(holder, key) is not None for holder, key in pairs)
+        return all(_entry(holder, key, None) is not None for holder, key in pairs)
 
     def other_members(self) -> str:
         """What was added, removed, or replaced by another module."""
-        found = self._members.changed()
-        pairs = zip(self._dicts, self._keys, self.names, strict=True)
-        found += [name for holder, key, name in pairs if _entry(holder, key) is None]
-        return ", ".join(found) or "some were added"
+        entries = zip(self._dicts, self._keys, self.names, strict=True)
+        gone = [name for holder, key, name in entries if _entry(holder, key, None) is None]
+        return ", ".join(self._members.changed() + gone) or "some were added"
 
     # ---- tensors
 
@@ -202,9 +183,50 @@ class Statics:
                 f"{self._callable}: parameter or buffer {error} was removed after it was recorded."
             ) from None
 
-    def put(self, position: int, tensor: torch.Tensor) -> None:
-        """Have a tensor where its module keeps it."""
-        self._dicts[position][self._keys[position]] = tensor
+    def firsts(self) -> tuple[int, ...]:
+        """Positions of the tensors in `now()`, each once."""
+        positions: dict[int, int] = {}
+        for i, tensor in enumerate(self.now()):
+            positions.setdefault(id(tensor), i)
+        return tuple(positions.values())
+
+    def distinct(self) -> list[torch.Tensor]:
+        """The tensors as they are, each once."""
+        now = self.now()
+        return [now[i] for i in self.firsts()]
+
+    def distinct_names(self) -> list[str]:
+        """The first name of each of them."""
+        return [self.names[i] for i in self.firsts()]
+
+    @contextlib.contextmanager
+    def replaced(self, others: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Have modules hold other tensors in place of `distinct()`, for a block.
+
+        Raises:
+            GraphedArgumentError: What ran in the block assigned one of them anew: no replay would.
+        """
+        before = self.now()
+        numbers = {id(tensor): k for k, tensor in enumerate(self.distinct())}
+        new = [others[numbers[id(tensor)]] for tensor in before]
+        self._put(new)
+        try:
+            yield
+            now = self.now()
+            names = [self.names[i] for i, tensor in enumerate(new) if now[i] is not tensor]
+        finally:
+            self._put(before)
+        if names:
+            raise GraphedArgumentError(
+                f"make_graphed_callables: {self._callable} assigns {', '.join(names)} anew when it runs, which no replay "
+                "would do. Have it write in place, as in self.buffer.copy_(value) or self.buffer.add_(1)."
+            )
+
+    def _put(self, tensors: Sequence[torch.Tensor]) -> None:
+        for holder, key, tensor in zip(self._dicts, self._keys, tensors, strict=True):
+            holder[key] = tensor
+        for module in self._recurrent:
+            module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
     def key_of(self, tensors: Sequence[torch.Tensor]) -> bytes:
         """Where they lie and how they are laid out, and which of them are one.
@@ -226,57 +248,81 @@ class Statics:
         return _listed([name for name, before, after in pairs if before != after])
 
 
-class _Members:
-    """Entries of dictionaries, compared by identity."""
+class _Entries:
+    """Entries of dictionaries, compared by identity, and sizes of dictionaries."""
 
     def __init__(self) -> None:
         self._dicts: list[Any] = []
-        self._keys: list[str] = []
+        self._keys: list[Any] = []
         self._values: list[Any] = []
         self._names: list[str] = []
+        self._holders: list[Any] = []
+        self._sizes = array("q")
+        self._paths: list[str] = []
 
-    def add(self, holder: Any, key: str, name: str) -> None:
+    def add(self, holder: Any, key: Any, name: str) -> None:
+        """Compare one entry; there may be none."""
         self._dicts.append(holder)
         self._keys.append(key)
         self._values.append(_entry(holder, key, ...))
         self._names.append(name)
 
-    def with_others(
-        self, dicts: list[Any], keys: list[str], values: list[Any]
-    ) -> tuple[list[Any], list[str], list[Any]]:
-        """Dictionaries, keys and values: these and others."""
-        return self._dicts + dicts, self._keys + keys, self._values + values
+    def add_all(self, holder: Any, path: str, wanted: Any = None) -> None:
+        """Compare the size of a dictionary, and entries of it: all, or those that are wanted."""
+        self._holders.append(holder)
+        self._sizes.append(len(holder))
+        self._paths.append(path)
+        for key, value in holder.items():
+            if wanted is None:
+                self.add(holder, key, path)
+            elif wanted(value):
+                self.add(holder, key, f"{path}.{key}".lstrip("."))
 
-    def unchanged(self, holders: Sequence[Any] = (), sizes: bytes = b"") -> bool:
-        return fast.unchanged(self._dicts, self._keys, self._values, holders, sizes)
+    def __add__(self, other: "_Entries") -> "_Entries":
+        """All of both."""
+        both = _Entries()
+        for name, value in vars(self).items():
+            setattr(both, name, value + vars(other)[name])
+        return both
 
-    def changed(self) -> list[str]:
+    def unchanged(self) -> bool:
+        return fast.unchanged(
+            self._dicts, self._keys, self._values, self._holders, self._sizes.tobytes()
+        )
+
+    def changed(self, but: Any = None) -> list[str]:
+        """Names of the entries that differ, but for some values, and paths of dictionaries of another size."""
         entries = zip(self._dicts, self._keys, self._values, self._names, strict=True)
-        return [
-            name for holder, key, value, name in entries if _entry(holder, key, ...) is not value
-        ]
+        pairs = [(name, value, _entry(holder, key, ...)) for holder, key, value, name in entries]
+        found = [n for n, value, now in pairs if now is not value and not (but and but(now))]
+        sizes = zip(self._holders, self._sizes, self._paths, strict=True)
+        if but is not None:
+            found += [path for holder, size, path in sizes if len(holder) != size]
+        return list(dict.fromkeys(found))
 
 
-def _entry(holder: Any, key: str, missing: Any = None) -> Any:
+def _shown(path: str, module: torch.nn.Module) -> str:
+    return path or type(module).__name__
+
+
+def _is_member(value: Any) -> bool:
+    """What is compared by identity: parameters and buffers may be replaced."""
+    return value is None or isinstance(value, torch.nn.Module)
+
+
+def _entry(holder: Any, key: Any, missing: Any) -> Any:
     """What a module's dictionary has for a key."""
     return holder[key] if key in holder else missing  # noqa: SIM401  TorchScript's have no `get`
 
 
-def _named(modules: Sequence[torch.nn.Module]) -> dict[int, tuple[str, torch.nn.Module]]:
+def _named(modules: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
     """All modules in some, each once, with their paths: empty ones for those that are in no other one."""
     found: dict[int, tuple[str, torch.nn.Module]] = {}
     for top in modules:
         for path, inner in top.named_modules():
             if not found.get(id(inner), ("", inner))[0]:
                 found[id(inner)] = (path, inner)
-    return found
-
-
-def _modes_of(modules: Sequence[torch.nn.Module]) -> list[tuple[dict[str, Any], bool]]:
-    """Where modules keep their modes, and these: of those with parameters or buffers, if there are such."""
-    with_state = [m for m in modules if [*m.parameters(), *m.buffers()]]
-    found = [vars(m) for m in with_state or modules]
-    return [(holder, holder["training"]) for holder in found if "training" in holder]
+    return list(found.values())
 
 
 def _read_layouts(key: bytes) -> list[tuple[int, ...]]:
@@ -292,11 +338,3 @@ def _read_layouts(key: bytes) -> list[tuple[int, ...]]:
 def _listed(names: Sequence[str], limit: int = 5) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
-
-
-def firsts(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Positions of the first one of each object."""
-    positions: dict[int, int] = {}
-    for i, tensor in enumerate(tensors):
-        positions.setdefault(id(tensor), i)
-    return list(positions.values())

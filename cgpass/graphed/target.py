@@ -2,32 +2,34 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from cgpass.errors import GraphedArgumentError
-from cgpass.graphed.following import Attributes
-from cgpass.graphed.hidden import AttributeTensors
-from cgpass.graphed.reach import all_behind, modules_behind
 from cgpass.graphed.statics import Statics
-from cgpass.graphed.wrappers import refuse_wrappers
+
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
+"""Classes whose hooks reduce or gather around the module."""
 
 
 class Target:
-    """A module or function to be recorded."""
+    """A module or function to be recorded, with the modules that it uses."""
 
-    def __init__(self, fn: Callable[..., Any], index: int | None) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], modules: Sequence[torch.nn.Module], index: int | None
+    ) -> None:
         """Check that it can be.
 
         Args:
             fn: What the user gave.
+            modules: Those that a function uses.
             index: Its position among several; None for a single one.
 
         Raises:
-            GraphedArgumentError: It has hooks, or its buffers require grad.
+            GraphedArgumentError: It has hooks, its buffers require grad, or it is or has a wrapper such as
+                DistributedDataParallel.
         """
         if not callable(fn):
             raise GraphedArgumentError(
@@ -37,19 +39,19 @@ class Target:
         own = type(fn).__name__ if self.module is not None else _name_of(fn)
         self.name = own if index is None else f"callable {index} ({own})"
         self.fn = getattr(fn, "ungraphed", fn) if self.module is None else fn
-        self.modules = modules_behind(fn)
-        """The module, or those that a function reads by name."""
-        self._into_forwards, containers = all_behind(self.fn)
-        self.attributes = AttributeTensors(
-            self.name, self.modules, containers, partial(_containers_behind, self.fn)
-        )
+        self.modules = list(modules)
+        owner = self.module or getattr(fn, "__self__", None)
+        if isinstance(owner, torch.nn.Module) and owner not in self.modules:
+            self.modules.insert(0, owner)
+        for module in self.modules:
+            _refuse_wrappers(self.name, module)
         if self.module is not None:
             _check_module(self.name, self.module)
 
     def statics(
         self, device: torch.device, others: Sequence[torch.nn.Module], *, weak: bool
     ) -> Statics:
-        """What it reads besides its arguments, as far as it can be found.
+        """What it reads besides its arguments.
 
         Args:
             device: Where that lies.
@@ -57,22 +59,19 @@ class Target:
             weak: Whether the module will hold what is returned, and must not be held by it.
 
         Raises:
-            GraphedArgumentError: It is or reaches a wrapper such as DistributedDataParallel.
+            GraphedArgumentError: It is called with a wrapper such as DistributedDataParallel.
         """
+        for module in others:
+            _refuse_wrappers(self.name, module)
         is_module = self.module is not None
-        weak = weak and is_module
-        modules = [*self.modules, *others]
-        behind = self._into_forwards or modules_behind(self.fn, into_forwards=True)
-        self._into_forwards = []  # another time they may be others
-        refuse_wrappers(self.name, [*modules, *behind])
         around = self.module
         if around is None and getattr(self.fn, "__name__", "") == "forward":
             around = getattr(self.fn, "__self__", None)
         return Statics(
-            modules,
+            [*self.modules, *others],
             device,
             self.name,
-            weak=weak,
+            weak=weak and is_module,
             required=is_module and not others,
             around=around,
         )
@@ -95,80 +94,31 @@ class Target:
         module = self.module
         if module is None:
             return self.fn
+        forward: Any = getattr(module.forward, "ungraphed", module.forward)
         if weak:
-            return unpatched(module, weakref.ref(module))
+            ref, function = weakref.ref(module), getattr(forward, "__func__", None)
+            if function is None or forward.__self__ is not module:
+                return forward
+            return lambda *args, **kwargs: function(ref(), *args, **kwargs)
         compiled = vars(module).get("_compiled_call_impl")
         is_graphed = hasattr(vars(module).get("forward"), "ungraphed")
-        return unpatched(module) if compiled is None or is_graphed else compiled
-
-
-def unpatched(
-    module: torch.nn.Module,
-    ref: "weakref.ref[torch.nn.Module] | None" = None,
-    attributes: Attributes | None = None,
-) -> Callable[..., Any]:
-    """A module's `forward` as it is now, without graphs.
-
-    Args:
-        module: Whose.
-        ref: If given, what is returned does not hold the module but this.
-        attributes: Of what the module is a copy of: the copy gets them when they change, a `forward` too, and the
-            original's `forward` it is once the copy is gone.
-    """
-    forward = module.forward
-    forward = getattr(forward, "ungraphed", forward)
-    if ref is None:
-        return forward
-    if getattr(forward, "__self__", None) is not module:
-        return forward if attributes is None else _in_mode_of(ref, forward, attributes)
-    function = getattr(forward, "__func__")  # noqa: B009  in no stub
-    original = None if attributes is None else attributes.original
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        now = ref()
-        if attributes is not None and now is not None:
-            attributes.follow(now)
-            other = attributes.new_forward(now)
-            if other is not None:
-                return other(*args, **kwargs)
-        return function(original if now is None else now, *args, **kwargs)
-
-    return run
-
-
-def _in_mode_of(
-    ref: "weakref.ref[torch.nn.Module]", forward: Callable[..., Any], attributes: Attributes
-) -> Callable[..., Any]:
-    """A `forward` that may read what module it was made for, while that is in the mode of its copy."""
-    original = attributes.original
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        copy, mode, now = ref(), mode_of(original), forward
-        if copy is not None:
-            attributes.follow(copy)
-            now = attributes.new_forward(copy) or forward
-        if copy is None or mode_of(copy) is mode:
-            return now(*args, **kwargs)
-        original.training = mode_of(copy)
-        try:
-            return now(*args, **kwargs)
-        finally:
-            original.training = mode
-
-    return run
-
-
-def mode_of(module: torch.nn.Module) -> Any:
-    """Whether it is in training mode; None for what `torch.jit.freeze` made, which has none."""
-    return getattr(module, "training", None)
+        return forward if compiled is None or is_graphed else compiled
 
 
 def _name_of(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__qualname__", type(fn).__name__).replace("<locals>.", "")
 
 
-def _containers_behind(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
-    return all_behind(fn)[1]
+def _refuse_wrappers(name: str, top: torch.nn.Module) -> None:
+    for path, module in top.named_modules():
+        kinds = {base.__name__ for base in type(module).__mro__ if "torch." in base.__module__}
+        if kinds.intersection(_WRAPPERS):
+            where = f" at {path!r}" if path else ""
+            raise GraphedArgumentError(
+                f"make_graphed_callables: {name} has a module that is already wrapped, a {type(module).__name__}{where}, "
+                "whose hooks would not run on a replay, so that gradients would not be reduced. Record the module "
+                "inside, then wrap."
+            )
 
 
 def _check_module(name: str, module: torch.nn.Module) -> None:

@@ -200,11 +200,6 @@ int64_t address_of(const at::Tensor& tensor) {
   return reinterpret_cast<int64_t>(tensor.const_data_ptr());
 }
 
-int64_t version_of(const at::Tensor& tensor) {
-  if (tensor.is_inference()) return 0;
-  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
-}
-
 int64_t storage_of(const at::Tensor& tensor) {
   return reinterpret_cast<int64_t>(tensor.storage().unsafeGetStorageImpl());
 }
@@ -213,8 +208,6 @@ int64_t storage_of(const at::Tensor& tensor) {
 constexpr auto static_key = numbers<address_of>;
 // storage_key(args, positions): identities of their storages (UntypedStorage._cdata), likewise.
 constexpr auto storage_key = numbers<storage_of>;
-// versions(args, positions): how often tensors were written, as 64-bit integers; 0 for inference tensors.
-constexpr auto versions = numbers<version_of>;
 
 // Positions of tensors by identity: the first one of each.
 struct Firsts {
@@ -655,37 +648,6 @@ PyObject* fits(PyObject* const* args) {
   Py_RETURN_TRUE;
 }
 
-bool lies_as(const at::Tensor& tensor, const at::Tensor& target) {
-  return tensor.const_data_ptr() == target.const_data_ptr() && tensor.strides() == target.strides() &&
-         tensor.is_conj() == target.is_conj() && tensor.is_neg() == target.is_neg();
-}
-
-// fill(targets, values, shared): give tensors the values of others, one after the other, on the current stream.
-// What is the same memory laid out alike is left out. Nothing is copied, and -1 returned, where a value that is
-// to be copied lies in a storage at one of the addresses shared; else the bytes copied.
-PyObject* fill(PyObject* const* args) {
-  const Items targets(args[0]), values(args[1]);
-  if (targets.size != values.size) fail(PyExc_ValueError, "as many values as targets expected");
-  const Numbers shared(args[2]);
-  std::vector<std::pair<at::Tensor, at::Tensor>> pairs;
-  for (Py_ssize_t k = 0; k < targets.size; ++k) {
-    const at::Tensor &target = tensor_of(targets.items[k]), &value = tensor_of(values.items[k]);
-    if (lies_as(value, target)) continue;
-    if (shared.size > 0) {
-      const auto address = reinterpret_cast<int64_t>(value.storage().data());
-      if (std::find(shared.begin, shared.end, address) != shared.end) return PyLong_FromLong(-1);
-    }
-    pairs.emplace_back(target, value);
-  }
-  int64_t bytes = 0;
-  const at::AutoGradMode no_grad(false);
-  for (auto& [target, value] : pairs) {
-    at::_ops::copy_::call(target, value, false);
-    bytes += static_cast<int64_t>(target.nbytes());
-  }
-  return PyLong_FromLongLong(bytes);
-}
-
 // put(into, positions, values): assign one value to each position.
 PyObject* put(PyObject* const* args) {
   if (!PyList_Check(args[0])) fail(PyExc_TypeError, "expected a list");
@@ -696,69 +658,6 @@ PyObject* put(PyObject* const* args) {
   for (Py_ssize_t k = 0; k < positions.size; ++k) {
     const Py_ssize_t i = index_of(positions.items[k], PyList_GET_SIZE(args[0]));
     PyList_SetItem(args[0], i, Py_NewRef(values.items[k]));
-  }
-  Py_RETURN_NONE;
-}
-
-// ---- nodes that add to leaves' `.grad`
-
-template <class Pointer>
-struct WeakOf {
-  using type = c10::weak_intrusive_ptr<typename Pointer::element_type>;
-};
-template <class T>
-struct WeakOf<std::shared_ptr<T>> {
-  using type = std::weak_ptr<T>;
-};
-
-void set_accumulator(const at::Tensor& leaf, const NodePointer& node) {
-  impl::set_grad_accumulator(leaf, WeakOf<NodePointer>::type(node));
-}
-
-constexpr const char* accumulator_name = "cgpass.accumulator";
-
-// take_accumulators(leaves): have each leaf forget the node of autograd's graphs that adds to its .grad. The
-// next graph makes another one; graphs that exist keep theirs, which goes on working. Returns what
-// put_accumulators takes. Lifetime: that holds the nodes, and those hold the leaves.
-PyObject* take_accumulators(PyObject* const* args) {
-  const Items leaves(args[0]);
-  return list_of(leaves.size, [&](Py_ssize_t k) {
-    const at::Tensor& leaf = tensor_of(leaves.items[k]);
-    TORCH_CHECK(leaf.is_leaf(), "only leaves have gradients accumulated");
-    auto held = std::make_unique<NodePointer>();
-    if (leaf.requires_grad()) *held = impl::try_get_grad_accumulator(leaf);
-    Owned capsule(PyCapsule_New(held.get(), accumulator_name, [](PyObject* self) {
-      delete static_cast<NodePointer*>(PyCapsule_GetPointer(self, accumulator_name));
-    }));
-    held.release();
-    if (leaf.requires_grad()) set_accumulator(leaf, {});
-    return capsule.release();
-  });
-}
-
-// put_accumulators(leaves, taken): have each leaf know its node again; where none was taken, what it knows
-// stays.
-PyObject* put_accumulators(PyObject* const* args) {
-  const Items leaves(args[0]), taken(args[1]);
-  if (leaves.size != taken.size) fail(PyExc_ValueError, "as many accumulators as tensors expected");
-  for (Py_ssize_t k = 0; k < leaves.size; ++k) {
-    const at::Tensor& leaf = tensor_of(leaves.items[k]);
-    auto* held = static_cast<NodePointer*>(PyCapsule_GetPointer(taken.items[k], accumulator_name));
-    if (held == nullptr) throw PythonErrorSet();
-    if (*held && leaf.is_leaf()) set_accumulator(leaf, *held);
-  }
-  Py_RETURN_NONE;
-}
-
-// drop_accumulators(leaves): as take_accumulators, for good and but for nodes with hooks, which have to be met
-// again.
-PyObject* drop_accumulators(PyObject* const* args) {
-  const Items leaves(args[0]);
-  for (Py_ssize_t k = 0; k < leaves.size; ++k) {
-    const at::Tensor& leaf = tensor_of(leaves.items[k]);
-    if (!leaf.is_leaf() || !leaf.requires_grad()) continue;
-    const auto node = impl::try_get_grad_accumulator(leaf);
-    if (node && node->pre_hooks().empty() && node->post_hooks().empty()) set_accumulator(leaf, {});
   }
   Py_RETURN_NONE;
 }
@@ -1204,7 +1103,6 @@ PyMethodDef methods[] = {
     METHOD(unchanged, 5),
     METHOD(members, 2),
     METHOD(geometry, 2),
-    METHOD(versions, 2),
     METHOD(note_written, 1),
     METHOD(in_transform, 0),
     METHOD(any_held, 2),
@@ -1216,12 +1114,8 @@ PyMethodDef methods[] = {
     METHOD(copies, 1),
     METHOD(put, 3),
     METHOD(fits, 3),
-    METHOD(fill, 3),
     METHOD(exclusive, 3),
     METHOD(swap_storages, 2),
-    METHOD(take_accumulators, 1),
-    METHOD(put_accumulators, 2),
-    METHOD(drop_accumulators, 1),
     METHOD(are, 3),
     METHOD(first_watched, 1),
     METHOD(attach, 11),

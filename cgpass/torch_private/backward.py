@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,14 +25,6 @@ def after_backward(callback: Callable[[], None]) -> None:
     """
     engine: Any = torch.autograd.Variable._execution_engine  # pyrefly: ignore
     engine.queue_callback(callback)
-
-
-def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-    """Have the version counters of tensors, which their views share, say something else.
-
-    Source: torch/autograd/grad_mode.py `_unsafe_preserve_version_counter`, 2.11 to 2.15.
-    """
-    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def saved_on(node: Any) -> Iterator[Any]:
@@ -88,6 +80,24 @@ def kept_by_checkpoint(hook: Any) -> list[Any]:
     if saver is not None:
         return list(saved_on(saver.grad_fn))
     return [arg for arg in getattr(frame, "saved_args", ()) if hasattr(arg, "register_hooks")]
+
+
+def check_versions(node: Any) -> None:
+    """Raise as a backward would if something that a node saved was changed in place since.
+
+    Source: torch/csrc/autograd/saved_variable.cpp `unpack`, which the attributes call, 2.11 to 2.15.
+    """
+    for name in _raw_saved(type(node)):
+        plain = name.removeprefix("_raw")
+        getattr(node, plain if hasattr(type(node), plain) else plain.removeprefix("_"))
+
+
+def keeps_graph() -> bool:
+    """Whether the running backward pass leaves its graph for another one (`retain_graph=True`).
+
+    Source: torch/csrc/autograd/init.cpp `_get_current_graph_task_keep_graph`, 2.11 to 2.15.
+    """
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 @functools.cache

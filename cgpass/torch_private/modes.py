@@ -52,31 +52,6 @@ _KEYS_OF_A_THREAD = _in_a_thread(_dispatch_keys)
 meta device's (torch/_subclasses/fake_tensor.py `in_kernel_invocation_manager`, 2.11 to 2.15)."""
 
 
-unwrap_if_dead: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead
-"""What is inside of a tensor that a functorch transform left behind when it ended; any other as it is.
-
-Source: torch/csrc/functorch/init.cpp, 2.11 to 2.15.
-"""
-
-
-def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without a look at every argument, which costs 1 us each.
-
-    Tensors among the arguments must have gone through `unwrap_if_dead`, unless they can't come from a functorch
-    transform. Raises as `apply` does inside of one.
-
-    Source: torch/autograd/function.py, `Function.apply`, 2.11 to 2.15.
-    """
-    base: Any = super(torch.autograd.Function, function)
-    apply = base.apply
-    in_transform = torch._C._are_functorch_transforms_active
-
-    def call(*args: Any) -> Any:
-        return function.apply(*args) if in_transform() else apply(*args)
-
-    return call
-
-
 def uses_compiled_autograd() -> bool:
     """Tell if compiled autograd is on here and now, or will be for what is compiled."""
     config: Any = sys.modules.get("torch._dynamo.config")  # else nobody turned it on

@@ -19,9 +19,13 @@ class Setting:
     def options(self, **options):
         return cgpass.GraphedOptions(**{"driver": self.driver, **options})
 
-    def graphed(self, callables, sample_args, sample_kwargs=None, **options):
+    def graphed(self, callables, sample_args, sample_kwargs=None, modules=(), **options):
         return cgpass.make_graphed_callables(
-            callables, sample_args, sample_kwargs=sample_kwargs, options=self.options(**options)
+            callables,
+            sample_args,
+            sample_kwargs=sample_kwargs,
+            modules=modules,
+            options=self.options(**options),
         )
 
     def randn(self, *shape, grad=False):

@@ -113,16 +113,7 @@ def test_past_the_limit_calls_run_plainly(setting, caplog):
         move(module)
     stats = graphed.graphed.stats
     assert (stats.rerecordings, stats.plain_calls) == (1, 2)
-    assert caplog.text.count("parameters moved more often than max_rerecords") == 1
-
-
-def test_old_sets_of_addresses_give_way(setting):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
-    for _ in range(8):
-        check(setting, graphed, module, plain)
-        move(module)
-    assert len(graphed.graphed._recorded) <= 4
+    assert caplog.text.count("it was recorded again more often than max_rerecords") == 1
 
 
 def test_a_pending_forward_survives_a_move_of_the_next_one(setting):

@@ -30,18 +30,12 @@ def run(fns, module, xs, steps, *, weight_grads=None):
 
 
 @pytest.mark.parametrize("steps", RUNS.values(), ids=RUNS)
-@pytest.mark.parametrize("retain", [True, False])
-@pytest.mark.parametrize("reuse", [True, False])
-def test_backwards_that_may_run_again_and_shared_buffers(setting, reuse, retain, steps):
-    if not retain and steps is RUNS["once more at the end"]:
-        pytest.skip("the second backward is an error")
+def test_microbatches_whose_backwards_may_run_again(setting, steps):
     module, plain = twins(setting, net())
     graphed = setting.graphed(
         (module,),
         tuple((setting.randn(2, 8, grad=True),) for _ in range(2)),
         order=[1, -1, 1, -1],
-        reuse_buffers=reuse,
-        retain_graph_in_backward=retain,
     )
     for _ in range(2):
         xs = setting.randn(2, 2, 8)
@@ -61,17 +55,13 @@ def test_backwards_that_may_run_again_and_shared_buffers(setting, reuse, retain,
     ],
     ids=["as recorded", "forwards first", "weights last"],
 )
-@pytest.mark.parametrize("retain", [True, False])
-@pytest.mark.parametrize("reuse", [True, False])
-def test_weight_gradients_that_come_late(setting, reuse, retain, steps):
+def test_weight_gradients_that_come_late(setting, steps):
     module, plain = twins(setting, Split())
     plain.split = False
     graphed = setting.graphed(
         (module,),
         tuple((setting.randn(4, 8, grad=True),) for _ in range(3)),
         order=[1, -1, 1, 1, -1, -1],
-        reuse_buffers=reuse,
-        retain_graph_in_backward=retain,
     )
     late = [fn.backward_dw for fn in graphed]
     for _ in range(2):
@@ -85,13 +75,12 @@ def test_weight_gradients_that_come_late(setting, reuse, retain, steps):
 
 
 @pytest.mark.parametrize("chunks", [2, 3, 4])
-def test_static_gradients_and_shared_buffers(setting, chunks):
+def test_static_gradients_of_a_pipeline(setting, chunks):
     pairs = [twins(setting, net()) for _ in range(chunks)]
     graphed = setting.graphed(
         tuple(module for module, _ in pairs),
         tuple((setting.randn(2, 8, grad=True),) for _ in pairs),
         order=[*range(1, chunks + 1), *range(-chunks, 0)],
-        reuse_buffers=True,
         own_grads=False,
     )
     for _ in range(2):

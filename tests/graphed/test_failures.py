@@ -57,7 +57,7 @@ def test_a_forward_that_reads_data(setting):
         setting,
         (net().to(setting.device), module),
         ((setting.randn(4, 8),), (setting.randn(4, 8),)),
-        r"the forward of callable 1 \(Reads\) can't be captured, in aten\._local_scalar_dense\.default, at "
+        r"the forward of callable 1 \(Reads\) can't be captured, at "
         r"test_failures\.py:\d+ in forward: if y\.sum\(\)\.item\(\) > 1e9",
         capture_time_hooks=[None, hooks],
     )
@@ -81,7 +81,7 @@ def test_a_backward_that_reads_data(setting):
         setting,
         fn,
         (x,),
-        r"the backward of .*fn can't be captured, in aten\._local_scalar_dense\.default, at "
+        r"the backward of .*fn can't be captured, at "
         r"test_failures\.py:\d+ in backward: return grad \* 2 if",
     )
     assert x.grad is None
@@ -196,29 +196,12 @@ def test_options_that_can_not_be(options, message):
         cgpass.make_graphed_callables(torch.sin, (torch.zeros(3),), options=options)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            {"num_warmup_iters": 5},
-            "num_warmup_iters is an option: give it as options=cgpass.GraphedOptions(num_warmup_iters=5).",
-        ),
-        (
-            {"allow_unused_input": True, "order": [1, -1], "pool": object()},
-            "allow_unused_input, order, pool are options: give them as options=cgpass.GraphedOptions(allow_unused_input=True, order=[1, -1], pool=...).",
-        ),
-        ({"sample_kwarg": {}}, "unknown argument 'sample_kwarg'; did you mean 'sample_kwargs'?"),
-        ({"_order": [1, -1]}, "unknown argument '_order'; did you mean 'order' in options=?"),
-        (
-            {"recipe": None},
-            "unknown argument 'recipe'; known: callables, sample_args, sample_kwargs, options; all else is in cgpass.GraphedOptions.",
-        ),
-    ],
-)
-def test_options_given_as_arguments(given, message):
-    with pytest.raises(cgpass.errors.OptionError) as refused:
-        cgpass.make_graphed_callables(torch.sin, (torch.zeros(3),), **given)
-    assert str(refused.value) == f"make_graphed_callables: {message}"
+def test_options_given_as_arguments():
+    with pytest.raises(
+        cgpass.errors.OptionError,
+        match=r"num_warmup_iters can't be given as arguments; options are given as options=.*num_warmup_iters",
+    ):
+        cgpass.make_graphed_callables(torch.sin, (torch.zeros(3),), num_warmup_iters=5)
 
 
 def test_a_driver_that_can_not_record_there(setting):
@@ -291,9 +274,7 @@ def test_a_failure_in_torchs_own_modules_has_a_line(setting, wrapped):
         if wrapped
         else r"batchnorm\.py:\d+ in forward: "
     )
-    with pytest.raises(
-        cgpass.errors.CaptureError, match=rf"_local_scalar_dense\.default, at {line}"
-    ):
+    with pytest.raises(cgpass.errors.CaptureError, match=rf"can't be captured, at {line}"):
         setting.graphed(setting.module(module), (setting.randn(4, 8),))
 
 
@@ -370,7 +351,7 @@ def test_a_recording_again_that_fails_leaves_nothing(setting):
         places.append(places[-1].clone())
         module.inner.weight.data = places[-1]
         with pytest.raises(CaptureError):
-            graphed(setting.randn(4, 8))
+            graphed(setting.randn(4, 8)).sum().backward()
     assert alive() == before
     fails.clear()
     x = setting.randn(4, 8)

@@ -53,7 +53,7 @@ def test_forward_mode_inside_of_a_callable_without_arguments(setting):
     def gain(module):
         return by_dual_numbers(module.run, module.linear.weight)
 
-    graphed = setting.graphed(lambda: gain(module), ())
+    graphed = setting.graphed(lambda: gain(module), (), modules=(module,))
     same(graphed(), gain(plain))
     with torch.no_grad():
         for each in (module, plain):

@@ -70,7 +70,7 @@ def test_a_graphed_function_and_method_for_a_second_sample(setting):
     module, plain = twins(setting, net())
     graphed = setting.graphed(module, (setting.randn(4, 8),))
     of_method = setting.graphed(graphed.forward, (setting.randn(2, 8),))
-    of_function = setting.graphed(of_method, (setting.randn(3, 8),))
+    of_function = setting.graphed(of_method, (setting.randn(3, 8),), modules=(module,))
     for fn, length in ((graphed, 4), (of_method, 2), (of_function, 3)):
         x = setting.randn(length, 8)
         same(fn(x), plain(x))
@@ -108,10 +108,10 @@ def test_methods_of_a_modules_own_are_left_alone(setting):
     graphed = setting.graphed(setting.module(Counts(8, 8)), (setting.randn(4, 8),))
     assert graphed.reset() == "its own"
     graphed.graphed.reset()
-    assert not graphed.graphed._recorded
+    assert not graphed.graphed._pairs
 
 
-def test_a_copy_that_outlives_its_module_is_recorded_again(setting):
+def test_a_copy_that_outlives_its_module_is_pairs_again(setting):
     module, plain = twins(setting, net())
     forward = setting.graphed(module, (setting.randn(4, 8),)).graphed
     for each in (module, plain):

@@ -72,7 +72,9 @@ def test_what_hooks_are_given(setting):
         seen.append((called, args, kwargs, output))
 
     hooks = {"forward": forward}
-    setting.graphed(fn, (x,), {"scale": 2}, num_warmup_iters=1, capture_time_hooks=[hooks])
+    setting.graphed(
+        fn, (x,), {"scale": 2}, num_warmup_iters=1, capture_time_hooks=[hooks], modules=(module,)
+    )
     assert len(seen) == 2
     for called, args, kwargs, output in seen:
         assert called is fn
@@ -239,15 +241,11 @@ def test_parameters_that_move_in_and_out(setting):
     unshard()
     y = graphed(x)
     reshard()
-    with pytest.raises(
-        cgpass.errors.StaticInputMovedError,
-        match=r"lie elsewhere in the backward .* linear\.weight",
-    ):
+    with pytest.raises(RuntimeError, match="size of tensor"):  # as in eager
         y.sum().backward()
 
 
 def test_parameters_that_stay_where_hooks_had_moved_them(setting):
-    """The backward's graph reads where the hooks put them, which the forward's addresses don't say."""
     module, plain = twins(setting, Sharded())
     weight = module.linear.weight
     first, second = weight.data, weight.detach().clone()
@@ -262,16 +260,13 @@ def test_parameters_that_stay_where_hooks_had_moved_them(setting):
     x = setting.randn(4, 8, grad=True)
     graphed = setting.graphed(module, (x,), capture_time_hooks=[hooks])
     move_back()
-    y = graphed(x)
-    with pytest.raises(
-        cgpass.errors.StaticInputMovedError, match=r"hooks had put .* linear\.weight"
-    ):
-        y.square().sum().backward()
-    y = graphed(x)
-    move()
-    y.square().sum().backward()
-    (want,) = torch.autograd.grad(plain(x).square().sum(), x)
-    same(x.grad, want)
+    for between in (move, lambda: None):
+        y = graphed(x)
+        between()
+        (found,) = torch.autograd.grad(y.square().sum(), x)
+        move_back()
+        (want,) = torch.autograd.grad(plain(x).square().sum(), x)
+        same(found, want)
 
 
 def by_data(weight, shard):

@@ -192,11 +192,13 @@ FORMS = ["method", "closure", "partial", "method of an object", "object"]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_functions_follow_the_modules_that_they_name(setting, form):
+def test_functions_with_the_modules_that_they_use(setting, form):
     module, plain = twins(
         setting, torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
     )
-    graphed = setting.graphed(forms_of(module)[form], (setting.randn(4, 8, grad=True),))
+    graphed = setting.graphed(
+        forms_of(module)[form], (setting.randn(4, 8, grad=True),), modules=(module,)
+    )
     same(module[1].running_mean, plain[1].running_mean)
     check(setting, graphed, module, plain, 0)
     same(module[1].running_mean, plain[1].running_mean)
@@ -213,10 +215,30 @@ def test_functions_follow_the_modules_that_they_name(setting, form):
     assert graphed.stats.plain_calls == 1
 
 
+def test_functions_that_use_what_they_do_not_name_are_refused(setting):
+    module, sample = setting.module(net()), (setting.randn(4, 8),)
+    with pytest.raises(
+        cgpass.errors.GraphedArgumentError,
+        match=r"shape \[8, 8\] .* neither an argument nor a parameter .* modules=\(model,\)",
+    ):
+        setting.graphed(lambda x: module(x), sample)
+    weight = module[0].weight
+    with pytest.raises(
+        cgpass.errors.GraphedArgumentError, match=r"uses 0\.weight by itself, not as an attribute"
+    ):
+        setting.graphed(lambda x: x @ weight, sample, modules=(module,))
+    for modules, several in (((module[0],), True), (sample, False), (((module,), ()), True)):
+        fns = (torch.sin,) if several else torch.sin
+        with pytest.raises(cgpass.errors.GraphedArgumentError, match="modules"):
+            setting.graphed(fns, (sample,) if several else sample, modules=modules)
+
+
 def test_what_can_not_be_read_in_a_closure_may_be_there_unread(setting):
     module, plain = twins(setting, net())
     module.register_buffer("unread", torch.eye(8, device=setting.device).to_sparse())
-    graphed = setting.graphed(lambda x: module(x), (setting.randn(4, 8, grad=True),))
+    graphed = setting.graphed(
+        lambda x: module(x), (setting.randn(4, 8, grad=True),), modules=(module,)
+    )
     check(setting, graphed, module, plain, 0)
     with pytest.raises(cgpass.errors.InputError, match=r"Sequential: unread has layout torch.spa"):
         setting.graphed(module, (setting.randn(4, 8),))
@@ -224,27 +246,15 @@ def test_what_can_not_be_read_in_a_closure_may_be_there_unread(setting):
 
 def test_a_frozen_module_in_a_closure_can_move(setting):
     module, plain = twins(setting, net().requires_grad_(False))
-    graphed = setting.graphed(lambda x: module(x), (setting.randn(4, 8, grad=True),))
+    graphed = setting.graphed(
+        lambda x: module(x), (setting.randn(4, 8, grad=True),), modules=(module,)
+    )
     for each in (module, plain):
         each[0].weight.data = each[0].weight.data * 3
     check(setting, graphed, module, plain, 1)
 
 
 # ---- modes
-
-
-@pytest.mark.parametrize("kind", ["copy", "patched", "order"])
-def test_the_original_in_eval_mode(setting, kind):
-    module, plain = twins(setting, net(dropout=0.5))
-    options = {"patch_modules": kind == "patched"}
-    if kind == "order":
-        options = {"order": [1, -1]}
-    (graphed,) = setting.graphed((module,), ((setting.randn(4, 8),),), **options)
-    x = setting.randn(4, 8)
-    for mode in (True, False, True):
-        for each in (module, plain):
-            each.train(mode)
-        same(step(graphed, x)[0], step(plain, x)[0])
 
 
 def test_a_module_that_asks_for_its_mode_itself(setting):
@@ -255,14 +265,10 @@ def test_a_module_that_asks_for_its_mode_itself(setting):
     module = Asks()
     x = setting.randn(4, 8)
     graphed = setting.graphed(module, (setting.randn(4, 8),))
-    module.eval()
-    same(graphed(x), x * 3)
-    assert not graphed.training
-    module.train()
-    same(graphed(x), x * 2)
     graphed.eval()
     same(graphed(x), x * 3)
-    assert module.training
+    graphed.train()
+    same(graphed(x), x * 2)
     assert graphed.graphed.stats.replays == 1
 
 
@@ -276,15 +282,11 @@ def test_a_submodule_in_another_mode(setting, caplog):
         same(step(graphed, x)[0], step(plain, x)[0])
     assert graphed.graphed.stats.plain_calls == 1
     assert caplog.text.count("2 changed between training and eval mode") == 1
-    caplog.clear()
-    module.eval()
-    graphed(x)
-    assert not caplog.text
 
 
-def switched(setting, fn, caplog, *change):
+def switched(setting, fn, caplog, modules, *change):
     """What is said of a call after some modules changed their modes, and how many ran plainly."""
-    graphed = setting.graphed(fn, (setting.randn(4, 8),), allow_unused_input=True)
+    graphed = setting.graphed(fn, (setting.randn(4, 8),), modules=modules, allow_unused_input=True)
     for each, mode in change:
         each.train(mode)
     caplog.clear()
@@ -302,11 +304,11 @@ def test_a_module_that_is_named_beside_another_one(setting, caplog):
     def fn(x, use=False):
         return other(x) if use else module(x)
 
-    text, plain = switched(setting, fn, caplog, (other, False))
+    text, plain = switched(setting, fn, caplog, (module, other), (other, False))
     assert plain == 1
     assert "runs without a graph: Linear changed between training and eval mode" in text
     other.train()
-    text, plain = switched(setting, fn, caplog, (other, False), (module, False))
+    text, plain = switched(setting, fn, caplog, (module, other), (other, False), (module, False))
     assert (text, plain) == ("", 1)
 
 
@@ -316,11 +318,11 @@ def test_a_submodule_that_is_named_itself(setting, caplog):
     def fn(x, use=False):
         return model.b(x) if use else model.a(x)
 
-    text, plain = switched(setting, lambda x: fn(x), caplog, (model["b"], False))
+    text, plain = switched(setting, fn, caplog, (model,), (model["b"], False))
     assert plain == 1
     assert "b, b.0, b.1, b.2, b.3 changed between" in text
     model.train()
-    assert switched(setting, lambda x: fn(x), caplog, (model, False)) == ("", 1)
+    assert switched(setting, fn, caplog, (model,), (model, False)) == ("", 1)
 
 
 def test_losses_and_teachers_keep_their_modes_in_silence(setting, caplog):
@@ -330,8 +332,8 @@ def test_losses_and_teachers_keep_their_modes_in_silence(setting, caplog):
     def fn(x):
         return loss(module(x), teacher(x))
 
-    assert switched(setting, fn, caplog, (module, False)) == ("", 1)
+    assert switched(setting, fn, caplog, (module, loss, teacher), (module, False)) == ("", 1)
     module.train()
-    text, plain = switched(setting, fn, caplog, (teacher, True))
+    text, plain = switched(setting, fn, caplog, (module, loss, teacher), (teacher, True))
     assert plain == 1
     assert "Sequential, 0, 1, 2, 3 changed between" in text

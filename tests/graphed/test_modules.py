@@ -99,14 +99,14 @@ def test_reset_frees_graphs_and_the_next_call_records_again(setting):
     hooks = {"forward": lambda *args: counts.append(1)}
     graphed = setting.graphed(module, (setting.randn(4, 8),), capture_time_hooks=[hooks])
     x = setting.randn(4, 8)
-    held = graphed(x)
-    expected = held.detach().clone()
+    held = graphed(x).detach()
+    expected = held.clone()
     pending = graphed(x)
     graphed.reset()
     same(held, expected)
-    with pytest.raises(cgpass.errors.GraphedBackwardError, match=r"freed between this forward"):
-        pending.sum().backward()
-    assert not graphed.graphed._group.driver.live_blocks(0) or setting.driver == "cuda"
+    pending.square().sum().backward()  # without a graph
+    plain(x).square().sum().backward()
+    same_grads(module, plain)
     for _ in range(2):
         same(step(graphed, x)[0], step(plain, x)[0])
     same_grads(module, plain)
@@ -132,7 +132,7 @@ def test_cgpass_reset_frees_them_too(setting):
     module, plain = twins(setting, net())
     graphed = setting.graphed(module, (setting.randn(4, 8),))
     release_all()
-    assert not graphed.graphed._recorded
+    assert not graphed.graphed._pairs
     x = setting.randn(4, 8)
     same(step(graphed, x)[0], step(plain, x)[0])
     assert graphed.graphed.stats.recordings == 4
@@ -257,24 +257,17 @@ def accumulator(leaf):
     return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
-@pytest.mark.parametrize("closure", [False, True])
-def test_a_graph_that_is_held_keeps_its_accumulators_and_their_hooks(setting, closure):
+def test_a_graph_that_is_held_keeps_its_accumulators_and_their_hooks(setting):
     module, plain = twins(setting, net())
     weight = module[0].weight
     x = setting.randn(4, 8)
     held = module(x).sum()
-    before, hooked, seen = accumulator(weight), [], []
+    before, hooked = accumulator(weight), []
     before.register_hook(lambda *grads: hooked.append(1))
 
-    def forward(y):
-        seen.append(accumulator(weight) == before)
-        return module(y)
-
     sample = (setting.randn(4, 8),)
-    graphed = setting.graphed(forward if closure else module, sample)
+    graphed = setting.graphed(module, sample)
     assert accumulator(weight) == before
-    if closure:
-        assert seen[-1] is False  # while captured
     for each in (graphed, plain):
         each(x).square().sum().backward()
     assert hooked == [1]

@@ -162,9 +162,7 @@ def test_torchs_checkpoint_of_random_operators_is_refused(reentrant):
         return torchs(lambda x: F.dropout(x, 0.5) * 3, x, use_reentrant=reentrant)
 
     options = cgpass.GraphedOptions(driver="simulated")
-    found = (
-        r"backward of .*forward can't be captured, in aten.bernoulli.*, at .* Recompute by cgpass"
-    )
+    found = r"backward of .*forward can't be captured, at .*aten.bernoulli.* Recompute by cgpass"
     with pytest.raises(CaptureError, match=found):
         cgpass.make_graphed_callables(
             forward, (torch.ones(4, requires_grad=True),), options=options

@@ -137,7 +137,6 @@ def test_hooks_around_see_nothing_of_a_recording_and_those_inside_all(setting):
             found = graphed(x)
         assert graphed.graphed.stats.rerecordings == 1
         assert len(module.packed) > before
-        assert not any(t.numel() for t in seen)  # an empty one leads from gradients to the forward
         seen.clear()
         x.exp()
     assert len(seen) == 1  # they are back

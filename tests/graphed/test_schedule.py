@@ -1,5 +1,7 @@
 """Interleaved pipelines: orders that are refused, and schedules against running the layers plainly."""
 
+import random
+
 import pytest
 import torch
 
@@ -111,10 +113,9 @@ def train(setting, order, layers, num_microbatches, fns):
 
 
 @pytest.mark.parametrize("name", ORDERS)
-@pytest.mark.parametrize("reuse", [False, True])
-def test_two_chunks_and_four_microbatches(setting, name, reuse):
+def test_two_chunks_and_four_microbatches(setting, name):
     order, layers = ORDERS[name], (2, 1)
-    modules, graphed, count = build(setting, order, layers, reuse_buffers=reuse)
+    modules, graphed, count = build(setting, order, layers)
 
     def graph_of(layer, microbatch):
         chunk = 0 if layer < layers[0] else 1
@@ -136,37 +137,17 @@ def test_two_chunks_and_four_microbatches(setting, name, reuse):
 
 def test_another_order_than_the_schedules(setting):
     order, layers = ORDERS["1f1b"], (2, 1)
-    for reuse in (False, True):
-        modules, graphed, count = build(setting, order, layers, reuse_buffers=reuse)
+    modules, graphed, count = build(setting, order, layers)
 
-        def graph_of(layer, microbatch, graphed=graphed, count=count):
-            chunk = 0 if layer < 2 else 1
-            return graphed[sum(layers[:chunk]) * count + microbatch * layers[chunk] + layer % 2]
+    def graph_of(layer, microbatch):
+        chunk = 0 if layer < 2 else 1
+        return graphed[sum(layers[:chunk]) * count + microbatch * layers[chunk] + layer % 2]
 
-        for other in ORDERS.values():
-            train(setting, other, layers, count, graph_of)
-            train(setting, other, layers, count, lambda layer, _, m=modules: m[layer][1])
-            for module, plain in modules:
-                same_grads(module, plain)
-
-
-def memory_of(graphed):
-    """Places that inputs and outputs of all forwards lie in."""
-    (group,) = {g._group for g in graphed}
-    inputs = {m.address for g in graphed for r in g._recorded.values() for m in r.arguments.memory}
-    return len(inputs), len(group.driver.live_blocks(0))
-
-
-def test_microbatches_share_memory_only_where_lifetimes_are_disjoint(setting):
-    order = ORDERS["one by one"]
-    alone, shared = (
-        memory_of(build(setting, order, reuse_buffers=reuse)[1]) for reuse in (False, True)
-    )
-    assert alone[0] == 12
-    assert shared[0] == 3
-    assert shared[1] < alone[1] / 2
-    together = ORDERS["all forwards first"]
-    assert memory_of(build(setting, together, reuse_buffers=True)[1])[0] == 12
+    for other in ORDERS.values():
+        train(setting, other, layers, count, graph_of)
+        train(setting, other, layers, count, lambda layer, _: modules[layer][1])
+        for module, plain in modules:
+            same_grads(module, plain)
 
 
 def test_warm_ups_follow_the_order(setting):
@@ -191,9 +172,8 @@ def test_warm_ups_follow_the_order(setting):
 
 
 def test_options_that_need_an_order():
-    for name, value in {"reuse_buffers": True, "num_layers_per_chunk": 2}.items():
-        with pytest.raises(cgpass.errors.OptionError, match=f"option '{name}' needs an order"):
-            cgpass.GraphedOptions(**{name: value})
+    with pytest.raises(cgpass.errors.OptionError, match="'num_layers_per_chunk' needs an order"):
+        cgpass.GraphedOptions(num_layers_per_chunk=2)
 
 
 @pytest.mark.parametrize("layers", [2.5, True, [True], {1: 2}, "1", 0, [1, 1]])
@@ -201,3 +181,49 @@ def test_layers_per_chunk_that_can_not_be(setting, layers):
     module, options = setting.module(net()), {"order": [1, -1], "num_layers_per_chunk": layers}
     with pytest.raises(cgpass.errors.ScheduleError, match="num_layers_per_chunk must be an int or"):
         setting.graphed((module,), ((setting.randn(4, 8),),), **options)
+
+
+def random_order(draw, chunks, microbatches):
+    """A pipeline's order that can be run: forwards and backwards of each chunk in turn, as they come."""
+    left = {
+        1: dict.fromkeys(range(1, chunks + 1), microbatches),
+        -1: dict.fromkeys(range(1, chunks + 1), microbatches),
+    }
+    order = []
+    while any(left[-1].values()):
+        chunk = draw.randint(1, chunks)
+        kinds = [1] * (left[1][chunk] > 0) + [-1] * (left[-1][chunk] > left[1][chunk])
+        if kinds:
+            kind = draw.choice(kinds)
+            left[kind][chunk] -= 1
+            order.append(kind * chunk)
+    return order
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_schedules(setting, seed):
+    """Chunks that don't hand anything on, recorded in one order and called in others."""
+    draw = random.Random(seed)
+    layers, microbatches = (2, 1), 3
+    modules, graphed, count = build(setting, random_order(draw, 2, microbatches), layers)
+    starts = {1: 0, 2: layers[0] * count}
+    for number in range(3):
+        order = random_order(draw, 2, microbatches)
+        for plainly in (False, True):
+            torch.manual_seed(number)
+            done, pending = dict.fromkeys((1, 2, -1, -2), 0), {}
+            for entry in order:
+                chunk, size = abs(entry), layers[abs(entry) - 1]
+                microbatch = done[entry]
+                done[entry] += 1
+                if entry < 0:
+                    pending.pop((chunk, microbatch)).square().sum().backward()
+                    continue
+                x = setting.randn(4, 8, grad=True)
+                for layer in range(size):
+                    own = modules[layer if chunk == 1 else layers[0] + layer][1]
+                    x = (own if plainly else graphed[starts[chunk] + microbatch * size + layer])(x)
+                pending[chunk, microbatch] = x
+        for module, plain in modules:
+            same_grads(module, plain)
+        clear_grads(*(each for pair in modules for each in pair))

@@ -13,16 +13,18 @@ FORMS = {
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("place", ["itself", "submodule", "closure"])
+@pytest.mark.parametrize("place", ["itself", "submodule", "function"])
 def test_torchscript_modules(setting, form, place):
     module, plain = twins(setting, net())
     scripted = FORMS[form](setting, module)
     fn = {
         "itself": scripted,
         "submodule": torch.nn.Sequential(scripted),
-        "closure": lambda x: scripted(x),
+        "function": lambda x: scripted(x),
     }[place]
-    graphed = setting.graphed(fn, (setting.randn(4, 8, grad=True),))
+    graphed = setting.graphed(
+        fn, (setting.randn(4, 8, grad=True),), modules=(scripted,) if place == "function" else ()
+    )
     check(setting, graphed, plain, setting.randn(4, 8, grad=True))
     same_grads(module, plain)
     assert getattr(graphed, "graphed", graphed).stats.replays == 6

@@ -113,7 +113,9 @@ def test_symbolic_tracing(setting, nested, caplog):
 
     x = setting.randn(4, 8)
     sample = {"x": x} if nested else x
-    graphed = setting.graphed(functools.partial(fn, layer=module), (sample,), {"scale": 2.0})
+    graphed = setting.graphed(
+        functools.partial(fn, layer=module), (sample,), {"scale": 2.0}, modules=(module,)
+    )
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -154,7 +156,7 @@ def test_batched_gradients_are_refused(setting):
     y, rows = graphed(x), torch.eye(3, device=setting.device)
     with pytest.raises(GraphedBackwardError, match=r"sin: a backward of batched gradients"):
         torch.autograd.grad(y, x, rows, is_grads_batched=True)
-    same(torch.autograd.grad(y, x, rows[0])[0], x.cos() * rows[0])
+    same(torch.autograd.grad(graphed(x), x, rows[0])[0], x.cos() * rows[0])
 
 
 @pytest.mark.filterwarnings(

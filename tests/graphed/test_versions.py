@@ -20,7 +20,7 @@ def test_a_parameter_that_the_backward_reads(setting):
     with torch.no_grad():
         for p in module.parameters():
             p.add_(1)
-    with pytest.raises(cgpass.errors.GraphedBackwardError, match=r"this forward: 3\.weight\. Run"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
 
@@ -38,23 +38,10 @@ def test_parameters_that_it_does_not_read(setting):
     same_grads(module, plain)
 
 
-@pytest.mark.parametrize("pending", [1, 2])
-def test_a_sample_that_is_refilled(setting, pending):
-    x = setting.randn(4, 8)
-    graphed = setting.graphed(setting.module(net()), (x,))
-    outputs = []
-    for _ in range(pending):
-        outputs.append(graphed(x))
-        x.copy_(setting.randn(4, 8))
-    for y in outputs:
-        with pytest.raises(cgpass.errors.GraphedBackwardError, match="argument 0"):
-            y.sum().backward()
-
-
 def test_samples_of_pending_forwards_that_nobody_changed(setting):
     module, plain = twins(setting, net())
     x = setting.randn(4, 8)
-    graphed = setting.graphed(module, (x,), retain_graph_in_backward=True)
+    graphed = setting.graphed(module, (x,))
     for fn in (graphed, plain):
         torch.manual_seed(1)
         outputs = [fn(setting.randn(4, 8)) for _ in range(3)]
@@ -110,7 +97,7 @@ def test_the_callables_own_writes(setting):
         same(torch.autograd.grad(out.sum(), x)[0], torch.autograd.grad(plain(x).sum(), x)[0])
     outputs = [graphed(setting.randn(4, grad=True)) for _ in range(2)]
     outputs[1].sum().backward()
-    with pytest.raises(cgpass.errors.GraphedBackwardError, match="scale"):
+    with changed:
         outputs[0].sum().backward()
 
 
@@ -124,33 +111,13 @@ def test_batch_norms_statistics_may_move_on(setting):
     same_grads(module, plain)
 
 
-def twice(checkpoint, fn, x):
-    """A checkpoint in a checkpoint, which alone is given the tensor."""
-    return checkpoint(lambda y: checkpoint(fn, y), x)
-
-
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("checkpoint", [cgpass.checkpoint, torchs], ids=["ours", "torchs"])
-def test_a_sample_that_a_checkpoint_recomputes_from(setting, checkpoint, nested):
-    run = functools.partial(twice, checkpoint) if nested else checkpoint
-    module, plain = twins(setting, net())
-    x = setting.randn(4, 8)
-    graphed = setting.graphed(lambda x: run(module, x), (x,))
-    for fn in (graphed, lambda x: run(plain, x)):
-        y = fn(x)
-        x.copy_(setting.randn(4, 8))
-        with changed:
-            y.sum().backward()
-    for fn in (graphed, lambda x: run(plain, x)):
-        fn(x).square().sum().backward()
-    same_grads(module, plain)
-
-
 @pytest.mark.parametrize("checkpoint", [cgpass.checkpoint, torchs], ids=["ours", "torchs"])
 def test_parameters_that_only_the_recomputation_reads_may_change(setting, checkpoint):
     module, plain = twins(setting, net())
     x = setting.randn(4, 8)
-    graphed = setting.graphed(lambda x: checkpoint(module, x), (setting.randn(4, 8),))
+    graphed = setting.graphed(
+        lambda x: checkpoint(module, x), (setting.randn(4, 8),), modules=(module,)
+    )
     for m, fn in ((module, graphed), (plain, lambda x: checkpoint(plain, x))):
         y = fn(x)
         with torch.no_grad():

@@ -72,7 +72,7 @@ def test_what_was_written_is_put_back_after_a_failure(setting, fails):
         return y * y.sum().item() if fails == "forward" else y
 
     with pytest.raises(cgpass.errors.CaptureError):
-        setting.graphed(fn, (setting.randn(4, 8, grad=True),))
+        setting.graphed(fn, (setting.randn(4, 8, grad=True),), modules=(module,))
     for now, then in zip(states(module), before, strict=True):
         same(now, then)
 

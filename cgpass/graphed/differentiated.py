@@ -1,0 +1,388 @@
+"""`Differentiated`: a callable as two functions, its forward and the backward of that, with explicit saved tensors.
+
+Note [A backward with explicit saved tensors]
+    A forward that ran under autograd leaves a graph whose nodes have saved tensors. They are taken out: each gets hooks
+    that replace it by a number. What is left is a backward as AOTAutograd makes one, a function of saved tensors and
+    gradients. It may run any number of times, also for saved tensors of other runs of the same forward: those that a
+    replay of the forward computes.
+
+    Parameters and buffers are given to the callable as stand-ins that lie where the module's own do, and only while it
+    runs. So the graph knows no leaf of the user's: no hook of a parameter runs inside of a recording, no `.grad`
+    changes, and the node that adds to `.grad` stays on the user's stream. Warm-ups run on copies and change nothing. A
+    stand-in that is saved as such stays in the graph: code finds attributes on it (`weight.main_grad`), which hooks of
+    saved tensors would lose. For that reason hooks are registered afterwards, and not by `saved_tensors_hooks`.
+
+    Some nodes don't tell what they saved (autograd functions in C++), and Python code may keep tensors as it likes
+    (`ctx.x = x`, weight gradients that are computed later). What they keep of the arguments is found here, and then the
+    forward works on copies, which lie in the pool; what they keep there is found by who owns memory of the pool after a
+    capture. A replay would overwrite it: such a recording serves one call at a time (`keeps_memory`).
+"""
+
+import contextlib
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from cgpass import torch_private
+from cgpass.graphed.binding import Binding
+from cgpass.graphed.statics import Statics
+from cgpass.recompute.checkpointed import Checkpoint
+from cgpass.runtime.writes import SaidToBeWritten, has_place
+
+_REENTRANT = "CheckpointFunctionBackward"
+"""Nodes whose backward needs a pass that accumulates everywhere: torch's and our own."""
+
+
+def tensors_of(result: Any) -> list[torch.Tensor]:
+    """The tensors in a nested structure, in order, each once."""
+    leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    return list({id(leaf): leaf for leaf in leaves}.values())
+
+
+class Differentiated:
+    """One run of a callable under autograd, and its backward as a function."""
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        binding: Binding,
+        statics: Statics,
+        *,
+        with_grad: bool,
+        copies_inputs: bool,
+        keeps_saved: bool,
+        watches: bool,
+    ) -> None:
+        """Describe it.
+
+        Args:
+            run: The callable.
+            binding: Its arguments.
+            statics: What it reads besides.
+            with_grad: Whether autograd watches.
+            copies_inputs: Whether it gets copies of the arguments. See Note [A backward with explicit saved tensors].
+            keeps_saved: Whether saved tensors must outlive their last known use.
+            watches: Whether writes to copies are to be written back.
+        """
+        self._run = run
+        self._binding = binding
+        self._statics = statics
+        self._with_grad = with_grad
+        self._copies_inputs = copies_inputs
+        self._keeps_saved = keeps_saved
+        self._watches = watches and copies_inputs
+        self._members = [_like(t, t.new_empty(0), t.requires_grad) for t in statics.distinct()]
+        self._inputs: list[torch.Tensor] = []
+        self._saved: list[torch.Tensor | None] = []
+        self._left: list[int] = []
+        self._uses: list[int] = []
+        self._edges: list[Any] = []
+        self.result: Any = None
+        """What the callable returned, until `separate`."""
+        self.with_grad: list[int] = []
+        """Results that have a gradient."""
+        self.read: set[int] = set()
+        """Parameters and buffers that the graph saved as they are."""
+        self.reached: set[int] = set()
+        """Of `leaves`, those that the graph leads to, with a gradient or without one."""
+        self.reentrant = False
+        self.keeps_inputs = False
+        """Whether something keeps arguments that does not tell."""
+        self.keeps_memory = False
+        """Whether something keeps memory of the pool that does not tell."""
+        self.strangers: list[torch.Tensor] = []
+        """Leaves that are neither arguments nor parameters."""
+        self.asks_again = False
+        """Whether the backward asked for a saved tensor more often than it was saved."""
+        self.written: set[int] = set()
+        """Inputs and, after them, parameters and buffers that the forward wrote."""
+
+    # ---- forward
+
+    def forward(self, inputs: Sequence[torch.Tensor], members: Sequence[torch.Tensor]) -> list[Any]:
+        """Run the callable; returns its result's tensors, without a history.
+
+        Args:
+            inputs: One for each of the sample's tensors.
+            members: Parameters and buffers to lie on, each once.
+        """
+        samples, wanted = self._binding.samples, self._binding.requires_grad
+        places = [t.clone() if self._copies_inputs else t.detach() for t in inputs]
+        self._inputs = list(map(_like, samples, places, wanted))
+        versions = [t._version for t in (*self._inputs, *self._members)]
+        args, kwargs = self._binding.call(self._inputs)
+        said = SaidToBeWritten(self._inputs if self._watches else ())
+        watching = said if self._watches else contextlib.nullcontext()
+        with self._placed(members), torch.set_grad_enabled(self._with_grad), watching:
+            self.result = self._run(*args, **kwargs)
+            outputs = tensors_of(self.result)
+            given = [self._as_given(out.detach(), places, inputs) for out in outputs]
+        now = [t._version for t in (*self._inputs, *self._members)]
+        self.written = {i for i, version in enumerate(versions) if now[i] != version} | said.found
+        with_grad = [i for i, out in enumerate(outputs) if out.requires_grad]
+        self.with_grad = with_grad if self._with_grad else []
+        self._edges = [torch.autograd.graph.get_gradient_edge(outputs[i]) for i in self.with_grad]
+        for i, (place, value) in enumerate(zip(places, inputs, strict=True)):
+            if self._watches and i in self.written:
+                value.copy_(place)
+        return given
+
+    def _as_given(
+        self, out: torch.Tensor, places: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """A result that is (a view of) a copy of an argument, as one of the argument."""
+        if self._copies_inputs and out.numel():
+            for place, value in zip(places, inputs, strict=True):
+                if out.untyped_storage()._cdata == place.untyped_storage()._cdata:
+                    return torch_private.on_storage(value.untyped_storage(), out)
+        return out
+
+    @contextlib.contextmanager
+    def _placed(self, members: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Have the stand-ins lie on memory, and the modules have them, for a block."""
+        for stand_in, place in zip(self._members, members, strict=True):
+            stand_in.data = place.detach()
+        try:
+            with self._statics.replaced(self._members):
+                yield
+        finally:
+            for stand_in in self._members:
+                stand_in.data = stand_in.new_empty(0)
+
+    # ---- the graph
+
+    def separate(self) -> list[torch.Tensor]:
+        """Take what the graph saved out of it, and forget the result; returns it.
+
+        Raises:
+            RuntimeError: The callable changed something in place that the graph had saved.
+        """
+        numbers = {id(t): k for k, t in enumerate(self._members)}
+        is_opaque, found = False, []
+        places: set[int] = set()
+        for node, each in self._saved_tensors():
+            is_opaque |= type(node).__name__ == "CppFunction"
+            tensor = None if each is None else torch_private.saved_tensor(each)
+            if id(tensor) in numbers:
+                self.read.add(numbers[id(tensor)])
+            elif tensor is not None and type(tensor) in (torch.Tensor, torch.nn.Parameter):
+                if tensor.device == self._binding.device and not _is_memoryless(tensor):
+                    found.append(each)
+                    places.add(tensor.untyped_storage()._cdata)
+        tensor = node = self.result = None
+        copies = {
+            t.untyped_storage()._cdata: t.detach().clone().untyped_storage()
+            for t in (() if self._copies_inputs else self._inputs)
+            if t.untyped_storage()._cdata in places
+        }
+        with torch.no_grad(), torch_private.without_modes():  # which would see numbers as such
+            packing = _Packing(copies)
+            for each in found:
+                each.register_hooks(packing.pack, _unpack_of(self))
+        saved, packing.saved = packing.saved, []  # the graph holds its hooks
+        self._uses = packing.uses
+        found.clear()
+        each = None
+        self.keeps_inputs = is_opaque or _are_kept(self._inputs, saved)
+        return saved
+
+    def _saved_tensors(self) -> Iterator[tuple[Any, Any]]:
+        """Nodes with what they saved, what checkpoints keep to recompute from included; notes facts on the way."""
+        known = {id(t): i for i, t in enumerate(self.leaves)}
+        seen: set[Any] = set()
+        open_ = [edge.node for edge in self._edges]
+        while open_:
+            node = open_.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                if id(variable) in known:
+                    self.reached.add(known[id(variable)])
+                else:
+                    self.strangers.append(variable)
+            self.reentrant |= node.name() == _REENTRANT
+            open_ += [following for following, _ in node.next_functions]
+            yield node, None
+            saved = list(torch_private.saved_on(node))
+            if all(torch_private.unpack_hook(each) is None for each in saved):
+                torch_private.check_versions(node)
+            while saved:
+                each = saved.pop()
+                hook = torch_private.unpack_hook(each)
+                if hook is None:
+                    yield node, each
+                elif id(hook) not in seen:
+                    seen.add(id(hook))
+                    saved += _kept_to_recompute(hook)
+
+    def _unpack(self, slot: Any) -> torch.Tensor:
+        if isinstance(slot, torch.Tensor):
+            return slot
+        tensor = self._saved[slot]
+        assert tensor is not None
+        self._left[slot] -= 1
+        self.asks_again |= self._left[slot] < 0
+        if not self._left[slot] and not self._keeps_saved:  # its memory is for what follows
+            self._saved[slot] = None
+        return tensor
+
+    # ---- backward
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """What may get a gradient: arguments, then parameters and buffers."""
+        return [*self._inputs, *self._members]
+
+    def backward(
+        self,
+        saved: list[Any],
+        grads: list[Any],
+        members: Sequence[torch.Tensor],
+        wanted: Sequence[int],
+    ) -> list[torch.Tensor | None]:
+        """Gradients of some of `leaves`, each in memory of its own; the lists are emptied.
+
+        They are those of a backward outside of `torch.autocast`. None for what the results don't depend on.
+        """
+        self._saved, self._left = list(saved), list(self._uses)
+        known = [*saved, *grads, *members]
+        taken = {t.untyped_storage().data_ptr() for t in known if has_place(t)}
+        given = list(grads)
+        del known
+        saved.clear()
+        grads.clear()
+        leaves = [self.leaves[i] for i in wanted]
+        off = torch.autocast(self._binding.device.type, enabled=False)
+        try:
+            with self._placed(members), off:
+                found = self._gradients(given, leaves)
+        finally:
+            self._saved = []
+        return _apart(found, taken)
+
+    def _gradients(self, given: list[Any], leaves: list[torch.Tensor]) -> Sequence[Any]:
+        if not leaves:
+            return ()
+        if not self.reentrant:
+            return torch.autograd.grad(
+                self._edges, leaves, given, retain_graph=True, allow_unused=True
+            )
+        torch.autograd.backward(self._edges, given, retain_graph=True)
+        found = [leaf.grad for leaf in leaves]
+        for leaf in self.leaves:
+            leaf.grad = None
+        return found
+
+    def weight_grads(
+        self, make: Callable[[], Any], members: Sequence[torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Gradients that the backward left out, by position among the members, as `backward_dw` makes them."""
+        off = torch.autocast(self._binding.device.type, enabled=False)
+        with self._placed(members), torch.no_grad(), off:
+            make()
+            found = {k: t.grad for k, t in enumerate(self._members) if t.grad is not None}
+            for stand_in in self._members:
+                stand_in.grad = None
+            return found
+
+
+def _unpack_of(run: Differentiated) -> Callable[[Any], torch.Tensor]:
+    """What unpacks for a run, which holds the graph and is not held by it."""
+    ref = weakref.ref(run)
+
+    def unpack(slot: Any) -> torch.Tensor:
+        run = ref()
+        assert run is not None
+        return run._unpack(slot)
+
+    return unpack
+
+
+class _Packing:
+    """Hooks of saved tensors that replace each by a number; the same tensor has one."""
+
+    def __init__(self, copies: dict[int, torch.UntypedStorage]) -> None:
+        """Args: copies: of memory that others write by the time of the backward."""
+        self.saved: list[torch.Tensor] = []
+        self.uses: list[int] = []
+        self._slots: dict[Any, int] = {}
+        self._copies = copies
+
+    def pack(self, tensor: Any) -> Any:
+        """Take a tensor."""
+        if not isinstance(tensor, torch.Tensor):  # a number that was an operand
+            return torch.tensor(tensor, dtype=torch.float64 if type(tensor) is float else None)
+        storage = tensor.untyped_storage()
+        bits = tensor.is_conj(), tensor.is_neg(), tensor.dtype
+        key = storage._cdata, tensor.storage_offset(), tensor.size(), tensor.stride(), *bits
+        slot = self._slots.setdefault(key, len(self.saved))
+        if slot < len(self.saved):
+            self.uses[slot] += 1
+            return slot
+        kept = tensor.detach()
+        if not tensor.numel():
+            kept = torch.empty_like(kept)
+        elif storage._cdata in self._copies:
+            kept = torch_private.on_storage(self._copies[storage._cdata], kept)
+        self.saved.append(kept)
+        self.uses.append(1)
+        return slot
+
+
+def _is_memoryless(tensor: torch.Tensor) -> bool:
+    return tensor.layout is not torch.strided or torch_private.is_zero_tensor(tensor)
+
+
+def _like(sample: torch.Tensor, data: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """A leaf of autograd with other memory, and otherwise what Python code sees of a sample."""
+    leaf = data.detach()
+    if type(sample) is torch.nn.Parameter:
+        leaf = torch.nn.Parameter(leaf, requires_grad)
+    vars(leaf).update(vars(sample))
+    return leaf.requires_grad_(requires_grad)
+
+
+def _are_kept(tensors: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> bool:
+    """Whether something besides a graph, and besides what it saved, holds one of the arguments or its memory."""
+    alone = torch.empty(1)
+    known = Counter(t.untyped_storage()._cdata for t in saved)
+    (references,), (users,) = _holders([alone])
+    found = zip(tensors, *_holders(tensors), strict=True)
+    return any(a > references or b > users + known[t.untyped_storage()._cdata] for t, a, b in found)
+
+
+def _holders(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """References to the tensors, and to their storages."""
+    count = torch_private.storage_use_count
+    return (
+        [sys.getrefcount(tensor) for tensor in tensors],
+        [count(tensor.untyped_storage()._cdata) for tensor in tensors],
+    )
+
+
+def _kept_to_recompute(hook: Any) -> list[Any]:
+    """What a checkpoint without reentrancy keeps of its arguments, if a hook is one of its."""
+    checkpoint = getattr(hook, "__self__", None)
+    if isinstance(checkpoint, Checkpoint):
+        return list(torch_private.saved_on(checkpoint.keeper))
+    return torch_private.kept_by_checkpoint(hook)
+
+
+def _apart(grads: Iterable[torch.Tensor | None], taken: set[int]) -> list[torch.Tensor | None]:
+    """Gradients in memory of their own, each: they are their receiver's, who may add to them in place."""
+    found: list[torch.Tensor | None] = []
+    for grad in grads:
+        if grad is None or _is_memoryless(grad):
+            found.append(grad)
+            continue
+        address = grad.untyped_storage().data_ptr()
+        found.append(grad.detach().clone() if address in taken else grad.detach())
+        taken.add(address)
+    return found

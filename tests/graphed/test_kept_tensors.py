@@ -1,0 +1,119 @@
+"""Tensors that a forward keeps for its backward in other ways than operators do."""
+
+import contextlib
+
+import pytest
+import torch
+
+from tests.graphed.steps import clear_grads, net, same, same_grads, twins
+
+
+class Keeps(torch.autograd.Function):
+    """Keeps its input, and what it made of it, as attributes."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x, ctx.made = x, x.sin()
+        return x * ctx.made
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (ctx.made + ctx.x * ctx.x.cos())
+
+
+class AsksTwice(torch.autograd.Function):
+    """Lets go of what it saved, and asks for it again."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.sin(), x.cos())
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        made = grad * ctx.saved_tensors[1]
+        return made + 0 * ctx.saved_tensors[0]
+
+
+class Applies(torch.nn.Module):
+    def __init__(self, fn):
+        super().__init__()
+        self.inner, self.fn = net(), fn
+
+    def forward(self, x):
+        self.left = self.fn(self.inner(x) + x)
+        return self.fn(self.left)
+
+
+def gated(x):
+    return torch.tanh(x) * torch.sigmoid(x)
+
+
+WAYS = {
+    "attributes": Keeps.apply,
+    "asked for twice": AsksTwice.apply,
+    "TorchScript": None,
+    "operators": torch.sin,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("order", ["0011", "0110", "012210", "0120"])
+def test_forwards_that_are_pending(setting, way, order):
+    module, plain = twins(setting, Applies(WAYS[way]))
+    if way == "TorchScript":
+        module.fn = plain.fn = torch.jit.script(gated)
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    for _ in range(3):
+        clear_grads(module, plain)
+        found, wanted = [], []
+        for fn, grads in ((graphed, found), (plain, wanted)):
+            torch.manual_seed(1)
+            pending = {}
+            for number in order:
+                if number in pending:
+                    x, y = pending.pop(number)
+                    y.square().sum().backward()
+                    grads.append(x.grad)
+                else:
+                    x = setting.randn(4, 8, grad=True)
+                    pending[number] = x, fn(x)
+        for a, b in zip(found, wanted, strict=True):
+            same(a, b)
+        same_grads(module, plain)
+    assert graphed.graphed.stats.plain_calls == 0
+
+
+@pytest.mark.parametrize("around", [torch.autograd.graph.save_on_cpu, contextlib.nullcontext])
+def test_saved_tensors_that_are_elsewhere_by_then(setting, around):
+    module, plain = twins(setting, net())
+    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
+    for _ in range(3):
+        for fn in (graphed, plain):
+            torch.manual_seed(1)
+            x, others = setting.randn(4, 8, grad=True), []
+            with around():
+                y = fn(x)
+            with torch.no_grad():
+                others += [fn(setting.randn(4, 8)) for _ in range(3)]
+            y.square().sum().backward(retain_graph=True)
+            y.sum().backward()
+        same_grads(module, plain)
+
+
+def test_weights_are_not_held_by_recordings(setting):
+    """What was replaced is gone with whoever holds it."""
+    module, plain = twins(setting, net())
+    graphed, storages = setting.graphed(module, (setting.randn(4, 8),)), []
+    for _ in range(3):
+        x = setting.randn(4, 8)
+        for each, fn in ((module, graphed), (plain, plain)):
+            each.load_state_dict({k: v * 2 for k, v in each.state_dict().items()}, assign=True)
+            fn(x).square().sum().backward()
+        storages.append(
+            torch.multiprocessing.reductions.StorageWeakRef(module[0].weight.untyped_storage())
+        )
+        same_grads(module, plain)
+        clear_grads(module, plain)
+    assert [ref.expired() for ref in storages] == [True, True, False]
