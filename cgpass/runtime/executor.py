@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from cgpass import torch_private
+from cgpass.runtime import changes
 from cgpass.runtime.fast import taker
 from cgpass.runtime.outputs import CopyOut
 from cgpass.runtime.owner import Owner
@@ -181,7 +182,11 @@ class Executor:
         with self.owner.lock:
             self.tally.calls += 1
             self.owner.enter_call(is_backward=self._is_backward)
-            return self._run(args)
+            try:
+                return self._run(args)
+            except BaseException:
+                changes.mend(changes.open_modes)
+                raise
 
     @contextlib.contextmanager
     def observed(

@@ -79,6 +79,7 @@ class OutputMemory:
         """Storages of the stand-ins. Whoever keeps one of them counts as holding it."""
         self._addresses = tuple(block.address for block in self._blocks)
         self._users: tuple[int, ...] = ()
+        self._lets_go = False
 
     def _new_block(self, storage: torch.UntypedStorage) -> _Block:
         base = fast.stand_in(storage.data_ptr(), storage.nbytes(), bytes_of(storage))
@@ -210,7 +211,10 @@ class OutputMemory:
         """
         held = self._in_place(self.held())
         kept = [k for k in held if whole_pool and self._blocks[k].owning is not None]
-        owners = [bytes_of(self.give(k)) for k in kept]
+        if self._lets_go:  # that was broken off, and some may be the holders' already
+            kept = []
+        self._lets_go = True
+        owners = [bytes_of(storage) for k in kept if (storage := self._blocks[k].owning)]
         fast.swap_storages([self._blocks[k].base for k in kept], owners)
         copied = self.rescue([k for k in held if k not in kept])
         for block in self._blocks:

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cgpass import torch_private
-from cgpass.runtime import fast, native
+from cgpass.runtime import changes, fast, native
+from cgpass.runtime.changes import Change, open_modes
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.storage_set import StorageSet
@@ -138,8 +139,8 @@ class Owner:
         self.bypassed: str | None = None
         """Why this call runs without a graph, if it does: "asked", "transform" (whose tensors need have no memory),
         "no_native_code"."""
-        self._all_go = False
-        """Whether every recording is being dropped."""
+        self.changes: list[Change] = []
+        """Under way or broken off. See Note [Changes that are broken off]."""
         self._members: list[Member] = []
         self.placeholders: weakref.WeakValueDictionary[tuple[Any, ...], Placeholder] = (
             weakref.WeakValueDictionary()
@@ -159,6 +160,9 @@ class Owner:
             self.bypassed = "no_native_code"
         elif fast.in_transform():
             self.bypassed = "transform"
+        if self.changes or open_modes:
+            changes.mend(open_modes)
+            changes.mend(self.changes)
         self.driver.enter_call()
         if is_backward:
             return
@@ -196,12 +200,13 @@ class Owner:
         if any(self._to_move_apart(victim, recording) for victim, _ in victims):
             time.sleep(_LETTING_GO)
             victims = self.overwritten_by(recording)
-        for victim, blocks in victims:
-            if victim.closed:  # with another one of its partition: its outputs were moved
-                continue
-            victim.rescue(blocks)
-            for member in self._to_move_apart(victim, recording):
-                member.move_apart(recording)
+        with self.changing():
+            for victim, blocks in victims:
+                if victim.closed:  # with another one of its partition: its outputs were moved
+                    continue
+                victim.rescue(blocks)
+                for member in self._to_move_apart(victim, recording):
+                    member.move_apart(recording)
         return True
 
     def _to_move_apart(self, victim: Recording, by: Recording) -> list[Member]:
@@ -260,8 +265,9 @@ class Owner:
         lost = slot.lost()
         if not all(recording.memory.can_rescue(blocks) for recording, blocks in lost):
             return False
-        for recording, blocks in lost:
-            recording.rescue(blocks)
+        with self.changing():
+            for recording, blocks in lost:
+                recording.rescue(blocks)
         return True
 
     def begin_recording(self, slot: int) -> dict[int, tuple[int, ...]]:
@@ -300,13 +306,25 @@ class Owner:
         self.driver.give_back()
 
     def _have_all_go(self, free: Callable[[Member], None]) -> None:
-        self._all_go = True
-        try:
+        with self.changing():
+            for recording in [each for slot in self._slots for each in slot.recordings]:
+                recording.close()
             for member in self._members:
                 free(member)
-        finally:
-            self._all_go = False
-        self._slots = [_Slot()]
+            self._slots = [_Slot()]
+            self._pool_addresses.clear()
+
+    def changing(self) -> Change:
+        """A block that changes what is recorded; where it raises, the next call starts anew."""
+        return _Changing(self)
+
+    def start_anew(self) -> None:
+        """Drop every recording and all that is known of calls, in whatever state that is."""
+
+        def free(member: Member) -> None:
+            member.close()
+
+        self._have_all_go(free)
 
     def next_birth(self) -> int:
         """Position of one more recording in the order of recordings."""
@@ -326,7 +344,8 @@ class Owner:
         slot.recordings = [other for other in slot.recordings if other is not recording]
         slot.live.discard(recording)
         self._pool_addresses -= Counter(recording.memory.addresses())
-        recording.close(whole_pool=self._all_go)
+        if not recording.closed:
+            recording.close(whole_pool=False)
 
     def is_pool_storage(self, tensor: "torch.Tensor") -> bool:
         """Whether `tensor` lies in the output of a recording."""
@@ -364,7 +383,6 @@ class Owner:
         with self.lock:
             self._have_all_go(free)
             self._warned_held = False
-            self._pool_addresses.clear()
             self.driver.end_warm_ups()
 
     def close(self) -> None:
@@ -380,6 +398,15 @@ class Owner:
                 torch_private.without_modes()
             ):  # the garbage collector may come in the middle of a trace
                 self.close()
+
+
+class _Changing(Change):
+    def __init__(self, owner: Owner) -> None:
+        super().__init__(owner.changes)
+        self._owner = weakref.proxy(owner)
+
+    def undo(self) -> None:
+        self._owner.start_anew()
 
 
 _owners: "weakref.WeakSet[Owner]" = weakref.WeakSet()

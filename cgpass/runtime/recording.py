@@ -234,6 +234,6 @@ class Recording:
 
     def close(self, *, whole_pool: bool = True) -> None:
         """Free the graph; outputs that somebody holds stay theirs. See `OutputMemory.let_go`."""
-        self.closed = True
         self.memory.let_go(whole_pool=whole_pool)
         self._graph.reset()
+        self.closed = True

@@ -227,12 +227,12 @@ class PartitionRunner:
 
     def _replay(self, recording: Recording, args: list[Any]) -> list[Any]:
         self._draws = recording.draws
+        self.owner.note_handed_out(recording)  # first: what comes of it may be held whatever happens
         outputs = recording.run(args)
         args.clear()
         stats = self.stats
         stats.replays += 1
         stats.copied_bytes += recording.copied_bytes
-        self.owner.note_handed_out(recording)
         return outputs
 
     # ---- calls that are no replay of what was read in place
@@ -432,23 +432,39 @@ class PartitionRunner:
                 self._fallback.note_failure()
                 return self._fallback.run(args), None
         self._new_modules = 0
-        started = time.perf_counter()
-        recording = self._attempt(args, seen, found, slot)
-        if isinstance(recording, torch.OutOfMemoryError):
-            give_memory_back(recording, self.owner.driver.device)
+        with self.owner.changing():
+            started = time.perf_counter()
             recording = self._attempt(args, seen, found, slot)
-        if not isinstance(recording, Recording):
-            error, recording = recording, None
-            try:
-                return self._run_without(args, seen, error), None
-            finally:
-                del error  # its traceback holds this frame, and with it this call's inputs
+            if isinstance(recording, torch.OutOfMemoryError):
+                give_memory_back(recording, self.owner.driver.device)
+                recording = self._attempt(args, seen, found, slot)
+            if isinstance(recording, Recording):
+                self._add(recording, args, seen, found, key, started)
+        if isinstance(recording, Recording):
+            return self._replay(recording, args), recording
+        error, recording = recording, None
+        try:
+            return self._run_without(args, seen, error), None
+        finally:
+            del error  # its traceback holds this frame, and with it this call's inputs
+
+    def _add(
+        self,
+        recording: Recording,
+        args: list[Any],
+        seen: Seen,
+        found: Found,
+        key: StaticKey,
+        started: float,
+    ) -> None:
+        recording.made_for, recording.draws = seen.identities, seen.draws
+        self.owner.add_recording(recording)
+        self.stats.recordings += 1
         cause = self.history.add(started, self.layout, seen, found, args, recording)
         self.stats.rerecordings += cause == "moved"
         recordings = self.table.add(seen, found.values, recording)
         if not found.copied:
             self._last = (seen.key[0], key, recordings)
-        return self._replay(recording, args), recording
 
     def _attempt(
         self, args: list[Any], seen: Seen, found: Found, slot: int
@@ -480,9 +496,6 @@ class PartitionRunner:
         if not recording.fits(args) or (self._check_layout and shares_memory(args, self.written)):
             recording.close(whole_pool=False)
             return None
-        recording.made_for, recording.draws = seen.identities, seen.draws
-        self.owner.add_recording(recording)
-        self.stats.recordings += 1
         return recording
 
     def _run_without(self, args: list[Any], seen: Seen, error: Exception | None) -> Sequence[Any]:
@@ -517,8 +530,9 @@ class PartitionRunner:
     def _close(self, recordings: Sequence[Recording]) -> None:
         if recordings:
             self._last = None
-        for recording in recordings:
-            self.owner.close_recording(recording)
+            with self.owner.changing():
+                for recording in recordings:
+                    self.owner.close_recording(recording)
 
     def forget_recordings(self) -> None:
         """Drop every recording; calls of keys seen so far record at once."""
