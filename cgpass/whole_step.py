@@ -17,10 +17,10 @@ Note [A whole step]
     costs no recording, and both ways have the same bits.
 """
 
-import contextlib
 import dataclasses
 import inspect
 import logging
+import math
 import threading
 import types
 import weakref
@@ -37,10 +37,11 @@ from cgpass.backend import cgpass
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.compile.option_names import parse_options
 from cgpass.compile.plan import whole_plan
-from cgpass.compile.training import TrainingCall, here
+from cgpass.compile.training import Step, TrainingCall, here
 from cgpass.errors import InputError, OptionError
 from cgpass.options import Options
 from cgpass.runtime import fast, native
+from cgpass.runtime.changes import Mode, mend, open_modes
 from cgpass.runtime.executor import Executor
 from cgpass.runtime.runner import PartitionRunner
 from cgpass.telemetry.reason import many
@@ -162,24 +163,31 @@ class TrainStep:
             The loss, detached; with what else `loss_fn` returned, as a tuple. **Lifetime:** the caller's own.
         """
         with self._lock:
-            self.calls += 1
-            self._why = self._why_pieces()
-            self._update.fill_learning_rates()
-            self._graphs, self._met, self._whole = 0, None, None
-            before, here.step = here.step, self
+            before = here.step
             try:
-                loss, *more = self._forward(batch, named)
-            finally:
+                return self._call(batch, named, before)
+            except BaseException:
                 here.step = before
-            if self._whole is not None:
-                self.whole_calls += 1
-            else:
-                met, self._met = self._met, None
-                self._run_pieces(loss)
-                self._learn(met, loss)
-                if self._options.driver != "none":
-                    self._note(self._why or _FIRST)
-            return (loss.detach(), *more) if more else loss.detach()
+                mend(open_modes)
+                raise
+
+    def _call(self, batch: tuple[Any, ...], named: dict[str, Any], before: Step | None) -> Any:
+        self.calls += 1
+        self._why = self._why_pieces()
+        self._update.fill_learning_rates()
+        self._graphs, self._met, self._whole = 0, None, None
+        here.step = self
+        loss, *more = self._forward(batch, named)
+        here.step = before
+        if self._whole is not None:
+            self.whole_calls += 1
+        else:
+            met, self._met = self._met, None
+            self._run_pieces(loss)
+            self._learn(met, loss)
+            if self._options.driver != "none":
+                self._note(self._why or _FIRST)
+        return (loss.detach(), *more) if more else loss.detach()
 
     def flush(self) -> bool:
         """Update with what has accumulated since the last update; returns whether anything had."""
@@ -324,6 +332,38 @@ class _Rate:
     """What it was filled with; None where it is the user's own."""
 
 
+class _RatesAsTensors(Mode):
+    """Have groups read the tensors; fused optimizers, which could be captured, say that they can."""
+
+    def __init__(self, rates: Sequence[_Rate]) -> None:
+        super().__init__()
+        self._rates = rates
+        self._before = [(r.group, r.group["lr"], r.group.get("capturable")) for r in rates]
+
+    def begin(self) -> None:
+        for rate in self._rates:
+            rate.group["lr"] = rate.tensor
+            if rate.tensor.is_cuda and rate.group.get("fused") and "capturable" in rate.group:
+                rate.group["capturable"] = True
+
+    def undo(self) -> None:
+        for group, lr, capturable in self._before:
+            group["lr"] = lr
+            if "capturable" in group:
+                group["capturable"] = capturable
+
+
+class _NoGradientsAfter(Mode):
+    """What a capture makes for `.grad` is no gradient: none is left there, however it ends."""
+
+    def __init__(self, update: "_Update") -> None:
+        super().__init__()
+        self._update = update
+
+    def undo(self) -> None:
+        self._update.forget_gradients()
+
+
 class _Update:
     """Clipping, optimizers, scaler and zero_grad: the same Python in pieces, in warm-ups and in captures."""
 
@@ -367,7 +407,7 @@ class _Update:
                     scaler.unscale_(each)
             params = [p for _, group in self.groups() for p in group["params"]]
             self.grad_norm = torch.nn.utils.clip_grad_norm_(params, self.max_norm)
-        with self._rates_as_tensors():
+        with _RatesAsTensors(self._rates):
             for each in self.optimizers:
                 if scaler is None:
                     each.step()
@@ -391,27 +431,12 @@ class _Update:
             if isinstance(lr, torch.Tensor) and lr.device == device:
                 rate.tensor, rate.filled = lr, None
             elif rate.filled is None:
+                rate.tensor = torch.tensor(float(lr), dtype=torch.float32, device=device)
                 rate.filled = float(lr)
-                rate.tensor = torch.tensor(rate.filled, dtype=torch.float32, device=device)
             elif lr != rate.filled:
+                rate.filled = math.nan  # until it is
+                rate.tensor.fill_(float(lr))
                 rate.filled = float(lr)
-                rate.tensor.fill_(rate.filled)
-
-    @contextlib.contextmanager
-    def _rates_as_tensors(self) -> Iterator[None]:
-        """Have the groups read the tensors; fused optimizers, which could be captured, say that they can."""
-        before = [(r.group, r.group["lr"], r.group.get("capturable")) for r in self._rates]
-        for rate in self._rates:
-            rate.group["lr"] = rate.tensor
-            if rate.tensor.is_cuda and rate.group.get("fused") and "capturable" in rate.group:
-                rate.group["capturable"] = True
-        try:
-            yield
-        finally:
-            for group, lr, capturable in before:
-                group["lr"] = lr
-                if "capturable" in group:
-                    group["capturable"] = capturable
 
     # ---- what changes
 
@@ -770,13 +795,11 @@ class _Whole:
             call = [*rest, *saved, layout.tangents[0](tangent)]
             del rest, saved, tangent
             gradients = list(_plain(self._backward)(call))
-        try:
+        with _NoGradientsAfter(update):
             for n, leaf in zip(self._positions, self._leaves, strict=True):
                 leaf.grad = _own_gradient(gradients[n], leaf, taken)
                 gradients[n] = None
             update.run()
-        finally:
-            update.forget_gradients()
         return returned if update.grad_norm is None else [*returned, update.grad_norm]
 
 

@@ -40,9 +40,13 @@ def main() -> int:
     parser.add_argument("--programs", default="", help="names with commas between; all by default")
     parser.add_argument("--every", type=int, default=1, metavar="K", help="take each K-th fault")
     parser.add_argument("--per-line", type=int, default=3, metavar="N", help="times a line is hit")
-    parser.add_argument("--errors", default="", help="one a point in turns by default; or names: each")
+    parser.add_argument(
+        "--errors", default="", help="one a point in turns by default; or names: each"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--at", default="", help="only points whose text has this, as in recording.py:210")
+    parser.add_argument(
+        "--at", default="", help="only points whose text has this, as in recording.py:210"
+    )
     parser.add_argument("--json", type=Path, help="where results go")
     parser.add_argument("--list", action="store_true", help="print the programs' names")
     given = parser.parse_args()

@@ -94,6 +94,7 @@ class GraphedFunction:
         if _is_watched():
             why_unseen = None if is_preparing() else _why_unseen()
             return self._run_plainly(why_unseen, args, kwargs)
+        group.owner.mend()
         tensors = self._pass.binding.bind(args, kwargs)
         if tensors is None:
             return self._run_plainly(self._pass.binding.why_unbound(args, kwargs), args, kwargs)
@@ -224,10 +225,14 @@ class GraphedFunction:
             self._num_rerecords += 1
             d.stats.rerecordings += 1
             log.info("%s records again (%d): %s", d.name, self._num_rerecords, moved)
-        with group.owner.lock, put_back(now[0]) if d.hooks else contextlib.nullcontext():
+        with (
+            group.owner.lock,
+            group.owner.changing(),
+            put_back(now[0]) if d.hooks else contextlib.nullcontext(),
+        ):
             self._make_room()
             recorded = record_alone(d, group)
-        self._recorded[recorded.statics, recorded.forward_key, now[2]] = recorded
+            self._recorded[recorded.statics, recorded.forward_key, now[2]] = recorded
         # Hooks may move parameters; where they had them for the backward, this call's own may never be.
         if now[1] != recorded.forward_key or recorded.backward_key not in (b"", now[1]):
             return None

@@ -35,16 +35,22 @@ _collects = True
 
 
 class capture_runs(Mode):
-    """Note that a capture runs inside. See Note [Destruction during a capture]."""
+    """Note that a capture runs inside. See Note [Destruction during a capture].
+
+    Modes that watch it, and are not left where an exception ends it, are left here.
+    """
 
     def begin(self) -> None:
         global _stale_followed
+        self._stacks = torch_private.mode_stacks()
         with _lock:
             if not _captures:
                 _stale_followed = torch_private.have_stale_streams_follow(True)
             _captures.append(self)
 
     def undo(self) -> None:
+        if self.thread == threading.get_ident():
+            torch_private.leave_modes_above(self._stacks)
         with _lock:
             if self in _captures:
                 _captures.remove(self)

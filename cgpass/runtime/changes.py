@@ -60,6 +60,14 @@ class Mode(Change):
     def __init__(self) -> None:
         super().__init__(open_modes)
 
+    def __enter__(self) -> Self:
+        if open_modes:
+            mend(open_modes)
+        self._frame = sys._getframe(1)
+        open_modes.append(self)
+        self.begin()
+        return self
+
     def __exit__(self, *error: object) -> None:
         self.undo()
         self._among.remove(self)

@@ -160,9 +160,7 @@ class Owner:
             self.bypassed = "no_native_code"
         elif fast.in_transform():
             self.bypassed = "transform"
-        if self.changes or open_modes:
-            changes.mend(open_modes)
-            changes.mend(self.changes)
+        self.mend()
         self.driver.enter_call()
         if is_backward:
             return
@@ -177,6 +175,12 @@ class Owner:
         log.info("calls come from several threads: what they return is copied from now on")
         self.several_threads = True
         self._drop_all()
+
+    def mend(self) -> None:
+        """Undo what an earlier call left half done. See Note [Changes that are broken off]."""
+        if self.changes or open_modes:
+            changes.mend(open_modes)
+            changes.mend(self.changes)
 
     # ---- replays
 

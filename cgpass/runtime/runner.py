@@ -31,7 +31,7 @@ from cgpass import errors
 from cgpass.compile.facts.input_info import InputInfo
 from cgpass.errors import StaticInputMovedError
 from cgpass.options import Options
-from cgpass.runtime import native
+from cgpass.runtime import changes, native
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.failures import Fallback, OnFailure, give_memory_back
 from cgpass.runtime.owner import Owner
@@ -227,7 +227,9 @@ class PartitionRunner:
 
     def _replay(self, recording: Recording, args: list[Any]) -> list[Any]:
         self._draws = recording.draws
-        self.owner.note_handed_out(recording)  # first: what comes of it may be held whatever happens
+        self.owner.note_handed_out(
+            recording
+        )  # first: what comes of it may be held whatever happens
         outputs = recording.run(args)
         args.clear()
         stats = self.stats
@@ -478,6 +480,7 @@ class PartitionRunner:
         except errors.CollectiveTimeoutError:
             raise
         except Exception as error:
+            changes.mend(changes.open_modes)
             return error
 
     def _record(self, args: list[Any], seen: Seen, found: Found, slot: int) -> Recording | None:

@@ -108,6 +108,8 @@ from cgpass.torch_private.modes import (
     in_vmap_or_functorch,
     is_exporting,
     is_jit_traced,
+    leave_modes_above,
+    mode_stacks,
     no_parametrize_cache,
     num_dispatch_modes,
     see_to_calls,

@@ -73,8 +73,7 @@ class Campaign:
         gc.freeze()
         for _ in range(2):
             cgpass.reset()
-            self._replays = self._count_replays()
-            self._count_replays()
+            self._replays = min(self._count_replays() for _ in range(3))
         cgpass.reset()
         gc.collect()
         self._left = _living()
@@ -100,7 +99,9 @@ class Campaign:
                 found += [(is_cold, point._replace(time=time)) for time in chosen]
         return found
 
-    def inject(self, point: Point, error: type[BaseException], *, is_cold: bool) -> tuple[bool, str | None]:
+    def inject(
+        self, point: Point, error: type[BaseException], *, is_cold: bool
+    ) -> tuple[bool, str | None]:
         """Raise one error; returns whether it came to that, and what was wrong afterwards."""
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         if is_cold:
@@ -127,6 +128,7 @@ class Campaign:
             return f"at once, {why}"
         if not self._generator_states.issuperset({_generator_state()}):
             return "the generator stands where it never does without the fault"
+        gc.collect()  # errors that their own tracebacks hold
         before = cgpass.counters()["replays"]
         try:
             again = _values_of(self._run, self._session)
@@ -140,7 +142,7 @@ class Campaign:
             return why
         replays = cgpass.counters()["replays"] - before
         if replays < self._replays:
-            return f"slow: {replays} replays in the next run, {self._replays} from nothing"
+            return f"slow: {replays} replays in the next run, {self._replays} without a fault"
         return self._leak(values, again)
 
     def _leak(self, *values: Values) -> str | None:
@@ -184,14 +186,16 @@ def _modes() -> str | None:
         "inference mode is on": torch.is_inference_mode_enabled(),
         "autocast is on": torch.is_autocast_enabled("cpu"),
         "a capture seems to run": capturing.is_any_capture_running() or simulated.is_recording(),
-        "torch.default_generator is replaced": not isinstance(torch.default_generator, torch.Generator),
+        "torch.default_generator is replaced": not isinstance(
+            torch.default_generator, torch.Generator
+        ),
     }
     gc.enable()  # what is wrong counts once
     return next((why for why, is_so in wrong.items() if is_so), None)
 
 
 def _living() -> Counter[str]:
-    kinds = (torch.Tensor, Recording, Placeholder, torch.UntypedStorage)
+    kinds = (torch.Tensor, Recording, Placeholder, simulated._Block)
     return Counter(type(each).__name__ for each in gc.get_objects() if type(each) in kinds)
 
 
@@ -225,7 +229,9 @@ class _sampled:
 
 
 def injected(
-    campaign: Campaign, chosen: list[tuple[bool, Point, type[BaseException]]], before: Callable[[int], None]
+    campaign: Campaign,
+    chosen: list[tuple[bool, Point, type[BaseException]]],
+    before: Callable[[int], None],
 ) -> Iterator[tuple[Point, str | None]]:
     """Inject each fault that comes to pass: the point, and what was wrong afterwards."""
     for number, (is_cold, point, error) in enumerate(chosen):

@@ -28,7 +28,11 @@ class Point(NamedTuple):
     time: int = 0
 
     def __str__(self) -> str:
-        what = {"line": "", "c_call": f" before {self.function}", "c_return": f" after {self.function}"}
+        what = {
+            "line": "",
+            "c_call": f" before {self.function}",
+            "c_return": f" after {self.function}",
+        }
         name = self.file.rpartition("cgpass/")[2]
         return f"{name}:{self.line}{what[self.kind]} (time {self.time})"
 
@@ -115,7 +119,11 @@ class _Fault(_Hooks):
 
     def see(self, kind: str, frame: FrameType, function: str) -> None:
         point = self._point
-        if self.raised or (kind, frame.f_lineno, function) != (point.kind, point.line, point.function):
+        if self.raised or (kind, frame.f_lineno, function) != (
+            point.kind,
+            point.line,
+            point.function,
+        ):
             return
         if self._left:
             self._left -= 1

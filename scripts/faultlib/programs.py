@@ -577,6 +577,8 @@ def stepped(s: Session, make: Callable[[nn.Module], torch.optim.Optimizer], **na
     s.keep_optimizer(optimizer)
 
     def run(values: Values) -> None:
+        step.flush()  # what a run that was broken off had accumulated
+        s.restore()
         for n, batch in enumerate(batches):
             optimizer.param_groups[0]["lr"] = 0.1 / (1 + n // 2)
             values.hold(step(*batch))
@@ -629,7 +631,7 @@ def graphed(s: Session) -> Run:
 
 @program
 def graphed_pending(s: Session) -> Run:
-    module, call = graphed_with(s, own_grads=False)
+    module, call = graphed_with(s)
     batches = [x.requires_grad_() for x in s.batches(3, 4)]
 
     def run(values: Values) -> None:
