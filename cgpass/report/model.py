@@ -1,7 +1,9 @@
 """Reports as plain data: what `explain` returns, and how it is kept in files."""
 
 import dataclasses
+import contextlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -274,11 +276,19 @@ class Report:
             path: Ends in .json for what `from_dict` reads, in .html for a page to look at, in .txt for the text.
 
         Raises:
-            ReportError: Another ending.
+            ReportError: Another ending, or the file can't be written; then it is as it was.
         """
         path = Path(path)
         check_ending(path)
-        path.write_text(_WRITERS[path.suffix](self), encoding="utf-8")
+        text, part = _WRITERS[path.suffix](self), path.with_suffix(f".{os.getpid()}.part")
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
+        except OSError as error:
+            raise ReportError(f"{path} can't be written: {error.strerror}") from error
+        finally:
+            with contextlib.suppress(OSError):
+                part.unlink()
 
     def __str__(self) -> str:
         return table.text(self)

@@ -40,6 +40,8 @@ class capture_runs(Mode):
     Modes that watch it, and are not left where an exception ends it, are left here.
     """
 
+    _stacks: tuple[int, int] | None = None
+
     def begin(self) -> None:
         global _stale_followed
         self._stacks = torch_private.mode_stacks()
@@ -49,7 +51,7 @@ class capture_runs(Mode):
             _captures.append(self)
 
     def undo(self) -> None:
-        if self.thread == threading.get_ident():
+        if self._stacks is not None and self.thread == threading.get_ident():
             torch_private.leave_modes_above(self._stacks)
         with _lock:
             if self in _captures:
