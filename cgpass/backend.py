@@ -37,7 +37,7 @@ from cgpass.runtime import native
 from cgpass.runtime.driver import CUDADriver, GraphDriver
 from cgpass.runtime.gathered import give_gathered_a_pool, give_pool_back
 from cgpass.runtime.owner import Owner, release_all
-from cgpass.runtime.rng_states import caller_of
+from cgpass.runtime.rng import caller_of
 from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.telemetry import live_counter, progress, tracing
 from cgpass.telemetry.reason import Reason

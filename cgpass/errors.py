@@ -33,10 +33,6 @@ class CaptureError(CGPassError, RuntimeError):
     """A partition could not be captured and `on_skip="raise"` forbids running it plainly."""
 
 
-class CollectiveTimeoutError(CGPassError, RuntimeError):
-    """A collective of a captured partition timed out before there was a recording; another process did not come."""
-
-
 class StagingError(CGPassError, RuntimeError):
     """An input can't be given the memory that a recording reads; never raised at a user, the partition runs plainly."""
 

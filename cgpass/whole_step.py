@@ -43,7 +43,7 @@ from cgpass.options import Options
 from cgpass.runtime import fast, native
 from cgpass.runtime.changes import Mode, mend, open_modes
 from cgpass.runtime.executor import Executor
-from cgpass.runtime.runner import PartitionRunner
+from cgpass.runtime.partition import PartitionRunner
 from cgpass.telemetry.reason import many
 
 log = logging.getLogger(__name__)

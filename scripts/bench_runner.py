@@ -25,7 +25,7 @@ from cgpass.options import Options
 from cgpass.runtime import native
 from cgpass.runtime.executor import Executor
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.runner import PartitionRunner
+from cgpass.runtime.partition import PartitionRunner
 
 
 class StubGraph:

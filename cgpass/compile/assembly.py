@@ -20,7 +20,6 @@ from cgpass.compile.facts.inputs import input_infos
 from cgpass.compile.facts.origins import Origins
 from cgpass.compile.facts.target import Target
 from cgpass.compile.facts.values import (
-    collective_calls,
     graph_outputs,
     is_collective,
     is_inductor_random,
@@ -33,11 +32,11 @@ from cgpass.compile.passes.base import Pass, PassContext, run_passes
 from cgpass.compile.plan import build_plan, outputs_made, plan_as_dict, whole_plan
 from cgpass.compile.skips import OFF, counted
 from cgpass.options import Options
-from cgpass.runtime.collectives import CollectiveCall, may_be_captured, timeouts_told
+from cgpass.runtime.collectives import may_be_captured
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.executor import Executor, Plan
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.runner import PartitionRunner
+from cgpass.runtime.partition import PartitionRunner
 from cgpass.telemetry import progress, tracing
 from cgpass.telemetry.reason import Reason
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary
@@ -186,10 +185,7 @@ class GraphBuilder:
         otherwise: Sequence[int] = (),
     ) -> PartitionRunner:
         """What runs a captured partition."""
-        calls = collective_calls(original)
         named = f"{self.direction} {name}"
-        if calls:
-            fn = timeouts_told(fn, named, [CollectiveCall(*call) for call in calls])
         # Of what communicates, other processes take no part in the runs that find the culprit.
         communicates = any(map(is_collective, original.graph.nodes))
         on_failure = FailedCapture(
@@ -211,7 +207,7 @@ class GraphBuilder:
             source=self.source,
             opaque=self.compiler.opaque,
             is_backward=self.direction == "backward",
-            communicates=bool(calls),
+            communicates=communicates,
         )
 
     def _add_summary(self, partitions: tuple[PartitionSummary, ...]) -> int:

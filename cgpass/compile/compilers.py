@@ -12,7 +12,7 @@ from cgpass import torch_private
 from cgpass.compile.facts.inputs import seed_positions
 from cgpass.compile.facts.values import graph_outputs
 from cgpass.compile.layouts import Boxed, keep_contiguous, outputs_as_traced
-from cgpass.runtime.seeds import read_on_the_host
+from cgpass.runtime.rng import read_on_the_host
 
 Direction = Literal["forward", "backward", "inference"]
 """Which of a function's graphs."""

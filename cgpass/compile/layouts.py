@@ -13,7 +13,7 @@ from torch import fx
 
 from cgpass.compile.facts.values import graph_outputs
 from cgpass.runtime import fast
-from cgpass.runtime.placeholders import copy_all
+from cgpass.runtime.inputs import copy_all
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 """Takes one list of inputs, which it may empty, and returns a sequence of outputs."""

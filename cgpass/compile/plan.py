@@ -11,7 +11,7 @@ from cgpass.compile.facts.capturability import is_argument
 from cgpass.compile.facts.lines import user_line
 from cgpass.compile.facts.values import attribute, graph_outputs
 from cgpass.runtime.executor import Plan, Step
-from cgpass.runtime.runner import PartitionRunner
+from cgpass.runtime.partition import PartitionRunner
 from cgpass.telemetry.summaries import PartitionSummary
 
 Run = Any

@@ -10,7 +10,7 @@ from cgpass.errors import GraphedArgumentError, InputError
 from cgpass.graphed.constants import Snapshot, short, snapshot
 from cgpass.graphed.values import leaf_like
 from cgpass.runtime import fast
-from cgpass.runtime.signature import check_tensor
+from cgpass.runtime.inputs import check_tensor
 
 
 class Binding:

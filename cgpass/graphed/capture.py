@@ -26,7 +26,7 @@ from cgpass.graphed.values import (
 )
 from cgpass.graphed.versions import ReadByBackward
 from cgpass.recompute.states import CheckpointStates
-from cgpass.runtime.placeholders import Placeholder, bytes_of
+from cgpass.runtime.inputs import Placeholder, bytes_of
 from cgpass.telemetry import CallStats
 
 if TYPE_CHECKING:

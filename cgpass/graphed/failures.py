@@ -10,7 +10,7 @@ import torch
 
 from cgpass import torch_private
 from cgpass.errors import CaptureError, CGPassError, GraphedArgumentError
-from cgpass.runtime import rng_ops
+from cgpass.runtime import rng
 from cgpass.runtime.syncs import is_capture_error
 
 _LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch,))
@@ -130,7 +130,7 @@ class LastOp(torch_private.TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run it."""
-        if func not in rng_ops.OPERATORS:
+        if func not in rng.OPERATORS:
             self.name = str(func)
         return func(*args, **(kwargs or {}))
 

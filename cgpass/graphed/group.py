@@ -10,10 +10,9 @@ import torch
 from cgpass.graphed.accumulators import Accumulators
 from cgpass.graphed.pending import PendingCalls
 from cgpass.options import current_defaults
+from cgpass.runtime.inputs import Placeholder, layout_of, overlaps_itself
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.placeholders import Placeholder, overlaps_itself
 from cgpass.runtime.recording import Recording
-from cgpass.runtime.signature import layout_of
 from cgpass.telemetry import CallStats, progress
 
 

@@ -20,7 +20,7 @@ from cgpass.graphed.values import InputMemory, OutputStructure, give_up_samples
 from cgpass.graphed.versions import ReadByBackward
 from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime import fast
-from cgpass.runtime.placeholders import Placeholder
+from cgpass.runtime.inputs import Placeholder
 from cgpass.runtime.recording import Recording
 from cgpass.telemetry import CallStats
 

@@ -9,7 +9,7 @@ from cgpass.graphed.passes import Pass
 from cgpass.graphed.recorded import RecordedPass
 from cgpass.graphed.schedule import Schedule
 from cgpass.graphed.values import InputMemory, own_memory, sample_memory
-from cgpass.runtime.signature import layout_of
+from cgpass.runtime.inputs import layout_of
 
 if TYPE_CHECKING:
     from cgpass.runtime.recording import Recording

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from cgpass.errors import InputError
 from cgpass.graphed.module_hooks import ModuleHooks
 from cgpass.runtime import fast
-from cgpass.runtime.signature import check_tensor
+from cgpass.runtime.inputs import check_tensor
 
 _ACCUMULATED = "main_grad"
 """An attribute of parameters to which the backwards of Megatron and TransformerEngine add gradients."""

@@ -10,8 +10,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
+from cgpass.runtime.inputs import Placeholder, overlaps_itself
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.placeholders import Placeholder, overlaps_itself
 from cgpass.telemetry.reason import many
 
 

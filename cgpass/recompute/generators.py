@@ -3,7 +3,7 @@
 import torch
 
 from cgpass import torch_private
-from cgpass.runtime import rng_ops
+from cgpass.runtime import rng
 
 default_generator = torch_private.default_generator
 
@@ -25,14 +25,14 @@ def get_state(generator: torch.Generator) -> torch.Tensor:
         uint8 `(state_bytes,)` on the CPU. **Lifetime:** the caller's own.
     """
     if generator.device.type == "cpu" and torch_private.num_dispatch_modes():
-        return rng_ops.get_state(generator)
+        return rng.get_state(generator)
     return generator.get_state()
 
 
 def set_state(generator: torch.Generator, state: torch.Tensor) -> None:
     """Put a state back that `get_state` gave."""
     if generator.device.type == "cpu" and torch_private.num_dispatch_modes():
-        rng_ops.set_state(generator, state)
+        rng.set_state(generator, state)
     else:
         generator.set_state(state)
 

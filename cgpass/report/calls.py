@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from cgpass import torch_private
 from cgpass.report.reached import bytes_covered, has_storage, leaves_behind, tensors_of
 from cgpass.report.state import State
-from cgpass.runtime.placeholders import bytes_of
+from cgpass.runtime.inputs import bytes_of
 
 _ALIGNMENT: Final = 64
 """Bytes; copies lie as far from a multiple of it as what they copy."""

@@ -25,7 +25,7 @@ from cgpass.report.ran import Ran, calls_of_parts
 from cgpass.runtime import native
 from cgpass.runtime.executor import Executor
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.runner import PartitionRunner
+from cgpass.runtime.partition import PartitionRunner
 from cgpass.telemetry.reason import Reason
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary
 from cgpass.version import VERSION

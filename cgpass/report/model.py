@@ -1,7 +1,7 @@
 """Reports as plain data: what `explain` returns, and how it is kept in files."""
 
-import dataclasses
 import contextlib
+import dataclasses
 import json
 import os
 from dataclasses import dataclass

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from cgpass.report.reached import Called, bytes_covered, has_storage, is_a, read_by_name, values_in
-from cgpass.runtime.placeholders import bytes_of
+from cgpass.runtime.inputs import bytes_of
 
 MOST_BYTES: Final = 2**20
 """Of a tensor that counts; integers that take more are tables."""

@@ -27,7 +27,7 @@ from cgpass.report.reached import (
     tensors_of,
     values_in,
 )
-from cgpass.runtime.placeholders import bytes_of
+from cgpass.runtime.inputs import bytes_of
 
 _SIMPLE: Final = (
     *(bool, int, float, complex, str, bytes, type(None), torch.Tensor),

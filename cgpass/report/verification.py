@@ -12,9 +12,9 @@ import torch
 from cgpass import telemetry, torch_private
 from cgpass.errors import OptionError, VerificationError
 from cgpass.runtime.executor import Executor, Run, Step
+from cgpass.runtime.partition import PartitionRunner
 from cgpass.runtime.recording import Recording
-from cgpass.runtime.runner import PartitionRunner
-from cgpass.runtime.seeds import put_on_the_device
+from cgpass.runtime.rng import put_on_the_device
 from cgpass.runtime.writes import has_place
 
 log = logging.getLogger(__name__)

@@ -202,7 +202,15 @@ int64_t version_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
+int64_t storage_of(const at::Tensor& tensor) {
+  return reinterpret_cast<int64_t>(tensor.storage().unsafeGetStorageImpl());
+}
+
+// static_key(args, positions): addresses of tensors, as 64-bit integers.
 constexpr auto static_key = numbers<address_of>;
+// storage_key(args, positions): identities of their storages (UntypedStorage._cdata), likewise.
+constexpr auto storage_key = numbers<storage_of>;
+// versions(args, positions): how often tensors were written, as 64-bit integers; 0 for inference tensors.
 constexpr auto versions = numbers<version_of>;
 
 // Positions of tensors by identity: the first one of each.
@@ -223,6 +231,9 @@ struct Firsts {
   }
 };
 
+// layouts(tensors): what a graph that reads tensors where they lie has in it, as 64-bit integers. For each
+// tensor: number of dimensions, address, position of the first that is the same object, id of its dtype,
+// whether it is conjugated or negated, sizes, strides.
 PyObject* layouts(PyObject* const* args) {
   const Items values(args[0]);
   Firsts firsts(values.size);
@@ -242,6 +253,7 @@ PyObject* layouts(PyObject* const* args) {
   return bytes_of(out);
 }
 
+// geometry(values, positions): number of dimensions, sizes and strides of each tensor, -1 for what is none.
 PyObject* geometry(PyObject* const* args) {
   const Items values(args[0]), positions(args[1]);
   std::vector<int64_t> out;
@@ -263,6 +275,7 @@ PyObject* geometry(PyObject* const* args) {
   return bytes_of(out);
 }
 
+// requiring_grad(tensors): which tensors require grad, a byte each.
 PyObject* requiring_grad(PyObject* const* args) {
   const Items values(args[0]);
   Owned out(PyBytes_FromStringAndSize(nullptr, values.size));
@@ -273,6 +286,9 @@ PyObject* requiring_grad(PyObject* const* args) {
   return out.release();
 }
 
+// unchanged(mappings, keys, values, holders, sizes): whether each mapping has the same object for its key as
+// before. ... stands for nothing. The sizes of other containers, the holders, are compared, too: 64-bit
+// integers.
 PyObject* unchanged(PyObject* const* args) {
   const Items mappings(args[0]), keys(args[1]), values(args[2]), holders(args[3]);
   const Numbers sizes(args[4]);
@@ -301,6 +317,7 @@ PyObject* unchanged(PyObject* const* args) {
   Py_RETURN_TRUE;
 }
 
+// members(mappings, keys): what each mapping has for its key; a KeyError where one has nothing.
 PyObject* members(PyObject* const* args) {
   const Items mappings(args[0]), keys(args[1]);
   if (mappings.size != keys.size) fail(PyExc_ValueError, "as many mappings as keys expected");
@@ -315,11 +332,30 @@ size_t users_of(c10::StorageImpl* storage) {
   return c10::raw::intrusive_ptr::use_count(storage) + (object ? Py_REFCNT(object) : 0);
 }
 
+// in_transform(): whether tensors may come without memory of their own: inside vmap, torch.func.grad and their
+// like. Batched gradients (is_grads_batched=True, jacobian(vectorize=True)) come from a vmap that is no
+// functorch level.
 PyObject* in_transform(PyObject* const*) {
   const c10::DispatchKeySet transforms(
       {c10::DispatchKey::VmapMode, c10::DispatchKey::FuncTorchDynamicLayerFrontMode});
   if (c10::impl::tls_local_dispatch_key_set().included_.has_any(transforms)) Py_RETURN_TRUE;
   Py_RETURN_FALSE;
+}
+
+// watched(storages): what any_held compares storages with; to be asked for while nobody else holds them.
+PyObject* watched(PyObject* const* args) {
+  const Items storages(args[0]);
+  std::vector<int64_t> out;
+  out.reserve(3 * storages.size);
+  for (Py_ssize_t k = 0; k < storages.size; ++k) {
+    const Owned address(PyObject_GetAttrString(storages.items[k], "_cdata"));
+    auto* storage = static_cast<c10::StorageImpl*>(PyLong_AsVoidPtr(address.object));
+    if (storage == nullptr) throw PythonErrorSet();
+    out.push_back(reinterpret_cast<int64_t>(storage));
+    out.push_back(reinterpret_cast<int64_t>(storage->data()));
+    out.push_back(static_cast<int64_t>(users_of(storage)));
+  }
+  return bytes_of(out);
 }
 
 struct Watched {  // storages, where they lay and how many users they had
@@ -345,6 +381,8 @@ struct Watched {  // storages, where they lay and how many users they had
   }
 };
 
+// any_held(*watch): whether some storage has another number of users than it should, or lies elsewhere. See
+// Watch.
 PyObject* any_held(PyObject* const* args) {
   const Watched watched(args);
   for (Py_ssize_t k = 0; k < watched.size; ++k) {
@@ -353,6 +391,7 @@ PyObject* any_held(PyObject* const* args) {
   Py_RETURN_FALSE;
 }
 
+// held(*watch): which storages any_held asks for.
 PyObject* held(PyObject* const* args) {
   const Watched watched(args);
   Owned found(PyList_New(0));
@@ -364,6 +403,9 @@ PyObject* held(PyObject* const* args) {
   return found.release();
 }
 
+// any_held_among(entries, among): whether some storage of certain ones is held. An entry is a number, and
+// something with a watch; among has positions of storages by that number. Entries of other numbers are left
+// out.
 PyObject* any_held_among(PyObject* const* args) {
   static PyObject* const name = PyUnicode_InternFromString("watch");
   const Items entries(args[0]);
@@ -389,6 +431,8 @@ PyObject* any_held_among(PyObject* const* args) {
   Py_RETURN_FALSE;
 }
 
+// stand_in(address, num_bytes, like): memory at an address on the device of like, as bytes that may be resized.
+// Lifetime: owns nothing; the caller keeps the memory alive.
 PyObject* stand_in(PyObject* const* args) {
   void* address = PyLong_AsVoidPtr(args[0]);
   const size_t bytes = PyLong_AsSize_t(args[1]);
@@ -414,6 +458,8 @@ c10::intrusive_ptr<at::TensorImpl> renewed(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true);
 }
 
+// aliases(tensors): data of each. Lifetime: they hold the same storages, and have version counters of their
+// own.
 PyObject* aliases(PyObject* const* args) {
   const Items tensors(args[0]);
   return list_of(tensors.size, [&](Py_ssize_t k) {
@@ -421,6 +467,8 @@ PyObject* aliases(PyObject* const* args) {
   });
 }
 
+// exclusive(args, positions, counts): whether nobody but the list args holds the tensors at positions, and
+// their storages have as many users as given.
 PyObject* exclusive(PyObject* const* args) {
   const Items values(args[0]);
   const Items positions(args[1]);
@@ -442,6 +490,7 @@ PyObject* exclusive(PyObject* const* args) {
   Py_RETURN_TRUE;
 }
 
+// swap_storages(first, second): exchange the memory under each pair, for everybody who holds their storages.
 PyObject* swap_storages(PyObject* const* args) {
   const Items first(args[0]);
   const Items second(args[1]);
@@ -480,6 +529,7 @@ at::Tensor view_of(const at::Tensor& base, PyObject* spec) {
   return at::Tensor(std::move(impl));
 }
 
+// views(args, specs): parts of inputs' storages, aliases as detach() makes them.
 PyObject* views(PyObject* const* args) {
   const Items values(args[0]);
   const Items specs(args[1]);
@@ -554,6 +604,8 @@ std::vector<at::Tensor> copied(const std::vector<at::Tensor>& sources) {
   return out;
 }
 
+// copies(tensors): copies in memory of their own, on the current stream; lifetime: the caller's. The tensors
+// are of one dtype and device, and none overlaps itself.
 PyObject* copies(PyObject* const* args) {
   const Items tensors(args[0]);
   if (tensors.size == 0) return PyList_New(0);
@@ -565,6 +617,8 @@ PyObject* copies(PyObject* const* args) {
       tensors.size, [&](Py_ssize_t k) { return THPVariable_Wrap(std::move(results[k])); });
 }
 
+// fits(values, likes, may_require_grad): whether values are dense tensors of the sizes, dtypes and devices of
+// others. A byte for each says whether it may require grad where gradients are recorded.
 PyObject* fits(PyObject* const* args) {
   const Items values(args[0]), likes(args[1]);
   if (!PyBytes_Check(args[2]) || PyBytes_GET_SIZE(args[2]) != likes.size) {
@@ -593,6 +647,9 @@ bool lies_as(const at::Tensor& tensor, const at::Tensor& target) {
          tensor.is_conj() == target.is_conj() && tensor.is_neg() == target.is_neg();
 }
 
+// fill(targets, values, shared): give tensors the values of others, one after the other, on the current stream.
+// What is the same memory laid out alike is left out. Nothing is copied, and -1 returned, where a value that is
+// to be copied lies in a storage at one of the addresses shared; else the bytes copied.
 PyObject* fill(PyObject* const* args) {
   const Items targets(args[0]), values(args[1]);
   if (targets.size != values.size) fail(PyExc_ValueError, "as many values as targets expected");
@@ -616,6 +673,7 @@ PyObject* fill(PyObject* const* args) {
   return PyLong_FromLongLong(bytes);
 }
 
+// put(into, positions, values): assign one value to each position.
 PyObject* put(PyObject* const* args) {
   if (!PyList_Check(args[0])) fail(PyExc_TypeError, "expected a list");
   const Items positions(args[1]);
@@ -646,6 +704,9 @@ void set_accumulator(const at::Tensor& leaf, const NodePointer& node) {
 
 constexpr const char* accumulator_name = "cgpass.accumulator";
 
+// take_accumulators(leaves): have each leaf forget the node of autograd's graphs that adds to its .grad. The
+// next graph makes another one; graphs that exist keep theirs, which goes on working. Returns what
+// put_accumulators takes. Lifetime: that holds the nodes, and those hold the leaves.
 PyObject* take_accumulators(PyObject* const* args) {
   const Items leaves(args[0]);
   return list_of(leaves.size, [&](Py_ssize_t k) {
@@ -662,6 +723,8 @@ PyObject* take_accumulators(PyObject* const* args) {
   });
 }
 
+// put_accumulators(leaves, taken): have each leaf know its node again; where none was taken, what it knows
+// stays.
 PyObject* put_accumulators(PyObject* const* args) {
   const Items leaves(args[0]), taken(args[1]);
   if (leaves.size != taken.size) fail(PyExc_ValueError, "as many accumulators as tensors expected");
@@ -674,6 +737,8 @@ PyObject* put_accumulators(PyObject* const* args) {
   Py_RETURN_NONE;
 }
 
+// drop_accumulators(leaves): as take_accumulators, for good and but for nodes with hooks, which have to be met
+// again.
 PyObject* drop_accumulators(PyObject* const* args) {
   const Items leaves(args[0]);
   for (Py_ssize_t k = 0; k < leaves.size; ++k) {
@@ -708,7 +773,7 @@ bool is_unwatched(const at::Tensor& parameter) {
                           accumulator->retains_grad_hooks().empty());
 }
 
-// are(values, positions, objects) -> bool
+// are(values, positions, objects): whether the values at positions are these very objects.
 PyObject* are(PyObject* const* args) {
   const Items values(args[0]), positions(args[1]), objects(args[2]);
   if (positions.size != objects.size) fail(PyExc_ValueError, "as many positions as objects expected");
@@ -718,7 +783,8 @@ PyObject* are(PyObject* const* args) {
   Py_RETURN_TRUE;
 }
 
-// first_watched(leaves) -> int
+// first_watched(leaves): the first that has a gradient, or whose gradient somebody would notice being made; -1
+// for none.
 PyObject* first_watched(PyObject* const* args) {
   const Items leaves(args[0]);
   for (Py_ssize_t k = 0; k < leaves.size; ++k) {
@@ -1059,7 +1125,25 @@ struct CompiledFunctionBackward : public Node {
   size_t num_saved = 0;
 };
 
-// attach(run, rest, inputs, wanted, direct, outputs, differentiable, checked, unchecked, name, materialize, once) -> None
+// attach(run, rest, inputs, wanted, direct, outputs, differentiable, checked, unchecked, name, materialize,
+// once) puts a node between tensors.
+// run: run(rest, saved, grads) returns a list with a gradient, or None, for each of inputs; it gets two lists
+//     that it may empty: what was saved, and a gradient for each differentiable output. With None for both it
+//     raises: that is called where gradients that were taken under create_graph=True are differentiated.
+// rest: What else the backward reads, for run.
+// inputs: A list or tuple.
+// wanted: Positions of the inputs that get gradients.
+// direct: Positions of leaves that get gradients, too: the node adds them to .grad itself and has no edge to
+//     those that nothing is hooked on; where inputs are named (autograd.grad, backward(inputs=...)) it leaves
+//     them alone.
+// outputs: A list. An output that is a view or requires grad already is replaced in it.
+// differentiable: Positions of the outputs that get the node.
+// checked: Tensors to be saved; that they were written in the meantime is an error, as for torch's own
+//     operators.
+// unchecked: Tensors to be saved without that.
+// name: What the node is called.
+// materialize: Whether a gradient that nothing gave is zeros for run; else None.
+// once: Whether run raises when it is called again. The node itself does so once saved tensors were dropped.
 PyObject* attach(PyObject* const* args) {
   const Items inputs(args[2]), wanted(args[3]), candidates(args[4]), differentiable(args[6]);
   const Items checked(args[7]), unchecked(args[8]);
@@ -1153,6 +1237,8 @@ PyObject* guarded(PyObject*, PyObject* const* args, Py_ssize_t n) {
 #define METHOD(name, n) {#name, (PyCFunction)(void*)guarded<name, n>, METH_FASTCALL, nullptr}
 PyMethodDef methods[] = {
     METHOD(static_key, 2),
+    METHOD(storage_key, 2),
+    METHOD(watched, 1),
     METHOD(layouts, 1),
     METHOD(requiring_grad, 1),
     METHOD(unchanged, 5),

@@ -24,21 +24,18 @@ from cgpass.runtime import changes
 from cgpass.runtime.changes import Mode
 
 _lock = threading.RLock()  # a collection inside may come back here
-_captures: "list[capture_runs]" = []
+_captures: "list[_Capture]" = []
 _stale_followed = False
 """What the user has set, while a capture runs. See Note [Streams of autograd's nodes]."""
 _waiting: list[Callable[[], None]] = []
-_pausing: "list[no_gc]" = []
+_pausing: "list[_Pause]" = []
 """Those that want no garbage collection now."""
 _collects = True
-"""Whether it went on before the first of them came."""
+"""Whether it went on before the first of them began."""
 
 
-class capture_runs(Mode):
-    """Note that a capture runs inside. See Note [Destruction during a capture].
-
-    Modes that watch it, and are not left where an exception ends it, are left here.
-    """
+class _Capture(Mode):
+    """Modes that watch it, and are not left where an exception ends it, are left here."""
 
     _stacks: tuple[int, int] | None = None
 
@@ -59,6 +56,11 @@ class capture_runs(Mode):
             if not _captures:
                 torch_private.have_stale_streams_follow(_stale_followed)
         _run_waiting()
+
+
+def capture_runs() -> Mode:
+    """Note that a capture runs inside. See Note [Destruction during a capture]."""
+    return _Capture()
 
 
 def is_any_capture_running() -> bool:
@@ -82,12 +84,7 @@ def _run_waiting() -> None:
         destroy()
 
 
-class no_gc(Mode):
-    """No garbage collection inside: a collected tensor's or graph's destructor may touch the device.
-
-    The last thread that leaves has it go on, if it went on before the first one came.
-    """
-
+class _Pause(Mode):
     def begin(self) -> None:
         global _collects
         with _lock:
@@ -102,6 +99,14 @@ class no_gc(Mode):
                 _pausing.remove(self)
             if not _pausing and _collects:
                 gc.enable()
+
+
+def no_gc() -> Mode:
+    """No garbage collection inside: a collected tensor's or graph's destructor may touch the device.
+
+    The last block that ends has it go on, if it went on before the first one began.
+    """
+    return _Pause()
 
 
 def _go_on_without_others() -> None:

@@ -13,8 +13,8 @@ from cgpass.runtime import changes
 from cgpass.runtime.fast import taker
 from cgpass.runtime.outputs import CopyOut
 from cgpass.runtime.owner import Owner
+from cgpass.runtime.partition import PartitionRunner
 from cgpass.runtime.recording import Recording
-from cgpass.runtime.runner import PartitionRunner
 from cgpass.telemetry import CallStats, Tally
 
 _profiler = torch_private.profiler_state
@@ -58,51 +58,6 @@ class Plan:
         return step.inputs == tuple(range(self.num_inputs)) and step.outputs == self.outputs
 
 
-class _Owned:
-    """Copies what users get out of the pool, where they are to own it."""
-
-    def __init__(self, plan: Plan, owner: Owner) -> None:
-        self._owner = owner
-        made = {s: (k, n) for k, step in enumerate(plan.steps) for n, s in enumerate(step.outputs)}
-        self._visible = [(p, made.get(plan.outputs[p])) for p in sorted(plan.visible)]
-        self._births: list[int] | None = None
-        """Of the recordings that made the results last; 0 for a step that ran plainly."""
-        self._others: list[int] = []
-        """Results that those recordings did not make: where they lie may be new in each call."""
-        self._copies = CopyOut((), ())
-
-    def run(self, results: list[Any], recordings: Sequence[Recording | None]) -> int:
-        """Put copies of what lies in the pool into a call's results; returns bytes copied."""
-        births = [0 if each is None else each.birth for each in recordings]
-        if births != self._births:
-            own = [p for p, at in self._visible if at and _makes(recordings[at[0]], at[1])]
-            self._others = [p for p, _ in self._visible if p not in own]
-            self._births, self._copies = births, CopyOut(results, own)
-        copies, owner = self._copies, self._owner
-        tensors = [n for n in self._others if isinstance(results[n], torch.Tensor)]
-        more = [n for n in tensors if owner.is_pool_storage(results[n])]
-        if more:
-            copies = CopyOut(results, [*copies.positions, *more])
-        copies.run(results)
-        return copies.copied_bytes
-
-
-def _makes(recording: Recording | None, output: int) -> bool:
-    return recording is not None and output in recording.own
-
-
-def _tell_uses(plan: Plan) -> None:
-    """Tell runners who gets what of their outputs."""
-    read = {slot for step in plan.steps for slot in step.inputs}
-    read.update(s for position, s in enumerate(plan.outputs) if position not in plan.visible)
-    visible = {plan.outputs[position] for position in plan.visible}
-    for step in plan.steps:
-        if isinstance(step.run, PartitionRunner):
-            numbers = list(enumerate(step.outputs))
-            step.run.visible = frozenset(n for n, slot in numbers if slot in visible)
-            step.run.read = frozenset(n for n, slot in numbers if slot in read)
-
-
 Run = Callable[[list[Any]], tuple[Sequence[Any], Recording | None]]
 """Runs a step: its outputs, and the recording that made them."""
 
@@ -117,9 +72,7 @@ def ranged(run: Run, name: str) -> Run:
     return within
 
 
-def _plainly(
-    fn: Callable[[list[Any]], Sequence[Any]],
-) -> Callable[[list[Any]], tuple[Sequence[Any], None]]:
+def _plainly(fn: Callable[[list[Any]], Sequence[Any]]) -> Run:
     """A plain callable with a runner's results: its outputs, and no recording."""
     return lambda values: (fn(values), None)
 
@@ -143,9 +96,10 @@ class Executor:
         self, plan: Plan, owner: Owner | None, names: Mapping[str, str] | None = None
     ) -> None:
         self.plan = plan
-        self._names = [(names or {}).get(step.name) for step in plan.steps]
         self.owner = owner
         self.tally = Tally()
+        self._names = [(names or {}).get(step.name) for step in plan.steps]
+        self._lock = contextlib.nullcontext() if owner is None else owner.lock
         self._template: list[Any] = [None] * (plan.num_slots - plan.num_inputs)
         for slot, value in plan.constants:
             self._template[slot - plan.num_inputs] = value
@@ -166,8 +120,21 @@ class Executor:
         self._is_backward = any(runner.is_backward for runner in runners)
         self._stats = runners[0].stats if runners else CallStats()
         self._owns = any(runner.owns_outputs for runner in runners)
-        self._owned = None if owner is None else _Owned(plan, owner)
-        _tell_uses(plan)
+        self._copies: tuple[list[int], CopyOut] | None = None
+        """Births of the recordings that made the last results, and what copied these."""
+        self._tell_uses()
+
+    def _tell_uses(self) -> None:
+        """Tell runners who gets what of their outputs."""
+        plan = self.plan
+        read = {slot for step in plan.steps for slot in step.inputs}
+        read.update(s for position, s in enumerate(plan.outputs) if position not in plan.visible)
+        visible = {plan.outputs[position] for position in plan.visible}
+        for step in plan.steps:
+            if isinstance(step.run, PartitionRunner):
+                numbers = list(enumerate(step.outputs))
+                step.run.visible = frozenset(n for n, slot in numbers if slot in visible)
+                step.run.read = frozenset(n for n, slot in numbers if slot in read)
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run every step.
@@ -176,17 +143,62 @@ class Executor:
             The graph's outputs. **Lifetime:** they may lie in the pool, where no replay overwrites them while they are
             held.
         """
-        if self.owner is None:
+        with self._lock:
+            owner = self.owner
             self.tally.calls += 1
-            return self._run(args)
-        with self.owner.lock:
-            self.tally.calls += 1
-            self.owner.enter_call(is_backward=self._is_backward)
+            if owner is None:
+                return self._run(args)
+            owner.enter_call(is_backward=self._is_backward)
             try:
                 return self._run(args)
             except BaseException:
                 changes.mend(changes.open_modes)
                 raise
+
+    def _run(self, args: list[Any]) -> list[Any]:
+        owner = self.owner
+        slots = args + self._template
+        args.clear()
+        recordings: list[Recording | None] = []
+        steps = self._steps if not _profiler._is_profiler_enabled else self._named_steps()
+        for run, take, drops, places, num_outputs in steps:
+            inputs = take(slots)
+            for where, nothing in drops:
+                slots[where] = nothing
+            outputs, recording = run(inputs)
+            if len(outputs) != num_outputs:
+                raise ValueError(f"{num_outputs} outputs expected, got {len(outputs)}")
+            recordings.append(recording)
+            for where, part in places:
+                slots[where] = outputs[part]
+            del inputs, outputs
+        results = self._take_outputs(slots)
+        if owner is not None and (self._owns or owner.several_threads) and not owner.bypassed:
+            self._copy_out(owner, results, recordings)
+        return results
+
+    def _copy_out(
+        self, owner: Owner, results: list[Any], recordings: Sequence[Recording | None]
+    ) -> None:
+        """Put copies of what lies in the pool into a call's results, for users to own."""
+        births = [0 if each is None else each.birth for each in recordings]
+        visible = [n for n in sorted(self.plan.visible) if isinstance(results[n], torch.Tensor)]
+        if self._copies is None or self._copies[0] != births:
+            made = {
+                step.outputs[k]
+                for step, recording in zip(self.plan.steps, recordings, strict=True)
+                if recording is not None
+                for k in recording.own
+            }
+            own = [n for n in visible if self.plan.outputs[n] in made]
+            self._copies = births, CopyOut(results, own)
+        copies = self._copies[1]
+        others = [n for n in visible if n not in copies.positions]  # their places are never known
+        others = [n for n in others if owner.is_pool_storage(results[n])]
+        if others:
+            copies = CopyOut(results, [*copies.positions, *others])
+        copies.run(results)
+        self._stats.copied_bytes += copies.copied_bytes
 
     @contextlib.contextmanager
     def observed(
@@ -210,26 +222,24 @@ class Executor:
     def wrap(self, wrap: Callable[[Step, Run], Run]) -> Callable[[], None]:
         """Have steps run by what `wrap` makes of what runs them, until the returned function is called."""
         self._wraps.append(wrap)
-        self._steps = self._with_wraps()
+        self._wrap_steps()
         mine = weakref.ref(self)
 
         def end() -> None:
             executor = mine()
             if executor is not None and wrap in executor._wraps:
                 executor._wraps.remove(wrap)
-                executor._steps = executor._with_wraps()
+                executor._wrap_steps()
 
         return end
 
-    def _with_wraps(self) -> list[tuple[Any, ...]]:
-        if not self._wraps:
-            return self._bare_steps
+    def _wrap_steps(self) -> None:
         steps = []
         for step, (run, *rest) in zip(self.plan.steps, self._bare_steps, strict=True):
             for wrap in self._wraps:
                 run = wrap(step, run)
             steps.append((run, *rest))
-        return steps
+        self._steps = steps if self._wraps else self._bare_steps
 
     def _named_steps(self) -> list[tuple[Any, ...]]:
         """The steps, with partitions as ranges of the profile that is being made."""
@@ -237,26 +247,3 @@ class Executor:
             (step[0] if name is None else ranged(step[0], name), *step[1:])
             for step, name in zip(self._steps, self._names, strict=True)
         ]
-
-    def _run(self, args: list[Any]) -> list[Any]:
-        slots = args + self._template
-        args.clear()
-        steps = self._steps if not _profiler._is_profiler_enabled else self._named_steps()
-        recordings: list[Recording | None] = []
-        for run, take, drops, places, num_outputs in steps:
-            inputs = take(slots)
-            for where, nothing in drops:
-                slots[where] = nothing
-            outputs, recording = run(inputs)
-            if len(outputs) != num_outputs:
-                raise ValueError(f"{num_outputs} outputs expected, got {len(outputs)}")
-            recordings.append(recording)
-            for where, part in places:
-                slots[where] = outputs[part]
-            del inputs, outputs
-        results = self._take_outputs(slots)
-        owned, owner = self._owned, self.owner
-        if owned is not None and owner is not None and (self._owns or owner.several_threads):
-            if not owner.bypassed:
-                self._stats.copied_bytes += owned.run(results, recordings)
-        return results

@@ -53,18 +53,13 @@ class OnFailure(Protocol):
         ...
 
 
-def generators_of(device: torch.device, args: Iterable[Any]) -> list[torch.Generator]:
-    """The generators that work on `device` with inputs `args` may draw from."""
-    found = [torch.default_generator]
-    if device.type == "cuda":
-        found.append(torch.cuda.default_generators[device.index])
-    return found + [a for a in args if isinstance(a, torch.Generator)]
-
-
 @contextlib.contextmanager
 def random_state_kept(device: torch.device, args: Iterable[Any]) -> Iterator[None]:
-    """Leave every generator where it is."""
-    states = [(g, g.get_state()) for g in generators_of(device, args)]
+    """Leave every generator where it is that work on `device` with inputs `args` may draw from."""
+    generators = [torch.default_generator, *(a for a in args if isinstance(a, torch.Generator))]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index])
+    states = [(g, g.get_state()) for g in generators]
     try:
         yield
     finally:
@@ -98,10 +93,10 @@ class Fallback:
         name: str,
         fn: BoxedCallable,
         stats: CallStats,
+        reasons: CallReasons,
         *,
         on_skip: str,
         on_failure: OnFailure | None,
-        reasons: CallReasons,
     ) -> None:
         self._name = name
         self._reasons = reasons
@@ -110,29 +105,56 @@ class Fallback:
         self._refuses = on_skip == "raise"
         self._level = logging.WARNING if on_skip == "warn" else logging.INFO
         self._on_failure = on_failure
+        self.checks_warm_ups = on_failure is not None and on_failure.checks_warm_ups
+        """Whether to look out for what waits for the device before anything is captured."""
         self.failure: str | None = None
         """Why it is captured no more."""
         self._code = "capture"
         """Of that reason."""
         self._failed_once = False
         self._refusal: CaptureError | None = None
-        self.said: set[str] = set()
+        self._said: set[str] = set()
 
     def say_once(self, what: str, text: str) -> None:
         """Say something of the partition, until failures are forgotten once."""
-        if what not in self.said:
-            self.said.add(what)
+        if what not in self._said:
+            self._said.add(what)
             log.log(self._level, "%s", text)
+
+    def has_said(self, what: str) -> bool:
+        """Whether `say_once` was called for this."""
+        return what in self._said
 
     def raise_refusal(self) -> None:
         """Raise what a capture failed with before, if `on_skip` is "raise": it would fail again."""
         if self._refusal is not None:
             raise CaptureError(str(self._refusal))
 
-    @property
-    def checks_warm_ups(self) -> bool:
-        """Whether to look out for what waits for the device before anything is captured."""
-        return self._on_failure is not None and self._on_failure.checks_warm_ups
+    def run(self, args: list[Any]) -> Sequence[Any]:
+        """Run the callable itself."""
+        outputs = self._fn(args)
+        self._stats.plain_calls += 1
+        return outputs
+
+    def run_bypassed(self, args: list[Any], why: str) -> Sequence[Any]:
+        """Run a call without a graph, whatever it is: see `Owner.bypassed`; a transform is said once."""
+        if why in _BYPASSED:
+            self._reasons.note(why, lambda: (_BYPASSED[why], None))
+        if why == "transform":
+            self.say_once(
+                why,
+                f"{self._name} runs without a graph inside of transforms (torch.func, vmap, batched gradients): call it "
+                "outside of them to have it replayed.",
+            )
+        return self.run(args)
+
+    def note_failure(self) -> bool:
+        """Note that a call runs without a graph since the partition is captured no more; returns whether it is so."""
+        failure = self.failure
+        if failure is None:
+            return False
+        self._reasons.note(self._code, lambda: (failure, None))
+        return True
 
     def is_to_blame(self, args: Sequence[Any], error: Exception | None) -> bool:
         """Find out whether the partition can't be captured; then it runs plainly, and its recordings are of no more use.
@@ -151,30 +173,14 @@ class Fallback:
         if outcome is None:
             return False
         self.failure, self._code = outcome.why, "capture"
+        text = self._message(outcome.why, _NAME_IT)
         if outcome.again:
-            log.log(
-                self._level,
-                "%s can't be captured as a whole; the next call compiles the function again, to capture all but this: %s",
-                self._name,
-                outcome.why,
+            text = (
+                f"{self._name} can't be captured as a whole; the next call compiles the function again, to capture all but "
+                f"this: {outcome.why}"
             )
-        else:
-            log.log(self._level, "%s", self._message(outcome.why, _NAME_IT))
+        log.log(self._level, "%s", text)
         return True
-
-    def note_failure(self) -> bool:
-        """Note that a call runs without a graph since the partition is captured no more; returns whether it is so."""
-        failure = self.failure
-        if failure is None:
-            return False
-        self._reasons.note(self._code, lambda: (failure, None))
-        return True
-
-    def run(self, args: list[Any]) -> Sequence[Any]:
-        """Run the callable itself."""
-        outputs = self._fn(args)
-        self._stats.plain_calls += 1
-        return outputs
 
     def no_memory(self, error: Exception) -> str:
         """Say that a capture found no memory, or raise it; returns why such calls run without a graph."""
@@ -187,18 +193,6 @@ class Fallback:
             f"{_MORE_MEMORY}",
         )
         return why
-
-    def run_bypassed(self, args: list[Any], why: str) -> Sequence[Any]:
-        """Run a call without a graph, whatever it is: see `Owner.bypassed`; a transform is said once."""
-        if why in _BYPASSED:
-            self._reasons.note(why, lambda: (_BYPASSED[why], None))
-        if why == "transform":
-            self.say_once(
-                why,
-                f"{self._name} runs without a graph inside of transforms (torch.func, vmap, batched gradients): call it "
-                "outside of them to have it replayed.",
-            )
-        return self.run(args)
 
     def run_again(self, args: list[Any], error: Exception) -> Sequence[Any]:
         """Make a call whose capture failed without it, and try none like it again unless the error was the user's.
@@ -221,12 +215,11 @@ class Fallback:
 
     def forget(self) -> None:
         """Forget what failed, for captures to be tried again."""
-        failed = self.failure is not None or self._refusal is not None
-        if failed and self._on_failure is not None:
+        if self._on_failure is not None and (self.failure or self._refusal):
             self._on_failure.forget()
         self.failure = self._refusal = None
         self._failed_once = False
-        self.said.clear()
+        self._said.clear()
 
     def _refuse(self, error: Exception, advice: str) -> NoReturn:
         text = self._message(_text_of(error), advice)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cgpass import torch_private
-from cgpass.runtime.storage_set import StorageSet
+from cgpass.runtime.owner import StorageSet
 
 log = logging.getLogger(__name__)
 

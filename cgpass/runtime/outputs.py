@@ -1,16 +1,213 @@
-"""Outputs that are no memory of a recording's own: views of inputs, and copies that callers keep."""
+"""Outputs of recordings: the memory that they lie in and who holds it, views of inputs, and copies that callers keep.
 
+Note [Memory of outputs]
+    The driver returns outputs that own blocks of the pool. Callers never get those but aliases of stand-ins, which lie
+    at the same addresses and own nothing; whoever holds an output holds its stand-in's storage, and is counted there.
+    A block is
+    - kept, as long as the recording holds on to the owning storage: no later recording lies on it;
+    - released, when the next recording is about to be made in this pool and nobody holds the output: it may be used
+      again, as a plain allocator would use it. Replays go on writing it.
+    - given away: to the recording of the partition that reads it last, inside of which it dies as it would without
+      graphs.
+
+    Before a replay overwrites what somebody holds, the held storage is *rescued*: its bytes are copied to memory of
+    its own and the stand-in's storage is swapped with that. Every holder follows, since all of them hold the storage;
+    the recording goes on with a new stand-in at the old address.
+
+    Holders may do to an output's storage what they may without graphs: enlarge, empty or share it. It then lies
+    elsewhere and is theirs; the block counts as held until the recording has a new stand-in there, too.
+"""
+
+from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from cgpass import torch_private
 from cgpass.runtime import fast
-from cgpass.runtime.placeholders import num_bytes, overlaps_itself
-from cgpass.runtime.signature import layout_of
+from cgpass.runtime.inputs import bytes_of, layout_of, num_bytes, overlaps_itself
+
+
+@dataclass(eq=False)
+class _Block:
+    """Memory of one storage, and the outputs on it."""
+
+    address: int
+    owning: torch.UntypedStorage | None
+    base: torch.Tensor
+    """The stand-in's storage as bytes."""
+    members: list[int] = field(default_factory=list)
+    visible: bool = False
+    """Whether the user gets an output on it."""
+    internal: bool = False
+    """Whether other partitions or the backward get one."""
+
+
+class OutputMemory:
+    """Blocks under the outputs that a recording makes. See Note [Memory of outputs]."""
+
+    def __init__(
+        self,
+        outputs: Sequence[torch.Tensor],
+        uses: Sequence[tuple[bool, bool]],
+        *,
+        share: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None,
+    ) -> None:
+        self._share = share
+        self._blocks: list[_Block] = []
+        by_address: dict[int, _Block] = {}
+        self.tensors: list[torch.Tensor] = []
+        """Stand-ins, one per output."""
+        for number, (output, use) in enumerate(zip(outputs, uses, strict=True)):
+            storage = output.untyped_storage()
+            if storage.nbytes() == 0:
+                self.tensors.append(output.detach())
+                continue
+            block = by_address.get(storage.data_ptr())
+            if block is None:
+                base = fast.stand_in(storage.data_ptr(), storage.nbytes(), bytes_of(storage))
+                block = by_address[storage.data_ptr()] = _Block(storage.data_ptr(), storage, base)
+                self._blocks.append(block)
+            block.members.append(number)
+            block.visible |= use[0]
+            block.internal |= use[1]
+            self.tensors.append(torch_private.on_storage(block.base.untyped_storage(), output))
+        self.watch: fast.Watch = ((), b"")
+        """Storages of the stand-ins. Whoever keeps one of them counts as holding it."""
+        self._lets_go = False
+
+    def seal(self) -> None:
+        """Note how many references there are to each stand-in while nobody else holds it."""
+        self._count_again(range(len(self._blocks)))
+
+    # ---- who holds it
+
+    def any_held(self) -> bool:
+        """Whether anybody holds an output: Python, views, autograd's saved tensors, `.grad` fields, closures."""
+        return fast.any_held(*self.watch)
+
+    def held(self, among: Iterable[int] | None = None) -> list[int]:
+        """Numbers of the blocks that somebody holds."""
+        found = fast.held(*self.watch)
+        return found if among is None else [k for k in among if k in found]
+
+    def _in_place(self, blocks: Iterable[int]) -> list[int]:
+        """Blocks whose stand-ins were not enlarged, emptied or shared by who holds them."""
+        return [k for k in blocks if self.watch[0][k].data_ptr() == self._blocks[k].address]
+
+    def addresses(self) -> list[int]:
+        """Where the blocks lie."""
+        return [block.address for block in self._blocks]
+
+    def num_bytes(self) -> int:
+        """Size of all blocks."""
+        return sum(block.base.numel() for block in self._blocks)
+
+    def num_users(self, address: int) -> tuple[int, int] | None:
+        """Number of the kept block at an address, and this recording's own references to its stand-in."""
+        for k, block in enumerate(self._blocks):
+            if block.address == address and block.owning is not None:
+                return k, array("q", self.watch[1])[3 * k + 2]
+        return None
+
+    # ---- rescue
+
+    def can_rescue(self, blocks: Sequence[int]) -> bool:
+        """Whether held blocks may move.
+
+        What a backward that is still to come reads may not, or it would not find it: another recording serves better.
+        """
+        blocks = self._in_place(blocks)
+        if not all(self._blocks[k].visible for k in blocks):
+            return False
+        if not any(self._blocks[k].internal for k in blocks):
+            return True
+        return all(self._blocks[k].visible for k in self._in_place(self.held()))
+
+    def rescue(self, blocks: Sequence[int]) -> int:
+        """Move what is held to memory of its own, on the current stream; returns bytes copied."""
+        if not blocks:
+            return 0
+        with torch.inference_mode(False), torch.no_grad():  # later calls' outputs are made of these
+            held = self._in_place(blocks)
+            bases = [self._blocks[k].base for k in held]
+            if bases:
+                moved = [torch.empty_like(base) for base in bases]
+                torch._foreach_copy_(moved, bases)
+                fast.swap_storages(bases, moved)  # the holders have the copies, `moved` the pool
+                self._share(bases)
+                for k, other in zip(held, moved, strict=True):
+                    self._stand_in(k, other)
+                del moved
+            for k in set(blocks) - set(held):
+                block = self._blocks[k]
+                self._stand_in(k, fast.stand_in(block.address, block.base.numel(), block.base))
+            self._count_again(blocks)
+        return sum(base.numel() for base in bases)
+
+    def _stand_in(self, k: int, other: torch.Tensor) -> None:
+        """Go on with another stand-in for a block."""
+        block, storage = self._blocks[k], other.untyped_storage()
+        block.base = other
+        for n in block.members:
+            self.tensors[n] = torch_private.on_storage(storage, self.tensors[n])
+
+    def _count_again(self, blocks: Collection[int]) -> None:
+        """Count references to the stand-ins of blocks that nobody holds."""
+        storages = tuple([block.base.untyped_storage() for block in self._blocks])
+        now, before = array("q", fast.watched(storages)), array("q", self.watch[1])
+        for k in range(len(before) // 3):
+            if k not in blocks:
+                now[3 * k : 3 * k + 3] = before[3 * k : 3 * k + 3]
+        self.watch = (storages, now.tobytes())
+
+    # ---- who owns it
+
+    def release_unheld(self) -> None:
+        """Give blocks that nobody holds back to the pool."""
+        held = set(self.held())
+        for k, block in enumerate(self._blocks):
+            if k not in held:
+                block.owning = None
+
+    def released(self) -> tuple[int, ...]:
+        """Numbers of the blocks that a recording made now may lie on."""
+        return tuple(k for k, block in enumerate(self._blocks) if block.owning is None)
+
+    def give(self, number: int) -> torch.UntypedStorage:
+        """Hand a kept block's owning storage over."""
+        block = self._blocks[number]
+        storage, block.owning = block.owning, None
+        assert storage is not None
+        return storage
+
+    def take_back(self, number: int, storage: torch.UntypedStorage) -> None:
+        """Undo `give`."""
+        self._blocks[number].owning = storage
+
+    def let_go(self, *, whole_pool: bool = True) -> int:
+        """Leave what is held to its holders, for good; returns bytes copied.
+
+        Where nothing is replayed any more in this pool, kept blocks are left to the holders. Else older recordings go on
+        writing them, and all that is held is copied.
+        """
+        held = self._in_place(self.held())
+        kept = [k for k in held if whole_pool and self._blocks[k].owning is not None]
+        if self._lets_go:  # that was broken off, and some may be the holders' already
+            kept = []
+        self._lets_go = True
+        owners = [bytes_of(storage) for k in kept if (storage := self._blocks[k].owning)]
+        fast.swap_storages([self._blocks[k].base for k in kept], owners)
+        copied = self.rescue([k for k in held if k not in kept])
+        for block in self._blocks:
+            block.owning = None
+        return copied
+
+
+# ---- views of inputs
 
 
 @dataclass(frozen=True)
@@ -24,8 +221,8 @@ class InputAlias:
     stride: tuple[int, ...]
     offset_bytes: int
     """From the input's first element to the output's."""
-    conj: bool = False
-    neg: bool = False
+    conj: bool
+    neg: bool
 
     def is_plain_view_of(self, value: torch.Tensor) -> bool:
         """Whether `fast.views` makes this output of an input like `value`."""
@@ -36,19 +233,20 @@ class InputAlias:
         """This output, for `fast.views`."""
         return self.index, self.size, self.stride, self.offset_bytes // self.dtype.itemsize
 
+    def _start(self, value: torch.Tensor) -> int:
+        return int(value.storage_offset()) * value.dtype.itemsize + self.offset_bytes
+
     def fits(self, value: torch.Tensor) -> bool:
         """Whether this output can be made of `value`: another dtype may not start just anywhere."""
-        start = value.storage_offset() * value.dtype.itemsize + self.offset_bytes
-        return bool(start % self.dtype.itemsize == 0)
+        return self._start(value) % self.dtype.itemsize == 0
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
         """The output for a call whose input is `value`, unless it is a plain view of it."""
         if self.identity:
             return value
-        itemsize = self.dtype.itemsize
-        start = value.storage_offset() * value.dtype.itemsize + self.offset_bytes
         out = torch.empty(0, dtype=self.dtype, device=value.device)
-        out.set_(value.untyped_storage(), start // itemsize, self.size, self.stride)
+        start = self._start(value) // self.dtype.itemsize
+        out.set_(value.untyped_storage(), start, self.size, self.stride)
         return torch_private.with_lazy_bits(out, conj=self.conj, neg=self.neg)
 
 
@@ -62,20 +260,24 @@ def alias_of_input(
         index = next((i for i, value in enumerate(inputs) if value is output), None)
         if index is None:
             return None
-    source = inputs[index]
+    source, size, stride = inputs[index], tuple(output.size()), output.stride()
     itemsize = output.dtype.itemsize
     offset = output.storage_offset() * itemsize - source.storage_offset() * source.dtype.itemsize
     same = offset == 0 and layout_of(output) == layout_of(source)
-    return InputAlias(
-        index,
-        same,
-        output.dtype,
-        tuple(output.size()),
-        output.stride(),
-        offset,
-        output.is_conj(),
-        output.is_neg(),
-    )
+    bits = output.is_conj(), output.is_neg()
+    return InputAlias(index, same, output.dtype, size, stride, offset, *bits)
+
+
+# ---- copies
+
+
+def part_of(leader: torch.Tensor, tensor: torch.Tensor, position: int) -> fast.ViewSpec | None:
+    """How to make `tensor` of `leader`, the output at `position` on the same storage; None if that is no plain view."""
+    lazy = any(t.is_conj() or t.is_neg() for t in (leader, tensor))
+    if lazy or leader.dtype != tensor.dtype:
+        return None
+    offset = int(tensor.storage_offset()) - int(leader.storage_offset())
+    return position, tuple(tensor.size()), tensor.stride(), offset
 
 
 class CopyOut:
@@ -97,23 +299,29 @@ class CopyOut:
                 first[id(tensor)] = n
                 own.append((n, tensor))
         shared = Counter(t.untyped_storage().data_ptr() for _, t in own)
-        together = [
-            (n, t)
-            for n, t in own
-            if t.numel() and (shared[t.untyped_storage().data_ptr()] > 1 or overlaps_itself(t))
-        ]
-        whole = {n for n, _ in together}
-        leaders, self._parts = _leaders_and_parts(together)
-        self._whole = [n for n, _ in leaders]
+        leaders: dict[int, tuple[int, torch.Tensor]] = {}
+        self._whole: list[int] = []
+        """Results that are laid on a copy of their storage."""
+        self._parts: list[tuple[int, fast.ViewSpec]] = []
+        """Views of these: they share the count of writes."""
         simple: dict[torch.dtype, list[int]] = {}
+        self.copied_bytes = 0
         for n, tensor in own:
-            if n not in whole:
+            storage = tensor.untyped_storage()
+            alone = shared[storage.data_ptr()] == 1 and not overlaps_itself(tensor)
+            if alone or not tensor.numel():
                 simple.setdefault(tensor.dtype, []).append(n)
-        groups = map(tuple, simple.values())
-        self._simple = [(members, fast.taker(members)) for members in groups]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for _, t in leaders}
-        self.copied_bytes = sum(num_bytes(t) for n, t in own if n not in whole)
-        self.copied_bytes += sum(storage.nbytes() for storage in storages.values())
+                self.copied_bytes += num_bytes(tensor)
+                continue
+            if storage.data_ptr() not in leaders:
+                self.copied_bytes += storage.nbytes()
+            position, leader = leaders.setdefault(storage.data_ptr(), (n, tensor))
+            part = None if leader is tensor else part_of(leader, tensor, position)
+            if part is None:
+                self._whole.append(n)
+            else:
+                self._parts.append((n, part))
+        self._simple = [(group, fast.taker(group)) for group in map(tuple, simple.values())]
 
     def run(self, results: list[Any]) -> None:
         """Copy what `results` has, and put the copies there, on the current stream.
@@ -124,43 +332,11 @@ class CopyOut:
             fast.put(results, positions, fast.copies(take(results)))
         storages: dict[int, torch.UntypedStorage] = {}
         for n in self._whole:
-            tensor = results[n]
-            source = tensor.untyped_storage()
+            source = results[n].untyped_storage()
             if source.data_ptr() not in storages:
                 storages[source.data_ptr()] = source.clone()
-            copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            storage = storages[source.data_ptr()]
-            copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-            results[n] = torch_private.with_lazy_bits(
-                copy, conj=tensor.is_conj(), neg=tensor.is_neg()
-            )
+            results[n] = torch_private.on_storage(storages[source.data_ptr()], results[n])
         for n, part in self._parts:
             (results[n],) = fast.views(results, (part,))
         for n, twin in self._twins:
             results[n] = results[twin]
-
-
-def part_of(leader: torch.Tensor, tensor: torch.Tensor, position: int) -> fast.ViewSpec | None:
-    """How to make `tensor` of `leader`, the output at `position` on the same storage; None if that is no plain view."""
-    lazy = any(t.is_conj() or t.is_neg() for t in (leader, tensor))
-    if lazy or leader.dtype != tensor.dtype:
-        return None
-    offset = int(tensor.storage_offset()) - int(leader.storage_offset())
-    return position, tuple(tensor.size()), tensor.stride(), offset
-
-
-def _leaders_and_parts(
-    tensors: Sequence[tuple[int, torch.Tensor]],
-) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[int, fast.ViewSpec]]]:
-    """Tensors to be laid on a storage, and those that are views of these: they share the count of writes."""
-    leaders: list[tuple[int, torch.Tensor]] = []
-    parts: list[tuple[int, fast.ViewSpec]] = []
-    first: dict[int, tuple[int, torch.Tensor]] = {}
-    for n, tensor in tensors:
-        position, leader = first.setdefault(tensor.untyped_storage().data_ptr(), (n, tensor))
-        part = part_of(leader, tensor, position)
-        if leader is tensor or part is None:
-            leaders.append((n, tensor))
-        else:
-            parts.append((n, part))
-    return leaders, parts

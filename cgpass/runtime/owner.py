@@ -14,22 +14,21 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cgpass import torch_private
 from cgpass.runtime import changes, fast, native
 from cgpass.runtime.changes import Change, open_modes
 from cgpass.runtime.driver import GraphDriver
-from cgpass.runtime.recording import Recording
-from cgpass.runtime.storage_set import StorageSet
 from cgpass.runtime.writes import has_place
 
 if TYPE_CHECKING:
     import torch
 
-    from cgpass.runtime.output_memory import OutputMemory
-    from cgpass.runtime.placeholders import Placeholder
+    from cgpass.runtime.inputs import Placeholder
+    from cgpass.runtime.outputs import OutputMemory
+    from cgpass.runtime.recording import Recording
 
 
 log = logging.getLogger(__name__)
@@ -37,6 +36,32 @@ log = logging.getLogger(__name__)
 
 _LETTING_GO = 0.001
 """Seconds, once a backward: autograd's own thread lets go of gradients when whoever called it goes on already."""
+
+
+class StorageSet:
+    """Storages known as the objects that they are, not by where they lie. Holds none: those that died are in it no more."""
+
+    def __init__(self) -> None:
+        self._refs: dict[int, torch_private.WeakStorage] = {}
+        """By identity, which nothing else gets as long as there is a weak reference."""
+        self._full = 16
+        """How many there are when those that died are left out next."""
+
+    def add(self, storage: "torch.UntypedStorage") -> None:
+        """Have a storage in it as long as it lives."""
+        if len(self._refs) >= self._full:
+            for key, ref in list(self._refs.items()):
+                if ref.expired:
+                    self._refs.pop(key, None)
+            self._full = 16 + 2 * len(self._refs)
+        self._refs.setdefault(storage._cdata, torch_private.WeakStorage(storage))
+
+    def __contains__(self, storage: "torch.UntypedStorage") -> bool:
+        return storage._cdata in self._refs
+
+    def __iter__(self) -> "Iterator[torch.UntypedStorage]":
+        alive = [ref.get() for ref in list(self._refs.values())]
+        return (storage for storage in alive if storage is not None)
 
 
 class LiveOutputs:
@@ -57,25 +82,25 @@ class LiveOutputs:
             stack.pop()
         return -1
 
-    def push(self, recording: Recording) -> None:
+    def push(self, recording: "Recording") -> None:
         """Note that a recording younger than every held one hands out its outputs."""
         stack = self._stack
         while stack and stack[-1][0] >= recording.birth:  # what was held there was moved
             stack.pop()
         stack.append((recording.birth, recording.memory, recording))
 
-    def discard(self, recording: Recording) -> None:
+    def discard(self, recording: "Recording") -> None:
         """Forget a recording that is no more."""
         self._stack = [entry for entry in self._stack if entry[2] is not recording]
 
-    def is_safe(self, recording: Recording) -> bool:
+    def is_safe(self, recording: "Recording") -> bool:
         """Whether a replay overwrites nothing that is held. See Note [What a replay overwrites]."""
         if self.youngest() >= recording.birth:
             return False
         released = recording.released
         return not released or not fast.any_held_among(self._stack, released)
 
-    def overwritten_by(self, recording: Recording) -> list[tuple[Recording, list[int]]]:
+    def overwritten_by(self, recording: "Recording") -> "list[tuple[Recording, list[int]]]":
         """Recordings with held outputs that a replay would overwrite, and the blocks of each."""
         found: list[tuple[Recording, list[int]]] = []
         for other in dict.fromkeys(other for _, _, other in self._stack):
@@ -100,11 +125,12 @@ class Member(Protocol):
     def forget_recordings(self) -> None:
         """Drop recordings, but not what is known of calls."""
 
-    def would_move_apart(self, victim: Recording, by: Recording) -> bool:
-        """Whether outputs of `victim`, this one's, are to lie where `by`, which is not, does not write."""
 
-    def move_apart(self, by: Recording) -> None:
-        """Have outputs lie where `by` does not write."""
+class MovesApart(Protocol):
+    """A backward's partition."""
+
+    def move_apart(self, by: "Recording") -> None:
+        """Have outputs lie where `by` does not write, from now on."""
 
 
 class _Slot:
@@ -114,7 +140,7 @@ class _Slot:
         self.live = LiveOutputs()
         self.recordings: list[Recording] = []
 
-    def lost(self) -> list[tuple[Recording, list[int]]]:
+    def lost(self) -> "list[tuple[Recording, list[int]]]":
         """Held blocks that belong to the pool again: a capture could come to lie on them."""
         found = [(r, r.memory.held(r.memory.released())) for r in self.recordings]
         return [(recording, blocks) for recording, blocks in found if blocks]
@@ -167,14 +193,10 @@ class Owner:
         thread = threading.get_ident()
         if thread != self._thread:
             if self._thread is not None and not self.several_threads:
-                self._note_several_threads()
+                log.info("calls come from several threads: what they return is copied from now on")
+                self.several_threads = True
+                self._drop_all()
             self._thread = thread
-
-    def _note_several_threads(self) -> None:
-        """Have users own what they get. See Note [Calls from several threads]."""
-        log.info("calls come from several threads: what they return is copied from now on")
-        self.several_threads = True
-        self._drop_all()
 
     def mend(self) -> None:
         """Undo what an earlier call left half done. See Note [Changes that are broken off]."""
@@ -184,37 +206,34 @@ class Owner:
 
     # ---- replays
 
-    def is_safe(self, recording: Recording) -> bool:
+    def is_safe(self, recording: "Recording") -> bool:
         """Whether a replay overwrites nothing that is held. See Note [What a replay overwrites]."""
         return self._slots[recording.slot].live.is_safe(recording)
 
-    def overwritten_by(self, recording: Recording) -> list[tuple[Recording, list[int]]]:
+    def overwritten_by(self, recording: "Recording") -> "list[tuple[Recording, list[int]]]":
         """Recordings with held outputs that a replay would overwrite, and which blocks of each."""
         return self._slots[recording.slot].live.overwritten_by(recording)
 
-    def note_handed_out(self, recording: Recording) -> None:
+    def note_handed_out(self, recording: "Recording") -> None:
         """Note that a recording hands out its outputs."""
         self._slots[recording.slot].live.push(recording)
 
-    def rescue(self, recording: Recording) -> bool:
+    def rescue(self, recording: "Recording") -> bool:
         """Move what a replay would overwrite; returns whether all of it could be."""
         victims = self.overwritten_by(recording)
         if not all(victim.memory.can_rescue(blocks) for victim, blocks in victims):
             return False
-        if any(self._to_move_apart(victim, recording) for victim, _ in victims):
+        if any(victim.backward not in (None, recording.backward) for victim, _ in victims):
             time.sleep(_LETTING_GO)
             victims = self.overwritten_by(recording)
         with self.changing():
             for victim, blocks in victims:
-                if victim.closed:  # with another one of its partition: its outputs were moved
+                if victim.closed:  # with another one of its backward: its outputs were moved
                     continue
                 victim.rescue(blocks)
-                for member in self._to_move_apart(victim, recording):
-                    member.move_apart(recording)
+                if victim.backward is not None and victim.backward is not recording.backward:
+                    victim.backward.move_apart(recording)
         return True
-
-    def _to_move_apart(self, victim: Recording, by: Recording) -> list[Member]:
-        return [member for member in self._members if member.would_move_apart(victim, by)]
 
     # ---- recordings
 
@@ -280,7 +299,7 @@ class Owner:
             recording.memory.release_unheld()
         return self.released(slot)
 
-    def block_at(self, slot: int, address: int) -> tuple[Recording, int, int] | None:
+    def block_at(self, slot: int, address: int) -> "tuple[Recording, int, int] | None":
         """The recording that keeps the block at an address, the block's number and its own references to it."""
         for recording in self._slots[slot].recordings:
             found = recording.memory.num_users(address)
@@ -335,21 +354,21 @@ class Owner:
         self._births += 1
         return self._births
 
-    def add_recording(self, recording: Recording) -> None:
+    def add_recording(self, recording: "Recording") -> None:
         """Note a recording, and where its outputs lie. See Note [Graphs and process groups]."""
         if torch_private.has_process_groups():
             torch_private.before_process_groups_end(release_all, release_idle)
         self._slots[recording.slot].recordings.append(recording)
         self._pool_addresses.update(recording.memory.addresses())
 
-    def close_recording(self, recording: Recording) -> None:
+    def close_recording(self, recording: "Recording") -> None:
         """Free a recording; outputs that somebody holds stay theirs."""
+        if not recording.closed:
+            recording.close(whole_pool=False)
         slot = self._slots[recording.slot]
         slot.recordings = [other for other in slot.recordings if other is not recording]
         slot.live.discard(recording)
         self._pool_addresses -= Counter(recording.memory.addresses())
-        if not recording.closed:
-            recording.close(whole_pool=False)
 
     def is_pool_storage(self, tensor: "torch.Tensor") -> bool:
         """Whether `tensor` lies in the output of a recording."""

@@ -1,26 +1,39 @@
-"""One captured graph with its placeholders and outputs."""
+"""`Recording`: one captured graph with its inputs and outputs. `Recorder` makes those of one partition.
 
-from collections.abc import Callable, Mapping, Sequence
+Note [Placeholders are shared]
+    What a recording copies in is read by the replay that follows, and by nothing after that but what is written back to
+    the caller's own. Replays of one owner come one after the other, on whatever stream. So all of its recordings may
+    copy inputs of the same layout to the same memory, if each has a place of its own for each of its inputs: a model
+    whose gradients come from many eager partitions needs memory for those of one.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from cgpass import torch_private
+from cgpass.errors import StagingError
 from cgpass.runtime import fast
-from cgpass.runtime.driver import CapturedGraph
-from cgpass.runtime.output_memory import OutputMemory
-from cgpass.runtime.outputs import CopyOut, InputAlias, alias_of_input, part_of
-from cgpass.runtime.placeholders import Placeholder, copies_in, num_bytes
+from cgpass.runtime.driver import BoxedCallable, CapturedGraph
+from cgpass.runtime.inputs import Layout, Placeholder, copies_in, layout_of, num_bytes, place_of
+from cgpass.runtime.outputs import CopyOut, InputAlias, OutputMemory, alias_of_input, part_of
+from cgpass.runtime.owner import MovesApart, Owner
+from cgpass.runtime.writes import SaidToBeWritten, Watched, counting, has_place
 from cgpass.telemetry import CallStats
 
 
 class Recording:
     """One captured graph: where its inputs must lie, and what it hands out.
 
-    Made by `PartitionRunner`, which also checks that a call's inputs match before it calls `run`.
+    Whoever calls `run` checks before that a call's inputs match.
     """
 
     closed = False
+    """Whether it is never to be replayed: it was freed, or its outputs are being moved right now."""
+    backward: MovesApart | None = None
+    """What made it, if its gradients can have a pool that forwards don't write. See `Owner.rescue`."""
     made_for: tuple[int, ...] = ()
     """Identities of the storages that it reads in place: of layers whose parameters come to one place in turn, one's."""
 
@@ -51,65 +64,49 @@ class Recording:
         """Inputs that a replay writes, or that are written from the memory that it writes."""
         self.draws: list[int] = []
         """See `table.Seen.draws`."""
+        self._graph = graph
         self.replay: Callable[[], None] = graph.replay
         self.instantiate_ms = graph.instantiate_ms
         """See `CapturedGraph`."""
-        self._graph = graph
         consumes = consumes or {}
         self._consumed, self._users = tuple(consumes), tuple(consumes.values())
         """Inputs whose memory it writes, and the number of users of a storage that nobody else holds."""
-        self._outside = dict(outside or {})
+        self._outside = outside or {}
         """What it reads or returns that is neither an input nor made by it, by address: kept alive here."""
         self._placeholders = dict(placeholders)  # kept alive as long as a recording reads them
         self._copies = copies_in(placeholders)
         self._counts_writes = counts_writes
         """Whether autograd is to know of every write, since nobody else tells it."""
         self._write_back = [(i, placeholders[i]) for i in mutated if i in placeholders]
-        self.copied_bytes = sum(group.num_bytes for group in self._copies) + sum(
-            num_bytes(p.target) for _, p in self._write_back
-        )
-        by_storage = {
-            value.untyped_storage().data_ptr(): i
-            for i, value in reversed(list(enumerate(staged)))
-            if isinstance(value, torch.Tensor)
-            and i not in consumes
-            and value.untyped_storage().nbytes()
+        self.copied_inputs = {
+            i: num_bytes(p.target) * (1 + (i in self.written)) for i, p in placeholders.items()
         }
+        """Bytes that each replay copies, by position of the input; those that it writes are copied back, too."""
+        self.copied_bytes = sum(self.copied_inputs.values())
         self.own: dict[int, int] = {}
         """Which of the memory's tensors an output is, by position."""
         self._outputs = list(outputs)
-        self._take_over(outputs, staged, by_storage, visible, read)
+        self._copies_out: CopyOut | None = None
+        self._take_over(outputs, staged, visible, read)
         del outputs
         self._sort_aliases(staged)
         self._arrange()
-        self._copies_out: CopyOut | None = None
-
-    def _sort_aliases(self, staged: Sequence[Any]) -> None:
-        """Tell outputs that are plain views of inputs from other aliases of them."""
-        aliases = [(n, a) for n, a in enumerate(self._outputs) if isinstance(a, InputAlias)]
-        self.aliases = frozenset(n for n, _ in aliases)
-        """Outputs that are (views of) inputs."""
-        views = [(n, a) for n, a in aliases if a.is_plain_view_of(staged[a.index])]
-        self._views_at = tuple(n for n, _ in views)
-        self._views = tuple(a.as_view() for _, a in views)
-        same = [(n, a) for n, a in aliases if a.identity]
-        self.viewed = frozenset(a.index for _, a in aliases if not a.identity)
-        """Inputs that outputs are views of; such outputs are laid out as if the inputs were as they were."""
-        self._same_at = tuple(n for n, _ in same)
-        self._same_of = fast.taker(tuple(a.index for _, a in same))
-        others = {n for n, _ in aliases} - {*self._views_at, *self._same_at}
-        self._other_aliases = [(n, a) for n, a in aliases if n in others]
-        self._retyped = [a for _, a in aliases if a.dtype != staged[a.index].dtype]
 
     def _take_over(
         self,
         outputs: Sequence[Any],
         staged: Sequence[Any],
-        by_storage: Mapping[int, int],
         visible: frozenset[int] | None,
         read: frozenset[int],
     ) -> None:
         """Sort outputs: views of inputs, what lies elsewhere, and tensors of the recording's own, each once."""
+        by_storage = {
+            value.untyped_storage().data_ptr(): i
+            for i, value in reversed(list(enumerate(staged)))
+            if isinstance(value, torch.Tensor)
+            and i not in self._consumed
+            and value.untyped_storage().nbytes()
+        }
         own: list[torch.Tensor] = []
         numbers: dict[int, int] = {}
         for n, output in enumerate(outputs):
@@ -127,20 +124,25 @@ class Recording:
             self.own[n] = numbers[id(output)]
         shown = {number for n, number in self.own.items() if visible is None or n in visible}
         used = {number for n, number in self.own.items() if n in read}
-        self.memory = OutputMemory(
-            own,
-            [(n in shown, n in used) for n in range(len(own))],
-            share=self._graph.share,
-        )
+        uses = [(n in shown, n in used) for n in range(len(own))]
+        self.memory = OutputMemory(own, uses, share=self._graph.share)
 
-    @property
-    def copied_inputs(self) -> dict[int, int]:
-        """Bytes that each replay copies, by position of the input; those that it writes are copied back, too."""
-        back = {i for i, _ in self._write_back}
-        return {
-            i: num_bytes(placeholder.target) * (1 + (i in back))
-            for i, placeholder in self._placeholders.items()
-        }
+    def _sort_aliases(self, staged: Sequence[Any]) -> None:
+        """Tell outputs that are plain views of inputs from other aliases of them."""
+        aliases = [(n, a) for n, a in enumerate(self._outputs) if isinstance(a, InputAlias)]
+        self.aliases = frozenset(n for n, _ in aliases)
+        """Outputs that are (views of) inputs."""
+        self.viewed = frozenset(a.index for _, a in aliases if not a.identity)
+        """Inputs that outputs are views of; such outputs are laid out as if the inputs were as they were."""
+        views = [(n, a) for n, a in aliases if a.is_plain_view_of(staged[a.index])]
+        self._views_at = tuple(n for n, _ in views)
+        self._views = tuple(a.as_view() for _, a in views)
+        same = [(n, a) for n, a in aliases if a.identity]
+        self._same_at = tuple(n for n, _ in same)
+        self._same_of = fast.taker(tuple(a.index for _, a in same))
+        fast_ones = {*self._views_at, *self._same_at}
+        self._other_aliases = [(n, a) for n, a in aliases if n not in fast_ones]
+        self._retyped = [a for _, a in aliases if a.dtype != staged[a.index].dtype]
 
     def seal(self) -> None:
         """Note that nobody but this recording holds its outputs; to be called once, last of all."""
@@ -148,30 +150,33 @@ class Recording:
 
     def _arrange(self) -> None:
         """Work out what never changes between replays."""
+        tensors = self.memory.tensors
         for n, number in self.own.items():
-            self._outputs[n] = self.memory.tensors[number]
+            self._outputs[n] = tensors[number]
         first: dict[int, int] = {}
         for n, number in self.own.items():
             first.setdefault(number, n)
         self._twins = [(n, first[k]) for n, k in self.own.items() if first[k] != n]
         leaders: dict[int, int] = {}
         self._followers: list[tuple[int, fast.ViewSpec]] = []
-        for number, n in list(first.items()):
-            tensor = self.memory.tensors[number]
-            leader = leaders.setdefault(tensor.untyped_storage()._cdata, n)
-            spec = part_of(self._outputs[leader], tensor, leader)
-            if leader != n and spec is not None:
-                del first[number]
-                self._followers.append((n, spec))
-        empty = [k for k in first if not self.memory.tensors[k].untyped_storage().nbytes()]
-        self._empty = [(first.pop(number), self.memory.tensors[number]) for number in empty]
+        self._empty: list[tuple[int, torch.Tensor]] = []
         """Outputs without memory, made anew in each call: who gets one may enlarge it (`out=`, say)."""
+        for number, n in list(first.items()):
+            storage = tensors[number].untyped_storage()
+            leader = leaders.setdefault(storage._cdata, n)
+            spec = part_of(self._outputs[leader], tensors[number], leader)
+            if leader != n and spec is not None:
+                self._followers.append((n, spec))
+                del first[number]
+            elif not storage.nbytes():
+                self._empty.append((n, tensors[number]))
+                del first[number]
         self._escaping_at = tuple(first.values())
-        self._escaping = tuple(self.memory.tensors[number] for number in first)
+        self._escaping = tuple(tensors[number] for number in first)
 
     def may_replay(self, args: Sequence[Any]) -> bool:
         """Whether a replay can make its outputs, and writes no inputs that somebody else holds."""
-        if self._retyped and not self.fits(args):
+        if self.closed or (self._retyped and not self.fits(args)):
             return False
         return not self._consumed or fast.exclusive(args, self._consumed, self._users)
 
@@ -202,9 +207,8 @@ class Recording:
         for n, like in self._empty:
             storage = torch.UntypedStorage(0, device=like.device)
             outputs[n] = torch_private.on_storage(storage, like)
-        if self._followers:  # what shares memory shares the count of writes that autograd checks
-            for n, spec in self._followers:
-                (outputs[n],) = fast.views(outputs, (spec,))
+        for n, spec in self._followers:  # what shares memory shares the count of writes
+            (outputs[n],) = fast.views(outputs, (spec,))
         for n, twin in self._twins:
             outputs[n] = outputs[twin]
         fast.put(outputs, self._views_at, fast.views(args, self._views))
@@ -223,17 +227,191 @@ class Recording:
     # ---- what is held
 
     def rescue(self, blocks: Sequence[int]) -> int:
-        """Move held outputs to memory of their own; returns bytes copied. See `OutputMemory`."""
+        """Move held outputs to memory of their own; returns bytes copied. Where that fails it is never replayed again."""
+        closed, self.closed = self.closed, True
         copied = self.memory.rescue(blocks)
         self._arrange()
-        if not copied:
-            return 0
-        self._stats.rescues += 1
+        self.closed = closed
+        self._stats.rescues += copied > 0
         self._stats.rescued_bytes += copied
         return copied
 
     def close(self, *, whole_pool: bool = True) -> None:
         """Free the graph; outputs that somebody holds stay theirs. See `OutputMemory.let_go`."""
+        self.closed = True
         self.memory.let_go(whole_pool=whole_pool)
         self._graph.reset()
-        self.closed = True
+
+
+class Gifts:
+    """Blocks of earlier recordings that nobody but this call's inputs holds, handed over for one capture.
+
+    The callable drops them where it needs them no longer, and later temporaries and outputs lie on them: saved tensors
+    die inside the backward. A replay therefore overwrites them, and asks `Recording.may_replay` first.
+    """
+
+    def __init__(self, owner: Owner, slot: int, args: Sequence[Any], pooled: Sequence[int]) -> None:
+        self._args = args
+        groups: dict[int, list[int]] = {}
+        for i in pooled:
+            groups.setdefault(args[i].untyped_storage().data_ptr(), []).append(i)
+        self._given: list[tuple[Recording, int, list[int], int]] = []
+        for address, positions in groups.items():
+            found = owner.block_at(slot, address)
+            if found is None:
+                continue
+            recording, number, references = found
+            users = references + len(positions)
+            if fast.exclusive(args, positions, [users] * len(positions)):
+                self._given.append((recording, number, positions, users))
+        self._lent: list[torch_private.WeakStorage] = []
+
+    def put_into(self, inputs: list[Any]) -> None:
+        """Replace inputs by tensors that own their memory."""
+        for recording, number, positions, _ in self._given:
+            storage = recording.memory.give(number)
+            self._lent.append(torch_private.WeakStorage(storage))
+            for i in positions:
+                inputs[i] = torch_private.on_storage(storage, self._args[i])
+
+    def take_back(self) -> dict[int, int]:
+        """Return what did not die; tells the inputs that did, and how many users their storages may have."""
+        consumed: dict[int, int] = {}
+        for given, weak in zip(self._given, self._lent, strict=False):
+            recording, number, positions, users = given
+            storage = weak.get()
+            if storage is None:
+                consumed.update(dict.fromkeys(positions, users))
+            else:
+                recording.memory.take_back(number, storage)
+        return consumed
+
+
+class Recorder:
+    """Stages inputs, has the driver record, and takes over what it returns."""
+
+    def __init__(
+        self,
+        fn: BoxedCallable,
+        layout: Layout,
+        owner: Owner,
+        *,
+        opaque: bool,
+        finds_writes: bool,
+        stats: CallStats,
+    ) -> None:
+        self._fn = fn
+        self._layout = layout
+        self._owner = owner
+        self.opaque = opaque
+        self._finds_writes = finds_writes
+        self._stats = stats
+
+    def record(
+        self,
+        args: list[Any],
+        slot: int,
+        *,
+        uses: tuple[frozenset[int] | None, frozenset[int]],
+        copied: Collection[int] = (),
+        written: Collection[int] = (),
+    ) -> Recording:
+        """Record one signature; nobody but `args` may hold inputs that are to die inside.
+
+        `uses` are the outputs that the user gets (None: all), and those that others read. `written` are inputs that plain
+        calls wrote, besides those that the layout knows. Raises `CaptureError` where the callable gives an input another
+        shape, and `StagingError` where no placeholder can stand for one.
+        """
+        owner, layout = self._owner, self._layout
+        released = owner.begin_recording(slot)
+        gifts = Gifts(owner, slot, args, [i for i in layout.pooled if i not in copied])
+        placeholders = self._placeholders(args, sorted({*layout.copied, *copied}))
+        staged = [placeholders[i].tensor if i in placeholders else a for i, a in enumerate(args)]
+        if self._finds_writes:
+            staged = [counting(value) for value in staged]
+        passed = staged.copy()
+        gifts.put_into(passed)
+        watched = staged if self._finds_writes else ()
+        before, said = Watched(watched), SaidToBeWritten(watched)
+        try:
+            fn = self._watched_by(said) if self._finds_writes else self._fn
+            with torch_private.autocast_cache_off():
+                graph, outputs = owner.driver.record(fn, passed, opaque=self.opaque, slot=slot)
+        finally:
+            passed.clear()
+            consumes = gifts.take_back()
+        before.refuse_new_layouts()
+        recording = Recording(
+            graph,
+            outputs,
+            staged,
+            placeholders,
+            mutated=sorted({*layout.mutated, *written, *before.written(), *said.found}),
+            visible=uses[0],
+            read=uses[1],
+            consumes=consumes,
+            outside=self._outside(said, outputs, slot) if self._finds_writes else None,
+            released=released,
+            counts_writes=self._finds_writes,
+            birth=owner.next_birth(),
+            slot=slot,
+            stats=self._stats,
+        )
+        del outputs
+        recording.seal()
+        return recording
+
+    def _watched_by(self, said: SaidToBeWritten) -> BoxedCallable:
+        def fn(args: list[Any]) -> Sequence[Any]:
+            # Inside of the driver's own watching: what it sees lies where the graph has it.
+            with said:
+                return self._fn(args)
+
+        return fn
+
+    def _outside(
+        self, said: SaidToBeWritten, outputs: Sequence[Any], slot: int
+    ) -> dict[int, torch.UntypedStorage]:
+        """What the callable read or returned that is neither an input nor made by it, by address."""
+        owner = self._owner
+        found = dict(said.outside)
+        found.update(
+            (value.untyped_storage().data_ptr(), value.untyped_storage())
+            for value in outputs
+            if said.is_unknown(value) or (has_place(value) and value.device != owner.driver.device)
+        )
+        if found:  # of these, the driver knows what was made beside operators
+            made = owner.driver.live_blocks(slot)
+            for address in found.keys() & made:
+                if owner.block_at(slot, address) is None:
+                    del found[address]
+        return found
+
+    def _placeholders(self, args: Sequence[Any], copied: Sequence[int]) -> dict[int, Placeholder]:
+        """Copies of inputs. See Note [Placeholders are shared]."""
+        numbers: Counter[tuple[Any, ...]] = Counter()
+        found: dict[int, Placeholder] = {}
+        for i in copied:
+            value, info = args[i], self._layout.infos[i]
+            like = layout_of(value)
+            key = (numbers[like], *like, *(place_of(value) if info.whole_storage else ()))
+            numbers[like] += 1
+            try:
+                found[i] = self._placeholder(key, value, whole_storage=info.whole_storage)
+                found[i].copy_from(value)
+            except (torch.OutOfMemoryError, MemoryError):
+                raise
+            except Exception as error:  # ours: nothing of the user's ran
+                raise StagingError(
+                    f"{info.name} can't be given memory of fixed address ({type(error).__name__}: {error})"
+                ) from error
+        return found
+
+    def _placeholder(
+        self, key: tuple[Any, ...], value: torch.Tensor, *, whole_storage: bool
+    ) -> Placeholder:
+        known = self._owner.placeholders
+        found = known.get(key)
+        if found is None:
+            found = known[key] = Placeholder(value, whole_storage=whole_storage)
+        return found

@@ -9,7 +9,7 @@ lies on them. A partition compiled by Inductor calls no aten op that could be ta
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
 from cgpass.compile.facts.draws import draws
-from cgpass.runtime import rng_ops
+from cgpass.runtime import rng
 from cgpass.runtime.capturing import capture_runs, no_gc
 from cgpass.runtime.changes import Mode
 from cgpass.runtime.collectives import (
@@ -112,15 +112,15 @@ class RecordedStates:
         """`torch.get_rng_state`."""
         if self.foreign:
             return torch.default_generator.get_state()
-        return rng_ops.get_state(torch.default_generator)
+        return rng.get_state(torch.default_generator)
 
     def set_state(self, state: torch.Tensor) -> None:
         """`torch.set_rng_state`."""
         self.foreign = not self._made(state)
         if self.foreign:
-            rng_ops.put_state(torch.default_generator, state)
+            rng.put_state(torch.default_generator, state)
         else:
-            rng_ops.set_state(torch.default_generator, state)
+            rng.set_state(torch.default_generator, state)
 
     def manual_seed(self, seed: int) -> torch.Generator:
         """`torch.manual_seed`."""
@@ -193,7 +193,7 @@ def inside_operator() -> Mode:
     return _Using(None)
 
 
-class recorded(_Using):
+class _Recorded(_Using):
     """Have torch's functions on the default generator work on the states of a recording in this thread."""
 
     def begin(self) -> None:
@@ -417,7 +417,7 @@ class SimulatedDriver(GraphDriver):
             args.clear()
             with HostReads(refuse(_REFUSAL)), Alone():
                 return list(tape.note(lambda *inputs: tuple(fn(list(inputs))), inputs, {}))
-        with HostMethods(refuse(_REFUSAL)), recorded(tape.states), tape:
+        with HostMethods(refuse(_REFUSAL)), _Recorded(tape.states), tape:
             outputs = list(fn(args))
         tape.states.end()
         tape.unjoined.refuse()

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from cgpass import torch_private
-from cgpass.runtime.recorder import WarmUp
+from cgpass.runtime.inputs import Found, Layout, ShapeKey, describe, describe_tensors
 from cgpass.runtime.recording import Recording
-from cgpass.runtime.rule import Found
-from cgpass.runtime.signature import Layout, ShapeKey, describe, describe_tensor
 from cgpass.telemetry import tracing
 from cgpass.telemetry.summaries import RECORDINGS_KEPT, RecordingNote
 from cgpass.telemetry.tracing import Source
@@ -25,7 +23,7 @@ _KEYS_KEPT: Final = 4096
 """Keys without a recording that are remembered: a bound on memory."""
 
 Key = tuple[ShapeKey, bytes]
-"""What is computed, and where the static inputs are read: see `rule.Found.places`."""
+"""What is computed, and where the static inputs are read: see `Found.places`."""
 
 
 @dataclass(eq=False)
@@ -33,10 +31,8 @@ class Seen:
     """A key that was seen, wherever the values of other recordings lay."""
 
     key: Key
-    storages: tuple[torch_private.WeakStorage, ...]
-    """Of the static inputs that are read in place."""
-    identities: tuple[int, ...]
-    """The same, to tell one from another."""
+    storages: dict[int, torch_private.WeakStorage]
+    """Of the static inputs that are read in place, by what tells them apart."""
     draws: list[int]
     """How far random operators draw from where the partition begins: learnt in a call without a graph."""
     objects: tuple[object, ...] = ()
@@ -46,14 +42,19 @@ class Seen:
     recordings: dict[bytes, list[Recording]] = field(default_factory=dict)
     """By the addresses of other recordings' values, oldest first."""
 
+    @property
+    def made_for(self) -> tuple[int, ...]:
+        """Which storages these are."""
+        return tuple(self.storages)
+
     def all(self) -> list[Recording]:
         """Every recording of this key."""
-        return [recording for members in self.recordings.values() for recording in members]
+        return [recording for each in self.recordings.values() for recording in each]
 
     @property
     def is_gone(self) -> bool:
         """Whether something that it reads in place exists no more."""
-        return any(storage.expired for storage in self.storages)
+        return any(storage.expired for storage in self.storages.values())
 
 
 class RecordingTable:
@@ -70,13 +71,19 @@ class RecordingTable:
         """Those without a recording, least recently used first."""
         self._recorded: Counter[tuple[int, ...]] = Counter()
         """Recordings of each set of storages."""
-        self._watermark = max_recordings
+        self._full = 64
+        """How many keys there are when those whose storages are gone are left out next."""
         self.newest: Key | None = None
         """The key that was remembered last."""
 
     def get(self, key: Key) -> Seen | None:
         """What is known of a key, if it was seen."""
         return self._seen.get(key)
+
+    def recordings(self, shape: ShapeKey, places: bytes, values: bytes) -> list[Recording]:
+        """Those for a call that copies nothing that may be read in place."""
+        seen = self._seen.get((shape, places))
+        return [] if seen is None else seen.recordings.get(values, [])
 
     def all(self) -> list[Recording]:
         """Every recording."""
@@ -86,45 +93,34 @@ class RecordingTable:
         """Whether one more recording may be made for a set of storages."""
         return self._recorded[storages] < self._max_recordings
 
-    def remember(self, new: Seen) -> Seen:
-        """Note that a key was seen; returns what is known of it."""
-        self.newest = new.key
-        found = self._seen.get(new.key)
-        if found is not None:
-            self.renew(found, new.storages, new.identities)
-            return found
-        if len(self._seen) >= self._watermark:
-            self._forget_what_is_gone()
-        if len(self._unrecorded) >= _KEYS_KEPT:
-            self._forget(next(iter(self._unrecorded)))
-        self._unrecorded[new.key] = self._seen[new.key] = new
-        return new
-
-    def is_full_of_unseen(self, identities: tuple[int, ...]) -> bool:
+    def is_full_of_unseen(self, storages: tuple[int, ...]) -> bool:
         """Whether as many keys of one set of storages as may be recorded were seen once, and not again."""
-        number = sum(seen.identities == identities for seen in self._unrecorded.values())
+        number = sum(seen.made_for == storages for seen in self._unrecorded.values())
         return number >= self._max_recordings
 
     def recorded_shape(self) -> ShapeKey | None:
         """What was computed by the newest recording, if there is one."""
         return next((s.key[0] for s in reversed(self._seen.values()) if s.recordings), None)
 
-    def renew(
-        self,
-        seen: Seen,
-        storages: tuple[torch_private.WeakStorage, ...],
-        identities: tuple[int, ...],
-    ) -> None:
-        """Note that a key was seen once more, and which storages lie in its places now."""
-        if self._unrecorded.pop(seen.key, None) is not None:
-            self._unrecorded[seen.key] = seen
-        seen.storages, seen.identities = storages, identities
+    def remember(self, new: Seen) -> Seen:
+        """Note that a key was seen; returns what is known of it."""
+        self.newest = new.key
+        found = self._seen.setdefault(new.key, new)
+        found.storages = new.storages
+        if not found.recordings:
+            self._unrecorded.pop(new.key, None)
+            self._unrecorded[new.key] = found
+        if len(self._unrecorded) > _KEYS_KEPT:
+            self._forget(next(iter(self._unrecorded)))
+        if len(self._seen) > self._full:
+            self._forget_what_is_gone()
+        return found
 
     def _forget_what_is_gone(self) -> None:
         for key, seen in list(self._seen.items()):
-            if seen.is_gone and not seen.recordings:
+            if not seen.recordings and seen.is_gone:
                 self._forget(key)
-        self._watermark = max(self._max_recordings, 2 * len(self._seen))
+        self._full = 64 + 2 * len(self._seen)
 
     def _forget(self, key: Key) -> None:
         del self._seen[key]
@@ -140,24 +136,20 @@ class RecordingTable:
 
     def drop(self, wanted: Callable[[Recording], bool]) -> list[Recording]:
         """Forget some recordings, but not their keys; returns what is to be closed."""
-        dropped: list[Recording] = []
+        dropped = [recording for recording in self.all() if wanted(recording)]
+        gone = {id(recording) for recording in dropped}
+        self._recorded -= Counter(recording.made_for for recording in dropped)
         for seen in self._seen.values():
-            for values, members in list(seen.recordings.items()):
-                gone = [recording for recording in members if wanted(recording)]
-                dropped += gone
-                self._recorded.subtract(recording.made_for for recording in gone)
-                left = [recording for recording in members if recording not in gone]
-                if left:
-                    seen.recordings[values] = left
-                else:
-                    del seen.recordings[values]
-        self._recorded = +self._recorded
+            left = {
+                at: [r for r in each if id(r) not in gone] for at, each in seen.recordings.items()
+            }
+            seen.recordings = {at: each for at, each in left.items() if each}
         return dropped
 
     def drop_gone(self) -> list[Recording]:
-        """Forget recordings that read storages which are gone, unless their outputs are held."""
-        gone = {id(r) for seen in self._seen.values() if seen.is_gone for r in seen.all()}
-        dropped = self.drop(lambda r: id(r) in gone and not r.memory.any_held())
+        """Forget keys whose storages are gone; returns their recordings, unless outputs of these are held."""
+        old = {r.birth for s in self._seen.values() if s.recordings and s.is_gone for r in s.all()}
+        dropped = self.drop(lambda r: r.birth in old and not r.memory.any_held()) if old else []
         self._forget_what_is_gone()
         return dropped
 
@@ -174,12 +166,13 @@ class RecordingTable:
 class History:
     """Compares what is recorded with what was recorded before, and keeps the newest causes."""
 
-    def __init__(self, name: str, warm_ups: WarmUp, source: Source) -> None:
+    def __init__(self, name: str, source: Source) -> None:
         self._name = name
-        self._warm_ups = warm_ups
         self._source = source
         self._causes: Counter[str] = Counter()
         self.notes: deque[RecordingNote] = deque(maxlen=RECORDINGS_KEPT)
+        self.warm_up_ms: float | None = None
+        """Host time of the last call without a graph, since the last recording."""
         self._places: dict[ShapeKey, bytes] = {}
         """Where the newest recording of each shape reads its static inputs."""
         self._tensors: tuple[int, ...] = ()
@@ -202,79 +195,68 @@ class History:
         recording: Recording,
     ) -> str:
         """Note a recording, just made and not in the table yet; returns the code of its cause."""
+        shape, tensors = seen.key[0], tuple(id(args[i]) for i in layout.parameters)
         note = RecordingNote(
-            *self._compare(layout, seen, found, args),
+            *self._compare(layout, seen, found, args, tensors),
             recording.copied_bytes,
             recording.slot,
             (time.perf_counter() - started) * 1e3,
             recording.instantiate_ms,
-            self._warm_ups.last_ms,
+            self.warm_up_ms,
         )
         self.notes.append(note)
-        self._announce(note)
-        self._warm_ups.last_ms = self._why_anew = None
-        shape = seen.key[0]
-        self._places.pop(shape, None)
-        self._places[shape] = found.places  # the newest comes last
-        self._tensors = _tensors(layout, args)
-        return note.cause
-
-    def _announce(self, note: RecordingNote) -> None:
         self._causes[note.cause] += 1
         number, times = self._causes.total(), self._causes[note.cause]
         often = f" (for moved inputs: {times} so far)" if note.cause == "moved" else ""
         name = self._source.of(self._name)
         log.info("%s: recording %d made%s: %s", name, number, often, note.detail)
         tracing.add_recording(self._name, number, note, self._source)
+        self.warm_up_ms = self._why_anew = None
+        self._places.pop(shape, None)
+        self._places[shape] = found.places  # the newest comes last
+        self._tensors = tensors
+        return note.cause
 
     def _compare(
-        self, layout: Layout, seen: Seen, found: Found, args: Sequence[Any]
+        self,
+        layout: Layout,
+        seen: Seen,
+        found: Found,
+        args: Sequence[Any],
+        tensors: tuple[int, ...],
     ) -> tuple[str, str]:
+        def names(positions: Sequence[int]) -> str:
+            return describe((layout.infos[i] for i in positions), _NAMED)
+
+        shape = seen.key[0]
         if seen.recordings.get(found.values):
             return "held", (
                 "results of earlier calls are still referenced, or wait for their backward: one more recording beside theirs"
             )
         if self._why_anew is not None:
             return "anew", self._why_anew
-        shape = seen.key[0]
         if not self._places:
             return "first", "the first call after the warm-up"
         if shape not in self._places:
             changed = layout.changed(next(reversed(self._places)), shape)
-            names = _names(layout, changed) if changed else "modes of torch"
-            return "shape", f"the first call with this value or layout of {names}"
-        before = dict(zip(layout.checked, array("q", self._places[shape]), strict=True))
-        now = dict(zip(layout.checked, array("q", found.places), strict=True))
-        moved = [i for i in now if now[i] != before[i]]
+            what = names(changed) if changed else "modes of torch"
+            return "shape", f"the first call with this value or layout of {what}"
+        pairs = zip(array("q", self._places[shape]), array("q", found.places), strict=True)
+        moved = {i: (a, b) for i, (a, b) in zip(layout.checked, pairs, strict=True) if a != b}
         if not moved:
-            names = _names(layout, [i for i in layout.pooled if args[i].numel()])
-            return "memory", f"values of other partitions lie elsewhere: {names}"
-        pairs = zip(layout.parameters, self._tensors, _tensors(layout, args), strict=False)
-        others = [i for i, a, b in pairs if a != b]
+            values = names([i for i in layout.pooled if args[i].numel()])
+            return "memory", f"values of other partitions lie elsewhere: {values}"
+        known = zip(layout.parameters, self._tensors, tensors, strict=False)
+        others = [i for i, a, b in known if a != b]
         if others and not found.copied:
-            return "other tensors", _others(layout, others)
-        texts = [_move(layout, i, args[i], before[i], now[i]) for i in moved[:_NAMED]]
+            if len(others) == len(layout.parameters) > _NAMED:
+                return "other tensors", "the first call with these parameters and buffers"
+            these = "this tensor" if len(others) == 1 else "these tensors"
+            return "other tensors", f"the first call with {these} for {names(others)}"
+        texts = [
+            f"{describe_tensors(layout.infos, args, [i])} "
+            + (f"moved from {a:#x} to {b:#x}" if a and b else "lies at new places: copied")
+            for i, (a, b) in list(moved.items())[:_NAMED]
+        ]
         left = len(moved) - _NAMED
         return "moved", ", ".join(texts) + (f", and {left} more" if left > 0 else "")
-
-
-def _others(layout: Layout, new: Sequence[int]) -> str:
-    if len(new) == len(layout.parameters) > _NAMED:
-        return "the first call with these parameters and buffers"
-    return f"the first call with {'this tensor' if len(new) == 1 else 'these tensors'} for {_names(layout, new)}"
-
-
-def _move(layout: Layout, i: int, value: Any, before: int, now: int) -> str:
-    where = (
-        f"moved from {before:#x} to {now:#x}" if now and before else "lies at new places: copied"
-    )
-    return f"{describe_tensor(layout.infos[i], value)} {where}"
-
-
-def _names(layout: Layout, positions: Sequence[int]) -> str:
-    return describe((layout.infos[i] for i in positions), _NAMED)
-
-
-def _tensors(layout: Layout, args: Sequence[Any]) -> tuple[int, ...]:
-    """Which tensors a call's static inputs are."""
-    return tuple(id(args[i]) for i in layout.parameters)

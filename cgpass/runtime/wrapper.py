@@ -14,16 +14,17 @@ from cgpass.options import Options
 from cgpass.runtime import changes
 from cgpass.runtime.driver import CUDADriver, GraphDriver
 from cgpass.runtime.executor import ranged
+from cgpass.runtime.inputs import check_tensor
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.runner import PartitionRunner
-from cgpass.runtime.signature import check_tensor, infer_infos, infer_kind
+from cgpass.runtime.partition import PartitionRunner
 from cgpass.runtime.simulated import SimulatedDriver
-from cgpass.runtime.writes import shares_memory
 from cgpass.telemetry import CallStats
 
 log = logging.getLogger(__name__)
 
 _profiler = torch_private.profiler_state
+_TENSORS = (InputKind.COPIED, InputKind.STATIC)
+_BY_VALUE = (int, bool, str, type(None), torch.dtype, torch.device, torch.layout)
 
 
 class CUDAGraphWrapper:
@@ -76,8 +77,7 @@ class CUDAGraphWrapper:
         self._options = Options.parse(options)
         self._name = name or getattr(fn, "__qualname__", type(fn).__name__)
         self._runner: PartitionRunner | None = None
-        self._infos: tuple[InputInfo, ...] = ()
-        self._warned_shared = self._warned_of_none = False
+        self._warned = False
 
     @property
     def stats(self) -> CallStats | None:
@@ -107,19 +107,14 @@ class CUDAGraphWrapper:
         if driver == "none" or device is None or (driver == "auto" and device.type != "cuda"):
             wanted = driver in ("cuda", "simulated") or torch.cuda.is_available()
             if device is None and args and driver != "none" and wanted:
-                self._warn_of_no_tensors()
+                self._say_that_there_are_no_tensors()
             with torch.no_grad():
                 return self._fn(*args)
         runner = self._runner
         if runner is None:
             runner = self._runner = self._new_runner(args, device)
-        self._check(args, runner.owner.driver.device)
-        if (
-            runner.written
-            and not torch_private.in_vmap_or_functorch()
-            and shares_memory(args, runner.written)
-        ):
-            return self._run_shared(runner, args)
+        else:
+            self._check(args, runner)
         with runner.owner.lock, torch.no_grad():
             runner.owner.enter_call()
             run = runner.run
@@ -136,39 +131,35 @@ class CUDAGraphWrapper:
         spec = results.pop()
         return pytree.tree_unflatten(results, spec)
 
-    def _warn_of_no_tensors(self) -> None:
-        if not self._warned_of_none:
-            self._warned_of_none = True
-            level = logging.WARNING if self._options.on_skip == "warn" else logging.INFO
-            log.log(
-                level,
-                "%s: no input is a tensor, so calls run without a graph. Pass tensors by themselves, not in objects.",
-                self._name,
-            )
-
-    def _run_shared(self, runner: PartitionRunner, args: Sequence[Any]) -> Any:
-        if not self._warned_shared:
-            self._warned_shared = True
-            log.warning(
-                "%s writes inputs, and some of its inputs share memory: such calls run without a graph. "
-                "Pass tensors that share none.",
-                self._name,
-            )
-        runner.stats.calls += 1
-        runner.stats.plain_calls += 1
-        with torch.no_grad():
-            return self._fn(*args)
+    def _say_that_there_are_no_tensors(self) -> None:
+        warns = self._options.on_skip == "warn" and not self._warned
+        self._warned = True
+        log.log(
+            logging.WARNING if warns else logging.DEBUG,
+            "%s: no input is a tensor, so calls run without a graph. Pass tensors by themselves, not in objects.",
+            self._name,
+        )
 
     def _new_runner(self, args: Sequence[Any], device: torch.device) -> PartitionRunner:
+        unknown = sorted(i for i in self._static if not 0 <= i < len(args))
+        if unknown:
+            raise InputError(
+                f"{self._name}: static_input_indices names input {unknown[0]}, but the call has {len(args)}"
+            )
+        kinds = self._kinds(args, device)
+        infos = tuple(InputInfo(f"input {i}", kind) for i, kind in enumerate(kinds))
+        owner = Owner(
+            _driver(self._options, device), max_pending_calls=self._options.max_pending_calls
+        )
+        return PartitionRunner(
+            self._run_flat, infos, owner, self._options, name=self._name, check_layout=True
+        )
+
+    def _kinds(self, args: Sequence[Any], device: torch.device) -> list[InputKind]:
         try:
-            self._infos = infer_infos(args, self._static, device)
+            return [_kind(i, value, self._static, device) for i, value in enumerate(args)]
         except InputError as error:
             raise InputError(f"{self._name}: {error}") from None
-        driver = _driver(self._options, device)
-        owner = Owner(driver, max_pending_calls=self._options.max_pending_calls)
-        return PartitionRunner(
-            self._run_flat, self._infos, owner, self._options, name=self._name, check_layout=True
-        )
 
     def _run_flat(self, args: list[Any]) -> list[Any]:
         """The function with its outputs flat, their structure last."""
@@ -181,38 +172,33 @@ class CUDAGraphWrapper:
                 self._check_output(number, leaf)
         return [*leaves, spec]
 
-    def _check(self, args: Sequence[Any], device: torch.device) -> None:
-        if len(args) != len(self._infos):
+    def _check(self, args: Sequence[Any], runner: PartitionRunner) -> None:
+        infos = runner.layout.infos
+        if len(args) != len(infos):
             raise InputError(
-                f"{self._name} was first called with {len(self._infos)} inputs, now with {len(args)}"
+                f"{self._name} was first called with {len(infos)} inputs, now with {len(args)}"
             )
-        for index, (info, value) in enumerate(zip(self._infos, args, strict=True)):
-            is_tensor = info.kind in (InputKind.COPIED, InputKind.STATIC)
-            if is_tensor != isinstance(value, torch.Tensor):
+        kinds = self._kinds(args, runner.owner.driver.device)
+        for info, kind, value in zip(infos, kinds, args, strict=True):
+            if kind is not info.kind:
+                was = "a tensor" if info.kind in _TENSORS else "of another kind"
                 raise InputError(
-                    f"{self._name}: {info.name} was {'a tensor' if is_tensor else 'no tensor'} in the first call, "
-                    f"now it is a {type(value).__name__}"
-                )
-            if is_tensor:
-                check_tensor(f"{self._name}: {info.name}", value, device)
-            elif infer_kind(index, value, frozenset(), device) is not info.kind:
-                raise InputError(
-                    f"{self._name}: {info.name} is a {type(value).__name__}, in the first call it was of another kind"
+                    f"{self._name}: {info.name} is a {type(value).__name__}, in the first call it was {was}"
                 )
 
     def _check_output(self, number: int, value: torch.Tensor) -> None:
+        what = f"{self._name}: output {number}"
         if value.is_quantized:
             raise OutputError(
-                f"{self._name}: output {number} is quantised ({value.dtype}), but a replay makes plain tensors; return "
-                "its int_repr(), its scale and its zero point"
+                f"{what} is quantised ({value.dtype}), but a replay makes plain tensors; return its int_repr(), its scale "
+                "and its zero point"
             )
-        if type(value) is not torch.Tensor or value.requires_grad:
-            kind = (
-                "requires grad" if type(value) is torch.Tensor else f"is a {type(value).__name__}"
-            )
+        is_plain = type(value) is torch.Tensor
+        if not is_plain or value.requires_grad:
+            kind = "requires grad" if is_plain else f"is a {type(value).__name__}"
             raise OutputError(
-                f"{self._name}: output {number} {kind}, but a replay makes plain tensors that require no grad; "
-                "return such a tensor, and convert it outside"
+                f"{what} {kind}, but a replay makes plain tensors that require no grad; return such a tensor, and convert "
+                "it outside"
             )
 
     def _refuse_gradients(self, args: Sequence[Any]) -> None:
@@ -254,3 +240,24 @@ def _driver(options: Options, device: torch.device) -> GraphDriver:
     raise DriverUnavailableError(
         f'driver="{driver}" can\'t record inputs on {device}; use driver="auto", or move them'
     )
+
+
+def _kind(index: int, value: Any, static: Sequence[int], device: torch.device) -> InputKind:
+    """Kind of one input, told by its value; an `InputError` for what a recording can't take."""
+    if isinstance(value, torch.Tensor):
+        check_tensor(f"input {index}", value, device)
+        return InputKind.STATIC if index in static else InputKind.COPIED
+    if index in static:
+        raise InputError(
+            f"input {index} is named static but is a {type(value).__name__}, not a tensor"
+        )
+    if isinstance(value, torch.Generator):
+        return InputKind.GENERATOR
+    if isinstance(value, _BY_VALUE):
+        return InputKind.SYMINT
+    if isinstance(value, float | complex | list | tuple | dict | set):
+        raise InputError(
+            f"input {index} is a {type(value).__name__}: a graph would freeze its value; "
+            "pass tensors (a changing number as a 0-dim tensor on the device), integers or generators"
+        )
+    return InputKind.OPAQUE

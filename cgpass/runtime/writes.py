@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
 from cgpass.errors import CaptureError
-from cgpass.runtime.placeholders import overlaps_itself
+from cgpass.runtime.inputs import overlaps_itself
 
 
 def counting(value: Any) -> Any:
@@ -194,17 +194,3 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
     reach = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
     begin = tensor.data_ptr()
     return begin, begin + (1 + reach) * tensor.element_size()
-
-
-def shares_memory(args: Sequence[Any], written: Iterable[int]) -> bool:
-    """Whether an input that is written shares memory with another: copies of the two would not."""
-    written = set(written)
-    if not written:
-        return False
-    storages = [
-        (i, value.untyped_storage().data_ptr())
-        for i, value in enumerate(args)
-        if isinstance(value, torch.Tensor) and value.numel()
-    ]
-    places = {address for i, address in storages if i in written}
-    return sum(address in places for _, address in storages) > len(places)

@@ -12,7 +12,7 @@ import torch
 
 from benchlib.measure import counted, synchronize
 from cgpass.runtime.executor import Executor
-from cgpass.runtime.runner import PartitionRunner
+from cgpass.runtime.partition import PartitionRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

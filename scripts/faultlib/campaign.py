@@ -12,14 +12,14 @@ from types import FrameType
 from typing import Any
 
 import torch
-from faultlib import inject
-from faultlib.inject import Point
-from faultlib.programs import PROGRAMS, Run, Session, Values
 
 import cgpass
 from cgpass.runtime import capturing, simulated
-from cgpass.runtime.placeholders import Placeholder
+from cgpass.runtime.inputs import Placeholder
 from cgpass.runtime.recording import Recording
+from faultlib import inject
+from faultlib.inject import Point
+from faultlib.programs import PROGRAMS, Run, Session, Values
 
 ERRORS: tuple[type[BaseException], ...] = (KeyboardInterrupt, MemoryError, RuntimeError)
 SECONDS = 120

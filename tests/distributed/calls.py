@@ -99,7 +99,7 @@ def one_rank_fails(world):
 
 
 def one_rank_is_late(world):
-    """What one process waits for too long is told as that, and the next call finds the other one again."""
+    """What one process waits for too long raises what torch raises, and the next call finds the other one again."""
     group = dist.new_group()  # with a while to meet in
     for backend in {group._get_backend(device) for device in group._device_types}:
         backend._set_default_timeout(datetime.timedelta(seconds=0.5))
@@ -118,11 +118,7 @@ def one_rank_is_late(world):
                 errors.append(error)
         dist.barrier()
     if world.rank == 0 and world.options["driver"] != "none":
-        (error,) = errors
-        assert isinstance(error, cgpass.errors.CollectiveTimeoutError), error
-        assert "inference captured_0: a collective timed out while the partition ran" in str(error)
-        assert "wait_tensor (of all_reduce) at calls.py:" in str(error)
-        assert "in fn: return collectives.wait_tensor(" in str(error)
+        assert len(errors) == 1
     return [torch.zeros(1)]
 
 

@@ -15,7 +15,7 @@ from cgpass.compile.facts.breaks import given_up, graph_break_of
 from cgpass.report.collect import reasons as _reasons
 from cgpass.report.model import FunctionReport, GraphReport, PartitionReport, Report
 from cgpass.report.page import html
-from cgpass.runtime import recorder
+from cgpass.runtime import recording
 from cgpass.runtime.simulated import SimulatedDriver, is_recording
 from cgpass.telemetry.reason import CHOSEN, OTHER_FIXES, Reason
 from tests.report.calls import CALLS
@@ -234,7 +234,7 @@ def unable(*args, **kwargs):
 # Code: what is put in whose place, and what the text begins with.
 WHOLE = {
     "capture": (SimulatedDriver, "record", unable, "RuntimeError: operation not permitted"),
-    "no_placeholder": (recorder, "Placeholder", unable, "StagingError: x can't be given"),
+    "no_placeholder": (recording, "Placeholder", unable, "StagingError: x can't be given"),
 }
 
 

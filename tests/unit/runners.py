@@ -5,7 +5,7 @@ import torch
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.options import Options
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.runner import PartitionRunner
+from cgpass.runtime.partition import PartitionRunner
 from cgpass.runtime.simulated import SimulatedDriver
 
 COPIED, STATIC, POOLED = InputKind.COPIED, InputKind.STATIC, InputKind.POOLED

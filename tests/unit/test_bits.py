@@ -8,7 +8,7 @@ import torch
 
 import cgpass
 from cgpass.runtime import fast
-from cgpass.runtime.placeholders import (
+from cgpass.runtime.inputs import (
     COPIED_AS_THEY_ARE,
     Placeholder,
     as_bits,

@@ -1,16 +1,12 @@
 """Nothing is destroyed while a capture runs, and no garbage collected."""
 
-import contextlib
 import gc
-import os
-import signal
 import threading
 
 import pytest
 import torch
 
 from cgpass import torch_private
-from cgpass.runtime import capturing
 from cgpass.runtime.capturing import (
     capture_runs,
     is_any_capture_running,
@@ -133,52 +129,6 @@ def test_no_gc_ends_when_the_last_thread_leaves():
         seen.append(gc.isenabled())
     assert seen == [False]
     assert gc.isenabled()
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-@pytest.mark.parametrize("own", [False, True])
-def test_a_forked_process_collects_though_another_thread_wanted_none(own):
-    entered, leave = threading.Event(), threading.Event()
-
-    def pause():
-        with no_gc():
-            entered.set()
-            leave.wait(60)
-
-    thread = threading.Thread(target=pause)
-    thread.start()
-    entered.wait(60)
-    with no_gc() if own else contextlib.nullcontext():
-        child = os.fork()
-        if child == 0:
-            os._exit(gc.isenabled())
-    leave.set()
-    thread.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (not own)
-    assert gc.isenabled()
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_forked_process_waits_for_no_thread_that_is_not_in_it():
-    entered, leave = threading.Event(), threading.Event()
-
-    def hold():
-        with capturing._lock:
-            entered.set()
-            leave.wait(60)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    entered.wait(60)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(300)
-        with no_gc():
-            pass
-        os._exit(0)
-    leave.set()
-    thread.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_no_gc_leaves_it_off_where_it_was_off():

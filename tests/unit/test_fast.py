@@ -11,7 +11,6 @@ import torch
 
 from cgpass import torch_private
 from cgpass.runtime import fast
-from cgpass.runtime.output_memory import count_users, watched
 
 
 def tensors(seed):
@@ -36,7 +35,7 @@ def tensors(seed):
 def watch(owned):
     """What `any_held` takes for the storages of tensors that nobody else holds now."""
     storages = tuple(t.untyped_storage() for t in owned)
-    return storages, watched(storages, count_users(storages))
+    return storages, fast.watched(storages)
 
 
 @pytest.mark.parametrize("seed", range(5))

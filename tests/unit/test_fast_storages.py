@@ -7,12 +7,10 @@ import pytest
 import torch
 
 from cgpass.runtime import fast
-from cgpass.runtime.output_memory import count_users
 
 
 def references(tensor):
-    (count,) = count_users((tensor.untyped_storage(),))
-    return count - 1  # that tuple's
+    return array("q", fast.watched((tensor.untyped_storage(),)))[2] - 1  # that tuple's
 
 
 def test_nobody_holds_no_inputs():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cgpass.runtime import fast
-from cgpass.runtime.placeholders import overlaps_itself
+from cgpass.runtime.inputs import overlaps_itself
 from tests.unit.test_fast import tensors
 
 

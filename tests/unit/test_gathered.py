@@ -9,7 +9,7 @@ from torch.distributed import fsdp
 import cgpass
 from cgpass import torch_private
 from cgpass.runtime import gathered
-from cgpass.runtime.storage_set import StorageSet
+from cgpass.runtime.owner import StorageSet
 
 PARAM = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param"]
 GROUP = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param_group"]
@@ -132,7 +132,7 @@ def test_what_is_traced_is_left_alone(gathers, monkeypatch):
 def test_nothing_is_patched_without_fsdp(monkeypatch):
     monkeypatch.delitem(sys.modules, PARAM.__name__)
     torch_private.around_gathering(lambda device: None, lambda storage: None)
-    assert not gathered._gathered
+    assert not list(gathered._gathered)
 
 
 class Pool:

@@ -6,7 +6,7 @@ import torch
 from cgpass.compile.facts.input_info import InputKind
 from cgpass.runtime import fast
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.recorder import Gifts
+from cgpass.runtime.recording import Gifts
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runners import COPIED, call, counts, infos, partition, runner
 

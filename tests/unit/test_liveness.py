@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cgpass.runtime import fast
-from cgpass.runtime.output_memory import OutputMemory
+from cgpass.runtime.outputs import OutputMemory
 from cgpass.runtime.owner import LiveOutputs
 
 

@@ -6,7 +6,7 @@ import weakref
 import torch
 
 from cgpass import torch_private
-from cgpass.runtime.output_memory import OutputMemory
+from cgpass.runtime.outputs import OutputMemory
 from tests.unit.memories import (
     SHOWN,
     hand_out,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cgpass.runtime.placeholders import Placeholder, flat_view, overlaps_itself
+from cgpass.runtime.inputs import Placeholder, flat_view, overlaps_itself
 from cgpass.runtime.recording import Recording
 from cgpass.runtime.simulated import SimulatedDriver
 

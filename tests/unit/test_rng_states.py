@@ -7,8 +7,8 @@ import torch
 
 from cgpass import torch_private
 from cgpass.errors import CaptureError, InputError
-from cgpass.runtime import rng_states
-from cgpass.runtime.rng_states import ForwardState, caller_of, forward_states, run_with_state
+from cgpass.runtime import rng
+from cgpass.runtime.rng import ForwardState, caller_of, forward_states, run_with_state
 from tests.unit.runners import COPIED, OPAQUE, counts, runner
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -97,7 +97,7 @@ def test_a_forward_draws_from_the_users_generator_and_notes_where(user):
     where, positions = call(through(draw(user, 4)), "forward")
     assert where == (7, 40)
     assert user.where() == (7, 44)
-    assert positions.tolist() == [[7, 40]]
+    assert positions.tolist() == [7, 40]
     assert positions.dtype is torch.int64
 
 
@@ -105,7 +105,7 @@ def test_a_backward_draws_there_again_and_leaves_the_users_generator_alone(user)
     user.offset = 100
     backward = caller_of(through(draw(user, 4)), "backward", (CUDA,), 0, exact=True)
     for seed, offset in ((7, 40), (7, 12), (8, 40)):
-        assert backward([torch.tensor([[seed, offset]])]) == [(seed, offset)]
+        assert backward([torch.tensor([seed, offset])]) == [(seed, offset)]
         assert user.where() == (7, 100)
         assert user.stands_in is user
 
@@ -146,7 +146,7 @@ def test_a_state_on_the_cpu_moves_on():
 
 def states_in(user, count):
     """States of a call's pairs, and what notes where they drew."""
-    positions = rng_states._Positions()
+    positions = rng._Positions()
     positions.by_number = [(0, 0)] * count
     return [ForwardState(user, positions, n) for n in range(count)], positions
 
@@ -216,7 +216,7 @@ def test_paired_draws_from_a_generator_of_its_own(user):
     assert positions.tolist() == [list(where)]
     assert where[0] != 7
     assert where[1] == 40
-    assert user.where() == (7, 40 + rng_states._STEPS_OF_A_CALL)
+    assert user.where() == (7, 40 + rng._STEPS_OF_A_CALL)
 
 
 def test_paired_has_another_seed_for_each_pair_and_the_same_for_the_same_step(user):
@@ -229,7 +229,7 @@ def test_paired_has_another_seed_for_each_pair_and_the_same_for_the_same_step(us
     forward = caller_of(two, "forward", (CUDA, CUDA), 2, exact=False)
     first, second, _ = forward([])
     assert first[0] != second[0]
-    assert user.where() == (7, rng_states._STEPS_OF_A_CALL)  # far past what either drew
+    assert user.where() == (7, rng._STEPS_OF_A_CALL)  # far past what either drew
     third, *_ = forward([])
     assert third[0] == first[0]
     assert third[1] != first[1]

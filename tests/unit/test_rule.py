@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from cgpass.runtime.inputs import Inputs, Layout
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.rule import Inputs
-from cgpass.runtime.signature import Layout
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runners import COPIED, POOLED, STATIC, infos
 
@@ -32,7 +31,7 @@ class Partition:
     def __call__(self, *args):
         key = self.layout.static_key(args)
         found = self.inputs.find(args, key)
-        self.inputs.remember(args, key, found)
+        self.inputs.remember(args, found.new)
         return found
 
 
@@ -205,24 +204,3 @@ def test_of_one_storage_the_oldest_places_are_forgotten():
     assert number_known(part) <= 8
     assert part(X, base[499:]).new == ()
     assert part(X, base[1:]).new == (1,)
-
-
-# ---- static_input_check="error"
-
-
-def test_what_moved_since_its_module_was_recorded_is_named():
-    part, module, other = Partition(COPIED, STATIC), torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
-
-    def moved(module, recorded=True):
-        args = (X, module.weight)
-        key = part.layout.static_key(args)
-        return part.inputs.moved(args, key, part(*args), recorded=recorded)
-
-    assert moved(module, recorded=False) == ()
-    module.weight.data = torch.ones(1, 2)
-    assert moved(module, recorded=False) == (), "nothing was recorded"
-    assert (moved(module), moved(other), moved(module)) == ((), (), ())
-    kept, module.weight.data = module.weight.data, torch.ones(1, 2)
-    assert moved(module) == (1,)
-    assert moved(other) == ()
-    del kept

@@ -5,7 +5,8 @@ import torch
 
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.errors import InputError
-from cgpass.runtime.signature import Layout, check_tensor, describe, infer_infos
+from cgpass.runtime.inputs import Layout, check_tensor, describe
+from cgpass.runtime.wrapper import CUDAGraphWrapper, _kind
 from tests.unit.runners import COPIED, OPAQUE, POOLED, STATIC, SYMINT, infos
 
 CPU = torch.device("cpu")
@@ -75,15 +76,8 @@ def test_describe_names_and_lines():
 
 def test_kinds_inferred_from_values():
     args = [X, X, 3, True, "text", None, torch.float32, torch.Generator(), object()]
-    found = infer_infos(args, [1], CPU)
-    assert [info.kind for info in found] == [
-        COPIED,
-        STATIC,
-        *[SYMINT] * 5,
-        InputKind.GENERATOR,
-        OPAQUE,
-    ]
-    assert [info.name for info in found][:2] == ["input 0", "input 1"]
+    found = [_kind(i, value, (1,), CPU) for i, value in enumerate(args)]
+    assert found == [COPIED, STATIC, *[SYMINT] * 5, InputKind.GENERATOR, OPAQUE]
 
 
 @pytest.mark.parametrize(
@@ -95,16 +89,21 @@ def test_values_that_would_freeze_are_refused(value):
     with pytest.raises(
         InputError, match=f"input 1 is a {type(value).__name__}: a graph would freeze"
     ):
-        infer_infos([X, value], [], CPU)
+        _kind(1, value, (), CPU)
 
 
 def test_static_indices_must_name_tensors():
+    def call(value, *static):
+        options = {"driver": "simulated", "progress": "off"}
+        with torch.no_grad():
+            CUDAGraphWrapper(torch.abs, static_input_indices=static, options=options)(value)
+
     with pytest.raises(InputError, match="static_input_indices names input 2, but the call has 1"):
-        infer_infos([X], [2], CPU)
+        call(X, 2)
     with pytest.raises(InputError, match="names input -1"):
-        infer_infos([X], [-1], CPU)
-    with pytest.raises(InputError, match="input 0 is named static but is a int, not a tensor"):
-        infer_infos([3], [0], CPU)
+        call(X, -1)
+    with pytest.raises(InputError, match="input 0 is named static but is a list, not a tensor"):
+        call([X], 0)
 
 
 class Subclass(torch.Tensor):

@@ -1,17 +1,21 @@
 """Keys that were seen, recordings of each, and that neither grows."""
 
+import itertools
+
 import pytest
 import torch
 
 from cgpass import torch_private
 from cgpass.runtime.table import RecordingTable, Seen
 
+births = itertools.count()
+
 
 class Recorded:
     """A recording, as far as the table looks at it."""
 
     def __init__(self, made_for=(), *, held=False):
-        self.made_for, self.held, self.memory = made_for, held, self
+        self.made_for, self.held, self.memory, self.birth = made_for, held, self, next(births)
 
     def any_held(self):
         return self.held
@@ -19,42 +23,25 @@ class Recorded:
 
 def seen(name, *tensors):
     storages = [t.untyped_storage() for t in tensors]
-    refs = tuple(map(torch_private.WeakStorage, storages))
-    return Seen(((name,), b""), refs, tuple(s._cdata for s in storages), [])
+    return Seen(((name,), b""), {s._cdata: torch_private.WeakStorage(s) for s in storages}, [])
 
 
 def sizes(table):
     return len(table._seen), len(table._unrecorded)
 
 
-def test_a_key_is_known_once_it_was_seen():
-    table = RecordingTable(4)
-    assert table.get((("a",), b"")) is None
-    first = table.remember(seen("a"))
-    first.draws.append(3)
-    assert table.remember(seen("a")) is first
-    assert first.draws == [3], "what was learnt stays known to its recordings"
-    assert table.newest == (("a",), b"")
-
-
-def test_recordings_are_found_by_where_values_lie():
+def test_recordings_are_found_by_keys_and_by_where_values_lie():
     table, one, two = RecordingTable(4), Recorded(), Recorded()
+    assert table.get((("a",), b"")) is None
     known = table.remember(seen("a"))
-    assert table.add(known, b"1", one) is known.recordings[b"1"]
+    assert table.remember(seen("a")) is known, "what was learnt stays known to its recordings"
+    assert table.add(known, b"1", one) is table.recordings(("a",), b"", b"1")
     table.add(known, b"2", two)
-    assert known.recordings == {b"1": [one], b"2": [two]}
     assert table.all() == known.all() == [one, two]
-    assert table.recorded_shape() == ("a",)
-
-
-def test_keys_without_a_recording_are_forgotten_least_recently_used_first():
-    table = RecordingTable(4)
-    table.add(table.remember(seen("recorded")), b"", Recorded())
-    for n in (*range(4096), 0, "new"):
-        table.remember(seen(n))
-    found = {name: table.get(((name,), b"")) is not None for name in ("recorded", 0, 1, 2, "new")}
-    assert found == {"recorded": True, 0: True, 1: False, 2: True, "new": True}
-    assert sizes(table) == (4097, 4096)
+    assert (table.recorded_shape(), table.newest) == (("a",), (("a",), b""))
+    assert (table.drop(lambda r: r is one), known.recordings) == ([one], {b"2": [two]})
+    assert table.clear() == [two]
+    assert table.get(known.key) is None
 
 
 def test_room_is_counted_for_each_set_of_storages():
@@ -63,12 +50,8 @@ def test_room_is_counted_for_each_set_of_storages():
     for made_for in ((1, 2), (3,), (1, 2)):
         assert table.has_room(made_for)
         table.add(known, b"", Recorded(made_for))
-    assert [table.has_room(each) for each in ((1, 2), (2, 1), (3,), ())] == [
-        False,
-        True,
-        True,
-        True,
-    ]
+    found = [table.has_room(each) for each in ((1, 2), (2, 1), (3,), ())]
+    assert found == [False, True, True, True]
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -90,38 +73,22 @@ def test_a_key_whose_places_others_took_is_not_gone():
     known = table.remember(seen("a", first))
     del first
     assert known.is_gone
-    second, third = torch.ones(2), torch.ones(2)
+    second = torch.ones(2)
     table.remember(seen("a", second))
+    assert known.made_for == (second.untyped_storage()._cdata,)
     assert not known.is_gone
-    assert known.identities == (second.untyped_storage()._cdata,)
-    table.add(known, b"", Recorded())
-    del second
-    now = seen("a", third)
-    table.renew(known, now.storages, now.identities)
-    assert table.drop_gone() == []
-    assert sizes(table) == (1, 0)
-
-
-def test_keys_outlive_recordings_that_are_dropped():
-    table, known = RecordingTable(4), seen("a")
-    one, two = Recorded(), Recorded()
-    for each in (one, two):
-        table.add(table.remember(known), b"", each)
-    assert table.drop(lambda r: r is one) == [one]
-    assert known.recordings == {b"": [two]}
-    assert table.drop(lambda r: True) == [two]
-    assert table.get(known.key) is known
-    assert table.clear() == []
-    assert table.get(known.key) is None
 
 
 def test_nothing_grows_over_5000_shapes():
+    """Keys are forgotten with their storages, and the least recently used first."""
     table = RecordingTable(64)
-    for n in range(5000):
+    table.add(table.remember(seen("recorded")), b"", Recorded())
+    for n in (*range(4096), 0, "new"):
         table.remember(seen(n))
-    assert sizes(table) == (4096, 4096)
+    found = {name: table.get(((name,), b"")) is not None for name in ("recorded", 0, 1, 2, "new")}
+    assert found == {"recorded": True, 0: True, 1: False, 2: True, "new": True}
+    assert sizes(table) == (4097, 4096)
     table = RecordingTable(64)
     for n in range(5000):  # each with a tensor that dies
         table.remember(seen(n, torch.ones(2)))
     assert sizes(table)[0] <= 128
-    assert sizes(table)[1] == sizes(table)[0]

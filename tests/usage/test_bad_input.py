@@ -8,7 +8,7 @@ from torch import nn
 
 import cgpass
 from cgpass.errors import CaptureError, DriverUnavailableError, OptionError
-from cgpass.runtime import recorder
+from cgpass.runtime import recording
 from tests.usage import programs
 from tests.usage.programs import MLP, assert_steady
 
@@ -194,7 +194,7 @@ def no_placeholder(*args, **kwargs):
 
 
 def test_an_input_that_gets_no_placeholder_is_our_failure_not_the_users(caplog, monkeypatch):
-    monkeypatch.setattr(recorder, "Placeholder", no_placeholder)
+    monkeypatch.setattr(recording, "Placeholder", no_placeholder)
     result, said, counters = plainly(caplog, long_enough, X)
     assert torch.equal(result, long_enough(X))
     (message,) = said
@@ -209,7 +209,7 @@ def test_an_input_that_gets_no_placeholder_is_our_failure_not_the_users(caplog, 
 
 
 def test_raise_refuses_an_input_that_gets_no_placeholder(monkeypatch):
-    monkeypatch.setattr(recorder, "Placeholder", no_placeholder)
+    monkeypatch.setattr(recording, "Placeholder", no_placeholder)
     call = compiled(long_enough, on_skip="raise")
     call(X)
     with pytest.raises(CaptureError, match="no such memory"):

@@ -8,12 +8,10 @@ import torch
 
 from cgpass.runtime import fast
 from cgpass.runtime import recording as recording_module
-from cgpass.runtime.output_memory import OutputMemory
+from cgpass.runtime.inputs import CopyIn, Layout, Placeholder
+from cgpass.runtime.outputs import OutputMemory
 from cgpass.runtime.owner import LiveOutputs, Owner
-from cgpass.runtime.placeholders import CopyIn, Placeholder
-from cgpass.runtime.recorder import Recorder
-from cgpass.runtime.recording import Recording
-from cgpass.runtime.signature import Layout
+from cgpass.runtime.recording import Recorder, Recording
 from cgpass.runtime.simulated import SimulatedDriver, SimulatedGraph
 from tests.usage import programs
 from tests.usage.programs import Block, Setting

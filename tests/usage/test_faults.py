@@ -142,7 +142,9 @@ def test_memory_that_runs_out_at_any_request(name, error, monkeypatch):
 
         return allocate
 
-    monkeypatch.setattr(simulated.SimulatedPool, "allocate", failing(simulated.SimulatedPool.allocate))
+    monkeypatch.setattr(
+        simulated.SimulatedPool, "allocate", failing(simulated.SimulatedPool.allocate)
+    )
     monkeypatch.setattr(torch, "empty_strided", failing(torch.empty_strided))
     monkeypatch.setattr(torch, "empty_like", failing(torch.empty_like))
     for number in range(1, 1000, 3):

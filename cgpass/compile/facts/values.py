@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from cgpass import torch_private
 from cgpass.compile.facts import op_tables
-from cgpass.compile.facts.lines import user_line
 
 _SCALARS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)
 _SHAPE_READERS = frozenset(
@@ -268,30 +267,6 @@ def starts_collective(node: fx.Node) -> bool:
         and target.namespace == "_c10d_functional"
         and target._opname not in op_tables.STARTS_NOTHING
     )
-
-
-def collective_calls(gm: fx.GraphModule) -> list[tuple[str, str, str, str | None]]:
-    """What communicates in a graph, in order: node, operator, what a wait waits for, the user's line."""
-    return [
-        (node.name, _operator(node), _waited_for(node), user_line(node))
-        for node in gm.graph.nodes
-        if is_collective(node)
-    ]
-
-
-def _operator(node: fx.Node) -> str:
-    op, _, _ = called(node)
-    return op._opname if isinstance(op, torch._ops.OpOverload) else str(op)
-
-
-def _waited_for(node: fx.Node) -> str:
-    """The operator whose result a wait gets, if the graph has it."""
-    if _operator(node) != "wait_tensor":
-        return ""
-    source: object = node.args[0]
-    while isinstance(source, fx.Node) and source.target is operator.getitem:
-        source = source.args[0]
-    return _operator(source) if isinstance(source, fx.Node) and source.op != "placeholder" else ""
 
 
 def has_side_effect(node: fx.Node) -> bool:

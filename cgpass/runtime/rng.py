@@ -1,4 +1,4 @@
-"""Generator states of random operators that a backward recomputes, and where each forward's stood.
+"""Random numbers: generator states that a backward recomputes from, states as operators, seeds of attention.
 
 Note [Positions of generators]
     In "exact" mode the forward half of a pair draws from the user's own generator, as eager does. Where that stands
@@ -12,19 +12,30 @@ Note [Positions of generators]
     host. CPU generators have no positions but whole states, and host operators are there to read them in a replay.
 
     Private generators belong to a graph: one thread at a time has it draw from them.
+
+Note [Seeds of attention]
+    Memory-efficient attention with dropout returns the generator's seed and offset as two tensors. They lie on the
+    host where the operator ran plainly, on the device where it was captured; its backward reads them through a pointer
+    to wherever it is called itself. What one partition made in a graph and another reads outside of one, or the other
+    way round, has to change places in between.
+
+    Source: aten/src/ATen/native/transformers/cuda/attention.cu and attention_backward.cu, 2.11.
 """
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from cgpass import torch_private
 from cgpass.errors import CaptureError, CheckpointError, InputError
 from cgpass.runtime.changes import Mode
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
+STATE_BYTES: Final = torch.default_generator.get_state().numel()
 _GOLDEN = 0x9E3779B97F4A7C15
 _STEPS_OF_A_CALL = 1 << 26
 """How far a call in "paired" mode moves the user's generator: more than any operator draws, and calls never meet."""
@@ -193,16 +204,18 @@ class Backward(_Private):
 
     def _rewind(self, positions: torch.Tensor) -> None:
         """Set the generators to positions that `_pack` has put together."""
-        if positions.dtype is torch.int64:
-            for number, (bits, offset) in enumerate(positions.tolist()):
-                self._put(number, bits % 2**64, offset)
-        elif positions.dtype is torch.uint8:
-            _unpack(positions, self._states)
-        else:
+        if positions.dtype is not torch.int64:
             raise InputError(
                 "where a forward's random operators drew was saved for its backward as an integer tensor, but came back "
                 f"as {positions.dtype}: have your saved-tensor hooks leave tensors of integers as they are"
             )
+        sizes = [2 if g.device.type == "cuda" else STATE_BYTES // 8 for g in self._generators]
+        for number, row in enumerate(positions.split(sizes)):
+            if self._generators[number].device.type == "cuda":
+                bits, offset = row.tolist()
+                self._put(number, bits % 2**64, offset)
+            else:
+                self._states[number].set_state(row.clone().view(torch.uint8))
 
 
 def caller_of(
@@ -280,34 +293,17 @@ def _position_of(generator: torch.Generator) -> Any:
 
 
 def _pack(positions: Sequence[Any]) -> torch.Tensor:
-    """Positions as one tensor: int64[n, 2], or bytes one after the other where a state is among them."""
+    """Positions as one tensor, int64, one after the other: seed (of 64 bits) and offset, or a whole state."""
     if not any(isinstance(position, torch.Tensor) for position in positions):
-        return torch.tensor([_signed(position) for position in positions], dtype=torch.int64)
-    rows = [
-        p
-        if isinstance(p, torch.Tensor)
-        else torch.tensor(_signed(p), dtype=torch.int64).view(torch.uint8)
-        for p in positions
-    ]
-    return torch.cat(rows)
+        return torch.tensor([n for position in positions for n in _signed(position)])
+    rows = (p if isinstance(p, torch.Tensor) else torch.tensor(_signed(p)) for p in positions)
+    return torch.cat([row.view(torch.int64) for row in rows])
 
 
 def _signed(position: tuple[int, int]) -> tuple[int, int]:
-    """A position whose seed, of 64 bits, fits an int64."""
+    """A position whose seed fits an int64."""
     seed, offset = position
     return (seed + 2**63) % 2**64 - 2**63, offset
-
-
-def _unpack(packed: torch.Tensor, states: Sequence[torch.Generator]) -> None:
-    """Set generators to the positions that `_pack` has put together."""
-    sizes = [16 if s.device.type == "cuda" else s.get_state().numel() for s in states]
-    for state, row in zip(states, packed.split(sizes), strict=True):
-        if state.device.type == "cuda":
-            bits, offset = row.clone().view(torch.int64).tolist()
-            state.manual_seed(bits % 2**64)
-            state.set_offset(offset)
-        else:
-            state.set_state(row.clone())
 
 
 def _refuse_selective_checkpoint() -> None:
@@ -316,3 +312,88 @@ def _refuse_selective_checkpoint() -> None:
         "a selective checkpoint that is not compiled: which of its random operators that one saves, nobody can tell. "
         "Have torch.compile compile the selective checkpoint too, or use one without context_fn."
     )
+
+
+# ---- states of CPU generators, read and set by operators: a recording runs them again in their place
+
+
+@torch.library.custom_op(
+    "cgpass::read_rng_state", mutates_args=(), schema="(Generator? generator) -> Tensor"
+)
+def read_rng_state(generator: torch.Generator | None) -> torch.Tensor:
+    """A generator's state, the default one's if None, uint8 `(STATE_BYTES,)`. **Lifetime:** the caller's own."""
+    return (generator or torch.default_generator).get_state()
+
+
+@torch.library.custom_op(
+    "cgpass::set_rng_state",
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor state, Generator? generator) -> ()",
+)
+def set_rng_state(state: torch.Tensor, generator: torch.Generator | None) -> None:
+    """Set a generator, the default one if None, to a state that `read_rng_state` gave."""
+    put_state(generator or torch.default_generator, state)
+
+
+def put_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    """Set a generator to a state that lies in a recording's memory.
+
+    Memory that nobody has written is passed over: a backward may be recorded before its forward was ever run again,
+    and what it computes then means nothing.
+    """
+    content = ctypes.string_at(state.data_ptr(), state.numel())
+    if content.count(content[:1]) != len(content):
+        generator.set_state(state)
+
+
+@read_rng_state.register_fake
+def _(generator: torch.Generator | None) -> torch.Tensor:
+    """A state's metadata."""
+    return torch.empty(STATE_BYTES, dtype=torch.uint8, device="cpu")
+
+
+@set_rng_state.register_fake
+def _(state: torch.Tensor, generator: torch.Generator | None) -> None:
+    """Changes no metadata."""
+
+
+OPERATORS: Final = (read_rng_state._opoverload, set_rng_state._opoverload)
+SAC_IGNORED_OPS.update(OPERATORS)
+
+
+def get_state(generator: torch.Generator) -> torch.Tensor:
+    """A CPU generator's state. **Lifetime:** the caller's own."""
+    return read_rng_state(_named(generator))
+
+
+def set_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    """Put a state back that `get_state` gave."""
+    set_rng_state(state, _named(generator))
+
+
+def _named(generator: torch.Generator) -> torch.Generator | None:
+    return None if generator is torch.default_generator else generator
+
+
+# ---- seeds of attention
+
+
+def read_on_the_host(fn: Boxed, positions: Sequence[int]) -> Boxed:
+    """`fn`, with the seeds among its inputs on the host unless a capture runs."""
+    if not positions:
+        return fn
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        if not torch_private.is_capturing():
+            for i in positions:
+                args[i] = args[i].cpu()
+        return fn(args)
+
+    return torch_private.mark_boxed(run)
+
+
+def put_on_the_device(args: list[Any], positions: Sequence[int], device: torch.device) -> None:
+    """Have the seeds among a call's inputs where a graph reads them. Never waits for the device."""
+    for i in positions:
+        args[i] = args[i].to(device, non_blocking=True)

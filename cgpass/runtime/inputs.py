@@ -1,0 +1,490 @@
+"""The inputs of a partition: what is read in place, what is copied and where to, and what belongs to the key of a call.
+
+Note [One rule for inputs]
+    What an input is depends on what the compiler knows and on where it lies in this call. A static input (a parameter, a
+    buffer, a tensor marked static) is read in place where it lay in an earlier call, and copied at a place that is new.
+    A value of another recording (a saved tensor, a value between partitions) is read in place where a living recording
+    put it, and copied where a hook, offloading or a rescue moved it. All else on the device is copied.
+
+    The only history is where the static inputs lay: addresses with weak references to their storages. It tells a tensor
+    that was moved or replaced (its own storage lay elsewhere, or its predecessor's is gone), which is copied, from a
+    tensor of another module that shares the code (its predecessor is still there): a call in which all parameters are
+    another module's runs without a graph, and is in place from the next one on.
+"""
+
+import gc
+import weakref
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from cgpass import torch_private
+from cgpass.compile.facts.input_info import InputInfo, InputKind
+from cgpass.errors import InputError
+from cgpass.runtime import fast
+
+if TYPE_CHECKING:
+    from cgpass.runtime.owner import Owner
+
+ShapeKey = tuple[Any, ...]
+"""Integers, identities of objects, and layouts of tensors where no guard of the caller and no integer covers them."""
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class Layout:
+    """Which inputs of a partition are static, copied, or part of the key."""
+
+    def __init__(
+        self, infos: Sequence[InputInfo], *, check_static: bool, check_layout: bool
+    ) -> None:
+        self.infos = tuple(infos)
+
+        def positions(*wanted: InputKind) -> tuple[int, ...]:
+            return tuple(i for i, info in enumerate(infos) if info.kind in wanted)
+
+        self.copied = positions(InputKind.COPIED)
+        self.pooled = positions(InputKind.POOLED)
+        self.parameters = positions(InputKind.STATIC)
+        self.checked = self.parameters if check_static else ()
+        """Static inputs whose addresses belong to the key."""
+        self.static = (*self.checked, *self.pooled)
+        self.seeds = tuple(i for i, info in enumerate(infos) if info.is_seed)
+        self.mutated = tuple(i for i, info in enumerate(infos) if info.mutated)
+        self.objects = positions(InputKind.GENERATOR, InputKind.OPAQUE)
+        self._values = positions(InputKind.SYMINT)
+        self._typed = check_layout
+        self._whole = tuple(i for i in self.copied if infos[i].whole_storage)
+        resized = tuple(i for i, info in enumerate(infos) if info.is_resized)
+        tensors = positions(InputKind.COPIED, InputKind.STATIC)
+        self._layouts = tensors if check_layout else resized
+
+    def shape_key(self, args: Sequence[Any]) -> ShapeKey:
+        """The part of a call's key that decides what is computed."""
+        key = tuple([args[i] for i in self._values])
+        if self._typed:  # True is 1 and x[True] is not x[1]
+            key += tuple([type(args[i]) for i in self._values])
+        if self.objects:
+            key += tuple([id(args[i]) for i in self.objects])
+        if self._whole:
+            key += tuple([place_of(args[i]) for i in self._whole])
+        if self._layouts:
+            key += tuple([layout_of(args[i]) for i in self._layouts])
+        if self._typed:  # last: no input stands for them
+            key += _ambient_modes()
+        return key
+
+    def static_key(self, args: Sequence[Any]) -> bytes:
+        """The part that decides where it is read: addresses, of static inputs first."""
+        return fast.static_key(args, self.static)
+
+    def split(self, key: bytes) -> tuple[bytes, bytes]:
+        """A static key's addresses of static inputs, and those of values of other recordings."""
+        end = 8 * len(self.checked)
+        return key[:end], key[end:]
+
+    def bytes_that_move(self, args: Sequence[Any]) -> int:
+        """Size of the inputs that are not known to stay in place."""
+        return sum(num_bytes(args[i]) for i in (*self.copied, *self.pooled))
+
+    def changed(self, old: ShapeKey, new: ShapeKey) -> list[int]:
+        """Positions of the inputs whose part of a shape key differs."""
+        types = self._values if self._typed else ()
+        positions = (*self._values, *types, *self.objects, *self._whole, *self._layouts)
+        parts = zip(positions, old, new, strict=False)  # after them come the modes
+        return sorted({i for i, a, b in parts if a != b})
+
+
+def _ambient_modes() -> tuple[Any, ...]:
+    """What decides which dtypes operators make, and by which kernels, besides their inputs."""
+    autocast = [
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in ("cuda", "cpu")
+    ]
+    kernels = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    return (*autocast, torch.get_default_dtype(), *kernels)
+
+
+def place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor begins in its storage, and how large that is."""
+    return int(tensor.storage_offset()), tensor.untyped_storage().nbytes()
+
+
+def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a placeholder for `tensor` has to have."""
+    bits = (tensor.is_conj(), tensor.is_neg())
+    return (tuple(tensor.size()), tensor.stride(), tensor.dtype, bits)
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def check_tensor(name: str, value: torch.Tensor, device: torch.device) -> None:
+    """Refuse tensors that a recording can't read.
+
+    Raises:
+        InputError: A subclass, a quantised tensor, a layout other than strided, or another device.
+    """
+    if type(value) not in _PLAIN_TENSORS:
+        raise InputError(
+            f"{name} is a {type(value).__name__}: a recording takes plain tensors; "
+            "pass its inner tensors, or use torch.compile(backend='cgpass'), which does"
+        )
+    if value.layout is not torch.strided:
+        raise InputError(f"{name} has layout {value.layout}: a recording takes strided tensors")
+    if value.is_quantized:
+        raise InputError(
+            f"{name} is quantised ({value.dtype}): a recording takes plain tensors; pass its int_repr()"
+        )
+    if value.device != device:
+        raise InputError(f"{name} lies on {value.device}, the recording on {device}: move it there")
+
+
+def _listed(texts: Sequence[str], limit: int) -> str:
+    more = [f"and {len(texts) - limit} more"] if len(texts) > limit else []
+    return ", ".join([*texts[:limit], *more])
+
+
+def describe(infos: Iterable[InputInfo], limit: int = 5) -> str:
+    """Names of inputs with the user's lines that read them, at most `limit` of them."""
+    lines = [(i.name, f" (read at {i.line})" if i.line else "") for i in infos]
+    return _listed([name + line for name, line in lines], limit)
+
+
+def describe_tensors(
+    infos: Sequence[InputInfo], args: Sequence[Any], positions: Sequence[int], limit: int = 5
+) -> str:
+    """Names of tensors with their dtypes and sizes and the user's lines that read them."""
+    texts = []
+    for i in positions:
+        kind = f"{str(args[i].dtype).removeprefix('torch.')}{list(args[i].size())}"
+        line = f", read at {infos[i].line}" if infos[i].line else ""
+        texts.append(f"{infos[i].name} ({kind}{line})")
+    return _listed(texts, limit)
+
+
+# ---- what each input is
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the inputs of one call are."""
+
+    places: bytes
+    """Addresses of the static inputs that are read in place; zero for those that are copied."""
+    values: bytes
+    """The same for values of other recordings."""
+    copied: tuple[int, ...]
+    """Static inputs and values of other recordings that are copied in this call."""
+    new: tuple[int, ...]
+    """Static inputs at a place that is new for them."""
+    absent: tuple[int, ...]
+    """Values of other recordings that lie where none put them."""
+    code: str | None
+    """Of the reason to run the call without a graph."""
+
+
+class Inputs:
+    """Sorts the inputs of a partition's calls. See Note [One rule for inputs]."""
+
+    def __init__(self, layout: Layout, owner: "Owner", max_places: int, max_copied: int) -> None:
+        self._layout = layout
+        self._owner = owner
+        self._max_places = max_places
+        self._max_copied = max_copied
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget every place."""
+        self._known: dict[int, dict[tuple[int, int], tuple[torch_private.WeakStorage, int]]] = {
+            i: {} for i in self._layout.checked
+        }
+        """Where each static input lay: address and storage, which its reference keeps apart; the tensor's `id`."""
+        self._before: tuple[bytes, bytes] | None = None
+        """Addresses and storages of the last call whose inputs are all known."""
+
+    def find(self, args: Sequence[Any], key: bytes) -> Found:
+        """Sort one call's inputs."""
+        layout, owner = self._layout, self._owner
+        places, values = layout.split(key)
+        absent = tuple(
+            i for i in layout.pooled if args[i].numel() and not owner.is_pool_storage(args[i])
+        )
+        new = self._at_new_places(args, places)
+        code = self._why_not_copied(args, new, absent)
+        if code != "new_module" and any(owner.ran_without_a_graph(args[i]) for i in absent):
+            code = "not_in_the_pool"
+        if code is not None:
+            return Found(places, values, (), new, absent, code)
+        places, values = (
+            _without(places, layout.checked, new),
+            _without(values, layout.pooled, absent),
+        )
+        return Found(places, values, (*new, *absent), new, absent, None)
+
+    def _at_new_places(self, args: Sequence[Any], places: bytes) -> tuple[int, ...]:
+        now = places, fast.storage_key(args, self._layout.checked)
+        if now == self._before:
+            return ()
+        known = self._known
+        lies_at = zip(array("q", places), array("q", now[1]), strict=True)
+        each = zip(self._layout.checked, lies_at, strict=True)
+        new = tuple([i for i, place in each if place not in known[i] and place[0]])
+        if not new:
+            self._before = now
+        return new
+
+    def _why_not_copied(
+        self, args: Sequence[Any], new: Sequence[int], absent: Sequence[int]
+    ) -> str | None:
+        if new and self._is_another_module(args, new):
+            return "new_module"
+        copied, infos = (*new, *absent), self._layout.infos
+        if any(infos[i].in_place for i in copied):
+            return "in_place"
+        if sum(num_bytes(args[i]) for i in copied) > self._max_copied:
+            return "too_large"
+        if any(infos[i].whole_storage for i in copied):
+            return "whole_storage"
+        shared = shared_with_written(args, self._layout.mutated) if copied else ()
+        if any(args[i].untyped_storage().data_ptr() in shared for i in copied):
+            return "shares_memory"
+        return None
+
+    def _is_another_module(self, args: Sequence[Any], new: Sequence[int]) -> bool:
+        """Whether all parameters (where there is none, all static inputs) are new, and none was moved or replaced."""
+        checked = self._layout.checked
+        group = [i for i in checked if isinstance(args[i], torch.nn.Parameter)] or checked
+        return {*group} <= {*new} and not any(self._was_moved(i, args[i]) for i in group)
+
+    def _was_moved(self, i: int, value: torch.Tensor) -> bool:
+        """Whether this very tensor or storage lay elsewhere before, or took the place of one that is gone.
+
+        A tensor that is gone may have left its `id` to this one, which then counts as moved. A weak reference would tell,
+        but `torch.utils.swap_tensors` refuses tensors that have one.
+        """
+        known, mine, name = self._known[i], value.untyped_storage()._cdata, id(value)
+        if any(storage == mine or each[1] == name for (_, storage), each in known.items()):
+            return True
+        return bool(known) and next(reversed(known.values()))[0].expired
+
+    def storages(self, args: Sequence[Any], places: bytes) -> dict[int, torch_private.WeakStorage]:
+        """Storages of the static inputs that are read in place, by what tells them apart; none is kept alive."""
+        read = zip(self._layout.checked, array("q", places), strict=True)
+        found = [args[i].untyped_storage() for i, address in read if address]
+        return {storage._cdata: torch_private.WeakStorage(storage) for storage in found}
+
+    def remember(self, args: Sequence[Any], new: Iterable[int]) -> None:
+        """Note where static inputs lie that are new there: of one storage the newest places, of others as they live."""
+        for i in new:
+            storage = args[i].untyped_storage()
+            alive = {at: each for at, each in self._known[i].items() if not each[0].expired}
+            mine = [at for at in alive if at[1] == storage._cdata]
+            for at in mine[: max(0, len(mine) - self._max_places + 1)]:
+                del alive[at]
+            place = args[i].data_ptr(), storage._cdata
+            alive[place] = torch_private.WeakStorage(storage), id(args[i])
+            self._known[i] = alive
+            self._before = None
+
+
+class Moves:
+    """Where modules' parameters and buffers lay when they were recorded, where moves are errors."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[weakref.ref[torch.nn.Module], str], int] = {}
+
+    def found(self, args: Sequence[Any], positions: Sequence[int], *, recorded: bool) -> list[int]:
+        """Inputs that lie elsewhere than when their module was first recorded; other modules' did not move."""
+        holders, moved = _holders([args[i] for i in positions]), []
+        self._first = {holder: at for holder, at in self._first.items() if holder[0]() is not None}
+        for i in positions:
+            holder, address = holders.get(id(args[i])), args[i].data_ptr()
+            if holder is not None:
+                if not recorded:
+                    self._first[holder] = address
+                elif self._first.setdefault(holder, address) != address:
+                    moved.append(i)
+        return moved
+
+
+def _holders(
+    tensors: Sequence[torch.Tensor],
+) -> dict[int, tuple[weakref.ref[torch.nn.Module], str]]:
+    """A module and its name for each tensor that some module holds, by the tensor's `id`."""
+    wanted, found = set(map(id, tensors)), {}
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.nn.Module):
+            for own in (vars(each).get("_parameters"), vars(each).get("_buffers")):
+                for name, tensor in (own or {}).items():
+                    if id(tensor) in wanted:
+                        found.setdefault(id(tensor), (weakref.ref(each), name))
+    return found
+
+
+def shared_with_written(args: Sequence[Any], written: Iterable[int]) -> set[int]:
+    """Addresses of storages that an input which is written shares with another one: copies of the two would not."""
+    mine = {args[i].untyped_storage().data_ptr() for i in written if args[i].numel()}
+    if not mine:
+        return mine
+    tensors = [value for value in args if isinstance(value, torch.Tensor) and value.numel()]
+    numbers = Counter(value.untyped_storage().data_ptr() for value in tensors)
+    return {address for address in mine if numbers[address] > 1}
+
+
+def _without(key: bytes, positions: Sequence[int], left_out: Sequence[int]) -> bytes:
+    """Addresses with zero for some of the inputs."""
+    if not left_out:
+        return key
+    addresses, left = array("q", key), {*left_out}
+    for k, i in enumerate(positions):
+        if i in left:
+            addresses[k] = 0
+    return addresses.tobytes()
+
+
+# ---- copies
+
+
+COPIED_AS_THEY_ARE: Final = frozenset(
+    getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16"),
+        *("float32", "float64", "complex64", "complex128"),
+    )
+)
+"""Dtypes that `torch._foreach_copy_` has kernels for. `_native.cpp` has the same list.
+
+Source: aten/src/ATen/native/cuda/ForeachBinaryOpList.cu `foreach_tensor_copy_list_kernel_cuda_`, 2.11.
+"""
+
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of an element."""
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a tensor's elements as integers if copying kernels don't know its dtype, else the tensor itself."""
+    if tensor.dtype in COPIED_AS_THEY_ARE or tensor.is_quantized:
+        return tensor
+    return tensor.view(_BITS[tensor.dtype.itemsize])
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Give tensors the values of others, on the current stream."""
+    if targets[0].dtype in COPIED_AS_THEY_ARE:
+        torch._foreach_copy_(list(targets), list(sources))
+        return
+    for target, source in zip(targets, sources, strict=True):
+        if source.is_conj() or source.is_quantized:
+            target.copy_(source)
+        else:
+            as_bits(target).copy_(as_bits(source))
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements of `tensor` may share memory (expanded tensors, sliding windows)."""
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size > 1:
+            if stride < reach:
+                return True
+            reach = stride * size
+    return False
+
+
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory between `tensor`'s first and last element, as one dimension."""
+    extent = 1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
+    return tensor.as_strided((0 if tensor.numel() == 0 else extent,), (1,))
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A storage as one dimension of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies in memory: `tensor` without its conjugate and negative bits, of a dtype that can be copied."""
+    plain = torch_private.with_lazy_bits(tensor, conj=tensor.is_conj(), neg=tensor.is_neg())
+    return as_bits(plain)
+
+
+class Placeholder:
+    """Memory of fixed address that stands for a copied input.
+
+    Laid out exactly as the input it was made for. Inputs with overlapping elements are copied as the memory they span.
+    """
+
+    __slots__ = ("__weakref__", "flat", "lazy", "target", "tensor", "whole")
+
+    def __init__(self, like: torch.Tensor, *, whole_storage: bool = False) -> None:
+        conj, neg = like.is_conj(), like.is_neg()
+        self.lazy = conj or neg or like.dtype not in COPIED_AS_THEY_ARE
+        self.whole = whole_storage
+        like = torch_private.with_lazy_bits(like, conj=conj, neg=neg)
+        self.flat = overlaps_itself(like)
+        if whole_storage:
+            target = torch.empty_like(bytes_of(like.untyped_storage()))
+            tensor = torch_private.on_storage(target.untyped_storage(), like)
+        elif self.flat:
+            target = torch.empty_like(flat_view(like))
+            tensor = target.as_strided(like.size(), like.stride(), 0)
+        else:
+            target = tensor = torch.empty_strided(
+                like.size(), like.stride(), dtype=like.dtype, device=like.device
+            )
+        self.target = as_bits(target)
+        self.tensor = torch_private.with_lazy_bits(tensor, conj=conj, neg=neg)
+
+    def copy_from(self, value: torch.Tensor) -> None:
+        """Give the placeholder the value of `value`."""
+        self.target.copy_(self.source(value))
+
+    def copy_to(self, value: torch.Tensor) -> None:
+        """Give `value` the placeholder's value: its own elements, not what else lies in its storage."""
+        if self.whole:
+            memory_of(value).copy_(memory_of(self.tensor))
+        else:
+            self.source(value).copy_(self.target)
+
+    def source(self, value: torch.Tensor) -> torch.Tensor:
+        """What is copied into `target` when the input is `value`."""
+        if self.lazy:
+            value = memory_of(value)
+        if self.whole:
+            return bytes_of(value.untyped_storage())
+        return flat_view(value) if self.flat else value
+
+
+class CopyIn:
+    """Placeholders of one dtype, filled by one call."""
+
+    __slots__ = ("_odd", "_positions", "_targets", "num_bytes")
+
+    def __init__(self, members: Sequence[tuple[int, Placeholder]]) -> None:
+        self._positions = [i for i, _ in members]
+        self._targets = [p.target for _, p in members]
+        self._odd = [(k, p) for k, (_, p) in enumerate(members) if p.flat or p.lazy or p.whole]
+        self.num_bytes = sum(map(num_bytes, self._targets))
+
+    def copy_from(self, args: Sequence[Any]) -> None:
+        """Give the placeholders the values of a call's inputs."""
+        sources = [args[i] for i in self._positions]
+        for k, placeholder in self._odd:
+            sources[k] = placeholder.source(sources[k])
+        torch._foreach_copy_(self._targets, sources)
+
+
+def copies_in(placeholders: Mapping[int, Placeholder]) -> list[CopyIn]:
+    """One copy for each dtype among placeholders, by position of their inputs."""
+    groups: dict[torch.dtype, list[tuple[int, Placeholder]]] = {}
+    for i, placeholder in sorted(placeholders.items()):
+        if placeholder.target.numel():
+            groups.setdefault(placeholder.target.dtype, []).append((i, placeholder))
+    return [CopyIn(members) for members in groups.values()]

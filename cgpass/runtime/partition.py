@@ -1,0 +1,556 @@
+"""`PartitionRunner`: runs one captured partition, by replaying a recording wherever there is one that may.
+
+Note [What a call does]
+    The key of a call is what it computes (sizes, integers, modes), the addresses of what it reads in place, and which
+    inputs are copied; see Note [One rule for inputs]. A call is the first of these rows that fits:
+
+    1   it is inside somebody else's capture or a transform, its owner is closed, there is no native code, or this
+        partition or key is left plain: it runs without a graph
+    2   it has recordings, one of which overwrites nothing that is referenced: replay
+    3   it has recordings, all of which overwrite results of calls whose backward is due: record another one
+    3b  the same, with `max_pending_calls` of them: without a graph
+    4   it has recordings, which overwrite what is referenced otherwise: rescue that, look once more, replay
+    5   it has none, but its key was seen, and there is room: record
+    6   else it runs without a graph, and its key was seen from now on, unless there is no room for it or what it reads
+        was made without a graph in this very call
+
+    Nothing else decides. A recording goes when a storage that it reads in place is gone, once something else is
+    recorded. All go, and are made again in their next calls, before a larger one is made, which finds no room in their
+    memory (`Owner.make_space`), and when a second thread calls; a backward's do once, when its gradients turn out to be
+    kept while a forward runs (`move_apart`). A partition that failed keeps the recordings that it has.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cgpass import torch_private
+from cgpass.compile.facts.input_info import InputInfo, InputKind
+from cgpass.errors import StaticInputMovedError
+from cgpass.options import Options
+from cgpass.runtime import native
+from cgpass.runtime.changes import mend, open_modes
+from cgpass.runtime.driver import BoxedCallable
+from cgpass.runtime.failures import Fallback, OnFailure, give_memory_back
+from cgpass.runtime.inputs import (
+    Found,
+    Inputs,
+    Layout,
+    Moves,
+    ShapeKey,
+    describe,
+    describe_tensors,
+    shared_with_written,
+)
+from cgpass.runtime.owner import Owner
+from cgpass.runtime.recording import Recorder, Recording
+from cgpass.runtime.rng import forward_states, note_positions, put_on_the_device
+from cgpass.runtime.syncs import syncs_noted
+from cgpass.runtime.table import History, RecordingTable, Seen
+from cgpass.runtime.writes import Changes
+from cgpass.telemetry import CallStats, new_call_stats, progress
+from cgpass.telemetry.reason import CallReasons, is_size, many, new_value
+from cgpass.telemetry.tracing import NOWHERE, Source
+
+_CANNOT_BE_COPIED = {
+    "in_place": "can't be copied, since an optimizer writes them",
+    "too_large": "are too large to be copied (max_copied_mib={})",
+    "whole_storage": "can't be copied, since more of their storages is read than they are",
+    "shares_memory": "can't be copied, since an input that is written shares memory with another",
+}
+"""Codes of `Found` whose inputs would be copied otherwise, and why they are not."""
+
+Result = tuple[Sequence[Any], Recording | None]
+"""A call's outputs, and the recording that made them (None if they were made without a graph)."""
+
+
+class PartitionRunner:
+    """Runs one captured partition. See Note [What a call does]."""
+
+    visible: frozenset[int] | None = None
+    """Outputs that the user gets, None for all; to be set before the first call."""
+    read: frozenset[int] = frozenset()
+    """Outputs that other partitions or the backward read; to be set before the first call."""
+    written: frozenset[int] = frozenset()
+    """Inputs that plain calls and recordings turned out to write, where nobody told."""
+    _first_slot = 0
+    """Pools before this one do not suit: see `move_apart`."""
+    _largest = 0
+    """Bytes of the inputs that move, of the largest call recorded."""
+    _others = 0
+    """Calls since the last recording whose parameters were another module's: for a warning alone."""
+    _moved_before = False
+    """Whether the last call without a recording had inputs at new places that could not be copied."""
+    _tried_anew = _found_syncs = False
+    _draws: list[int] = []  # noqa: RUF012  replaced before it is written
+    """Of this call's key: see `Seen.draws`."""
+    _due: list[Seen] | None = None
+    """Keys to be remembered once it is known how far their operators draw."""
+    _started = 0.0
+    """When the last attempt to record began."""
+    _last: tuple[ShapeKey, bytes, list[Recording]] | None = None
+    """Key and recordings of the last replay of what lay in place."""
+
+    def __init__(
+        self,
+        fn: BoxedCallable,
+        infos: Sequence[InputInfo],
+        owner: Owner,
+        options: Options,
+        *,
+        name: str,
+        on_failure: OnFailure | None = None,
+        source: Source = NOWHERE,
+        opaque: bool = False,
+        is_backward: bool = False,
+        communicates: bool = False,
+        check_layout: bool = False,
+    ) -> None:
+        self.name = source.of(name)
+        self.fn = fn
+        self.owner = owner
+        self.options = options
+        self.opaque = opaque
+        """Whether kernels of `fn` bypass aten."""
+        self.is_backward = is_backward
+        """Whether outputs are gradients, which may be kept while other partitions run."""
+        self.communicates = communicates
+        """Whether `fn` communicates with other processes, which take no part in runs that this one makes alone."""
+        self._check_layout = check_layout
+        """Whether tensors' sizes, strides and dtypes belong to the key, since no guard covers them."""
+        self.stats: CallStats = new_call_stats()
+        self.reasons = CallReasons()
+        """Why calls ran without a graph."""
+        self.layout = layout = Layout(
+            infos, check_static=options.static_input_check != "off", check_layout=check_layout
+        )
+        self.table = RecordingTable(options.max_recordings)
+        self.history = History(name, source)
+        self._inputs = Inputs(layout, owner, options.max_recordings, options.max_copied_mib << 20)
+        self._moves = Moves()
+        self._fallback = Fallback(
+            self.name, fn, self.stats, self.reasons, on_skip=options.on_skip, on_failure=on_failure
+        )
+        self._recorder = Recorder(
+            fn, layout, owner, opaque=opaque, finds_writes=check_layout, stats=self.stats
+        )
+        self._here = threading.local()
+        """Whether this thread ran a call without a graph: libraries keep handles for each thread."""
+        owner.add(self)
+        native.loader.start(options.progress)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the partition is captured no more."""
+        return self._fallback.failure
+
+    @property
+    def owns_outputs(self) -> bool:
+        """Whether users own what they get, so that whoever calls `run` copies it. See Note [Calls from several threads]."""
+        return self.owner.several_threads or self.options.outputs == "owned"
+
+    def run(self, args: list[Any]) -> Result:
+        """Run one call, which empties the list of its inputs.
+
+        **Lifetime:** outputs of a recording lie in the pool. They stay valid as long as somebody holds them, since no
+        recording is replayed over held memory; placeholders and temporaries do not.
+        """
+        self.stats.calls += 1
+        layout = self.layout
+        if layout.seeds:
+            put_on_the_device(args, layout.seeds, self.owner.driver.device)
+        states = forward_states(args, layout.objects) if layout.objects else ()
+        if not states:
+            return self._run(args)
+        start, self._draws, self._due = states[0].start(), [], []
+        outputs, recording = self._run(args)
+        note_positions(states, start, self._draws, replayed=recording is not None)
+        for each in self._due:
+            self.table.remember(each)
+        return outputs, recording
+
+    def _run(self, args: list[Any], *, again: bool = False) -> Result:
+        """Rows 1, 2 and 4 for calls whose addresses are those of a recording."""
+        owner, layout, last = self.owner, self.layout, self._last
+        if owner.bypassed is not None:
+            return self._fallback.run_bypassed(args, owner.bypassed), None
+        if self._check_layout and self.written and shared_with_written(args, self.written):
+            why = "it writes inputs, and some of its inputs share memory"
+            fix = "such calls run without a graph. Pass tensors that share none."
+            self._say_once("shared", f"{why}: {fix}")
+            return self._fallback.run(args), None
+        shape, key = layout.shape_key(args), layout.static_key(args)
+        if last is None or last[0] != shape or last[1] != key:
+            last = (shape, key, self.table.recordings(shape, *layout.split(key)))
+        if last[2] and not owner.driver.is_capturing():
+            self._last = last
+            recording = self._choose(last[2], args, key)
+            if recording is not None:
+                return self._replay(recording, args)
+            if not again and layout.static_key(args) != key:  # to rescue some moved what is read
+                return self._run(args, again=True)
+        return self._without_recording(args, shape, layout.static_key(args), again=again)
+
+    def _choose(
+        self, recordings: Sequence[Recording], args: list[Any], key: bytes
+    ) -> Recording | None:
+        """One that overwrites nothing that is referenced, if need be after that was rescued; None if there is none."""
+        owner = self.owner
+        for recording in recordings:
+            if owner.is_safe(recording) and recording.may_replay(args):
+                return recording
+        for recording in recordings:
+            if recording.may_replay(args) and owner.rescue(recording):
+                stayed = self.layout.static_key(args) == key  # nothing that is read was moved
+                return recording if stayed and recording.may_replay(args) else None
+        return None
+
+    def _replay(self, recording: Recording, args: list[Any]) -> Result:
+        self._draws = recording.draws
+        self.owner.note_handed_out(
+            recording
+        )  # first: what comes of it may be held, whatever happens
+        outputs = recording.run(args)
+        args.clear()
+        self.stats.replays += 1
+        self.stats.copied_bytes += recording.copied_bytes
+        return outputs, recording
+
+    # ---- other calls
+
+    def _without_recording(
+        self, args: list[Any], shape: ShapeKey, key: bytes, *, again: bool
+    ) -> Result:
+        """The other rows, and row 1, 2 and 4 for calls that copy what is read in place elsewhere."""
+        owner, fallback = self.owner, self._fallback
+        fallback.raise_refusal()
+        if owner.driver.is_capturing():
+            return self._plain(args, "outer_capture", "somebody else captured a graph of them")
+        if owner.closed or fallback.note_failure():
+            return fallback.run(args), None
+        found = self._inputs.find(args, key)
+        seen = self.table.get((shape, found.places))
+        if self.options.static_input_check == "error":
+            self._refuse_moved(found, args)
+        if seen is None or found.code is not None:
+            return self._unseen(args, shape, found, key, seen)
+        self._inputs.remember(args, found.new)
+        if seen.left_plain is not None:
+            return self._plain(args, "out_of_memory", seen.left_plain)
+        if found.copied:
+            recording = self._choose(seen.recordings.get(found.values, ()), args, key)
+            if recording is not None:
+                return self._replay(recording, args)
+        if found.copied and not again and self.layout.static_key(args) != key:
+            return self._run(args, again=True)
+        return self._record_or_not(args, seen, found, key, again=again)
+
+    def _record_or_not(
+        self, args: list[Any], seen: Seen, found: Found, key: bytes, *, again: bool
+    ) -> Result:
+        """Rows 3, 3b and 5."""
+        owner, table = self.owner, self.table
+        seen.storages = self._inputs.storages(args, found.places)
+        self._close(table.drop_gone())
+        if not table.has_room(seen.made_for):
+            return self._full(args, seen.key[0])
+        size = self.layout.bytes_that_move(args)
+        if 0 < self._largest < size and not seen.recordings:
+            owner.make_space()
+        self._largest = max(self._largest, size)
+        slot = self._slot_for(seen, found)
+        if slot is None:
+            owner.warn_of_held(self.name)
+            limit = owner.max_pending_calls
+            why = f"results of {many(limit, 'earlier call')} were still referenced, as many as max_pending_calls={limit} allows"
+            return self._plain(args, "max_pending_calls", why)
+        if self.layout.static_key(args) == key:
+            return self._record_call(args, seen, found, key, slot)
+        if not again:
+            return self._run(args, again=True)
+        return self._plain(args, "not_in_the_pool", "what they read was moved to make room")
+
+    def _plain(self, args: list[Any], code: str, why: str, line: str | None = None) -> Result:
+        """Run without a graph; nothing is remembered."""
+        self.reasons.note(code, lambda: (why, line))
+        outputs = self._fallback.run(args)
+        self.owner.note_plain_results(outputs)
+        return outputs, None
+
+    def _unseen(
+        self, args: list[Any], shape: ShapeKey, found: Found, key: bytes, seen: Seen | None
+    ) -> Result:
+        """Row 6: run without a graph; the key was seen from now on, as it is and as it will be in these places."""
+        infos, table, inputs = self.layout.infos, self.table, self._inputs
+        if found.code == "not_in_the_pool" and seen and seen.recordings and not seen.is_gone:
+            name, line = _named([infos[i] for i in found.absent])
+            return self._plain(args, found.code, f"what made {name} ran without a graph", line)
+        if seen is None and not table.has_room(tuple(inputs.storages(args, found.places))):
+            return self._full(args, shape)
+        places, _ = self.layout.split(key)
+        self._note_what_is_new(args, shape, places, found)
+        inputs.remember(args, found.new)
+        keys = [(shape, each) for each in dict.fromkeys((places, found.places))]
+        draws = next((s.draws for s in map(table.get, keys) if s is not None), [])
+        objects = tuple(args[i] for i in self.layout.objects)
+        new = [Seen(each, inputs.storages(args, each[1]), draws, objects) for each in keys]
+        self._draws = draws
+        outputs = self._warm_up(args)
+        if self._due is None:
+            for each in new:
+                table.remember(each)
+        else:
+            self._due += new
+        return outputs, None
+
+    def _warm_up(self, args: list[Any]) -> Sequence[Any]:
+        """Run one call; the first one notes what it waits for. Looking for that, or for writes, may wait for the device."""
+        stats, driver, start = self.stats, self.owner.driver, time.perf_counter()
+        check = not stats.warmups and self._fallback.checks_warm_ups
+        changes = Changes(args, self.layout.copied if self._check_layout else ())
+        self._here.ran = True
+        noted = syncs_noted(driver.device) if check else contextlib.nullcontext(())
+        with noted as found, torch_private.autocast_cache_off():
+            if self.owner.has_recordings():
+                outputs = self.fn(args)
+            else:
+                outputs = driver.warm_up(self.fn, args)
+        self.history.warm_up_ms = (time.perf_counter() - start) * 1e3
+        self._found_syncs |= bool(found)
+        self.written |= changes.found()
+        stats.warmups += 1
+        self.owner.note_plain_results(outputs)
+        return outputs
+
+    # ---- what is said of it
+
+    def _say_once(self, what: str, text: str) -> None:
+        self._fallback.say_once(what, f"{self.name}: {text}")
+
+    def _refuse_moved(self, found: Found, args: Sequence[Any]) -> None:
+        recorded = self.stats.recordings > 0
+        if self._check_layout:  # no module
+            moved = found.new if recorded else ()
+        else:
+            moved = self._moves.found(args, self.layout.checked, recorded=recorded)
+        if moved:
+            names = describe_tensors(self.layout.infos, args, moved)
+            raise StaticInputMovedError(
+                f"{self.name}: static inputs moved or were replaced since they were recorded: {names}. Write new values "
+                "into parameters and buffers (copy_, load_state_dict without assign=True), or use "
+                'static_input_check="rerecord".'
+            )
+
+    def _note_what_is_new(
+        self, args: Sequence[Any], shape: ShapeKey, places: bytes, found: Found
+    ) -> None:
+        """Note why a call has no recording; say it where such calls go on."""
+        infos, limit, last = self.layout.infos, self.options.max_recordings, self.table.newest
+        if last is not None:
+            code, new = "new_tensor", list(found.new)
+            if last[0] != shape:
+                code, new = "new_shape", self.layout.changed(last[0], shape)
+                if not self._fallback.has_said("sizes") and self.table.is_full_of_unseen(
+                    tuple(self._inputs.storages(args, places))
+                ):
+                    why = _never_repeats(self.layout, new, args)
+                    self._say_once(
+                        "sizes", f"{limit} calls came that were never recorded, since {why}."
+                    )
+            self.reasons.note_changed(code, [(infos[i].name, infos[i].line) for i in new])
+        names = describe_tensors(infos, args, found.new or found.absent)
+        self._others += found.code == "new_module"
+        if self._others == 2 * limit:
+            self._say_once(
+                "modules",
+                f"{self._others} calls came with other parameters, none of which came again: {names}. Such calls run "
+                "without a graph. Write new values into parameters (copy_, load_state_dict without assign=True) instead "
+                "of replacing them.",
+            )
+        why_not = _CANNOT_BE_COPIED.get(found.code or "", "").format(self.options.max_copied_mib)
+        if why_not and self._moved_before:
+            fix = (
+                "Write new values into parameters and buffers (copy_) instead of replacing them."
+                if found.new
+                else "Leave saved tensors where they lie (hooks and offloading move them), or raise max_copied_mib."
+            )
+            self._say_once(
+                "places",
+                f"{names} lie at a new place in every call, and {why_not}: such calls run without a graph. {fix}",
+            )
+        self._moved_before = bool(why_not)
+
+    def _full(self, args: list[Any], shape: ShapeKey) -> Result:
+        limit, recorded = self.options.max_recordings, self.table.recorded_shape()
+        changed = self.layout.changed(recorded, shape) if recorded else ()
+        new = [self.layout.infos[i] for i in changed]
+        name, line = _named(new) if new else ("what other partitions hand it", None)
+        self._say_once(
+            "full",
+            f"has as many recordings as max_recordings={limit} allows: calls with another value or layout of "
+            f"{describe(new) or name} run without a graph, known ones keep replaying. Keep to a few sizes (pad), or raise "
+            "the option.",
+        )
+        why = f"as many shapes are recorded as max_recordings={limit} allows, and another value or layout of {name} came"
+        return self._plain(args, "max_recordings", why, line)
+
+    # ---- recordings
+
+    def _record_call(
+        self, args: list[Any], seen: Seen, found: Found, key: bytes, slot: int
+    ) -> Result:
+        """Record a call and replay it; where that fails, run it without a graph."""
+        syncs, self._found_syncs = self._found_syncs, False
+        if syncs and self._is_to_blame(args, None):
+            return self._fallback.run(args), None
+        self._others = 0
+        with self.owner.changing():
+            recording = self._attempt(args, seen, found, slot)
+            if isinstance(recording, torch.OutOfMemoryError):
+                give_memory_back(recording, self.owner.driver.device)
+                again = self._slot_for(seen, found)  # not where inputs lie that died in the capture
+                if again is not None:
+                    recording = self._attempt(args, seen, found, again)
+            if isinstance(recording, Recording):
+                self._add(recording, args, seen, found, key)
+        if isinstance(recording, Recording):
+            return self._replay(recording, args)
+        error, recording = recording, None
+        try:
+            return self._run_without(args, seen, error), None
+        finally:
+            del error  # its traceback holds this frame, and with it this call's inputs
+
+    def _add(
+        self, recording: Recording, args: list[Any], seen: Seen, found: Found, key: bytes
+    ) -> None:
+        recording.made_for, recording.draws = seen.made_for, seen.draws
+        if self.is_backward and not self._first_slot:
+            recording.backward = self
+        self.owner.add_recording(recording)
+        self.stats.recordings += 1
+        cause = self.history.add(self._started, self.layout, seen, found, args, recording)
+        self.stats.rerecordings += cause == "moved"
+        recordings = self.table.add(seen, found.values, recording)
+        if not found.copied:
+            self._last = (seen.key[0], key, recordings)
+
+    def _slot_for(self, seen: Seen, found: Found) -> int | None:
+        """See `Owner.slot_for`."""
+        beside = [r for r in seen.recordings.get(found.values, ()) if r.made_for == seen.made_for]
+        return self.owner.slot_for(len(beside), first=self._first_slot)
+
+    def _attempt(
+        self, args: list[Any], seen: Seen, found: Found, slot: int
+    ) -> Recording | Exception | None:
+        """A recording, what it failed with, or None if this call is none for it."""
+        self._started = time.perf_counter()
+        try:
+            # Memory of recordings is written in whatever mode later calls come: no inference tensors.
+            told = progress.shown(f"recording {self.name}", self.options.progress)
+            with told, torch.inference_mode(False), torch.no_grad():
+                if not self._ran_here:
+                    self.owner.driver.prepare_thread()
+                uses = self.visible, self.read
+                recording = self._recorder.record(
+                    args, slot, uses=uses, copied=found.copied, written=self.written
+                )
+                if self._check_layout:
+                    self.written |= recording.written
+                if not recording.fits(args) or (
+                    self._check_layout and shared_with_written(args, self.written)
+                ):
+                    recording.close(whole_pool=False)
+                    return None
+                return recording
+        except Exception as error:
+            mend(open_modes)
+            return error
+
+    @property
+    def _ran_here(self) -> bool:
+        return getattr(self._here, "ran", False)
+
+    def _run_without(self, args: list[Any], seen: Seen, error: Exception | None) -> Sequence[Any]:
+        """Make a call that could not be recorded."""
+        fallback = self._fallback
+        if error is None:
+            return fallback.run(args)
+        if isinstance(error, torch.OutOfMemoryError):
+            give_memory_back(error, self.owner.driver.device)
+            seen.left_plain = fallback.no_memory(error)
+            return self._plain(args, "out_of_memory", seen.left_plain)[0]
+        if not (self._ran_here or self._tried_anew):  # it may succeed once this thread ran a call
+            self._tried_anew = True
+            return self._warm_up(args)
+        if self._is_to_blame(args, error):
+            return fallback.run(args)
+        return fallback.run_again(args, error)
+
+    def _is_to_blame(self, args: Sequence[Any], error: Exception | None) -> bool:
+        """Whether the partition can't be captured; then it is left plain, and its recordings go."""
+        if not self._fallback.is_to_blame(args, error):
+            return False
+        self.close()
+        return self._fallback.note_failure()
+
+    def _close(self, recordings: Sequence[Recording]) -> None:
+        if recordings:
+            self._last = None
+            with self.owner.changing():
+                for recording in recordings:
+                    self.owner.close_recording(recording)
+
+    def move_apart(self, by: Recording) -> None:
+        """Have gradients that are kept while a forward runs lie in a pool that this one does not write, from now on."""
+        self._first_slot = by.slot + 1
+        self.forget_recordings()
+
+    def forget_recordings(self) -> None:
+        """Drop every recording; calls of keys seen so far record at once."""
+        self._largest = 0
+        self._close(self.table.drop(lambda recording: True))
+
+    def close(self) -> None:
+        """Drop every recording; the next calls warm up again unless the owner is closed."""
+        self._last = None
+        self._close(self.table.clear())
+        self._inputs.forget()
+        self._first_slot = 0
+        self.history.forget("recordings were freed: cgpass.reset(), or a failed capture")
+
+    def forget_failures(self) -> None:
+        """See `Member`."""
+        self._tried_anew = False
+        self._fallback.forget()
+
+
+def _named(infos: Sequence[InputInfo]) -> tuple[str, str | None]:
+    """Names of inputs, at most three of them, and the first of the user's lines that read them."""
+    more = f" and {len(infos) - 3} more" if len(infos) > 3 else ""
+    line = next((info.line for info in infos if info.line is not None), None)
+    return ", ".join(info.name for info in infos[:3]) + more, line
+
+
+def _never_repeats(layout: Layout, positions: Sequence[int], args: Sequence[Any]) -> str:
+    """Why calls that differ in these inputs were never recorded, and what to do: of sizes alone, if some are among them."""
+    infos = layout.infos
+    numbers = [i for i in positions if infos[i].kind is InputKind.SYMINT]
+    told = [i for i in numbers if is_size(infos[i].name)] or numbers
+    if not told:
+        what = describe(infos[i] for i in positions)
+        if positions and all(i in layout.objects for i in positions):
+            return f"each came with another object for {what}. Pass the same one in each call"
+        return f"each came with another size or layout of {what}. Keep to a few sizes: pad it"
+    texts, fixes = zip(*(new_value(infos[i].name) for i in told), strict=True)
+    named = []
+    for text, i in list(zip(texts, told, strict=True))[:3]:
+        line = f", read at {infos[i].line}" if infos[i].line else ""
+        named.append(f"{text} ({args[i]} in this call{line})")
+    fix = "; ".join(dict.fromkeys(fixes))
+    verb = "takes" if len(named) == 1 else "take"
+    return f"{' and '.join(named)} {verb} new values all the time. {fix[0].upper() + fix[1:]}"
