@@ -235,8 +235,13 @@ def _noted(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 def _run(fn: Boxed, args: list[Any]) -> Sequence[Any]:
     """Call a graph as AOTAutograd does: autograd sees nothing of it, autocast was traced into it."""
-    with torch.no_grad(), torch._C._DisableAutocast():
-        return fn(args)
+    has_grad = torch.is_grad_enabled()
+    try:
+        with torch.no_grad(), torch._C._DisableAutocast():
+            return fn(args)
+    except BaseException:
+        torch_private.set_grad_enabled(has_grad)  # `torch.no_grad` may not have come to it
+        raise
 
 
 @torch_private.outside_dynamo

@@ -148,11 +148,13 @@ class Executor:
             self.tally.calls += 1
             if owner is None:
                 return self._run(args)
-            owner.enter_call(is_backward=self._is_backward)
+            has_grad = torch.is_grad_enabled()
             try:
+                owner.enter_call(is_backward=self._is_backward)
                 return self._run(args)
             except BaseException:
                 changes.mend(changes.open_modes)
+                torch_private.set_grad_enabled(has_grad)  # `torch.no_grad` may not have come to it
                 raise
 
     def _run(self, args: list[Any]) -> list[Any]:

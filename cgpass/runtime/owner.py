@@ -416,10 +416,12 @@ class Owner:
 
     def __del__(self) -> None:
         """Outputs that outlive the compiled function lie in its pools: they are moved before those go."""
-        if not sys.is_finalizing():
-            with (
-                torch_private.without_modes()
-            ):  # the garbage collector may come in the middle of a trace
+        if sys.is_finalizing():
+            return
+        with torch_private.without_modes():  # garbage may be collected in the middle of a trace
+            try:
+                self.close()
+            except BaseException:  # of a signal's handler, and nobody gets it
                 self.close()
 
 

@@ -1,5 +1,6 @@
 """An exception that comes in the middle of the runtime's work makes no later call wrong."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -24,37 +25,40 @@ def compiled():
     return fn, torch.compile(fn, backend="cgpass", options=OPTIONS)
 
 
+def points_of_a_rescue(call, prepared):
+    """Points that a call passes while it rescues."""
+    marks, rescue = [], owner.Owner.rescue
+    held = prepared()
+    with inject.noted(campaigns.is_wanted) as points, pytest.MonkeyPatch.context() as patched:
+
+        def marked(*args):
+            marks.append(len(points))
+            found = rescue(*args)
+            marks.append(len(points))
+            return found
+
+        patched.setattr(owner.Owner, "rescue", marked)
+        call()
+    del held
+    return points[marks[0] : marks[1]]
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_rescue_that_an_exception_ends_leaves_no_stale_values(error):
-    """At each line and native call of the rescue: what was held stays, and later calls give their own values."""
+    """At each line and native call of it: what was held stays, and later calls give their own values."""
     fn, call = compiled()
     inputs = [torch.randn(3, 4) for _ in range(5)]
 
-    def until_held():
+    def prepared():
         cgpass.reset()
         for x in inputs[:2]:
             call(x)
         return call(inputs[2])
 
-    for _ in range(2):
-        held = until_held()
-        with inject.noted(campaigns.is_wanted) as points, pytest.MonkeyPatch.context() as patched:
-            rescue = owner.Owner.rescue
-            marks = []
-
-            def marked(*args):
-                marks.append(len(points))
-                found = rescue(*args)
-                marks.append(len(points))
-                return found
-
-            patched.setattr(owner.Owner, "rescue", marked)
-            call(inputs[3])
-        del held
-    points = points[marks[0] : marks[1]]
+    points = [points_of_a_rescue(lambda: call(inputs[3]), prepared) for _ in range(2)][1]
     assert len(points) > 100
     for point in points[::2]:
-        held = until_held()
+        held = prepared()
         with inject.fault(point, error) as was_raised, pytest.raises(error, match="injected"):
             call(inputs[3])
         assert was_raised(), point
@@ -150,10 +154,8 @@ def test_memory_that_runs_out_at_any_request(name, error, monkeypatch):
     for number in range(1, 1000, 3):
         cgpass.reset()
         left[0] = number
-        try:
+        with contextlib.suppress(error):
             assert_right(session, run, expected)
-        except error:
-            pass
         if left[0] > 0:
             break
         for _ in range(2):
@@ -161,96 +163,82 @@ def test_memory_that_runs_out_at_any_request(name, error, monkeypatch):
     assert number > 5
 
 
-class Stop(Exception):
+class StopError(Exception):
     pass
 
 
 def stopping(when):
+    """Raises at one of its calls, and returns nothing."""
     calls = itertools.count()
 
     def hook(*args):
         if next(calls) == when:
-            raise Stop
+            raise StopError
 
     return hook
 
 
-@pytest.mark.parametrize("where", ["tensor", "leaf", "accumulated", "pack", "unpack", "node"])
+def keeping(hook):
+    def kept(tensor):
+        hook(tensor)
+        return tensor
+
+    return kept
+
+
+HOOKED = {
+    "tensor": lambda hook, out, weight: out.register_hook(hook),
+    "node": lambda hook, out, weight: out.grad_fn.register_prehook(hook),
+    "leaf": lambda hook, out, weight: weight.register_hook(hook),
+    "accumulated": lambda hook, out, weight: weight.register_post_accumulate_grad_hook(hook),
+}
+
+
+@pytest.mark.parametrize("where", ["pack", "unpack", *HOOKED])
 @pytest.mark.parametrize("when", [0, 1, 2, 3])
 def test_a_hook_that_raises(where, when):
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
     call = torch.compile(module, backend="cgpass", options=OPTIONS)
-    plain = {name: p.detach().clone() for name, p in module.named_parameters()}
-    x = torch.randn(3, 4)
-    hook = stopping(when)
+    x, hook, raised = torch.randn(3, 4), stopping(when), 0
+    pack, unpack = (keeping(hook) if where == name else torch.detach for name in ("pack", "unpack"))
 
-    def step(call, *, hooked):
-        if not hooked:
-            call(x).square().mean().backward()
-            return
-        pack = hook if where == "pack" else lambda t: t
-        unpack = hook if where == "unpack" else lambda t: t
+    def gradients(call):
+        module.zero_grad()
+        call(x).square().mean().backward()
+        return [p.grad.clone() for p in module.parameters()]
 
-        def packed(t):
-            pack(t)
-            return t
-
-        def unpacked(t):
-            unpack(t)
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(packed, unpacked):
-            out = call(x)
-        handle = None
-        if where == "tensor":
-            out.register_hook(hook)
-        elif where == "node":
-            out.grad_fn.register_prehook(hook)
-        elif where == "leaf":
-            handle = module[0].weight.register_hook(hook)
-        elif where == "accumulated":
-            handle = module[0].weight.register_post_accumulate_grad_hook(hook)
-        try:
-            out.square().mean().backward()
-        finally:
-            if handle is not None:
-                handle.remove()
-
-    raised = 0
+    expected = gradients(module)
     for _ in range(6):
-        module.zero_grad()
-        try:
-            step(call, hooked=True)
-        except Stop:
-            raised += 1
-        module.zero_grad()
-        step(call, hooked=False)
-        ours = [p.grad.clone() for p in module.parameters()]
-        module.zero_grad()
-        step(module, hooked=False)
-        assert all(torch.equal(a, p.grad) for a, p in zip(ours, module.parameters(), strict=True))
-        assert all(torch.equal(plain[n], p) for n, p in module.named_parameters())
+        with contextlib.ExitStack() as stack:
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                    out = call(x)
+                if where in HOOKED:
+                    stack.callback(HOOKED[where](hook, out, module[0].weight).remove)
+                out.square().mean().backward()
+            except StopError:
+                raised += 1
+        for ours, theirs in zip(gradients(call), expected, strict=True):
+            assert torch.equal(ours, theirs)
     assert raised == 1
 
 
-def test_an_optimizer_that_raises_in_a_step():
+def test_an_optimizer_that_raises_in_a_step(monkeypatch):
     """Nothing of what a capture made is left in `.grad`, and later steps are right."""
     session, run, expected = outcome("train_step_sgd")
+    hook, update = [stopping(-1)], torch._fused_sgd_
+
+    def sgd(*args, **kwargs):
+        hook[0]()
+        return update(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "_fused_sgd_", sgd)
     for when in range(6):
-        hook = stopping(when)
         cgpass.reset()
-        with pytest.MonkeyPatch.context() as patched:
-            known = torch._fused_sgd_
-
-            def sgd(*args, known=known, hook=hook, **kwargs):
-                hook()
-                return known(*args, **kwargs)
-
-            patched.setattr(torch, "_fused_sgd_", sgd)
-            session.restore()
-            try:
-                run(Values())
-            except Stop:
-                pass
+        session.restore()
+        hook[0] = stopping(when)
+        with contextlib.suppress(StopError):
+            run(Values())
+        hook[0] = stopping(-1)
         for _ in range(2):
             assert_right(session, run, expected)
