@@ -338,9 +338,10 @@ class _RatesAsTensors(Mode):
     def __init__(self, rates: Sequence[_Rate]) -> None:
         super().__init__()
         self._rates = rates
-        self._before = [(r.group, r.group["lr"], r.group.get("capturable")) for r in rates]
+        self._before: list[tuple[dict[str, Any], Any, Any]] = []
 
     def begin(self) -> None:
+        self._before = [(r.group, r.group["lr"], r.group.get("capturable")) for r in self._rates]
         for rate in self._rates:
             rate.group["lr"] = rate.tensor
             if rate.tensor.is_cuda and rate.group.get("fused") and "capturable" in rate.group:

@@ -4,7 +4,8 @@ Note [One rule for inputs]
     What an input is depends on what the compiler knows and on where it lies in this call. A static input (a parameter, a
     buffer, a tensor marked static) is read in place where it lay in an earlier call, and copied at a place that is new.
     A value of another recording (a saved tensor, a value between partitions) is read in place where a living recording
-    put it, and copied where a hook, offloading or a rescue moved it. All else on the device is copied.
+    put it, and copied where a hook, offloading or a rescue moved it. All else on the device is copied. Places that take
+    turns (FSDP2 empties a layer's storage, and the next one's comes to lie there) are no new ones.
 
     The only history is where the static inputs lay: addresses with weak references to their storages. It tells a tensor
     that was moved or replaced (its own storage lay elsewhere, or its predecessor's is gone), which is copied, from a
@@ -235,10 +236,16 @@ class Inputs:
         known = self._known
         lies_at = zip(array("q", places), array("q", now[1]), strict=True)
         each = zip(self._layout.checked, lies_at, strict=True)
-        new = tuple([i for i, place in each if place not in known[i] and place[0]])
+        others = [(i, place[0]) for i, place in each if place not in known[i] and place[0]]
+        new = tuple(i for i, address in others if not self._was_left(i, address))
         if not new:
             self._before = now
         return new
+
+    def _was_left(self, i: int, address: int) -> bool:
+        """Whether a storage that lay here was emptied, as FSDP2 does with what it gathered, for others to lie here."""
+        lay_here = [ref.get() for (at, _), (ref, _) in self._known[i].items() if at == address]
+        return any(storage is not None and not storage.nbytes() for storage in lay_here)
 
     def _why_not_copied(
         self, args: Sequence[Any], new: Sequence[int], absent: Sequence[int]

@@ -1,5 +1,10 @@
 """`Owner`: what the recordings of one compiled function share, and how all of it is freed.
 
+Note [What a replay overwrites]
+    A replay writes its outputs and temporaries. They lie where the pool was free when it was recorded: on blocks of older
+    recordings that were released by then (`Recording.released`), and where younger ones came to lie later. So it
+    overwrites nothing if nobody holds an output of its own, of a younger recording, or on one of these blocks.
+
 Note [Calls from several threads]
     A call may move what another thread holds out of the way of its replay, and does so while it has the interpreter.
     That other thread may just then be inside of an operator, between asking for an output's address and launching the

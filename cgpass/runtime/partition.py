@@ -23,7 +23,7 @@ Note [What a call does]
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -289,17 +289,21 @@ class PartitionRunner:
         if found.code == "not_in_the_pool" and seen and seen.recordings and not seen.is_gone:
             name, line = _named([infos[i] for i in found.absent])
             return self._plain(args, found.code, f"what made {name} ran without a graph", line)
-        if seen is None and not table.has_room(tuple(inputs.storages(args, found.places))):
+        storages = inputs.storages(args, found.places)
+        if seen is None and not table.has_room(tuple(storages)):
             return self._full(args, shape)
-        places, _ = self.layout.split(key)
-        self._note_what_is_new(args, shape, places, found)
+        why = self._note_what_is_new(args, shape, storages, found)
         inputs.remember(args, found.new)
-        keys = [(shape, each) for each in dict.fromkeys((places, found.places))]
-        draws = next((s.draws for s in map(table.get, keys) if s is not None), [])
+        keys = [((shape, found.places), storages)]
+        places, _ = self.layout.split(key)
+        if places != found.places:  # some are copied: as it will be in these places
+            keys.append(((shape, places), inputs.storages(args, places)))
+        known = [table.get(each) for each, _ in keys]
+        draws = next((each.draws for each in known if each is not None), [])
         objects = tuple(args[i] for i in self.layout.objects)
-        new = [Seen(each, inputs.storages(args, each[1]), draws, objects) for each in keys]
+        new = [Seen(*each, draws, objects) for each in reversed(keys)]
         self._draws = draws
-        outputs = self._warm_up(args)
+        outputs = self._warm_up(args, why)
         if self._due is None:
             for each in new:
                 table.remember(each)
@@ -307,8 +311,11 @@ class PartitionRunner:
             self._due += new
         return outputs, None
 
-    def _warm_up(self, args: list[Any]) -> Sequence[Any]:
-        """Run one call; the first one notes what it waits for. Looking for that, or for writes, may wait for the device."""
+    def _warm_up(self, args: list[Any], why: str | None = None) -> Sequence[Any]:
+        """Run one call without a graph, which is no mere warm-up if `why` says so.
+
+        The first one notes what it waits for. Looking for that, or for writes, may wait for the device.
+        """
         stats, driver, start = self.stats, self.owner.driver, time.perf_counter()
         check = not stats.warmups and self._fallback.checks_warm_ups
         changes = Changes(args, self.layout.copied if self._check_layout else ())
@@ -322,7 +329,8 @@ class PartitionRunner:
         self.history.warm_up_ms = (time.perf_counter() - start) * 1e3
         self._found_syncs |= bool(found)
         self.written |= changes.found()
-        stats.warmups += 1
+        stats.warmups += why is None
+        stats.plain_calls += why is not None
         self.owner.note_plain_results(outputs)
         return outputs
 
@@ -346,25 +354,26 @@ class PartitionRunner:
             )
 
     def _note_what_is_new(
-        self, args: Sequence[Any], shape: ShapeKey, places: bytes, found: Found
-    ) -> None:
-        """Note why a call has no recording; say it where such calls go on."""
+        self, args: Sequence[Any], shape: ShapeKey, storages: Iterable[int], found: Found
+    ) -> str | None:
+        """Note why a call has no recording; says and returns it where such calls go on."""
         infos, limit, last = self.layout.infos, self.options.max_recordings, self.table.newest
         if last is not None:
             code, new = "new_tensor", list(found.new)
             if last[0] != shape:
                 code, new = "new_shape", self.layout.changed(last[0], shape)
-                if not self._fallback.has_said("sizes") and self.table.is_full_of_unseen(
-                    tuple(self._inputs.storages(args, places))
-                ):
+                said = self._fallback.has_said("sizes")
+                if not said and self.table.is_full_of_unseen(tuple(storages)):
                     why = _never_repeats(self.layout, new, args)
                     self._say_once(
                         "sizes", f"{limit} calls came that were never recorded, since {why}."
                     )
             self.reasons.note_changed(code, [(infos[i].name, infos[i].line) for i in new])
         names = describe_tensors(infos, args, found.new or found.absent)
+        why, line = None, next((infos[i].line for i in (*found.new, *found.absent)), None)
         self._others += found.code == "new_module"
-        if self._others == 2 * limit:
+        if found.code == "new_module" and self._others >= 2 * limit:
+            why = f"they came with other parameters, none of which came again: {names}"
             self._say_once(
                 "modules",
                 f"{self._others} calls came with other parameters, none of which came again: {names}. Such calls run "
@@ -378,11 +387,12 @@ class PartitionRunner:
                 if found.new
                 else "Leave saved tensors where they lie (hooks and offloading move them), or raise max_copied_mib."
             )
-            self._say_once(
-                "places",
-                f"{names} lie at a new place in every call, and {why_not}: such calls run without a graph. {fix}",
-            )
+            why = f"{names} lie at a new place in every call, and {why_not}"
+            self._say_once("places", f"{why}: such calls run without a graph. {fix}")
         self._moved_before = bool(why_not)
+        if why is not None:
+            self.reasons.note("new_tensor", lambda: (str(why), line))
+        return why
 
     def _full(self, args: list[Any], shape: ShapeKey) -> Result:
         limit, recorded = self.options.max_recordings, self.table.recorded_shape()

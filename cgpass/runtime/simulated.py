@@ -176,16 +176,19 @@ class _Using(Mode):
     def __init__(self, states: RecordedStates | None) -> None:
         super().__init__()
         self._states = states
-        self._outer = _in_use.get(self.thread)
+        self._outer: list[RecordedStates | None] = []
 
     def begin(self) -> None:
+        self._outer.append(_in_use.get(self.thread))
         _in_use[self.thread] = self._states
 
     def undo(self) -> None:
-        if self._outer is None:
+        if not self._outer:
+            return
+        if self._outer[0] is None:
             _in_use.pop(self.thread, None)
         else:
-            _in_use[self.thread] = self._outer
+            _in_use[self.thread] = self._outer[0]
 
 
 def inside_operator() -> Mode:
@@ -370,9 +373,11 @@ class _Alone(Mode):
     def __init__(self, tape: _Tape, generators: Sequence[torch.Generator]) -> None:
         super().__init__()
         self._tape: _Tape | None = tape
-        self._states = [(generator, generator.get_state()) for generator in generators]
+        self._generators = generators
+        self._states: list[tuple[torch.Generator, torch.Tensor]] = []
 
     def begin(self) -> None:
+        self._states = [(generator, generator.get_state()) for generator in self._generators]
         _alone.append(self)
 
     def undo(self) -> None:

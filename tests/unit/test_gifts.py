@@ -4,10 +4,6 @@ import pytest
 import torch
 
 from cgpass.compile.facts.input_info import InputKind
-from cgpass.runtime import fast
-from cgpass.runtime.owner import Owner
-from cgpass.runtime.recording import Gifts
-from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runners import COPIED, call, counts, infos, partition, runner
 
 X = torch.ones(4)
@@ -72,17 +68,6 @@ def test_an_input_dies_inside_the_recording():
     assert set(recording.memory.addresses()) & set(made.memory.addresses()), "its output lies there"
 
 
-def test_an_input_that_is_kept_to_the_end_dies_with_the_callable():
-    first, second = pair(keeps_its_input)
-    for value in range(6):
-        found, recording = step(first, second, value)
-        assert found == expected(value)
-    (made,) = first.table.all()
-    assert recording._consumed == (0,)
-    assert made.memory.released() == (0,)
-    assert not set(recording.memory.addresses()) & set(made.memory.addresses())
-
-
 def test_an_input_that_is_returned_is_taken_back():
     def passes(args):
         (a,) = args
@@ -96,22 +81,6 @@ def test_an_input_that_is_returned_is_taken_back():
     (made,) = first.table.all()
     assert recording._consumed == ()
     assert made.memory.released() == ()
-
-
-def test_a_returned_view_of_an_input_is_the_calls_own():
-    def passes(args):
-        (a,) = args
-        args.clear()
-        return [a[1:], a + 1]
-
-    first, second = pair(passes)
-    for value in range(5):
-        made, _ = first.run([X * value])
-        address = made[0].data_ptr()
-        (part, _), _ = second.run(made)
-        assert part.tolist() == [3 * value] * 3
-        if value:
-            assert part.data_ptr() == address + 4
 
 
 def reads_before(args):
@@ -227,48 +196,3 @@ def test_a_block_that_was_given_is_free_for_later_recordings_and_guarded():
     outputs, _ = second.run(forward)
     assert [t.tolist() for t in outputs] == expected(7)
     assert kept[0].tolist() == [4] * 4
-
-
-def test_another_slots_blocks_are_not_given():
-    first, _ = pair()
-    for value in range(2):
-        made, _ = first.run([X * value])
-    gifts = Gifts(first.owner, first.owner.slot_for(1), made, [0])
-    passed = made.copy()
-    gifts.put_into(passed)
-    assert passed[0] is made[0]
-    assert gifts.take_back() == {}
-
-
-def test_what_no_recording_made_is_not_given():
-    owner = Owner(SimulatedDriver())
-    args = [torch.zeros(4)]
-    gifts = Gifts(owner, 0, args, [0])
-    passed = args.copy()
-    gifts.put_into(passed)
-    assert passed[0] is args[0]
-    assert gifts.take_back() == {}
-
-
-def test_a_gift_owns_its_memory():
-    first = maker(lambda x: [x * 3])
-    for value in range(2):
-        made, _ = first.run([X * value])
-    (recording,) = first.table.all()
-    (address,) = recording.memory.addresses()
-    gifts = Gifts(first.owner, 0, made, [0])
-    passed = [None]
-    gifts.put_into(passed)
-    assert passed[0].data_ptr() == address
-    assert passed[0].untyped_storage()._cdata != made[0].untyped_storage()._cdata
-    assert first.owner.block_at(0, address) is None
-    kept = passed[0]
-    passed.clear()
-    assert gifts.take_back() == {}
-    assert first.owner.block_at(0, address) is not None
-    del kept
-    again = Gifts(first.owner, 0, made, [0])
-    again.put_into([None])
-    consumed = again.take_back()
-    assert list(consumed) == [0]
-    assert fast.exclusive(made, tuple(consumed), tuple(consumed.values()))

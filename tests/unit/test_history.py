@@ -1,12 +1,9 @@
 """Every recording says why it was made."""
 
-import logging
-
 import torch
 
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
-from cgpass.telemetry import summaries
 from tests.unit.runners import COPIED, POOLED, STATIC, SYMINT, call, runner
 
 
@@ -86,25 +83,3 @@ def test_results_that_are_held_with_their_backward_to_come():
     held = [run.run([torch.ones(2)])[0], run.run([torch.ones(2)])[0]]
     assert causes(run) == ["first", "held"]
     assert len(held) == 2
-
-
-def test_the_newest_causes_are_kept_and_logged(caplog):
-    run = runner(lambda x, n: [x * n], COPIED, SYMINT, max_recordings=1000)
-    with caplog.at_level(logging.INFO, "cgpass"):
-        for n in range(summaries.RECORDINGS_KEPT + 6):
-            call(run, torch.ones(2), n)
-            call(run, torch.ones(2), n)
-    assert len(run.history.notes) == summaries.RECORDINGS_KEPT
-    assert causes(run) == ["shape"] * summaries.RECORDINGS_KEPT
-    assert "forward captured_0: recording 1 made: the first call after the warm-up" in caplog.text
-
-
-def test_memory_that_was_freed():
-    run = runner(lambda x: [x * 2], COPIED)
-    for _ in range(2):
-        call(run, torch.ones(2))
-    run.owner.release()
-    for _ in range(2):
-        call(run, torch.ones(2))
-    assert causes(run) == ["first", "anew"]
-    assert "cgpass.reset()" in run.history.notes[-1].detail

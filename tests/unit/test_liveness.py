@@ -39,16 +39,6 @@ def test_the_youngest_held_recording_decides():
     assert live.youngest() == -1
 
 
-def test_a_recording_may_be_handed_out_again():
-    live, made = LiveOutputs(), Made(4)
-    for _ in range(3):
-        handed = made.hand_out()
-        live.push(made)
-        assert live.youngest() == 4
-        del handed
-        assert live.youngest() == -1
-
-
 def test_what_nobody_holds_does_not_pile_up():
     live, made = LiveOutputs(), Made(1)
     for _ in range(100):
@@ -56,18 +46,6 @@ def test_what_nobody_holds_does_not_pile_up():
         assert live.youngest() == -1
         live.push(made)
     assert len(live._stack) == 1
-
-
-def test_what_was_moved_in_each_call_does_not_pile_up():
-    live, older, made, kept = LiveOutputs(), Made(1), Made(2), []
-    kept.append(older.hand_out())
-    live.push(older)
-    for _ in range(100):
-        made.memory.rescue(made.memory.held())
-        kept.append(made.hand_out())
-        live.push(made)
-        assert live.youngest() == 2
-    assert len(live._stack) == 2
 
 
 def test_a_discarded_recording_is_forgotten():
@@ -115,25 +93,3 @@ def test_only_blocks_that_are_held_are_overwritten():
     for _ in range(2):
         live.push(made)
     assert live.overwritten_by(made) == [(made, [0, 2])], "once, however often it was handed out"
-
-
-def test_all_that_is_overwritten_is_named():
-    live = LiveOutputs()
-    oldest, old, young = Made(1, count=2), Made(2), Made(4)
-    made = Made(3, released={1: (1,), 2: ()})
-    handed = [one.hand_out() for one in (oldest, old, young)]
-    for one in (oldest, old, young):
-        live.push(one)
-    assert live.overwritten_by(made) == [(oldest, [1]), (young, [0])]
-    assert len(handed) == 3
-
-
-def test_after_a_rescue_nothing_is_overwritten():
-    live, made, young = LiveOutputs(), Made(1), Made(2)
-    handed = [one.hand_out() for one in (made, young)]
-    live.push(made)
-    live.push(young)
-    for victim, blocks in live.overwritten_by(made):
-        victim.memory.rescue(blocks)
-    assert live.is_safe(made)
-    assert len(handed) == 2

@@ -89,17 +89,6 @@ def test_what_a_holder_does_to_a_storage_does_not_reach_the_recording(change, re
     assert hand_out(memory)[0].tolist() == [5] * 4
 
 
-def test_what_was_enlarged_stays_its_holders():
-    memory = seal(lambda: [torch.arange(4.0)], BOTH)
-    (tensor,) = hand_out(memory)
-    tensor.resize_(6)[4:] = 9
-    assert memory.rescue(memory.held()) == 0
-    replay(memory)
-    assert tensor.tolist() == [0, 1, 2, 3, 9, 9]
-    memory.let_go()
-    assert tensor.tolist() == [0, 1, 2, 3, 9, 9]
-
-
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_was_changed_is_left_alone_when_the_recording_goes(change):
     memory = seal(ramps(1))
@@ -109,44 +98,6 @@ def test_what_was_changed_is_left_alone_when_the_recording_goes(change):
     before = storage.data_ptr(), storage.nbytes(), storage.tolist()[:16]
     assert memory.let_go() == 0
     assert before == (storage.data_ptr(), storage.nbytes(), storage.tolist()[:16])
-
-
-def test_a_rescue_moves_all_holders_together():
-    memory = seal(ramps(1))
-    (tensor,) = hand_out(memory)
-    view, gradient, loss = tensor[1:], gradient_of(tensor), saved(tensor)
-    memory.rescue([0])
-    replay(memory)
-    tensor.mul_(2)
-    assert view.tolist() == [2, 4, 6]
-    assert gradient.grad.tolist() == [0, 2, 4, 6]
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_two_rescues_in_a_row():
-    memory, kept = seal(ramps(1)), []
-    for value in range(5):
-        replay(memory, value)
-        kept += hand_out(memory)
-        assert memory.held() == [0]
-        memory.rescue([0])
-        assert not memory.any_held()
-    assert [t.tolist() for t in kept] == [[value] * 4 for value in range(5)]
-    assert len({t.data_ptr() for t in kept} | set(memory.addresses())) == 6
-
-
-def test_blocks_move_one_by_one():
-    memory = seal(ramps(3))
-    first, second, third = hand_out(memory)
-    assert memory.held() == [0, 1, 2]
-    assert memory.held([0, 2]) == [0, 2]
-    assert memory.rescue([0, 2]) == 32
-    assert memory.held() == [1]
-    replay(memory)
-    assert [t[0].item() for t in (first, second, third)] == [0, -1, 20]
-    del second
-    assert memory.rescue(memory.held()) == 0
 
 
 def test_outputs_that_share_a_block_are_held_and_moved_together():

@@ -75,16 +75,6 @@ def test_a_block_is_given_and_taken_back():
     assert watched.alive() == [False]
 
 
-def test_own_references_are_counted_again_after_a_rescue():
-    memory = seal(ramps(1))
-    (address,) = memory.addresses()
-    held = hand_out(memory)
-    memory.rescue([0])
-    _, references = memory.num_users(address)
-    assert references == users(memory.tensors[0])
-    assert len(held) == 1
-
-
 def test_letting_go_leaves_kept_blocks_to_their_holders_without_a_copy():
     watched = Watched(2)
     held = hand_out(watched.memory)[0]
@@ -112,12 +102,6 @@ def test_letting_go_copies_what_was_released_and_is_held():
     assert held.tolist() == [*range(8)]
     assert kept.tolist() == [0, 1, 2, 3]
     assert held.data_ptr() != buffer.data_ptr()
-
-
-def test_nothing_is_left_when_nobody_holds_anything():
-    watched = Watched(3)
-    assert watched.memory.let_go() == 0
-    assert watched.alive() == [False] * 3
 
 
 def test_rescued_memory_goes_with_its_last_holder():

@@ -29,12 +29,6 @@ def recorded(run):
     return run.table.all()[-1]
 
 
-def test_the_first_slot_serves_while_nothing_is_held():
-    owner = Owner(SimulatedDriver())
-    recorded(partition(owner=owner))
-    assert [owner.slot_for(n) for n in (0, 1)] == [0, 1]
-
-
 def test_one_more_recording_of_the_same_memory_gets_a_pool_of_its_own_while_results_are_held():
     run = partition(visible=(), read=(0,))
     recorded(run)
@@ -43,16 +37,6 @@ def test_one_more_recording_of_the_same_memory_gets_a_pool_of_its_own_while_resu
     assert run.owner.slot_for(1) == 1
     assert run.owner.slot_for(1) == 1, "an empty one is there already"
     assert [t.tolist() for t in held] == [[2, 2]]
-
-
-def test_slots_may_be_passed_over():
-    owner = Owner(SimulatedDriver())
-    assert owner.slot_for(0, first=1) == 1
-    assert owner.slot_for(1, first=1) == 2
-    assert owner.slot_for(0) == 0
-    least = Owner(SimulatedDriver(), max_pending_calls=1)
-    assert least.slot_for(0, first=1) == 1, "it counts from there"
-    assert least.slot_for(1, first=1) is None
 
 
 @pytest.mark.parametrize("limit", [1, 5, 16])
@@ -171,12 +155,6 @@ def test_gradients_that_had_to_be_moved_once_get_a_pool_of_their_own():
     assert counts(backward) == (1, 2, 9, 0)
     assert [r.slot for r in backward.table.all()] == [1]
     assert [r.slot for r in forward.table.all()] == [0]
-
-
-def test_results_that_are_no_gradients_are_moved_each_time():
-    _, other = held_gradients(is_backward=False)
-    assert counts(other) == (1, 1, 9, 0)
-    assert other.stats.rescues == 8
 
 
 def test_a_release_forgets_that_gradients_had_a_pool_of_their_own():

@@ -213,7 +213,7 @@ def test_a_runner_learns_the_distance_of_each_shape(user):
 def test_paired_draws_from_a_generator_of_its_own(user):
     user.offset = 40
     where, positions = call(through(draw(user, 12)), "forward", exact=False)
-    assert positions.tolist() == [list(where)]
+    assert positions.tolist() == list(where)
     assert where[0] != 7
     assert where[1] == 40
     assert user.where() == (7, 40 + rng._STEPS_OF_A_CALL)

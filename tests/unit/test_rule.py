@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from cgpass import torch_private
 from cgpass.runtime.inputs import Inputs, Layout
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
@@ -105,6 +106,20 @@ def test_a_call_of_another_module_is_none_of_copies():
     for w in modules:
         found = part(w, shared)
         assert (found.code, found.new, found.places) == (None, (), places(w, shared))
+
+
+def test_places_of_emptied_storages_are_not_new_for_others():
+    """FSDP2 gathers one layer's parameters where it has just emptied those of another."""
+    part, memory = Partition(COPIED, STATIC), np.ones(2, np.float32)
+    first, other = (torch.from_numpy(memory) for _ in range(2))
+    part(X, first)
+    assert part(X, other).new == (1,), "both live"
+    part, own = Partition(COPIED, STATIC), torch.ones(2)
+    storage, address = own.untyped_storage(), own.data_ptr()
+    part(X, own)
+    storage.resize_(0)
+    there = torch_private.storage_at(address, 8, torch.device("cpu"))  # never read
+    assert part(X, torch_private.on_storage(there, X)).new == ()
 
 
 @pytest.mark.parametrize(("max_copied", "code"), [(8, None), (7, "too_large")])

@@ -11,7 +11,7 @@ import torch
 from cgpass.errors import CaptureError
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver, is_recording
-from tests.unit.runners import COPIED, OPAQUE, POOLED, STATIC, SYMINT, call, counts, runner
+from tests.unit.runners import COPIED, POOLED, STATIC, SYMINT, call, counts, runner
 
 X = torch.ones(2)
 
@@ -35,22 +35,6 @@ def test_warm_up_record_replay():
     assert run.stats.copied_bytes == 4 * 8
 
 
-def test_each_integer_and_each_object_has_its_own_recording():
-    run = runner(lambda x, n, o: [x * n], COPIED, SYMINT, OPAQUE)
-    a, b = object(), object()
-    for n, o in [(1, a), (1, a), (2, a), (2, a), (1, b), (1, b), (1, a), (2, a)]:
-        assert call(run, X, n, o) == [[n, n]]
-    assert counts(run) == (3, 3, 5, 0)
-
-
-def test_the_list_of_inputs_is_emptied():
-    run = runner(lambda x: [x * 2], COPIED)
-    for _ in range(3):
-        args = [X]
-        run.run(args)
-    assert args == []
-
-
 def test_held_outputs_are_moved():
     run = runner(lambda x: [x * 2], COPIED)
     for _ in range(2):
@@ -67,17 +51,6 @@ def test_held_outputs_are_moved():
         call(run, X)
     assert counts(run) == (1, 1, 25, 0)
     assert (run.stats.rescues, run.stats.rescued_bytes) == (8, 64)
-
-
-def test_held_outputs_of_another_partition_are_moved():
-    owner = Owner(SimulatedDriver())
-    first, second = (runner(lambda x: [x * 2], COPIED, owner=owner) for _ in range(2))
-    for run in (first, second) * 2:
-        call(run, X)
-    (held,), _ = second.run([X * 3])
-    call(first, X)
-    assert held.tolist() == [6, 6]
-    assert (first.stats.rescues, second.stats.rescues) == (0, 1)
 
 
 def internal(fn):
@@ -117,22 +90,6 @@ def test_a_failed_capture_runs_plainly_and_warns_once(caplog):
         "Move what waits for the device or reads data on the host out of the function to have the rest captured."
     )
     assert run._fallback.failure is not None
-
-
-def test_silent_says_nothing_louder_than_info(caplog):
-    run = runner(sync, COPIED, on_skip="silent")
-    for _ in range(3):
-        call(run, X)
-    assert warnings(caplog) == []
-
-
-def test_raise_raises_from_the_cause():
-    run = runner(sync, COPIED, on_skip="raise")
-    call(run, X)
-    with pytest.raises(CaptureError, match="can't be captured") as error:
-        call(run, X)
-    assert isinstance(error.value.__cause__, RuntimeError)
-    assert "operation not permitted" in str(error.value.__cause__)
 
 
 def test_raise_tries_once():
@@ -191,22 +148,6 @@ def test_the_users_own_error_passes_and_the_next_call_works(caplog, on_skip):
     assert warnings(caplog) == []
 
 
-def test_an_error_in_the_warm_up_passes_and_the_next_call_warms_up():
-    fail = [True]
-
-    def fn(x):
-        if fail.pop() if fail else False:
-            raise ValueError("user's")
-        return [x * 2]
-
-    run = runner(fn, COPIED)
-    with pytest.raises(ValueError, match="user's"):
-        call(run, X)
-    for _ in range(3):
-        call(run, X)
-    assert counts(run) == (1, 1, 2, 0)
-
-
 def test_a_foreign_capture_runs_plainly(monkeypatch):
     run = runner(lambda x: [x * 2], COPIED)
     call(run, X)
@@ -230,26 +171,6 @@ def chain(**limits):
 W = torch.ones(2)
 
 
-def test_pooled_inputs_are_not_copied():
-    first, second = chain()
-    for value in range(6):
-        (a,), _ = first.run([torch.full((2,), float(value))])
-        assert call(second, a, W) == [[2.0 * value + 1] * 2]
-        del a
-    assert counts(first) == counts(second) == (1, 1, 5, 0)
-    assert second.stats.copied_bytes == 0
-
-
-def test_a_closed_owner_runs_plainly():
-    run = runner(lambda x: [x * 2], COPIED)
-    for _ in range(3):
-        call(run, X)
-    run.owner.close()
-    assert call(run, X) == [[2, 2]]
-    assert counts(run) == (1, 1, 2, 1)
-    assert run.table.all() == []
-
-
 def test_a_released_owner_records_again():
     run = runner(lambda x: [x * 2], COPIED)
     for _ in range(3):
@@ -258,16 +179,6 @@ def test_a_released_owner_records_again():
     for _ in range(3):
         call(run, X)
     assert counts(run) == (2, 2, 4, 0)
-
-
-def test_outputs_held_over_a_release_keep_their_value():
-    run = runner(lambda x: [x * 2], COPIED)
-    call(run, X)
-    (held,), _ = run.run([X * 5])
-    run.owner.release()
-    for _ in range(4):
-        call(run, X)
-    assert held.tolist() == [10, 10]
 
 
 def test_a_thread_that_records_what_it_never_ran_is_prepared_first():
