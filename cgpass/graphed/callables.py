@@ -17,6 +17,7 @@ from cgpass.graphed.recorded import RecordedPass
 from cgpass.graphed.statics import MemberGoneError, Statics
 from cgpass.graphed.values import own_memory
 from cgpass.runtime import fast
+from cgpass.runtime.changes import mend, open_modes
 
 log = logging.getLogger(__name__)
 
@@ -84,17 +85,24 @@ class GraphedFunction:
             return self._plain(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _outside_dynamo(self, args, kwargs)
-        return self._call(args, kwargs)
+        has_grad = torch.is_grad_enabled()
+        try:
+            return self._call(args, kwargs)
+        except BaseException:
+            mend(open_modes)
+            torch_private.set_grad_enabled(has_grad)
+            raise
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         group, stats = self._group, self._pass.stats
         stats.calls += 1
+        if group is not None:
+            group.owner.mend()
         if group is None or group.driver.is_capturing() or group.owner.closed:
             return self._run_plainly(None, args, kwargs)
         if _is_watched():
             why_unseen = None if is_preparing() else _why_unseen()
             return self._run_plainly(why_unseen, args, kwargs)
-        group.owner.mend()
         tensors = self._pass.binding.bind(args, kwargs)
         if tensors is None:
             return self._run_plainly(self._pass.binding.why_unbound(args, kwargs), args, kwargs)

@@ -69,6 +69,8 @@ class Mode(Change):
         return self
 
     def __exit__(self, *error: object) -> None:
+        if open_modes[-1] is not self:  # one inside may have been broken off
+            mend(open_modes)
         self.undo()
         self._among.remove(self)
         self._frame = None
