@@ -558,7 +558,7 @@ at::Tensor new_like(const at::Tensor& like) {
       at::detail::empty_strided_generic(like.sizes(), like.strides(), allocator, keys, dtype));
 }
 
-// As bits.py.
+// As `COPIED_AS_THEY_ARE` in inputs.py.
 bool has_copy_kernel(at::ScalarType dtype) {
   switch (dtype) {
     case at::kBool:

@@ -199,6 +199,7 @@ class Inputs:
         self._owner = owner
         self._max_places = max_places
         self._max_copied = max_copied
+        self.moves = Moves()
         self.forget()
 
     def forget(self) -> None:

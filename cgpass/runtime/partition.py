@@ -40,7 +40,6 @@ from cgpass.runtime.inputs import (
     Found,
     Inputs,
     Layout,
-    Moves,
     ShapeKey,
     describe,
     describe_tensors,
@@ -71,30 +70,6 @@ Result = tuple[Sequence[Any], Recording | None]
 class PartitionRunner:
     """Runs one captured partition. See Note [What a call does]."""
 
-    visible: frozenset[int] | None = None
-    """Outputs that the user gets, None for all; to be set before the first call."""
-    read: frozenset[int] = frozenset()
-    """Outputs that other partitions or the backward read; to be set before the first call."""
-    written: frozenset[int] = frozenset()
-    """Inputs that plain calls and recordings turned out to write, where nobody told."""
-    _first_slot = 0
-    """Pools before this one do not suit: see `move_apart`."""
-    _largest = 0
-    """Bytes of the inputs that move, of the largest call recorded."""
-    _others = 0
-    """Calls since the last recording whose parameters were another module's: for a warning alone."""
-    _moved_before = False
-    """Whether the last call without a recording had inputs at new places that could not be copied."""
-    _tried_anew = _found_syncs = False
-    _draws: list[int] = []  # noqa: RUF012  replaced before it is written
-    """Of this call's key: see `Seen.draws`."""
-    _due: list[Seen] | None = None
-    """Keys to be remembered once it is known how far their operators draw."""
-    _started = 0.0
-    """When the last attempt to record began."""
-    _last: tuple[ShapeKey, bytes, list[Recording]] | None = None
-    """Key and recordings of the last replay of what lay in place."""
-
     def __init__(
         self,
         fn: BoxedCallable,
@@ -122,6 +97,25 @@ class PartitionRunner:
         """Whether `fn` communicates with other processes, which take no part in runs that this one makes alone."""
         self._check_layout = check_layout
         """Whether tensors' sizes, strides and dtypes belong to the key, since no guard covers them."""
+        self.visible: frozenset[int] | None = None
+        """Outputs that the user gets, None for all; to be set before the first call."""
+        self.read: frozenset[int] = frozenset()
+        """Outputs that other partitions or the backward read; to be set before the first call."""
+        self.written: frozenset[int] = frozenset()
+        """Inputs that plain calls and recordings turned out to write, where nobody told."""
+        self._last: tuple[ShapeKey, bytes, list[Recording]] | None = None
+        """Key and recordings of the last replay of what lay in place."""
+        self._draws: list[int] = []
+        """Of this call's key: see `Seen.draws`."""
+        self._first_slot = self._largest = 0
+        """Pools before this one do not suit (see `move_apart`); bytes that move of the largest call recorded."""
+        self._others = 0
+        """Calls of other modules since the last recording, for a warning."""
+        self._moved_before = self._tried_anew = self._found_syncs = False
+        self._due: list[Seen] | None = None
+        """Keys to be remembered once it is known how far their operators draw."""
+        self._started = 0.0
+        """When the last attempt to record began."""
         self.stats: CallStats = new_call_stats()
         self.reasons = CallReasons()
         """Why calls ran without a graph."""
@@ -131,7 +125,6 @@ class PartitionRunner:
         self.table = RecordingTable(options.max_recordings)
         self.history = History(name, source)
         self._inputs = Inputs(layout, owner, options.max_recordings, options.max_copied_mib << 20)
-        self._moves = Moves()
         self._fallback = Fallback(
             self.name, fn, self.stats, self.reasons, on_skip=options.on_skip, on_failure=on_failure
         )
@@ -211,13 +204,12 @@ class PartitionRunner:
 
     def _replay(self, recording: Recording, args: list[Any]) -> Result:
         self._draws = recording.draws
-        self.owner.note_handed_out(
-            recording
-        )  # first: what comes of it may be held, whatever happens
+        self.owner.note_handed_out(recording)  # before it can be held, whatever happens
         outputs = recording.run(args)
         args.clear()
-        self.stats.replays += 1
-        self.stats.copied_bytes += recording.copied_bytes
+        stats = self.stats
+        stats.replays += 1
+        stats.copied_bytes += recording.copied_bytes
         return outputs, recording
 
     # ---- other calls
@@ -344,7 +336,7 @@ class PartitionRunner:
         if self._check_layout:  # no module
             moved = found.new if recorded else ()
         else:
-            moved = self._moves.found(args, self.layout.checked, recorded=recorded)
+            moved = self._inputs.moves.found(args, self.layout.checked, recorded=recorded)
         if moved:
             names = describe_tensors(self.layout.infos, args, moved)
             raise StaticInputMovedError(

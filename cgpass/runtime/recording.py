@@ -30,8 +30,6 @@ class Recording:
     Whoever calls `run` checks before that a call's inputs match.
     """
 
-    closed = False
-    """Whether it is never to be replayed: it was freed, or its outputs are being moved right now."""
     backward: MovesApart | None = None
     """What made it, if its gradients can have a pool that forwards don't write. See `Owner.rescue`."""
     made_for: tuple[int, ...] = ()
@@ -55,6 +53,8 @@ class Recording:
         slot: int = 0,
         stats: CallStats | None = None,
     ) -> None:
+        self.closed = False
+        """Whether it is never to be replayed: it was freed, or its outputs are being moved right now."""
         self._stats = stats or CallStats()
         self.birth = birth
         self.slot = slot
@@ -207,8 +207,9 @@ class Recording:
         for n, like in self._empty:
             storage = torch.UntypedStorage(0, device=like.device)
             outputs[n] = torch_private.on_storage(storage, like)
-        for n, spec in self._followers:  # what shares memory shares the count of writes
-            (outputs[n],) = fast.views(outputs, (spec,))
+        if self._followers:  # what shares memory shares the count of writes
+            for n, spec in self._followers:
+                (outputs[n],) = fast.views(outputs, (spec,))
         for n, twin in self._twins:
             outputs[n] = outputs[twin]
         fast.put(outputs, self._views_at, fast.views(args, self._views))
