@@ -68,7 +68,7 @@ class Mode(Change):
         self.begin()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if open_modes[-1] is not self:  # one inside may have been broken off
             mend(open_modes)
         self.undo()

@@ -330,7 +330,7 @@ class Owner:
 
     def _drop_all(self) -> None:
         """Drop every recording; who holds outputs keeps them, and a backward that reads some runs without its own."""
-        self._have_all_go(lambda member: member.forget_recordings())
+        self.start_anew()
         self.driver.give_back()
 
     def _have_all_go(self, free: Callable[[Member], None]) -> None:
@@ -347,12 +347,8 @@ class Owner:
         return _Changing(self)
 
     def start_anew(self) -> None:
-        """Drop every recording and all that is known of calls, in whatever state that is."""
-
-        def free(member: Member) -> None:
-            member.close()
-
-        self._have_all_go(free)
+        """Drop every recording, in whatever state it is; calls of keys that are known record again."""
+        self._have_all_go(lambda member: member.forget_recordings())
 
     def next_birth(self) -> int:
         """Position of one more recording in the order of recordings."""

@@ -70,6 +70,11 @@ Result = tuple[Sequence[Any], Recording | None]
 class PartitionRunner:
     """Runs one captured partition. See Note [What a call does]."""
 
+    _due: list[Seen] | None = None
+    """Keys to be remembered once it is known how far their operators draw."""
+    _started = 0.0
+    """When the last attempt to record began."""
+
     def __init__(
         self,
         fn: BoxedCallable,
@@ -112,10 +117,6 @@ class PartitionRunner:
         self._others = 0
         """Calls of other modules since the last recording, for a warning."""
         self._moved_before = self._tried_anew = self._found_syncs = False
-        self._due: list[Seen] | None = None
-        """Keys to be remembered once it is known how far their operators draw."""
-        self._started = 0.0
-        """When the last attempt to record began."""
         self.stats: CallStats = new_call_stats()
         self.reasons = CallReasons()
         """Why calls ran without a graph."""
