@@ -164,7 +164,11 @@ class TrainingCall:
         layout = self._layout
         assert layout is not None
         assert self._forward is not None
-        outputs = _run(self._forward, self.begin(args))
+        try:
+            outputs = _run(self._forward, self.begin(args))
+        except BaseException:
+            torch_private.set_grad_enabled(True)  # a signal may come before `torch.no_grad` did it
+            raise
         returned = list(outputs[: layout.num_returned])
         fast.attach(
             _run_backward,
@@ -235,13 +239,8 @@ def _noted(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 def _run(fn: Boxed, args: list[Any]) -> Sequence[Any]:
     """Call a graph as AOTAutograd does: autograd sees nothing of it, autocast was traced into it."""
-    has_grad = torch.is_grad_enabled()
-    try:
-        with torch.no_grad(), torch._C._DisableAutocast():
-            return fn(args)
-    except BaseException:
-        torch_private.set_grad_enabled(has_grad)  # `torch.no_grad` may not have come to it
-        raise
+    with torch.no_grad(), torch._C._DisableAutocast():
+        return fn(args)
 
 
 @torch_private.outside_dynamo

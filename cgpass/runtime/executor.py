@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cgpass import torch_private
-from cgpass.runtime import changes
+from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.fast import taker
 from cgpass.runtime.outputs import CopyOut
 from cgpass.runtime.owner import Owner
@@ -146,38 +146,36 @@ class Executor:
         with self._lock:
             owner = self.owner
             self.tally.calls += 1
-            if owner is None:
-                return self._run(args)
-            has_grad = torch.is_grad_enabled()
             try:
-                owner.enter_call(is_backward=self._is_backward)
-                return self._run(args)
+                if owner is not None:
+                    owner.enter_call(is_backward=self._is_backward)
+                slots = args + self._template
+                args.clear()
+                recordings: list[Recording | None] = []
+                steps = self._steps if not _profiler._is_profiler_enabled else self._named_steps()
+                for run, take, drops, places, num_outputs in steps:
+                    inputs = take(slots)
+                    for where, nothing in drops:
+                        slots[where] = nothing
+                    outputs, recording = run(inputs)
+                    if len(outputs) != num_outputs:
+                        text = f"{num_outputs} outputs expected, got {len(outputs)}"
+                        raise ValueError(text)  # noqa: TRY301
+                    recordings.append(recording)
+                    for where, part in places:
+                        slots[where] = outputs[part]
+                    del inputs, outputs
+                results = self._take_outputs(slots)
+                if (
+                    owner is not None
+                    and (self._owns or owner.several_threads)
+                    and not owner.bypassed
+                ):
+                    self._copy_out(owner, results, recordings)
             except BaseException:
-                changes.mend(changes.open_modes)
-                torch_private.set_grad_enabled(has_grad)  # `torch.no_grad` may not have come to it
+                mend(open_modes)
                 raise
-
-    def _run(self, args: list[Any]) -> list[Any]:
-        owner = self.owner
-        slots = args + self._template
-        args.clear()
-        recordings: list[Recording | None] = []
-        steps = self._steps if not _profiler._is_profiler_enabled else self._named_steps()
-        for run, take, drops, places, num_outputs in steps:
-            inputs = take(slots)
-            for where, nothing in drops:
-                slots[where] = nothing
-            outputs, recording = run(inputs)
-            if len(outputs) != num_outputs:
-                raise ValueError(f"{num_outputs} outputs expected, got {len(outputs)}")
-            recordings.append(recording)
-            for where, part in places:
-                slots[where] = outputs[part]
-            del inputs, outputs
-        results = self._take_outputs(slots)
-        if owner is not None and (self._owns or owner.several_threads) and not owner.bypassed:
-            self._copy_out(owner, results, recordings)
-        return results
+            return results
 
     def _copy_out(
         self, owner: Owner, results: list[Any], recordings: Sequence[Recording | None]

@@ -191,7 +191,8 @@ class Owner:
             self.bypassed = "no_native_code"
         elif fast.in_transform():
             self.bypassed = "transform"
-        self.mend()
+        if self.changes or open_modes:
+            self.mend()
         self.driver.enter_call()
         if is_backward:
             return
@@ -205,9 +206,8 @@ class Owner:
 
     def mend(self) -> None:
         """Undo what an earlier call left half done. See Note [Changes that are broken off]."""
-        if self.changes or open_modes:
-            changes.mend(open_modes)
-            changes.mend(self.changes)
+        changes.mend(open_modes)
+        changes.mend(self.changes)
 
     # ---- replays
 
