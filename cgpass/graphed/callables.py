@@ -233,14 +233,10 @@ class GraphedFunction:
             self._num_rerecords += 1
             d.stats.rerecordings += 1
             log.info("%s records again (%d): %s", d.name, self._num_rerecords, moved)
-        with (
-            group.owner.lock,
-            group.owner.changing(),
-            put_back(now[0]) if d.hooks else contextlib.nullcontext(),
-        ):
+        with group.owner.lock, put_back(now[0]) if d.hooks else contextlib.nullcontext():
             self._make_room()
             recorded = record_alone(d, group)
-            self._recorded[recorded.statics, recorded.forward_key, now[2]] = recorded
+        self._recorded[recorded.statics, recorded.forward_key, now[2]] = recorded
         # Hooks may move parameters; where they had them for the backward, this call's own may never be.
         if now[1] != recorded.forward_key or recorded.backward_key not in (b"", now[1]):
             return None
