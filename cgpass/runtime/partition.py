@@ -30,7 +30,7 @@ import torch
 
 from cgpass import torch_private
 from cgpass.compile.facts.input_info import InputInfo, InputKind
-from cgpass.errors import StaticInputMovedError
+from cgpass.errors import StagingError, StaticInputMovedError
 from cgpass.options import Options
 from cgpass.runtime import native
 from cgpass.runtime.changes import mend, open_modes
@@ -490,7 +490,8 @@ class PartitionRunner:
         if not (self._ran_here or self._tried_anew):  # it may succeed once this thread ran a call
             self._tried_anew = True
             return self._warm_up(args)
-        if self._is_to_blame(args, error):
+        passing = isinstance(error, StagingError) and not fallback.failed_once
+        if not passing and self._is_to_blame(args, error):
             return fallback.run(args)
         return fallback.run_again(args, error)
 
