@@ -2,7 +2,7 @@
 
     python scripts/faults.py --every 20
     python scripts/faults.py --programs training,dropout --errors KeyboardInterrupt
-    python scripts/faults.py --json docs/results/faults.json
+    python scripts/faults.py --every 10 --markdown docs/results/faults-cpu-torch2.14.md
 
 Small programs run with the simulated driver. A fault is a KeyboardInterrupt, a MemoryError or a RuntimeError, raised at a
 line of the runtime, or before or after a native call that it makes. Afterwards what was held has its values, the same
@@ -47,7 +47,8 @@ def main() -> int:
     parser.add_argument(
         "--at", default="", help="only points whose text has this, as in recording.py:210"
     )
-    parser.add_argument("--json", type=Path, help="where results go")
+    parser.add_argument("--json", type=Path, help="where results go, with what was wrong")
+    parser.add_argument("--markdown", type=Path, help="where the table goes")
     parser.add_argument("--list", action="store_true", help="print the programs' names")
     given = parser.parse_args()
     if given.list:
@@ -63,6 +64,8 @@ def main() -> int:
     results = [run(name, given) for name in names]
     seconds = time.perf_counter() - started
     print(table(results, seconds))
+    if given.markdown:
+        given.markdown.write_text(f"{heading(given)}\n\n{table(results, seconds)}\n")
     if given.json:
         given.json.write_text(report(results, seconds))
     return int(any(each.right < each.injected or each.dead for each in results))
@@ -150,6 +153,16 @@ def work(name: str, given: argparse.Namespace, begin: int, tell: Any) -> None:
     for _, why in injected(campaign, faults, before):
         tell("fault", None if why is None else f"{text}: {why}")
     tell("done", None)
+
+
+def heading(given: argparse.Namespace) -> str:
+    """What was done, above the table."""
+    which = "every fault" if given.every == 1 else f"each {given.every}th fault"
+    return (
+        f"# Faults: {which}, seed {given.seed}\n\n"
+        "An error raised at a line or native call of the runtime, one at a time, and whether the program was right afterwards: "
+        f"`scripts/faults.py`, simulated driver, torch {torch.__version__}, Python {sys.version.split()[0]}."
+    )
 
 
 def table(results: list[Result], seconds: float) -> str:
