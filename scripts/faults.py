@@ -4,7 +4,7 @@
     python scripts/faults.py --programs training,dropout --errors KeyboardInterrupt
     python scripts/faults.py --every 10 --markdown docs/results/faults-cpu-torch2.14.md
 
-Small programs run with the simulated driver. A fault is a KeyboardInterrupt, a MemoryError or a RuntimeError, raised at a
+Small programs run with the simulated driver, or on CUDA (`--driver cuda`). A fault is a KeyboardInterrupt, a MemoryError or a RuntimeError, raised at a
 line of the runtime, or before or after a native call that it makes. Afterwards what was held has its values, the same
 program gives the values of `driver="none"` bit for bit, random generators stand where they do without a fault, no mode
 of torch is left on, the program is replayed again, and after `cgpass.reset()` no more tensors and recordings are there than
@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # or no process that is forked could use CUDA
 
 import torch
 from faultlib.campaign import ERRORS, Campaign, Result, injected
@@ -43,6 +45,7 @@ def main() -> int:
     parser.add_argument(
         "--errors", default="", help="one a point in turns by default; or names: each"
     )
+    parser.add_argument("--driver", default="simulated", choices=("simulated", "cuda"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--at", default="", help="only points whose text has this, as in recording.py:210"
@@ -67,7 +70,7 @@ def main() -> int:
     if given.markdown:
         given.markdown.write_text(f"{heading(given)}\n\n{table(results, seconds)}\n")
     if given.json:
-        given.json.write_text(report(results, seconds))
+        given.json.write_text(report(results, seconds, given.driver))
     return int(any(each.right < each.injected or each.dead for each in results))
 
 
@@ -131,7 +134,7 @@ def in_a_process(name: str, given: argparse.Namespace, begin: int) -> Iterator[t
 
 
 def work(name: str, given: argparse.Namespace, begin: int, tell: Any) -> None:
-    campaign = Campaign(name, seed=given.seed)
+    campaign = Campaign(name, seed=given.seed, driver=given.driver)
     points = campaign.points(per_line=given.per_line)
     tell("points", len(points))
     chosen = [(is_cold, point) for is_cold, point in points if given.at in str(point)]
@@ -161,7 +164,7 @@ def heading(given: argparse.Namespace) -> str:
     return (
         f"# Faults: {which}, seed {given.seed}\n\n"
         "An error raised at a line or native call of the runtime, one at a time, and whether the program was right afterwards: "
-        f"`scripts/faults.py`, simulated driver, torch {torch.__version__}, Python {sys.version.split()[0]}."
+        f"`scripts/faults.py`, driver {given.driver}, torch {torch.__version__}, Python {sys.version.split()[0]}."
     )
 
 
@@ -175,11 +178,11 @@ def table(results: list[Result], seconds: float) -> str:
     return "\n".join(lines)
 
 
-def report(results: list[Result], seconds: float) -> str:
+def report(results: list[Result], seconds: float, driver: str) -> str:
     found = {
         "torch": torch.__version__,
         "python": sys.version.split()[0],
-        "driver": "simulated",
+        "driver": driver,
         "seconds": round(seconds),
         "injected": sum(r.injected for r in results),
         "right": sum(r.right for r in results),

@@ -55,16 +55,19 @@ class Result:
 class Campaign:
     """One program, compiled once."""
 
-    def __init__(self, name: str, *, seed: int = 0) -> None:
+    def __init__(self, name: str, *, seed: int = 0, driver: str = "simulated") -> None:
         self.name = name
         self._random = random.Random(seed)
-        session = Session("none")
+        device = "cuda" if driver == "cuda" else "cpu"
+        if device == "cuda":  # for what programs make themselves; this process runs one of them
+            torch.set_default_device(device)
+        session = Session("none", device)
         plain = PROGRAMS[name](session)
         _values_of(plain, session)
         self._generator_states: set[bytes] = set()
         with _Sampled(self._generator_states):
             self._expected = _values_of(plain, session)
-        self._session = Session("simulated")
+        self._session = Session(driver, device)
         self._run = PROGRAMS[name](self._session)
         for _ in range(3):
             if (why := self._differs(_values_of(self._run, self._session))) is not None:
@@ -113,7 +116,7 @@ class Campaign:
         with inject.fault(point, error) as was_raised:
             try:
                 self._run(values)
-                values.note(torch.get_rng_state())
+                values.note(_rng_state())
             except BaseException as raised:
                 caught = type(raised).__name__
                 if not was_raised():
@@ -179,7 +182,7 @@ def _values_of(run: Run, session: Session) -> Values:
     values = Values()
     session.restore()
     run(values)
-    values.note(torch.get_rng_state())
+    values.note(_rng_state())
     return values
 
 
@@ -205,7 +208,12 @@ def _living() -> Counter[str]:
 
 
 def _generator_state() -> bytes:
-    return bytes(torch.get_rng_state().numpy())
+    return bytes(_rng_state().numpy())
+
+
+def _rng_state() -> torch.Tensor:
+    """Of the device's default generator: the CPU's until CUDA is in use."""
+    return torch.cuda.get_rng_state() if torch.cuda.is_initialized() else torch.get_rng_state()
 
 
 class _Sampled:

@@ -36,20 +36,21 @@ class Values:
 class Session:
     """The options that a program compiles with, and all state that a run begins with."""
 
-    def __init__(self, driver: str) -> None:
+    def __init__(self, driver: str, device: str = "cpu") -> None:
         self.driver = driver
+        self.device = device
         self.options = {"driver": driver, "compiler": "eager"}
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._modules: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
         self._groups: list[tuple[dict[str, Any], float]] = []
-        self._generator = torch.Generator().manual_seed(8)
+        self._generator = torch.Generator("cpu").manual_seed(8)
 
     def compile(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         return torch.compile(fn, backend="cgpass", options=self.options | options)
 
     def module(self, make: Callable[[], nn.Module]) -> nn.Module:
         torch.manual_seed(7)
-        module = make()
+        module = make().to(self.device)
         for each in module.modules():
             self._modules.append((each, dict(each._parameters), dict(each._buffers)))
         self.keep(*module.parameters(), *module.buffers())
@@ -66,7 +67,7 @@ class Session:
         self.keep(*[v for v in states if isinstance(v, torch.Tensor)])
 
     def randn(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self._generator)
+        return torch.randn(*shape, generator=self._generator, device="cpu").to(self.device)
 
     def batches(self, *shape: int, count: int = 4) -> list[torch.Tensor]:
         return [self.randn(*shape) for _ in range(count)]
@@ -654,7 +655,7 @@ def optimizer_and_autocast(s: Session) -> Run:
 
     def run(values: Values) -> None:
         for x in batches:
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(s.device, torch.bfloat16):
                 loss = call(x).float().square().mean()
             loss.backward()
             update()
