@@ -55,8 +55,10 @@ class StorageSet:
     def add(self, storage: "torch.UntypedStorage") -> None:
         """Have a storage in it as long as it lives."""
         if len(self._refs) >= self._full:
-            for key, ref in list(self._refs.items()):
-                if ref.expired:
+            refs = list(self._refs.items())
+            gone = torch_private.expired([ref for _, ref in refs])
+            for (key, _), is_gone in zip(refs, gone, strict=True):
+                if is_gone:
                     self._refs.pop(key, None)
             self._full = 16 + 2 * len(self._refs)
         self._refs.setdefault(storage._cdata, torch_private.WeakStorage(storage))

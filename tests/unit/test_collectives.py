@@ -128,6 +128,7 @@ def functional(x, group):
     return y + all_reduce(y * 2, "sum", group).view(2, 2).reshape(4)
 
 
+@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor.*deprecated:FutureWarning")
 @pytest.mark.parametrize("fn", [in_place, functional])
 def test_captures_by_hand_replay_what_communicates(alone, fn):
     wrapped = cgpass.CUDAGraphWrapper(lambda x: fn(x, alone), options={"driver": "simulated"})
