@@ -201,7 +201,7 @@ class Fallback:
         Not for what ran out of memory. Raises `CaptureError` if `on_skip` is "raise".
         """
         staging = isinstance(error, StagingError)
-        passing = not (self.failed_once or is_capture_error(error))
+        passing = not self.failed_once and (staging or not is_capture_error(error))
         advice = _NO_SYNCS if self._on_failure is None else _NAME_IT
         advice = _OTHER_INPUT if staging else advice
         if self._refuses and not passing:
