@@ -385,6 +385,7 @@ class _Alone(Mode):
             self._tape.undo()
             for generator, state in self._states:
                 generator.set_state(state)
+            vars(self._tape).pop("states", None)  # which hold the tape in turn
             self._tape = None
         if self in _alone:
             _alone.remove(self)
