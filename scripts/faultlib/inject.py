@@ -48,6 +48,8 @@ def _exits(code: CodeType) -> frozenset[int]:
         is_none = names == ["LOAD_CONST"] * 3 and values == [None] * 3
         if is_none or step.opname in ("PUSH_EXC_INFO", "WITH_EXCEPT_START"):
             found.add(step.offset)
+        if is_none and k and steps[k - 1].opname == "SWAP":  # with a value that is returned
+            found.add(steps[k - 1].offset)
     return frozenset(found)
 
 
