@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import inspect
 import logging
+import math
 import threading
 import types
 import weakref
@@ -40,10 +41,11 @@ from cgpass.backend import cgpass
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.compile.option_names import parse_options
 from cgpass.compile.plan import whole_plan
-from cgpass.compile.training import TrainingCall, here
+from cgpass.compile.training import Step, TrainingCall, here
 from cgpass.errors import InputError, OptionError
 from cgpass.options import Options
 from cgpass.runtime import fast, native
+from cgpass.runtime.changes import Mode, mend, open_modes
 from cgpass.runtime.executor import Executor
 from cgpass.runtime.partition import PartitionRunner
 from cgpass.telemetry.reason import many
@@ -169,26 +171,33 @@ class TrainStep:
             The loss, detached; with what else `loss_fn` returned, as a tuple. **Lifetime:** the caller's own.
         """
         with self._lock:
-            self.calls += 1
-            call = _Call(self._variants, self._why_pieces())
-            self._update.fill_learning_rates()
-            before, here.step = here.step, call
+            before = here.step
             try:
-                loss, *more = self._forward(call, batch, named)
-            finally:
+                return self._call(batch, named, before)
+            except BaseException:
                 here.step = before
-            if call.whole is None:
-                if not isinstance(loss, torch.Tensor):
-                    raise InputError(
-                        f"loss_fn returned a {type(loss).__name__}: return the loss, a tensor, or (loss, more)"
-                    )
-                self._run_pieces(loss)
-                self._learn(call, loss)
-            if call.whole is not None and call.whole.is_one:
-                self.whole_calls += 1
-            elif self._options.driver != "none":
-                self._note(call.why or (_FIRST if call.whole is None else _IN_TURN))
-            return (loss.detach(), *more) if more else loss.detach()
+                mend(open_modes)
+                raise
+
+    def _call(self, batch: _Args, named: dict[str, Any], before: Step | None) -> Any:
+        self.calls += 1
+        call = _Call(self._variants, self._why_pieces())
+        self._update.fill_learning_rates()
+        here.step = call
+        loss, *more = self._forward(call, batch, named)
+        here.step = before
+        if call.whole is None:
+            if not isinstance(loss, torch.Tensor):
+                raise InputError(
+                    f"loss_fn returned a {type(loss).__name__}: return the loss, a tensor, or (loss, more)"
+                )
+            self._run_pieces(loss)
+            self._learn(call, loss)
+        if call.whole is not None and call.whole.is_one:
+            self.whole_calls += 1
+        elif self._options.driver != "none":
+            self._note(call.why or (_FIRST if call.whole is None else _IN_TURN))
+        return (loss.detach(), *more) if more else loss.detach()
 
     def flush(self) -> bool:
         """Update with what has accumulated since the last update; returns whether anything had."""
@@ -334,6 +343,41 @@ class _Rate:
     """What it was filled with; None where it is the user's own."""
 
 
+class _RatesAsTensors(Mode):
+    """Have groups read the tensors; fused optimizers, which could be captured, say that they can."""
+
+    def __init__(self, rates: Sequence[_Rate]) -> None:
+        super().__init__()
+        self._rates = rates
+        self._before: list[tuple[dict[str, Any], Any, Any]] = []
+
+    def begin(self) -> None:
+        self._before = [(r.group, r.group["lr"], r.group.get("capturable")) for r in self._rates]
+        for rate in self._rates:
+            rate.group["lr"] = rate.tensor
+            if rate.tensor.is_cuda and rate.group.get("fused") and "capturable" in rate.group:
+                rate.group["capturable"] = True
+
+    def undo(self) -> None:
+        for group, lr, capturable in self._before:
+            group["lr"] = lr
+            if "capturable" in group:
+                group["capturable"] = capturable
+
+
+class _NoGradientsAfter(Mode):
+    """What a capture makes for `.grad` is no gradient: none is left there, however it ends."""
+
+    def __init__(self, update: "_Update") -> None:
+        super().__init__()
+        self._update = update
+
+    def undo(self) -> None:
+        self._update.forget_gradients()
+        if self._update.scaler is not None:  # a capture that failed in the middle runs again
+            torch_private.forget_step_of_scaler(self._update.scaler)
+
+
 class _Update:
     """Clipping, optimizers, scaler and zero_grad: the same Python in pieces, in warm-ups and in captures."""
 
@@ -379,7 +423,7 @@ class _Update:
             params = [p for _, group in self.groups() for p in group["params"]]
             self.grad_norm = torch.nn.utils.clip_grad_norm_(params, self.max_norm)
         hooked = torch_private.step_hooks(self.optimizers)
-        with contextlib.nullcontext() if hooked else self._rates_as_tensors():
+        with contextlib.nullcontext() if hooked else _RatesAsTensors(self.rates):
             for each in self.optimizers:
                 if scaler is None:
                     each.step()
@@ -406,27 +450,12 @@ class _Update:
             if isinstance(lr, torch.Tensor) and lr.device == device:
                 rate.tensor, rate.filled = lr, None
             elif rate.filled is None:
+                rate.tensor = torch.tensor(float(lr), dtype=torch.float32, device=device)
                 rate.filled = float(lr)
-                rate.tensor = torch.tensor(rate.filled, dtype=torch.float32, device=device)
             elif lr != rate.filled:
+                rate.filled = math.nan  # until it is
+                rate.tensor.fill_(float(lr))
                 rate.filled = float(lr)
-                rate.tensor.fill_(rate.filled)
-
-    @contextlib.contextmanager
-    def _rates_as_tensors(self) -> Iterator[None]:
-        """Have the groups read the tensors; fused optimizers, which could be captured, say that they can."""
-        before = [(r.group, r.group["lr"], r.group.get("capturable")) for r in self.rates]
-        for rate in self.rates:
-            rate.group["lr"] = rate.tensor
-            if rate.tensor.is_cuda and rate.group.get("fused") and "capturable" in rate.group:
-                rate.group["capturable"] = True
-        try:
-            yield
-        finally:
-            for group, lr, capturable in before:
-                group["lr"] = lr
-                if "capturable" in group:
-                    group["capturable"] = capturable
 
     # ---- what changes
 
@@ -719,14 +748,10 @@ class _Whole:
 
     def _apply(self, gradients: list[torch.Tensor]) -> list[torch.Tensor | None]:
         update = self._update
-        try:
+        with _NoGradientsAfter(update):
             for leaf in reversed(self._leaves):
                 leaf.grad = gradients.pop()
             update.run()
-        finally:
-            update.forget_gradients()
-            if update.scaler is not None:  # a capture that failed in the middle runs again
-                torch_private.forget_step_of_scaler(update.scaler)
         return [] if update.max_norm is None else [update.grad_norm]
 
 

@@ -127,7 +127,11 @@ class TrainingCall:
         layout = self._layout
         assert layout is not None
         assert self._forward is not None
-        outputs = _run(self._forward, self.begin(args))
+        try:
+            outputs = _run(self._forward, self.begin(args))
+        except BaseException:
+            torch_private.set_grad_enabled(True)  # a signal may come before `torch.no_grad` did it
+            raise
         returned = list(outputs[: layout.num_returned])
         fast.attach(
             _run_backward,

@@ -12,6 +12,7 @@ from cgpass.graphed.pair import Pair, in_place
 from cgpass.graphed.statics import MemberGoneError, Statics
 from cgpass.graphed.warmup import Pass, is_preparing, prepared
 from cgpass.runtime import fast
+from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recording
 
@@ -112,11 +113,19 @@ class GraphedFunction:
             return self._plain(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _outside_dynamo(self, args, kwargs)
-        return self._call(args, kwargs)
+        has_grad = torch.is_grad_enabled()
+        try:
+            return self._call(args, kwargs)
+        except BaseException:
+            mend(open_modes)
+            torch_private.set_grad_enabled(has_grad)
+            raise
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         group, stats = self._group, self._pass.stats
         stats.calls += 1
+        if group is not None:
+            group.owner.mend()
         if group is None or group.owner.driver.is_capturing() or group.owner.closed:
             return self._run_plainly(None, args, kwargs)
         why = self._why_watched()

@@ -1,7 +1,9 @@
 """Reports: what `explain` returns, how they are kept in files, and what changed from one to another."""
 
+import contextlib
 import dataclasses
 import json
+import os
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -73,11 +75,19 @@ class Report(Facts):
             path: Ends in .json for what `load` reads, in .html for a page to look at, in .txt for the text.
 
         Raises:
-            ReportError: Another ending.
+            ReportError: Another ending, or the file can't be written; then it is as it was.
         """
         path = Path(path)
         check_ending(path)
-        path.write_text(WRITERS[path.suffix](self), encoding="utf-8")
+        text, part = WRITERS[path.suffix](self), path.with_suffix(f".{os.getpid()}.part")
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
+        except OSError as error:
+            raise ReportError(f"{path} can't be written: {error.strerror}") from error
+        finally:
+            with contextlib.suppress(OSError):
+                part.unlink()
 
     def __str__(self) -> str:
         return text(self)

@@ -14,44 +14,58 @@ Note [Streams of autograd's nodes]
 
 import contextlib
 import gc
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 
 from cgpass import torch_private
+from cgpass.runtime import changes
+from cgpass.runtime.changes import Mode
 
 _lock = threading.RLock()  # a collection inside may come back here
-_running = 0
+_captures: "list[_Capture]" = []
 _stale_followed = False
 """What the user has set, while a capture runs. See Note [Streams of autograd's nodes]."""
 _waiting: list[Callable[[], None]] = []
-_pausing = 0
-"""Blocks that want no garbage collection now."""
+_pausing: "list[_Pause]" = []
+"""Those that want no garbage collection now."""
 _collects = True
 """Whether it went on before the first of them began."""
 
 
-@contextlib.contextmanager
-def capture_runs() -> Iterator[None]:
-    """Note that a capture runs inside. See Note [Destruction during a capture]."""
-    global _running, _stale_followed
-    with _lock:
-        _running += 1
-        if _running == 1:
-            _stale_followed = torch_private.have_stale_streams_follow(True)
-    try:
-        yield
-    finally:
+class _Capture(Mode):
+    """Modes that watch it, and are not left where an exception ends it, are left here."""
+
+    _stacks: tuple[int, int] | None = None
+
+    def begin(self) -> None:
+        global _stale_followed
+        self._stacks = torch_private.mode_stacks()
         with _lock:
-            _running -= 1
-            if not _running:
+            if not _captures:
+                _stale_followed = torch_private.have_stale_streams_follow(True)
+            _captures.append(self)
+
+    def undo(self) -> None:
+        if self._stacks is not None and self.thread == threading.get_ident():
+            torch_private.leave_modes_above(self._stacks)
+        with _lock:
+            if self in _captures:
+                _captures.remove(self)
+            if not _captures:
                 torch_private.have_stale_streams_follow(_stale_followed)
         _run_waiting()
 
 
+def capture_runs() -> Mode:
+    """Note that a capture runs inside. See Note [Destruction during a capture]."""
+    return _Capture()
+
+
 def is_any_capture_running() -> bool:
     """Whether any thread of this process records right now."""
-    return _running > 0
+    return bool(_captures)
 
 
 def when_no_capture_runs(destroy: Callable[[], None]) -> None:
@@ -64,31 +78,46 @@ def when_no_capture_runs(destroy: Callable[[], None]) -> None:
 def _run_waiting() -> None:
     while True:
         with _lock:
-            if _running or not _waiting:
+            if _captures or not _waiting:
                 return
             destroy = _waiting.pop(0)
         destroy()
 
 
-@contextlib.contextmanager
-def no_gc() -> Iterator[None]:
+class _Pause(Mode):
+    def begin(self) -> None:
+        global _collects
+        with _lock:
+            if not _pausing:
+                _collects = gc.isenabled()
+            _pausing.append(self)
+            gc.disable()
+
+    def undo(self) -> None:
+        with _lock:
+            if self in _pausing:
+                _pausing.remove(self)
+            if not _pausing and _collects:
+                gc.enable()
+
+
+def no_gc() -> Mode:
     """No garbage collection inside: a collected tensor's or graph's destructor may touch the device.
 
     The last block that ends has it go on, if it went on before the first one began.
     """
-    global _pausing, _collects
-    with _lock:
-        if not _pausing:
-            _collects = gc.isenabled()
-        _pausing += 1
-        gc.disable()
-    try:
-        yield
-    finally:
-        with _lock:
-            _pausing -= 1
-            if not _pausing and _collects:
-                gc.enable()
+    return _Pause()
+
+
+def _go_on_without_others() -> None:
+    """In a process that was forked: what other threads had under way, or the lock, is not in it."""
+    global _lock
+    _lock = threading.RLock()
+    changes.undo_other_threads()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_go_on_without_others)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from cgpass import torch_private
+from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.fast import taker
 from cgpass.runtime.outputs import CopyOut
 from cgpass.runtime.owner import Owner
@@ -145,26 +146,35 @@ class Executor:
         with self._lock:
             owner = self.owner
             self.tally.calls += 1
-            if owner is not None:
-                owner.enter_call(is_backward=self._is_backward)
-            slots = args + self._template
-            args.clear()
-            recordings: list[Recording | None] = []
-            steps = self._steps if not _profiler._is_profiler_enabled else self._named_steps()
-            for run, take, drops, places, num_outputs in steps:
-                inputs = take(slots)
-                for where, nothing in drops:
-                    slots[where] = nothing
-                outputs, recording = run(inputs)
-                if len(outputs) != num_outputs:
-                    raise ValueError(f"{num_outputs} outputs expected, got {len(outputs)}")
-                recordings.append(recording)
-                for where, part in places:
-                    slots[where] = outputs[part]
-                del inputs, outputs
-            results = self._take_outputs(slots)
-            if owner is not None and (self._owns or owner.several_threads) and not owner.bypassed:
-                self._copy_out(owner, results, recordings)
+            try:
+                if owner is not None:
+                    owner.enter_call(is_backward=self._is_backward)
+                slots = args + self._template
+                args.clear()
+                recordings: list[Recording | None] = []
+                steps = self._steps if not _profiler._is_profiler_enabled else self._named_steps()
+                for run, take, drops, places, num_outputs in steps:
+                    inputs = take(slots)
+                    for where, nothing in drops:
+                        slots[where] = nothing
+                    outputs, recording = run(inputs)
+                    if len(outputs) != num_outputs:
+                        text = f"{num_outputs} outputs expected, got {len(outputs)}"
+                        raise ValueError(text)  # noqa: TRY301
+                    recordings.append(recording)
+                    for where, part in places:
+                        slots[where] = outputs[part]
+                    del inputs, outputs
+                results = self._take_outputs(slots)
+                if (
+                    owner is not None
+                    and (self._owns or owner.several_threads)
+                    and not owner.bypassed
+                ):
+                    self._copy_out(owner, results, recordings)
+            except BaseException:
+                mend(open_modes)
+                raise
             return results
 
     def _copy_out(

@@ -111,7 +111,8 @@ class Fallback:
         """Why it is captured no more."""
         self._code = "capture"
         """Of that reason."""
-        self._failed_once = False
+        self.failed_once = False
+        """Whether a capture did that was to be tried again."""
         self._refusal: CaptureError | None = None
         self._said: set[str] = set()
 
@@ -200,13 +201,13 @@ class Fallback:
         Not for what ran out of memory. Raises `CaptureError` if `on_skip` is "raise".
         """
         staging = isinstance(error, StagingError)
-        passing = not (self._failed_once or staging or is_capture_error(error))
+        passing = not self.failed_once and (staging or not is_capture_error(error))
         advice = _NO_SYNCS if self._on_failure is None else _NAME_IT
         advice = _OTHER_INPUT if staging else advice
         if self._refuses and not passing:
             self._refuse(error, advice)
         outputs = self.run(args)  # if this raises, the error is the user's own
-        self._failed_once = True
+        self.failed_once = True
         if not passing:
             self.failure, self._code = _text_of(error), "no_placeholder" if staging else "capture"
             self.note_failure()
@@ -218,7 +219,7 @@ class Fallback:
         if self._on_failure is not None and (self.failure or self._refusal):
             self._on_failure.forget()
         self.failure = self._refusal = None
-        self._failed_once = False
+        self.failed_once = False
         self._said.clear()
 
     def _refuse(self, error: Exception, advice: str) -> NoReturn:

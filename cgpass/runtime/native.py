@@ -52,6 +52,7 @@ SOURCE: Final = Path(__file__).with_name("_native.cpp")
 _ELSEWHERE: Final = "Set XDG_CACHE_HOME to a folder that can be written"
 _INSTALL: Final = "Install g++ or clang++, or name a compiler by CXX="
 _ANOTHER: Final = "Name another compiler by CXX=, or install g++ or clang++"
+_HASH_BYTES: Final = hashlib.sha256().digest_size
 _LIBRARIES: Final = ("c10", "torch_cpu", "torch_python")
 
 
@@ -132,14 +133,31 @@ def build(*, keep: bool = False) -> Path:
     """
     path = cache_folder() / file_name()
     try:
-        if not os.path.exists(path):
+        if not is_whole(path):
             path = _writable(path.parent, keep=keep) / path.name
             with _alone(path.parent):
-                if not path.exists():
+                if not is_whole(path):
                     _compile(path)
     except OSError as error:
         raise BuildError(str(error), _ELSEWHERE) from error
     return path
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a compiled module is there as it was written: it ends with a hash of the rest.
+
+    A machine that stops, or a disk that is full, may leave part of a file, and loading that would end the process.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(data[:-_HASH_BYTES]).digest() == data[-_HASH_BYTES:]
+
+
+def _write_whole(made: Path, path: Path) -> None:
+    data = made.read_bytes()
+    path.write_bytes(data + hashlib.sha256(data).digest())  # the loader reads no further than data
 
 
 def _writable(folder: Path, *, keep: bool) -> Path:
@@ -183,6 +201,16 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+@contextlib.contextmanager
+def _no_signals() -> Iterator[None]:
+    """A block that no signal's handler ends: a process that was just started would be nobody's."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _compiler() -> list[str]:
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     if compiler is None:
@@ -215,7 +243,7 @@ class _Run:
         atexit.register(self.stop)
 
     def start(self) -> None:
-        with self._log.open("wb") as output:
+        with self._log.open("wb") as output, _no_signals():
             try:
                 self._process = subprocess.Popen(
                     self._command,
@@ -243,7 +271,7 @@ class _Run:
         # The folder may be on another file system, and that may have no locks: nobody else writes to this name.
         part = self._target.with_suffix(f".{self._folder.name}.part")
         try:
-            shutil.copyfile(self._made, part)
+            _write_whole(self._made, part)
             part.replace(self._target)
         finally:
             part.unlink(missing_ok=True)

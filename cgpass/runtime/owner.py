@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cgpass import torch_private
-from cgpass.runtime import fast, native
+from cgpass.runtime import changes, fast, native
+from cgpass.runtime.changes import Change, open_modes
 from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.writes import has_place
 
@@ -171,8 +172,8 @@ class Owner:
         self.bypassed: str | None = None
         """Why this call runs without a graph, if it does: "asked", "transform" (whose tensors need have no memory),
         "no_native_code"."""
-        self._all_go = False
-        """Whether every recording is being dropped."""
+        self.changes: list[Change] = []
+        """Under way or broken off. See Note [Changes that are broken off]."""
         self._members: list[Member] = []
         self.placeholders: weakref.WeakValueDictionary[tuple[Any, ...], Placeholder] = (
             weakref.WeakValueDictionary()
@@ -192,6 +193,8 @@ class Owner:
             self.bypassed = "no_native_code"
         elif fast.in_transform():
             self.bypassed = "transform"
+        if self.changes or open_modes:
+            self.mend()
         self.driver.enter_call()
         if is_backward:
             return
@@ -202,6 +205,11 @@ class Owner:
                 self.several_threads = True
                 self._drop_all()
             self._thread = thread
+
+    def mend(self) -> None:
+        """Undo what an earlier call left half done. See Note [Changes that are broken off]."""
+        changes.mend(open_modes)
+        changes.mend(self.changes)
 
     # ---- replays
 
@@ -225,12 +233,13 @@ class Owner:
         if any(victim.backward not in (None, recording.backward) for victim, _ in victims):
             time.sleep(_LETTING_GO)
             victims = self.overwritten_by(recording)
-        for victim, blocks in victims:
-            if victim.closed:  # with another one of its backward: its outputs were moved
-                continue
-            victim.rescue(blocks)
-            if victim.backward is not None and victim.backward is not recording.backward:
-                victim.backward.move_apart(recording)
+        with self.changing():
+            for victim, blocks in victims:
+                if victim.closed:  # with another one of its backward: its outputs were moved
+                    continue
+                victim.rescue(blocks)
+                if victim.backward is not None and victim.backward is not recording.backward:
+                    victim.backward.move_apart(recording)
         return True
 
     # ---- recordings
@@ -286,8 +295,9 @@ class Owner:
         lost = slot.lost()
         if not all(recording.memory.can_rescue(blocks) for recording, blocks in lost):
             return False
-        for recording, blocks in lost:
-            recording.rescue(blocks)
+        with self.changing():
+            for recording, blocks in lost:
+                recording.rescue(blocks)
         return True
 
     def begin_recording(self, slot: int) -> dict[int, tuple[int, ...]]:
@@ -322,17 +332,25 @@ class Owner:
 
     def _drop_all(self) -> None:
         """Drop every recording; who holds outputs keeps them, and a backward that reads some runs without its own."""
-        self._have_all_go(lambda member: member.forget_recordings())
+        self.start_anew()
         self.driver.give_back()
 
     def _have_all_go(self, free: Callable[[Member], None]) -> None:
-        self._all_go = True
-        try:
+        with self.changing():
+            for recording in [each for slot in self._slots for each in slot.recordings]:
+                recording.close()
             for member in self._members:
                 free(member)
-        finally:
-            self._all_go = False
-        self._slots = [_Slot()]
+            self._slots = [_Slot()]
+            self._pool_addresses.clear()
+
+    def changing(self) -> Change:
+        """A block that changes what is recorded; where it raises, the next call starts anew."""
+        return _Changing(self)
+
+    def start_anew(self) -> None:
+        """Drop every recording, in whatever state it is; calls of keys that are known record again."""
+        self._have_all_go(lambda member: member.forget_recordings())
 
     def next_birth(self) -> int:
         """Position of one more recording in the order of recordings."""
@@ -348,12 +366,12 @@ class Owner:
 
     def close_recording(self, recording: "Recording") -> None:
         """Free a recording; outputs that somebody holds stay theirs."""
-        recording.closed = True  # first: whatever fails, it is not replayed
+        if not recording.closed:
+            recording.close(whole_pool=False)
         slot = self._slots[recording.slot]
         slot.recordings = [other for other in slot.recordings if other is not recording]
         slot.live.discard(recording)
         self._pool_addresses -= Counter(recording.memory.addresses())
-        recording.close(whole_pool=self._all_go)
 
     def is_pool_storage(self, tensor: "torch.Tensor") -> bool:
         """Whether `tensor` lies in the output of a recording."""
@@ -391,7 +409,6 @@ class Owner:
         with self.lock:
             self._have_all_go(free)
             self._warned_held = False
-            self._pool_addresses.clear()
             self.driver.end_warm_ups()
 
     def close(self) -> None:
@@ -402,11 +419,22 @@ class Owner:
 
     def __del__(self) -> None:
         """Outputs that outlive the compiled function lie in its pools: they are moved before those go."""
-        if not sys.is_finalizing():
-            with (
-                torch_private.without_modes()
-            ):  # the garbage collector may come in the middle of a trace
+        if sys.is_finalizing():
+            return
+        with torch_private.without_modes():  # garbage may be collected in the middle of a trace
+            try:
                 self.close()
+            except BaseException:  # of a signal's handler, and nobody gets it
+                self.close()
+
+
+class _Changing(Change):
+    def __init__(self, owner: Owner) -> None:
+        super().__init__(owner.changes)
+        self._owner = weakref.proxy(owner)
+
+    def undo(self) -> None:
+        self._owner.start_anew()
 
 
 _owners: "weakref.WeakSet[Owner]" = weakref.WeakSet()

@@ -30,9 +30,10 @@ import torch
 
 from cgpass import torch_private
 from cgpass.compile.facts.input_info import InputInfo, InputKind
-from cgpass.errors import StaticInputMovedError
+from cgpass.errors import StagingError, StaticInputMovedError
 from cgpass.options import Options
 from cgpass.runtime import native
+from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.driver import BoxedCallable
 from cgpass.runtime.failures import Fallback, OnFailure, give_memory_back
 from cgpass.runtime.inputs import (
@@ -68,6 +69,11 @@ Result = tuple[Sequence[Any], Recording | None]
 
 class PartitionRunner:
     """Runs one captured partition. See Note [What a call does]."""
+
+    _due: list[Seen] | None = None
+    """Keys to be remembered once it is known how far their operators draw."""
+    _started = 0.0
+    """When the last attempt to record began."""
 
     def __init__(
         self,
@@ -154,9 +160,11 @@ class PartitionRunner:
         states = forward_states(args, layout.objects) if layout.objects else ()
         if not states:
             return self._run(args)
-        start, self._draws = states[0].start(), []
+        start, self._draws, self._due = states[0].start(), [], []
         outputs, recording = self._run(args)
         note_positions(states, start, self._draws, replayed=recording is not None)
+        for each in self._due:
+            self.table.remember(each)
         return outputs, recording
 
     def _run(self, args: list[Any], *, again: bool = False) -> Result:
@@ -197,12 +205,12 @@ class PartitionRunner:
 
     def _replay(self, recording: Recording, args: list[Any]) -> Result:
         self._draws = recording.draws
+        self.owner.note_handed_out(recording)  # before it can be held, whatever happens
         outputs = recording.run(args)
         args.clear()
         stats = self.stats
         stats.replays += 1
         stats.copied_bytes += recording.copied_bytes
-        self.owner.note_handed_out(recording)
         return outputs, recording
 
     # ---- other calls
@@ -247,8 +255,7 @@ class PartitionRunner:
         if 0 < self._largest < size and not seen.recordings:
             owner.make_space()
         self._largest = max(self._largest, size)
-        beside = [r for r in seen.recordings.get(found.values, ()) if r.made_for == seen.made_for]
-        slot = owner.slot_for(len(beside), first=self._first_slot)
+        slot = self._slot_for(seen, found)
         if slot is None:
             owner.warn_of_held(self.name)
             limit = owner.max_pending_calls
@@ -290,8 +297,11 @@ class PartitionRunner:
         new = [Seen(*each, draws, objects) for each in reversed(keys)]
         self._draws = draws
         outputs = self._warm_up(args, why)
-        for each in new:
-            table.remember(each)
+        if self._due is None:
+            for each in new:
+                table.remember(each)
+        else:
+            self._due += new
         return outputs, None
 
     def _warm_up(self, args: list[Any], why: str | None = None) -> Sequence[Any]:
@@ -401,35 +411,53 @@ class PartitionRunner:
         if syncs and self._is_to_blame(args, None):
             return self._fallback.run(args), None
         self._others = 0
-        started = time.perf_counter()
-        recording = self._attempt(args, seen, found, slot)
-        if isinstance(recording, torch.OutOfMemoryError):
-            give_memory_back(recording, self.owner.driver.device)
+        with self.owner.changing():
             recording = self._attempt(args, seen, found, slot)
-        if not isinstance(recording, Recording):
-            error, recording = recording, None
-            try:
-                return self._run_without(args, seen, error), None
-            finally:
-                del error  # its traceback holds this frame, and with it this call's inputs
-        cause = self.history.add(started, self.layout, seen, found, args, recording)
+            if isinstance(recording, torch.OutOfMemoryError):
+                give_memory_back(recording, self.owner.driver.device)
+                again = self._slot_for(seen, found)  # not where inputs lie that died in the capture
+                if again is not None:
+                    recording = self._attempt(args, seen, found, again)
+            if isinstance(recording, Recording):
+                self._add(recording, args, seen, found, key)
+        if isinstance(recording, Recording):
+            return self._replay(recording, args)
+        error, recording = recording, None
+        try:
+            return self._run_without(args, seen, error), None
+        finally:
+            del error  # its traceback holds this frame, and with it this call's inputs
+
+    def _add(
+        self, recording: Recording, args: list[Any], seen: Seen, found: Found, key: bytes
+    ) -> None:
+        recording.made_for, recording.draws = seen.made_for, seen.draws
+        if self.is_backward and not self._first_slot:
+            recording.backward = self
+        self.owner.add_recording(recording)
+        self.stats.recordings += 1
+        cause = self.history.add(self._started, self.layout, seen, found, args, recording)
         self.stats.rerecordings += cause == "moved"
         recordings = self.table.add(seen, found.values, recording)
         if not found.copied:
             self._last = (seen.key[0], key, recordings)
-        return self._replay(recording, args)
+
+    def _slot_for(self, seen: Seen, found: Found) -> int | None:
+        """See `Owner.slot_for`."""
+        beside = [r for r in seen.recordings.get(found.values, ()) if r.made_for == seen.made_for]
+        return self.owner.slot_for(len(beside), first=self._first_slot)
 
     def _attempt(
         self, args: list[Any], seen: Seen, found: Found, slot: int
     ) -> Recording | Exception | None:
         """A recording, what it failed with, or None if this call is none for it."""
-        owner = self.owner
+        self._started = time.perf_counter()
         try:
             # Memory of recordings is written in whatever mode later calls come: no inference tensors.
             told = progress.shown(f"recording {self.name}", self.options.progress)
             with told, torch.inference_mode(False), torch.no_grad():
                 if not self._ran_here:
-                    owner.driver.prepare_thread()
+                    self.owner.driver.prepare_thread()
                 uses = self.visible, self.read
                 recording = self._recorder.record(
                     args, slot, uses=uses, copied=found.copied, written=self.written
@@ -441,13 +469,9 @@ class PartitionRunner:
                 ):
                     recording.close(whole_pool=False)
                     return None
-                recording.made_for, recording.draws = seen.made_for, seen.draws
-                if self.is_backward and not self._first_slot:
-                    recording.backward = self
-                owner.add_recording(recording)
-                self.stats.recordings += 1
                 return recording
         except Exception as error:
+            mend(open_modes)
             return error
 
     @property
@@ -466,7 +490,8 @@ class PartitionRunner:
         if not (self._ran_here or self._tried_anew):  # it may succeed once this thread ran a call
             self._tried_anew = True
             return self._warm_up(args)
-        if self._is_to_blame(args, error):
+        passing = isinstance(error, StagingError) and not fallback.failed_once
+        if not passing and self._is_to_blame(args, error):
             return fallback.run(args)
         return fallback.run_again(args, error)
 
@@ -480,8 +505,9 @@ class PartitionRunner:
     def _close(self, recordings: Sequence[Recording]) -> None:
         if recordings:
             self._last = None
-        for recording in recordings:
-            self.owner.close_recording(recording)
+            with self.owner.changing():
+                for recording in recordings:
+                    self.owner.close_recording(recording)
 
     def move_apart(self, by: Recording) -> None:
         """Have gradients that are kept while a forward runs lie in a pool that this one does not write, from now on."""

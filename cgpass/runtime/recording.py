@@ -400,7 +400,7 @@ class Recorder:
             try:
                 found[i] = self._placeholder(key, value, whole_storage=info.whole_storage)
                 found[i].copy_from(value)
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, MemoryError):
                 raise
             except Exception as error:  # ours: nothing of the user's ran
                 raise StagingError(

@@ -22,10 +22,9 @@ Note [Seeds of attention]
     Source: aten/src/ATen/native/transformers/cuda/attention.cu and attention_backward.cu, 2.11.
 """
 
-import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Literal
 
 import torch
@@ -33,6 +32,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from cgpass import torch_private
 from cgpass.errors import CaptureError, CheckpointError, InputError
+from cgpass.runtime.changes import Mode
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 STATE_BYTES: Final = torch.default_generator.get_state().numel()
@@ -150,8 +150,9 @@ class _Private(_Caller):
     def _put(self, number: int, seed: int, offset: int) -> None:
         """Set a CUDA generator; asking it for its seed costs as much as setting that."""
         if self._seeds[number] != seed:
-            self._seeds[number] = seed
+            self._seeds[number] = None
             self._states[number].manual_seed(seed)
+            self._seeds[number] = seed
         self._states[number].set_offset(offset)
 
 
@@ -243,28 +244,38 @@ def run_with_state(op: Any, *args: Any, rng_state: Any = None, **kwargs: Any) ->
             rng_state.note()
             return op(*args, **kwargs)
         default = torch_private.default_generator(rng_state.device)
-        with _in_place_of(default, rng_state):
+        with _InPlaceOf(default, rng_state):
             return op(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def _in_place_of(default: torch.Generator, state: torch.Generator) -> Iterator[None]:
+class _InPlaceOf(Mode):
     """Have operators draw from `state`; the generator that they draw from else stays where it is."""
-    if state.device.type == "cuda":
-        before = default.graphsafe_get_state()
-        default.graphsafe_set_state(state)
-        try:
-            yield
-        finally:
+
+    def __init__(self, default: torch.Generator, state: torch.Generator) -> None:
+        super().__init__()
+        self._default = default
+        self._state = state
+        self._before: Any = None
+
+    def begin(self) -> None:
+        default, state = self._default, self._state
+        if state.device.type == "cuda":
+            self._before = default.graphsafe_get_state()
+            default.graphsafe_set_state(state)
+        else:
+            self._before = default.get_state()
+            default.set_state(state.get_state())
+
+    def undo(self) -> None:
+        default, before = self._default, self._before
+        if before is None:
+            return
+        if self._state.device.type == "cuda":
             default.graphsafe_set_state(before)
-        return
-    before = default.get_state()
-    default.set_state(state.get_state())
-    try:
-        yield
-    finally:
-        state.set_state(default.get_state())
-        default.set_state(before)
+        else:
+            self._state.set_state(default.get_state())
+            default.set_state(before)
+        self._before = None
 
 
 # ---- generators and positions

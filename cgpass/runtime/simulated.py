@@ -6,11 +6,10 @@ in one pool, whose blocks are free as soon as nobody holds them, within a record
 lies on them. A partition compiled by Inductor calls no aten op that could be taped, so it is taped as one call.
 """
 
-import contextlib
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -20,6 +19,7 @@ from cgpass import torch_private
 from cgpass.compile.facts.draws import draws
 from cgpass.runtime import rng
 from cgpass.runtime.capturing import capture_runs, no_gc
+from cgpass.runtime.changes import Mode
 from cgpass.runtime.collectives import (
     Alone,
     UnderWay,
@@ -154,52 +154,62 @@ _FOREIGN: Final = (
 )
 
 
-class _Local(threading.local):
-    states: RecordedStates | None = None
-
-
-_local: Final = _Local()
-_lock: Final = threading.Lock()
-_recordings = 0
+_in_use: Final[dict[int, RecordedStates | None]] = {}
+"""What stands for the default generator, by thread."""
+_recordings: Final[list[Mode]] = []
 
 
 class _Stand:
     """Stands for the default generator where torch's functions look it up; other threads get the generator itself."""
 
     def __getattr__(self, name: str) -> Any:
-        states = _local.states
+        states = _in_use.get(threading.get_ident())
         return getattr(torch.default_generator if states is None else states, name)
 
 
 _stand: Final = _Stand()
 
 
-@contextlib.contextmanager
-def recorded(states: RecordedStates) -> Iterator[None]:
-    """Have torch's functions on the default generator work on `states` in this thread, for a block."""
-    global _recordings
-    with _lock:
-        _recordings += 1
-        torch_private.replace_default_generator(_stand)
-    outer, _local.states = _local.states, states
-    try:
-        yield
-    finally:
-        _local.states = outer
-        with _lock:
-            _recordings -= 1
-            if not _recordings:
-                torch_private.replace_default_generator(torch.default_generator)
+class _Using(Mode):
+    """Have torch's functions on the default generator work on other states in this thread."""
+
+    def __init__(self, states: RecordedStates | None) -> None:
+        super().__init__()
+        self._states = states
+        self._outer: list[RecordedStates | None] = []
+
+    def begin(self) -> None:
+        self._outer.append(_in_use.get(self.thread))
+        _in_use[self.thread] = self._states
+
+    def undo(self) -> None:
+        if not self._outer:
+            return
+        if self._outer[0] is None:
+            _in_use.pop(self.thread, None)
+        else:
+            _in_use[self.thread] = self._outer[0]
 
 
-@contextlib.contextmanager
-def inside_operator() -> Iterator[None]:
+def inside_operator() -> Mode:
     """What an operator does with the generator is its own business: a replay runs it again."""
-    outer, _local.states = _local.states, None
-    try:
-        yield
-    finally:
-        _local.states = outer
+    return _Using(None)
+
+
+class _Recorded(_Using):
+    """Have torch's functions on the default generator work on the states of a recording in this thread."""
+
+    def begin(self) -> None:
+        _recordings.append(self)
+        torch_private.replace_default_generator(_stand)
+        super().begin()
+
+    def undo(self) -> None:
+        super().undo()
+        if self in _recordings:
+            _recordings.remove(self)
+        if not _recordings:
+            torch_private.replace_default_generator(torch.default_generator)
 
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], bool, Any]
@@ -348,12 +358,37 @@ class SimulatedGraph(CapturedGraph):
         self._memory = ()
 
 
-_this_thread = threading.local()
+_alone: Final[list[Mode]] = []
 
 
 def is_recording() -> bool:
     """Whether a simulated driver records in this thread: a recording inside would be part of it."""
-    return getattr(_this_thread, "recording", False)
+    thread = threading.get_ident()
+    return any(mode.thread == thread for mode in _alone)
+
+
+class _Alone(Mode):
+    """This thread records: afterwards inputs and generators are as before."""
+
+    def __init__(self, tape: _Tape, generators: Sequence[torch.Generator]) -> None:
+        super().__init__()
+        self._tape: _Tape | None = tape
+        self._generators = generators
+        self._states: list[tuple[torch.Generator, torch.Tensor]] = []
+
+    def begin(self) -> None:
+        self._states = [(generator, generator.get_state()) for generator in self._generators]
+        _alone.append(self)
+
+    def undo(self) -> None:
+        if self._tape is not None:
+            self._tape.undo()
+            for generator, state in self._states:
+                generator.set_state(state)
+            vars(self._tape).pop("states", None)  # which hold the tape in turn
+            self._tape = None
+        if self in _alone:
+            _alone.remove(self)
 
 
 class SimulatedDriver(GraphDriver):
@@ -372,24 +407,14 @@ class SimulatedDriver(GraphDriver):
             torch.default_generator,
             *(a for a in args if isinstance(a, torch.Generator)),
         ]
-        states = [g.get_state() for g in generators]
         pool = self._pools.get(slot) or SimulatedPool()
         self._pools[slot] = pool
         inputs = tensors_in(args)
         tape = _Tape(pool, inputs, generators)
         memory = list(self._pools.values())  # as CUDA graphs: inputs live as long as who owns them
         del inputs
-        outer = is_recording()
-        _this_thread.recording = True
-        try:
-            with capture_runs(), no_gc(), torch.no_grad():
-                outputs = self._run(tape, fn, args, opaque=opaque)
-        finally:
-            _this_thread.recording = outer
-            tape.undo()
-            del tape.states  # which hold the tape in turn
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+        with _Alone(tape, generators), capture_runs(), no_gc(), torch.no_grad():
+            outputs = self._run(tape, fn, args, opaque=opaque)
         return SimulatedGraph(tape, memory), outputs
 
     def _run(self, tape: _Tape, fn: BoxedCallable, args: list[Any], *, opaque: bool) -> list[Any]:
@@ -398,7 +423,7 @@ class SimulatedDriver(GraphDriver):
             args.clear()
             with HostReads(refuse(_REFUSAL)), Alone():
                 return list(tape.note(lambda *inputs: tuple(fn(list(inputs))), inputs, {}))
-        with HostMethods(refuse(_REFUSAL)), recorded(tape.states), tape:
+        with HostMethods(refuse(_REFUSAL)), _Recorded(tape.states), tape:
             outputs = list(fn(args))
         tape.states.end()
         tape.unjoined.refuse()

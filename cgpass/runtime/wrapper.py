@@ -11,6 +11,7 @@ from cgpass import torch_private
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.errors import DriverUnavailableError, InputError, OutputError
 from cgpass.options import Options
+from cgpass.runtime import changes
 from cgpass.runtime.driver import CUDADriver, GraphDriver
 from cgpass.runtime.executor import ranged
 from cgpass.runtime.inputs import check_tensor
@@ -119,7 +120,11 @@ class CUDAGraphWrapper:
             run = runner.run
             if _profiler._is_profiler_enabled:
                 run = ranged(run, f"cgpass: {self._name}")
-            outputs, recording = run(list(args))
+            try:
+                outputs, recording = run(list(args))
+            except BaseException:
+                changes.mend(changes.open_modes)
+                raise
             results = list(outputs)
             if recording is not None and runner.owns_outputs:
                 runner.stats.copied_bytes += recording.copy_out(results)

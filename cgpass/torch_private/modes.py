@@ -78,6 +78,23 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+def mode_stacks() -> tuple[int, int]:
+    """How many modes of operators and of functions this thread is in."""
+    return torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
+
+
+def leave_modes_above(stacks: tuple[int, int]) -> None:
+    """Leave modes that were entered after `mode_stacks` told this, and not left.
+
+    Source: torch/utils/_python_dispatch.py `_pop_mode`, torch/overrides.py `_pop_mode`, 2.11 to 2.15.
+    """
+    dispatch, function = stacks
+    while torch._C._len_torch_dispatch_stack() > dispatch:
+        torch._C._pop_torch_dispatch_stack(None)
+    while torch._C._len_torch_function_stack() > function:
+        torch._C._pop_torch_function_stack()
+
+
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many dispatch modes see the operators that this thread calls."""
 

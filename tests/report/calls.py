@@ -174,7 +174,7 @@ CALLS = {
         without_a_placeholder,
         "",
         None,
-        "3 of 4 calls ran without a graph: StagingError: x0 can't be given memory of fixed address",
+        "2 of 4 calls ran without a graph: StagingError: x0 can't be given memory of fixed address",
     ),
     "new_tensor": (
         replaced,

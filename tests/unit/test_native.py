@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -169,14 +168,15 @@ def test_where_there_are_no_locks_nobody_writes_into_what_another_copies(
     monkeypatch.setenv("CXX", str(tmp_path / "c++"))
     written = []
 
-    def copyfile(made, to):
+    def write(made, to):
         written.append(to)
         if len(written) == 2:
+            to.write_bytes(b"half")
             raise OSError("no space left")
-        return known(made, to)
+        known(made, to)
 
-    known = shutil.copyfile
-    monkeypatch.setattr(shutil, "copyfile", copyfile)
+    known = native._write_whole
+    monkeypatch.setattr(native, "_write_whole", write)
     made = native.build()
     made.unlink()
     with pytest.raises(native.BuildError, match="no space left"):
@@ -315,11 +315,34 @@ def test_a_failed_build_is_said_once(monkeypatch, tmp_path, caplog, compiler, sa
     assert files(tmp_path) == []
 
 
-def test_a_broken_file_in_the_cache_is_not_loaded(monkeypatch, tmp_path, caplog):
+@pytest.mark.parametrize("kept", [0, 1000, -1])
+def test_what_a_write_left_half_done_is_compiled_again(copying, tmp_path, kept):
+    """Loading it would end the process."""
+    data = native.build().read_bytes()
+    path = tmp_path / "cache" / "cgpass" / native.file_name()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data[:kept])
+    assert native.build() == path
+    assert path.read_bytes() == data
+    assert files(tmp_path / "cache") == expected()
+
+
+def test_half_a_file_in_a_cache_that_can_not_be_written(copying, tmp_path, monkeypatch):
+    path = tmp_path / "cache" / "cgpass" / native.file_name()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"half")
+    monkeypatch.setattr(native.os, "access", lambda *args: False)
+    assert native.is_whole(native.build())
+    assert path.read_bytes() == b"half"
+
+
+def test_a_file_of_another_torch_is_not_loaded(monkeypatch, tmp_path, caplog):
     fresh_loader(monkeypatch, tmp_path)
     (tmp_path / "cgpass").mkdir()
+    made = tmp_path / "made"
+    made.write_text("nothing to load")
     for name in expected():
-        (tmp_path / "cgpass" / name).write_text("nothing to load")
+        native._write_whole(made, tmp_path / "cgpass" / name)
     assert not native.loader.wait()
     assert "can't be loaded: " in caplog.text
     assert "Delete the file to have it compiled again." in caplog.text

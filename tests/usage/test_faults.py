@@ -1,0 +1,244 @@
+"""An exception that comes in the middle of the runtime's work makes no later call wrong."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from faultlib import campaign as campaigns
+from faultlib import inject
+from faultlib.campaign import Campaign
+from faultlib.programs import PROGRAMS, Session, Values
+
+import cgpass
+from cgpass.runtime import owner, simulated
+
+OPTIONS = {"driver": "simulated", "compiler": "eager"}
+
+
+def compiled():
+    weight = torch.randn(4, 4)
+
+    def fn(x):
+        return (x @ weight).sin().cos().tanh().exp()
+
+    return fn, torch.compile(fn, backend="cgpass", options=OPTIONS)
+
+
+def points_of_a_rescue(call, prepared):
+    """Points that a call passes while it rescues."""
+    marks, rescue = [], owner.Owner.rescue
+    held = prepared()
+    with inject.noted(campaigns.is_wanted) as points, pytest.MonkeyPatch.context() as patched:
+
+        def marked(*args):
+            marks.append(len(points))
+            found = rescue(*args)
+            marks.append(len(points))
+            return found
+
+        patched.setattr(owner.Owner, "rescue", marked)
+        call()
+    del held
+    return points[marks[0] : marks[1]]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_rescue_that_an_exception_ends_leaves_no_stale_values(error):
+    """At each line and native call of it: what was held stays, and later calls give their own values."""
+    fn, call = compiled()
+    inputs = [torch.randn(3, 4) for _ in range(5)]
+
+    def prepared():
+        cgpass.reset()
+        for x in inputs[:2]:
+            call(x)
+        return call(inputs[2])
+
+    points = [points_of_a_rescue(lambda: call(inputs[3]), prepared) for _ in range(2)][1]
+    assert len(points) > 100
+    for point in points[::2]:
+        held = prepared()
+        with inject.fault(point, error) as was_raised, pytest.raises(error, match="injected"):
+            call(inputs[3])
+        assert was_raised(), point
+        for x in inputs:
+            assert torch.equal(call(x), fn(x)), point
+        assert torch.equal(held, fn(inputs[2])), point
+        del held
+        for x in inputs:
+            assert torch.equal(call(x), fn(x)), point
+
+
+@pytest.mark.parametrize(
+    ("name", "every"), [("held_now_and_then", 31), ("dropout", 61), ("train_step_adamw", 103)]
+)
+def test_programs_go_on_after_any_fault(name, every):
+    """`scripts/faults.py` injects all of them, in all programs."""
+    campaign = Campaign(name)
+    errors = itertools.cycle(campaigns.ERRORS)
+    number = 0
+    for is_cold, point in campaign.points()[::every]:
+        came, why = campaign.inject(point, next(errors), is_cold=is_cold)
+        assert why is None, point
+        number += came
+    assert number > 30
+
+
+def outcome(name):
+    """A program's run with the simulated driver, and its values without graphs."""
+    found = []
+    for driver in ("none", "simulated"):
+        session = Session(driver)
+        run = PROGRAMS[name](session)
+        session.restore()
+        values = Values()
+        run(values)
+        found.append((session, run, values))
+    (_, _, expected), (session, run, _) = found
+    return session, run, expected.found
+
+
+def assert_right(session, run, expected):
+    session.restore()
+    values = Values()
+    run(values)
+    assert len(values.found) == len(expected)
+    for ours, theirs in zip(values.found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["dropout", "train_step_sgd", "mutated_buffers"])
+def test_a_capture_that_fails_at_any_operator(name, monkeypatch):
+    session, run, expected = outcome(name)
+    left, note = [0], simulated._Tape.note
+
+    def failing(self, *args):
+        left[0] -= 1
+        if left[0] == 0:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return note(self, *args)
+
+    monkeypatch.setattr(simulated._Tape, "note", failing)
+    for number in range(1, 1000, 10):
+        cgpass.reset()
+        left[0] = number
+        assert_right(session, run, expected)
+        if left[0] > 0:
+            break
+        assert_right(session, run, expected)
+    assert number > 20
+
+
+@pytest.mark.parametrize("name", ["held_now_and_then", "dropout", "moved_parameters"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+def test_memory_that_runs_out_at_any_request(name, error, monkeypatch):
+    """While recording, and for what is copied in and what is rescued."""
+    session, run, expected = outcome(name)
+    left = [0]
+
+    def failing(known):
+        def allocate(*args, **kwargs):
+            left[0] -= 1
+            if left[0] == 0:
+                raise error("injected")
+            return known(*args, **kwargs)
+
+        return allocate
+
+    monkeypatch.setattr(
+        simulated.SimulatedPool, "allocate", failing(simulated.SimulatedPool.allocate)
+    )
+    monkeypatch.setattr(torch, "empty_strided", failing(torch.empty_strided))
+    monkeypatch.setattr(torch, "empty_like", failing(torch.empty_like))
+    for number in range(1, 1000, 3):
+        cgpass.reset()
+        left[0] = number
+        with contextlib.suppress(error):
+            assert_right(session, run, expected)
+        if left[0] > 0:
+            break
+        for _ in range(2):
+            assert_right(session, run, expected)
+    assert number > 5
+
+
+class StopError(Exception):
+    pass
+
+
+def stopping(when):
+    """Raises at one of its calls, and returns nothing."""
+    calls = itertools.count()
+
+    def hook(*args):
+        if next(calls) == when:
+            raise StopError
+
+    return hook
+
+
+def keeping(hook):
+    def kept(tensor):
+        hook(tensor)
+        return tensor
+
+    return kept
+
+
+HOOKED = {
+    "tensor": lambda hook, out, weight: out.register_hook(hook),
+    "node": lambda hook, out, weight: out.grad_fn.register_prehook(hook),
+    "leaf": lambda hook, out, weight: weight.register_hook(hook),
+    "accumulated": lambda hook, out, weight: weight.register_post_accumulate_grad_hook(hook),
+}
+
+
+@pytest.mark.parametrize("where", ["pack", "unpack", *HOOKED])
+@pytest.mark.parametrize("when", [0, 1, 2, 3])
+def test_a_hook_that_raises(where, when):
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+    call = torch.compile(module, backend="cgpass", options=OPTIONS)
+    x, hook, raised = torch.randn(3, 4), stopping(when), 0
+    pack, unpack = (keeping(hook) if where == name else torch.detach for name in ("pack", "unpack"))
+
+    def gradients(call):
+        module.zero_grad()
+        call(x).square().mean().backward()
+        return [p.grad.clone() for p in module.parameters()]
+
+    expected = gradients(module)
+    for _ in range(6):
+        with contextlib.ExitStack() as stack:
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                    out = call(x)
+                if where in HOOKED:
+                    stack.callback(HOOKED[where](hook, out, module[0].weight).remove)
+                out.square().mean().backward()
+            except StopError:
+                raised += 1
+        for ours, theirs in zip(gradients(call), expected, strict=True):
+            assert torch.equal(ours, theirs)
+    assert raised == 1
+
+
+def test_an_optimizer_that_raises_in_a_step(monkeypatch):
+    """Nothing of what a capture made is left in `.grad`, and later steps are right."""
+    session, run, expected = outcome("train_step_sgd")
+    hook, update = [stopping(-1)], torch._fused_sgd_
+
+    def sgd(*args, **kwargs):
+        hook[0]()
+        return update(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "_fused_sgd_", sgd)
+    for when in range(6):
+        cgpass.reset()
+        session.restore()
+        hook[0] = stopping(when)
+        with contextlib.suppress(StopError):
+            run(Values())
+        hook[0] = stopping(-1)
+        for _ in range(2):
+            assert_right(session, run, expected)
