@@ -46,12 +46,10 @@ class Change:
 
     def is_broken_off(self) -> bool:
         """Whether nothing runs any more that would end it."""
-        try:
-            if self._frame is not None:
-                self._frame.clear()  # refused while it runs
-        except RuntimeError:
-            return False
-        return True
+        running = sys._current_frames().get(self.thread)
+        while running is not None and running is not self._frame:
+            running = running.f_back
+        return running is None
 
 
 class Mode(Change):

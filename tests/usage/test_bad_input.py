@@ -212,6 +212,7 @@ def test_raise_refuses_an_input_that_gets_no_placeholder(monkeypatch):
     monkeypatch.setattr(recording, "Placeholder", no_placeholder)
     call = compiled(long_enough, on_skip="raise")
     call(X)
+    call(X)  # memory may have been short just then
     with pytest.raises(CaptureError, match="no such memory"):
         call(X)
     torch.compiler.reset()  # it is tried again: the count of captured partitions rises here, not in another test

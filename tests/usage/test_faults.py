@@ -71,7 +71,7 @@ def test_a_rescue_that_an_exception_ends_leaves_no_stale_values(error):
 
 
 @pytest.mark.parametrize(
-    ("name", "every"), [("held_now_and_then", 31), ("dropout", 61), ("train_step_adamw", 103)]
+    ("name", "every"), [("held_now_and_then", 31), ("dropout", 61), ("train_step_adamw", 61)]
 )
 def test_programs_go_on_after_any_fault(name, every):
     """`scripts/faults.py` injects all of them, in all programs."""
@@ -82,7 +82,7 @@ def test_programs_go_on_after_any_fault(name, every):
         came, why = campaign.inject(point, next(errors), is_cold=is_cold)
         assert why is None, point
         number += came
-    assert number > 30
+    assert number > 40
 
 
 def outcome(name):
