@@ -33,8 +33,8 @@ class CallStats:
     replays: int = 0
     """Replays, each recording's first one included."""
     plain_calls: int = 0
-    """Calls after warm-up that ran without a graph: a limit, a failed capture, a foreign capture, a partition that is not
-    worth a graph. Calls of graphs of which nothing was to be captured (too small, no CUDA device) are none."""
+    """Calls after warm-up that ran without a graph: a limit, a failed capture, somebody else's capture. Calls of graphs
+    of which nothing was to be captured (too small, no CUDA device) are none."""
     copied_bytes: int = 0
     """Bytes copied into placeholders, written back, and copied out of the pool."""
     rescues: int = 0
