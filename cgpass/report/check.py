@@ -34,6 +34,11 @@ def verdict(report: Facts, least: float) -> tuple[bool, str]:
             f"{share(done, work)} of the {many(work, 'operator')} that compiled {which} warm-ups were captured, "
             f"{share(least, 1)} are wanted"
         )
+    elif report.graphs and report.others:
+        lines[0] += (
+            "all but warm-ups were training steps, or callables graphed by hand, which are not checked: "
+            "step.explain() tells of a step, cgpass.expect asks for replays"
+        )
     elif report.graphs:
         lines[0] += "nothing ran more often than to warm up; run more steps"
     else:

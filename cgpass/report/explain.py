@@ -85,11 +85,15 @@ def explain(
 
     Raises:
         OptionError: Options by themselves, which belong into `options=`; `options=` for what is compiled already.
-        InputError: The function does not take the batch in any of these ways.
+        InputError: The function does not take the batch in any of these ways; no function, and arguments.
         Exception: Whatever the function raises, as it is.
     """
     if fn is None:
+        if args or kwargs:
+            raise InputError("cgpass.explain: arguments need a function first, got None")
         return watch.watched()
+    if not callable(fn):
+        raise InputError(f"cgpass.explain takes a module or function, got a {type(fn).__name__}")
     own = {"options": options, "optimizer": optimizer}
     kwargs |= {name: each for name, each in own.items() if each is not None and _takes(fn, name)}
     _refuse_options(fn, kwargs)

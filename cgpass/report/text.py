@@ -101,7 +101,7 @@ def headline(report: Facts) -> str:
         inside = (
             f"{share(done, work)} of the {many(work, 'operator')} of compiled {which} ran in graphs"
         )
-    elif report.graphs and not report.left_to_eager:
+    elif report.graphs and not (report.left_to_eager or report.others):
         inside = "nothing ran more often than to warm up: call it more often"
     elif report.graph_breaks or report.left_to_eager:
         inside = "nothing ran in graphs"

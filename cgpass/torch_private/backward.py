@@ -139,7 +139,8 @@ def double_backwards_raise(error: Callable[[], Exception]) -> Iterator[None]:
     AOTAutograd makes an autograd function for each graph, whose gradients under `create_graph=True` end in a node that
     raises; ours does before it.
 
-    Source: torch/_functorch/_aot_autograd/runtime_wrappers.py, `CompiledFunction`, 2.11 to 2.15.
+    Source: torch/_functorch/_aot_autograd/runtime_wrappers.py, `CompiledFunction`; _dynamo/decorators.py `skip`, 2.11 to
+    2.15.
     """
     from torch.autograd.function import FunctionMeta
 
@@ -157,17 +158,27 @@ def double_backwards_raise(error: Callable[[], Exception]) -> Iterator[None]:
 def _once_differentiable(
     backward: Callable[..., Any], error: Callable[[], Exception]
 ) -> Callable[..., Any]:
-    def once(ctx: Any, *grads: Any) -> Any:
-        found = list(backward(ctx, *grads))
-        places = [n for n, value in enumerate(found) if isinstance(value, torch.Tensor)]
-        if places and torch.is_grad_enabled():  # create_graph=True
-            leaf = torch.empty(0, requires_grad=True)
-            made = _OnlyOnce.apply(error, leaf, *(found[n] for n in places))
-            for n, value in zip(places, made, strict=True):
-                found[n] = value
-        return tuple(found)
+    from torch._dynamo.decorators import skip
 
+    def once(ctx: Any, *grads: Any) -> Any:
+        found = tuple(backward(ctx, *grads))
+        return _raising_later(error, found) if torch.is_grad_enabled() else found
+
+    skip(once)  # where a compiled function calls the backward, Dynamo looks at each frame in it
     return once
+
+
+@outside_dynamo
+def _raising_later(error: Callable[[], Exception], gradients: Any) -> tuple[Any, ...]:
+    """Gradients under `create_graph=True`: theirs raise."""
+    found = list(gradients)
+    places = [n for n, value in enumerate(found) if isinstance(value, torch.Tensor)]
+    if places:
+        leaf = torch.empty(0, requires_grad=True)
+        made = _OnlyOnce.apply(error, leaf, *(found[n] for n in places))
+        for n, value in zip(places, made, strict=True):
+            found[n] = value
+    return tuple(found)
 
 
 class _OnlyOnce(torch.autograd.Function):

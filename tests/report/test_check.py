@@ -330,3 +330,20 @@ def test_users_tests_count_by_a_fixture(tmp_path):
     line = [sys.executable, "-m", "pytest", "-q", "-p", "pytest_cgpass", "--rootdir", str(tmp_path)]
     done = subprocess.run([*line, str(tmp_path)], capture_output=True, text=True, check=False)
     assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.usefixtures("simulated")
+def test_a_script_of_whole_steps_is_not_told_to_run_more():
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = cgpass.train_step(lambda x: model(x).square().mean(), optimizer)
+    with cgpass.explain() as report:
+        for _ in range(5):
+            step(torch.ones(2, 4))
+    passes, text = check.verdict(report, 0.95)
+    assert not passes
+    assert "run more" not in text
+    assert "training steps" in text
+    headline = str(report).splitlines()[0]
+    assert headline == "training steps, or what was graphed by hand, ran: see below"
+    assert {graph.place.partition(":")[0] for graph in report.graphs} == {"test_check.py"}

@@ -498,3 +498,12 @@ def beside(x):
 def test_functions_that_are_kept_from_being_compiled_are_no_hindrance():
     report = cgpass.explain(lambda x: beside((x * 2).sin().cos().exp()), X)
     assert report.partitions[0].captured
+
+
+def test_arguments_without_a_function_are_refused():
+    with pytest.raises(InputError, match="need a function first"):
+        cgpass.explain(None, X)
+    with pytest.raises(InputError, match="need a function first"):
+        cgpass.explain(model=Model(), x=X)
+    with pytest.raises(InputError, match="takes a module or function, got a Tensor"):
+        cgpass.explain(X, Model())

@@ -62,3 +62,20 @@ def test_second_derivatives_by_functional_are_refused(made, kind):
             getattr(torch.autograd.functional, kind)(
                 fn if kind == "jvp" else lambda x: fn(x).sum(), x, *vector
             )
+
+
+def test_what_refuses_it_is_not_compiled_itself():
+    """A compiled step that calls the backward has Dynamo look at all that runs in it."""
+    linear, x = torch.nn.Linear(4, 1), torch.randn(3, 4)
+
+    def step(x):
+        linear(x).square().mean().backward()
+        return x + 1
+
+    with cgpass.explain() as report:
+        fn = torch.compile(step, backend=cgpass.cgpass, options=OPTIONS)
+        for _ in range(4):
+            fn(x)
+    assert [each.code for each in report.graph_breaks] == ["graph_break"]
+    assert "test_double_backward.py" in report.graph_breaks[0].line
+    assert not report.left_to_eager

@@ -15,9 +15,7 @@ _ROOT = re.compile(r"^L\['\w+'\]\.?")
 """Of a module's path: what the compiled function calls the module that holds it."""
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
 _TORCH_ROOT = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_WHOLE_STEP = os.path.join(
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "whole_step.py"
-)
+_WHOLE_STEP = os.path.abspath(os.path.join(__file__, "..", "..", "..", "whole_step.py"))
 """Calls the user's loss function in what Dynamo compiles."""
 
 
