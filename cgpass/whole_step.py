@@ -160,6 +160,11 @@ class TrainStep:
         telemetry.add_step(self)
 
     @property
+    def later_calls(self) -> int:
+        """Calls but for the first of each variant, which runs in pieces."""
+        return self.calls - self.in_pieces[_FIRST]
+
+    @property
     def grad_norm(self) -> torch.Tensor | None:
         """The norm of all gradients before they were clipped in the last update; None without `max_norm`."""
         return self._update.grad_norm

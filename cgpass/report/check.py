@@ -21,11 +21,13 @@ def verdict(report: Facts, least: float) -> tuple[bool, str]:
 
     Args:
         report: Of all that was done.
-        least: Share of the operators that has to be captured, 0 to 1.
+        least: Share of the operators that has to be captured, and of whole training steps that have to be one graph,
+            0 to 1.
     """
     done, work = report.work
     plain, fell_back = outside(report)
-    enough = bool(work) and done >= least * work
+    whole, steps = report.whole_steps, report.steps
+    enough = bool(work or steps) and done >= least * work and whole >= least * steps
     passes = enough and not fell_back
     lines = [f"cgpass check: {'passed' if passes else 'FAILED'}: "]
     if work:
@@ -34,10 +36,11 @@ def verdict(report: Facts, least: float) -> tuple[bool, str]:
             f"{share(done, work)} of the {many(work, 'operator')} that compiled {which} warm-ups were captured, "
             f"{share(least, 1)} are wanted"
         )
+    elif steps:
+        pass
     elif report.graphs and report.others:
         lines[0] += (
-            "all but warm-ups were training steps, or callables graphed by hand, which are not checked: "
-            "step.explain() tells of a step, cgpass.expect asks for replays"
+            "all but warm-ups were callables graphed by hand, which are not checked: cgpass.expect asks for replays"
         )
     elif report.graphs:
         lines[0] += "nothing ran more often than to warm up; run more steps"
@@ -48,6 +51,11 @@ def verdict(report: Facts, least: float) -> tuple[bool, str]:
                 ': torch.compile(..., backend="cgpass") in this process is what is checked, callables graphed by hand are '
                 "not"
             )
+    if steps:
+        lines[0] += (
+            f"{'; ' if work else ''}{share(whole, steps)} of {many(steps, 'training step')} after first ones were one graph"
+            f"{'' if work else f', {share(least, 1)} are wanted'}"
+        )
     if report.graph_breaks:
         at = list(
             dict.fromkeys((each.line or "").partition(" in ")[0] for each in report.graph_breaks)

@@ -84,6 +84,10 @@ class Facts:
     """Why functions were compiled once more meanwhile."""
     others: tuple[str, ...] = ()
     """What else ran: whole training steps and callables graphed by hand, a few lines each."""
+    whole_steps: int = 0
+    """Calls of training steps that were one graph."""
+    steps: int = 0
+    """Calls of training steps, but for each one's first."""
     counters: dict[str, int] = field(default_factory=dict)
     """What `cgpass.counters()` grew by."""
     settled: bool | None = None

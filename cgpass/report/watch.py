@@ -69,6 +69,13 @@ class _Before:
         }
         self.breaks = set(map(id, torch_private.graph_breaks()))
         self.others = {id(each): calls for _, each, calls in _others()}
+        self.steps = _steps()
+
+
+def _steps() -> tuple[int, int]:
+    """Calls of training steps that live: those that were one graph, and all but first ones."""
+    each = telemetry.steps()
+    return sum(step.whole_calls for step in each), sum(step.later_calls for step in each)
 
 
 def _others() -> Iterator[tuple[str, Any, int]]:
@@ -80,7 +87,7 @@ def _others() -> Iterator[tuple[str, Any, int]]:
 
 
 def _report(before: _Before, clock: "_Clock") -> Report:
-    counters = telemetry.counters()
+    counters, (whole_steps, steps) = telemetry.counters(), _steps()
     graphs, owners = [], dict[int, Owner]()
     for number, (summary, runs) in telemetry.graph_runs().items():
         calls = telemetry.calls_of(runs) - before.calls.get(number, 0)
@@ -109,6 +116,8 @@ def _report(before: _Before, clock: "_Clock") -> Report:
         others=tuple(
             told for told, each, calls in _others() if calls > before.others.get(id(each), 0)
         ),
+        whole_steps=max(0, whole_steps - before.steps[0]),
+        steps=max(0, steps - before.steps[1]),
         counters={name: n - before.counters[name] for name, n in counters.items()},
         native=native.loader.status,
         pool_bytes=sum(pools) if pools else None,

@@ -137,7 +137,8 @@ class _Registry:
     """The newest, by number."""
     runs: dict[int, list[GraphRun]] = field(default_factory=dict)
     """What runs these."""
-    steps: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    steps: weakref.WeakKeyDictionary[Any, int] = field(default_factory=weakref.WeakKeyDictionary)
+    """Training steps, and their calls when the summary began."""
     functions: int = 0
     since: int = 0
     """Graphs that were compiled before the summary began."""
@@ -193,13 +194,13 @@ def named_stats() -> list[tuple[str, CallStats]]:
 def add_step(step: Any) -> None:
     """Have summaries list a training step, as its `explain()` does, as long as it lives."""
     with _registry.lock:
-        _registry.steps.add(step)
+        _registry.steps[step] = 0
 
 
 def steps() -> list[Any]:
-    """Training steps that were called."""
+    """Training steps that were called since `begin_summary`."""
     with _registry.lock:
-        return [step for step in _registry.steps if step.calls]
+        return [step for step, before in _registry.steps.items() if step.calls > before]
 
 
 def new_function() -> int:
@@ -304,6 +305,8 @@ def begin_summary() -> None:
     calls = {number: calls_of(runs) for number, (_, runs) in graph_runs().items()}
     with _registry.lock:
         _registry.since, _registry.calls_before = _registry.compiled.graphs, calls
+        for step in list(_registry.steps):
+            _registry.steps[step] = step.calls
 
 
 def summarised() -> tuple[int, list[tuple[GraphSummary, tuple[GraphRun, ...]]]]:

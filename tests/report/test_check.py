@@ -1,5 +1,6 @@
 """`python -m cgpass check`, doctor and the pytest fixture: for scripts, machines and tests of users."""
 
+import dataclasses
 import runpy
 import subprocess
 import sys
@@ -333,7 +334,7 @@ def test_users_tests_count_by_a_fixture(tmp_path):
 
 
 @pytest.mark.usefixtures("simulated")
-def test_a_script_of_whole_steps_is_not_told_to_run_more():
+def test_a_script_of_whole_steps_passes_if_they_are_one_graph():
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     step = cgpass.train_step(lambda x: model(x).square().mean(), optimizer)
@@ -341,9 +342,11 @@ def test_a_script_of_whole_steps_is_not_told_to_run_more():
         for _ in range(5):
             step(torch.ones(2, 4))
     passes, text = check.verdict(report, 0.95)
-    assert not passes
-    assert "run more" not in text
-    assert "training steps" in text
+    assert passes
+    assert text == (
+        "cgpass check: passed: 100% of 4 training steps after first ones were one graph, 95% are wanted"
+    )
+    assert not check.verdict(dataclasses.replace(report, whole_steps=3), 0.95)[0]
     headline = str(report).splitlines()[0]
     assert headline == "training steps, or what was graphed by hand, ran: see below"
     assert {graph.place.partition(":")[0] for graph in report.graphs} == {"test_check.py"}
