@@ -318,7 +318,8 @@ class _Packing:
     def pack(self, tensor: Any) -> Any:
         """Take a tensor."""
         if not isinstance(tensor, torch.Tensor):  # a number that was an operand
-            return torch.tensor(tensor, dtype=torch.float64 if type(tensor) is float else None)
+            dtype = torch.float64 if type(tensor) is float else None
+            return torch.tensor(tensor, dtype=dtype, device="cpu")  # whatever the default device is
         storage = tensor.untyped_storage()
         bits = tensor.is_conj(), tensor.is_neg(), tensor.dtype
         key = storage._cdata, tensor.storage_offset(), tensor.size(), tensor.stride(), *bits
@@ -351,7 +352,7 @@ def _like(sample: torch.Tensor, data: torch.Tensor, requires_grad: bool) -> torc
 
 def _are_kept(tensors: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> bool:
     """Whether something besides a graph, and besides what it saved, holds one of the arguments or its memory."""
-    alone = torch.empty(1)
+    alone = torch.empty(1, device="cpu")
     known = Counter(t.untyped_storage()._cdata for t in saved)
     (references,), (users,) = _holders([alone])
     found = zip(tensors, *_holders(tensors), strict=True)

@@ -28,6 +28,8 @@ _captures: "list[_Capture]" = []
 _stale_followed = False
 """What the user has set, while a capture runs. See Note [Streams of autograd's nodes]."""
 _waiting: list[Callable[[], None]] = []
+_left: list[Callable[[], None]] = []
+"""Of a process that was forked: what waited there then. Nothing on the device may be destroyed here."""
 _pausing: "list[_Pause]" = []
 """Those that want no garbage collection now."""
 _collects = True
@@ -113,6 +115,8 @@ def _go_on_without_others() -> None:
     """In a process that was forked: what other threads had under way, or the lock, is not in it."""
     global _lock
     _lock = threading.RLock()
+    _left.extend(_waiting)
+    _waiting.clear()
     changes.undo_other_threads()
 
 

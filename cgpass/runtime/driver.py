@@ -412,28 +412,31 @@ class CUDADriver(GraphDriver):
     def _capture(
         self, graph: torch.cuda.CUDAGraph, pool: Pool, fn: BoxedCallable, args: list[Any]
     ) -> list[Any]:
-        graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+        has_begun = False
         try:
+            graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+            has_begun = True
             outputs = list(fn(args))
-        except BaseException:
-            self._end_failed(graph, pool)
-            raise
-        start = time.perf_counter()
-        try:
+            start = time.perf_counter()
             with may_be_empty():
                 graph.capture_end()
         except BaseException:
-            torch_private.abandon_failed_capture(self._index, pool.handle)
+            self._end_failed(graph, pool, has_begun=has_begun)
             raise
         self._instantiate_ms = (time.perf_counter() - start) * 1e3
         return outputs
 
-    def _end_failed(self, graph: torch.cuda.CUDAGraph, pool: Pool) -> None:
-        with may_be_empty():
-            try:
-                graph.capture_end()
-            except RuntimeError:
-                torch_private.abandon_failed_capture(self._index, pool.handle)
+    def _end_failed(self, graph: torch.cuda.CUDAGraph, pool: Pool, *, has_begun: bool) -> None:
+        """End a capture that an exception left, a signal's between any two steps too, unless it has ended."""
+        try:
+            if torch_private.is_capturing():
+                with may_be_empty():
+                    graph.capture_end()
+                return
+        except RuntimeError:
+            has_begun = True
+        if has_begun:
+            torch_private.abandon_failed_capture(self._index, pool.handle)
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured."""

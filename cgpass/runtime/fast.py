@@ -63,7 +63,7 @@ def fill_in(module: ModuleType) -> None:
 def _register_node(attach: Callable[..., None]) -> None:
     """Have torch know the node for one of its own: `isinstance(out.grad_fn, torch.autograd.graph.Node)`."""
     with torch_private.without_modes(), torch.inference_mode(False), torch.enable_grad():
-        out = [torch.empty(0)]
-        leaf = torch.empty(0, requires_grad=True)
+        out = [torch.empty(0, device="cpu")]
+        leaf = torch.empty(0, device="cpu", requires_grad=True)
         attach(None, None, [leaf], (0,), out, (0,), [], [], "Node", True, False)
     torch.autograd.graph.Node.register(type(out[0].grad_fn))

@@ -104,7 +104,7 @@ def _layout_is_known() -> bool:
     if platform.python_implementation() != "CPython":
         return False
     with torch_private.without_modes():  # a graph may be being traced
-        tensor = torch.empty(0)
+        tensor = torch.empty(0, device="cpu")
     address = id(tensor) + object.__basicsize__
     return ctypes.c_void_p.from_address(address).value == tensor._cdata
 

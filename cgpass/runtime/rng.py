@@ -185,7 +185,7 @@ class PairedForward(_Private):
                 positions.append((seed, offset))
             else:
                 with _drawing:
-                    state.manual_seed(int(torch.randint(2**62, (), generator=user)))
+                    state.manual_seed(int(torch.randint(2**62, (), generator=user, device="cpu")))
                 positions.append(state.get_state())
         return positions
 
@@ -295,8 +295,11 @@ def _position_of(generator: torch.Generator) -> Any:
 def _pack(positions: Sequence[Any]) -> torch.Tensor:
     """Positions as one tensor, int64, one after the other: seed (of 64 bits) and offset, or a whole state."""
     if not any(isinstance(position, torch.Tensor) for position in positions):
-        return torch.tensor([n for position in positions for n in _signed(position)])
-    rows = (p if isinstance(p, torch.Tensor) else torch.tensor(_signed(p)) for p in positions)
+        return torch.tensor([n for position in positions for n in _signed(position)], device="cpu")
+    rows = (
+        p if isinstance(p, torch.Tensor) else torch.tensor(_signed(p), device="cpu")
+        for p in positions
+    )
     return torch.cat([row.view(torch.int64) for row in rows])
 
 

@@ -56,9 +56,11 @@ class FakeGraph:
 
     def capture_begin(self, *, pool="own pool", capture_error_mode):
         self.log.append(f"begin {pool} {capture_error_mode}")
+        self.log.capturing = True
 
     def capture_end(self):
         self.log.append("end")
+        self.log.capturing = False
         if self.end_raises:
             raise RuntimeError("capture_end")
 

@@ -1,6 +1,7 @@
 """What of the CUDA driver can be shown without CUDA: which calls it makes, in which order."""
 
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -70,6 +71,29 @@ def test_a_capture_that_fails_at_its_end_is_abandoned(cuda):
         driver.record(lambda args: [], [], opaque=False)
     assert "abandon 0 (0, 1)" in log
     assert "restore state of default" in log
+
+
+@pytest.mark.parametrize("raising", ["begin", "end"])
+def test_a_capture_that_a_signal_leaves_is_ended(cuda, raising, monkeypatch):
+    driver, log = cuda
+
+    def interrupted(self, **settings):
+        begin(self, **settings)
+        if "pool" in settings:  # not of the capture that repairs generators
+            raise KeyboardInterrupt
+
+    def before_the_end():
+        raise KeyboardInterrupt
+
+    begin = log.graph.capture_begin
+    if raising == "begin":
+        monkeypatch.setattr(log.graph, "capture_begin", interrupted)
+    else:
+        monkeypatch.setattr("cgpass.runtime.driver.time", mock.Mock(perf_counter=before_the_end))
+    with pytest.raises(KeyboardInterrupt):
+        driver.record(lambda args: [], [], opaque=False)
+    assert log.index("end") < log.index("begin own pool thread_local")
+    assert not log.capturing
 
 
 def test_another_stream_waits_for_the_one_before(cuda):
