@@ -38,6 +38,7 @@ from cgpass.graphed.warmup import Pass, blamed, no_autocast_cache, prepared
 from cgpass.options import current_defaults
 from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime import fast
+from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.inputs import Layout, overlaps_itself
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recorder, Recording
@@ -466,8 +467,9 @@ def _run_backward(call: Call, saved: list[Any] | None, grads: list[Any] | None) 
             return pair.backward(call, saved, grads)
         with torch.no_grad():  # create_graph=True
             return pair.backward(call, saved, grads)
-    except RuntimeError:
-        if not torch_private.in_vmap_or_functorch():
+    except BaseException as error:
+        mend(open_modes)  # at once: by the next call the user may have set random numbers
+        if not isinstance(error, RuntimeError) or not torch_private.in_vmap_or_functorch():
             raise
         raise GraphedBackwardError(
             f"{call.name}: a backward of batched gradients (is_grads_batched=True, jacobian(vectorize=True), or a "

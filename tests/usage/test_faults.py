@@ -71,7 +71,8 @@ def test_a_rescue_that_an_exception_ends_leaves_no_stale_values(error):
 
 
 @pytest.mark.parametrize(
-    ("name", "every"), [("held_now_and_then", 31), ("dropout", 61), ("train_step_adamw", 61)]
+    ("name", "every"),
+    [("held_now_and_then", 31), ("dropout", 61), ("train_step_adamw", 61), ("graphed_pending", 97)],
 )
 def test_programs_go_on_after_any_fault(name, every):
     """`scripts/faults.py` injects all of them, in all programs."""
