@@ -14,7 +14,6 @@ from cgpass.graphed.warmup import Pass, is_preparing, prepared
 from cgpass.runtime import fast
 from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.recording import Recording
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,14 +46,6 @@ class Group:
     def forget_recordings(self) -> None:
         """As `close`."""
         self.close()
-
-    def would_move_apart(self, victim: Recording, by: Recording) -> bool:
-        """See `Member`: results and gradients stay where they are."""
-        del victim, by
-        return False
-
-    def move_apart(self, by: Recording) -> None:
-        """See `Member`: never asked for."""
 
 
 class GraphedFunction:

@@ -377,11 +377,6 @@ class Owner:
         """Whether `tensor` lies in the output of a recording."""
         return self._pool_addresses[tensor.untyped_storage().data_ptr()] > 0
 
-    @staticmethod
-    def is_any_pool_storage(tensor: "torch.Tensor") -> bool:
-        """Whether `tensor` lies in the output of any owner's recording, and so may be moved."""
-        return any(each.is_pool_storage(tensor) for each in list(_owners))
-
     def note_plain_results(self, outputs: Iterable[Any]) -> None:
         """Note what a captured partition returned without a graph: who reads it in this call runs without one, too."""
         for value in outputs:
