@@ -100,6 +100,8 @@ class Pair:
         self._weight_grads: Recording | None = None
         self._split_off: list[int] = []
         self._call: weakref.ref[Call] | None = None
+        self._told = False
+        """Whether it was said that a backward runs without a graph."""
 
     # ---- recording
 
@@ -370,6 +372,15 @@ class Pair:
                 recording = self._record_in_call(args)
         if recording is None:
             d.stats.plain_calls += 1
+            if not self.closed and not self._told:
+                self._told = True
+                log.warning(
+                    "%s: a backward runs without a graph: it reads other memory than %d recordings of it do "
+                    "(max_rerecords=%d). Keep saved tensors and parameters where they are, or raise max_rerecords.",
+                    d.name,
+                    len(self._backwards),
+                    d.options.max_rerecords,
+                )
             return self._run_graph(args)
         outputs = recording.run(args)
         args.clear()
