@@ -1,6 +1,7 @@
 """An exception that comes in the middle of the runtime's work makes no later call wrong."""
 
 import contextlib
+import gc
 import itertools
 
 import pytest
@@ -70,6 +71,15 @@ def test_a_rescue_that_an_exception_ends_leaves_no_stale_values(error):
             assert torch.equal(call(x), fn(x)), point
 
 
+@pytest.fixture
+def nothing_stays_frozen():
+    """A campaign freezes its program, which would then live as long as the process, and be in every summary."""
+    yield
+    gc.unfreeze()
+    gc.collect()
+
+
+@pytest.mark.usefixtures("nothing_stays_frozen")
 @pytest.mark.parametrize(
     ("name", "every"),
     [("held_now_and_then", 31), ("dropout", 61), ("train_step_adamw", 61), ("graphed_pending", 97)],
