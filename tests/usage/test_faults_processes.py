@@ -1,4 +1,4 @@
-"""Real signals, forks and the end of a process, in the middle of calls."""
+"""Forks and the end of a process, in the middle of calls."""
 
 import gc
 import os
@@ -6,72 +6,15 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import traceback
 
 import pytest
 import torch
-from faultlib.programs import PROGRAMS, Session, Values
 
 import cgpass
 from cgpass.runtime.capturing import is_any_capture_running
 
 OPTIONS = {"driver": "simulated", "compiler": "eager"}
-
-
-class TimeIsUp(BaseException):
-    """As KeyboardInterrupt: what derives from Exception could be the program's own, of a capture."""
-
-
-@pytest.fixture
-def alarms(monkeypatch):
-    """Starts a timer that raises once, so many seconds later."""
-
-    def ring(*args):
-        raise TimeIsUp
-
-    monkeypatch.setattr(sys, "unraisablehook", lambda *args: None)  # in a destructor
-    before = signal.signal(signal.SIGALRM, ring)
-    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
-
-
-def values_of(session, run):
-    session.restore()
-    values = Values()
-    run(values)
-    return values.found
-
-
-@pytest.mark.parametrize(
-    "name", ["held_now_and_then", "dropout", "train_step_adamw", "pending_calls", "host_sync"]
-)
-def test_signals_in_the_middle_of_calls(name, alarms):
-    plain, session = Session("none"), Session("simulated")
-    expected = values_of(plain, PROGRAMS[name](plain))
-    run = PROGRAMS[name](session)
-    values_of(session, run)
-    start = time.perf_counter()
-    values_of(session, run)
-    seconds = time.perf_counter() - start
-    ended = 0
-    for number in range(80):
-        if number % 5 == 0:
-            cgpass.reset()
-        try:
-            try:
-                alarms(max(0.0005, seconds * (number % 20) / 20))
-                values_of(session, run)
-            finally:
-                alarms(0)
-        except TimeIsUp:
-            ended += 1
-            torch.set_grad_enabled(True)  # the program's own `torch.no_grad` may have been left
-        found = values_of(session, run)
-        assert len(found) == len(expected)
-        assert all(map(torch.equal, found, expected)), number
-    assert ended > 20
 
 
 def status_of_a_fork(check):
