@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import operator
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from typing import Any
 
@@ -28,35 +29,31 @@ KNOWN = {
     "limit-step": "the same of default's kernels, with the optimizer",
 }
 USUAL = ("default", "reduce-overhead", "cgpass", "limit")
-NEEDS_CUDA = (
-    "reduce-overhead",
-    "cudagraphs",
-    "torch-graphed",
-    "limit",
-    "limit-eager",
-    "limit-step",
-)
+NEEDS_CUDA = {"reduce-overhead", "cudagraphs", "torch-graphed"}
+NEEDS_CUDA |= {"limit", "limit-eager", "limit-step"}
 BASELINE = "@baseline"
 
 
 def parse(name: str) -> tuple[str, dict[str, Any]]:
-    """Split "cgpass:rng=paired" into the arm and its options.
-
-    Raises:
-        ValueError: There is no such arm, or it takes no options.
-    """
+    """Split "cgpass:rng=paired" into the arm and its options."""
     base, *pairs = name.removesuffix(BASELINE).split(":")
     if base not in KNOWN:
-        raise ValueError(f"unknown arm {base!r}; known: {', '.join(KNOWN)}")
+        raise ArgumentTypeError(f"unknown arm {base!r}; known: {', '.join(KNOWN)}")
     if pairs and not is_ours(base):
-        raise ValueError(f"{base!r} takes no options; arms of cgpass do")
+        raise ArgumentTypeError(f"{base!r} takes no options; arms of cgpass do")
     options: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
-            raise ValueError(f"{pair!r} in {name!r} is no option=value")
+            raise ArgumentTypeError(f"{pair!r} in {name!r} is no option=value")
         options[key] = int(value) if value.isdigit() else value
     return base, options
+
+
+def known(name: str) -> str:
+    """Return the name of an arm; raises what argparse shows if there is none."""
+    parse(name)
+    return name
 
 
 def is_ours(name: str) -> bool:
@@ -73,11 +70,9 @@ def compile_settings(name: str, device: torch.device, *, plain: bool = False) ->
         }
     if base == "default" and device.type == "cpu":
         return {"backend": "aot_eager"}  # kernels for the CPU are not what is measured
-    settings = {
-        "reduce-overhead": {"mode": "reduce-overhead"},
-        "cudagraphs": {"backend": "cudagraphs"},
-    }
-    return settings.get(base, {})
+    if base == "reduce-overhead":
+        return {"mode": base}
+    return {"backend": base} if base == "cudagraphs" else {}
 
 
 def our_options(given: dict[str, Any], device: torch.device, *, plain: bool) -> dict[str, Any]:
@@ -99,8 +94,10 @@ class Arm:
 
     Attributes:
         module: The model on the device.
-        compile_s: Seconds that `torch.compile` took, with what it imports; nothing is traced yet.
+        started: When `torch.compile` was called, on the clock of `perf_counter`.
     """
+
+    caches_casts = True
 
     def __init__(self, name: str, workload: Workload, *, plain: bool = False) -> None:
         self.base, self.options = parse(name)
@@ -108,9 +105,8 @@ class Arm:
         tag = "".join(c if c.isalnum() else "_" for c in name) + "_plain" * plain
         self.module: Any = workload.instance(tag)
         self._call: Callable[..., torch.Tensor] = self.module
-        start = time.perf_counter()
+        self.started = time.perf_counter()
         self._compile()
-        self.compile_s = time.perf_counter() - start
         self.optimizers = self._new_optimizers()
         self._marks_steps = self.base in ("reduce-overhead", "cudagraphs")
 
@@ -129,9 +125,7 @@ class Arm:
             self._call = torch.compile(self.module, **settings)
 
     def _new_optimizers(self) -> list[torch.optim.Optimizer]:
-        groups: dict[
-            type, list[torch.nn.Parameter]
-        ] = {}  # torch 2.11 takes no mixture with DTensor
+        groups: dict[type, list[Any]] = {}  # torch 2.11 takes no mixture with DTensor
         for p in self.module.parameters():
             groups.setdefault(type(p.data), []).append(p)
         return [torch.optim.AdamW(group, lr=1e-4, fused=True) for group in groups.values()]
@@ -192,7 +186,8 @@ class Arm:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if not self.workload.spec.autocast:
             return contextlib.nullcontext()
-        return torch.autocast(self.workload.device.type, dtype=torch.bfloat16)
+        kind = self.workload.device.type
+        return torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=self.caches_casts)
 
 
 class StepArm(Arm):
@@ -227,6 +222,8 @@ class StepArm(Arm):
 class GraphedArm(Arm):
     """The module recorded by `make_graphed_callables`, ours or torch's, with its batch as the sample."""
 
+    caches_casts = False
+
     def _compile(self) -> None:
         if self.workload.inference or self.workload.spec.spread:
             raise RuntimeError("callables are graphed for training on one device")
@@ -244,12 +241,6 @@ class GraphedArm(Arm):
                 graphed = make(self.module, sample, options=options)
         self._call = lambda **batch: graphed(*batch.values())
         self._restart()
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if not self.workload.spec.autocast:
-            return contextlib.nullcontext()
-        kind = self.workload.device.type
-        return torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=False)
 
 
 class LimitArm(Arm):
