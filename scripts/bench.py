@@ -1,6 +1,6 @@
 """Compares ways of running models: step time, host time, memory, recordings, equal results.
 
-    python scripts/bench.py --out bench.json --markdown bench.md --plot bench.svg
+    python scripts/bench.py --out bench.json
     python scripts/bench.py --models gpt2 stack100 --modes train inference --arms default cgpass:rng=paired
     python scripts/bench.py --baseline ../older-checkout           # status 1 where this checkout is slower
     python scripts/bench.py --modes start --models gpt2            # first step, and a second process'
@@ -76,8 +76,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--host-only", action="store_true", help="on CPU: replays do nothing, times are the host's")
     add("--budget", type=float, default=520.0, help="seconds for everything (520)")
     add("--out", type=Path, help="file for the JSON")
-    add("--markdown", type=Path, help="file for the tables")
-    add("--plot", type=Path, help="file for bars relative to the limit (.svg)")
     add("--from", dest="source", type=result, metavar="JSON", help="measure nothing, read this")
     add("--compare", type=result, metavar="JSON", help="an older result")
     add("--tolerance", type=float, default=5.0, help="percent that may be lost (5)")
@@ -215,7 +213,7 @@ class Bench:
     def check(self, crews: list[Crew], found: dict[str, Entry]) -> None:
         """Compare results: of cgpass bitwise with the same kernels without graphs, others roughly with eager's."""
         todo = [crew for crew in crews if arms.is_ours(crew.job.arm) and not crew.error]
-        for command in ("check", "check deterministic"):
+        for command in ("check", "check_deterministic"):
             for crew, answers in zip(todo, self.all_say(todo, command), strict=True):
                 equal = bool(answers) and all(each["equal"] for each in answers)
                 told = {"equal": equal} | (crew.error or {})
@@ -264,28 +262,21 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             wave, todo = todo[:count], todo[count:]
             data["results"] += bench.measured(wave)
             about["seconds"] = round(time.monotonic() - bench.begun, 1)
-            write(args, data)
+            keep(args.out, data)
     return data
 
 
-def write(args: argparse.Namespace, data: dict[str, Any]) -> None:
-    """Write what was asked for."""
-    texts = {
-        args.out: lambda: json.dumps(data, indent=1) + "\n",
-        args.markdown: lambda: report.render(data),
-        args.plot: lambda: report.plot(data),
-    }
-    for path, text in texts.items():
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text())
+def keep(path: Path | None, data: dict[str, Any]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, write and compare; return 1 where cgpass failed, differs or got worse."""
     args = parse(argv)
     data = args.source or run(args)
-    write(args, data)
+    keep(args.out, data)
     print(report.render(data), flush=True)
     wrong = compare.problems(data) + compare.slower_than_baseline(data, args.tolerance)
     if args.compare:

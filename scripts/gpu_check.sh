@@ -79,7 +79,7 @@ run_pytest() {
 
 run_bench() {
   timeout --signal=INT --kill-after=15 "$((limit + 15))" "$python" scripts/bench.py --budget "$limit" \
-    --out "$out/$part.json" --markdown "$out/$part.md" "$@"
+    --out "$out/$part.json" "$@"
 }
 
 run_part() {
@@ -93,10 +93,10 @@ run_part() {
         --steps 20 --rounds 10 "$@" ;;
     step)
       run_bench --models stack10 stack100 vit_small gpt2 --arms default reduce-overhead cgpass cgpass-step limit-step "$@" ;;
-    graphed) run_bench --models layer --arms eager graphed torch-graphed limit-eager --steps 50 --rounds 20 "$@" ;;
+    graphed) run_bench --models layer --arms eager graphed torch-graphed --steps 50 --rounds 20 "$@" ;;
     recompute)
       run_bench --models attentions attentions_nodrop blocks blocks_torch blocks_cgpass \
-        --arms eager default reduce-overhead cgpass cgpass:rng=paired limit-eager "$@" ;;
+        --arms eager default reduce-overhead cgpass cgpass:rng=paired "$@" ;;
     start) run_bench --modes start --models gpt2 llama vit_small mixtral --arms default reduce-overhead cgpass "$@" ;;
     dist-bench)
       run_bench --models llama_tp llama_fsdp2 llama_simplefsdp --arms default reduce-overhead cgpass "$@" ;;

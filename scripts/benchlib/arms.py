@@ -19,18 +19,15 @@ KNOWN = {
     "eager": "no compilation",
     "default": "torch.compile",
     "reduce-overhead": "torch.compile with mode='reduce-overhead'",
-    "cudagraphs": "torch.compile with backend='cudagraphs'",
     "cgpass": "torch.compile with backend='cgpass'",
     "cgpass-step": "cgpass.train_step, the optimizer part of the graph",
     "graphed": "cgpass.make_graphed_callables",
     "torch-graphed": "torch.cuda.make_graphed_callables",
     "limit": "one graph of default's forward and backward, captured by hand; nothing is checked or copied",
-    "limit-eager": "the same of eager's kernels",
     "limit-step": "the same of default's kernels, with the optimizer",
 }
 USUAL = ("default", "reduce-overhead", "cgpass", "limit")
-NEEDS_CUDA = {"reduce-overhead", "cudagraphs", "torch-graphed"}
-NEEDS_CUDA |= {"limit", "limit-eager", "limit-step"}
+NEEDS_CUDA = {"reduce-overhead", "torch-graphed", "limit", "limit-step"}
 BASELINE = "@baseline"
 
 
@@ -70,9 +67,7 @@ def compile_settings(name: str, device: torch.device, *, plain: bool = False) ->
         }
     if base == "default" and device.type == "cpu":
         return {"backend": "aot_eager"}  # kernels for the CPU are not what is measured
-    if base == "reduce-overhead":
-        return {"mode": base}
-    return {"backend": base} if base == "cudagraphs" else {}
+    return {"mode": base} if base == "reduce-overhead" else {}
 
 
 def our_options(given: dict[str, Any], device: torch.device, *, plain: bool) -> dict[str, Any]:
@@ -108,7 +103,6 @@ class Arm:
         self.started = time.perf_counter()
         self._compile()
         self.optimizers = self._new_optimizers()
-        self._marks_steps = self.base in ("reduce-overhead", "cudagraphs")
 
     def _compile(self) -> None:
         spec = self.workload.spec
@@ -137,7 +131,7 @@ class Arm:
 
     def begin(self) -> None:
         """Start a step: mark it where the arm wants that, and drop the gradients."""
-        if self._marks_steps:
+        if self.base == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()
         if not self.workload.inference:
             for optimizer in self.optimizers:
@@ -253,8 +247,7 @@ class LimitArm(Arm):
     def _compile(self) -> None:
         if self.workload.spec.spread:
             raise RuntimeError("the limit is captured on one device")
-        if self.base != "limit-eager":
-            super()._compile()
+        super()._compile()
         self.copies_inputs = True
         self._static = {key: value.clone() for key, value in self.workload.batches[0].items()}
 
@@ -270,18 +263,15 @@ class LimitArm(Arm):
         Raises:
             RuntimeError: The model synchronises with the host.
         """
-        checkpointed = self.base == "limit-eager"
-        graph = importlib.import_module("cgpass").CheckpointedGraph() if checkpointed else None
-        warm_up = graph.warm_up if graph else contextlib.nullcontext
-        graph = graph or torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for last in (False, False, False, True):
-                torch.cuda.set_sync_debug_mode("error" if last and not checkpointed else "default")
+                torch.cuda.set_sync_debug_mode("error" if last else "default")
                 try:  # fail here rather than inside a capture, which would harm the process' generators
-                    with warm_up():
-                        self._body()
+                    super().begin()
+                    self._body()
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
                 side.synchronize()
@@ -292,18 +282,16 @@ class LimitArm(Arm):
         # do, for every recording) would free it under this graph.
         torch._C._cuda_clearCublasWorkspaces()
         with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-            self._result = super().run(self._static)
-            if self.base == "limit-step":
-                super().finish()
+            self._result = self._body()
         self._graph = graph
         self._restart()
         torch.cuda.synchronize()
 
-    def _body(self) -> None:
-        super().begin()
-        super().run(self._static)
+    def _body(self) -> torch.Tensor:
+        result = super().run(self._static)
         if self.base == "limit-step":
             super().finish()
+        return result
 
     def begin(self) -> None:
         """The gradients are static: nothing to drop."""

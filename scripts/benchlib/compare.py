@@ -18,7 +18,7 @@ Figure = tuple[float, float]
 TIMES = ("step_ms", "loop_ms", "host_ms", "cold_s", "warm_s")
 MEMORY = "peak_reserved_bytes"
 RIVALS = (  # the best first
-    *("limit", "limit-step", "limit-eager", "torch-graphed", "reduce-overhead", "default", "eager"),
+    *("limit", "limit-step", "torch-graphed", "reduce-overhead", "default", "eager"),
 )
 MOST_VARIATION = 0.2
 

@@ -267,7 +267,7 @@ def test_a_process_that_says_nothing_is_ended():
 
 def run(tmp_path, *given):
     path = tmp_path / "found.json"
-    command = ["--device=cpu", "--quick", f"--out={path}", f"--plot={tmp_path / 'p.svg'}", *given]
+    command = ["--device=cpu", "--quick", f"--out={path}", *given]
     return bench.main(["--budget=900", *command]), json.loads(path.read_text())
 
 
