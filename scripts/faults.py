@@ -1,7 +1,7 @@
 """Raises errors everywhere in the runtime, one at a time, and checks that the program goes on as if it had not been.
 
     python scripts/faults.py --every 20
-    python scripts/faults.py --programs training,dropout --errors KeyboardInterrupt
+    python scripts/faults.py --programs hooks,dropout --errors KeyboardInterrupt
     python scripts/faults.py --kind captures       # errors at the operators of three models
     python scripts/faults.py --kind alarms         # signals, 2,000 over five programs
     python scripts/faults.py --every 10 --markdown docs/results/faults-cpu-torch2.14.md

@@ -148,25 +148,6 @@ def held_now_and_then(s: Session) -> None:
 
 
 @program
-def held_gradients(s: Session) -> None:
-    module, call = s.compiled(mlp())
-    for x in s.batches(3, 4):
-        loss_of(call(x)).backward()
-        s.hold(*(p.grad for p in module.parameters()))
-        module.zero_grad()
-
-
-@program
-def accumulation(s: Session) -> None:
-    module, call = s.compiled(mlp())
-    batches = s.batches(3, 4)
-    for _ in range(2):
-        for x in batches:
-            loss_of(call(x)).backward()
-        descend(s, module)
-
-
-@program
 def forwards_before_backwards(s: Session) -> None:
     module, call = s.compiled(mlp())
     batches = s.batches(3, 4, count=3)
@@ -198,13 +179,6 @@ def forgotten_forwards(s: Session) -> None:
         if n % 2:
             loss.backward()
     s.note_gradients(module)
-
-
-@program
-def random_numbers(s: Session) -> None:
-    call = s.compile(lambda x: x * torch.rand_like(x) + torch.randn(4))
-    for x in s.batches(3, 4):
-        s.note(call(x), torch.rand(2))
 
 
 @program
@@ -349,16 +323,6 @@ class Checkpointed(nn.Module):
 
 
 @program
-def checkpoint_around(s: Session) -> None:
-    module, call = s.compiled(dropped)
-    for x in s.batches(8, 4):
-        loss = loss_of(cgpass.checkpoint(call, x))
-        loss.backward()
-        s.note(loss)
-        s.note_gradients(module)
-
-
-@program
 def regional(s: Session) -> None:
     layers = s.module(lambda: nn.Sequential(*(mlp()() for _ in range(3))))
     calls = [s.compile(layer) for layer in layers]
@@ -441,20 +405,6 @@ def graphed_pending(s: Session) -> None:
         s.note_gradients(module)
 
 
-@program
-def optimizer_and_autocast(s: Session) -> None:
-    module, call = s.compiled(mlp())
-    optimizer = s.once(lambda: torch.optim.SGD(module.parameters(), 0.1))
-    update = s.compile(optimizer.step)
-    for x in s.batches(3, 4):
-        with torch.autocast(s.device, torch.bfloat16):
-            loss = loss_of(call(x).float())
-        loss.backward()
-        update()
-        s.note(loss, *module.parameters())
-        optimizer.zero_grad()
-
-
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -499,8 +449,6 @@ PROGRAMS |= {
     "attention": lambda s: train(
         s, lambda: nn.Sequential(Attention(), Attention()), s.batches(2, 6, 8)
     ),
-    "training": lambda s: train(s, mlp(), s.batches(3, 4)),
-    "several_sizes": lambda s: train(s, mlp(), sizes(s, 2, 3, 2, 5, 3, 2, 5)),
     "more_sizes_than_recordings": lambda s: train(
         s, mlp(), sizes(s, *(2, 3, 4) * 3), max_recordings=2
     ),
@@ -509,7 +457,6 @@ PROGRAMS |= {
     "host_sync": lambda s: train(s, ReadsValue, s.batches(3, 4)),
     "checkpoint": lambda s: train(s, Checkpointed, s.batches(8, 4)),
     "paired_rng": lambda s: train(s, Checkpointed, s.batches(8, 4), rng="paired"),
-    "held_outputs": lambda s: hold_all(s, mlp()),
     "owned_outputs": lambda s: hold_all(s, mlp(), outputs="owned"),
     "host_sync_held": lambda s: hold_all(s, ReadsValue),
     "train_step_sgd": lambda s: step(s, torch.optim.SGD, {}, momentum=0.9),
