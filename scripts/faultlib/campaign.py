@@ -19,7 +19,7 @@ import cgpass
 from cgpass.runtime import capturing, simulated
 from cgpass.runtime.inputs import Placeholder
 from cgpass.runtime.recording import Recording
-from faultlib import inject
+from faultlib import inject, programs
 from faultlib.inject import Point
 from faultlib.programs import PROGRAMS, Session
 
@@ -51,16 +51,17 @@ def alarm(seconds: float) -> Iterator[Callable[[], bool]]:
     """Raise KeyboardInterrupt once, so much later, unless the block ends before."""
     rung = []
 
-    def ring(*args: object) -> None:
-        rung.append(True)
-        raise KeyboardInterrupt
+    def ring(number: int, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code.co_filename != programs.__file__:
+            frame = frame.f_back
+        if frame is not None:  # else the program has not begun, or is through
+            rung.append(True)
+            raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield lambda: bool(rung)
-    except KeyboardInterrupt:
-        pass  # as the block ended
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
