@@ -28,25 +28,21 @@ def min_cut_partition(
     compiler: str,
     num_fwd_outputs: int,
     static_lifetime_input_indices: list[int] | None = None,
-    keep_random: bool = True,
     random: Sequence[torch.fx.Node] = (),
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """AOTAutograd's min-cut split of a joint graph into forward and backward.
 
-    With `keep_random` recomputed random operators stay as they are. Else they save their generator's state, which no graph
-    holds, and run eagerly: never generators of AOTAutograd's, which a backward that compiled autograd traces once more
-    loses (torch 2.11 to 2.15). Two nodes of `random` with equal arguments are two draws, also where torch would take them
-    for one: its list has no operators but some of aten's (2.11 to 2.13), and no higher-order ones (to 2.15).
+    Recomputed random operators stay as they are. Two nodes of `random` with equal arguments are two draws, also where torch
+    would take them for one: its list has no operators but some of aten's (2.11 to 2.13), and no higher-order ones (to 2.15).
     """
-    from torch._functorch import compile_utils, config, partitioners
+    from torch._functorch import compile_utils, partitioners
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(config.patch(graphsafe_rng_functionalization=False))
-        kept_apart = [*compile_utils.rand_ops, *map(compile_utils.get_aten_target, random)]
-        stack.enter_context(replaced(compile_utils, "rand_ops", kept_apart))
-        if keep_random:
-            stack.enter_context(replaced(partitioners, "functionalize_rng_ops", _leave_random_ops))
+    kept_apart = [*compile_utils.rand_ops, *map(compile_utils.get_aten_target, random)]
+    with (
+        replaced(compile_utils, "rand_ops", kept_apart),
+        replaced(partitioners, "functionalize_rng_ops", lambda joint, fw, bw, num_sym: (fw, bw)),
+    ):
         return min_cut_rematerialization_partition(
             joint,
             joint_inputs,
@@ -62,13 +58,6 @@ def is_nested_joint(joint_inputs: Sequence[Any]) -> bool:
     Source: torch/_functorch/_aot_autograd/graph_compile.py `run_joint_graph_passes_on_hops`, 2.11 to 2.15.
     """
     return not joint_inputs
-
-
-def _leave_random_ops(
-    joint: torch.fx.GraphModule, fw: torch.fx.GraphModule, bw: torch.fx.GraphModule, num_sym: int
-) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    del joint, num_sym
-    return fw, bw
 
 
 @contextlib.contextmanager
