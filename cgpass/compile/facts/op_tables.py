@@ -64,11 +64,6 @@ QUANTISING = frozenset(
 )
 """Operators whose result is quantised, which the fake tensor that stands for it does not say."""
 
-DEQUANTISING = frozenset(
-    {"dequantize", "int_repr", "q_per_channel_scales", "q_per_channel_zero_points"}
-)
-"""Operators that make plain tensors of quantised ones."""
-
 HOST_STATE = frozenset(
     {
         "_pin_memory",
