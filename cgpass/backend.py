@@ -17,8 +17,8 @@ from cgpass.compile.culprits import FailedOperators
 from cgpass.compile.facts.breaks import graph_break_of
 from cgpass.compile.facts.capturability import has_cpu_scalars, is_argument
 from cgpass.compile.facts.input_info import InputKind
+from cgpass.compile.facts.inputs import value_kinds
 from cgpass.compile.facts.lines import begins_at
-from cgpass.compile.facts.origins import value_kinds
 from cgpass.compile.facts.partition_tag import get_tag
 from cgpass.compile.facts.target import find_target
 from cgpass.compile.facts.values import graph_outputs, has_nested_ints
@@ -120,7 +120,6 @@ class Compilation:
     """
 
     def __init__(self, options: Options) -> None:
-        """Args: options: validated."""
         self.options = options
         self._owner: Owner | None = None
         self._num_fwd_outputs = 0
@@ -224,17 +223,7 @@ class Compilation:
         direction: Direction,
         compiler: Compiler,
     ) -> Boxed:
-        """Partition a graph, compile the partitions and join them.
-
-        Args:
-            gm: A forward, backward or inference graph after AOTAutograd.
-            example_inputs: Its fake inputs.
-            direction: Which of them it is.
-            compiler: What makes partitions callable.
-
-        Returns:
-            A boxed callable.
-        """
+        """Partition a graph as it is after AOTAutograd, compile the partitions and join them to a boxed callable."""
         if direction == "forward":
             torch_private.donate_no_buffers()
         outputs = graph_outputs(gm)

@@ -110,12 +110,7 @@ class Place:
     num_ops: int
 
     def runs_plainly(self, why: str, reasons: Sequence[Reason]) -> None:
-        """Note that the partition is not captured after all.
-
-        Args:
-            why: In a line.
-            reasons: One for each operator to blame, or one for all of it.
-        """
+        """Note that the partition is not captured after all, with a reason for each operator to blame, or for all of it."""
         part = PartitionSummary(self.name, False, self.num_ops, tuple(reasons), told=why)
         telemetry.replace_partition(self.graph, part)
 

@@ -7,11 +7,9 @@ first and at the version second.
 
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from cgpass.torch_private.autocast import *
 from cgpass.torch_private.backward import *
 from cgpass.torch_private.compiling import *
 from cgpass.torch_private.dynamo import *
-from cgpass.torch_private.fakes import *
 from cgpass.torch_private.frames import *
 from cgpass.torch_private.graphs import *
 from cgpass.torch_private.joint import *

@@ -17,6 +17,19 @@ from cgpass.telemetry import tracing
 log = logging.getLogger(__name__)
 
 Direction = Literal["forward", "backward", "inference", "joint"]
+_KEPT = (
+    "stack_trace",
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "seq_nr",
+    "fwd_source_fn_stack",
+    "source_fn_stack",
+    "recompute",
+    "ac_graph_id",
+    "partitioner_tag",
+    "custom",
+)
+"""Metadata that a new node takes over from the node it stands for."""
 
 
 @dataclass(frozen=True)
@@ -114,3 +127,9 @@ def _trace(ctx: PassContext, position: int, name: str, gm: fx.GraphModule) -> No
     """Add a graph to torch's trace, where that goes to a file."""
     title = f"{ctx.stage}_{ctx.direction}_{position}_{name}"
     tracing.add_text(title, lambda: graph_text(gm), ctx.trace_id)
+
+
+def inherit_meta(new: fx.Node, old: fx.Node, value: object) -> None:
+    """Give `new` the fake value `value` and, of `old`, where it comes from and what the user asked for."""
+    new.meta.update({key: old.meta[key] for key in _KEPT if key in old.meta})
+    new.meta["val"] = value
