@@ -14,7 +14,7 @@ from torch import fx
 
 from cgpass import telemetry, torch_private
 from cgpass.compile.compilers import Boxed, Compiler, Direction, copy_of, output_strides
-from cgpass.compile.culprits import FailedCapture, FailedOperators, Place
+from cgpass.compile.culprits import FailedCapture, FailedOperators
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.compile.facts.inputs import input_infos
 from cgpass.compile.facts.partition_tag import get_reason, get_tag
@@ -184,7 +184,8 @@ class GraphBuilder:
         communicates = any(map(is_collective, original.graph.nodes))
         on_failure = FailedCapture(
             original,
-            Place(graph, name, num_ops(original)),
+            graph,
+            name,
             self.failed,
             None if communicates else functools.partial(self._driver, self.target.device),
             what=self.source.of(named),

@@ -12,7 +12,6 @@ from cgpass.torch_private.compiling import *
 from cgpass.torch_private.dynamo import *
 from cgpass.torch_private.frames import *
 from cgpass.torch_private.graphs import *
-from cgpass.torch_private.joint import *
 from cgpass.torch_private.kept_graphs import *
 from cgpass.torch_private.modes import *
 from cgpass.torch_private.operators import *

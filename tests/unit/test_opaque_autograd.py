@@ -238,14 +238,6 @@ def test_training_is_one_graph_with_eager_parts(compiler, with_bias):
     assert backward.partitions[1].lines[0].startswith("backward of cgpass_tests.scale_rows.default")
 
 
-def test_only_some_inputs_need_a_gradient():
-    def make():
-        return torch.randn(4, 3), leaf(3, 3), OFFS, torch.randn(3)
-
-    graphs = compare(lambda x, w, offs, bias: scale_rows(x, w.sin(), offs, bias).cos(), make)
-    assert [graph.direction for graph in graphs] == ["forward", "backward"]
-
-
 def test_gradients_keep_the_strides_of_transposed_inputs():
     def fn(x, w, offs):
         return scale_rows(x.t() * 1.0, w.t(), offs, None).cos()
@@ -261,11 +253,6 @@ def test_missing_gradients_and_named_arguments():
 
     forward, backward = compare(fn, lambda: (leaf(5),))
     assert kinds(forward) == kinds(backward) == ["captured", "eager", "captured"]
-
-
-def test_a_formula_that_computes_by_autograd():
-    graphs = compare(lambda x: both(x.sin(), power=3)[0].cos(), lambda: (leaf(5),))
-    assert [graph.direction for graph in graphs] == ["forward", "backward"]
 
 
 def test_inference_hides_it_too():

@@ -9,7 +9,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from cgpass import torch_private
 from cgpass.compile import warm_start
 from cgpass.options import Options
-from cgpass.torch_private import joint, kept_graphs
+from cgpass.torch_private import kept_graphs
 
 X = torch.ones(4, 8)
 
@@ -65,8 +65,8 @@ def put(change, value, before):
         lambda: torch.autocast("cpu", torch.bfloat16),
         lambda: torch.autocast("cpu", torch.float16),
         lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
-        lambda: joint.replaced(torch.backends.cudnn, "enabled", False),
-        lambda: joint.replaced(torch.backends.opt_einsum, "strategy", "greedy"),
+        lambda: torch_private.replaced(torch.backends.cudnn, "enabled", False),
+        lambda: torch_private.replaced(torch.backends.opt_einsum, "strategy", "greedy"),
         lambda: put(torch.set_default_dtype, torch.float64, torch.float32),
         lambda: put(torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp, True, False),
         lambda: torch._functorch.config.patch(activation_memory_budget_solver="greedy"),
@@ -157,7 +157,7 @@ def patched(module, name, value):
         patched(torch.compiler.config, "force_disable_caches", True),
         patched(torch._dynamo.config, "compiled_autograd", True),
         lambda: torch.autograd.graph.saved_tensors_hooks(packs, packs),
-        lambda: joint.replaced(kept_graphs, "has_process_groups", lambda: True),
+        lambda: torch_private.replaced(kept_graphs, "has_process_groups", lambda: True),
     ],
 )
 def test_where_traces_are_not_all_that_the_keys_tell_there_is_no_key(context):
