@@ -48,8 +48,4 @@ def outline_passes() -> tuple[Pass, ...]:
 
 def eager_passes() -> tuple[Pass, ...]:
     """Return what an eager partition goes through, where Inductor compiles the captured ones."""
-    return (
-        InductorRandom(),
-        # Outlines what was tagged, as a partitioned graph's parts.
-        Outline(),
-    )
+    return (InductorRandom(), Outline())

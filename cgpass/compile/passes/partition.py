@@ -12,7 +12,7 @@ from torch import fx
 from cgpass.compile.facts import values
 from cgpass.compile.facts.capturability import is_passive, why_not_capturable
 from cgpass.compile.facts.lines import user_line
-from cgpass.compile.facts.partition_tag import PartitionTag, get_tag, set_reason, set_tag
+from cgpass.compile.facts.partition_tag import PartitionTag, get_tag, set_tag
 from cgpass.compile.passes.base import Pass, PassContext, PassResult
 from cgpass.compile.passes.ordering import OrderingProblem, find_order
 from cgpass.errors import PostconditionError
@@ -295,8 +295,7 @@ def _apply(gm: fx.GraphModule, groups: Sequence[Group], segments: Sequence[Segme
         _reorder(gm, [node for at in order for node in groups[at]])
     reasons = {groups[one.group][0]: one.reason for segment in segments for one in segment}
     for node in gm.graph.nodes:
-        set_tag(node, tags.get(node))
-        set_reason(node, reasons.get(node))
+        set_tag(node, tags.get(node), reasons.get(node))
 
 
 def _reorder(gm: fx.GraphModule, order: Iterable[fx.Node]) -> None:
