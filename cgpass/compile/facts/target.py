@@ -58,8 +58,12 @@ def find_target(gm: fx.GraphModule, driver: str) -> Target:
 
 
 def _quantises(node: fx.Node) -> bool:
-    name = node.target._opname if isinstance(node.target, torch._ops.OpOverload) else ""
-    return name in QUANTISING
+    op = node.target
+    return (
+        isinstance(op, torch._ops.OpOverload)
+        and op.namespace == "aten"
+        and op._opname in QUANTISING
+    )
 
 
 def devices(gm: fx.GraphModule) -> set[torch.device]:
