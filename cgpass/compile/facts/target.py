@@ -58,12 +58,8 @@ def find_target(gm: fx.GraphModule, driver: str) -> Target:
 
 
 def _quantises(node: fx.Node) -> bool:
-    op = node.target
-    return (
-        isinstance(op, torch._ops.OpOverload)
-        and op.namespace == "aten"
-        and op._opname in QUANTISING
-    )
+    name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+    return name.removeprefix("aten::") in QUANTISING
 
 
 def devices(gm: fx.GraphModule) -> set[torch.device]:
