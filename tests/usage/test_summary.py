@@ -234,7 +234,26 @@ def test_a_reset_leaves_out_graph_breaks_of_what_is_not_called_again():
     assert cgpass.summary() == "no graph was compiled"
     second(X)
     assert "graph break" not in cgpass.summary()
+    for call, code in (
+        (first, "in breaks: torch._dynamo.graph_break()"),
+        (module, "of Breaks.forward"),
+    ):
+        cgpass.reset()
+        call(X)
+        assert code in cgpass.summary()
     torch.compiler.reset()
+
+
+def test_torchs_reset_reaches_what_was_wrapped_before_an_earlier_one():
+    torch.compiler.reset()
+    call = torch.compile(
+        Breaks(), backend="cgpass", options={"driver": "simulated", "compiler": "eager"}
+    )
+    for _ in range(2):
+        call(X)
+        assert "graph break" in cgpass.summary()
+        torch.compiler.reset()
+        assert cgpass.summary() == "no graph was compiled"
 
 
 def many_options(fn, *args):
