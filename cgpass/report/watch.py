@@ -20,7 +20,6 @@ from cgpass.options import Options
 from cgpass.report import eager
 from cgpass.report.model import CopiedInput, GraphReport, PartitionReport
 from cgpass.report.report import Report
-from cgpass.report.summary import by_hand
 from cgpass.runtime import native
 from cgpass.runtime.executor import Executor, Run, Step
 from cgpass.runtime.owner import Owner
@@ -68,22 +67,14 @@ class _Before:
             for name, part in run.parts.items()
         }
         self.breaks = set(map(id, torch_private.graph_breaks()))
-        self.others = {id(each): calls for _, each, calls in _others()}
+        self.others = {id(each): each.calls for each in telemetry.others()}
         self.steps = _steps()
 
 
 def _steps() -> tuple[int, int]:
     """Calls of training steps that live: those that were one graph, and all but first ones."""
-    each = telemetry.steps()
+    each = [step for step in telemetry.others() if not isinstance(step, telemetry.ByHand)]
     return sum(step.whole_calls for step in each), sum(step.later_calls for step in each)
-
-
-def _others() -> Iterator[tuple[str, Any, int]]:
-    """What runs beside compiled graphs: how it is told of, itself, and its calls."""
-    for step in telemetry.steps():
-        yield step.explain(), step, step.calls
-    for name, stats in telemetry.named_stats():
-        yield by_hand(name, stats), stats, stats.calls
 
 
 def _report(before: _Before, clock: "_Clock") -> Report:
@@ -114,7 +105,9 @@ def _report(before: _Before, clock: "_Clock") -> Report:
             each for each in eager.recompiled(before.notes) if place_of(each.line) not in known
         ),
         others=tuple(
-            told for told, each, calls in _others() if calls > before.others.get(id(each), 0)
+            each.explain()
+            for each in telemetry.others()
+            if each.calls > before.others.get(id(each), 0)
         ),
         whole_steps=max(0, whole_steps - before.steps[0]),
         steps=max(0, steps - before.steps[1]),
