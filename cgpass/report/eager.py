@@ -76,7 +76,8 @@ def graph_breaks(
         if id(each) in before and not each.over and _function_of(each) in functions
     ]
     known = [
-        replace(each, detail=f"{_EARLIER}{each.detail}") for each in untold(old, lines, places)
+        replace(each, detail=f"{_EARLIER}{each.detail}", is_earlier=True)
+        for each in untold(old, lines, places)
     ]
     every: dict[Any, Reason] = {}
     for each in (*ends, *new, *known):
@@ -104,7 +105,8 @@ def left_to_eager(before: Sequence[Any], earlier: str = _EARLIER) -> list[Reason
         is_known = id(each) in old and is_ours and len(function) > 1
         if is_known and torch_private.was_given_up(each):
             reason = _described(function, each)
-            found.append(replace(reason, detail=f"{earlier}{reason.detail}"))
+            detail = f"{earlier}{reason.detail}"
+            found.append(replace(reason, detail=detail, is_earlier=True))
     return found
 
 

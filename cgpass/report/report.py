@@ -22,9 +22,15 @@ SCHEMA: Final = 2
 class Report(Facts):
     """What happened in some calls. `print` shows it as text; `save` writes it as JSON or as a page."""
 
+    _so_far: "Callable[[], Report] | None" = None
+    """Gives what there is as long as the block goes on."""
+
+    def _now(self) -> "Report":
+        return self if self._so_far is None else self._so_far()
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+        return {"schema": SCHEMA, **dataclasses.asdict(self._now())}
 
     @classmethod
     def from_dict(cls, data: Any) -> "Report":
@@ -79,7 +85,7 @@ class Report(Facts):
         """
         path = Path(path)
         check_ending(path)
-        text, part = WRITERS[path.suffix](self), path.with_suffix(f".{os.getpid()}.part")
+        text, part = WRITERS[path.suffix](self._now()), path.with_suffix(f".{os.getpid()}.part")
         try:
             part.write_text(text, encoding="utf-8")
             part.replace(path)
@@ -90,7 +96,7 @@ class Report(Facts):
                 part.unlink()
 
     def __str__(self) -> str:
-        return text(self)
+        return text(self._now())
 
 
 WRITERS: Final[dict[str, Callable[[Report], str]]] = {

@@ -91,6 +91,10 @@ def wrapped(words: str, indent: int = 0, hanging: int = 2) -> list[str]:
 
 def headline(report: Facts) -> str:
     """How much ran in graphs, in one line."""
+    return f"{'so far, inside of the block: ' if report.unfinished else ''}{_headline(report)}"
+
+
+def _headline(report: Facts) -> str:
     done, work = report.work
     if report.graphs_ms is not None and report.device_ms:
         inside = (

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, Self
 
 import torch
+from torch.utils.benchmark import Timer
 
 from cgpass import telemetry, torch_private
 from cgpass.compile.facts.breaks import place_of
@@ -34,6 +35,8 @@ Key = tuple[int, str]
 _TIMED: Final = 4096
 """Calls of partitions in one block that events are recorded around."""
 _NOTHING: Final[tuple[dict[str, int], Noted | None]] = (dict.fromkeys(telemetry.COUNTS, 0), None)
+_COMPARED: Final = 5
+"""Calls that are timed with graphs, and without."""
 SIMULATED: Final = "cpu (simulated graphs: right in what they do, no measure of speed)"
 
 
@@ -44,9 +47,11 @@ def watched() -> Iterator[Report]:
     with contextlib.ExitStack() as stack:
         before = _Before(stack.enter_context(eager.noted()))
         clock = stack.enter_context(_Clock())
+        report._so_far = lambda: dataclasses.replace(_report(before, clock), unfinished=True)
         try:
             yield report
         finally:
+            report._so_far = None
             clock.stop()
             vars(report).update(vars(_report(before, clock)))
 
@@ -261,50 +266,22 @@ def _event() -> Any:
     return event
 
 
-# ---- with graphs and without
-
-
-def compared(
-    call: Callable[[], object],
-    owners: Iterable[Owner],
-    devices: Iterable[torch.device],
-    runs: int = 5,
-) -> tuple[float, float]:
-    """Median milliseconds of a call with CUDA graphs and without; the latter are not counted."""
-    devices = tuple(devices)
-    ms = _median(call, devices, runs)
+def compared(call: Callable[[], object], owners: Iterable[Owner]) -> tuple[float, float]:
+    """Mean milliseconds of a call with CUDA graphs and without; the latter are not counted."""
+    timer = Timer("call()", globals={"call": call})
+    ms = timer.timeit(_COMPARED).mean * 1e3
     changed = [owner for owner in owners if not owner.plain]
-    counts = [
-        (
-            each,
-            telemetry.counts_of(each)
-            if isinstance(each, telemetry.CallStats)
-            else {"calls": each.calls},
-        )
-        for _, found in telemetry.graph_runs().values()
-        for run in found
-        for each in (run.tally, *(part.stats for part in run.parts.values()))
+    runs = [run for _, found in telemetry.graph_runs().values() for run in found]
+    counting = [
+        each for run in runs for each in (run.tally, *(p.stats for p in run.parts.values()))
     ]
+    before = [(each, name, getattr(each, name)) for each in counting for name in each.__slots__]
     try:
         for owner in changed:
             owner.plain = True
-        return ms, _median(call, devices, runs)
+        return ms, timer.timeit(_COMPARED).mean * 1e3
     finally:
         for owner in changed:
             owner.plain = False
-        for each, before in counts:
-            for name, count in before.items():
-                setattr(each, name, count)
-
-
-def _median(call: Callable[[], object], devices: tuple[torch.device, ...], runs: int) -> float:
-    took = []
-    for _ in range(runs + 1):
-        for device in devices:
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        call()
-        for device in devices:
-            torch.cuda.synchronize(device)
-        took.append((time.perf_counter() - start) * 1e3)
-    return sorted(took[1:])[runs // 2]
+        for count in before:
+            setattr(*count)

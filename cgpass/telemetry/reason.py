@@ -88,6 +88,8 @@ class Reason:
     """What `torch.compile` left to eager for it: a function, or `the rest of forward from model.py:40 on`."""
     count: int = 1
     """Operators that a report says it of."""
+    is_earlier: bool = False
+    """Whether it was noted before the report that tells of it; nobody knows whether its calls met it."""
 
     def times(self, count: int) -> "Reason":
         """The same, said of so many operators."""

@@ -226,6 +226,7 @@ def test_a_sync_before_the_first_operator_is_named(fn, arg, compiled):
     (found,) = report.graph_breaks
     assert found.line.startswith(f"{at(fn)} in {fn.__name__}: ")
     assert found.detail.startswith("noted before this report: " if compiled else "graph break: ")
+    assert report.boundaries == (not compiled)
     assert found.fix
     assert f"{at(fn)} in {fn.__name__}: " in joined(report)
     assert f"graph break at {at(fn)} in {fn.__name__}: " in cgpass.summary() or not compiled
