@@ -180,7 +180,7 @@ def test_nothing_to_check(counted_alone):
     assert not passes
     assert " ".join(text.split()) == (
         'cgpass check: FAILED: nothing was compiled by cgpass: torch.compile(..., backend="cgpass") in this process is '
-        "what is checked, callables graphed by hand are not"
+        "what is checked, callables graphed by hand are not (cgpass.expect asks for their replays)"
     )
     passes, text = check.verdict(did(host, X), 0.5)
     assert not passes
@@ -295,21 +295,22 @@ def test_the_doctor_says_what_is_there_and_replays_a_tiny_graph(capsys):
     assert max(map(len, said.splitlines())) <= 100
 
 
-def test_the_doctor_names_what_is_wrong_and_what_to_do(monkeypatch):
+def test_the_doctor_names_what_is_wrong_and_what_to_do(monkeypatch, capsys):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     monkeypatch.setenv("CGPASS_MAX_RECORDINGS", "none")
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(native, "cache_folder", lambda: Path("/proc/none/cgpass"))
     monkeypatch.setattr(doctor.os, "access", lambda *_: False)
-    found = [*doctor._environment(), *doctor._compiler(), *doctor._caches()]
-    sick = {each.what: each.fix for each in found if each.fix}
+    found = [*doctor._environment(), *doctor._compiler(), *doctor._native()]
+    sick = {what: fix for what, _, fix in found if fix}
     assert "unset it" in sick["TORCHDYNAMO_DISABLE=1"]
     assert sick["C++ compiler"].startswith("Install g++ or clang++")
     assert sick["cache of native code"] == "Set XDG_CACHE_HOME to a folder that can be written"
     assert sick["options"]
-    (tiny,) = doctor._tiny_graph()
-    assert str(tiny).startswith("!! a tiny graph")
-    assert "0 recorded" in tiny.said
+    assert command.main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert "!! a tiny graph" in said
+    assert "0 recorded" in said
 
 
 TEST = """

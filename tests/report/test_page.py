@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cgpass.report.page import html
+from cgpass.report.report import html
 from cgpass.report.text import NOTHING, findings, headline
 from tests.report.samples import sample
 

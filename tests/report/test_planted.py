@@ -9,8 +9,7 @@ from torch import nn
 
 import cgpass
 from cgpass.report.model import GraphReport, PartitionReport
-from cgpass.report.page import html
-from cgpass.report.report import Report
+from cgpass.report.report import Report, html
 from tests.unit.test_capturability import BLAMED, PROVOKED, written_at
 
 X = torch.linspace(-1, 1, 64).view(8, 8)

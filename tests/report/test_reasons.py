@@ -9,8 +9,7 @@ from cgpass.compile import culprits
 from cgpass.compile.culprits import Finding
 from cgpass.compile.facts import op_tables
 from cgpass.report.model import GraphReport, PartitionReport
-from cgpass.report.page import html
-from cgpass.report.report import Report
+from cgpass.report.report import Report, html
 from cgpass.runtime import recording
 from cgpass.runtime.simulated import SimulatedDriver, is_recording
 from cgpass.telemetry.reason import CHOSEN, OTHER_FIXES
