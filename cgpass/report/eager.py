@@ -1,6 +1,5 @@
 """What `torch.compile` left to eager, and graph breaks that were met: torch's own notes tell of them."""
 
-import ast
 import contextlib
 import linecache
 import os
@@ -93,17 +92,14 @@ def left_to_eager(before: Sequence[Any], earlier: str = _EARLIER) -> list[Reason
         before: What had been noted: of that only what was given up for our backend counts.
         earlier: Said before the cause of these.
     """
-    old, notes = set(map(id, before)), torch_private.compilations()
+    old, notes, found = set(map(id, before)), torch_private.compilations(), list[Reason]()
     ours = {each.function for each in torch_private.graph_breaks() if not each.over}
-    found = [
-        _described(function, each)
-        for function, each in _last(notes).items()
-        if torch_private.was_given_up(each) and id(each) not in old
-    ]
+    for function, each in _last(notes).items():
+        if id(each) not in old and torch_private.was_given_up(each):
+            found.append(_described(function, each))
     for function, each in _last(_since_reset(notes)).items():
         is_ours = torch_private.is_ours(each) or (function[0], function[-1]) in ours
-        is_known = id(each) in old and is_ours and len(function) > 1
-        if is_known and torch_private.was_given_up(each):
+        if id(each) in old and is_ours and len(function) > 1 and torch_private.was_given_up(each):
             reason = _described(function, each)
             detail = f"{earlier}{reason.detail}"
             found.append(replace(reason, detail=detail, is_earlier=True))
@@ -143,9 +139,8 @@ def _function_at(place: str | None) -> str:
 
 def _function_of(noted: torch_private.GraphBreak) -> str:
     file, name = noted.function
-    if file.endswith(_WRAPPER):
-        return "module"
-    return f"{os.path.basename(file)} in {function_name(name)}"
+    is_torchs = file.endswith(_WRAPPER)
+    return "module" if is_torchs else f"{os.path.basename(file)} in {function_name(name)}"
 
 
 def _since_reset(notes: Sequence[Any]) -> Sequence[Any]:
@@ -186,33 +181,12 @@ def _described(function: Function, compilation: Any) -> Reason:
     place = _place(function)
     if _is_at_limit(compilation):
         return _at_limit(compilation, place)
-    line = _line(compilation.fail_user_frame_filename, compilation.fail_user_frame_lineno)
+    file, number = compilation.fail_user_frame_filename, compilation.fail_user_frame_lineno
+    line = None
+    if file and number is not None:
+        code = linecache.getline(file, number).strip()
+        line = f"{os.path.basename(file)}:{number}{f': {code}' if code else ''}"
     return given_up(compilation.fail_reason or compilation.fail_type, line, place)
-
-
-def _line(file: str | None, number: int | None) -> str | None:
-    """The user's line, `model.py:41 in forward: code`."""
-    if not file or number is None:
-        return None
-    place = f"{os.path.basename(file)}:{number}"
-    name = _name_at(file, number)
-    code = linecache.getline(file, number).strip()
-    return f"{place}{f' in {name}' if name else ''}{f': {code}' if code else ''}"
-
-
-def _name_at(file: str, line: int) -> str | None:
-    """The innermost function that a line is in."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return None
-    around = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and node.lineno <= line <= (node.end_lineno or node.lineno)
-    ]
-    return max(around, key=lambda node: node.lineno).name if around else None
 
 
 def _at_limit(compilation: Any, rest: str) -> Reason:
