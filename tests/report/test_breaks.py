@@ -101,14 +101,6 @@ def test_the_rest_of_a_function_behind_a_break_in_a_block_is_left_to_eager(given
     assert Report.from_dict(report.to_dict()) == report
 
 
-def test_a_break_that_nobody_noted_names_the_block(monkeypatch):
-    monkeypatch.setattr(torch_private, "graph_breaks", list)
-    (left,) = cgpass.explain(tries, X).left_to_eager
-    assert left.line.startswith(f"{at(tries, '# from here on')} in tries: try:")
-    assert "a block (try:, with) has a graph break" in left.detail
-    assert left.fix == f"TORCH_LOGS=graph_breaks shows more{CALLED}"
-
-
 # ---- containers of torch's
 
 
@@ -166,14 +158,6 @@ def test_layers_beside_one_with_a_break_in_a_container_are_left_to_eager(layer, 
     assert not report.graph_breaks
     if compiled:
         assert left.rest in cgpass.summary()
-
-
-def test_a_layer_with_a_break_that_is_called_by_itself_leaves_nothing_else():
-    module = Model(Logs)
-    module.head.register_forward_hook(lambda module, args, out: out.exp())
-    report = cgpass.explain(module, X, training=False)
-    assert report.left_to_eager == ()
-    assert [each.line.partition(" in ")[0] for each in report.graph_breaks] == [at(Logs)]
 
 
 def test_a_users_file_may_have_the_name_of_one_of_torchs():

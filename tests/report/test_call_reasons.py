@@ -8,8 +8,7 @@ import cgpass
 from cgpass.report import check
 from cgpass.telemetry import counts_of
 from cgpass.telemetry.reason import NEW, OTHER_FIXES, CallReasons
-from tests.report.calls import BLAMED, CALLS, X, scaled
-from tests.unit.runners import COPIED, STATIC, call, runner
+from tests.report.calls import BLAMED, CALLS
 
 
 def told(run):
@@ -42,14 +41,6 @@ def test_new_gradients_are_told_how_to_stay():
     assert (grad.code, weight.code) == ("new_tensor", "new_tensor")
     assert grad.fix.startswith("keep gradients where they lie: zero_grad(set_to_none=False)")
     assert weight.fix == OTHER_FIXES["new_tensor"]
-
-
-def test_what_replays_has_no_reasons_however_it_began():
-    run = runner(scaled, COPIED, STATIC)
-    for weight in [torch.ones(2) for _ in range(30)] * 3:
-        call(run, X, weight)
-    assert run.stats.recordings == 30
-    assert told(run) == ()
 
 
 @pytest.fixture
@@ -110,18 +101,6 @@ def test_a_check_and_a_report_of_all_tell_the_same_share(simulated, counted_alon
     assert line.endswith("[max_recordings]; pad inputs to a few sizes, or raise max_recordings")
 
 
-def test_backwards_of_forwards_that_ran_without_a_graph_say_so(simulated):
-    layers = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU())
-    model = torch.compile(layers, backend="cgpass", options={"max_pending_calls": 1})
-    report = cgpass.explain(lambda x: sum(model(x * i).sum() for i in range(3)), torch.randn(4, 8))
-    forward, backward = report.graphs
-    assert [reason.code for reason in forward.partitions[0].reasons] == ["max_pending_calls"]
-    assert "not_in_the_pool" in [reason.code for reason in backward.partitions[0].reasons]
-    done, work = report.work
-    assert done < work
-    assert "raise max_pending_calls" in joined(report)
-
-
 class Cache(nn.Module):
     def __init__(self):
         super().__init__()
@@ -142,14 +121,3 @@ def test_a_cache_that_each_call_replaces_is_copied_and_named(simulated):
     copied = {each.name: each for each in part.copied_inputs}
     assert copied.keys() == {"self.k", "x"}
     assert copied["self.k"].line == f"test_call_reasons.py:{line} in forward: self.k = self.k + x"
-
-
-def test_a_recording_for_other_tensors_names_them():
-    run = runner(lambda x, w, v: [x * w * v], COPIED, STATIC, STATIC)
-    weight = torch.ones(2)
-    one, two = torch.ones(2), torch.ones(2)
-    for other in (one, two, one, two):
-        call(run, X, weight, other)
-    assert [note.detail for note in run.history.notes if note.cause == "other tensors"] == [
-        "the first call with this tensor for x2 (read at model.py:2 in forward: code)"
-    ]

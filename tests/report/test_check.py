@@ -119,21 +119,6 @@ def did(fn, *inputs):
 X = torch.ones(4)
 
 
-def test_eager_partitions_count_as_often_as_they_ran_after_warm_ups(counted_alone):
-    report = did(lambda x: host(x.sin().cos().exp().tanh()).sin().cos().exp().tanh(), *[X] * 5)
-    assert report.work == (32, 36)
-    (line,), fell_back = check.outside(report)
-    assert fell_back == []
-    assert "eager_1: checked.host.default at test_check.py:" in line
-    passes, text = check.verdict(report, 0.95)
-    assert not passes
-    assert "FAILED: 88.9% of the 36 operators" in text
-    assert "runs without graphs:\n  inference of test_check.py:" in text
-    passes, text = check.verdict(report, 0.85)
-    assert passes
-    assert "runs without graphs" not in text
-
-
 def test_what_turned_out_not_to_be_capturable_fell_back(counted_alone):
     report = did(lambda x: waits(x.sin().cos().exp().tanh()).sin().cos().exp().tanh(), *[X] * 6)
     _, (line,) = check.outside(report)

@@ -1,6 +1,5 @@
 """What `cgpass.explain` watches, and what it puts back."""
 
-import dataclasses
 import gc
 import re
 import weakref
@@ -227,17 +226,11 @@ class Output(NamedTuple):
     logits: torch.Tensor
 
 
-@dataclasses.dataclass
-class Data:
-    logits: torch.Tensor
-
-
 @pytest.mark.parametrize(
     "output",
     [
         lambda out: {"loss": out.sum() * 0, "logits": out},
         lambda out: Output(out.sum() * 0, out),
-        lambda out: Data(out * 0),
     ],
 )
 def test_the_loss_of_an_output_is_what_the_backward_begins_with(output):
@@ -251,16 +244,10 @@ def test_the_loss_of_an_output_is_what_the_backward_begins_with(output):
 
 def test_a_function_that_never_settles_says_so():
     numbers = iter(range(1000))
-
-    def fn(x):
-        return inner(x, next(numbers))
-
     inner = torch.compile(lambda x, n: (x + n).sin().cos().exp(), backend="cgpass", dynamic=True)
-    report = cgpass.explain(fn, X)
+    report = cgpass.explain(lambda x: inner(x, next(numbers)), X)
     assert report.settled is False
     assert "it did not settle: calls went on recording or compiling" in str(report)
-    (reason,) = report.partitions[-1].reasons
-    assert (reason.code, reason.op) == ("new_shape", "n")
 
 
 def test_compiled_functions_run_as_they_are_and_stay_recorded():

@@ -269,24 +269,3 @@ def test_reasons_between_devices():
         assert reason.line is not None
         assert "test_reasons.py:" in reason.line
         said(report, reason)
-
-
-def test_sizes_of_many_symbols_are_one_block_that_names_what_made_them():
-    def fn(x):
-        for _ in range(4):
-            rows = (x.sum(1) > 0).nonzero().squeeze(1)
-            x = (x * 2).sin().index_add(0, rows, x[rows].cos().exp())
-        return x
-
-    with (
-        cgpass.set_defaults(driver="simulated", compiler="eager", on_skip="silent"),
-        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
-    ):
-        report = cgpass.explain(fn, X)
-    parts = [part for graph in report.graphs for part in graph.partitions]
-    found = [r for part in parts for r in part.reasons if r.code == "unbacked_size"]
-    line = fn.__code__.co_firstlineno + 2
-    made = f"which aten.nonzero.default at test_reasons.py:{line} in fn made"
-    assert {r.detail for r in found} == {f"a size depends on data, {made}"}
-    eager = sum(not part.captured for part in parts)
-    assert 0 < str(report).count("[unbacked_size]") <= eager

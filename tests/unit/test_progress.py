@@ -100,10 +100,13 @@ def test_a_long_text_stays_one_line(terminal):
     assert terminal.is_clean()
 
 
-@pytest.mark.parametrize("why", ["off", "file", "dumb", "rank"])
+@pytest.mark.parametrize("why", ["off", "file", "none", "closed", "dumb", "rank"])
 def test_off_there_is_no_thread(terminal, monkeypatch, why):
-    if why == "file":
-        set_stderr(monkeypatch, io.StringIO())
+    stream = io.StringIO()
+    if why in ("file", "none", "closed"):
+        set_stderr(monkeypatch, None if why == "none" else stream)
+    if why == "closed":
+        stream.close()
     if why == "dumb":
         monkeypatch.setenv("TERM", "dumb")
     if why == "rank":
@@ -115,15 +118,6 @@ def test_off_there_is_no_thread(terminal, monkeypatch, why):
     assert not drawn
     terminal.read()
     assert terminal.seen == ""
-
-
-def test_a_closed_stderr(monkeypatch):
-    for stream in (None, io.StringIO()):
-        if stream is not None:
-            stream.close()
-        set_stderr(monkeypatch, stream)
-        with progress.shown("compiling f", "auto"):
-            pass
 
 
 def waits(x):
@@ -170,14 +164,3 @@ def is_recording():
     from cgpass.runtime import simulated
 
     return simulated.is_recording()
-
-
-def test_the_option_turns_it_off(terminal):
-    torch.compiler.reset()
-    options = {"driver": "simulated", "compiler": "eager", "on_skip": "silent", "progress": "off"}
-    call = torch.compile(waits, backend="cgpass", options=options)
-    for _ in range(3):
-        call(torch.ones(4))
-    torch.compiler.reset()
-    terminal.read()
-    assert terminal.seen == ""
