@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -100,7 +100,7 @@ def _environment() -> Iterator[Finding]:
 def _tiny_graph() -> Iterator[Finding]:
     driver, device = ("cuda", "cuda") if torch.cuda.is_available() else ("simulated", "cpu")
     x, before = torch.linspace(-1, 1, 64, device=device), telemetry.counters()
-    options = {"driver": driver, "compiler": "eager"}
+    options: dict[str, Any] = {"driver": driver, "compiler": "eager"}
     call = torch.compile(lambda x: x.sin() * 2 + 1, backend=cgpass, options=options)
     try:
         right = all(torch.equal(call(x * n), (x * n).sin() * 2 + 1) for n in range(1, 5))

@@ -53,26 +53,26 @@ def noted() -> Iterator[list[Any]]:
 
 
 def graph_breaks(
-    before: Collection[int], graphs: Sequence[telemetry.GraphSummary]
+    before: Collection[torch_private.GraphBreak], graphs: Sequence[telemetry.GraphSummary]
 ) -> tuple[list[Reason], list[Reason]]:
     """Graph breaks that were met, and those among them behind which torch left something to eager; each once.
 
     Those that graphs end at, those noted since, and of earlier ones those of functions that ran.
 
     Args:
-        before: Identities of what had been noted.
+        before: What had been noted.
         graphs: Those that ran.
     """
     ends = [graph.graph_break for graph in graphs if graph.graph_break is not None]
     functions = {_function_at(graph.place) for graph in graphs}
     places, lines = [graph.place for graph in graphs], [each.line for each in ends]
     noted = torch_private.graph_breaks()
-    new = untold([each for each in noted if id(each) not in before], lines, places)
+    new = untold([each for each in noted if each not in before], lines, places)
     lines += [each.line for each in new]
     old = [
         each
         for each in noted
-        if id(each) in before and not each.over and _function_of(each) in functions
+        if each in before and not each.over and _function_of(each) in functions
     ]
     known = [
         replace(each, detail=f"{_EARLIER}{each.detail}", is_earlier=True)

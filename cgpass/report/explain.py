@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -117,7 +118,7 @@ def explain(
         # Dynamo would find what a disabled function wraps
         as_it_is = is_compiled or torch_private.is_disabled(fn)
         run = fn if as_it_is else stack.enter_context(_compiled(fn))
-        call = _Call(run, args, kwargs, training, tensors)
+        call = functools.partial(_call, lambda: run(*args, **kwargs), training, tensors)
         with watch.watched() as report:
             settled = _settle(call)
             if native.loader.status is not None:  # where nothing was recorded yet
@@ -168,30 +169,20 @@ def _settle(call: Callable[[], None]) -> bool:
     return quiet == 2
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """One call with its backward; gradients are dropped after it."""
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    training: bool
-    tensors: Sequence[torch.Tensor]
-    """Whose gradients tell whether the function ran its backward itself."""
-
-    def __call__(self) -> None:
-        with torch.set_grad_enabled(self.training):
-            result = self.fn(*self.args, **self.kwargs)
-            outputs = _differentiated(result) if self.training else []
-            if not outputs or any(each.grad is not None for each in self.tensors if each.is_leaf):
-                return
-            try:
-                torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-            except RuntimeError as error:
-                if _GRAPH_IS_GONE not in str(error):
-                    raise
-            for each in self.tensors:
-                each.grad = None
+def _call(run: Callable[[], Any], training: bool, tensors: Sequence[torch.Tensor]) -> None:
+    """Make one call with its backward, unless it ran that itself, and drop gradients."""
+    with torch.set_grad_enabled(training):
+        result = run()
+        outputs = _differentiated(result) if training else []
+        if not outputs or any(each.grad is not None for each in tensors if each.is_leaf):
+            return
+        try:
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        except RuntimeError as error:
+            if _GRAPH_IS_GONE not in str(error):
+                raise
+        for each in tensors:
+            each.grad = None
 
 
 def _differentiated(result: Any) -> list[torch.Tensor]:
@@ -230,11 +221,8 @@ def _reached(value: Any, depth: int, called: Any = None) -> Iterator[Any]:
 
 
 def _is_compiled(value: Any) -> bool:
-    if isinstance(value, TrainStep):
-        return True
-    if not isinstance(value, torch.nn.Module | types.FunctionType):
-        return False
-    return torch_private.is_compiled(value)
+    can_be = isinstance(value, torch.nn.Module | types.FunctionType)
+    return isinstance(value, TrainStep) or (can_be and torch_private.is_compiled(value))
 
 
 @contextlib.contextmanager
@@ -305,25 +293,20 @@ def _spread(
         ways = [((), batch._asdict()), *ways, (tuple(batch), {})]
     elif sum(each.kind in by_position for each in signature.parameters.values()) != 1:
         ways = [(tuple(batch), {}), *ways]
-    why = [_why_not(signature, *way) for way in ways]
-    if None in why:
-        return ways[why.index(None)]
+    why = ""
+    for way in ways:
+        try:
+            signature.bind(*way[0], **way[1])
+        except TypeError as error:
+            why = why or str(error)
+        else:
+            return way
     names = [f"{name}=..." for name in signature.parameters]
     write = ", ".join([*names[:3], "..."] if len(names) > 3 else names)
     raise InputError(
-        f"cgpass.explain: {_name_of(fn)} does not take {stars}batch: {why[0]}; write out what it takes: "
+        f"cgpass.explain: {_name_of(fn)} does not take {stars}batch: {why}; write out what it takes: "
         f"cgpass.explain(model, {write})"
     )
-
-
-def _why_not(
-    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> str | None:
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        return str(error)
-    return None
 
 
 def _name_of(fn: Fn) -> str:

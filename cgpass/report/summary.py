@@ -28,7 +28,7 @@ def summary() -> str:
         lines += [f"  {name}: {why}" for name, part in parts.items() for why in part.reasons]
     graphs = [graph for graph, _ in listed]
     told = {graph.graph_break for graph in graphs}
-    earlier = {id(each) for each in torch_private.graph_breaks() if each.earlier}
+    earlier = {each for each in torch_private.graph_breaks() if each.earlier}
     breaks, left = eager.graph_breaks(earlier, graphs)
     lines += [f"graph break at {each.line}: {each.detail}" for each in breaks if each not in told]
     rests = {each.rest for each in told if each is not None}

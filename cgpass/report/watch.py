@@ -4,12 +4,12 @@ On CUDA pairs of events around partitions tell their times on the device, of the
 """
 
 import contextlib
-import dataclasses
 import functools
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Final, Self
 
 import torch
@@ -25,8 +25,8 @@ from cgpass.runtime import native
 from cgpass.runtime.executor import Executor, Run, Step
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.partition import PartitionRunner
-from cgpass.telemetry.reason import Noted, excused
-from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, counted
+from cgpass.telemetry.reason import excused
+from cgpass.telemetry.summaries import GraphSummary, counted
 from cgpass.version import VERSION
 
 Key = tuple[int, str]
@@ -34,7 +34,7 @@ Key = tuple[int, str]
 
 _TIMED: Final = 4096
 """Calls of partitions in one block that events are recorded around."""
-_NOTHING: Final[tuple[dict[str, int], Noted | None]] = (dict.fromkeys(telemetry.COUNTS, 0), None)
+_NOTHING: Final = dict.fromkeys(telemetry.COUNTS, 0)
 _COMPARED: Final = 5
 """Calls that are timed with graphs, and without."""
 SIMULATED: Final = "cpu (simulated graphs: right in what they do, no measure of speed)"
@@ -47,7 +47,7 @@ def watched() -> Iterator[Report]:
     with contextlib.ExitStack() as stack:
         before = _Before(stack.enter_context(eager.noted()))
         clock = stack.enter_context(_Clock())
-        report._so_far = lambda: dataclasses.replace(_report(before, clock), unfinished=True)
+        report._so_far = lambda: replace(_report(before, clock), unfinished=True)
         try:
             yield report
         finally:
@@ -71,7 +71,7 @@ class _Before:
             for run in each
             for name, part in run.parts.items()
         }
-        self.breaks = set(map(id, torch_private.graph_breaks()))
+        self.breaks = {*torch_private.graph_breaks()}
         self.others = {id(each): each.calls for each in telemetry.others()}
         self.steps = _steps()
 
@@ -137,55 +137,38 @@ def _graph(
     before: _Before,
     clock: "_Clock",
 ) -> GraphReport:
-    known = {name: part for run in runs for name, part in run.parts.items()}
-    earlier = {name: before.parts.get((number, name), _NOTHING) for name in known}
-    grown = {
-        name: {count: n - earlier[name][0][count] for count, n in part.now()[0].items()}
-        for name, part in known.items()
-    }
-    runners = {
-        step.name: step.run
-        for each in live(runs)
-        for step in each.plan.steps
-        if isinstance(step.run, PartitionRunner)
-    }
-    warmups = max(map(excused, grown.values()), default=0)
-    parts = []
-    for part in summary.partitions:
-        told: dict[str, Any] = _fields(part) | {"device_ms": clock.parts.get((number, part.name))}
-        if part.captured and part.name in known:
-            simulated, (_, noted) = summary.driver == "simulated", earlier[part.name]
-            told |= _captured(known[part.name], grown[part.name], noted, simulated)
-            told |= {} if part.name not in runners else _memory(runners[part.name])
-        else:
-            told |= {"calls": max(0, calls - warmups), "reasons": counted(part.reasons)}
-        parts.append(PartitionReport(**told))
-    num_ops = summary.num_ops or sum(part.num_ops for part in parts)
-    told: dict[str, Any] = {
-        "partitions": tuple(parts),
-        "num_ops": num_ops,
-        "why": counted(summary.why),
-    }
-    return GraphReport(**_fields(summary) | told, number=number, calls=calls)
-
-
-def _fields(summary: GraphSummary | PartitionSummary) -> dict[str, Any]:
-    return {each.name: getattr(summary, each.name) for each in dataclasses.fields(summary)}
-
-
-def _captured(
-    part: telemetry.PartitionRun, counts: dict[str, int], noted: Noted | None, simulated: bool
-) -> dict[str, Any]:
-    notes = list(part.notes)[max(0, len(part.notes) - counts["recordings"]) :]
-    if simulated:  # times of what is simulated say nothing
-        notes = [dataclasses.replace(note, record_ms=None, warm_up_ms=None) for note in notes]
-    return {
-        "calls": counts["calls"] - excused(counts),
-        "replays": counts["replays"],
-        "counts": counts,
-        "recordings": tuple(notes),
-        "reasons": part.call_reasons.told(counts, noted),
-    }
+    captured, warmups = dict[str, dict[str, Any]](), 0
+    for run in runs:
+        for name, part in run.parts.items():
+            counts, noted = before.parts.get((number, name), (_NOTHING, None))
+            grown = {count: n - counts[count] for count, n in part.now()[0].items()}
+            warmups = max(warmups, excused(grown))
+            notes = list(part.notes)[max(0, len(part.notes) - grown["recordings"]) :]
+            if summary.driver == "simulated":  # times of what is simulated say nothing
+                notes = [replace(note, record_ms=None, warm_up_ms=None) for note in notes]
+            captured[name] = {
+                "calls": grown["calls"] - excused(grown),
+                "replays": grown["replays"],
+                "counts": grown,
+                "recordings": tuple(notes),
+                "reasons": part.call_reasons.told(grown, noted),
+            }
+    for executor in live(runs):
+        for step in executor.plan.steps:
+            if isinstance(step.run, PartitionRunner):
+                captured[step.name] |= _memory(step.run)
+    parts = tuple(
+        PartitionReport(
+            **vars(part)
+            | {"calls": max(0, calls - warmups), "reasons": counted(part.reasons)}
+            | (captured.get(part.name, {}) if part.captured else {}),
+            device_ms=clock.parts.get((number, part.name)),
+        )
+        for part in summary.partitions
+    )
+    told: dict[str, Any] = {"partitions": parts, "why": counted(summary.why)}
+    told["num_ops"] = summary.num_ops or sum(part.num_ops for part in parts)
+    return GraphReport(**vars(summary) | told, number=number, calls=calls)
 
 
 def _memory(runner: PartitionRunner) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What is kept of compiled graphs, partitions and recordings for reports: texts and numbers, nothing of the user's."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from cgpass.telemetry.reason import Reason, many
@@ -86,8 +86,10 @@ def counted(found: Iterable[Reason]) -> tuple[Reason, ...]:
     """Each reason once, with how often it was found; those that nobody can help come last, whatever the operator."""
     first: dict[object, Reason] = {}
     for reason in found:
-        key = (reason.code, reason.detail) if reason.is_chosen else reason.times(1)
-        first[key] = first[key].times(first[key].count + reason.count) if key in first else reason
+        key = (reason.code, reason.detail) if reason.is_chosen else replace(reason, count=1)
+        earlier = first.get(key)
+        count = reason.count + (0 if earlier is None else earlier.count)
+        first[key] = replace(earlier or reason, count=count)
     return tuple(sorted(first.values(), key=lambda each: each.is_chosen))
 
 

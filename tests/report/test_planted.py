@@ -184,7 +184,7 @@ def test_cause_line_and_remedy_are_found_in_the_text(name):
     with cgpass.explain() as report:
         run()
     costs = words(str(report).partition("What costs most:")[2].partition("\n\n")[0])
-    for found in (f"test_planted.py:{planted_at(fn)} in {fn.__name__}", cause, f"Do: {remedy}"):
+    for found in (f"test_planted.py:{planted_at(fn)}", cause, f"Do: {remedy}"):
         assert found in costs
     numbers = [costs.index(text) for text in (cause, f"Do: {remedy}")]
     assert re.findall(r"(\d+)\. (?:test_planted|\w+ of)", costs[: numbers[0]])  # one of the list
