@@ -103,7 +103,7 @@ class Facts:
     device_ms: float | None = None
     """Time on the device from the first to the last of the calls, idle time included."""
     ms: float | None = None
-    """Where they were compared: median time of a call with CUDA graphs, until the device is done."""
+    """Where they were compared: mean time of a call with CUDA graphs, until the device is done."""
     plain_ms: float | None = None
     """The same without."""
 

@@ -252,7 +252,8 @@ def text(report: Facts) -> str:
             code = f" [{each.code}]" if each.code else ""
             head = f"{number:3}. "
             lines += wrapped(f"{head}{each.where}{each.times}".strip(), 2, 3)
-            lines += wrapped(f"{each.what}{code}. Do: {each.fix or 'see docs/explain.md'}", 5)
+            lines += wrapped(f"{each.what}{code}", 5)
+            lines += wrapped(f"Do: {each.fix}", 5) if each.fix else []
         if len(found) > _LISTED:
             lines += wrapped(
                 f"and {len(found) - _LISTED} more; report.save('report.json') keeps all", 2

@@ -90,19 +90,14 @@ class ByHand(CallStats):
         )
 
 
+@dataclass(frozen=True)
 class PartitionRun:
     """What is known of a captured partition's calls; it stays when the partition is gone."""
 
-    def __init__(
-        self,
-        stats: CallStats,
-        notes: Sequence[RecordingNote],
-        reasons: CallReasons | None = None,
-    ) -> None:
-        self.stats = stats
-        self.notes = notes
-        """Of its newest recordings, oldest first."""
-        self.call_reasons = CallReasons() if reasons is None else reasons
+    stats: CallStats
+    notes: Sequence[RecordingNote]
+    """Of its newest recordings, oldest first."""
+    call_reasons: CallReasons
 
     @property
     def reasons(self) -> tuple[Reason, ...]:

@@ -94,7 +94,7 @@ def test_the_rest_of_a_function_behind_a_break_in_a_block_is_left_to_eager(given
     assert left.fix.endswith(CALLED)
     text = joined(report)
     assert f"{left.rest} runs in eager because of {at(cut)} in {cut.__name__}: " in text
-    assert f": {left.detail} [graph_break]. Do: {left.fix}" in text
+    assert f": {left.detail} [graph_break] Do: {left.fix}" in text
     assert "operators of compiled code ran in graphs" in text
     assert "what is left to eager is not among the operators" in text
     assert "step_unsupported" not in text

@@ -80,7 +80,7 @@ def test_percentages_leave_out_calls_that_ran_without_a_graph(simulated):
     assert f"{plain} calls without a graph" in text
     assert (
         f"{plain} of {report.graphs[0].calls} calls ran without a graph: as many shapes are recorded as max_recordings=1 "
-        "allows, and another value or layout of x.size(0) came [max_recordings]. Do: pad inputs to a few sizes, or raise "
+        "allows, and another value or layout of x.size(0) came [max_recordings] Do: pad inputs to a few sizes, or raise "
         "max_recordings"
     ) in text
     assert cgpass.Report.from_dict(report.to_dict()) == report

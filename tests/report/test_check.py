@@ -63,6 +63,18 @@ def test_a_script_that_is_captured_passes(script, counted_alone, capsys, monkeyp
     assert "beside.py:3 in fn" in capsys.readouterr().out
 
 
+def test_a_script_that_is_not_fails_with_the_list(script, counted_alone, capsys, monkeypatch):
+    monkeypatch.setenv("CGPASS_DRIVER", "auto")
+    assert command.main(["check", "--min-captured", "0.5", str(script), "5"]) == 1
+    shown = capsys.readouterr().out
+    assert "FAILED: 0% of the 20 operators" in shown
+    assert "50% are wanted" in shown
+    assert (
+        "inference of beside.py:3 in fn (4 operators): it uses no CUDA device; move it to CUDA, or have"
+        in shown
+    )
+
+
 @pytest.mark.parametrize(
     ("last_line", "status", "said"), [("sys.exit(3)", 3, ""), ("sys.exit('it says')", 1, "it says")]
 )

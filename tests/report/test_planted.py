@@ -200,7 +200,7 @@ def test_a_cpu_tensor_is_named():
     text = words(str(Report(graphs=(graph,))))
     op, line = BLAMED["cpu_tensor"]
     assert (
-        f"{written_at(line)} {op}: {reason.detail} [cpu_tensor]. Do: create the tensor on the device"
+        f"{written_at(line)} {op}: {reason.detail} [cpu_tensor] Do: create the tensor on the device"
         in text
     )
 
@@ -209,6 +209,6 @@ def test_a_call_on_the_cpu_says_so():
     call = torch.compile(chain, backend="cgpass", options={"driver": "auto"})
     with cgpass.explain() as report:
         call(X)
-    assert "it runs without CUDA graphs: it uses no CUDA device. Do: move it to CUDA" in words(
+    assert "it runs without CUDA graphs: it uses no CUDA device Do: move it to CUDA" in words(
         str(report)
     )
