@@ -21,13 +21,7 @@ _CHECKED = (
 
 
 def verdict(report: Facts, least: float) -> tuple[bool, str]:
-    """Whether work was captured as it should, and that as text.
-
-    Args:
-        report: Of all that was done.
-        least: Share of the operators that has to be captured, and of whole training steps that have to be one graph,
-            0 to 1.
-    """
+    """Whether at least a share (0 to 1) of the operators was captured, and of training steps were one graph, and text."""
     done, work = report.work
     plain, fell_back = outside(report)
     whole, steps = report.whole_steps, report.steps

@@ -57,11 +57,7 @@ def graph_breaks(
 ) -> tuple[list[Reason], list[Reason]]:
     """Graph breaks that were met, and those among them behind which torch left something to eager; each once.
 
-    Those that graphs end at, those noted since, and of earlier ones those of functions that ran.
-
-    Args:
-        before: What had been noted.
-        graphs: Those that ran.
+    Those that graphs end at, those noted since `before`, and of earlier ones those of functions that ran.
     """
     ends = [graph.graph_break for graph in graphs if graph.graph_break is not None]
     functions = {_function_at(graph.place) for graph in graphs}
@@ -86,12 +82,7 @@ def graph_breaks(
 
 
 def left_to_eager(before: Sequence[Any], earlier: str = _EARLIER) -> list[Reason]:
-    """Functions whose last compilation was given up.
-
-    Args:
-        before: What had been noted: of that only what was given up for our backend counts.
-        earlier: Said before the cause of these.
-    """
+    """Functions whose last compilation was given up; of those noted `before` only what was compiled for our backend."""
     old, notes, found = set(map(id, before)), torch_private.compilations(), list[Reason]()
     ours = {each.function for each in torch_private.graph_breaks() if not each.over}
     for function, each in _last(notes).items():

@@ -251,7 +251,8 @@ def _event() -> Any:
 
 def compared(call: Callable[[], object], owners: Iterable[Owner]) -> tuple[float, float]:
     """Mean milliseconds of a call with CUDA graphs and without; the latter are not counted."""
-    timer = Timer("call()", globals={"call": call})
+    threads = torch.get_num_threads()  # Dynamo's guards look at it
+    timer = Timer("call()", globals={"call": call}, num_threads=threads)
     ms = timer.timeit(_COMPARED).mean * 1e3
     changed = [owner for owner in owners if not owner.plain]
     runs = [run for _, found in telemetry.graph_runs().values() for run in found]

@@ -52,6 +52,17 @@ def test_a_function_that_was_compiled_again_is_listed_once(registry):
     assert (counters["graphs"], counters["partitions_captured"]) == (3, 1)
 
 
+def test_summaries_list_what_was_compiled_or_called_since_they_began(registry):
+    run = telemetry.GraphRun(telemetry.Tally(calls=3), {}, lambda: None)
+    for direction in ("forward", "backward"):
+        telemetry.add_run(telemetry.add_graph(GraphSummary(direction, ())), run)
+    telemetry.begin_summary()
+    telemetry.add_graph(GraphSummary("inference", ()))
+    assert [graph.direction for graph, _ in telemetry.summarised()] == ["inference"]
+    run.tally.calls += 1
+    assert len(telemetry.summarised()) == 3
+
+
 def test_a_graph_says_where_the_function_begins():
     place = "model.py:41 in forward"
     told = "0 partitions captured (0 operators), 0 eager (0 operators)"
