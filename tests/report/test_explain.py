@@ -206,9 +206,16 @@ def test_simulated_graphs_are_no_measure_of_speed():
     assert report.device.startswith("cpu (simulated graphs: ")
 
 
-def test_calls_are_compared_and_those_without_graphs_not_counted(request):
-    request.addfinalizer(lambda threads=torch.get_num_threads(): torch.set_num_threads(threads))
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_calls_are_compared_and_those_without_graphs_not_counted():
     compiled = torch.compile(Model(), backend="cgpass")
     before = set(telemetry.graph_runs())
     report = cgpass.explain(compiled, X)
