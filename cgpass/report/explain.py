@@ -58,7 +58,7 @@ def explain(
 ) -> Report | contextlib.AbstractContextManager[Report]:
     """Say what of some calls ran in CUDA graphs, what not, for which reason, at which line, and what to do.
 
-        with cgpass.explain() as report:  # watches what runs inside; the report is there when the block is over
+        with cgpass.explain() as report:  # watches what runs inside; there the report tells of what ran so far
             train(5)
         print(report)
         print(cgpass.explain(model, batch))  # the same around a few calls
@@ -67,7 +67,8 @@ def explain(
 
     With a function, up to 13 calls run, with their backward. What is not compiled yet is compiled with
     `backend="cgpass"`, anew each time. A batch by itself is given as data loaders mean it: a mapping by name
-    (`**batch`) if the function takes these names, a tuple or list as `*batch` if it takes more than one argument.
+    (`**batch`) if the function takes these names, as a named tuple is, a tuple or list as `*batch` if it takes more
+    than one argument.
     Afterwards parameters, buffers, gradients and optimizers that the function is, is given or names are as they were,
     and so are torch's random numbers. Nothing else is put back: attributes, caches, schedulers, written arguments.
 
