@@ -45,16 +45,9 @@ def made_elsewhere():
     return second
 
 
-def transformed():
+def bypassed(why):
     run = runner(lambda x: [x * 2], COPIED)
-    run.owner.bypassed = "transform"
-    call(run, X)
-    return run
-
-
-def without_native_code():
-    run = runner(lambda x: [x * 2], COPIED)
-    run.owner.bypassed = "no_native_code"
+    run.owner.bypassed = why
     call(run, X)
     return run
 
@@ -126,11 +119,11 @@ CALLS = {
         "1 of 4 calls ran without a graph: what made x0 ran without a graph",
     ),
     "transform": (
-        transformed,
+        lambda: bypassed("transform"),
         "1 of 1 call ran without a graph: they came from inside of a transform",
     ),
     "no_native_code": (
-        without_native_code,
+        lambda: bypassed("no_native_code"),
         "1 of 1 call ran without a graph: cgpass has no native code, which recordings need",
     ),
     "outer_capture": (
