@@ -3,10 +3,9 @@
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
-from cgpass import errors, version
+from cgpass import errors, telemetry, version
 from cgpass.options import Options, set_defaults
 from cgpass.runtime import registration
-from cgpass.telemetry import last_resort
 
 if TYPE_CHECKING:
     from cgpass.backend import cgpass, reset
@@ -17,11 +16,10 @@ if TYPE_CHECKING:
     from cgpass.recompute.tracker import RNGStatesTracker
     from cgpass.report.explain import explain
     from cgpass.report.report import Report
-    from cgpass.report.summary import summary
+    from cgpass.report.summary import expect, summary
     from cgpass.report.verify import verify
     from cgpass.runtime.wrapper import CUDAGraphWrapper
     from cgpass.telemetry import counters
-    from cgpass.telemetry.expectations import expect
     from cgpass.whole_step import TrainStep, train_step
 
 __all__ = [
@@ -58,7 +56,7 @@ _HOMES: Final = {
     "TrainStep": "cgpass.whole_step",
     "checkpoint": "cgpass.recompute.api",
     "counters": "cgpass.telemetry",
-    "expect": "cgpass.telemetry.expectations",
+    "expect": "cgpass.report.summary",
     "explain": "cgpass.report.explain",
     "make_graphed_callables": "cgpass.graphed.api",
     "reset": "cgpass.backend",
@@ -67,7 +65,7 @@ _HOMES: Final = {
     "verify": "cgpass.report.verify",
 }
 
-last_resort.install()
+telemetry.name_warnings()
 registration.turn_off_if_early()  # NCCL reads it once; later may be too late
 
 

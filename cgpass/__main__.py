@@ -13,7 +13,7 @@ from cgpass.errors import ReportError
 from cgpass.report import watch
 from cgpass.report.check import least_share, run_script, verdict
 from cgpass.report.doctor import doctor
-from cgpass.report.report import Report, check_ending, diff
+from cgpass.report.report import Report, check_place, diff
 from cgpass.report.text import wrapped
 from cgpass.runtime import native
 from cgpass.telemetry import progress
@@ -21,11 +21,7 @@ from cgpass.version import VERSION
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the status to exit with.
-
-    Args:
-        arguments: Those of the command line by default.
-    """
+    """Run one command, of the command line by default; returns the status to exit with."""
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
@@ -36,13 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cgpass", description=__doc__)
-    parser.add_argument(
-        "--version", action="version", version=f"cgpass {VERSION}, torch {torch.__version__}"
-    )
+    version = f"cgpass {VERSION}, torch {torch.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True)
-    report = commands.add_parser(
-        "report", help="make a page of a report that was saved as JSON, or compare two"
-    )
+    about = "make a page of a report that was saved as JSON, or compare two"
+    report = commands.add_parser("report", help=about)
     report.add_argument("saved", help="what cgpass.explain(...).save('report.json') wrote")
     report.add_argument("newer", nargs="?", help="with --diff, another one")
     report.add_argument("--diff", action="store_true", help="say what changed between two reports")
@@ -57,30 +51,21 @@ def _parser() -> argparse.ArgumentParser:
         "captured, or compiled, ran without a graph. Warm-ups that no recording ever follows count, too. Operators are "
         "counted as traced, each as often as it ran. A script that fails itself keeps its status.",
     )
-    check.add_argument(
-        "--min-captured",
-        metavar="SHARE",
-        default="95%",
-        help="a share, as 95%% or 0.95 (default: 95%%)",
-    )
+    wanted = "a share, as 95%% or 0.95 (default: 95%%)"
+    check.add_argument("--min-captured", metavar="SHARE", default="95%", help=wanted)
     check.add_argument("--save", metavar="FILE", help="write a report of all that ran to a file")
-    check.add_argument(
-        "-m", dest="module", action="store_true", help="what follows is a module, as for python -m"
-    )
+    module = "what follows is a module, as for python -m"
+    check.add_argument("-m", dest="module", action="store_true", help=module)
     check.add_argument("script", help="a file or a folder that python can run")
-    rest = check.add_argument(
-        "arguments",
-        nargs=argparse.REMAINDER,
-        help="of the script: all that stands behind it, so options of check go before it",
-    )
+    behind = "of the script: all that stands behind it, so options of check go before it"
+    rest = check.add_argument("arguments", nargs=argparse.REMAINDER, help=behind)
     rest.required = False  # argparse names it among what is missing, though none may be
     check.set_defaults(run=_check)
     about = (
-        "say whether torch, driver, compiler, native code and caches are well, and try a tiny graph"
+        "say whether torch, compiler, native code and environment are well, and try a tiny graph"
     )
-    commands.add_parser("doctor", help=about, description=about).set_defaults(
-        run=lambda _: doctor(sys.stdout.write)
-    )
+    machine = commands.add_parser("doctor", help=about, description=about)
+    machine.set_defaults(run=lambda _: doctor(sys.stdout.write))
     build = commands.add_parser(
         "build",
         help="compile the native code ahead, as for a container",
@@ -98,30 +83,26 @@ def _report(options: argparse.Namespace) -> int:
         raise ReportError("two reports are compared: report --diff old.json new.json")
     if options.diff:
         changed = diff(report, Report.load(options.newer))
-        rows = [row for line in changed.splitlines() for row in wrapped(line)]
-        sys.stdout.write("\n".join(rows) + "\n")
-        return 0
-    if options.output == "-":
-        sys.stdout.write(f"{report}\n")
-        return 0
-    output = Path(options.output or Path(options.saved).with_suffix(".html"))
-    _check_place(output)
-    report.save(output)
-    sys.stdout.write(f"{output}\n")
+        told = "\n".join(row for line in changed.splitlines() for row in wrapped(line))
+    elif options.output == "-":
+        told = str(report)
+    else:
+        told = options.output or Path(options.saved).with_suffix(".html")
+        report.save(told)
+    sys.stdout.write(f"{told}\n")
     return 0
 
 
 def _check(options: argparse.Namespace) -> int:
     least = least_share(options.min_captured)
     save = None if options.save is None else Path(options.save).absolute()
-    if save is not None:  # the script may go elsewhere
-        _check_place(save)
+    if save is not None:  # looked at before the script runs, which may go elsewhere
+        check_place(save)
     with watch.watched() as report:
         status = run_script(options.script, options.arguments, module=options.module)
     if status:
-        sys.stderr.write(
-            f"cgpass check: nothing was checked: {options.script} exits with {status}\n"
-        )
+        said = f"nothing was checked: {options.script} exits with {status}"
+        sys.stderr.write(f"cgpass check: {said}\n")
         return status
     if save is not None:
         report.save(save)
@@ -141,17 +122,9 @@ def _build(_: argparse.Namespace) -> int:
         said = f"{error.said.rstrip()}\n" if error.said else ""
         sys.stderr.write(f"{said}cgpass build: {error}. {error.fix}.\n")
         return 1
-    took = time.monotonic() - start
-    sys.stdout.write(
-        f"{path}\nnative code for torch {torch.__version__} is there, after {took:.1f} s\n"
-    )
+    took = f"after {time.monotonic() - start:.1f} s"
+    sys.stdout.write(f"{path}\nnative code for torch {torch.__version__} is there, {took}\n")
     return 0
-
-
-def _check_place(path: Path) -> None:
-    check_ending(path)
-    if not path.parent.is_dir():
-        raise ReportError(f"the folder {str(path.parent)!r} to save the report in does not exist")
 
 
 if __name__ == "__main__":

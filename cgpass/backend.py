@@ -39,7 +39,7 @@ from cgpass.runtime.gathered import give_gathered_a_pool, give_pool_back
 from cgpass.runtime.owner import Owner, release_all
 from cgpass.runtime.rng import caller_of
 from cgpass.runtime.simulated import SimulatedDriver
-from cgpass.telemetry import live_counter, progress, tracing
+from cgpass.telemetry import progress, tracing
 from cgpass.telemetry.reason import Reason
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,6 @@ def cgpass(
     torch_private.note_graph_breaks()
     torch_private.note_function()
     give_gathered_a_pool()
-    live_counter.show()
     parsed = parse_options(options, mode)
     if parsed.driver == "cuda" and not torch.cuda.is_available():
         raise DriverUnavailableError(

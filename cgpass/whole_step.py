@@ -157,7 +157,7 @@ class TrainStep:
         """What Dynamo compiled: how it runs, or why it runs in pieces."""
         finalizer: Any = weakref.finalize(self, torch_private.forget_compiled, fn.__code__)
         finalizer.atexit = False
-        telemetry.add_step(self)
+        telemetry.add_other(self)
 
     @property
     def later_calls(self) -> int:

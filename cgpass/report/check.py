@@ -1,11 +1,10 @@
 """`python -m cgpass check`: runs a script, and says whether enough of its work was captured."""
 
-import contextlib
 import importlib.util
 import os
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from cgpass.errors import ReportError
 from cgpass.report.model import Facts
@@ -14,65 +13,49 @@ from cgpass.telemetry.reason import NEW, many
 
 _FAILED = frozenset({"capture", "failed_capture", "no_placeholder", "out_of_memory", "syncs"})
 """Codes of what turned out not to be capturable only when it was captured."""
+_NOTHING = "nothing was compiled by cgpass"
+_CHECKED = (
+    ': torch.compile(..., backend="cgpass") in this process is what is checked, callables graphed by hand are not '
+    "(cgpass.expect asks for their replays)"
+)
 
 
 def verdict(report: Facts, least: float) -> tuple[bool, str]:
-    """Whether work was captured as it should, and that as text.
-
-    Args:
-        report: Of all that was done.
-        least: Share of the operators that has to be captured, and of whole training steps that have to be one graph,
-            0 to 1.
-    """
+    """Whether at least a share (0 to 1) of the operators was captured, and of training steps were one graph, and text."""
     done, work = report.work
     plain, fell_back = outside(report)
     whole, steps = report.whole_steps, report.steps
     enough = bool(work or steps) and done >= least * work and whole >= least * steps
-    passes = enough and not fell_back
-    lines = [f"cgpass check: {'passed' if passes else 'FAILED'}: "]
+    said = []
     if work:
         which = "code ran after its" if report.left_to_eager else "functions ran after their"
-        lines[0] += (
-            f"{share(done, work)} of the {many(work, 'operator')} that compiled {which} warm-ups were captured, "
-            f"{share(least, 1)} are wanted"
+        said.append(
+            f"{share(done, work)} of the {many(work, 'operator')} that compiled {which} warm-ups were captured"
         )
-    elif steps:
-        pass
-    elif report.graphs and report.others:
-        lines[0] += (
-            "all but warm-ups were callables graphed by hand, which are not checked: cgpass.expect asks for replays"
-        )
-    elif report.graphs:
-        lines[0] += "nothing ran more often than to warm up; run more steps"
-    else:
-        lines[0] += "nothing was compiled by cgpass"
-        if not (report.graph_breaks or fell_back):
-            lines[0] += (
-                ': torch.compile(..., backend="cgpass") in this process is what is checked, callables graphed by hand are '
-                "not"
-            )
     if steps:
-        lines[0] += (
-            f"{'; ' if work else ''}{share(whole, steps)} of {many(steps, 'training step')} after first ones were one graph"
-            f"{'' if work else f', {share(least, 1)} are wanted'}"
+        said.append(
+            f"{share(whole, steps)} of {many(steps, 'training step')} after first ones were one graph"
         )
+    if not said:
+        ran = report.graphs and not report.others
+        nothing = _NOTHING if report.graph_breaks or fell_back else f"{_NOTHING}{_CHECKED}"
+        said = ["nothing ran more often than to warm up; run more steps" if ran else nothing]
+    else:
+        said[-1] += f", {share(least, 1)} are wanted"
+    passes = enough and not fell_back
+    lines = [f"cgpass check: {'passed' if passes else 'FAILED'}: {'; '.join(said)}"]
     if report.graph_breaks:
-        at = list(
-            dict.fromkeys((each.line or "").partition(" in ")[0] for each in report.graph_breaks)
-        )
+        places = [(each.line or "").partition(" in ")[0] for each in report.graph_breaks]
+        at = list(dict.fromkeys(places))
         lines.append(
             f"graph breaks at {many(len(at), 'line')} ({listed(at)}): what runs there, outside of compiled functions, is "
             "not among these operators"
         )
     lines += ["fell back:", *(f"  {each}" for each in fell_back)] if fell_back else []
-    lines += (
-        ["runs without graphs:", *(f"  {each}" for each in plain)] if plain and not enough else []
-    )
-    return passes, "\n".join(row for each in lines for row in _rows(each))
-
-
-def _rows(line: str) -> list[str]:
-    return wrapped(line, len(line) - len(line.lstrip()))
+    if plain and not enough:
+        lines += ["runs without graphs:", *(f"  {each}" for each in plain)]
+    rows = [row for each in lines for row in wrapped(each, len(each) - len(each.lstrip()))]
+    return passes, "\n".join(rows)
 
 
 def outside(report: Facts) -> tuple[list[str], list[str]]:
@@ -116,20 +99,23 @@ def run_script(script: str, args: Sequence[str], *, module: bool = False) -> int
         ReportError: There is no such script or module.
         Exception: Whatever it raises.
     """
+    argv, path = sys.argv, sys.path
     folder = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
-    with _arguments(script, args, folder):
+    sys.argv, sys.path = [script, *args], [folder, *path]
+    try:
         if not (_is_module(script) if module else os.path.exists(script)):
             raise ReportError(f"there is no {'module' if module else 'script'} {script!r} to check")
-        try:
-            if module:
-                runpy.run_module(script, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(script, run_name="__main__")
-        except SystemExit as exit_:
-            if exit_.code is None or isinstance(exit_.code, int):
-                return exit_.code or 0
-            sys.stderr.write(f"{exit_.code}\n")
-            return 1
+        if module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as exit_:
+        if exit_.code is None or isinstance(exit_.code, int):
+            return exit_.code or 0
+        sys.stderr.write(f"{exit_.code}\n")
+        return 1
+    finally:
+        sys.argv, sys.path = argv, path
     return 0
 
 
@@ -138,14 +124,3 @@ def _is_module(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):  # of its parent, or a name that is none
         return False
-
-
-@contextlib.contextmanager
-def _arguments(script: str, args: Sequence[str], folder: str) -> Iterator[None]:
-    argv, path = sys.argv, sys.path
-    sys.argv = [script, *args]
-    sys.path = [folder, *path]
-    try:
-        yield
-    finally:
-        sys.argv, sys.path = argv, path

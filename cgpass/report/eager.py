@@ -1,6 +1,5 @@
 """What `torch.compile` left to eager, and graph breaks that were met: torch's own notes tell of them."""
 
-import ast
 import contextlib
 import linecache
 import os
@@ -54,29 +53,26 @@ def noted() -> Iterator[list[Any]]:
 
 
 def graph_breaks(
-    before: Collection[int], graphs: Sequence[telemetry.GraphSummary]
+    before: Collection[torch_private.GraphBreak], graphs: Sequence[telemetry.GraphSummary]
 ) -> tuple[list[Reason], list[Reason]]:
     """Graph breaks that were met, and those among them behind which torch left something to eager; each once.
 
-    Those that graphs end at, those noted since, and of earlier ones those of functions that ran.
-
-    Args:
-        before: Identities of what had been noted.
-        graphs: Those that ran.
+    Those that graphs end at, those noted since `before`, and of earlier ones those of functions that ran.
     """
     ends = [graph.graph_break for graph in graphs if graph.graph_break is not None]
     functions = {_function_at(graph.place) for graph in graphs}
     places, lines = [graph.place for graph in graphs], [each.line for each in ends]
     noted = torch_private.graph_breaks()
-    new = untold([each for each in noted if id(each) not in before], lines, places)
+    new = untold([each for each in noted if each not in before], lines, places)
     lines += [each.line for each in new]
     old = [
         each
         for each in noted
-        if id(each) in before and not each.over and _function_of(each) in functions
+        if each in before and not each.over and _function_of(each) in functions
     ]
     known = [
-        replace(each, detail=f"{_EARLIER}{each.detail}") for each in untold(old, lines, places)
+        replace(each, detail=f"{_EARLIER}{each.detail}", is_earlier=True)
+        for each in untold(old, lines, places)
     ]
     every: dict[Any, Reason] = {}
     for each in (*ends, *new, *known):
@@ -86,25 +82,18 @@ def graph_breaks(
 
 
 def left_to_eager(before: Sequence[Any], earlier: str = _EARLIER) -> list[Reason]:
-    """Functions whose last compilation was given up.
-
-    Args:
-        before: What had been noted: of that only what was given up for our backend counts.
-        earlier: Said before the cause of these.
-    """
-    old, notes = set(map(id, before)), torch_private.compilations()
+    """Functions whose last compilation was given up; of those noted `before` only what was compiled for our backend."""
+    old, notes, found = set(map(id, before)), torch_private.compilations(), list[Reason]()
     ours = {each.function for each in torch_private.graph_breaks() if not each.over}
-    found = [
-        _described(function, each)
-        for function, each in _last(notes).items()
-        if torch_private.was_given_up(each) and id(each) not in old
-    ]
+    for function, each in _last(notes).items():
+        if id(each) not in old and torch_private.was_given_up(each):
+            found.append(_described(function, each))
     for function, each in _last(_since_reset(notes)).items():
         is_ours = torch_private.is_ours(each) or (function[0], function[-1]) in ours
-        is_known = id(each) in old and is_ours and len(function) > 1
-        if is_known and torch_private.was_given_up(each):
+        if id(each) in old and is_ours and len(function) > 1 and torch_private.was_given_up(each):
             reason = _described(function, each)
-            found.append(replace(reason, detail=f"{earlier}{reason.detail}"))
+            detail = f"{earlier}{reason.detail}"
+            found.append(replace(reason, detail=detail, is_earlier=True))
     return found
 
 
@@ -141,9 +130,8 @@ def _function_at(place: str | None) -> str:
 
 def _function_of(noted: torch_private.GraphBreak) -> str:
     file, name = noted.function
-    if file.endswith(_WRAPPER):
-        return "module"
-    return f"{os.path.basename(file)} in {function_name(name)}"
+    is_torchs = file.endswith(_WRAPPER)
+    return "module" if is_torchs else f"{os.path.basename(file)} in {function_name(name)}"
 
 
 def _since_reset(notes: Sequence[Any]) -> Sequence[Any]:
@@ -184,33 +172,12 @@ def _described(function: Function, compilation: Any) -> Reason:
     place = _place(function)
     if _is_at_limit(compilation):
         return _at_limit(compilation, place)
-    line = _line(compilation.fail_user_frame_filename, compilation.fail_user_frame_lineno)
+    file, number = compilation.fail_user_frame_filename, compilation.fail_user_frame_lineno
+    line = None
+    if file and number is not None:
+        code = linecache.getline(file, number).strip()
+        line = f"{os.path.basename(file)}:{number}{f': {code}' if code else ''}"
     return given_up(compilation.fail_reason or compilation.fail_type, line, place)
-
-
-def _line(file: str | None, number: int | None) -> str | None:
-    """The user's line, `model.py:41 in forward: code`."""
-    if not file or number is None:
-        return None
-    place = f"{os.path.basename(file)}:{number}"
-    name = _name_at(file, number)
-    code = linecache.getline(file, number).strip()
-    return f"{place}{f' in {name}' if name else ''}{f': {code}' if code else ''}"
-
-
-def _name_at(file: str, line: int) -> str | None:
-    """The innermost function that a line is in."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return None
-    around = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and node.lineno <= line <= (node.end_lineno or node.lineno)
-    ]
-    return max(around, key=lambda node: node.lineno).name if around else None
 
 
 def _at_limit(compilation: Any, rest: str) -> Reason:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from torch.utils import _pytree as pytree
 from cgpass import telemetry, torch_private
 from cgpass.backend import cgpass
 from cgpass.errors import InputError, OptionError
-from cgpass.options import Options, set_defaults
+from cgpass.options import set_defaults
 from cgpass.report import watch
 from cgpass.report.report import Report
 from cgpass.runtime import native
@@ -57,7 +58,7 @@ def explain(
 ) -> Report | contextlib.AbstractContextManager[Report]:
     """Say what of some calls ran in CUDA graphs, what not, for which reason, at which line, and what to do.
 
-        with cgpass.explain() as report:  # watches what runs inside; the report is there when the block is over
+        with cgpass.explain() as report:  # watches what runs inside; there the report tells of what ran so far
             train(5)
         print(report)
         print(cgpass.explain(model, batch))  # the same around a few calls
@@ -66,7 +67,8 @@ def explain(
 
     With a function, up to 13 calls run, with their backward. What is not compiled yet is compiled with
     `backend="cgpass"`, anew each time. A batch by itself is given as data loaders mean it: a mapping by name
-    (`**batch`) if the function takes these names, a tuple or list as `*batch` if it takes more than one argument.
+    (`**batch`) if the function takes these names, as a named tuple is, a tuple or list as `*batch` if it takes more
+    than one argument.
     Afterwards parameters, buffers, gradients and optimizers that the function is, is given or names are as they were,
     and so are torch's random numbers. Nothing else is put back: attributes, caches, schedulers, written arguments.
 
@@ -84,7 +86,7 @@ def explain(
         A report; `print` shows it, `save` makes a page of it. For a block what gives one.
 
     Raises:
-        OptionError: Options by themselves, which belong into `options=`; `options=` for what is compiled already.
+        OptionError: `options=` for what is compiled already.
         InputError: The function does not take the batch in any of these ways; no function, and arguments.
         Exception: Whatever the function raises, as it is.
     """
@@ -94,38 +96,37 @@ def explain(
         return watch.watched()
     if not callable(fn):
         raise InputError(f"cgpass.explain takes a module or function, got a {type(fn).__name__}")
-    own = {"options": options, "optimizer": optimizer}
-    kwargs |= {name: each for name, each in own.items() if each is not None and _takes(fn, name)}
-    _refuse_options(fn, kwargs)
+    own = {"options": options, "optimizer": optimizer}.items()
+    taken = {} if (signature := _signature(fn)) is None else signature.parameters
+    kwargs |= {name: each for name, each in own if each is not None and name in taken}
     args, kwargs = _spread(fn, args, kwargs)
-    values = [*_reached(fn, [fn, optimizer, *pytree.tree_leaves((args, kwargs))])]
+    values = [*_reached(fn, 2, fn), optimizer, *pytree.tree_leaves((args, kwargs))]
     modules = {id(m): m for v in values if isinstance(v, torch.nn.Module) for m in v.modules()}
+    is_compiled = any(map(_is_compiled, [*values, *modules.values()]))
     given = {} if options is None or "options" in kwargs else dict(options)
+    if given and is_compiled:
+        raise OptionError(
+            "cgpass.explain: what is compiled already has its options; give them to torch.compile instead"
+        )
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    tensors += [t for m in modules.values() for t in (*m.parameters(False), *m.buffers(False))]
+    devices = {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}
+    optimizers = [v for v in values if isinstance(v, torch.optim.Optimizer)]
     with contextlib.ExitStack() as stack:
-        is_compiled = any(map(_is_compiled, [*values, *modules.values()]))
-        is_compiled = is_compiled or torch_private.is_disabled(
-            fn
-        )  # dynamo would find what it wraps
-        if given and is_compiled:
-            raise OptionError(
-                "cgpass.explain: what is compiled already has its options; give them to torch.compile instead"
-            )
         stack.enter_context(set_defaults(**given))
-        tensors = [v for v in values if isinstance(v, torch.Tensor)]
-        tensors += [t for m in modules.values() for t in (*m.parameters(False), *m.buffers(False))]
-        cuda = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
-        stack.enter_context(torch.random.fork_rng([each.index for each in cuda]))
-        optimizers = [v for v in values if isinstance(v, torch.optim.Optimizer)]
+        stack.enter_context(torch.random.fork_rng([*devices]))
         stack.enter_context(_restored([*modules.values()], tensors, optimizers))
-        run = fn if is_compiled else stack.enter_context(_compiled(fn))
-        call = _Call(run, args, kwargs, training, tensors)
+        # Dynamo would find what a disabled function wraps
+        as_it_is = is_compiled or torch_private.is_disabled(fn)
+        run = fn if as_it_is else stack.enter_context(_compiled(fn))
+        call = functools.partial(_call, lambda: run(*args, **kwargs), training, tensors)
         with watch.watched() as report:
             settled = _settle(call)
             if native.loader.status is not None:  # where nothing was recorded yet
                 native.loader.wait()
         report.settled, report.model = settled, _name_of(fn)
         if compare and report.device != watch.SIMULATED:
-            report.ms, report.plain_ms = watch.compared(call, _owners(), cuda)
+            report.ms, report.plain_ms = watch.compared(call, _owners())
         return report
 
 
@@ -169,30 +170,20 @@ def _settle(call: Callable[[], None]) -> bool:
     return quiet == 2
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """One call with its backward; gradients are dropped after it."""
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    training: bool
-    tensors: Sequence[torch.Tensor]
-    """Whose gradients tell whether the function ran its backward itself."""
-
-    def __call__(self) -> None:
-        with torch.set_grad_enabled(self.training):
-            result = self.fn(*self.args, **self.kwargs)
-            outputs = _differentiated(result) if self.training else []
-            if not outputs or any(each.grad is not None for each in self.tensors if each.is_leaf):
-                return
-            try:
-                torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-            except RuntimeError as error:
-                if _GRAPH_IS_GONE not in str(error):
-                    raise
-            for each in self.tensors:
-                each.grad = None
+def _call(run: Callable[[], Any], training: bool, tensors: Sequence[torch.Tensor]) -> None:
+    """Make one call with its backward, unless it ran that itself, and drop gradients."""
+    with torch.set_grad_enabled(training):
+        result = run()
+        outputs = _differentiated(result) if training else []
+        if not outputs or any(each.grad is not None for each in tensors if each.is_leaf):
+            return
+        try:
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        except RuntimeError as error:
+            if _GRAPH_IS_GONE not in str(error):
+                raise
+        for each in tensors:
+            each.grad = None
 
 
 def _differentiated(result: Any) -> list[torch.Tensor]:
@@ -209,47 +200,30 @@ def _differentiated(result: Any) -> list[torch.Tensor]:
 # ---- what a function reaches, and what is put back
 
 
-def _reached(fn: Any, values: Sequence[Any]) -> Iterator[Any]:
-    """Some values, and what functions and objects among them name or hold, two functions deep."""
-    seen: set[int] = set()
-    for depth in range(3):
-        new = [value for value in values if id(value) not in seen]
-        seen.update(map(id, new))
-        yield from new
-        values = [each for value in new if depth < 2 for each in _named(value, value is fn)]
-
-
-def _named(value: Any, called: bool) -> list[Any]:
-    """What the code of a function reads by name, what a method is bound to, what a called object holds."""
-    value = getattr(value, "_orig_mod", value)
+def _reached(value: Any, depth: int, called: Any = None) -> Iterator[Any]:
+    """A value, and what it names or is bound to, so many functions deep."""
+    yield value
+    found: list[Any] = []
     if isinstance(value, types.MethodType):
-        owner = value.__self__
-        return [owner, value.__func__, *getattr(owner, "__dict__", {}).values()]
-    if isinstance(value, torch.nn.Module):
-        return [value]
-    if not isinstance(value, types.FunctionType):
-        return [*getattr(value, "__dict__", {}).values()] if called else []
-    found = [getattr(value, "__wrapped__", None), *map(_inside, value.__closure__ or ())]
-    codes = [value.__code__]
-    for code in codes:
-        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-        found += [value.__globals__[name] for name in code.co_names if name in value.__globals__]
-    return pytree.tree_leaves(found)
-
-
-def _inside(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing yet
-        return None
+        found = [value.__self__, value.__func__, *getattr(value.__self__, "__dict__", {}).values()]
+    elif isinstance(value, types.FunctionType):
+        cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]
+        found = [getattr(value, "__wrapped__", None), *(cell.cell_contents for cell in cells)]
+        codes = [value.__code__]
+        for code in codes:
+            codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+            found += [value.__globals__.get(name) for name in code.co_names]
+    elif isinstance(value, torch.nn.Module):
+        found = [getattr(value, "_orig_mod", None)]
+    elif value is called:
+        found = [*getattr(value, "__dict__", {}).values()]
+    for each in pytree.tree_leaves(found) if depth else ():
+        yield from _reached(each, depth - 1)
 
 
 def _is_compiled(value: Any) -> bool:
-    if isinstance(value, TrainStep):
-        return True
-    if not isinstance(value, torch.nn.Module | types.FunctionType):
-        return False
-    return torch_private.is_compiled(value)
+    can_be = isinstance(value, torch.nn.Module | types.FunctionType)
+    return isinstance(value, TrainStep) or (can_be and torch_private.is_compiled(value))
 
 
 @contextlib.contextmanager
@@ -303,67 +277,37 @@ def _signature(fn: Fn) -> inspect.Signature | None:
         return None
 
 
-def _takes(fn: Fn, name: str) -> bool:
-    """Whether a function has an argument of that name."""
-    signature = _signature(fn)
-    return signature is not None and name in signature.parameters
-
-
-def _refuse_options(fn: Fn, kwargs: Mapping[str, Any]) -> None:
-    """Say where options belong that were given by themselves."""
-    names = {spec.name for spec in dataclasses.fields(Options)} & kwargs.keys()
-    signature = _signature(fn)
-    if signature is None or any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
-        return
-    mine = {name: kwargs[name] for name in sorted(names) if name not in signature.parameters}
-    if mine:
-        given = ", ".join(f"{name}=..." for name in mine)
-        raise OptionError(
-            f"cgpass.explain takes options as one argument: write options={mine} instead of {given}"
-        )
-
-
 def _spread(
     fn: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Give a batch that is a mapping, tuple or list by itself as the function takes it: spread out, or as it is."""
     signature = _signature(fn)
     batch: Any = args[0] if len(args) == 1 and not kwargs else None
-    is_batch = isinstance(batch, Mapping) or type(batch) in (tuple, list)
-    if signature is None or not is_batch or not len(batch):
+    if signature is None or not isinstance(batch, Mapping | tuple | list) or not len(batch):
         return args, kwargs
-    is_one = True
-    spread: tuple[tuple[Any, ...], dict[str, Any]]
+    stars, ways = "*", [(args, kwargs)]
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if isinstance(batch, Mapping):
-        spread = (), dict(batch)
-        is_one = next(iter(signature.parameters), None) not in batch
-    else:
-        spread = tuple(batch), {}
-        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        if sum(each.kind in by_position for each in signature.parameters.values()) == 1:
-            return args, kwargs
-    why = _why_not(signature, *spread)
-    if why is None:
-        return spread
-    if is_one and _why_not(signature, args, kwargs) is None:
-        return args, kwargs
-    stars = "**" if isinstance(batch, Mapping) else "*"
+        as_it_is = next(iter(signature.parameters), None) not in batch
+        stars, ways = "**", [((), dict(batch)), *(ways * as_it_is)]
+    elif hasattr(batch, "_asdict"):  # a named tuple
+        ways = [((), batch._asdict()), *ways, (tuple(batch), {})]
+    elif sum(each.kind in by_position for each in signature.parameters.values()) != 1:
+        ways = [(tuple(batch), {}), *ways]
+    why = ""
+    for way in ways:
+        try:
+            signature.bind(*way[0], **way[1])
+        except TypeError as error:
+            why = why or str(error)
+        else:
+            return way
     names = [f"{name}=..." for name in signature.parameters]
     write = ", ".join([*names[:3], "..."] if len(names) > 3 else names)
     raise InputError(
         f"cgpass.explain: {_name_of(fn)} does not take {stars}batch: {why}; write out what it takes: "
         f"cgpass.explain(model, {write})"
     )
-
-
-def _why_not(
-    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> str | None:
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        return str(error)
-    return None
 
 
 def _name_of(fn: Fn) -> str:

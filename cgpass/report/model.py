@@ -65,6 +65,8 @@ class GraphReport(GraphSummary):
 class Facts:
     """What happened in some calls."""
 
+    unfinished: bool = False
+    """Whether the block goes on."""
     cgpass: str = ""
     torch: str = ""
     device: str = ""
@@ -101,7 +103,7 @@ class Facts:
     device_ms: float | None = None
     """Time on the device from the first to the last of the calls, idle time included."""
     ms: float | None = None
-    """Where they were compared: median time of a call with CUDA graphs, until the device is done."""
+    """Where they were compared: mean time of a call with CUDA graphs, until the device is done."""
     plain_ms: float | None = None
     """The same without."""
 
@@ -127,7 +129,7 @@ class Facts:
             for part in graph.partitions
             if any(each.captured for each in graph.partitions)
         )
-        return eager + len(self.graph_breaks) + len(self.left_to_eager)
+        return eager + sum(not r.is_earlier for r in (*self.graph_breaks, *self.left_to_eager))
 
     @property
     def plain_calls(self) -> int:

@@ -1,6 +1,5 @@
 """Reports: what `explain` returns, how they are kept in files, and what changed from one to another."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -10,10 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import jinja2
+
 from cgpass.errors import ReportError
+from cgpass.report import text
 from cgpass.report.model import Facts
-from cgpass.report.page import html
-from cgpass.report.text import milliseconds, share, text
+from cgpass.report.text import milliseconds, share
+from cgpass.telemetry.reason import many
 
 SCHEMA: Final = 2
 """Version of the dictionaries that `Report.to_dict` gives."""
@@ -22,9 +24,15 @@ SCHEMA: Final = 2
 class Report(Facts):
     """What happened in some calls. `print` shows it as text; `save` writes it as JSON or as a page."""
 
+    _so_far: "Callable[[], Report] | None" = None
+    """Gives what there is as long as the block goes on."""
+
+    def _now(self) -> "Report":
+        return self if self._so_far is None else self._so_far()
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+        return {"schema": SCHEMA, **dataclasses.asdict(self._now())}
 
     @classmethod
     def from_dict(cls, data: Any) -> "Report":
@@ -78,19 +86,24 @@ class Report(Facts):
             ReportError: Another ending, or the file can't be written; then it is as it was.
         """
         path = Path(path)
-        check_ending(path)
-        text, part = WRITERS[path.suffix](self), path.with_suffix(f".{os.getpid()}.part")
+        check_place(path)
+        said, part = WRITERS[path.suffix](self._now()), path.with_suffix(f".{os.getpid()}.part")
         try:
-            part.write_text(text, encoding="utf-8")
+            part.write_text(said, encoding="utf-8")
             part.replace(path)
         except OSError as error:
+            part.unlink(missing_ok=True)
             raise ReportError(f"{path} can't be written: {error.strerror}") from error
-        finally:
-            with contextlib.suppress(OSError):
-                part.unlink()
 
     def __str__(self) -> str:
-        return text(self)
+        return text.text(self._now())
+
+
+def html(report: Facts) -> str:
+    """The report as one page that needs nothing else, for browsers in light and in dark."""
+    source = Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8")
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    return template.from_string(source).render(report=report, text=text, many=many)
 
 
 WRITERS: Final[dict[str, Callable[[Report], str]]] = {
@@ -100,10 +113,12 @@ WRITERS: Final[dict[str, Callable[[Report], str]]] = {
 }
 
 
-def check_ending(path: Path) -> None:
+def check_place(path: Path) -> None:
     """Refuse a file that a report can't be written to."""
     if path.suffix not in WRITERS:
         raise ReportError(f"a report is saved as {', '.join(WRITERS)}, got {str(path)!r}")
+    if not path.parent.is_dir():
+        raise ReportError(f"the folder {str(path.parent)!r} to save the report in does not exist")
 
 
 def _decoded(kind: Any, value: Any) -> Any:

@@ -1,23 +1,25 @@
-"""`summary`: what this process compiled, in a few lines."""
+"""`summary`, what this process compiled in a few lines, and `expect`, a block whose events are counted."""
+
+import contextlib
+import difflib
+from collections.abc import Iterator
 
 from cgpass import telemetry, torch_private
+from cgpass.errors import ExpectationError, OptionError
 from cgpass.report import eager
 from cgpass.runtime import native
-from cgpass.telemetry.reason import many
 
 
 def summary() -> str:
     """What this process compiled, or compiled or called since `cgpass.reset()`, a few lines for each graph.
 
-    Partitions captured and eager, and why; very old graphs are only counted. Below each graph, the graph break it ends
-    at, and partitions some of whose calls ran without a graph or warmed up again and again, and why. Then graph breaks
-    that no graph ends at, modules of torch's that one left to eager, and functions that reached torch's limit on
-    compilations; others that `torch.compile` gave up as a whole are named by `explain` alone. Then training steps and
-    what `make_graphed_callables` returned, as long as they live, and how they were called. Last, whether the native
-    code is in use, unless nothing was to be recorded.
+    Partitions captured and eager, and why. Below each graph, the graph break it ends at, and partitions some of whose
+    calls ran without a graph or warmed up again and again, and why. Then graph breaks that no graph ends at, modules of
+    torch's that one left to eager, and functions that reached torch's limit on compilations; others that `torch.compile`
+    gave up as a whole are named by `explain` alone. Then training steps and what `make_graphed_callables` returned, and
+    how they were called. Last, whether the native code is in use, unless nothing was to be recorded.
     """
-    older, listed = telemetry.summarised()
-    lines = [many(older, "older graph")] if older else []
+    lines, listed = [], telemetry.summarised()
     for graph, runs in listed:
         lines.append(str(graph))
         if graph.graph_break is not None and graph.direction != "backward":
@@ -26,7 +28,7 @@ def summary() -> str:
         lines += [f"  {name}: {why}" for name, part in parts.items() for why in part.reasons]
     graphs = [graph for graph, _ in listed]
     told = {graph.graph_break for graph in graphs}
-    earlier = {id(each) for each in torch_private.graph_breaks() if each.earlier}
+    earlier = {each for each in torch_private.graph_breaks() if each.earlier}
     breaks, left = eager.graph_breaks(earlier, graphs)
     lines += [f"graph break at {each.line}: {each.detail}" for each in breaks if each not in told]
     rests = {each.rest for each in told if each is not None}
@@ -36,17 +38,57 @@ def summary() -> str:
         for each in eager.left_to_eager(torch_private.compilations(), earlier="")
         if each.code == "recompile_limit"
     ]
-    lines += [step.explain() for step in telemetry.steps()]
-    lines += [by_hand(name, stats) for name, stats in telemetry.named_stats()]
+    lines += [each.explain() for each in telemetry.others()]
     if not lines:
         return "no graph was compiled"
     status = native.loader.status
     return "\n".join(lines if status is None else [*lines, f"native code: {status}"])
 
 
-def by_hand(name: str, stats: telemetry.CallStats) -> str:
-    """How something that was graphed by hand was called."""
-    return (
-        f"{name}, graphed by hand: {many(stats.recordings, 'recording')}, {many(stats.calls, 'call')}, "
-        f"{stats.plain_calls} of them without a graph"
-    )
+@contextlib.contextmanager
+def expect(**counts: int) -> Iterator[dict[str, int]]:
+    """Fail unless some of `cgpass.counters()` grow inside by exactly so much.
+
+        train(first_batches)
+        with cgpass.expect(replays=2 * len(other_batches), plain_calls=0):  # a forward and a backward each
+            train(other_batches)
+
+    Expect `replays`, not only the absence of something else: calls of a graph that is left alone as a whole, since it
+    is too small or not on CUDA, are in no counter. `cgpass.summary()` lists it.
+
+    Counters are the whole process's: what other threads do meanwhile counts, too.
+
+    Args:
+        counts: Growth by counter, as `cgpass.counters()` names them.
+
+    Yields:
+        A dict that holds the growth of every counter once the block is over.
+
+    Raises:
+        ExpectationError: A counter grew by another number. Says which, and lists the graphs that were compiled inside.
+            An exception of the block's own passes instead.
+        OptionError: A counter that isn't there, or a number that is none.
+    """
+    before = telemetry.counters()
+    for name, count in counts.items():
+        if name not in before:
+            near = difflib.get_close_matches(name, before, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise OptionError(f"cgpass.expect: there is no counter {name!r}{hint}")
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise OptionError(f"cgpass.expect: {name} must be an int, got {count!r}")
+    grown: dict[str, int] = {}
+    yield grown
+    grown.update({name: now - before[name] for name, now in telemetry.counters().items()})
+    wrong = [
+        f"{name} grew by {grown[name]}, not by {count}"
+        for name, count in counts.items()
+        if grown[name] != count
+    ]
+    if wrong:
+        compiled = telemetry.graphs(before["graphs"])
+        listed = "".join(f"\n{graph}" for graph in compiled)
+        made = f". Compiled inside:{listed}" if compiled else ". No graph was compiled inside."
+        others = ", ".join(f"{name} {n}" for name, n in grown.items() if n and name not in counts)
+        also = f" (all else: {others})" if others else ""
+        raise ExpectationError(f"cgpass.expect: {'; '.join(wrong)}{also}{made}")

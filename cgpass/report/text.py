@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cgpass.report.model import CopiedInput, Facts, GraphReport, PartitionReport
+from cgpass.report.model import Facts, GraphReport, PartitionReport
 from cgpass.telemetry.reason import OTHER_FIXES, Reason, many
 from cgpass.telemetry.summaries import RecordingNote
 
@@ -40,20 +40,18 @@ _DROP: Final = (
 
 def size(num_bytes: int | None) -> str:
     """Bytes with a unit, `1.2 MiB`."""
-    if num_bytes is None:
-        return "-"
-    amount, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    if num_bytes is None or num_bytes < 1024:
+        return "-" if num_bytes is None else f"{num_bytes} B"
+    amount, units = num_bytes / 1024, ["KiB", "MiB", "GiB", "TiB"]
     while round(amount, 1) >= 1024 and len(units) > 1:
         amount /= 1024
         units.pop(0)
-    return f"{num_bytes} B" if units[0] == "B" else f"{amount:.1f} {units[0]}"
+    return f"{amount:.1f} {units[0]}"
 
 
 def milliseconds(ms: float | None) -> str:
     """A time with as many digits as mean something."""
-    if ms is None:
-        return "-"
-    return f"{ms:.3f} ms" if ms < 10 else f"{ms:.1f} ms"
+    return "-" if ms is None else f"{ms:.{3 if ms < 10 else 1}f} ms"
 
 
 def share(part: float, whole: float) -> str:
@@ -91,6 +89,10 @@ def wrapped(words: str, indent: int = 0, hanging: int = 2) -> list[str]:
 
 def headline(report: Facts) -> str:
     """How much ran in graphs, in one line."""
+    return f"{'so far, inside of the block: ' if report.unfinished else ''}{_headline(report)}"
+
+
+def _headline(report: Facts) -> str:
     done, work = report.work
     if report.graphs_ms is not None and report.device_ms:
         inside = (
@@ -164,11 +166,6 @@ class Finding:
         """How often it was found, to stand behind the place."""
         return f" ({self.count} times)" if self.count > 1 else ""
 
-    @property
-    def is_loss(self) -> bool:
-        """Whether anything is to be done."""
-        return not self.fix.startswith("leave it")
-
 
 def findings(report: Facts) -> list[Finding]:
     """What costs time, most first; what is to be left as it is last. Operators with one cause at one line are one."""
@@ -179,26 +176,25 @@ def findings(report: Facts) -> list[Finding]:
             weight, count = first.weight + each.weight, first.count + each.count
             each = replace(first, weight=weight, count=count, ops=first.ops + each.ops)
         found[key] = each
-    return sorted(found.values(), key=lambda each: (not each.is_loss, -each.weight))
+    return sorted(found.values(), key=lambda each: (each.fix.startswith("leave it"), -each.weight))
 
 
 def _all_findings(report: Facts) -> Iterator[Finding]:
     for reason in report.left_to_eager:
-        where = f"{reason.left.partition(': ')[2].partition(', because of ')[0]} runs in eager"
         because = f"because of {reason.line}: " if reason.line else ""
+        where = f"{reason.rest or 'a function without a line of its own'} runs in eager"
         yield Finding(where, f"{because}{reason.detail}", reason.fix, reason.code, float("inf"))
     for reason in report.graph_breaks:
         yield _of_reason(reason, "", float("inf"))
     for reason in report.recompilations:
         yield _of_reason(reason, "", 0)
     for graph in report.graphs:
-        if graph.skip is not None:
-            weight = graph.calls * graph.num_ops
-            for reason in graph.why:
-                yield _of_reason(reason, graph.name, weight)
-            if not graph.why:
-                what, _, fix = graph.skip.partition("; ")
-                yield Finding(graph.name, f"it runs without CUDA graphs: {what}", fix, "", weight)
+        weight = graph.calls * graph.num_ops
+        for reason in graph.why if graph.skip is not None else ():
+            yield _of_reason(reason, graph.name, weight)
+        if graph.skip is not None and not graph.why:
+            what, _, fix = graph.skip.partition("; ")
+            yield Finding(graph.name, f"it runs without CUDA graphs: {what}", fix, "", weight)
         for part in graph.partitions:
             yield from _of_partition(f"{graph.name}, {part.name}", part)
 
@@ -256,7 +252,8 @@ def text(report: Facts) -> str:
             code = f" [{each.code}]" if each.code else ""
             head = f"{number:3}. "
             lines += wrapped(f"{head}{each.where}{each.times}".strip(), 2, 3)
-            lines += wrapped(f"{each.what}{code}. Do: {each.fix or 'see docs/explain.md'}", 5)
+            lines += wrapped(f"{each.what}{code}", 5)
+            lines += wrapped(f"Do: {each.fix}", 5) if each.fix else []
         if len(found) > _LISTED:
             lines += wrapped(
                 f"and {len(found) - _LISTED} more; report.save('report.json') keeps all", 2
@@ -266,7 +263,9 @@ def text(report: Facts) -> str:
         for graph in graphs:
             lines += _graph(graph)
     for other in report.others:
-        lines += ["", *(line for each in other.splitlines() for line in _kept(each))]
+        lines.append("")
+        for each in other.splitlines():
+            lines += wrapped(each, len(each) - len(each.lstrip()))
     return "\n".join(lines)
 
 
@@ -279,10 +278,6 @@ def by_function(graphs: Iterable[GraphReport]) -> list[tuple[str, list[GraphRepo
     return [
         (each[0].place or "a function without a line of its own", each) for each in found.values()
     ]
-
-
-def _kept(line: str) -> list[str]:
-    return wrapped(line, len(line) - len(line.lstrip()))
 
 
 def _graph(graph: GraphReport) -> Iterator[str]:
@@ -308,13 +303,8 @@ def _graph(graph: GraphReport) -> Iterator[str]:
 
 
 def _row(name: str, cells: Iterable[str]) -> str:
-    """One line; a number too wide for its column takes the room of those before it, as far as there is."""
-    line = f"    {name:{_NAME}}"
-    edge = len(line)
-    for cell, (_, width) in zip(cells, COLUMNS, strict=False):
-        edge += width + 1
-        line += cell.rjust(max(len(cell) + 1, edge - len(line)))
-    return line[:WIDTH].rstrip()
+    columns = (f" {cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=False))
+    return f"    {name:{_NAME}}{''.join(columns)}"[:WIDTH].rstrip()
 
 
 def cells(part: PartitionReport) -> list[str]:
@@ -339,7 +329,8 @@ def partition_facts(part: PartitionReport) -> Iterator[str]:
         return
     found = []
     if part.copied_inputs:
-        found.append(f"copies {listed([*map(_copied, part.copied_inputs)])} in every replay")
+        copied = [f"{each.name} ({size(each.num_bytes)})" for each in part.copied_inputs]
+        found.append(f"copies {listed(copied)} in every replay")
     if part.static_inputs:
         found.append(f"reads {many(part.static_inputs, 'static input')} in place")
     if part.output_bytes:
@@ -349,18 +340,13 @@ def partition_facts(part: PartitionReport) -> Iterator[str]:
     if found:
         yield "; ".join(found)
     made = part.counts.get("recordings", len(part.recordings))
-    causes = {each.cause for each in part.recordings}
-    first = made - len(part.recordings) + 1
-    numbered = list(enumerate(part.recordings, first))
-    ends = numbered if len(numbered) <= _SHOWN else [*numbered[:3], *numbered[-2:]]
-    for number, each in ends if made > 1 or causes != {"first"} else []:
-        yield f"recording {number}{_took(each)}: {each.cause}: {each.detail}"
-    if len(ends) < made:
-        yield f"{made - len(ends)} more recordings are not listed"
-
-
-def _copied(each: CopiedInput) -> str:
-    return f"{each.name} ({size(each.num_bytes)})"
+    numbered = [*enumerate(part.recordings, made - len(part.recordings) + 1)]
+    shown = numbered if len(numbered) <= _SHOWN else [*numbered[:3], *numbered[-2:]]
+    if made > 1 or any(each.cause != "first" for each in part.recordings):
+        for number, each in shown:
+            yield f"recording {number}{_took(each)}: {each.cause}: {each.detail}"
+    if len(shown) < made:
+        yield f"{made - len(shown)} more recordings are not listed"
 
 
 def _took(each: RecordingNote) -> str:

@@ -2,9 +2,10 @@
 
 import contextlib
 import functools
+import itertools
 import logging
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -41,100 +42,84 @@ def verify(every: int = 1) -> "Verification":
     return Verification(every)
 
 
-class Verification:
-    """Checks that go on; see `verify`."""
+class Verification(contextlib.ExitStack):
+    """Checks that go on until `close()`, or to the end of a block; see `verify`."""
 
     def __init__(self, every: int) -> None:
+        super().__init__()
         self.checked = 0
         """Calls of partitions that were compared."""
         self._every = every
         self._warned: set[str] = set()
-        self._stack = contextlib.ExitStack()
-        self._stack.callback(telemetry.listen(self._add))
+        self.callback(telemetry.listen(self._add))
         for number, (_, runs) in telemetry.graph_runs().items():
             for run in runs:
                 self._add(number, run)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the checks."""
-        self._stack.close()
-
     def _add(self, number: int, run: telemetry.GraphRun) -> None:
         if isinstance(executor := run.live(), Executor):
             name = telemetry.graph_runs()[number][0].name
-            self._stack.callback(executor.wrap(functools.partial(self._wrapped, name)))
+            self.callback(executor.wrap(functools.partial(self._wrapped, name)))
 
     def _wrapped(self, graph: str, step: Step, run: Run) -> Run:
-        runner, calls = step.run, 0
+        runner, calls = step.run, itertools.count(1)
         if not isinstance(runner, PartitionRunner):
             return run
         place = graph.replace(" of ", f" {step.name} of ", 1) if " of " in graph else step.name
 
         def checked(args: list[Any]) -> Any:
-            nonlocal calls
-            calls += 1
+            if next(calls) % self._every or runner.owner.bypassed:
+                return run(args)
             if runner.communicates:
                 self._warn_once(place, "what communicates can't run once more alone: not verified")
-            elif calls % self._every == 0 and not runner.owner.bypassed:
-                return self._check(place, step, runner, run, args)
-            return run(args)
+                return run(args)
+            return self._check(place, step, runner, run, args)
 
         return checked
 
     def _check(
         self, place: str, step: Step, runner: PartitionRunner, run: Run, args: list[Any]
     ) -> Any:
-        written = sorted({*runner.layout.mutated, *runner.written})
-        device = runner.owner.driver.device
+        layout, device = runner.layout, runner.owner.driver.device
+        written = sorted({*layout.mutated, *runner.written})
         generators = [value for value in args if isinstance(value, torch.Generator)]
-        devices = dict.fromkeys([torch.device("cpu"), device])
-        generators += [torch_private.default_generator(each) for each in devices]
+        generators += map(torch_private.default_generator, {torch.device("cpu"), device})
+
+        def states() -> list[torch.Tensor]:
+            return [generator.get_state() for generator in generators]
 
         def named(outputs: Sequence[Any], inputs: Sequence[Any]) -> dict[str, Any]:
             made = (f" ({name})" for name in step.made)
             found = {f"output {n}{next(made, '')}": value for n, value in enumerate(outputs)}
-            found |= {
-                f"input {runner.layout.infos[i].name}, which it writes,": inputs[i] for i in written
-            }
-            return found | {
-                f"the state of generator {n} (random numbers were not drawn as without a graph)": g.get_state()
-                for n, g in enumerate(generators)
-            }
+            found |= {f"input {layout.infos[i].name}, which it writes,": inputs[i] for i in written}
+            drawn = "the state of generator {} (random numbers were not drawn as without a graph)"
+            return found | {drawn.format(n): state for n, state in enumerate(states())}
 
         def without_a_graph() -> dict[str, Any]:
             values = _copied(copies, written)
-            put_on_the_device(values, runner.layout.seeds, device)
+            put_on_the_device(values, layout.seeds, device)
             inputs = list(values)
             for generator, state in zip(generators, before, strict=True):
                 generator.set_state(state)
             with torch.inference_mode(False), torch.no_grad():
                 return named(runner.fn(values), inputs)
 
-        before = [generator.get_state() for generator in generators]
-        copies, inputs = _copied(args, [*written, *runner.layout.pooled]), list(args)
+        before, copies, inputs = states(), _copied(args, [*written, *layout.pooled]), list(args)
         result = run(args)
         if result[1] is None:
             return result
         self.checked += 1
-        ours, after = named(result[0], inputs), [generator.get_state() for generator in generators]
+        ours, after = named(result[0], inputs), states()
         try:
             plain = without_a_graph()
-            if (how := _difference(ours, plain)) is None:
-                return result
-            if _difference(plain, without_a_graph()) is None:
-                raise VerificationError(
-                    f"cgpass.verify: {place}: {how}. This is a fault of the capture: name the operator in unsafe_ops, and "
-                    "report it."
-                )
-            self._warn_once(
-                place, f"{how}, but runs without graphs differ among themselves, too: not verified"
-            )
+            if how := _difference(ours, plain):
+                if not _difference(plain, without_a_graph()):
+                    raise VerificationError(
+                        f"cgpass.verify: {place}: {how}. This is a fault of the capture: name the operator in unsafe_ops, "
+                        "and report it."
+                    )
+                why = "but runs without graphs differ among themselves, too: not verified"
+                self._warn_once(place, f"{how}, {why}")
         finally:
             for generator, state in zip(generators, after, strict=True):
                 generator.set_state(state)
@@ -150,11 +135,11 @@ def _copied(args: Sequence[Any], positions: Sequence[int]) -> list[Any]:
     """Inputs, with copies of all that shares memory with those at some positions."""
     touched = [args[i].untyped_storage() for i in positions if has_place(args[i])]
     clones = {storage._cdata: storage.clone() for storage in touched}
-    found = list(args)
-    for i, value in enumerate(args):
-        if has_place(value) and (clone := clones.get(value.untyped_storage()._cdata)) is not None:
-            found[i] = torch_private.on_storage(clone, value)
-    return found
+    places = [value.untyped_storage()._cdata if has_place(value) else None for value in args]
+    return [
+        torch_private.on_storage(clones[place], value) if place in clones else value
+        for place, value in zip(places, args, strict=True)
+    ]
 
 
 def _difference(ours: dict[str, Any], plain: dict[str, Any]) -> str | None:
@@ -167,13 +152,9 @@ def _difference(ours: dict[str, Any], plain: dict[str, Any]) -> str | None:
         elif not (a.is_sparse or a.is_nested or not a.numel()):
             unequal = (_bits(a) != _bits(b)).any(dim=-1)
             if count := int(unequal.sum()):
-                at = int(unequal.nonzero()[0])
-                index = [int(n) for n in torch.unravel_index(torch.tensor(at), a.shape)]
+                index = [int(n) for n in torch.unravel_index(unequal.nonzero()[0, 0], a.shape)]
                 kind = f"{str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
-                return (
-                    f"{name} ({kind}) differs in {count} of {a.numel()} elements from what it is without a graph, first at "
-                    f"{index}"
-                )
+                return f"{name} ({kind}) differs in {count} of {a.numel()} elements from what it is without a graph, first at {index}"
     return None
 
 

@@ -4,15 +4,16 @@ On CUDA pairs of events around partitions tell their times on the device, of the
 """
 
 import contextlib
-import dataclasses
 import functools
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Final, Self
 
 import torch
+from torch.utils.benchmark import Timer
 
 from cgpass import telemetry, torch_private
 from cgpass.compile.facts.breaks import place_of
@@ -20,13 +21,12 @@ from cgpass.options import Options
 from cgpass.report import eager
 from cgpass.report.model import CopiedInput, GraphReport, PartitionReport
 from cgpass.report.report import Report
-from cgpass.report.summary import by_hand
 from cgpass.runtime import native
 from cgpass.runtime.executor import Executor, Run, Step
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.partition import PartitionRunner
-from cgpass.telemetry.reason import Noted, excused
-from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, counted
+from cgpass.telemetry.reason import excused
+from cgpass.telemetry.summaries import GraphSummary, counted
 from cgpass.version import VERSION
 
 Key = tuple[int, str]
@@ -34,7 +34,9 @@ Key = tuple[int, str]
 
 _TIMED: Final = 4096
 """Calls of partitions in one block that events are recorded around."""
-_NOTHING: Final[tuple[dict[str, int], Noted | None]] = (dict.fromkeys(telemetry.COUNTS, 0), None)
+_NOTHING: Final = dict.fromkeys(telemetry.COUNTS, 0)
+_COMPARED: Final = 5
+"""Calls that are timed with graphs, and without."""
 SIMULATED: Final = "cpu (simulated graphs: right in what they do, no measure of speed)"
 
 
@@ -45,9 +47,11 @@ def watched() -> Iterator[Report]:
     with contextlib.ExitStack() as stack:
         before = _Before(stack.enter_context(eager.noted()))
         clock = stack.enter_context(_Clock())
+        report._so_far = lambda: replace(_report(before, clock), unfinished=True)
         try:
             yield report
         finally:
+            report._so_far = None
             clock.stop()
             vars(report).update(vars(_report(before, clock)))
 
@@ -67,23 +71,15 @@ class _Before:
             for run in each
             for name, part in run.parts.items()
         }
-        self.breaks = set(map(id, torch_private.graph_breaks()))
-        self.others = {id(each): calls for _, each, calls in _others()}
+        self.breaks = {*torch_private.graph_breaks()}
+        self.others = {id(each): each.calls for each in telemetry.others()}
         self.steps = _steps()
 
 
 def _steps() -> tuple[int, int]:
     """Calls of training steps that live: those that were one graph, and all but first ones."""
-    each = telemetry.steps()
+    each = [step for step in telemetry.others() if not isinstance(step, telemetry.ByHand)]
     return sum(step.whole_calls for step in each), sum(step.later_calls for step in each)
-
-
-def _others() -> Iterator[tuple[str, Any, int]]:
-    """What runs beside compiled graphs: how it is told of, itself, and its calls."""
-    for step in telemetry.steps():
-        yield step.explain(), step, step.calls
-    for name, stats in telemetry.named_stats():
-        yield by_hand(name, stats), stats, stats.calls
 
 
 def _report(before: _Before, clock: "_Clock") -> Report:
@@ -114,7 +110,9 @@ def _report(before: _Before, clock: "_Clock") -> Report:
             each for each in eager.recompiled(before.notes) if place_of(each.line) not in known
         ),
         others=tuple(
-            told for told, each, calls in _others() if calls > before.others.get(id(each), 0)
+            each.explain()
+            for each in telemetry.others()
+            if each.calls > before.others.get(id(each), 0)
         ),
         whole_steps=max(0, whole_steps - before.steps[0]),
         steps=max(0, steps - before.steps[1]),
@@ -139,55 +137,38 @@ def _graph(
     before: _Before,
     clock: "_Clock",
 ) -> GraphReport:
-    known = {name: part for run in runs for name, part in run.parts.items()}
-    earlier = {name: before.parts.get((number, name), _NOTHING) for name in known}
-    grown = {
-        name: {count: n - earlier[name][0][count] for count, n in part.now()[0].items()}
-        for name, part in known.items()
-    }
-    runners = {
-        step.name: step.run
-        for each in live(runs)
-        for step in each.plan.steps
-        if isinstance(step.run, PartitionRunner)
-    }
-    warmups = max(map(excused, grown.values()), default=0)
-    parts = []
-    for part in summary.partitions:
-        told: dict[str, Any] = _fields(part) | {"device_ms": clock.parts.get((number, part.name))}
-        if part.captured and part.name in known:
-            simulated, (_, noted) = summary.driver == "simulated", earlier[part.name]
-            told |= _captured(known[part.name], grown[part.name], noted, simulated)
-            told |= {} if part.name not in runners else _memory(runners[part.name])
-        else:
-            told |= {"calls": max(0, calls - warmups), "reasons": counted(part.reasons)}
-        parts.append(PartitionReport(**told))
-    num_ops = summary.num_ops or sum(part.num_ops for part in parts)
-    told: dict[str, Any] = {
-        "partitions": tuple(parts),
-        "num_ops": num_ops,
-        "why": counted(summary.why),
-    }
-    return GraphReport(**_fields(summary) | told, number=number, calls=calls)
-
-
-def _fields(summary: GraphSummary | PartitionSummary) -> dict[str, Any]:
-    return {each.name: getattr(summary, each.name) for each in dataclasses.fields(summary)}
-
-
-def _captured(
-    part: telemetry.PartitionRun, counts: dict[str, int], noted: Noted | None, simulated: bool
-) -> dict[str, Any]:
-    notes = list(part.notes)[max(0, len(part.notes) - counts["recordings"]) :]
-    if simulated:  # times of what is simulated say nothing
-        notes = [dataclasses.replace(note, record_ms=None, warm_up_ms=None) for note in notes]
-    return {
-        "calls": counts["calls"] - excused(counts),
-        "replays": counts["replays"],
-        "counts": counts,
-        "recordings": tuple(notes),
-        "reasons": part.call_reasons.told(counts, noted),
-    }
+    captured, warmups = dict[str, dict[str, Any]](), 0
+    for run in runs:
+        for name, part in run.parts.items():
+            counts, noted = before.parts.get((number, name), (_NOTHING, None))
+            grown = {count: n - counts[count] for count, n in part.now()[0].items()}
+            warmups = max(warmups, excused(grown))
+            notes = list(part.notes)[max(0, len(part.notes) - grown["recordings"]) :]
+            if summary.driver == "simulated":  # times of what is simulated say nothing
+                notes = [replace(note, record_ms=None, warm_up_ms=None) for note in notes]
+            captured[name] = {
+                "calls": grown["calls"] - excused(grown),
+                "replays": grown["replays"],
+                "counts": grown,
+                "recordings": tuple(notes),
+                "reasons": part.call_reasons.told(grown, noted),
+            }
+    for executor in live(runs):
+        for step in executor.plan.steps:
+            if isinstance(step.run, PartitionRunner):
+                captured[step.name] |= _memory(step.run)
+    parts = tuple(
+        PartitionReport(
+            **vars(part)
+            | {"calls": max(0, calls - warmups), "reasons": counted(part.reasons)}
+            | (captured.get(part.name, {}) if part.captured else {}),
+            device_ms=clock.parts.get((number, part.name)),
+        )
+        for part in summary.partitions
+    )
+    told: dict[str, Any] = {"partitions": parts, "why": counted(summary.why)}
+    told["num_ops"] = summary.num_ops or sum(part.num_ops for part in parts)
+    return GraphReport(**vars(summary) | told, number=number, calls=calls)
 
 
 def _memory(runner: PartitionRunner) -> dict[str, Any]:
@@ -268,50 +249,23 @@ def _event() -> Any:
     return event
 
 
-# ---- with graphs and without
-
-
-def compared(
-    call: Callable[[], object],
-    owners: Iterable[Owner],
-    devices: Iterable[torch.device],
-    runs: int = 5,
-) -> tuple[float, float]:
-    """Median milliseconds of a call with CUDA graphs and without; the latter are not counted."""
-    devices = tuple(devices)
-    ms = _median(call, devices, runs)
+def compared(call: Callable[[], object], owners: Iterable[Owner]) -> tuple[float, float]:
+    """Mean milliseconds of a call with CUDA graphs and without; the latter are not counted."""
+    threads = torch.get_num_threads()  # Dynamo's guards look at it
+    timer = Timer("call()", globals={"call": call}, num_threads=threads)
+    ms = timer.timeit(_COMPARED).mean * 1e3
     changed = [owner for owner in owners if not owner.plain]
-    counts = [
-        (
-            each,
-            telemetry.counts_of(each)
-            if isinstance(each, telemetry.CallStats)
-            else {"calls": each.calls},
-        )
-        for _, found in telemetry.graph_runs().values()
-        for run in found
-        for each in (run.tally, *(part.stats for part in run.parts.values()))
+    runs = [run for _, found in telemetry.graph_runs().values() for run in found]
+    counting = [
+        each for run in runs for each in (run.tally, *(p.stats for p in run.parts.values()))
     ]
+    before = [(each, name, getattr(each, name)) for each in counting for name in each.__slots__]
     try:
         for owner in changed:
             owner.plain = True
-        return ms, _median(call, devices, runs)
+        return ms, timer.timeit(_COMPARED).mean * 1e3
     finally:
         for owner in changed:
             owner.plain = False
-        for each, before in counts:
-            for name, count in before.items():
-                setattr(each, name, count)
-
-
-def _median(call: Callable[[], object], devices: tuple[torch.device, ...], runs: int) -> float:
-    took = []
-    for _ in range(runs + 1):
-        for device in devices:
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        call()
-        for device in devices:
-            torch.cuda.synchronize(device)
-        took.append((time.perf_counter() - start) * 1e3)
-    return sorted(took[1:])[runs // 2]
+        for count in before:
+            setattr(*count)

@@ -1,8 +1,7 @@
 """Counters, and the graphs that they are of: what was captured, what was not, how often. No policy."""
 
-import collections
 import dataclasses
-import operator
+import logging
 import sys
 import threading
 import weakref
@@ -10,14 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from cgpass.telemetry.reason import CallReasons, Noted, Reason
+from cgpass.telemetry.reason import CallReasons, Noted, Reason, many
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, RecordingNote
 
-GRAPHS_KEPT: Final = 1024
-"""Graphs that the summary lists; older ones are counted."""
 
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class CallStats:
     """Event counts of one captured partition. Plain integers: the hot path adds to them."""
 
@@ -67,6 +63,8 @@ class Tally:
     """Calls of one graph. A plain integer: the hot path adds to it."""
 
     calls: int = 0
+    before: int = 0
+    """Those before the summary began."""
 
 
 COUNTS: Final = tuple(spec.name for spec in dataclasses.fields(CallStats))
@@ -77,28 +75,29 @@ def counts_of(stats: CallStats) -> dict[str, int]:
     return {name: getattr(stats, name) for name in COUNTS}
 
 
-class _TrackedStats(CallStats):
-    """Counts that stay in the totals after whoever counted is gone."""
+class ByHand(CallStats):
+    """Counts of what was graphed by hand: it belongs to no compiled graph, and summaries list it by itself."""
 
-    def __del__(self) -> None:
-        """Takes no lock: the garbage collector may come while this thread holds it."""
-        if not sys.is_finalizing():
-            _registry.ended.append([getattr(self, name) for name in COUNTS])
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def explain(self) -> str:
+        """How it was called."""
+        return (
+            f"{self.name}, graphed by hand: {many(self.recordings, 'recording')}, {many(self.calls, 'call')}, "
+            f"{self.plain_calls} of them without a graph"
+        )
 
 
+@dataclass(frozen=True)
 class PartitionRun:
     """What is known of a captured partition's calls; it stays when the partition is gone."""
 
-    def __init__(
-        self,
-        stats: CallStats,
-        notes: Sequence[RecordingNote],
-        reasons: CallReasons | None = None,
-    ) -> None:
-        self.stats = stats
-        self.notes = notes
-        """Of its newest recordings, oldest first."""
-        self.call_reasons = CallReasons() if reasons is None else reasons
+    stats: CallStats
+    notes: Sequence[RecordingNote]
+    """Of its newest recordings, oldest first."""
+    call_reasons: CallReasons
 
     @property
     def reasons(self) -> tuple[Reason, ...]:
@@ -125,38 +124,16 @@ class GraphRun:
 class _Registry:
     lock: threading.Lock = field(default_factory=threading.Lock)
     compiled: CompileStats = field(default_factory=CompileStats)
-    calls: list[weakref.ref[_TrackedStats]] = field(default_factory=list)
-    """Kept alive by whoever counts, and by graphs that are listed."""
-    named: list[tuple[weakref.ref[_TrackedStats], str]] = field(default_factory=list)
-    """Counts of what belongs to no compiled graph."""
-    ended: collections.deque[list[int]] = field(default_factory=collections.deque)
-    """Of what was collected since it was last added up, in the order of `COUNTS`."""
-    past: list[int] = field(default_factory=lambda: [0] * len(COUNTS))
-    """Sums over what is gone."""
-    graphs: dict[int, GraphSummary] = field(default_factory=dict)
-    """The newest, by number."""
-    runs: dict[int, list[GraphRun]] = field(default_factory=dict)
-    """What runs these."""
-    steps: weakref.WeakKeyDictionary[Any, int] = field(default_factory=weakref.WeakKeyDictionary)
-    """Training steps, and their calls when the summary began."""
+    calls: list[CallStats] = field(default_factory=list)
+    """Of all that ever counted: a few numbers each, which stay in the totals."""
+    graphs: dict[int, tuple[GraphSummary, tuple[GraphRun, ...]]] = field(default_factory=dict)
+    """By number, oldest first, each with what runs it."""
+    others: weakref.WeakKeyDictionary[Any, int] = field(default_factory=weakref.WeakKeyDictionary)
+    """What runs beside compiled graphs, and its calls when the summary began."""
     functions: int = 0
     since: int = 0
     """Graphs that were compiled before the summary began."""
-    calls_before: dict[int, int] = field(default_factory=dict)
-    """Calls of these until then."""
     listeners: list[Callable[[int, GraphRun], None]] = field(default_factory=list)
-
-    def sums(self) -> list[int]:
-        """Sums over all that ever counted. The lock is held."""
-        live = [stats for ref in self.calls if (stats := ref()) is not None]
-        if self.ended:
-            self.calls = [weakref.ref(stats) for stats in live]
-        while self.ended:
-            self.past = list(map(operator.add, self.past, self.ended.popleft()))
-        return [
-            total + sum(getattr(stats, name) for stats in live)
-            for name, total in zip(COUNTS, self.past, strict=True)
-        ]
 
     def count(self, parts: Sequence[PartitionSummary], sign: int) -> None:
         """Count partitions, or no longer. The lock is held."""
@@ -171,36 +148,25 @@ compile_stats = _registry.compiled
 
 
 def new_call_stats(name: str | None = None) -> CallStats:
-    """Counts for one more captured partition; they stay in the totals after it is gone.
-
-    What belongs to no compiled graph has a name: summaries list it by itself.
-    """
-    stats = _TrackedStats()
+    """Counts for one more captured partition, or for what was graphed by hand if it has a name."""
+    stats = CallStats() if name is None else ByHand(name)
     with _registry.lock:
-        _registry.sums()
-        if name is not None:
-            _registry.named = [(ref, each) for ref, each in _registry.named if ref() is not None]
-            _registry.named.append((weakref.ref(stats), name))
-        _registry.calls.append(weakref.ref(stats))
+        _registry.calls.append(stats)
+    if name is not None:
+        add_other(stats)
     return stats
 
 
-def named_stats() -> list[tuple[str, CallStats]]:
-    """Counts of what lives and belongs to no compiled graph, with its names."""
+def add_other(one: Any) -> None:
+    """Have summaries list what belongs to no compiled graph, as its `explain()` does, as long as it lives."""
     with _registry.lock:
-        return [(name, stats) for ref, name in _registry.named if (stats := ref()) is not None]
+        _registry.others[one] = 0
 
 
-def add_step(step: Any) -> None:
-    """Have summaries list a training step, as its `explain()` does, as long as it lives."""
+def others() -> list[Any]:
+    """Training steps and what was graphed by hand, if they were called since `begin_summary`."""
     with _registry.lock:
-        _registry.steps[step] = 0
-
-
-def steps() -> list[Any]:
-    """Training steps that were called since `begin_summary`."""
-    with _registry.lock:
-        return [step for step, before in _registry.steps.items() if step.calls > before]
+        return [each for each, before in _registry.others.items() if each.calls > before]
 
 
 def new_function() -> int:
@@ -214,19 +180,18 @@ def add_graph(summary: GraphSummary) -> int:
     """Register a compiled graph; returns its number."""
     with _registry.lock:
         number = _registry.compiled.graphs
-        _registry.graphs[number] = summary
-        _registry.graphs.pop(number - GRAPHS_KEPT, None)
-        _registry.runs.pop(number - GRAPHS_KEPT, None)
+        _registry.graphs[number] = summary, ()
         _registry.compiled.graphs += 1
         _registry.count(summary.partitions, 1)
         return number
 
 
 def add_run(graph: int, run: GraphRun) -> None:
-    """Note what runs a graph; nothing is noted of one too old to be listed."""
+    """Note what runs a graph."""
     with _registry.lock:
         if graph in _registry.graphs:
-            _registry.runs.setdefault(graph, []).append(run)
+            summary, runs = _registry.graphs[graph]
+            _registry.graphs[graph] = summary, (*runs, run)
         listeners = list(_registry.listeners)
     for listener in listeners:
         listener(graph, run)
@@ -244,13 +209,13 @@ def listen(listener: Callable[[int, GraphRun], None]) -> Callable[[], None]:
 
 
 def replace_partition(graph: int, part: PartitionSummary) -> None:
-    """Note what the partition of this name is now; nothing is noted of a graph too old to be listed."""
+    """Note what the partition of this name is now."""
     with _registry.lock:
-        summary = _registry.graphs.get(graph)
-        if summary is None:
+        if graph not in _registry.graphs:
             return
+        summary, runs = _registry.graphs[graph]
         partitions = tuple(part if p.name == part.name else p for p in summary.partitions)
-        _registry.graphs[graph] = dataclasses.replace(summary, partitions=partitions)
+        _registry.graphs[graph] = dataclasses.replace(summary, partitions=partitions), runs
         _registry.count(summary.partitions, -1)
         _registry.count(partitions, 1)
 
@@ -258,10 +223,9 @@ def replace_partition(graph: int, part: PartitionSummary) -> None:
 def remove_function(function: int) -> None:
     """List the graphs of a function no more, and count their partitions no more: it was compiled again."""
     with _registry.lock:
-        for number, summary in list(_registry.graphs.items()):
+        for number, (summary, _) in list(_registry.graphs.items()):
             if summary.function == function:
                 del _registry.graphs[number]
-                _registry.runs.pop(number, None)
                 _registry.count(summary.partitions, -1)
 
 
@@ -272,26 +236,18 @@ def counters() -> dict[str, int]:
     as when a function is compiled again after a failed capture, or a partition tried again after `cgpass.reset()`.
     """
     with _registry.lock:
-        totals = dataclasses.asdict(_registry.compiled)
-        totals.update(zip(COUNTS, _registry.sums(), strict=True))
-    return totals
+        calls = {name: sum(getattr(s, name) for s in _registry.calls) for name in COUNTS}
+        return dataclasses.asdict(_registry.compiled) | calls
 
 
 def graph_runs() -> dict[int, tuple[GraphSummary, tuple[GraphRun, ...]]]:
-    """The newest graphs by number, oldest first, each with what runs it."""
+    """All graphs by number, oldest first, each with what runs it."""
     with _registry.lock:
-        return {
-            number: (graph, tuple(_registry.runs.get(number, ())))
-            for number, graph in _registry.graphs.items()
-        }
+        return dict(_registry.graphs)
 
 
 def graphs(since: int = 0) -> tuple[GraphSummary, ...]:
-    """The graphs compiled in this process, oldest first; at most the newest `GRAPHS_KEPT`.
-
-    Args:
-        since: Number of graphs to leave out, as `counters()["graphs"]` gave it.
-    """
+    """The graphs compiled in this process but for so many, oldest first."""
     return tuple(graph for number, (graph, _) in graph_runs().items() if number >= since)
 
 
@@ -301,20 +257,37 @@ def calls_of(runs: Sequence[GraphRun]) -> int:
 
 
 def begin_summary() -> None:
-    """Have summaries list only graphs that are compiled or called from now on."""
-    calls = {number: calls_of(runs) for number, (_, runs) in graph_runs().items()}
+    """Have summaries list only what is compiled or called from now on."""
     with _registry.lock:
-        _registry.since, _registry.calls_before = _registry.compiled.graphs, calls
-        for step in list(_registry.steps):
-            _registry.steps[step] = step.calls
+        _registry.since = _registry.compiled.graphs
+        for each in list(_registry.others):
+            _registry.others[each] = each.calls
+        for _, runs in _registry.graphs.values():
+            for run in runs:
+                run.tally.before = run.tally.calls
 
 
-def summarised() -> tuple[int, list[tuple[GraphSummary, tuple[GraphRun, ...]]]]:
-    """Graphs that were compiled or called since `begin_summary`, oldest first; and how many are too old to be listed."""
-    before, since = _registry.calls_before, _registry.since
-    listed = [
+def summarised() -> list[tuple[GraphSummary, tuple[GraphRun, ...]]]:
+    """Graphs that were compiled or called since `begin_summary`, oldest first."""
+    return [
         (graph, runs)
         for number, (graph, runs) in graph_runs().items()
-        if number >= since or calls_of(runs) > before.get(number, 0)
+        if number >= _registry.since or any(run.tally.calls > run.tally.before for run in runs)
     ]
-    return max(0, _registry.compiled.graphs - GRAPHS_KEPT - since), listed
+
+
+class _Named(logging.Handler):
+    """Prints warnings with our name before them where nobody set up logging; Python would print them bare."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record that no other handler takes."""
+        if sys.stderr is None or logging.lastResort is None or logging.root.handlers:
+            return
+        if logging.getLogger("cgpass").handlers == [self]:
+            text = self.format(record)
+            sys.stderr.write(f"{'' if text.startswith('cgpass') else 'cgpass: '}{text}\n")
+
+
+def name_warnings() -> None:
+    """Have warnings of `cgpass.*` say who speaks where nobody set up logging."""
+    logging.getLogger("cgpass").addHandler(_Named(logging.WARNING))

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Final, Literal, TextIO
+from typing import Final, Literal
 
 DELAY_S: Final = 0.5
 """How long something takes before it is shown."""
@@ -16,20 +16,37 @@ _ERASE: Final = "\r\x1b[K"
 
 Setting = Literal["auto", "off"]
 
-_lock: Final = threading.Lock()
 _texts: Final[list[str]] = []
 """What is being done, the innermost last."""
 
 
-def _draw(stream: TextIO, ended: threading.Event) -> None:
+@contextlib.contextmanager
+def shown(text: str, setting: Setting) -> Iterator[None]:
+    """A block that a line on the terminal tells of if it takes long; of blocks within others the innermost is told of."""
+    if setting == "off" or not _is_terminal():
+        yield
+        return
+    _texts.append(text)
+    ended = threading.Event()
+    drawing = threading.Thread(target=_draw, args=(ended,), name="cgpass-progress", daemon=True)
+    if is_first := len(_texts) == 1:
+        drawing.start()
+    try:
+        yield
+    finally:
+        _texts.remove(text)
+        if is_first:
+            ended.set()
+            drawing.join()
+
+
+def _draw(ended: threading.Event) -> None:
     """Draw the line until what it tells of is over; whatever is printed meanwhile overwrites it."""
-    since, drawn = time.monotonic(), False
-    wait = DELAY_S
+    stream, since, drawn = sys.stderr, time.monotonic(), False
     with contextlib.suppress(OSError, ValueError):  # a terminal that is gone
-        while not ended.wait(wait):
-            wait, width = _TICK_S, os.get_terminal_size(stream.fileno()).columns or 80
-            with _lock:
-                text = f"cgpass: {_texts[-1] if _texts else ''} ({time.monotonic() - since:.0f} s)"
+        while not ended.wait(_TICK_S if drawn else DELAY_S):
+            width = os.get_terminal_size(stream.fileno()).columns or 80
+            text = f"cgpass: {''.join(_texts[-1:])} ({time.monotonic() - since:.0f} s)"
             stream.write(f"{_ERASE}{text[: width - 1]}\r")
             stream.flush()
             drawn = True
@@ -38,42 +55,10 @@ def _draw(stream: TextIO, ended: threading.Event) -> None:
             stream.flush()
 
 
-@contextlib.contextmanager
-def shown(text: str, setting: Setting) -> Iterator[None]:
-    """A block that a line on the terminal tells of if it takes long; of blocks within others the innermost is told of.
-
-    Args:
-        text: What is done.
-        setting: "off" for no line, whatever stderr is.
-    """
-    stream = sys.stderr
-    if setting == "off" or not _is_terminal(stream):
-        yield
-        return
-    with _lock:
-        _texts.append(text)
-        is_first = len(_texts) == 1
-    ended = threading.Event()
-    thread = threading.Thread(
-        target=_draw, args=(stream, ended), name="cgpass-progress", daemon=True
-    )
-    if is_first:
-        thread.start()
-    try:
-        yield
-    finally:
-        with _lock:
-            _texts.remove(text)
-        if is_first:
-            ended.set()
-            thread.join()
-
-
-def _is_terminal(stream: TextIO | None) -> bool:
-    """Whether it is a terminal that can move its cursor, where no other process of a job shows its own line."""
+def _is_terminal() -> bool:
+    """Whether stderr can move its cursor, and no other process of a job shows its own line there."""
     if os.environ.get("TERM") == "dumb" or os.environ.get("LOCAL_RANK", "0") != "0":
         return False
-    try:
-        return stream is not None and stream.isatty()
-    except (AttributeError, ValueError):  # what stands in for a stream, or a closed one
-        return False
+    with contextlib.suppress(AttributeError, ValueError):  # what stands in for it, or a closed one
+        return sys.stderr.isatty()
+    return False

@@ -1,6 +1,5 @@
 """Why something runs outside of CUDA graphs: what messages, summaries and reports say of it."""
 
-import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -48,11 +47,7 @@ def is_size(name: str) -> bool:
 
 
 def new_value(name: str) -> tuple[str, str]:
-    """What takes new values, `the first dimension of x`, and what to do about it.
-
-    Args:
-        name: As the user knows it, of a number or a size.
-    """
+    """What takes new values, `the first dimension of x`, by the input's name, and what to do about it."""
     size = _SIZE.match(name)
     if size is None:
         return f"the number {name}", "pass it as a 0-dim tensor on the device"
@@ -88,10 +83,8 @@ class Reason:
     """What `torch.compile` left to eager for it: a function, or `the rest of forward from model.py:40 on`."""
     count: int = 1
     """Operators that a report says it of."""
-
-    def times(self, count: int) -> "Reason":
-        """The same, said of so many operators."""
-        return dataclasses.replace(self, count=count)
+    is_earlier: bool = False
+    """Whether it was noted before the report that tells of it; nobody knows whether its calls met it."""
 
     @property
     def is_chosen(self) -> bool:
@@ -150,23 +143,13 @@ class CallReasons:
         self._changed: Counter[tuple[str, str, str | None]] = Counter()
 
     def note(self, code: str, detail: Callable[[], tuple[str, str | None]]) -> None:
-        """Note a call without a graph.
-
-        Args:
-            code: Of the reason.
-            detail: Gives the first such call's cause, and the user's line if there is one.
-        """
+        """Note a call without a graph; `detail` gives the first such call's cause and the user's line."""
         if code not in self._details:
             self._details[code] = detail()
         self._counts[code] += 1
 
     def note_changed(self, code: str, inputs: Iterable[tuple[str, str | None]]) -> None:
-        """Note what was new in a call that can't be replayed.
-
-        Args:
-            code: "new_tensor" or "new_shape".
-            inputs: Names of the inputs, and the user's lines that read them.
-        """
+        """Note inputs, by name and line, that were new ("new_tensor", "new_shape") in a call that can't be replayed."""
         self._changed.update((code, *each) for each in inputs)
 
     def noted(self) -> Noted:
@@ -174,44 +157,34 @@ class CallReasons:
         return self._counts.copy(), self._changed.copy()
 
     def told(self, counts: Mapping[str, int], since: Noted | None = None) -> tuple[Reason, ...]:
-        """All of it as reasons.
-
-        Args:
-            counts: What the partition's counters grew by, by name.
-            since: What had been noted before.
-        """
+        """What was noted since as reasons; `counts` are what the partition's counters grew by."""
         before, changed_before = since or (Counter(), Counter())
         calls, details = counts["calls"], dict(self._details)
         without = self._counts - before
         if (left := counts["plain_calls"] - without.total()) > 0:
             without["passing"] = left
             details["passing"] = "they could not be recorded just then", None
-        found = [_without_a_graph(code, n, calls, *details[code]) for code, n in without.items()]
+        found = []
+        for code, n in without.items():
+            detail, line = details[code]
+            detail = f"{n} of {many(calls, 'call')} ran without a graph: {detail}"
+            found.append(Reason(code, "", detail, OTHER_FIXES[code], line))
         if excused(counts) == counts["warmups"]:
             return tuple(found)
         idle, changed = counts["warmups"] - counts["recordings"], self._changed - changed_before
         return (*found, *(_new(*key, n, calls) for key, n in changed.items() if 2 * n > idle))
 
 
-def _without_a_graph(code: str, count: int, calls: int, detail: str, line: str | None) -> Reason:
-    detail = f"{count} of {many(calls, 'call')} ran without a graph: {detail}"
-    return Reason(code, "", detail, OTHER_FIXES[code], line)
-
-
 def _new(code: str, name: str, line: str | None, count: int, calls: int) -> Reason:
-    detail = (
-        f"{NEW[code]} in {count} of {many(calls, 'call')}: such calls warm up, or are recorded each"
-    )
+    many_calls = f"{count} of {many(calls, 'call')}"
+    detail = f"{NEW[code]} in {many_calls}: such calls warm up, or are recorded each"
     fix = OTHER_FIXES[code]
     if code == "new_tensor" and name.endswith(".grad"):
-        fix = _KEEP_GRADIENTS
+        fix = "keep gradients where they lie: zero_grad(set_to_none=False), so that backwards add to them"
     elif code == "new_shape" and is_size(name):
         fix = new_value(name)[1]
     return Reason(code, name, detail, fix, line)
 
 
-_KEEP_GRADIENTS: Final = (
-    "keep gradients where they lie: zero_grad(set_to_none=False), so that backwards add to them"
-)
 NEW: Final = {"new_tensor": "is a new tensor", "new_shape": "has another value or layout"}
 """Codes of what is new in calls that warm up, and what they say of an input."""

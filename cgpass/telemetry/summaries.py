@@ -1,7 +1,7 @@
 """What is kept of compiled graphs, partitions and recordings for reports: texts and numbers, nothing of the user's."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from cgpass.telemetry.reason import Reason, many
@@ -30,17 +30,12 @@ class PartitionSummary:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """A line for each reason, and one for all operators that are left out for the same one."""
+        """A line for each reason."""
         if self.told:
             return (self.told,)
-        alike: dict[str, list[Reason]] = {}
-        for reason in self.reasons:
-            key = f"{reason.code} {reason.detail}" if reason.is_chosen else str(reason)
-            alike.setdefault(key, []).append(reason)
-        return tuple(
-            f"{first}{f' (and {len(more)} more)' if more and first.is_chosen else ''}"
-            for first, *more in alike.values()
-        )
+        found = counted(self.reasons)
+        more = (f" (and {each.count - 1} more)" * (each.count > 1) for each in found)
+        return tuple(map("{}{}".format, found, more))
 
 
 @dataclass(frozen=True)
@@ -88,15 +83,14 @@ def _operators(parts: Sequence[PartitionSummary]) -> str:
 
 
 def counted(found: Iterable[Reason]) -> tuple[Reason, ...]:
-    """Each reason once, with how often it was found; those that nobody can help come last."""
+    """Each reason once, with how often it was found; those that nobody can help come last, whatever the operator."""
     first: dict[object, Reason] = {}
-    counts: dict[object, int] = {}
     for reason in found:
-        key = (reason.code, reason.detail, reason.op) if reason.is_chosen else reason
-        counts[key] = counts.get(key, 0) + reason.count
-        first.setdefault(key, reason)
-    ordered = sorted(first, key=lambda key: first[key].is_chosen)
-    return tuple(first[key].times(counts[key]) for key in ordered)
+        key = (reason.code, reason.detail) if reason.is_chosen else replace(reason, count=1)
+        earlier = first.get(key)
+        count = reason.count + (0 if earlier is None else earlier.count)
+        first[key] = replace(earlier or reason, count=count)
+    return tuple(sorted(first.values(), key=lambda each: each.is_chosen))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ While nothing is traced, all of this is one look at a list.
 import contextlib
 import dataclasses
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -39,20 +38,18 @@ NOWHERE: Final = Source()
 is_on = torch_private.is_traced
 
 
-def add_text(name: str, make: Callable[[], str], trace_id: object = None) -> None:
+def add_text(
+    name: str, make: Callable[[], str], trace_id: object = None, kind: str = "string"
+) -> None:
     """Add a text, listed under `trace_id` if no compilation runs now."""
-    _add(name, "string", make, trace_id)
+    if is_on():
+        with torch_private.traced_under(torch_private.current_trace_id() or trace_id):
+            torch_private.trace_artifact(f"cgpass_{name}", kind, make)
 
 
 def add_json(name: str, make: Callable[[], Any], trace_id: object = None) -> None:
     """Add what `make` returns, as JSON. See `add_text`."""
-    _add(name, "json", lambda: json.dumps(make(), indent=1), trace_id)
-
-
-def _add(name: str, encoding: str, make: Callable[[], str], trace_id: object) -> None:
-    if is_on():
-        with torch_private.traced_under(torch_private.current_trace_id() or trace_id):
-            torch_private.trace_artifact(f"cgpass_{name}", encoding, make)
+    add_text(name, lambda: json.dumps(make(), indent=1), trace_id, "json")
 
 
 def event(name: str) -> contextlib.AbstractContextManager[Any]:
@@ -61,18 +58,7 @@ def event(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def add_recording(partition: str, number: int, note: RecordingNote, source: Source) -> None:
-    """Add the partition's recording that was just made: its cause and durations as JSON, and on the timeline."""
-    if not is_on():
-        return
-    about = {"partition": partition, "function": source.place, "recording": number}
-    told = {**about, **dataclasses.asdict(note)}
+    """Add the partition's recording that was just made: its cause and durations."""
+    told = {"partition": partition, "function": source.place, "recording": number}
     name = f"{partition.replace(' ', '_')}_recording_{number}"
-    add_json(name, lambda: told, source.trace_id)
-    end = time.time_ns()
-    start = end - int((note.record_ms or 0) * 1e6)
-    inner = []
-    if note.instantiate_ms is not None:  # nearly the last thing that recording does
-        inner = [("cgpass.instantiate", (end - int(note.instantiate_ms * 1e6), end))]
-    shown = {**about, "cause": note.cause, "detail": note.detail}
-    with torch_private.traced_under(torch_private.current_trace_id() or source.trace_id):
-        torch_private.trace_past_event(f"cgpass.record {partition}", (start, end), shown, inner)
+    add_json(name, lambda: told | dataclasses.asdict(note), source.trace_id)

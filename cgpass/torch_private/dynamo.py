@@ -16,18 +16,24 @@ _registering = threading.Lock()
 
 
 def register_backend(name: str, backend: Callable[..., Any]) -> None:
-    """Have Dynamo know a backend that was given as a function.
+    """Have Dynamo know a backend that was given as a function, and call its `reset` in `torch.compiler.reset()`.
+
+    Dynamo calls it of what `torch.compile` was given since the last time alone, though what was given before it is
+    compiled again, too.
 
     For backends that it knows, newer versions drop the weak references to parameters that tracing leaves behind;
     with them `torch.utils.swap_tensors` refuses the parameters.
 
     Source: torch/_dynamo/convert_frame.py, `_is_registered_backend`, 2.15; the registry is the same from 2.11 on.
+    torch/_dynamo/eval_frame.py, `cached_backends`, 2.11 to 2.15.
     """
+    from torch._dynamo import eval_frame
     from torch._dynamo.backends import registry
 
     with _registering:
         if name not in registry._COMPILER_FNS:
             registry.register_backend(backend, name=name)
+        eval_frame.cached_backends.setdefault(id(backend), backend)
 
 
 @contextlib.contextmanager

@@ -6,16 +6,8 @@ import threading
 import traceback
 import types
 from collections import deque
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
-
-
-def dynamo_counters() -> MutableMapping[str, Any]:
-    """Return what torch counts, by who does: `collections.Counter`s."""
-    from torch._dynamo.utils import counters
-
-    return counters
 
 
 def compilations() -> list[Any]:

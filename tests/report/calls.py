@@ -45,16 +45,9 @@ def made_elsewhere():
     return second
 
 
-def transformed():
+def bypassed(why):
     run = runner(lambda x: [x * 2], COPIED)
-    run.owner.bypassed = "transform"
-    call(run, X)
-    return run
-
-
-def without_native_code():
-    run = runner(lambda x: [x * 2], COPIED)
-    run.owner.bypassed = "no_native_code"
+    run.owner.bypassed = why
     call(run, X)
     return run
 
@@ -115,78 +108,55 @@ def of_a_new_shape_each():
 CALLS = {
     "max_recordings": (
         too_many_shapes,
-        "",
-        LINE,
-        (
-            "3 of 5 calls ran without a graph: as many shapes are recorded as max_recordings=1 allows, and another value or "
-            "layout of x1 came"
-        ),
+        "3 of 5 calls ran without a graph: as many shapes are recorded as max_recordings=1 allows, and another value",
     ),
     "max_pending_calls": (
         held,
-        "",
-        None,
         "ran without a graph: results of 1 earlier call were still referenced, as many as max_pending_calls=1 allows",
     ),
     "not_in_the_pool": (
         made_elsewhere,
-        "",
-        "model.py:0 in forward: code",
         "1 of 4 calls ran without a graph: what made x0 ran without a graph",
     ),
     "transform": (
-        transformed,
-        "",
-        None,
+        lambda: bypassed("transform"),
         "1 of 1 call ran without a graph: they came from inside of a transform",
     ),
     "no_native_code": (
-        without_native_code,
-        "",
-        None,
+        lambda: bypassed("no_native_code"),
         "1 of 1 call ran without a graph: cgpass has no native code, which recordings need",
     ),
     "outer_capture": (
         captured_by_others,
-        "",
-        None,
         "1 of 1 call ran without a graph: somebody else captured a graph of them",
     ),
-    "passing": (
-        put_off,
-        "",
-        None,
-        "1 of 2 calls ran without a graph: they could not be recorded just then",
-    ),
+    "passing": (put_off, "1 of 2 calls ran without a graph: they could not be recorded just then"),
     "capture": (
         failed,
-        "",
-        None,
         "ran without a graph: RuntimeError: operation not permitted when stream is capturing",
     ),
     "out_of_memory": (
         without_memory,
-        "",
-        None,
         "3 of 4 calls ran without a graph: OutOfMemoryError: CUDA out of memory",
     ),
     "no_placeholder": (
         without_a_placeholder,
-        "",
-        None,
         "2 of 4 calls ran without a graph: StagingError: x0 can't be given memory of fixed address",
     ),
     "new_tensor": (
         replaced,
-        "x1",
-        LINE,
         "is a new tensor in 11 of 12 calls: such calls warm up, or are recorded each",
     ),
     "new_shape": (
         of_a_new_shape_each,
-        "x1",
-        LINE,
         "has another value or layout in 11 of 12 calls: such calls warm up, or are recorded each",
     ),
 }
-"""Code: what provokes it, the reason's operator, line and detail."""
+"""Code: what provokes it, and the reason's detail."""
+BLAMED = {
+    "max_recordings": ("", LINE),
+    "not_in_the_pool": ("", "model.py:0 in forward: code"),
+    "new_tensor": ("x1", LINE),
+    "new_shape": ("x1", LINE),
+}
+"""Operator and line of those that have them."""

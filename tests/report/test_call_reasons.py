@@ -8,8 +8,7 @@ import cgpass
 from cgpass.report import check
 from cgpass.telemetry import counts_of
 from cgpass.telemetry.reason import NEW, OTHER_FIXES, CallReasons
-from tests.report.calls import CALLS, X, scaled
-from tests.unit.runners import COPIED, STATIC, call, runner
+from tests.report.calls import BLAMED, CALLS
 
 
 def told(run):
@@ -22,12 +21,12 @@ ALONE = {"capture", "out_of_memory", "passing"}
 
 @pytest.mark.parametrize("code", CALLS)
 def test_why_calls_ran_without_a_graph(code):
-    provoke, op, line, detail = CALLS[code]
+    provoke, detail = CALLS[code]
     run = provoke()
     found = told(run)
     (reason,) = [each for each in found if each.code == code]
     assert len(found) == 1 or code not in ALONE
-    assert (reason.op, reason.line) == (op, line)
+    assert (reason.op, reason.line) == BLAMED.get(code, ("", None))
     assert detail in reason.detail
     assert reason.fix == OTHER_FIXES[code]
     passing = sum(each.code == "passing" for each in found if each is not reason)
@@ -42,14 +41,6 @@ def test_new_gradients_are_told_how_to_stay():
     assert (grad.code, weight.code) == ("new_tensor", "new_tensor")
     assert grad.fix.startswith("keep gradients where they lie: zero_grad(set_to_none=False)")
     assert weight.fix == OTHER_FIXES["new_tensor"]
-
-
-def test_what_replays_has_no_reasons_however_it_began():
-    run = runner(scaled, COPIED, STATIC)
-    for weight in [torch.ones(2) for _ in range(30)] * 3:
-        call(run, X, weight)
-    assert run.stats.recordings == 30
-    assert told(run) == ()
 
 
 @pytest.fixture
@@ -89,7 +80,7 @@ def test_percentages_leave_out_calls_that_ran_without_a_graph(simulated):
     assert f"{plain} calls without a graph" in text
     assert (
         f"{plain} of {report.graphs[0].calls} calls ran without a graph: as many shapes are recorded as max_recordings=1 "
-        "allows, and another value or layout of x.size(0) came [max_recordings]. Do: pad inputs to a few sizes, or raise "
+        "allows, and another value or layout of x.size(0) came [max_recordings] Do: pad inputs to a few sizes, or raise "
         "max_recordings"
     ) in text
     assert cgpass.Report.from_dict(report.to_dict()) == report
@@ -108,18 +99,6 @@ def test_a_check_and_a_report_of_all_tell_the_same_share(simulated, counted_alon
     _, (line,) = check.outside(report)
     assert "captured_0: 18 of 30 calls ran without a graph: as many shapes are recorded" in line
     assert line.endswith("[max_recordings]; pad inputs to a few sizes, or raise max_recordings")
-
-
-def test_backwards_of_forwards_that_ran_without_a_graph_say_so(simulated):
-    layers = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU())
-    model = torch.compile(layers, backend="cgpass", options={"max_pending_calls": 1})
-    report = cgpass.explain(lambda x: sum(model(x * i).sum() for i in range(3)), torch.randn(4, 8))
-    forward, backward = report.graphs
-    assert [reason.code for reason in forward.partitions[0].reasons] == ["max_pending_calls"]
-    assert "not_in_the_pool" in [reason.code for reason in backward.partitions[0].reasons]
-    done, work = report.work
-    assert done < work
-    assert "raise max_pending_calls" in joined(report)
 
 
 class Cache(nn.Module):
@@ -142,14 +121,3 @@ def test_a_cache_that_each_call_replaces_is_copied_and_named(simulated):
     copied = {each.name: each for each in part.copied_inputs}
     assert copied.keys() == {"self.k", "x"}
     assert copied["self.k"].line == f"test_call_reasons.py:{line} in forward: self.k = self.k + x"
-
-
-def test_a_recording_for_other_tensors_names_them():
-    run = runner(lambda x, w, v: [x * w * v], COPIED, STATIC, STATIC)
-    weight = torch.ones(2)
-    one, two = torch.ones(2), torch.ones(2)
-    for other in (one, two, one, two):
-        call(run, X, weight, other)
-    assert [note.detail for note in run.history.notes if note.cause == "other tensors"] == [
-        "the first call with this tensor for x2 (read at model.py:2 in forward: code)"
-    ]

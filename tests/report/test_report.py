@@ -1,7 +1,9 @@
-"""Reports as text, in files, and what changed between two."""
+"""Reports as text, in files, as a page that loads nothing, and what changed between two."""
 
 import dataclasses
 import json
+import re
+from html.parser import HTMLParser
 
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from cgpass import __main__ as command
 from cgpass.errors import ReportError
-from cgpass.report.report import SCHEMA, Report, diff
+from cgpass.report.report import SCHEMA, Report, diff, html
 from cgpass.report.text import NOTHING, findings, headline, milliseconds, share, size
 from cgpass.telemetry.reason import Reason
 from tests.report.samples import READ, sample
@@ -75,10 +77,10 @@ def test_the_headline_comes_first_and_then_what_costs_most():
     assert "a call takes 1.500 ms with graphs, 4.500 ms without (3.00 times as long)" in lines
     begin = lines.index("What costs most:")
     assert lines[begin + 1] == "  1. model.py:59 in g runs in eager"
-    assert lines[begin + 3] == "  2. model.py:50 in f"
+    assert lines[begin + 4] == "  2. model.py:50 in f"
     text = joined(report)
-    assert f"waits for the device [host_read]. Do: {READ}" in text
-    assert "it uses several devices: cuda:0, cuda:1. Do: use one" in text
+    assert f"waits for the device [host_read] Do: {READ}" in text
+    assert "it uses several devices: cuda:0, cuda:1 Do: use one" in text
     assert "1 more recording (moved): weight (float32[8, 8]) moved from 0x7f00 to 0x7f80" in text
     assert "outputs still referenced were copied 2 times" in text
     assert "aten.cos.default: its partition would hold 1 operator" in text
@@ -143,6 +145,7 @@ def test_a_report_of_nothing():
         "device_ms": None,
     }
     assert headline(sample(**empty)) == NOTHING
+    assert NOTHING in page(sample(**empty)).text
     assert headline(sample(**empty | {"others": ("train_step of f: 3 calls",)})).startswith(
         "training steps"
     )
@@ -188,3 +191,79 @@ def test_numbers():
     ]  # fmt: skip
     assert [milliseconds(ms) for ms in (None, 0.1234, 12.34)] == ["-", "0.123 ms", "12.3 ms"]
     assert json.loads(sample().to_json())["schema"] == SCHEMA
+
+
+# ---- the page
+
+
+class Parsed(HTMLParser):
+    """Tags, attributes and text of a page; fails where tags don't match."""
+
+    VOID = ("meta", "link", "br")
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.tags, self.text, self.attributes = [], [], "", []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def page(report):
+    return Parsed(html(report))
+
+
+def test_it_says_what_the_text_says():
+    report = sample()
+    found = " ".join(page(report).text.split())
+    for each in findings(report):
+        for words in (each.where, each.what, each.fix, each.code):
+            assert " ".join(words.split()) in found
+    for words in (headline(report), "NVIDIA H200", "2026-01-01 12:00", "train.py", "Model.forward"):
+        assert words in found
+    for words in (
+        "96.0 MiB",
+        "3.0 MiB",
+        "0.750 ms",
+        "moved from 0x7f00 to 0x7f80",
+        "model.py:38 in forward",
+    ):
+        assert words in found
+
+
+def test_what_users_wrote_is_text():
+    nasty = '<script>alert("x")</script><img src=x onerror=y>\'"&'
+    found = page(sample(nasty))
+    assert "script" not in found.tags
+    assert "img" not in found.tags
+    assert not [name for name, _ in found.attributes if name.startswith("on")]
+    assert found.text.count("<script>alert") > 8
+
+
+def test_it_needs_nothing_else():
+    text = html(sample())
+    assert not re.findall(r"https?://|@import|url\(|<script|src=", text)
+    found = page(sample())
+    assert [value for name, value in found.attributes if name == "href"] == ["data:,"]
+
+
+def test_bars_are_as_long_as_times_or_operators():
+    report = sample()
+    widths = [value for name, value in page(report).attributes if name == "style"]
+    assert widths == ["flex-grow:0.75", "flex-grow:0.25"]
+    graph = report.graphs[0]
+    parts = tuple(dataclasses.replace(part, device_ms=None) for part in graph.partitions)
+    report = sample(graphs=(dataclasses.replace(graph, partitions=parts),))
+    widths = [value for name, value in page(report).attributes if name == "style"]
+    assert widths == ["flex-grow:40", "flex-grow:3"]

@@ -3,12 +3,9 @@
 import pytest
 import torch
 
-from cgpass import telemetry
-from cgpass.compile.skips import PlainGraph
 from cgpass.runtime.executor import Executor, Plan, Step
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
-from cgpass.telemetry.summaries import GraphSummary
 from tests.unit.runners import COPIED, counts, runner
 
 
@@ -65,19 +62,3 @@ def test_calls_run_plainly_on_request_and_recordings_stay(executor):
     executor.owner.plain = False
     executor([torch.ones(2)])
     assert counts(run_of(executor)) == (1, 1, 3, 3)
-
-
-def test_telemetry_forgets_what_ran_graphs_that_it_lists_no_more(monkeypatch):
-    monkeypatch.setattr(telemetry, "_registry", telemetry._Registry())
-    monkeypatch.setattr(telemetry, "compile_stats", telemetry._registry.compiled)
-    monkeypatch.setattr(telemetry, "GRAPHS_KEPT", 2)
-    for _ in range(4):
-        number = telemetry.add_graph(GraphSummary("forward", ()))
-        graph = PlainGraph(list)
-        run = telemetry.GraphRun(graph.tally, {}, telemetry.weakref.ref(graph))
-        telemetry.add_run(number, run)
-    assert [*telemetry.graph_runs()] == [*telemetry._registry.runs] == [2, 3]
-    telemetry.add_run(0, run)
-    assert 0 not in telemetry._registry.runs
-    del graph
-    assert run.live() is None

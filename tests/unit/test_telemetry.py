@@ -1,81 +1,30 @@
 """Totals outlive what was counted; summaries name places, reasons and what was turned off."""
 
 import dataclasses
-import gc
+import logging
 
 import pytest
 
-import cgpass
 from cgpass import telemetry
 from cgpass.telemetry.reason import Reason
 from cgpass.telemetry.summaries import GraphSummary, PartitionSummary, counted
 
 
-@pytest.fixture(scope="module")
-def collected():
-    """What others left for the garbage collector is not counted here."""
-    for _ in range(3):  # what finalizers let go of is garbage of the next time
-        gc.collect()
-
-
 @pytest.fixture
-def registry(monkeypatch, collected):
+def registry(monkeypatch):
     """An empty one."""
-    del collected
     monkeypatch.setattr(telemetry, "_registry", telemetry._Registry())
     monkeypatch.setattr(telemetry, "compile_stats", telemetry._registry.compiled)
     return telemetry._registry
 
 
-def test_counts_stay_in_the_totals_and_their_owners_do_not(registry):
-    for _ in range(1000):
-        stats = telemetry.new_call_stats()
-        stats.calls += 2
-        stats.replays += 1
-        del stats
-    live = telemetry.new_call_stats()
-    live.calls += 5
-    gc.collect()
-    totals = telemetry.counters()
-    assert (totals["calls"], totals["replays"]) == (2005, 1000)
-    assert len(registry.calls) == 1
-    assert not registry.ended
-    live.calls += 1
-    assert telemetry.counters()["calls"] == 2006
-    del live
-    assert telemetry.counters()["calls"] == 2006
-
-
-def test_counts_of_a_partition_that_is_gone_are_known_as_long_as_its_graph_is_listed(registry):
+def test_counts_stay_in_the_totals_when_their_owners_are_gone(registry):
     stats = telemetry.new_call_stats()
-    run = telemetry.PartitionRun(stats, ())
     stats.calls, stats.replays = 5, 4
     del stats
-    gc.collect()
-    assert (run.stats.calls, run.stats.replays) == (5, 4)
-    del run
-    gc.collect()
-    assert telemetry.counters()["calls"] == 5
-    assert registry.calls == []
-
-
-def test_counts_that_nobody_registered_are_not_added(registry):
-    telemetry.CallStats(calls=3)
-    gc.collect()
-    assert telemetry.counters()["calls"] == 0
-
-
-def test_only_the_newest_graphs_are_listed(registry, monkeypatch):
-    monkeypatch.setattr(telemetry, "GRAPHS_KEPT", 3)
-    part = PartitionSummary("captured_0", True, 4)
-    numbers = [telemetry.add_graph(GraphSummary(f"graph{i}", (part,))) for i in range(5)]
-    assert numbers == [0, 1, 2, 3, 4]
-    assert [graph.direction for graph in telemetry.graphs()] == ["graph2", "graph3", "graph4"]
-    assert [graph.direction for graph in telemetry.graphs(since=4)] == ["graph4"]
-    assert cgpass.summary().startswith("2 older graphs\ngraph2: 1 partition captured (4 operators)")
-    assert telemetry.counters()["graphs"] == telemetry.counters()["partitions_captured"] == 5
-    telemetry.replace_partition(0, PartitionSummary("captured_0", False, 4))
-    assert telemetry.counters()["partitions_captured"] == 5
+    telemetry.CallStats(calls=3)  # nobody registered it
+    totals = telemetry.counters()
+    assert (totals["calls"], totals["replays"]) == (5, 4)
 
 
 def test_a_skip_is_counted_for_as_long_as_it_lasts(registry):
@@ -103,6 +52,17 @@ def test_a_function_that_was_compiled_again_is_listed_once(registry):
     assert (counters["graphs"], counters["partitions_captured"]) == (3, 1)
 
 
+def test_summaries_list_what_was_compiled_or_called_since_they_began(registry):
+    run = telemetry.GraphRun(telemetry.Tally(calls=3), {}, lambda: None)
+    for direction in ("forward", "backward"):
+        telemetry.add_run(telemetry.add_graph(GraphSummary(direction, ())), run)
+    telemetry.begin_summary()
+    telemetry.add_graph(GraphSummary("inference", ()))
+    assert [graph.direction for graph, _ in telemetry.summarised()] == ["inference"]
+    run.tally.calls += 1
+    assert len(telemetry.summarised()) == 3
+
+
 def test_a_graph_says_where_the_function_begins():
     place = "model.py:41 in forward"
     told = "0 partitions captured (0 operators), 0 eager (0 operators)"
@@ -118,3 +78,43 @@ def test_reasons_are_counted_and_what_nobody_wants_captured_comes_last():
     found = counted([small, reads, elsewhere, reads])
     assert [(each.code, each.count) for each in found] == [("host_read", 2), ("too_small", 2)]
     assert counted(found) == found
+
+
+# ---- warnings where nobody set up logging
+
+log = logging.getLogger("cgpass.somewhere")
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """Takes all handlers away, as in a program that did not set up logging; pytest sets its own up after fixtures."""
+    return lambda: monkeypatch.setattr(logging.getLogger(), "handlers", [])
+
+
+def test_a_warning_begins_with_our_name(bare, capsys):
+    bare()
+    log.warning("the %s graph runs without CUDA graphs", "forward")
+    log.warning("cgpass.verify: it says so itself")
+    log.info("this is not printed")
+    assert capsys.readouterr().err == (
+        "cgpass: the forward graph runs without CUDA graphs\ncgpass.verify: it says so itself\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["", "cgpass"])
+def test_other_handlers_are_left_to_it(bare, capsys, monkeypatch, name):
+    bare()
+    taken = []
+    handler = logging.Handler()
+    handler.emit = taken.append
+    theirs = logging.getLogger(name)
+    monkeypatch.setattr(theirs, "handlers", [*theirs.handlers, handler])
+    log.warning("once")
+    assert (len(taken), capsys.readouterr().err) == (1, "")
+
+
+def test_who_wants_no_last_resort_has_none(bare, capsys, monkeypatch):
+    bare()
+    monkeypatch.setattr(logging, "lastResort", None)
+    log.warning("not heard")
+    assert capsys.readouterr().err == ""

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import cgpass
 from cgpass.runtime.executor import Executor
 
 
@@ -46,33 +45,6 @@ def test_each_partition_is_a_range_of_forward_and_backward(session, tmp_path):
     events = json.loads(path.read_text())["traceEvents"]
     shown = {e["name"]: e for e in events if e.get("ph") == "X"}
     assert shown[found[0]]["dur"] > 0
-
-
-def test_results_are_the_same_and_recordings_are_made_while_profiling(session):
-    call, x = session.compile(halves), session.randn(4, 4)
-    want = halves(x)
-    with cgpass.expect(recordings=2), profile(activities=[ProfilerActivity.CPU], acc_events=True):
-        for _ in range(3):
-            assert torch.equal(call(x), want)
-
-
-def test_parts_of_a_partition_that_was_split_have_their_own_names(session):
-    @torch.library.custom_op("profiles::waits", mutates_args=())
-    def waits(x: torch.Tensor) -> torch.Tensor:
-        return x * x.sum().item()
-
-    waits.register_fake(torch.empty_like)
-    call = session.compile(lambda x: waits(x.sin().cos().tanh().exp()).sin().cos().tanh().exp())
-    x = session.randn(4)
-    for _ in range(3):
-        call(x)
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof:
-        call(x)
-    assert [name.partition(" of ")[0] for name in ranges(prof.events())] == [
-        "cgpass: inference captured_0",
-        "cgpass: inference eager_1",
-        "cgpass: inference captured_2",
-    ]
 
 
 def test_a_wrapper_is_a_range(session):

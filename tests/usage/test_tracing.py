@@ -3,10 +3,6 @@
 import contextlib
 import json
 import logging
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -136,36 +132,10 @@ def events(directory):
     return [json.loads(text) for meta, text in entries(directory) if "chromium_event" in meta]
 
 
-def test_passes_and_recordings_on_the_timeline(trace):
+def test_passes_on_the_timeline(trace):
     found = {(e["name"], e["ph"]): e for e in events(trace) if e["name"].startswith("cgpass.")}
-    for name in ("cgpass.forward.partition", "cgpass.record backward captured_0"):
-        assert found[name, "B"]["ts"] < found[name, "E"]["ts"]
-    begun = found["cgpass.record forward captured_0", "B"]["args"]
-    assert begun["cause"] == "moved"
-    assert begun["compile_id"] == found["cgpass.forward.partition", "B"]["args"]["compile_id"]
-
-
-def test_tlparse_shows_them(trace, tmp_path):
-    beside = Path(sys.executable).with_name("tlparse")
-    tlparse = str(beside) if beside.exists() else shutil.which("tlparse")
-    if tlparse is None:
-        pytest.skip("tlparse is not installed")
-    (log,) = trace.glob("*.log")
-    out = tmp_path / "out"
-    subprocess.run(
-        [tlparse, str(log), "-o", str(out), "--no-browser"],
-        check=True,
-        capture_output=True,
-        timeout=600,
-    )
-    index = (out / "index.html").read_text()
-    for name in artifacts(trace):
-        (file,) = out.glob(f"*/{name}_[0-9]*.*") if "before" not in name else [None]
-        assert name in index
-        if file is not None and file.suffix == ".json":
-            json.loads(file.read_text())
-    timeline = json.loads((out / "chromium_events.json").read_text())
-    assert "cgpass.record forward captured_0" in {event["name"] for event in timeline}
+    name = "cgpass.forward.partition"
+    assert found[name, "B"]["ts"] < found[name, "E"]["ts"]
 
 
 def test_nothing_is_made_where_nothing_is_traced(monkeypatch):

@@ -95,54 +95,6 @@ def test_what_is_wrong_is_named(monkeypatch, break_it, program, named):
     torch.compiler.reset()
 
 
-@torch.library.custom_op(
-    "verification::between", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
-)
-def between(x: torch.Tensor) -> torch.Tensor:
-    """Parts two partitions."""
-    return x.clone()
-
-
-between.register_fake(torch.empty_like)
-
-
-def chain(x):
-    return x.sin().cos().exp().tanh()
-
-
-@pytest.mark.parametrize(
-    ("break_it", "draws_in", "named"),
-    [
-        (no_input_copy, None, "captured_0"),
-        (frozen_rng, 0, "captured_0"),
-        (frozen_rng, 1, "captured_2"),
-        (frozen_rng, 2, "captured_4"),
-    ],
-    ids=["all of them", "the first", "the second", "the third"],
-)
-def test_of_three_partitions_the_first_that_is_wrong_is_named(
-    monkeypatch, break_it, draws_in, named
-):
-    def fn(x):
-        parts = []
-        for number in range(3):
-            x = chain(F.dropout(x, 0.5) if number == draws_in else x * 2)
-            parts.append(x)
-            x = between(x) if number < 2 else x
-        return parts
-
-    def program(session):
-        call = session.compile(fn)
-        return [call(batch)[-1].clone() for batch in session.batches(4, 8, count=6)]
-
-    setting = programs.Setting(torch.device("cpu"), "simulated")
-    break_it(monkeypatch)
-    with cgpass.verify(), pytest.raises(VerificationError) as error:
-        setting.run(program)
-    assert str(error.value).startswith(f"cgpass.verify: inference {named} of test_verification.py:")
-    torch.compiler.reset()
-
-
 @torch.library.custom_op("verification::noise", mutates_args=())
 def noise(x: torch.Tensor) -> torch.Tensor:
     """Stands for kernels that add up in any order."""

@@ -148,7 +148,7 @@ def reason_of(text: str, line: str | None) -> Reason:
 
 
 def given_up(text: str, line: str | None, rest: str | None = None) -> Reason:
-    """A graph break that Dynamo can't go on behind: its message, the user's line, what is left to eager for it."""
+    """A graph break that Dynamo can't go on behind, so that `rest` is left to eager."""
     reason = reason_of(text, line)
     return replace(reason, fix=f"{reason.fix}; {_CALLED}", rest=rest)
 
