@@ -16,6 +16,10 @@ Note [A backward with explicit saved tensors]
     (`ctx.x = x`, weight gradients that are computed later). What they keep of the arguments is found here, and then the
     forward works on copies, which lie in the pool; what they keep there is found by who owns memory of the pool after a
     capture. A replay would overwrite it: such a recording serves one call at a time (`keeps_memory`).
+
+    C++ holds the graph, where Python's garbage collector does not look. What autograd functions and checkpoints keep of
+    Python's (`ctx.module`, the checkpointed function) leads to the callable, and from there to its recordings and the
+    graph: nobody would ever free any of it. So it is theirs only while the graph runs, and the `Differentiated`'s between.
 """
 
 import contextlib
@@ -82,6 +86,8 @@ class Differentiated:
         self._left: list[int] = []
         self._uses: list[int] = []
         self._edges: list[Any] = []
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """Of functions and checkpoints in the graph: their dictionaries, and what is in them while the graph runs."""
         self.result: Any = None
         """What the callable returned, until `separate`."""
         self.with_grad: list[int] = []
@@ -147,10 +153,13 @@ class Differentiated:
         """Have the stand-ins lie on memory, and the modules have them, for a block."""
         for stand_in, place in zip(self._members, members, strict=True):
             stand_in.data = place.detach()
+        for holder, values in self._attributes:
+            holder.update(values)
         try:
             with self._statics.replaced(self._members):
                 yield
         finally:
+            self._take_attributes([holder for holder, _ in self._attributes])
             for stand_in in self._members:
                 stand_in.data = stand_in.new_empty(0)
 
@@ -164,8 +173,9 @@ class Differentiated:
         """
         numbers = {id(t): k for k, t in enumerate(self._members)}
         is_opaque, found = False, []
+        holders: dict[int, dict[str, Any]] = {}
         places: set[int] = set()
-        for node, each in self._saved_tensors():
+        for node, each in self._saved_tensors(holders):
             is_opaque |= type(node).__name__ == "CppFunction"
             tensor = None if each is None else torch_private.saved_tensor(each)
             if id(tensor) in numbers:
@@ -189,10 +199,19 @@ class Differentiated:
         found.clear()
         each = None
         self.keeps_inputs = is_opaque or _are_kept(self._inputs, saved)
+        self._take_attributes(holders.values())
         return saved
 
-    def _saved_tensors(self) -> Iterator[tuple[Any, Any]]:
-        """Nodes with what they saved, what checkpoints keep to recompute from included; notes facts on the way."""
+    def _take_attributes(self, holders: Iterable[dict[str, Any]]) -> None:
+        self._attributes = [(holder, dict(holder)) for holder in holders]
+        for holder, _ in self._attributes:
+            holder.clear()
+
+    def _saved_tensors(self, holders: dict[int, dict[str, Any]]) -> Iterator[tuple[Any, Any]]:
+        """Nodes with what they saved, what checkpoints keep to recompute from included; notes facts on the way.
+
+        Adds the attributes of functions and checkpoints to `holders`.
+        """
         known = {id(t): i for i, t in enumerate(self.leaves)}
         seen: set[Any] = set()
         open_ = [edge.node for edge in self._edges]
@@ -208,6 +227,8 @@ class Differentiated:
                 else:
                     self.strangers.append(variable)
             self.reentrant |= node.name() == _REENTRANT
+            if isinstance(node, torch.autograd.function.FunctionCtx):
+                holders[id(node)] = vars(node)
             open_ += [following for following, _ in node.next_functions]
             yield node, None
             saved = list(torch_private.saved_on(node))
@@ -218,9 +239,11 @@ class Differentiated:
                 hook = torch_private.unpack_hook(each)
                 if hook is None:
                     yield node, each
-                elif id(hook) not in seen:
-                    seen.add(id(hook))
-                    saved += _kept_to_recompute(hook)
+                    continue
+                checkpoint = _checkpoint_of(hook)
+                if checkpoint is not None and id(checkpoint) not in holders:
+                    holders[id(checkpoint)] = vars(checkpoint)
+                    saved += _saved_to_recompute(checkpoint)
 
     def _unpack(self, slot: Any) -> torch.Tensor:
         if isinstance(slot, torch.Tensor):
@@ -368,12 +391,18 @@ def _holders(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
     )
 
 
-def _kept_to_recompute(hook: Any) -> list[Any]:
-    """What a checkpoint without reentrancy keeps of its arguments, if a hook is one of its."""
+def _checkpoint_of(hook: Any) -> Any:
+    """The checkpoint without reentrancy, ours or torch's, that a hook is one of; None if of none."""
     checkpoint = getattr(hook, "__self__", None)
     if isinstance(checkpoint, Checkpoint):
+        return checkpoint
+    return torch_private.checkpoint_frame(hook)
+
+
+def _saved_to_recompute(checkpoint: Any) -> list[Any]:
+    if isinstance(checkpoint, Checkpoint):
         return list(torch_private.saved_on(checkpoint.keeper))
-    return torch_private.kept_by_checkpoint(hook)
+    return torch_private.saved_on_frame(checkpoint)
 
 
 def _apart(grads: Iterable[torch.Tensor | None], taken: set[int]) -> list[torch.Tensor | None]:
