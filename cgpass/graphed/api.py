@@ -12,7 +12,7 @@ from cgpass.graphed import hooks as hooks_of
 from cgpass.graphed.binding import Binding
 from cgpass.graphed.callables import GraphedFunction, Group
 from cgpass.graphed.modules import with_forward
-from cgpass.graphed.options import GraphedOptions, refuse_arguments
+from cgpass.graphed.options import GraphedOptions
 from cgpass.graphed.pair import Pair
 from cgpass.graphed.schedule import Schedule, interleaved, simple
 from cgpass.graphed.target import Target
@@ -71,8 +71,7 @@ def make_graphed_callables(
         HookError: A hook returned something.
         CaptureError: A callable can't be captured; random number states, gradients and buffers are as before.
     """
-    refuse_arguments(unknown)
-    given = GraphedOptions.parse(options)
+    given = GraphedOptions.parse(options, unknown)
     several = isinstance(callables, tuple)
     fns = callables if isinstance(callables, tuple) else (callables,)
     args, kwargs = _samples(sample_args, sample_kwargs, several=several)
@@ -85,14 +84,7 @@ def make_graphed_callables(
     targets = [Target(fn, named[i], i if several else None) for i, fn in enumerate(fns)]
     device = _device(args, kwargs, targets)
     by_module = given.order is None  # what is returned looks at its module's mode itself
-    given_modules = [
-        _modules_in((args[number], kwargs[number]))
-        for number in map(schedule.callables.index, range(len(targets)))
-    ]
-    find_statics = [
-        partial(target.statics, device, others, weak=by_module)
-        for target, others in zip(targets, given_modules, strict=True)
-    ]
+    find_statics = [partial(target.statics, device, weak=by_module) for target in targets]
     statics = [find() for find in find_statics]
     passes = [
         Pass(
@@ -198,70 +190,60 @@ def _samples(
     several: bool,
 ) -> tuple[list[tuple[Any, ...]], list[Mapping[str, Any]]]:
     """Arguments and keyword arguments of each forward."""
-    if not isinstance(args, tuple | list):
+    all_args: Any = args if several else [args]
+    if not isinstance(all_args, tuple | list) or not all(
+        isinstance(each, tuple | list) for each in all_args
+    ):
         raise GraphedArgumentError(
-            f"make_graphed_callables: sample_args must be a tuple, got {type(args).__name__}."
+            "make_graphed_callables: sample_args must be a tuple of arguments, or one such tuple per sample where there are "
+            f"several callables, got {_shown(args)}."
         )
-    all_args = list(args) if several else [tuple(args)]
-    for i, each in enumerate(all_args):
-        if not isinstance(each, tuple | list):
-            raise GraphedArgumentError(
-                f"make_graphed_callables: sample_args[{i}] must be a tuple of arguments, got {type(each).__name__}."
-            )
-    all_kwargs = _kwargs(kwargs, len(all_args), several=several)
+    all_kwargs: Any = kwargs if several and not isinstance(kwargs, Mapping) else [kwargs or {}]
+    if kwargs is None:
+        all_kwargs = [{}] * len(all_args)
+    if not isinstance(all_kwargs, tuple | list) or not all(map(_is_kwargs, all_kwargs)):
+        raise GraphedArgumentError(
+            "make_graphed_callables: sample_kwargs must be a dict with names for keys, or one such dict per sample where "
+            f"there are several callables, got {_shown(kwargs)}."
+        )
     if len(all_kwargs) != len(all_args):
         raise GraphedArgumentError(
             f"make_graphed_callables: {len(all_args)} samples in sample_args, {len(all_kwargs)} in sample_kwargs. Give "
             "one dict for each, {} where there are no keyword arguments."
         )
-    return [tuple(each) for each in all_args], all_kwargs
+    return [tuple(each) for each in all_args], list(all_kwargs)
 
 
-def _kwargs(
-    kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
-    num_samples: int,
-    *,
-    several: bool,
-) -> list[Any]:
-    if not isinstance(kwargs, Mapping | list | tuple | None):
-        raise GraphedArgumentError(
-            "make_graphed_callables: sample_kwargs must be a dict, or a sequence of dicts where there are several samples, "
-            f"got {type(kwargs).__name__}."
-        )
-    if kwargs is None:
-        return [{}] * num_samples
-    found = [kwargs] if isinstance(kwargs, Mapping) or not several else list(kwargs)
-    for i, each in enumerate(found):
-        where = f"sample_kwargs[{i}]" if several else "sample_kwargs"
-        if not isinstance(each, Mapping):
-            raise GraphedArgumentError(
-                f"make_graphed_callables: {where} must be a dict, got {type(each).__name__}."
-            )
-        if not all(isinstance(key, str) for key in each):
-            raise GraphedArgumentError(
-                f"make_graphed_callables: {where} must have names for keys, got {list(each)}."
-            )
-    return found
+def _is_kwargs(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+
+
+def _shown(value: object) -> str:
+    """The type of what was given, and those of its entries."""
+    entries = value if isinstance(value, tuple | list) else ()
+    inner = ", ".join(type(each).__name__ for each in entries[:5])
+    return type(value).__name__ + (f" of {inner}" if inner else "")
 
 
 def _modules(
     modules: Sequence[Any], num_callables: int, *, several: bool
 ) -> list[Sequence[torch.nn.Module]]:
     """The modules that each callable uses besides itself."""
-    given = list(modules) if several else [modules]
-    if len(given) != num_callables and given:
+    given: Any = modules if several else [modules]
+    if several and not modules:
+        given = [()] * num_callables
+    are_lists = isinstance(given, tuple | list) and len(given) == num_callables
+    if not are_lists or not all(map(_are_modules, given)):
         raise GraphedArgumentError(
-            f"make_graphed_callables: modules has {len(given)} entries for {num_callables} callables. Give a sequence of "
-            "modules for each."
+            "make_graphed_callables: modules must be a tuple of the modules that a function uses, as in modules=(model,); "
+            f"for several callables one such tuple each, as in modules=((first,), (second,)). Got {_shown(modules)} for "
+            f"{num_callables}."
         )
-    for each in given:
-        is_sequence = isinstance(each, list | tuple)
-        if not is_sequence or not all(isinstance(module, torch.nn.Module) for module in each):
-            raise GraphedArgumentError(
-                f"make_graphed_callables: modules must be a sequence of modules, got {each!r}; for several callables one "
-                "such sequence each."
-            )
-    return given or [()] * num_callables
+    return list(given)
+
+
+def _are_modules(value: object) -> bool:
+    return isinstance(value, tuple | list) and all(isinstance(m, torch.nn.Module) for m in value)
 
 
 def _schedule(num_callables: int, num_samples: int, options: GraphedOptions) -> Schedule:
@@ -275,16 +257,11 @@ def _schedule(num_callables: int, num_samples: int, options: GraphedOptions) -> 
     return simple(num_callables)
 
 
-def _modules_in(sample: Any) -> list[torch.nn.Module]:
-    return [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, torch.nn.Module)]
-
-
 def _device(args: Sequence[Any], kwargs: Sequence[Any], targets: Sequence[Target]) -> torch.device:
     for leaf in pytree.tree_leaves((list(args), [dict(each) for each in kwargs])):
         if isinstance(leaf, torch.Tensor):
             return leaf.device
-    modules = [module for target in targets for module in target.modules]
-    for module in [*modules, *_modules_in((args, kwargs))]:
+    for module in [module for target in targets for module in target.modules]:
         for tensor in (*module.parameters(), *module.buffers()):
             return tensor.device
     raise GraphedArgumentError(

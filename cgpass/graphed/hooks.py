@@ -33,46 +33,24 @@ class HookSet:
     """The functions that one callable has for each moment."""
 
     def __init__(self, hooks: object, names: Sequence[str], where: str) -> None:
-        """Check what a user gave.
-
-        Args:
-            hooks: A mapping from names to functions, or None.
-            names: Moments that there are.
-            where: For messages.
+        """Check what a user gave: `names` are the moments that there are, `where` is for messages.
 
         Raises:
             GraphedArgumentError: No mapping, an unknown name, or something that can't be called.
         """
         self._where = where
         self._functions: dict[str, tuple[Callable[..., Any], ...]] = {}
-        if hooks is None:
-            return
-        if not isinstance(hooks, Mapping):
-            raise GraphedArgumentError(
-                f"make_graphed_callables: {where} must be a dict of hook names and functions or None, got "
-                f"{type(hooks).__name__}."
-            )
-        for name, functions in hooks.items():
+        if not isinstance(hooks, Mapping | None):
+            raise _wrong(where, "a dict of hook names and functions or None", hooks)
+        for name, given in (hooks or {}).items():
             if name not in names:
                 raise GraphedArgumentError(
                     f"make_graphed_callables: {where} has an unknown hook {name!r}; known: {', '.join(names)}."
                 )
-            self._functions[name] = self._checked(name, functions)
-
-    def _checked(self, name: str, functions: object) -> tuple[Callable[..., Any], ...]:
-        found = (functions,) if callable(functions) else functions
-        if not isinstance(found, Sequence) or isinstance(found, str):
-            raise GraphedArgumentError(
-                f"make_graphed_callables: {self._where}[{name!r}] must be a function or a sequence of functions, got "
-                f"{type(functions).__name__}."
-            )
-        for position, function in enumerate(found):
-            if not callable(function):
-                raise GraphedArgumentError(
-                    f"make_graphed_callables: {self._where}[{name!r}][{position}] can't be called: it is a "
-                    f"{type(function).__name__}."
-                )
-        return tuple(found)
+            functions = (given,) if callable(given) else given
+            if not isinstance(functions, list | tuple) or not all(map(callable, functions)):
+                raise _wrong(f"{where}[{name!r}]", "a function or a sequence of functions", given)
+            self._functions[name] = tuple(functions)
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -104,10 +82,9 @@ def capture_time_hooks(hooks: object, num_callables: int) -> list[HookSet]:
 
 def warmup_hooks(hooks: object, num_callables: int) -> tuple[HookSet, list[HookSet]]:
     """The set that runs once for all, and one per callable."""
+    once, each = (hooks, None) if isinstance(hooks, Mapping) else (None, hooks)
     where = "warmup_hooks"
-    if hooks is None or isinstance(hooks, Mapping):
-        return HookSet(hooks, WARM_UP, where), _per_callable(None, num_callables, where, WARM_UP)
-    return HookSet(None, WARM_UP, where), _per_callable(hooks, num_callables, where, WARM_UP)
+    return HookSet(once, WARM_UP, where), _per_callable(each, num_callables, where, WARM_UP)
 
 
 def _per_callable(
@@ -115,14 +92,17 @@ def _per_callable(
 ) -> list[HookSet]:
     if hooks is None:
         hooks = [None] * num_callables
-    if not isinstance(hooks, Sequence) or isinstance(hooks, str):
-        raise GraphedArgumentError(
-            f"make_graphed_callables: {where} must be a sequence with one entry per callable, got "
-            f"{type(hooks).__name__}."
-        )
+    if not isinstance(hooks, list | tuple):
+        raise _wrong(where, "a sequence with one entry per callable", hooks)
     if len(hooks) != num_callables:
         raise GraphedArgumentError(
             f"make_graphed_callables: {where} has {len(hooks)} entries for {num_callables} callables. Give one each, "
             "None where there is nothing to run."
         )
     return [HookSet(each, names, f"{where}[{i}]") for i, each in enumerate(hooks)]
+
+
+def _wrong(where: str, wanted: str, got: object) -> GraphedArgumentError:
+    return GraphedArgumentError(
+        f"make_graphed_callables: {where} must be {wanted}, got {type(got).__name__}."
+    )

@@ -23,7 +23,6 @@ Note [Autograd's engine and captures]
 """
 
 import contextlib
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -32,7 +31,7 @@ import torch
 
 from cgpass import torch_private
 from cgpass.compile.facts.input_info import InputInfo, InputKind
-from cgpass.errors import GraphedBackwardError, StaticInputMovedError
+from cgpass.errors import CaptureError, GraphedBackwardError, StaticInputMovedError
 from cgpass.graphed.statics import Statics
 from cgpass.graphed.warmup import Pass, blamed, no_autocast_cache, prepared
 from cgpass.options import current_defaults
@@ -44,8 +43,6 @@ from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recorder, Recording
 from cgpass.runtime.writes import extent, has_place
 from cgpass.telemetry import progress
-
-log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -100,8 +97,8 @@ class Pair:
         self._weight_grads: Recording | None = None
         self._split_off: list[int] = []
         self._call: weakref.ref[Call] | None = None
-        self._told = False
-        """Whether it was said that a backward runs without a graph."""
+        self._records = True
+        """Whether a backward that none of the recordings fits is recorded."""
 
     # ---- recording
 
@@ -363,24 +360,15 @@ class Pair:
         d, owner = self.description, self._owner
         key = self._layout.static_key(args)
         recording = self._choose(args, key)
-        if (
-            recording is None
-            and not self.closed
-            and len(self._backwards) <= d.options.max_rerecords
-        ):
-            if key == self._layout.static_key(args):  # no rescue moved what is read
+        if recording is None and not self.closed:
+            if self._records and len(self._backwards) > d.options.max_rerecords:
+                self._leave_plain("it reads other memory than max_rerecords recordings of it do")
+            if self._records and key == self._layout.static_key(
+                args
+            ):  # no rescue moved what is read
                 recording = self._record_in_call(args)
         if recording is None:
             d.stats.plain_calls += 1
-            if not self.closed and not self._told:
-                self._told = True
-                log.warning(
-                    "%s: a backward runs without a graph: it reads other memory than %d recordings of it do "
-                    "(max_rerecords=%d). Keep saved tensors and parameters where they are, or raise max_rerecords.",
-                    d.name,
-                    len(self._backwards),
-                    d.options.max_rerecords,
-                )
             return self._run_graph(args)
         outputs = recording.run(args)
         args.clear()
@@ -390,13 +378,22 @@ class Pair:
             owner.note_handed_out(recording)
         return outputs
 
-    def _record_in_call(self, args: list[Any]) -> Recording:
+    def _leave_plain(self, why: str) -> None:
+        self._records = False
+        self.description.tell(f"runs a backward without a graph: {why}.")
+
+    def _record_in_call(self, args: list[Any]) -> Recording | None:
         owner = self._owner
         slot = owner.new_slot() if self._backwards else self._slot
         owner.driver.prepare_thread()
         try:
             with in_place(self.statics) if self.description.hooks else contextlib.nullcontext():
                 return self._record_backward(args, slot)
+        except CaptureError as error:
+            if self.description.backward_dw is None:
+                return self._leave_plain(str(error).rstrip("."))
+            self.close()
+            raise
         except BaseException:
             self.close()
             raise

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import cgpass
-from cgpass.errors import CaptureError
 from cgpass.runtime.recording import Recording
 from tests.graphed.steps import net, rng_state, same, same_grads, step, twins
 
@@ -156,16 +155,16 @@ def test_arguments_that_can_not_be(setting):
     refused = {
         "callable 0 is a int; give a module": ((3,), ((x,),), None),
         "2 callables, but 1 samples": ((module, module), ((x,),), None),
-        r"sample_args must be a tuple, got Tensor": (module, x, None),
-        r"sample_args\[1\] must be a tuple of arguments, got Tensor": (
+        r"sample_args must be a tuple of arguments, .* got Tensor": (module, x, None),
+        r"sample_args must be .*, got tuple of tuple, Tensor": (
             (module,) * 2,
             ((x,), x),
             None,
         ),
-        "sample_kwargs must be a dict, got list": (module, (x,), [1]),
+        "sample_kwargs must be a dict .*, got list of int": (module, (x,), [1]),
         "2 samples in sample_args, 1 in sample_kwargs": ((module,) * 2, ((x,), (x,)), [{}]),
-        "sample_kwargs must be a dict, or a sequence of dicts .*, got int": ((module,), ((x,),), 5),
-        r"sample_kwargs must have names for keys, got \[1\]": (module, (x,), {1: 2}),
+        "sample_kwargs must be a dict .*, got int": ((module,), ((x,),), 5),
+        "sample_kwargs must be a dict with names for keys": (module, (x,), {1: 2}),
         "callable 0 is a list; give a module, a function or a tuple": ([module], (x,), None),
         "neither samples nor modules have a tensor": (lambda: None, (), None),
     }
@@ -185,8 +184,6 @@ def test_arguments_that_can_not_be(setting):
         ({"own_grads": 1}, "'own_grads' must be a bool, got 1"),
         ({"static_input_check": "no"}, "must be one of 'rerecord', 'error', 'off', got 'no'"),
         ({"rng_tracker": {}}, "'rng_tracker' must be a cgpass.RNGStatesTracker or None"),
-        ({"stream": "mine"}, "'stream' must be a torch.cuda.Stream or None, got 'mine'"),
-        ({"pool": "mine"}, "'pool' must be a torch.cuda.graph_pool_handle.* or None, got 'mine'"),
         ({"num_warmup_iter": 3}, "unknown option 'num_warmup_iter'; did you mean 'num_warmup_it"),
         (3, "options must be a GraphedOptions or a dict, got int"),
     ],
@@ -239,23 +236,10 @@ def test_a_failed_rerecording_leaves_the_callable_usable(setting):
 def test_sparse_gradients_are_refused(setting):
     module = setting.module(torch.nn.Embedding(5, 3, sparse=True))
     with pytest.raises(
-        cgpass.errors.GraphedArgumentError, match="Embedding gives weight a gradient of layout"
+        cgpass.errors.GraphedArgumentError,
+        match="Embedding gives parameter weight a gradient of layout",
     ):
         setting.graphed(module, (torch.tensor([1, 2], device=setting.device),))
-
-
-def test_a_generator_of_the_callables_own_is_named(setting):
-    generator = torch.Generator(setting.device)
-
-    def fn(x):
-        return x + torch.randn(3, generator=generator, device=x.device)
-
-    x = setting.randn(3)
-    with pytest.raises(
-        cgpass.errors.CaptureError, match=r"generator of its own, at .*torch\.randn"
-    ):
-        setting.graphed(fn, (x,))
-    same(setting.graphed(torch.sin, (x,))(x), x.sin())
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -294,12 +278,9 @@ class Forces(torch.nn.Module):
         return (energy.detach() if self.detach else energy), -gradient
 
 
-def test_a_forward_that_frees_its_graph_is_named(setting):
+def test_a_forward_that_frees_its_graph(setting):
     forces = setting.module(Forces(detach=False)).eval()
-    with pytest.raises(
-        cgpass.errors.GraphedArgumentError,
-        match=r"Forces takes gradients itself .* create_graph=True .* detach .* torch.no_grad\(\)",
-    ):
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         setting.graphed(forces, (setting.randn(5, 3),))
     x = setting.randn(5, 3)
     for module in (forces.train(), Forces(detach=True).to(setting.device).eval()):
@@ -312,7 +293,7 @@ def test_a_forward_that_frees_its_graph_is_named(setting):
             same(found, expected)
 
 
-def test_a_recording_again_that_fails_leaves_nothing(setting):
+def test_a_backward_that_can_not_be_recorded_late_runs_without_a_graph(setting, caplog):
     class Refused(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -334,7 +315,8 @@ def test_a_recording_again_that_fails_leaves_nothing(setting):
 
     fails = []
     module = setting.module(Model())
-    graphed = setting.graphed(module, (setting.randn(4, 8),), patch_modules=True)
+    sample = (setting.randn(4, 8, grad=True),)
+    graphed = setting.graphed(module, sample, patch_modules=True)
     owner = graphed.graphed._group.owner
 
     def alive():
@@ -344,15 +326,20 @@ def test_a_recording_again_that_fails_leaves_nothing(setting):
             any(each is one for one in slot.recordings) for each in found for slot in owner._slots
         )
 
-    before = alive()
+    assert alive() == 2
     fails.append(True)
     places = [module.inner.weight.data]  # kept, or one comes back to where the recording has it
     for _ in range(3):
         places.append(places[-1].clone())
         module.inner.weight.data = places[-1]
-        with pytest.raises(CaptureError):
-            graphed(setting.randn(4, 8)).sum().backward()
-    assert alive() == before
+        for _ in range(2):
+            x = setting.randn(4, 8, grad=True)
+            graphed(x).sum().backward()
+            torch.testing.assert_close(x.grad, module.inner.weight.sum(0).expand(4, 8))
+    assert caplog.text.count("runs a backward without a graph: ") == 1
+    assert "the backward of Model can't be captured, at test_failures.py" in caplog.text
+    graphed.reset()
+    assert alive() == 0
     fails.clear()
     x = setting.randn(4, 8)
     same(graphed(x), module.inner(x))

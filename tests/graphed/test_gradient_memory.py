@@ -113,9 +113,3 @@ def test_a_result_that_is_an_argument_is_not_changed_in_place(setting):
         passed += 1
     (passed * 3).sum().backward()
     assert rest.grad.unique().tolist() == [3.0]
-
-
-def test_arguments_that_are_not_dense_are_named(setting):
-    graphed = setting.graphed(lambda x: x * 2, (setting.randn(4, 4),))
-    with pytest.raises(TypeError, match=r"argument 0 is torch\.sparse_coo now"):
-        graphed(torch.eye(4, device=setting.device).to_sparse())

@@ -36,20 +36,20 @@ def test_an_interleaved_order():
     [
         ((), "must be a sequence of chunk numbers"),
         (3, "must be a sequence of chunk numbers"),
-        ((1, 0, -1), r"order\[1\] is 0: chunks are numbered from 1"),
-        ((1, 1.5, -1), r"order\[1\] is 1.5: a float and no int"),
-        ((1, -2, 2, -1), r"order\[1\] is -2: a backward of chunk 2 before the forward"),
-        ((1, -1, -1, 1), r"order\[2\] is -1: a backward of chunk 1 before the forward"),
+        ((1, 0, -1), r"order\[1\] is 0: chunks are ints from 1"),
+        ((1, 1.5, -1), r"order\[1\] is 1.5: chunks are ints"),
+        ((1, -2, 2, -1), r"order\[1\] is -2: a backward before the forward"),
+        ((1, -1, -1, 1), r"order\[2\] is -1: a backward before the forward"),
         (
             (1, 1, -1, -1, 2, -2),
-            r"order\[1\] is 1: forward 2 of chunk 1, while chunk 2 has 1 in all\. Every",
+            "1 forwards of chunk 2, 2 of chunk 1\\. Every",
         ),
-        ((1, 3, -3, -1), r"order\[0\] is 1: forward 1 of chunk 1, while chunk 2 has 0 in all"),
+        ((1, 3, -3, -1), "0 forwards of chunk 2, 1 of chunk 1"),
         (
             (2, -2),
-            r"order\[0\] is 2: forward 1 of chunk 2, while chunk 1 has 0 in all.*without gaps",
+            "1 forwards of chunk 2, 0 of chunk 1.*without gaps",
         ),
-        ((1, 1, -1), r"order\[1\] is 1: a forward of chunk 1 whose backward never comes"),
+        ((1, 1, -1), r"order\[1\] is 1: a forward whose backward never comes"),
     ],
 )
 def test_orders_that_can_not_be_run(order, message):
@@ -60,8 +60,8 @@ def test_orders_that_can_not_be_run(order, message):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (((1, 2, -2, -1), 3, 3, None), "3 callables can't be shared out evenly to the 2 chunks"),
-        (((1, 2, -2, -1), 3, 3, (1, 1)), "makes 2 layers in 2 chunks, but there are 3 callables"),
+        (((1, 2, -2, -1), 3, 3, None), "that make 3 layers, got None"),
+        (((1, 2, -2, -1), 3, 3, (1, 1)), r"that make 3 layers, got \(1, 1\)"),
         (((1, 2, -2, -1), 3, 3, (3,)), "must be an int or 2 ints"),
         (((1, 2, -2, -1), 3, 3, (3, 0)), "each at least 1"),
         (((1, 1, -1, -1), 2, 2, None), "2 microbatches of 2 callables, so 4 samples .* got 2"),
