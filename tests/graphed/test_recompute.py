@@ -105,11 +105,11 @@ class _Remembers(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, module):
         ctx.module = module
-        return module.head(x)
+        return module.out(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad @ ctx.module.head.weight, None
+        return grad @ ctx.module.out.weight, None
 
 
 WAYS_TO_HOLD = {**WAYS, "function": None}
@@ -120,16 +120,13 @@ WAYS_TO_HOLD = {**WAYS, "function": None}
 def test_what_a_graph_keeps_of_a_callable_frees_it(setting, way, form):
     """C++ holds the graph of a recording, where no garbage collector looks."""
 
-    class Holder(Model):
-        def encode(self, x):
-            if way == "function":
-                return _Remembers.apply(x, self)
-            return Layer.forward(self.layers[0], x)
+    class Holder(Layer):
+        def forward(self, x):
+            return _Remembers.apply(x, self) if way == "function" else super().forward(x)
 
-    Holder.forward = Holder.encode
-    module = setting.module(Holder(way if way in WAYS else "none", layers=1))
+    module = setting.module(Holder(checkpoint=WAYS_TO_HOLD[way]))
     sample = (setting.randn(2, 4, 8, grad=True),)
-    fn = module.encode if form == "method" else module
+    fn = module.forward if form == "method" else module
     options = {"allow_unused_input": True, "patch_modules": form == "patched"}
     module.graphed_one = setting.graphed(fn, sample, **options)
     outs = [module.graphed_one(setting.randn(2, 4, 8, grad=True)) for _ in range(2)]
