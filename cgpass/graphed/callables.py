@@ -195,9 +195,9 @@ class GraphedFunction:
         else:
             key, now = self._key()
         pairs = self._pairs.get(key, [])
-        for is_ready in (Pair.is_safe, Pair.rescue):
+        for is_ready in (owner.is_safe, owner.rescue):
             for pair in pairs:
-                if pair.is_free() and is_ready(pair):
+                if pair.is_free() and is_ready(pair.forward):
                     self._last = key
                     return pair, pair.take(now)
         pair = self._record_again(owner, key, tensors, held=bool(pairs))

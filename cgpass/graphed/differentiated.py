@@ -62,16 +62,9 @@ class Differentiated:
         keeps_saved: bool,
         watches: bool,
     ) -> None:
-        """Describe it.
+        """Describe it: see the fields of `Pass`, and Note [A backward with explicit saved tensors].
 
-        Args:
-            run: The callable.
-            binding: Its arguments.
-            statics: What it reads besides.
-            with_grad: Whether autograd watches.
-            copies_inputs: Whether it gets copies of the arguments. See Note [A backward with explicit saved tensors].
-            keeps_saved: Whether saved tensors must outlive their last known use.
-            watches: Whether writes to copies are to be written back.
+        `keeps_saved` has saved tensors outlive their last known use; `watches` has writes to copies written back.
         """
         self._run = run
         self._binding = binding
@@ -111,12 +104,7 @@ class Differentiated:
     # ---- forward
 
     def forward(self, inputs: Sequence[torch.Tensor], members: Sequence[torch.Tensor]) -> list[Any]:
-        """Run the callable; returns its result's tensors, without a history.
-
-        Args:
-            inputs: One for each of the sample's tensors.
-            members: Parameters and buffers to lie on, each once.
-        """
+        """Run the callable on inputs, members lying where they are told; returns its result's tensors without a history."""
         samples, wanted = self._binding.samples, self._binding.requires_grad
         places = [t.clone() if self._copies_inputs else t.detach() for t in inputs]
         self._inputs = list(map(_like, samples, places, wanted))
@@ -166,11 +154,7 @@ class Differentiated:
     # ---- the graph
 
     def separate(self) -> list[torch.Tensor]:
-        """Take what the graph saved out of it, and forget the result; returns it.
-
-        Raises:
-            RuntimeError: The callable changed something in place that the graph had saved.
-        """
+        """Take what the graph saved out of it, and forget the result; returns what it saved."""
         numbers = {id(t): k for k, t in enumerate(self._members)}
         is_opaque, found = False, []
         holders: dict[int, dict[str, Any]] = {}
@@ -208,10 +192,7 @@ class Differentiated:
             holder.clear()
 
     def _saved_tensors(self, holders: dict[int, dict[str, Any]]) -> Iterator[tuple[Any, Any]]:
-        """Nodes with what they saved, what checkpoints keep to recompute from included; notes facts on the way.
-
-        Adds the attributes of functions and checkpoints to `holders`.
-        """
+        """Nodes with what they saved, also to recompute from; fills `holders` with attributes that nodes keep."""
         known = {id(t): i for i, t in enumerate(self.leaves)}
         seen: set[Any] = set()
         open_ = [edge.node for edge in self._edges]
@@ -270,9 +251,9 @@ class Differentiated:
         members: Sequence[torch.Tensor],
         wanted: Sequence[int],
     ) -> list[torch.Tensor | None]:
-        """Gradients of some of `leaves`, each in memory of its own; the lists are emptied.
+        """Gradients of some of `leaves`, or None, as outside of `torch.autocast`, each in memory of its own.
 
-        They are those of a backward outside of `torch.autocast`. None for what the results don't depend on.
+        The lists are emptied.
         """
         self._saved, self._left = list(saved), list(self._uses)
         known = [*saved, *grads, *members]
@@ -332,7 +313,6 @@ class _Packing:
     """Hooks of saved tensors that replace each by a number; the same tensor has one."""
 
     def __init__(self, copies: dict[int, torch.UntypedStorage]) -> None:
-        """Args: copies: of memory that others write by the time of the backward."""
         self.saved: list[torch.Tensor] = []
         self.uses: list[int] = []
         self._slots: dict[Any, int] = {}

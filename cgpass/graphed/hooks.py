@@ -1,23 +1,9 @@
 """Hooks that run around warm-ups and captures, and never on a replay.
 
 Note [When hooks run]
-    Capture-time hooks run around every warm-up iteration and around the capture of their callable, outside of the
-    captured region, on the stream that is current where `make_graphed_callables` (or the call that records again) is
-    called:
-
-        pre_forward(module, args, kwargs)            before the forward
-        forward(module, args, kwargs, output)        after it; `output` has the callable's own structure
-        pre_backward(module)                         before the backward
-        backward(module)                             after it
-
-    With w warm-up iterations each function runs w + 1 times per forward that the schedule has of its callable, and as
-    often again whenever that is recorded again because parameters moved (one warm-up iteration then). `pre_backward`
-    and `backward` don't run where there is no backward. Parameters and buffers that they move or free are left as they
-    leave them, but for a call that records again, which has them as they were.
-
-    Warm-up hooks, `pre_warmup` and `post_warmup`: given once for all, they are called without arguments, once each,
-    before the first and after the last warm-up. Given per callable, they are called with the module before and after
-    the warm-up iterations of each forward that the schedule has of it. They don't run where something is recorded again.
+    Outside of what is captured, on the stream that is current where something is recorded: once for each warm-up and once
+    for the capture, `pre_backward` and `backward` where there is a backward. Parameters that they move are left as they
+    leave them, but for a call that records again, which has them as they were. Warm-up hooks don't run then.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -129,13 +129,9 @@ def _forward_of(module: Any, own: Any) -> Callable[..., Any]:
 
 
 def with_forward(module: torch.nn.Module, graphed: GraphedFunction, *, patch: bool) -> Any:
-    """A module whose `forward` is graphed.
+    """A module whose `forward` is graphed, and recorded as if it were not: `module` itself, or a shallow copy.
 
-    Args:
-        module: What was recorded. If it is graphed already, it is recorded and replaced as if it were not.
-        graphed: Its recordings.
-        patch: Whether to change `module` itself; else it is a shallow copy that shares parameters, buffers and
-            submodules, and has hooks of its own. Copies and pickles of what is returned know no graphs.
+    The copy shares parameters, buffers and submodules, and has hooks of its own.
     """
     original = module
     if not patch:

@@ -50,11 +50,7 @@ def interleaved(
     num_samples: int,
     num_layers_per_chunk: int | Sequence[int] | None,
 ) -> Schedule:
-    """A pipeline's schedule.
-
-    Raises:
-        ScheduleError: What is wrong with the order, at which position; or numbers that don't fit it.
-    """
+    """A pipeline's schedule; the arguments are options of `GraphedOptions`, and how many callables and samples there are."""
     num_chunks, num_microbatches = _walk(order)
     layers = _layers(num_layers_per_chunk, num_chunks, num_callables)
     if num_samples != num_callables * num_microbatches:

@@ -39,13 +39,8 @@ class Statics:
     ) -> None:
         """Find them on a device; tensors elsewhere are none that a graph could read.
 
-        Args:
-            modules: Whose they are.
-            device: Where they lie.
-            name: Of the callable, for messages.
-            weak: Whether the modules themselves must not be held; somebody else then looks at their `training`.
-            required: Whether a parameter is expected to get a gradient.
-            around: The module whose own hooks run around what is recorded.
+        `weak` modules are not held, and somebody else looks at their `training`. Hooks of the module `around` run around
+        what is recorded.
         """
         self._callable = name
         self._dicts: list[dict[str, Any]] = []
@@ -124,7 +119,7 @@ class Statics:
         """Submodules that have other hooks than they had, or another `forward` of their own; empty if none has."""
         if self._runs.unchanged():
             return ""
-        found = self._runs.changed(but=lambda now: hasattr(now, "ungraphed"))
+        found = [name for name, now in self._runs.changed() if not hasattr(now, "ungraphed")]
         if not found:  # a submodule was graphed by itself
             self.note()
         return _listed(found)
@@ -139,16 +134,13 @@ class Statics:
 
     def other_members(self) -> str:
         """What was added, removed, or replaced by another module."""
-        return ", ".join(self._members.changed() + self._gone()) or "some were added"
+        changed = [name for name, _ in self._members.changed() if name]
+        return _listed(list(dict.fromkeys(changed + self._gone())))
 
     # ---- tensors
 
     def now(self) -> list[torch.Tensor]:
-        """The tensors as they are; one object that has several names is there as often.
-
-        Raises:
-            MemberGoneError: One of them was taken out of its module.
-        """
+        """The tensors as they are; one object that has several names is there as often."""
         try:
             return fast.members(self._dicts, self._keys)
         except KeyError as error:
@@ -172,11 +164,7 @@ class Statics:
 
     @contextlib.contextmanager
     def replaced(self, others: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Have modules hold other tensors in place of `distinct()`, for a block.
-
-        Raises:
-            GraphedArgumentError: What ran in the block assigned one of them anew: no replay would.
-        """
+        """Have modules hold other tensors in place of `distinct()`, for a block that assigns none of them anew."""
         before = self.now()
         numbers = {id(tensor): k for k, tensor in enumerate(self.distinct())}
         new = [others[numbers[id(tensor)]] for tensor in before]
@@ -200,11 +188,7 @@ class Statics:
             module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
     def key_of(self, tensors: Sequence[torch.Tensor]) -> bytes:
-        """Where they lie and how they are laid out, and which of them are one.
-
-        Raises:
-            MemberGoneError: One of them is none any more.
-        """
+        """Where they lie and how they are laid out, and which of them are one."""
         try:
             return fast.layouts(tensors)
         except (TypeError, AttributeError):
@@ -261,15 +245,13 @@ class _Entries:
             self._dicts, self._keys, self._values, self._holders, self._sizes.tobytes()
         )
 
-    def changed(self, but: Any = None) -> list[str]:
-        """Names of the entries that differ, but for some values, and paths of dictionaries of another size."""
+    def changed(self) -> list[tuple[str, Any]]:
+        """Names of the entries that differ and what is there, and paths of dictionaries of another size."""
         entries = zip(self._dicts, self._keys, self._values, self._names, strict=True)
         pairs = [(name, value, _entry(holder, key, ...)) for holder, key, value, name in entries]
-        found = [n for n, value, now in pairs if now is not value and not (but and but(now))]
         sizes = zip(self._holders, self._sizes, self._paths, strict=True)
-        if but is not None:
-            found += [path for holder, size, path in sizes if len(holder) != size]
-        return list(dict.fromkeys(found))
+        found = [(name, now) for name, value, now in pairs if now is not value]
+        return found + [(path, None) for holder, size, path in sizes if len(holder) != size]
 
 
 def _is_member(value: Any) -> bool:

@@ -229,11 +229,7 @@ _here = threading.local()
 
 @contextlib.contextmanager
 def prepared(d: Pass, device: torch.device) -> Iterator[None]:
-    """A block for warm-ups and captures, after which random number states are as before it.
-
-    Those of Python and NumPy, too: what code drops by chance is no reason for data to come in another order. What the
-    user watches autograd with is off in it: anomaly detection, and hooks of saved tensors around it.
-    """
+    """A block for warm-ups and captures, after which random number states are as before, Python's and NumPy's too."""
     before, _here.prepares = is_preparing(), True
     tracker = d.options.rng_tracker
     numpy = sys.modules.get("numpy")

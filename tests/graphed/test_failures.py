@@ -155,14 +155,18 @@ def test_arguments_that_can_not_be(setting):
     refused = {
         "callable 0 is a int; give a module": ((3,), ((x,),), None),
         "2 callables, but 1 samples": ((module, module), ((x,),), None),
-        r"sample_args must be a tuple of arguments, .* got Tensor": (module, x, None),
-        r"sample_args must be .*, got tuple of tuple, Tensor": (
+        "sample_args must be a tuple of arguments, got Tensor": (module, x, None),
+        "sample_args must be .* for each in a tuple, got tuple of tuple, Tensor": (
             (module,) * 2,
             ((x,), x),
             None,
         ),
-        "sample_kwargs must be a dict .*, got list of int": (module, (x,), [1]),
-        "2 samples in sample_args, 1 in sample_kwargs": ((module,) * 2, ((x,), (x,)), [{}]),
+        "sample_kwargs must be a dict with names for keys, got list of int": (module, (x,), [1]),
+        "sample_kwargs must be .*, and 2 of these in a tuple, got list of dict": (
+            (module,) * 2,
+            ((x,), (x,)),
+            [{}],
+        ),
         "sample_kwargs must be a dict .*, got int": ((module,), ((x,),), 5),
         "sample_kwargs must be a dict with names for keys": (module, (x,), {1: 2}),
         "callable 0 is a list; give a module, a function or a tuple": ([module], (x,), None),
