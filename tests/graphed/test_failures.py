@@ -95,25 +95,6 @@ def test_the_users_own_errors_come_through(setting):
         setting.graphed(fn, (setting.randn(3),))
 
 
-def test_an_error_in_the_capture_alone_comes_through(setting):
-    calls = []
-
-    def fn(x):
-        calls.append(1)
-        if len(calls) == 4:
-            raise ValueError("mine")
-        return x.sin()
-
-    state = rng_state(setting.device)
-    with pytest.raises(ValueError, match="mine"):
-        setting.graphed(fn, (setting.randn(3),))
-    del state
-    same(
-        setting.graphed(fn, (setting.randn(3),))(torch.zeros(3, device=setting.device)),
-        torch.zeros(3, device=setting.device),
-    )
-
-
 def test_modules_with_hooks_are_refused(setting):
     def register(name):
         module = setting.module(net())
@@ -244,57 +225,6 @@ def test_sparse_gradients_are_refused(setting):
         match="Embedding gives parameter weight a gradient of layout",
     ):
         setting.graphed(module, (torch.tensor([1, 2], device=setting.device),))
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_a_failure_in_torchs_own_modules_has_a_line(setting, wrapped):
-    class Calls(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = torch.nn.BatchNorm1d(8, momentum=None)
-
-        def forward(self, x):
-            return self.inner(x)
-
-    module = Calls() if wrapped else torch.nn.Sequential(torch.nn.BatchNorm1d(8, momentum=None))
-    line = (
-        r"test_failures\.py:\d+ in forward: return self\.inner"
-        if wrapped
-        else r"batchnorm\.py:\d+ in forward: "
-    )
-    with pytest.raises(cgpass.errors.CaptureError, match=rf"can't be captured, at {line}"):
-        setting.graphed(setting.module(module), (setting.randn(4, 8),))
-
-
-class Forces(torch.nn.Module):
-    """An energy, and what pulls at positions."""
-
-    def __init__(self, detach):
-        super().__init__()
-        self.linear = torch.nn.Linear(3, 1)
-        self.detach = detach
-
-    def forward(self, positions):
-        with torch.enable_grad():
-            positions = positions.detach().requires_grad_()
-            energy = self.linear(positions).tanh().sum()
-            (gradient,) = torch.autograd.grad(energy, positions, create_graph=self.training)
-        return (energy.detach() if self.detach else energy), -gradient
-
-
-def test_a_forward_that_frees_its_graph(setting):
-    forces = setting.module(Forces(detach=False)).eval()
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        setting.graphed(forces, (setting.randn(5, 3),))
-    x = setting.randn(5, 3)
-    for module in (forces.train(), Forces(detach=True).to(setting.device).eval()):
-        graphed = setting.graphed(module, (setting.randn(5, 3),))
-        for found, expected in zip(graphed(x), module(x), strict=True):
-            same(found, expected)
-    with torch.no_grad():
-        graphed = setting.graphed(forces.eval(), (setting.randn(5, 3),))
-        for found, expected in zip(graphed(x), forces(x), strict=True):
-            same(found, expected)
 
 
 def test_a_backward_that_can_not_be_recorded_late_runs_without_a_graph(setting, caplog):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.func import functional_call
 
-import cgpass
 from tests.graphed.steps import net, same, same_grads, twins
 
 
@@ -69,18 +68,6 @@ def test_backwards_in_any_order(setting):
             same(a[name].grad, b[name].grad)
 
 
-def test_only_some_of_them(setting):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
-    for number in range(2):
-        given, wanted = ({"0.weight": leaves(module, number)["0.weight"]} for _ in range(2))
-        for out in compare(setting, graphed, plain, given, wanted):
-            out.square().sum().backward()
-        same(given["0.weight"].grad, wanted["0.weight"].grad)
-    same_grads(module, plain)
-    assert graphed.graphed.stats.plain_calls == 0
-
-
 def test_computed_parameters(setting, caplog):
     module, plain = twins(setting, net())
     graphed = setting.graphed(module, (setting.randn(4, 8),))
@@ -126,22 +113,3 @@ def test_parameters_are_held_until_the_backward_is_done(setting, backward):
         out.square().sum().backward()
         gc.collect()
         assert ref() is None
-
-
-def test_a_parameter_that_moved_before_the_backward(setting):
-    module, plain = twins(setting, net())
-    x, graphed = setting.randn(4, 8), setting.graphed(module, (setting.randn(4, 8),))
-    for each, fn in ((module, graphed), (plain, plain)):
-        out = fn(x)
-        each[3].weight.data = each[3].weight.data * 2
-        out.square().sum().backward()
-    same_grads(module, plain)
-
-
-def test_other_leaves_can_be_errors(setting):
-    module = setting.module(net())
-    graphed = setting.graphed(module, (setting.randn(4, 8),), static_input_check="error")
-    with pytest.raises(
-        cgpass.errors.StaticInputMovedError, match='use static_input_check="rerecord"'
-    ):
-        functional_call(graphed, leaves(module, 0), (setting.randn(4, 8),))

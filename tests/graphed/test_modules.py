@@ -138,18 +138,6 @@ def test_cgpass_reset_frees_them_too(setting):
     assert graphed.graphed.stats.recordings == 4
 
 
-def test_no_garbage_is_collected_while_capturing(setting):
-    states = []
-
-    def fn(x):
-        states.append(gc.isenabled())
-        return x.sin()
-
-    setting.graphed(fn, (setting.randn(3, grad=True),), num_warmup_iters=2)
-    assert states == [True, True, False]
-    assert gc.isenabled()
-
-
 def test_a_compiled_callable(setting):
     backend = "aot_eager" if setting.driver == "simulated" else "inductor"
     module, plain = twins(setting, net())
@@ -251,30 +239,6 @@ def test_copies_and_pickles_of_the_original_know_no_graphs(setting):
     x = setting.randn(4, 8)
     same(copy.deepcopy(module)(x), module(x))
     same(pickle.loads(pickle.dumps(module))(x), module(x))
-
-
-def accumulator(leaf):
-    return torch.autograd.graph.get_gradient_edge(leaf).node
-
-
-def test_a_graph_that_is_held_keeps_its_accumulators_and_their_hooks(setting):
-    module, plain = twins(setting, net())
-    weight = module[0].weight
-    x = setting.randn(4, 8)
-    held = module(x).sum()
-    before, hooked = accumulator(weight), []
-    before.register_hook(lambda *grads: hooked.append(1))
-
-    sample = (setting.randn(4, 8),)
-    graphed = setting.graphed(module, sample)
-    assert accumulator(weight) == before
-    for each in (graphed, plain):
-        each(x).square().sum().backward()
-    assert hooked == [1]
-    (held + 0).backward()
-    plain(x).sum().backward()
-    assert hooked == [1, 1]
-    same_grads(module, plain)
 
 
 def test_a_recurrent_module(setting):

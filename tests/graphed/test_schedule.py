@@ -135,21 +135,6 @@ def test_two_chunks_and_four_microbatches(setting, name):
     assert {g.stats.recordings for g in graphed} == {2}
 
 
-def test_another_order_than_the_schedules(setting):
-    order, layers = ORDERS["1f1b"], (2, 1)
-    modules, graphed, count = build(setting, order, layers)
-
-    def graph_of(layer, microbatch):
-        chunk = 0 if layer < 2 else 1
-        return graphed[sum(layers[:chunk]) * count + microbatch * layers[chunk] + layer % 2]
-
-    for other in ORDERS.values():
-        train(setting, other, layers, count, graph_of)
-        train(setting, other, layers, count, lambda layer, _: modules[layer][1])
-        for module, plain in modules:
-            same_grads(module, plain)
-
-
 def test_warm_ups_follow_the_order(setting):
     seen = []
     modules = [setting.module(net()) for _ in range(2)]

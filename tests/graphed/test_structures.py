@@ -77,30 +77,6 @@ def test_results_that_hide_tensors_are_refused(setting, kind, nested):
     assert graphed(x, other)[1] is other
 
 
-@pytest.mark.parametrize("num_warmup_iters", [1, 3])
-def test_results_that_hold_the_same_tensors_in_every_run(setting, num_warmup_iters):
-    """As a cache that the first run makes and every run writes in place."""
-    cache = Plain([])
-
-    def step(x):
-        if not cache.values:
-            cache.values.append(Slotted(torch.zeros(3, device=x.device)))
-        cache.values[0].values.copy_(x)
-        return x * 2, cache
-
-    graphed = setting.graphed(step, (setting.randn(3),), num_warmup_iters=num_warmup_iters)
-    for _ in range(3):
-        x = setting.randn(3)
-        doubled, found = graphed(x)
-        same(doubled, x * 2)
-        assert found is cache
-        same(found.values[0].values, x)
-    graphed.reset()
-    cache.values.clear()
-    x = setting.randn(3)
-    same(graphed(x)[1].values[0].values, x)
-
-
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_views_of_arguments_that_are_laid_out_otherwise(setting, requires_grad, caplog):
     """A view is cut out of the call's own argument, so such a call runs without a graph, and says so."""
@@ -173,16 +149,3 @@ def test_a_result_whose_first_tensors_are_alike(setting, warm, captured):
         cgpass.errors.GraphedArgumentError, match=r"fn returned another structure than in the run"
     ):
         setting.graphed(fn, (setting.randn(4),))
-
-
-def test_a_result_of_other_leaves_in_the_same_places(setting):
-    runs = []
-
-    def fn(x):
-        runs.append(len(runs))
-        return x * 2, len(runs)
-
-    x = setting.randn(4)
-    found, number = setting.graphed(fn, (x,))(x)
-    same(found, x * 2)
-    assert number == 4

@@ -311,11 +311,3 @@ def test_a_tracker_that_is_not_registered_is_named(device, registered):
             cgpass.checkpoint(torch.sin, x, rng_tracker=other)
         with other.fork("b"), pytest.raises(CheckpointError, match=forked):
             cgpass.checkpoint(torch.sin, x, rng_tracker=mine if registered else None)
-
-
-def test_a_state_added_during_the_warm_up(device):
-    rng_tracker = tracker_of()
-    with CheckpointStates(FAKE, rng_tracker):
-        rng_tracker.add("late", 1)
-        with pytest.raises(CheckpointError, match="state 'late' was added to the rng_tracker"):
-            cgpass.checkpoint(torch.sin, tensor(2, requires_grad=True), rng_tracker=rng_tracker)
