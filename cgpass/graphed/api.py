@@ -91,12 +91,12 @@ def make_graphed_callables(
     targets = [Target(fn, named[i], i if several else None) for i, fn in enumerate(fns)]
     device = _device((args, kwargs), targets)
     by_module = given.order is None  # what is returned looks at its module's mode itself
-    find_statics = [partial(target.statics, device, weak=by_module) for target in targets]
+    find_statics = [partial(target.statics, device, moded=not by_module) for target in targets]
     statics = [find() for find in find_statics]
     passes = [
         Pass(
             name=targets[i].name,
-            run=targets[i].plain(weak=given.patch_modules),
+            run=targets[i].plain(patch=given.patch_modules),
             hooked=fns[i],
             binding=Binding(targets[i].name, tuple(args[number]), kwargs[number], device),
             statics=statics[i],

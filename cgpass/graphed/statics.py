@@ -33,14 +33,14 @@ class Statics:
         device: torch.device,
         name: str,
         *,
-        weak: bool = False,
+        moded: bool = True,
         required: bool = True,
         around: torch.nn.Module | None = None,
     ) -> None:
         """Find them on a device; tensors elsewhere are none that a graph could read.
 
-        `weak` modules are not held, and somebody else looks at their `training`. Hooks of the module `around` run around
-        what is recorded.
+        Hooks of the module `around` run around what is recorded. Unless `moded`, somebody else looks at the modes of the
+        modules that were given.
         """
         self._callable = name
         self._dicts: list[dict[str, Any]] = []
@@ -51,7 +51,7 @@ class Statics:
         named = _named(modules)
         self._recurrent = [m for _, m in named if isinstance(m, torch.nn.RNNBase)]
         """Modules that keep their parameters in a list, too."""
-        tops = {id(top) for top in modules} if weak else set()
+        tops = set() if moded else {id(top) for top in modules}
         self._moded = [(path, vars(m)) for path, m in named if id(m) not in tops]
         self._containers = [
             (path, holder)

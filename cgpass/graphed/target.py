@@ -1,6 +1,5 @@
 """`Target`: one callable that is recorded."""
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,11 +71,8 @@ class Target:
             if buffer.requires_grad:
                 raise self._refusal(f"has a buffer that requires grad, {key}. Make it a parameter")
 
-    def statics(self, device: torch.device, *, weak: bool) -> Statics:
-        """What it reads besides its arguments, on a device.
-
-        `weak` says that the module will hold what is returned, and must not be held by it.
-        """
+    def statics(self, device: torch.device, *, moded: bool) -> Statics:
+        """What it reads besides its arguments, on a device; with the mode of the module itself, or without."""
         is_module = self.module is not None
         around = self.module
         if around is None and getattr(self.fn, "__name__", "") == "forward":
@@ -85,7 +81,7 @@ class Target:
             self.modules,
             device,
             self.name,
-            weak=weak and is_module,
+            moded=moded or not is_module,
             required=is_module,
             around=around,
         )
@@ -99,23 +95,14 @@ class Target:
         found = getattr(self.fn, "backward_dw", None)
         return found if callable(found) else None
 
-    def plain(self, *, weak: bool) -> Callable[..., Any]:
-        """What runs the callable without a graph, whatever becomes of its `forward`.
-
-        `weak` says that the module will keep what is returned alive, and so must not be held by it.
-        """
-        module = self.module
-        if module is None:
+    def plain(self, *, patch: bool) -> Callable[..., Any]:
+        """What runs the callable without a graph, whatever becomes of its `forward`."""
+        if self.module is None:
             return self.fn
-        forward: Any = getattr(module.forward, "ungraphed", module.forward)
-        if weak:
-            ref, function = weakref.ref(module), getattr(forward, "__func__", None)
-            if function is None or forward.__self__ is not module:
-                return forward
-            return lambda *args, **kwargs: function(ref(), *args, **kwargs)
-        compiled = vars(module).get("_compiled_call_impl")
-        is_graphed = hasattr(vars(module).get("forward"), "ungraphed")
-        return forward if compiled is None or is_graphed else compiled
+        forward: Any = getattr(self.module.forward, "ungraphed", self.module.forward)
+        compiled = vars(self.module).get("_compiled_call_impl")
+        is_graphed = hasattr(vars(self.module).get("forward"), "ungraphed")
+        return forward if patch or compiled is None or is_graphed else compiled
 
 
 def _name_of(fn: Callable[..., Any]) -> str:

@@ -77,22 +77,6 @@ def test_dropping_the_callable_frees_everything(setting, patch):
     assert parameters[0].grad is not None
 
 
-def test_what_was_closed_goes_without_the_garbage_collector(setting):
-    gc.collect()
-    gc.disable()
-    try:
-        module = setting.module(net())
-        graphed = setting.graphed(module, (setting.randn(4, 8),))
-        graphed(setting.randn(4, 8)).sum().backward()
-        refs = [weakref.ref(each) for each in (graphed.graphed, module, *module.parameters())]
-        graphed.close()
-        graphed.close()
-        del graphed, module
-        assert all(ref() is None for ref in refs)
-    finally:
-        gc.enable()
-
-
 def test_reset_frees_graphs_and_the_next_call_records_again(setting):
     module, plain = twins(setting, net())
     counts = []
