@@ -201,19 +201,6 @@ def test_results_that_are_inputs_parameters_or_share_memory(setting):
             torch.testing.assert_close(a, b)
 
 
-def test_buffers_are_updated_and_put_back_after_recording(setting):
-    module, plain = twins(setting, torch.nn.BatchNorm1d(8))
-    x = setting.randn(4, 8)
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    graphed = setting.graphed(module, (x,))
-    for name, buffer in module.named_buffers():
-        same(buffer, before[name])
-    check(setting, graphed, plain, x)
-    for a, b in zip(module.buffers(), plain.buffers(), strict=True):
-        same(a, b)
-    assert int(module.num_batches_tracked) == 3
-
-
 def test_an_argument_that_is_written(setting):
     def fn(x, cache):
         cache.add_(x.detach())

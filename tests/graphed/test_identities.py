@@ -71,32 +71,6 @@ def test_a_view_of_an_argument_is_another_tensor(setting):
     assert graphed.graphed.stats.plain_calls == 0
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["sample", "other"])
-def test_attention_to_itself(setting, own):
-    module = setting.module(torch.nn.MultiheadAttention(8, 2, batch_first=True))
-    twin = copy.deepcopy(module)
-    sample = setting.randn(2, 5, 8, grad=True)
-    graphed = setting.graphed(module, (sample, sample, sample))
-    for _ in range(2):
-        x = sample if own else setting.randn(2, 5, 8, grad=True)
-        y = x.detach().clone().requires_grad_()
-        out, weights = graphed(x, x, x)
-        expected, wanted = twin(y, y, y)
-        same(out, expected)
-        same(weights, wanted)
-        out.square().sum().backward()
-        expected.square().sum().backward()
-        same(x.grad, y.grad)
-        x.grad = None
-        same_grads(module, twin)
-    stats = graphed.graphed.stats
-    before = stats.copied_bytes
-    with torch.no_grad():
-        graphed(x, x, x)
-    assert stats.copied_bytes - before == x.nbytes
-    assert stats.plain_calls == 0
-
-
 def test_an_argument_given_twice_that_is_written(setting):
     def fn(a, b):
         a.add_(1)

@@ -39,37 +39,6 @@ def test_another_layout_at_the_same_address(setting):
     check(setting, graphed, module, plain, 1)
 
 
-class Scaled(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(8))
-        self.register_buffer("scale", torch.arange(8, dtype=torch.int32))
-
-    def forward(self, x):
-        return x * self.weight.sum() + self.scale.sum()
-
-
-def shorten(module):
-    module.weight.data = module.weight.data[:4]
-
-
-def reinterpret(module):
-    module.scale = module.scale.view(torch.float32)
-
-
-def lengthen(module):
-    module.scale = module.scale.as_strided((2,), (1,))
-
-
-@pytest.mark.parametrize("change", [shorten, reinterpret, lengthen])
-def test_another_shape_or_dtype_at_the_same_address(setting, change):
-    module, plain = twins(setting, Scaled())
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
-    for each in (module, plain):
-        change(each)
-    check(setting, graphed, module, plain, 1)
-
-
 def test_weights_tied_and_untied_after_recording(setting):
     module, plain = twins(setting, pair())
     graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))

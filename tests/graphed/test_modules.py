@@ -122,26 +122,6 @@ def test_cgpass_reset_frees_them_too(setting):
     assert graphed.graphed.stats.recordings == 4
 
 
-def test_a_compiled_callable(setting):
-    backend = "aot_eager" if setting.driver == "simulated" else "inductor"
-    module, plain = twins(setting, net())
-    compiled = torch.compile(module, backend=backend)
-    reference = torch.compile(plain, backend=backend)
-    x = setting.randn(4, 8, grad=True)
-    reference(x).sum().backward()
-    plain.zero_grad()
-    graphed = setting.graphed(compiled, (x,))
-    for _ in range(3):
-        x = setting.randn(4, 8, grad=True)
-        a, (grad,) = step(graphed, x)
-        b, (want,) = step(reference, x)
-        same(a, b)
-        same(grad, want)
-        same_grads(module, plain)
-    assert graphed.graphed.stats.recordings == 2
-    torch.compiler.reset()
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_inside_of_a_compiled_function(setting):
     module, plain = twins(setting, net())
@@ -215,14 +195,6 @@ def test_inside_a_capture_of_the_users():
     graph.replay()
     same(out, expected)
     assert graphed.graphed.stats.plain_calls == 1
-
-
-def test_copies_and_pickles_of_the_original_know_no_graphs(setting):
-    module = setting.module(net())
-    setting.graphed(module, (setting.randn(4, 8),))
-    x = setting.randn(4, 8)
-    same(copy.deepcopy(module)(x), module(x))
-    same(pickle.loads(pickle.dumps(module))(x), module(x))
 
 
 def test_a_recurrent_module(setting):

@@ -185,16 +185,6 @@ def test_a_tracker_of_states(setting):
         same(a.get_state(), b.get_state())
 
 
-def test_a_checkpoint_around_graphed_layers_is_not_theirs(setting):
-    layer, plain = twins(setting, Layer())
-    graphed = setting.graphed(layer, (setting.randn(2, 4, 8, grad=True),))
-    x = setting.randn(2, 4, 8, grad=True)
-    for fn in (graphed, plain):
-        out = cgpass.checkpoint(lambda x, fn=fn: fn(x).sin(), x)
-        out.square().sum().backward()
-    same_grads(layer, plain)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_torchs_checkpoint_of_random_operators_is_refused(reentrant):
     def forward(x):
@@ -206,24 +196,6 @@ def test_torchs_checkpoint_of_random_operators_is_refused(reentrant):
         cgpass.make_graphed_callables(
             forward, (torch.ones(4, requires_grad=True),), options=options
         )
-
-
-def test_torchs_checkpoint_without_random_operators_keeps_its_states():
-    def forward(x):
-        return F.dropout(torchs(lambda x: x.sin().exp(), x, use_reentrant=False), 0.5)
-
-    options = cgpass.GraphedOptions(driver="simulated")
-    sample = torch.ones(4, requires_grad=True)
-    graphed = cgpass.make_graphed_callables(forward, (sample,), options=options)
-    found = []
-    for fn in (graphed, forward):
-        torch.manual_seed(0)
-        x = torch.linspace(0, 1, 4).requires_grad_()
-        y = fn(x)
-        y.sum().backward()
-        found.append((y.detach(), x.grad, torch.rand(2)))
-    for a, b in zip(*found, strict=True):
-        assert torch.equal(a, b)
 
 
 def test_a_call_inside_of_the_fork_that_it_has_inside(setting, caplog):
@@ -252,18 +224,3 @@ def test_a_call_inside_of_the_fork_that_it_has_inside(setting, caplog):
         for a, b in zip(*found, strict=True):
             assert torch.equal(a, b)
     assert caplog.text.count("another fork of its rng_tracker") == 1
-
-
-@pytest.mark.filterwarnings("ignore:.*defaults to a non-deterministic algorithm:UserWarning")
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_torchs_checkpoint_of_attention_that_drops_nothing(setting, reentrant):
-    def attend(x):
-        return F.scaled_dot_product_attention(x.sin(), x, x, dropout_p=0.0)
-
-    x = setting.randn(2, 2, 4, 8, grad=True)
-    graphed = setting.graphed(lambda x: torchs(attend, x, use_reentrant=reentrant), (x,))
-    for _ in range(2):
-        found, (grad,) = step(graphed, x)
-        expected, (want,) = step(attend, x)
-        same(found, expected)
-        same(grad, want)

@@ -50,29 +50,18 @@ class Unknown:
     number: int = 1
 
 
-@dataclasses.dataclass(slots=True)
-class Slotted:
-    values: object
-
-
-class Plain:
-    def __init__(self, values):
-        self.values = values
-
-
-@pytest.mark.parametrize("kind", [Unknown, Slotted, Plain])
 @pytest.mark.parametrize("nested", [False, True])
-def test_results_that_hide_tensors_are_refused(setting, kind, nested):
+def test_results_that_hide_tensors_are_refused(setting, nested):
     def wrapped(x):
-        return kind([x]) if nested else kind(x)
+        return Unknown([x]) if nested else Unknown(x)
 
     x = setting.randn(3)
     with pytest.raises(
         cgpass.errors.GraphedArgumentError,
-        match=rf"returns a {kind.__name__} that it makes anew in each run and that is no pytree node",
+        match=r"returns a Unknown that it makes anew in each run and that is no pytree node",
     ):
         setting.graphed(lambda x: wrapped(x * 2), (x,))
-    other = kind(3)
+    other = Unknown(3)
     graphed = setting.graphed(lambda x, other: (x * 2, other), (x, other))
     assert graphed(x, other)[1] is other
 

@@ -1,7 +1,5 @@
 """Transforms, tracers and modes that a replay knows nothing of: calls inside of them run without a graph."""
 
-import gc
-
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -90,22 +88,6 @@ def test_tracing(setting, grad, patch, caplog):
     with torch.set_grad_enabled(grad):
         same(graphed(x), plain(x))
     assert (graphed.graphed.stats.plain_calls, graphed.graphed.stats.replays) == (1, 1)
-
-
-def test_graphs_that_go_inside_of_a_transform(setting):
-    graphed = [setting.graphed(torch.sin, (setting.randn(3),))]
-    held = graphed[0](setting.randn(3))
-    kept = held.clone()
-
-    def fn(x):
-        graphed.clear()
-        gc.collect()
-        return x.sin()
-
-    x = setting.randn(3)
-    same(jvp_of(fn, x, x), x * x.cos())
-    same(torch.vmap(fn)(x[None]), x[None].sin())
-    same(held, kept)
 
 
 def test_batched_gradients_are_refused(setting):

@@ -68,24 +68,6 @@ def test_split_gradients(setting):
     assert module.later == []
 
 
-def test_weights_later_than_the_next_microbatchs_backward(setting):
-    modules = [twins(setting, Split()) for _ in range(2)]
-    samples = tuple((setting.randn(4, 8, grad=True),) for _ in modules)
-    graphed = setting.graphed(tuple(m for m, _ in modules), samples)
-    for _ in range(2):
-        torch.manual_seed(0)
-        for fns in (graphed, [plain for _, plain in modules]):
-            torch.manual_seed(0)
-            outputs = [fns[1](fns[0](setting.randn(4, 8, grad=True))) for _ in range(2)]
-            for y in outputs:
-                y.square().sum().backward()
-            for fn in fns:
-                for _ in outputs:
-                    fn.backward_dw()
-        for module, plain in modules:
-            same_grads(module, plain)
-
-
 def test_callables_that_offer_none_have_none(setting):
     module = setting.module(Split(split=False))
     graphed = setting.graphed(module, (setting.randn(4, 8),))
