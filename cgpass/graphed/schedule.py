@@ -1,20 +1,19 @@
 """In which order forwards and backwards are warmed up, recorded and (as a rule) run.
 
 Note [Numbers of forwards]
-    Without an order there is one forward per callable. With one, there is a forward per callable and microbatch, each
-    with a sample and a graph of its own: chunk by chunk, microbatch by microbatch within a chunk, layer by layer within
-    a microbatch. Backwards of a chunk take its microbatches in the order of their forwards.
+    Without an order there is one forward per callable; with one, one per callable and microbatch, chunk by chunk,
+    microbatch by microbatch within a chunk, layer by layer within a microbatch. Backwards come as their forwards did.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from cgpass.errors import ScheduleError
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One forward or backward of one callable."""
 
     forward: bool
@@ -118,7 +117,7 @@ def _layers(
     if given is None and not num_callables % num_chunks:
         given = num_callables // num_chunks
     is_sequence = isinstance(given, Sequence) and not isinstance(given, str)
-    layers = tuple(given) if is_sequence else (given,) * num_chunks
+    layers: tuple[Any, ...] = tuple(given) if is_sequence else (given,) * num_chunks
     if (
         len(layers) != num_chunks
         or any(type(n) is not int or n < 1 for n in layers)
