@@ -10,7 +10,7 @@ from cgpass import torch_private
 from cgpass.errors import StaticInputMovedError
 from cgpass.graphed.pair import Pair, in_place
 from cgpass.graphed.statics import MemberGoneError, Statics
-from cgpass.graphed.warmup import Pass, is_preparing, prepared
+from cgpass.graphed.warmup import Pass, prepared
 from cgpass.runtime import fast
 from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.owner import Owner
@@ -111,7 +111,7 @@ class GraphedFunction:
             return self._run_plainly(None, args, kwargs)
         if _is_watched():
             why = "a transform, a tracer or a dispatch mode, which would not see a replay, is on"
-            return self._run_plainly(None if is_preparing() else why, args, kwargs)
+            return self._run_plainly(why, args, kwargs)
         tensors = d.binding.bind(args, kwargs)
         why = self._why_plain(tensors)
         if tensors is None or why is not None:

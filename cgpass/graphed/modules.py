@@ -1,5 +1,6 @@
 """What `make_graphed_callables` returns for modules: modules whose `forward` is graphed."""
 
+import re
 import types
 from collections import OrderedDict
 from collections.abc import Callable
@@ -9,15 +10,8 @@ import torch
 
 from cgpass.graphed.callables import GraphedFunction
 
-_HOOK_DICTS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
-)
+_HOOKS = re.compile("_(forward|backward)_.*hooks.*")
+"""Dictionaries of a module's hooks around its calls."""
 
 
 class GraphedForward:
@@ -103,9 +97,8 @@ def with_forward(module: torch.nn.Module, graphed: GraphedFunction, *, patch: bo
     if not patch:
         module = object.__new__(type(module))
         module.__dict__.update(original.__dict__)
-        for name in _HOOK_DICTS:
-            if name in module.__dict__:
-                module.__dict__[name] = OrderedDict()
+        hooks = filter(_HOOKS.fullmatch, list(module.__dict__))
+        module.__dict__.update((name, OrderedDict()) for name in hooks)
     earlier = module.__dict__.get("forward")
     if isinstance(earlier, GraphedForward):
         earlier.undo(module.__dict__)

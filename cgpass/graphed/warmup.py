@@ -4,7 +4,6 @@ import contextlib
 import logging
 import random
 import sys
-import threading
 import traceback
 import weakref
 from collections import deque
@@ -224,13 +223,10 @@ class Pass:
 
 # ---- what is around warm-ups and captures
 
-_here = threading.local()
-
 
 @contextlib.contextmanager
 def prepared(d: Pass, device: torch.device) -> Iterator[None]:
     """A block for warm-ups and captures, after which random number states are as before, Python's and NumPy's too."""
-    before, _here.prepares = is_preparing(), True
     tracker = d.options.rng_tracker
     numpy = sys.modules.get("numpy")
     host, host_numpy = random.getstate(), numpy and numpy.random.get_state(legacy=False)
@@ -247,12 +243,6 @@ def prepared(d: Pass, device: torch.device) -> Iterator[None]:
             random.setstate(host)
             if numpy is not None:
                 numpy.random.set_state(host_numpy)
-            _here.prepares = before
-
-
-def is_preparing() -> bool:
-    """Whether this thread is in such a block."""
-    return getattr(_here, "prepares", False)
 
 
 @contextlib.contextmanager

@@ -97,6 +97,11 @@ def test_past_the_limit_calls_run_plainly(setting, caplog):
     stats = graphed.graphed.stats
     assert (stats.rerecordings, stats.plain_calls) == (1, 2)
     assert caplog.text.count("it was recorded again more often than max_rerecords") == 1
+    graphed.reset()
+    for _ in range(2):
+        check(setting, graphed, module, plain)
+        move(module)
+    assert (stats.rerecordings, stats.plain_calls) == (2, 2)
 
 
 def test_a_pending_forward_survives_a_move_of_the_next_one(setting):

@@ -170,6 +170,7 @@ def test_arguments_that_can_not_be(setting):
         ({"static_input_check": "no"}, "must be one of 'rerecord', 'error', 'off', got 'no'"),
         ({"rng_tracker": {}}, "'rng_tracker' must be a cgpass.RNGStatesTracker or None"),
         ({"num_warmup_iter": 3}, "unknown option 'num_warmup_iter'; did you mean 'num_warmup_it"),
+        ({"num_layers_per_chunk": 2}, "'num_layers_per_chunk' needs an order"),
         (3, "options must be a GraphedOptions or a dict, got int"),
     ],
 )
@@ -236,6 +237,7 @@ def test_a_backward_that_can_not_be_recorded_late_runs_without_a_graph(setting, 
         @staticmethod
         def backward(ctx, grad):
             if fails:
+                fails.append(True)
                 grad.sum().item()
             return grad
 
@@ -270,6 +272,7 @@ def test_a_backward_that_can_not_be_recorded_late_runs_without_a_graph(setting, 
             x = setting.randn(4, 8, grad=True)
             graphed(x).sum().backward()
             torch.testing.assert_close(x.grad, module.inner.weight.sum(0).expand(4, 8))
+    assert len(fails) == 1 + 3 * 4  # each time a warm-up, one attempt, two calls
     assert caplog.text.count("runs a backward without a graph: ") == 1
     assert "the backward of Model can't be captured, at test_failures.py" in caplog.text
     graphed.reset()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cgpass
-from cgpass.graphed.schedule import interleaved, simple
+from cgpass.graphed.schedule import interleaved
 from tests.graphed.steps import clear_grads, net, same, same_grads, twins
 
 ORDERS = {
@@ -18,10 +18,6 @@ ORDERS = {
 
 def text(schedule):
     return " ".join(("F" if step.forward else "B") + str(step.number) for step in schedule.steps)
-
-
-def test_without_an_order():
-    assert text(simple(3)) == "F0 F1 F2 B2 B1 B0"
 
 
 def test_an_interleaved_order():
@@ -155,11 +151,6 @@ def test_warm_ups_follow_the_order(setting):
     )
     warm_ups = ["a", "-a", "b", "-b", "a", "-a", "b", "-b"]
     assert seen == [*warm_ups, "a", "b", "-b", "a", "-a", "b", "-b", "-a"]
-
-
-def test_options_that_need_an_order():
-    with pytest.raises(cgpass.errors.OptionError, match="'num_layers_per_chunk' needs an order"):
-        cgpass.GraphedOptions(num_layers_per_chunk=2)
 
 
 def random_order(draw, chunks, microbatches):
