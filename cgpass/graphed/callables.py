@@ -40,12 +40,10 @@ class Group:
         if self.owner.closed:
             self.members.clear()
 
+    forget_recordings = close
+
     def forget_failures(self) -> None:
         """Nothing to do: what a callable has used up goes with its recordings."""
-
-    def forget_recordings(self) -> None:
-        """As `close`."""
-        self.close()
 
 
 class GraphedFunction:

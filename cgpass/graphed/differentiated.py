@@ -27,16 +27,18 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
-from cgpass.graphed.binding import Binding
-from cgpass.graphed.statics import Statics
 from cgpass.recompute.checkpointed import Checkpoint
 from cgpass.runtime.writes import SaidToBeWritten, has_place
+
+if TYPE_CHECKING:
+    from cgpass.graphed.binding import Binding
+    from cgpass.graphed.statics import Statics
 
 _REENTRANT = "CheckpointFunctionBackward"
 """Nodes whose backward needs a pass that accumulates everywhere: torch's and our own."""
@@ -51,29 +53,18 @@ def tensors_of(result: Any) -> list[torch.Tensor]:
 class Differentiated:
     """One run of a callable under autograd, and its backward as a function."""
 
-    def __init__(
-        self,
-        run: Callable[..., Any],
-        binding: Binding,
-        statics: Statics,
-        *,
-        with_grad: bool,
-        copies_inputs: bool,
-        keeps_saved: bool,
-        watches: bool,
-    ) -> None:
-        """Describe it: see the fields of `Pass`, and Note [A backward with explicit saved tensors].
-
-        `keeps_saved` has saved tensors outlive their last known use; `watches` has writes to copies written back.
-        """
-        self._run = run
-        self._binding = binding
-        self._statics = statics
-        self._with_grad = with_grad
-        self._copies_inputs = copies_inputs
-        self._keeps_saved = keeps_saved
-        self._watches = watches and copies_inputs
-        self._members = [_like(t, t.new_empty(0), t.requires_grad) for t in statics.distinct()]
+    def __init__(self, d: Any, *, warms_up: bool = False) -> None:
+        """Describe a run of `d`, a `Pass`. See Note [A backward with explicit saved tensors]."""
+        self._run = d.run
+        self._binding: Binding = d.binding
+        self._statics: Statics = d.statics
+        self._with_grad = d.with_grad
+        self._copies_inputs = warms_up or d.keeps_inputs
+        self._keeps_saved = warms_up or d.asks_again
+        """Whether saved tensors outlive their last known use."""
+        self._watches = not warms_up and d.keeps_inputs
+        """Whether writes to copies of arguments are written back."""
+        self._members = [_like(t, t.new_empty(0), t.requires_grad) for t in d.statics.distinct()]
         self._inputs: list[torch.Tensor] = []
         self._saved: list[torch.Tensor | None] = []
         self._left: list[int] = []

@@ -26,6 +26,7 @@ import torch
 from cgpass import torch_private
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.errors import CaptureError, GraphedBackwardError, StaticInputMovedError
+from cgpass.graphed.differentiated import Differentiated
 from cgpass.graphed.statics import Statics
 from cgpass.graphed.warmup import Pass, blamed, no_autocast_cache, prepared
 from cgpass.options import current_defaults
@@ -101,7 +102,7 @@ class Pair:
         d.hooks.run("pre_forward", d.hooked, *self._arguments)
         if self._slot is None:
             self._slot = owner.new_slot()
-        self.statics, self.graph = d.statics, d.differentiated()
+        self.statics, self.graph = d.statics, Differentiated(d)
         self._generators = list(self.states.generators)
         members, graph = d.statics.distinct(), self.graph
         results: Any = set()
@@ -177,9 +178,7 @@ class Pair:
         self.after_forward()
         return outputs[: self._num_results], outputs[self._num_results :], members
 
-    def record_backward(
-        self, saved: list[Any], members: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def record_backward(self, saved: list[Any], members: Sequence[Any]) -> list[torch.Tensor]:
         """Record the backward for saved tensors where they lie; returns tensors where its gradients will lie."""
         args = [*saved, *members, *map(self._gradient, self.graph.with_grad), *self._generators]
         saved.clear()

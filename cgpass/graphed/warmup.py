@@ -73,18 +73,6 @@ class Pass:
     _strangers: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     """Leaves of the last warm-up that are neither arguments nor parameters."""
 
-    def differentiated(self, *, warms_up: bool = False) -> Differentiated:
-        """The callable as functions, for one run."""
-        return Differentiated(
-            self.run,
-            self.binding,
-            self.statics,
-            with_grad=self.with_grad,
-            copies_inputs=warms_up or self.keeps_inputs,
-            keeps_saved=warms_up or self.asks_again,
-            watches=not warms_up,
-        )
-
     def warm_up(
         self, driver: GraphDriver, states: CheckpointStates, iterations: int, *, pool: bool
     ) -> None:
@@ -120,7 +108,7 @@ class Pass:
         args, kwargs = self.binding.call(samples)
         self.hooks.run("pre_forward", self.hooked, args, kwargs)
         members = [t.detach().clone() for t in self.statics.distinct()]
-        graph = self.differentiated(warms_up=True)
+        graph = Differentiated(self, warms_up=True)
 
         def forward(_: list[Any]) -> list[Any]:
             with no_autocast_cache(), states:
