@@ -49,8 +49,6 @@ class Statics:
         self.required = required
         """Whether each parameter is expected to get a gradient."""
         named = _named(modules)
-        self._recurrent = [m for _, m in named if isinstance(m, torch.nn.RNNBase)]
-        """Modules that keep their parameters in a list, too."""
         tops = set() if moded else {id(top) for top in modules}
         self._moded = [(path, vars(m)) for path, m in named if id(m) not in tops]
         self._containers = [
@@ -184,8 +182,6 @@ class Statics:
     def _put(self, tensors: Sequence[torch.Tensor]) -> None:
         for holder, key, tensor in zip(self._dicts, self._keys, tensors, strict=True):
             holder[key] = tensor
-        for module in self._recurrent:
-            module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
     def key_of(self, tensors: Sequence[torch.Tensor]) -> bytes:
         """Where they lie and how they are laid out, and which of them are one."""

@@ -124,11 +124,16 @@ def test_hooks_registered_afterwards_run(setting):
     assert not module._forward_hooks
 
 
-def test_buffers_that_require_grad_are_refused(setting):
+def test_buffers_that_require_grad_and_wrappers_are_refused(setting):
     module = setting.module(net())
     module.register_buffer("scale", torch.ones(1, device=setting.device, requires_grad=True))
     with pytest.raises(cgpass.errors.GraphedArgumentError, match="a buffer that requires grad, sc"):
         setting.graphed(module, (setting.randn(4, 8),))
+    wrapped = torch.nn.Sequential(torch.nn.DataParallel(setting.module(net())))
+    with pytest.raises(
+        cgpass.errors.GraphedArgumentError, match="a DataParallel at '0', whose hooks"
+    ):
+        setting.graphed(wrapped, (setting.randn(4, 8),))
 
 
 def test_arguments_that_can_not_be(setting):
