@@ -12,7 +12,7 @@ from cgpass.graphed import hooks as hooks_of
 from cgpass.graphed.binding import Binding
 from cgpass.graphed.callables import GraphedFunction, Group
 from cgpass.graphed.modules import with_forward
-from cgpass.graphed.options import GraphedOptions, refuse_arguments
+from cgpass.graphed.options import GraphedOptions
 from cgpass.graphed.pair import Pair
 from cgpass.graphed.schedule import Schedule, interleaved, simple
 from cgpass.graphed.target import Target
@@ -71,35 +71,34 @@ def make_graphed_callables(
         HookError: A hook returned something.
         CaptureError: A callable can't be captured; random number states, gradients and buffers are as before.
     """
-    refuse_arguments(unknown)
-    given = GraphedOptions.parse(options)
+    given = GraphedOptions.parse(options, unknown)
     several = isinstance(callables, tuple)
     fns = callables if isinstance(callables, tuple) else (callables,)
-    args, kwargs = _samples(sample_args, sample_kwargs, several=several)
+    args = _each("sample_args", sample_args, _is_tuple, "a tuple of arguments", several)
+    kwargs: list[Any] = [{}] * len(args)
+    if sample_kwargs is not None:
+        form = "a dict with names for keys"
+        kwargs = _each("sample_kwargs", sample_kwargs, _is_kwargs, form, several, len(args))
     schedule = _schedule(len(fns), len(args), given)
     if not fns:
         return ()
     capture_hooks = hooks_of.capture_time_hooks(given.capture_time_hooks, len(fns))
     once, warmup_hooks = hooks_of.warmup_hooks(given.warmup_hooks, len(fns))
-    named = _modules(modules, len(fns), several=several)
+    named: list[Any] = [()] * len(fns)
+    if not several or not _is_tuple(modules) or modules:
+        form = "a tuple of the modules that a function uses, as in modules=(model,)"
+        named = _each("modules", modules, _are_modules, form, several, len(fns))
     targets = [Target(fn, named[i], i if several else None) for i, fn in enumerate(fns)]
-    device = _device(args, kwargs, targets)
+    device = _device((args, kwargs), targets)
     by_module = given.order is None  # what is returned looks at its module's mode itself
-    given_modules = [
-        _modules_in((args[number], kwargs[number]))
-        for number in map(schedule.callables.index, range(len(targets)))
-    ]
-    find_statics = [
-        partial(target.statics, device, others, weak=by_module)
-        for target, others in zip(targets, given_modules, strict=True)
-    ]
+    find_statics = [partial(target.statics, device, moded=not by_module) for target in targets]
     statics = [find() for find in find_statics]
     passes = [
         Pass(
             name=targets[i].name,
-            run=targets[i].plain(weak=given.patch_modules),
+            run=targets[i].plain(patch=given.patch_modules),
             hooked=fns[i],
-            binding=Binding(targets[i].name, args[number], kwargs[number], device),
+            binding=Binding(targets[i].name, tuple(args[number]), kwargs[number], device),
             statics=statics[i],
             find_statics=find_statics[i],
             hooks=capture_hooks[i],
@@ -115,7 +114,11 @@ def make_graphed_callables(
     functions = [GraphedFunction(each, group) for each in passes]
     if group is not None:
         _record(group, schedule, passes, functions, once)
-    results = _results(functions, targets, schedule, given)
+    results: list[Any] = list(functions)
+    for number, i in enumerate(schedule.callables):
+        module = targets[i].module
+        if given.order is None and module is not None:
+            results[number] = with_forward(module, functions[number], patch=given.patch_modules)
     return tuple(results) if several else results[0]
 
 
@@ -126,34 +129,24 @@ def _record(
     functions: list[GraphedFunction],
     once: hooks_of.HookSet,
 ) -> None:
+    """Warm every forward up, with its backward, and record all."""
     owner = group.owner
     try:
         with prepared(passes[0], owner.driver.device), owner.lock, torch.no_grad():
             pairs = [Pair(d, owner, None if d.backward_dw else 0) for d in passes]
-            _warm_up(schedule, passes, pairs, owner, once)
+            once.run("pre_warmup")
+            for number in schedule.forwards:
+                d, states = passes[number], pairs[number].states
+                d.warmup_hooks.run("pre_warmup", d.hooked)
+                d.warm_up(owner.driver, states, d.options.num_warmup_iters, pool=True)
+                d.warmup_hooks.run("post_warmup", d.hooked)
+            once.run("post_warmup")
             _record_all(schedule, pairs)
             for function, pair in zip(functions, pairs, strict=True):
                 function.add(pair)
     except BaseException:
         owner.close()
         raise
-
-
-def _warm_up(
-    schedule: Schedule,
-    passes: list[Pass],
-    pairs: list[Pair],
-    owner: Owner,
-    once: hooks_of.HookSet,
-) -> None:
-    """Run every forward, with its backward, as often as asked for."""
-    once.run("pre_warmup")
-    for number in schedule.forwards:
-        d = passes[number]
-        d.warmup_hooks.run("pre_warmup", d.hooked)
-        d.warm_up(owner.driver, pairs[number].states, d.options.num_warmup_iters, pool=True)
-        d.warmup_hooks.run("post_warmup", d.hooked)
-    once.run("post_warmup")
 
 
 def _record_all(schedule: Schedule, pairs: list[Pair]) -> None:
@@ -176,92 +169,39 @@ def _record_all(schedule: Schedule, pairs: list[Pair]) -> None:
         del results
 
 
-def _results(
-    functions: list[GraphedFunction],
-    targets: list[Target],
-    schedule: Schedule,
-    options: GraphedOptions,
-) -> list[Any]:
-    if options.order is not None:
-        return list(functions)
-    modules = [targets[i].module for i in schedule.callables]
-    return [
-        function if module is None else with_forward(module, function, patch=options.patch_modules)
-        for function, module in zip(functions, modules, strict=True)
-    ]
-
-
-def _samples(
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
-    *,
+def _each(
+    what: str,
+    given: Any,
+    fits: Callable[[Any], bool],
+    form: str,
     several: bool,
-) -> tuple[list[tuple[Any, ...]], list[Mapping[str, Any]]]:
-    """Arguments and keyword arguments of each forward."""
-    if not isinstance(args, tuple | list):
-        raise GraphedArgumentError(
-            f"make_graphed_callables: sample_args must be a tuple, got {type(args).__name__}."
-        )
-    all_args = list(args) if several else [tuple(args)]
-    for i, each in enumerate(all_args):
-        if not isinstance(each, tuple | list):
-            raise GraphedArgumentError(
-                f"make_graphed_callables: sample_args[{i}] must be a tuple of arguments, got {type(each).__name__}."
-            )
-    all_kwargs = _kwargs(kwargs, len(all_args), several=several)
-    if len(all_kwargs) != len(all_args):
-        raise GraphedArgumentError(
-            f"make_graphed_callables: {len(all_args)} samples in sample_args, {len(all_kwargs)} in sample_kwargs. Give "
-            "one dict for each, {} where there are no keyword arguments."
-        )
-    return [tuple(each) for each in all_args], all_kwargs
-
-
-def _kwargs(
-    kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
-    num_samples: int,
-    *,
-    several: bool,
+    count: int | None = None,
 ) -> list[Any]:
-    if not isinstance(kwargs, Mapping | list | tuple | None):
+    """What was given, for each callable or sample."""
+    found = given if several else [given]
+    if not _is_tuple(found) or not all(map(fits, found)) or len(found) != (count or len(found)):
+        entries = given if _is_tuple(given) else ()
+        inner = " of " * bool(entries) + ", ".join(type(each).__name__ for each in entries[:5])
+        wanted = f"{count} of these in a tuple" if count else "one of these for each in a tuple"
         raise GraphedArgumentError(
-            "make_graphed_callables: sample_kwargs must be a dict, or a sequence of dicts where there are several samples, "
-            f"got {type(kwargs).__name__}."
+            f"make_graphed_callables: {what} must be {form}"
+            + f", and {wanted}" * several
+            + ", got "
+            f"{type(given).__name__}{inner}."
         )
-    if kwargs is None:
-        return [{}] * num_samples
-    found = [kwargs] if isinstance(kwargs, Mapping) or not several else list(kwargs)
-    for i, each in enumerate(found):
-        where = f"sample_kwargs[{i}]" if several else "sample_kwargs"
-        if not isinstance(each, Mapping):
-            raise GraphedArgumentError(
-                f"make_graphed_callables: {where} must be a dict, got {type(each).__name__}."
-            )
-        if not all(isinstance(key, str) for key in each):
-            raise GraphedArgumentError(
-                f"make_graphed_callables: {where} must have names for keys, got {list(each)}."
-            )
-    return found
+    return list(found)
 
 
-def _modules(
-    modules: Sequence[Any], num_callables: int, *, several: bool
-) -> list[Sequence[torch.nn.Module]]:
-    """The modules that each callable uses besides itself."""
-    given = list(modules) if several else [modules]
-    if len(given) != num_callables and given:
-        raise GraphedArgumentError(
-            f"make_graphed_callables: modules has {len(given)} entries for {num_callables} callables. Give a sequence of "
-            "modules for each."
-        )
-    for each in given:
-        is_sequence = isinstance(each, list | tuple)
-        if not is_sequence or not all(isinstance(module, torch.nn.Module) for module in each):
-            raise GraphedArgumentError(
-                f"make_graphed_callables: modules must be a sequence of modules, got {each!r}; for several callables one "
-                "such sequence each."
-            )
-    return given or [()] * num_callables
+def _is_tuple(value: object) -> bool:
+    return isinstance(value, tuple | list)
+
+
+def _is_kwargs(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+
+
+def _are_modules(value: Any) -> bool:
+    return _is_tuple(value) and all(isinstance(module, torch.nn.Module) for module in value)
 
 
 def _schedule(num_callables: int, num_samples: int, options: GraphedOptions) -> Schedule:
@@ -275,21 +215,15 @@ def _schedule(num_callables: int, num_samples: int, options: GraphedOptions) -> 
     return simple(num_callables)
 
 
-def _modules_in(sample: Any) -> list[torch.nn.Module]:
-    return [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, torch.nn.Module)]
-
-
-def _device(args: Sequence[Any], kwargs: Sequence[Any], targets: Sequence[Target]) -> torch.device:
-    for leaf in pytree.tree_leaves((list(args), [dict(each) for each in kwargs])):
-        if isinstance(leaf, torch.Tensor):
-            return leaf.device
-    modules = [module for target in targets for module in target.modules]
-    for module in [*modules, *_modules_in((args, kwargs))]:
-        for tensor in (*module.parameters(), *module.buffers()):
-            return tensor.device
-    raise GraphedArgumentError(
-        "make_graphed_callables: neither samples nor modules have a tensor that would tell the device."
-    )
+def _device(samples: Any, targets: Sequence[Target]) -> torch.device:
+    tensors = [leaf for leaf in pytree.tree_leaves(samples) if isinstance(leaf, torch.Tensor)]
+    for module in [module for target in targets for module in target.modules]:
+        tensors += [*module.parameters(), *module.buffers()]
+    if not tensors:
+        raise GraphedArgumentError(
+            "make_graphed_callables: neither samples nor modules have a tensor that would tell the device."
+        )
+    return tensors[0].device
 
 
 def _group(options: GraphedOptions, device: torch.device) -> Group | None:

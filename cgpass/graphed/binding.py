@@ -1,6 +1,6 @@
 """`Binding`: how a call's arguments fit the sample that a callable was recorded with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,20 +25,14 @@ class Binding:
     def __init__(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
     ) -> None:
-        """Take the structure of a sample.
-
-        Args:
-            name: Of the callable, for messages.
-            args: The sample's.
-            kwargs: The sample's.
-            device: Where its tensors must lie.
+        """Take the structure of a sample, whose tensors must lie on the device.
 
         Raises:
             InputError: A tensor that a recording can't read.
         """
         self._name = name
         self.device = device
-        self._keys = tuple(kwargs)
+        self._keys = dict.fromkeys(kwargs).keys()
         self._num_args = len(args)
         self._names, leaves, self._spec = _flattened(args, kwargs)
         self._is_flat = len(leaves) == len(args) + len(kwargs) and all(
@@ -51,7 +45,6 @@ class Binding:
         tensors: list[torch.Tensor] = [leaves[i] for i in self._places]
         for i, tensor in zip(self._places, tensors, strict=True):
             check_tensor(f"{name}: {self._names[i]}", tensor, device)
-        self._expected = [(t.shape, t.dtype, t.requires_grad) for t in tensors]
         self._likes = [
             torch.empty((), dtype=t.dtype, device=device).expand(t.shape) for t in tensors
         ]
@@ -64,31 +57,20 @@ class Binding:
         """The sample's tensors, each once, each element in a place of its own."""
         self.requires_grad = [sample.requires_grad for sample in self.samples]
 
-    def name_of(self, number: int) -> str:
-        """What the user calls one of the tensors, in the first of its places."""
-        return self._names[self._places[self._distinct[number]]]
-
     @property
     def names(self) -> list[str]:
-        """What the user calls the tensors."""
-        return [self.name_of(number) for number in range(len(self.samples))]
+        """What the user calls the tensors, each in the first of its places."""
+        return [self._names[self._places[number]] for number in self._distinct]
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
         """The tensors of a call, in the order of `samples`; None where other ones are one tensor than in the sample.
 
-        And where they are none, but stand for some that `torch.fx.symbolic_trace` does not know.
-
         Raises:
             InputError: The call does not fit the sample; says where.
         """
-        try:
-            tensors = self._tensors(args, kwargs)
-            if not fast.fits(tensors, self._likes, self._may_require_grad):
-                raise self._misfit(tensors)
-        except InputError:
-            if _are_symbolic(args, kwargs):
-                return None
-            raise
+        tensors = self._tensors(args, kwargs)
+        if not fast.fits(tensors, self._likes, self._may_require_grad):
+            raise self._misfit(tensors)
         for i, first in self._repeats:
             if tensors[i] is not tensors[first]:
                 return None
@@ -96,51 +78,31 @@ class Binding:
             return None
         return [tensors[i] for i in self._distinct] if self._repeats else tensors
 
-    def why_unbound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Where `bind` returns None: which arguments are one tensor, or are none."""
-        if _are_symbolic(args, kwargs):
-            return "torch.fx.symbolic_trace, which would keep no replay, traces it"
-        names = [self._names[i] for i in self._places]
-        firsts = _firsts(self._tensors(args, kwargs))
-        pairs = zip(names, firsts, self._firsts, strict=True)
-        name, now, before = next(each for each in pairs if each[1] != each[2])
-        if before > now:
-            return (
-                f"{name} is the same tensor as {names[now]}, and was another one in the sample. Code that asks whether "
-                "they are one would go another way: pass a view of it, as x.view_as(x), or record a callable with such "
-                "a sample too"
-            )
-        return (
-            f"{name} is another tensor than {names[before]}, and was the same in the sample. Record a callable with two "
-            "tensors in the sample for such calls"
-        )
-
     def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """What is in the places of the sample's tensors."""
         if self._is_simple and len(args) == self._num_args and not kwargs:
             return list(args)
-        leaves = self._leaves(args, kwargs)
+        if len(args) != self._num_args or kwargs.keys() != self._keys:
+            raise InputError(
+                f"{self._name}: recorded with {self._num_args} positional arguments{_keywords(self._keys)}, called with "
+                f"{len(args)}{_keywords(kwargs)}. Call it just as the sample does."
+            )
+        given = {key: kwargs[key] for key in self._keys}
+        leaves: list[Any] = [*args, *given.values()]
+        if not self._is_flat:
+            leaves, spec = pytree.tree_flatten((args, given))
+            if spec != self._spec:
+                raise InputError(
+                    f"{self._name}: the arguments have another structure than the sample had: expected {self._spec}, "
+                    f"got {spec}. Call it just as the sample does, dictionaries' keys in the same order."
+                )
         for i, value in self._constants:
             if not equal(leaves[i], value):
-                raise self._other_constant(i, leaves[i], value)
+                raise InputError(
+                    f"{self._name}: {self._names[i]} was {_short(value)} when it was recorded and is {_short(leaves[i])} "
+                    "now; the graph has the recorded value in it. Pass the same, or record another callable for it."
+                )
         return [leaves[i] for i in self._places]
-
-    def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        if len(args) != self._num_args or len(kwargs) != len(self._keys):
-            raise self._other_arguments(args, kwargs)
-        try:
-            given = {key: kwargs[key] for key in self._keys} if kwargs else kwargs
-        except KeyError:
-            raise self._other_arguments(args, kwargs) from None
-        if self._is_flat:
-            return [*args, *given.values()]
-        leaves, spec = pytree.tree_flatten((args, given))
-        if spec != self._spec:
-            raise InputError(
-                f"{self._name}: the arguments have another structure than the sample had: expected {self._spec}, got "
-                f"{spec}. Call it with what it was recorded with, dictionaries' keys in the same order, or record it with a sample of this structure too."
-            )
-        return leaves
 
     def call(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments with other tensors in the places of `samples`."""
@@ -152,53 +114,24 @@ class Binding:
             leaves[i] = given[first]
         return pytree.tree_unflatten(leaves, self._spec)
 
-    # ---- messages
-
-    def _other_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputError:
-        want = f"{self._num_args} positional arguments" + _keywords(self._keys)
-        got = f"{len(args)}" + _keywords(tuple(kwargs))
-        return InputError(
-            f"{self._name}: recorded with {want}, called with {got}. Call it just as the sample does."
-        )
-
-    def _other_constant(self, i: int, got: object, expected: object) -> InputError:
-        return InputError(
-            f"{self._name}: {self._names[i]} was {_short(expected)} when it was recorded and is {_short(got)} now; the "
-            "graph has the recorded value in it. Pass the same, make it a tensor, or record another callable for it."
-        )
-
     def _misfit(self, tensors: Sequence[Any]) -> InputError:
-        for number, (tensor, (shape, dtype, requires_grad)) in enumerate(
-            zip(tensors, self._expected, strict=True)
-        ):
-            what = f"{self._name}: {self._names[self._places[number]]}"
-            if not isinstance(tensor, torch.Tensor):
-                return InputError(
-                    f"{what} was a tensor in the sample, now it is a {type(tensor).__name__}."
-                )
-            if tensor.layout is not torch.strided or tensor.is_nested:
-                kind = "nested" if tensor.is_nested else tensor.layout
-                return InputError(
-                    f"{what} is {kind} now, and graphs read dense tensors. Pass it as such, or call the original."
-                )
-            if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, self.device):
-                expected = f"{list(shape)} {dtype} on {self.device}"
-                got = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
-                if tensor.shape != shape:
-                    fix = (
-                        "A graph has fixed shapes: pad it, or record a callable for this shape too."
-                    )
-                elif tensor.dtype != dtype:
-                    fix = f"Convert it with .to({dtype}), or record a callable with {tensor.dtype}."
-                else:
-                    fix = f"Move it with .to({str(self.device)!r})."
-                return InputError(f"{what} was {expected} in the sample, now it is {got}. {fix}")
-            if tensor.requires_grad and not requires_grad:
-                return InputError(
-                    f"{what} requires grad, but did not in the sample: no gradient was recorded for it. Record with a "
-                    "sample that requires grad, or detach it."
-                )
-        raise AssertionError("some tensor does not fit")
+        like = enumerate(zip(tensors, self._likes, self._may_require_grad, strict=True))
+        i, (tensor, expected, requires_grad) = next(
+            (i, each) for i, each in like if not fast.fits([each[0]], [each[1]], bytes([each[2]]))
+        )
+        return InputError(
+            f"{self._name}: {self._names[self._places[i]]} was {_described(expected, requires_grad)} in the sample, now it "
+            f"is {_described(tensor, getattr(tensor, 'requires_grad', False))}. Convert it, or record a callable with such a sample too."
+        )
+
+
+def _described(value: Any, requires_grad: int) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}"
+    if value.layout is not torch.strided or value.is_nested:
+        return f"a {'nested tensor' if value.is_nested else value.layout}, and no dense one"
+    text = f"{list(value.shape)} {value.dtype} on {value.device}"
+    return f"{text} with requires_grad=True" if requires_grad else text
 
 
 def _dense(sample: torch.Tensor) -> torch.Tensor:
@@ -220,12 +153,6 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _are_symbolic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether arguments stand for what `torch.fx.symbolic_trace` will be called with."""
-    leaves = pytree.tree_leaves((args, kwargs))
-    return any(isinstance(leaf, torch.fx.Proxy) for leaf in leaves)
-
-
 def _firsts(tensors: Sequence[torch.Tensor]) -> list[int]:
     """For each one the first position of the same object."""
     known: dict[int, int] = {}
@@ -240,13 +167,7 @@ def _flattened(
         pairs, spec = pytree.tree_flatten_with_path((args, dict(kwargs)))
     except ValueError:  # some node does not tell what its children are called
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-        counts = [(k, pytree.tree_structure(v).num_leaves) for k, v in enumerate(args)]
-        counts += [(k, pytree.tree_structure(v).num_leaves) for k, v in kwargs.items()]
-        return (
-            [f"argument {k!r}, leaf {n}" for k, count in counts for n in range(count)],
-            leaves,
-            spec,
-        )
+        return [f"leaf {n} of the arguments" for n in range(len(leaves))], leaves, spec
     return [_name_of(path) for path, _ in pairs], [leaf for _, leaf in pairs], spec
 
 
@@ -258,5 +179,5 @@ def _name_of(path: Sequence[Any]) -> str:
     return f"argument {first!r}{inner}"
 
 
-def _keywords(names: tuple[str, ...]) -> str:
+def _keywords(names: Iterable[str]) -> str:
     return f" and {', '.join(names)} by keyword" if names else ""

@@ -10,7 +10,7 @@ from cgpass import torch_private
 from cgpass.errors import StaticInputMovedError
 from cgpass.graphed.pair import Pair, in_place
 from cgpass.graphed.statics import MemberGoneError, Statics
-from cgpass.graphed.warmup import Pass, is_preparing, prepared
+from cgpass.graphed.warmup import Pass, prepared
 from cgpass.runtime import fast
 from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.owner import Owner
@@ -40,23 +40,14 @@ class Group:
         if self.owner.closed:
             self.members.clear()
 
+    forget_recordings = close
+
     def forget_failures(self) -> None:
         """Nothing to do: what a callable has used up goes with its recordings."""
 
-    def forget_recordings(self) -> None:
-        """As `close`."""
-        self.close()
-
 
 class GraphedFunction:
-    """Runs one callable from its recordings, or without a graph where that would be wrong.
-
-    It runs without one inside a capture of the user's own, in transforms of `torch.func` and forward-mode AD, in dispatch
-    modes, `torch.export` and other tracers, under other autocast settings than it was recorded with, in another fork of its
-    `rng_tracker`, where a module is in another mode (training or eval) or has other hooks, where other arguments are one
-    tensor than in the sample, for arguments that share memory in ways that no graph can follow, once closed, and past
-    `max_rerecords`.
-    """
+    """Runs one callable from its recordings, or without a graph where that would be wrong: see `_why_plain`."""
 
     def __init__(self, description: Pass, group: Group | None) -> None:
         """Args: description: what is called. group: what records; None to run without a graph always."""
@@ -67,11 +58,8 @@ class GraphedFunction:
         self._pairs: dict[Key, list[Pair]] = {}
         self._last: Key | None = None
         self._num_rerecords = 0
-        self._warned: set[str] = set()
         self._device_type = "cpu" if group is None else group.owner.driver.device.type
-        self._autocast = _autocast(self._device_type)
-        self._tracker = description.options.rng_tracker
-        self._fork = None if self._tracker is None else self._tracker.current
+        self._settings = self._settings_now()
         self.__name__ = description.name
         if group is not None:
             group.members.append(self._free)
@@ -113,63 +101,48 @@ class GraphedFunction:
             raise
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        group, stats = self._group, self._pass.stats
-        stats.calls += 1
+        group, d = self._group, self._pass
+        d.stats.calls += 1
         if group is not None:
             group.owner.mend()
-        if group is None or group.owner.driver.is_capturing() or group.owner.closed:
+        if group is None or group.owner.closed or group.owner.driver.is_capturing():
             return self._run_plainly(None, args, kwargs)
-        why = self._why_watched()
-        if why is not None:
-            return self._run_plainly(None if is_preparing() else why, args, kwargs)
-        tensors = self._pass.binding.bind(args, kwargs)
-        if tensors is None:
-            return self._run_plainly(self._pass.binding.why_unbound(args, kwargs), args, kwargs)
-        why = self._why_other_settings()
-        if why is None:
-            why = self._why_other_modules()
-        if why is not None:
-            return self._run_plainly(why or None, args, kwargs)
+        if _is_watched():
+            why = "a transform, a tracer or a dispatch mode, which would not see a replay, is on"
+            return self._run_plainly(why, args, kwargs)
+        tensors = d.binding.bind(args, kwargs)
+        why = self._why_plain(tensors)
+        if tensors is None or why is not None:
+            return self._run_plainly(why, args, kwargs)
         with group.owner.lock:
             group.owner.driver.enter_call()
             pair, members = self._pair(group.owner, tensors)
-            why = self._why_unrecorded() if pair is None else pair.why_not(tensors)
-            if pair is not None and why is None:
-                return pair.structure.build(pair.run(tensors, members))
+            why = "it was recorded again more often than max_rerecords, or parameters are computed"
+            if pair is not None:
+                why = pair.why_not(tensors)
+                if why is None:
+                    return pair.structure.build(pair.run(tensors, members))
         return self._run_plainly(why, args, kwargs)
 
-    def _why_watched(self) -> str | None:
-        """What is on that would not see a replay, if something is."""
-        if torch_private.in_functorch() or torch_private.in_forward_ad():
-            return "a transform of torch.func or forward-mode AD, which a replay would leave out, is on"
-        if torch_private.num_dispatch_modes():
-            return "a dispatch mode (a tracer, a counter of operators, fake tensors), which sees no replay, is on"
-        if torch_private.is_jit_traced():
-            return "torch.jit.trace, which would keep a replay's result as a constant, is on"
-        if torch_private.uses_compiled_autograd():
-            return "compiled autograd, which traces backwards, is on"
-        return None
+    def _settings_now(self) -> tuple[Any, ...]:
+        """What is in the graph of the settings around a call."""
+        tracker, on = self._pass.options.rng_tracker, torch.is_autocast_enabled(self._device_type)
+        dtype = torch.get_autocast_dtype(self._device_type) if on else None
+        return dtype, tracker and tracker.current
 
-    def _why_other_settings(self) -> str | None:
-        """What is other around a call than it was around the recording; None if nothing is."""
-        if _autocast(self._device_type) != self._autocast:
-            return "it was recorded under other autocast settings"
-        if self._tracker is not None and self._tracker.current != self._fork:
-            return (
-                f"it was recorded in fork {self._fork!r} of its rng_tracker (None: outside of any)"
-            )
+    def _why_plain(self, tensors: list[torch.Tensor] | None) -> str | None:
+        """Why a call can't be replayed with arguments, settings and modules as they are; None if it can."""
+        statics = self._pass.statics
+        if tensors is None:
+            return "other arguments are one tensor than in the sample"
+        if self._settings_now() != self._settings:
+            return "it was recorded under other autocast settings, or in another fork of its rng_tracker"
         if torch.is_grad_enabled() and not self._pass.with_grad:
             return "it was recorded under torch.no_grad()"
-        return None
-
-    def _why_other_modules(self) -> str | None:
-        """Why a call can't be replayed with modules as they are, empty if that is what a user expects; None if it can."""
-        statics = self._pass.statics
         if statics.unchanged():
             return None
         if not statics.has_its_modes():
-            names = statics.other_modes()
-            return f"{names} changed between training and eval mode" if names else ""
+            return "modules are in another mode (training or eval) than when it was recorded"
         if self._check == "off":
             return None
         if not statics.has_its_members():
@@ -220,22 +193,18 @@ class GraphedFunction:
         else:
             key, now = self._key()
         pairs = self._pairs.get(key, [])
-        for pair in pairs:
-            if pair.is_free() and pair.is_safe():
-                self._last = key
-                return pair, pair.take(now)
-        for pair in pairs:
-            if pair.is_free() and pair.rescue():
-                self._last = key
-                return pair, pair.take(now)
+        for is_ready in (owner.is_safe, owner.rescue):
+            for pair in pairs:
+                if pair.is_free() and is_ready(pair.forward):
+                    self._last = key
+                    return pair, pair.take(now)
         pair = self._record_again(owner, key, tensors, held=bool(pairs))
         return pair, now if pair is None else pair.take(now)
 
     def _run_plainly(self, why: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._pass.stats.plain_calls += 1
-        if why is not None and why not in self._warned:
-            self._warned.add(why)
-            log.warning("%s runs without a graph: %s.", self._pass.name, why)
+        if why is not None:
+            self._pass.tell(f"runs without a graph: {why}.")
         return self._plain(*args, **kwargs)
 
     def count_plain_call(self) -> None:
@@ -260,7 +229,9 @@ class GraphedFunction:
                     f"{d.name}: parameters or buffers moved since it was recorded: {moved}. Keep them where they are, "
                     'or use static_input_check="rerecord".'
                 )
-            if self._num_rerecords >= d.options.max_rerecords or _computed(key[0]) is not None:
+            # Parameters that are computed in each call (functional_call) lie elsewhere each time.
+            is_computed = any(t.grad_fn is not None for t in key[0].now())
+            if self._num_rerecords >= d.options.max_rerecords or is_computed:
                 return None
             self._num_rerecords += 1
             d.stats.rerecordings += 1
@@ -276,15 +247,6 @@ class GraphedFunction:
         same = pair.statics is key[0] and pair.key == key[1] == key[0].key_of(key[0].now())
         return pair if same or old is None else None
 
-    def _why_unrecorded(self) -> str:
-        """Why there is no recording for parameters where they are, and none is made."""
-        name = _computed(self._pass.statics)
-        if name is not None:
-            return f"parameters are computed in each call ({name} has a grad_fn), so that they lie elsewhere each time"
-        if self._num_rerecords >= self._pass.options.max_rerecords:
-            return "it was recorded again more often than max_rerecords"
-        return "capture-time hooks moved parameters"
-
     # ---- end
 
     def _free(self) -> None:
@@ -293,7 +255,7 @@ class GraphedFunction:
         self._pairs.clear()
         self._last = None
         self._num_rerecords = 0
-        self._warned.clear()
+        self._pass.told.clear()
 
     def reset(self) -> None:
         """Free the graphs and their memory. The next call records again, capture-time hooks included."""
@@ -345,17 +307,15 @@ def _outside_dynamo(fn: GraphedFunction, args: tuple[Any, ...], kwargs: dict[str
     return fn._call(args, kwargs)
 
 
-def _computed(statics: Statics) -> str | None:
-    """The name of a parameter that is no leaf, as those may be that `torch.func.functional_call` is given."""
-    pairs = zip(statics.names, statics.now(), strict=True)
-    return next((name for name, tensor in pairs if tensor.grad_fn is not None), None)
-
-
-def _autocast(device_type: str) -> torch.dtype | None:
-    """The dtype that autocast casts to now; None if it is off."""
-    if not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
+def _is_watched() -> bool:
+    """Whether something is on that would not see a replay."""
+    return bool(
+        torch_private.in_functorch()
+        or torch_private.in_forward_ad()
+        or torch_private.num_dispatch_modes()
+        or torch_private.is_jit_traced()
+        or torch_private.uses_compiled_autograd()
+    )
 
 
 def _itself(plain: Any) -> Any:

@@ -16,6 +16,10 @@ Note [A backward with explicit saved tensors]
     (`ctx.x = x`, weight gradients that are computed later). What they keep of the arguments is found here, and then the
     forward works on copies, which lie in the pool; what they keep there is found by who owns memory of the pool after a
     capture. A replay would overwrite it: such a recording serves one call at a time (`keeps_memory`).
+
+    C++ holds the graph, where Python's garbage collector does not look. What autograd functions and checkpoints keep of
+    Python's (`ctx.module`, the checkpointed function) leads to the callable, and from there to its recordings and the
+    graph: nobody would ever free any of it. So it is theirs only while the graph runs, and the `Differentiated`'s between.
 """
 
 import contextlib
@@ -23,16 +27,18 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
-from cgpass.graphed.binding import Binding
-from cgpass.graphed.statics import Statics
 from cgpass.recompute.checkpointed import Checkpoint
 from cgpass.runtime.writes import SaidToBeWritten, has_place
+
+if TYPE_CHECKING:
+    from cgpass.graphed.binding import Binding
+    from cgpass.graphed.statics import Statics
 
 _REENTRANT = "CheckpointFunctionBackward"
 """Nodes whose backward needs a pass that accumulates everywhere: torch's and our own."""
@@ -47,41 +53,25 @@ def tensors_of(result: Any) -> list[torch.Tensor]:
 class Differentiated:
     """One run of a callable under autograd, and its backward as a function."""
 
-    def __init__(
-        self,
-        run: Callable[..., Any],
-        binding: Binding,
-        statics: Statics,
-        *,
-        with_grad: bool,
-        copies_inputs: bool,
-        keeps_saved: bool,
-        watches: bool,
-    ) -> None:
-        """Describe it.
-
-        Args:
-            run: The callable.
-            binding: Its arguments.
-            statics: What it reads besides.
-            with_grad: Whether autograd watches.
-            copies_inputs: Whether it gets copies of the arguments. See Note [A backward with explicit saved tensors].
-            keeps_saved: Whether saved tensors must outlive their last known use.
-            watches: Whether writes to copies are to be written back.
-        """
-        self._run = run
-        self._binding = binding
-        self._statics = statics
-        self._with_grad = with_grad
-        self._copies_inputs = copies_inputs
-        self._keeps_saved = keeps_saved
-        self._watches = watches and copies_inputs
-        self._members = [_like(t, t.new_empty(0), t.requires_grad) for t in statics.distinct()]
+    def __init__(self, d: Any, *, warms_up: bool = False) -> None:
+        """Describe a run of `d`, a `Pass`. See Note [A backward with explicit saved tensors]."""
+        self._run = d.run
+        self._binding: Binding = d.binding
+        self._statics: Statics = d.statics
+        self._with_grad = d.with_grad
+        self._copies_inputs = warms_up or d.keeps_inputs
+        self._keeps_saved = warms_up or d.asks_again
+        """Whether saved tensors outlive their last known use."""
+        self._watches = not warms_up and d.keeps_inputs
+        """Whether writes to copies of arguments are written back."""
+        self._members = [_like(t, t.new_empty(0), t.requires_grad) for t in d.statics.distinct()]
         self._inputs: list[torch.Tensor] = []
         self._saved: list[torch.Tensor | None] = []
         self._left: list[int] = []
         self._uses: list[int] = []
         self._edges: list[Any] = []
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """Of functions and checkpoints in the graph: their dictionaries, and what is in them while the graph runs."""
         self.result: Any = None
         """What the callable returned, until `separate`."""
         self.with_grad: list[int] = []
@@ -105,12 +95,7 @@ class Differentiated:
     # ---- forward
 
     def forward(self, inputs: Sequence[torch.Tensor], members: Sequence[torch.Tensor]) -> list[Any]:
-        """Run the callable; returns its result's tensors, without a history.
-
-        Args:
-            inputs: One for each of the sample's tensors.
-            members: Parameters and buffers to lie on, each once.
-        """
+        """Run the callable on inputs, members lying where they are told; returns its result's tensors without a history."""
         samples, wanted = self._binding.samples, self._binding.requires_grad
         places = [t.clone() if self._copies_inputs else t.detach() for t in inputs]
         self._inputs = list(map(_like, samples, places, wanted))
@@ -147,25 +132,25 @@ class Differentiated:
         """Have the stand-ins lie on memory, and the modules have them, for a block."""
         for stand_in, place in zip(self._members, members, strict=True):
             stand_in.data = place.detach()
+        for holder, values in self._attributes:
+            holder.update(values)
         try:
             with self._statics.replaced(self._members):
                 yield
         finally:
+            self._take_attributes([holder for holder, _ in self._attributes])
             for stand_in in self._members:
                 stand_in.data = stand_in.new_empty(0)
 
     # ---- the graph
 
     def separate(self) -> list[torch.Tensor]:
-        """Take what the graph saved out of it, and forget the result; returns it.
-
-        Raises:
-            RuntimeError: The callable changed something in place that the graph had saved.
-        """
+        """Take what the graph saved out of it, and forget the result; returns what it saved."""
         numbers = {id(t): k for k, t in enumerate(self._members)}
         is_opaque, found = False, []
+        holders: dict[int, dict[str, Any]] = {}
         places: set[int] = set()
-        for node, each in self._saved_tensors():
+        for node, each in self._saved_tensors(holders):
             is_opaque |= type(node).__name__ == "CppFunction"
             tensor = None if each is None else torch_private.saved_tensor(each)
             if id(tensor) in numbers:
@@ -189,10 +174,16 @@ class Differentiated:
         found.clear()
         each = None
         self.keeps_inputs = is_opaque or _are_kept(self._inputs, saved)
+        self._take_attributes(holders.values())
         return saved
 
-    def _saved_tensors(self) -> Iterator[tuple[Any, Any]]:
-        """Nodes with what they saved, what checkpoints keep to recompute from included; notes facts on the way."""
+    def _take_attributes(self, holders: Iterable[dict[str, Any]]) -> None:
+        self._attributes = [(holder, dict(holder)) for holder in holders]
+        for holder, _ in self._attributes:
+            holder.clear()
+
+    def _saved_tensors(self, holders: dict[int, dict[str, Any]]) -> Iterator[tuple[Any, Any]]:
+        """Nodes with what they saved, also to recompute from; fills `holders` with attributes that nodes keep."""
         known = {id(t): i for i, t in enumerate(self.leaves)}
         seen: set[Any] = set()
         open_ = [edge.node for edge in self._edges]
@@ -208,6 +199,8 @@ class Differentiated:
                 else:
                     self.strangers.append(variable)
             self.reentrant |= node.name() == _REENTRANT
+            if isinstance(node, torch.autograd.function.FunctionCtx):
+                holders[id(node)] = vars(node)
             open_ += [following for following, _ in node.next_functions]
             yield node, None
             saved = list(torch_private.saved_on(node))
@@ -218,9 +211,11 @@ class Differentiated:
                 hook = torch_private.unpack_hook(each)
                 if hook is None:
                     yield node, each
-                elif id(hook) not in seen:
-                    seen.add(id(hook))
-                    saved += _kept_to_recompute(hook)
+                    continue
+                checkpoint = _checkpoint_of(hook)
+                if checkpoint is not None and id(checkpoint) not in holders:
+                    holders[id(checkpoint)] = vars(checkpoint)
+                    saved += _saved_to_recompute(checkpoint)
 
     def _unpack(self, slot: Any) -> torch.Tensor:
         if isinstance(slot, torch.Tensor):
@@ -247,9 +242,9 @@ class Differentiated:
         members: Sequence[torch.Tensor],
         wanted: Sequence[int],
     ) -> list[torch.Tensor | None]:
-        """Gradients of some of `leaves`, each in memory of its own; the lists are emptied.
+        """Gradients of some of `leaves`, or None, as outside of `torch.autocast`, each in memory of its own.
 
-        They are those of a backward outside of `torch.autocast`. None for what the results don't depend on.
+        The lists are emptied.
         """
         self._saved, self._left = list(saved), list(self._uses)
         known = [*saved, *grads, *members]
@@ -309,7 +304,6 @@ class _Packing:
     """Hooks of saved tensors that replace each by a number; the same tensor has one."""
 
     def __init__(self, copies: dict[int, torch.UntypedStorage]) -> None:
-        """Args: copies: of memory that others write by the time of the backward."""
         self.saved: list[torch.Tensor] = []
         self.uses: list[int] = []
         self._slots: dict[Any, int] = {}
@@ -368,12 +362,18 @@ def _holders(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
     )
 
 
-def _kept_to_recompute(hook: Any) -> list[Any]:
-    """What a checkpoint without reentrancy keeps of its arguments, if a hook is one of its."""
+def _checkpoint_of(hook: Any) -> Any:
+    """The checkpoint without reentrancy, ours or torch's, that a hook is one of; None if of none."""
     checkpoint = getattr(hook, "__self__", None)
     if isinstance(checkpoint, Checkpoint):
+        return checkpoint
+    return torch_private.checkpoint_frame(hook)
+
+
+def _saved_to_recompute(checkpoint: Any) -> list[Any]:
+    if isinstance(checkpoint, Checkpoint):
         return list(torch_private.saved_on(checkpoint.keeper))
-    return torch_private.kept_by_checkpoint(hook)
+    return torch_private.saved_on_frame(checkpoint)
 
 
 def _apart(grads: Iterable[torch.Tensor | None], taken: set[int]) -> list[torch.Tensor | None]:

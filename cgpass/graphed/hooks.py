@@ -1,23 +1,9 @@
 """Hooks that run around warm-ups and captures, and never on a replay.
 
 Note [When hooks run]
-    Capture-time hooks run around every warm-up iteration and around the capture of their callable, outside of the
-    captured region, on the stream that is current where `make_graphed_callables` (or the call that records again) is
-    called:
-
-        pre_forward(module, args, kwargs)            before the forward
-        forward(module, args, kwargs, output)        after it; `output` has the callable's own structure
-        pre_backward(module)                         before the backward
-        backward(module)                             after it
-
-    With w warm-up iterations each function runs w + 1 times per forward that the schedule has of its callable, and as
-    often again whenever that is recorded again because parameters moved (one warm-up iteration then). `pre_backward`
-    and `backward` don't run where there is no backward. Parameters and buffers that they move or free are left as they
-    leave them, but for a call that records again, which has them as they were.
-
-    Warm-up hooks, `pre_warmup` and `post_warmup`: given once for all, they are called without arguments, once each,
-    before the first and after the last warm-up. Given per callable, they are called with the module before and after
-    the warm-up iterations of each forward that the schedule has of it. They don't run where something is recorded again.
+    Outside of what is captured, on the stream that is current where something is recorded: once for each warm-up and once
+    for the capture, `pre_backward` and `backward` where there is a backward. Parameters that they move are left as they
+    leave them, but for a call that records again, which has them as they were. Warm-up hooks don't run then.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,46 +19,24 @@ class HookSet:
     """The functions that one callable has for each moment."""
 
     def __init__(self, hooks: object, names: Sequence[str], where: str) -> None:
-        """Check what a user gave.
-
-        Args:
-            hooks: A mapping from names to functions, or None.
-            names: Moments that there are.
-            where: For messages.
+        """Check what a user gave: `names` are the moments that there are, `where` is for messages.
 
         Raises:
             GraphedArgumentError: No mapping, an unknown name, or something that can't be called.
         """
         self._where = where
         self._functions: dict[str, tuple[Callable[..., Any], ...]] = {}
-        if hooks is None:
-            return
-        if not isinstance(hooks, Mapping):
-            raise GraphedArgumentError(
-                f"make_graphed_callables: {where} must be a dict of hook names and functions or None, got "
-                f"{type(hooks).__name__}."
-            )
-        for name, functions in hooks.items():
+        if not isinstance(hooks, Mapping | None):
+            raise _wrong(where, "a dict of hook names and functions or None", hooks)
+        for name, given in (hooks or {}).items():
             if name not in names:
                 raise GraphedArgumentError(
                     f"make_graphed_callables: {where} has an unknown hook {name!r}; known: {', '.join(names)}."
                 )
-            self._functions[name] = self._checked(name, functions)
-
-    def _checked(self, name: str, functions: object) -> tuple[Callable[..., Any], ...]:
-        found = (functions,) if callable(functions) else functions
-        if not isinstance(found, Sequence) or isinstance(found, str):
-            raise GraphedArgumentError(
-                f"make_graphed_callables: {self._where}[{name!r}] must be a function or a sequence of functions, got "
-                f"{type(functions).__name__}."
-            )
-        for position, function in enumerate(found):
-            if not callable(function):
-                raise GraphedArgumentError(
-                    f"make_graphed_callables: {self._where}[{name!r}][{position}] can't be called: it is a "
-                    f"{type(function).__name__}."
-                )
-        return tuple(found)
+            functions = (given,) if callable(given) else given
+            if not isinstance(functions, list | tuple) or not all(map(callable, functions)):
+                raise _wrong(f"{where}[{name!r}]", "a function or a sequence of functions", given)
+            self._functions[name] = tuple(functions)
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -104,10 +68,9 @@ def capture_time_hooks(hooks: object, num_callables: int) -> list[HookSet]:
 
 def warmup_hooks(hooks: object, num_callables: int) -> tuple[HookSet, list[HookSet]]:
     """The set that runs once for all, and one per callable."""
+    once, each = (hooks, None) if isinstance(hooks, Mapping) else (None, hooks)
     where = "warmup_hooks"
-    if hooks is None or isinstance(hooks, Mapping):
-        return HookSet(hooks, WARM_UP, where), _per_callable(None, num_callables, where, WARM_UP)
-    return HookSet(None, WARM_UP, where), _per_callable(hooks, num_callables, where, WARM_UP)
+    return HookSet(once, WARM_UP, where), _per_callable(each, num_callables, where, WARM_UP)
 
 
 def _per_callable(
@@ -115,14 +78,17 @@ def _per_callable(
 ) -> list[HookSet]:
     if hooks is None:
         hooks = [None] * num_callables
-    if not isinstance(hooks, Sequence) or isinstance(hooks, str):
-        raise GraphedArgumentError(
-            f"make_graphed_callables: {where} must be a sequence with one entry per callable, got "
-            f"{type(hooks).__name__}."
-        )
+    if not isinstance(hooks, list | tuple):
+        raise _wrong(where, "a sequence with one entry per callable", hooks)
     if len(hooks) != num_callables:
         raise GraphedArgumentError(
             f"make_graphed_callables: {where} has {len(hooks)} entries for {num_callables} callables. Give one each, "
             "None where there is nothing to run."
         )
     return [HookSet(each, names, f"{where}[{i}]") for i, each in enumerate(hooks)]
+
+
+def _wrong(where: str, wanted: str, got: object) -> GraphedArgumentError:
+    return GraphedArgumentError(
+        f"make_graphed_callables: {where} must be {wanted}, got {type(got).__name__}."
+    )

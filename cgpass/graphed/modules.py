@@ -1,7 +1,7 @@
 """What `make_graphed_callables` returns for modules: modules whose `forward` is graphed."""
 
+import re
 import types
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -10,39 +10,24 @@ import torch
 
 from cgpass.graphed.callables import GraphedFunction
 
-_HOOK_DICTS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
-)
+_HOOKS = re.compile("_(forward|backward)_.*hooks.*")
+"""Dictionaries of a module's hooks around its calls."""
 
 
 class GraphedForward:
     """A module's `forward`: graphed in the mode that it was recorded in, its own in the other one."""
 
-    def __init__(
-        self, module: torch.nn.Module, graphed: GraphedFunction, original: torch.nn.Module
-    ) -> None:
-        self._module = weakref.ref(module)
-        """Not held: the module holds this."""
-        self._original = None if original is module else original
-        self._mode = _mode_of(module)
+    def __init__(self, module: torch.nn.Module, graphed: GraphedFunction) -> None:
+        self.__self__ = module
+        """The module, as a method has it."""
+        self._mode = getattr(module, "training", None)  # None for what `torch.jit.freeze` made
         self._graphed = graphed
         self._own: Any = vars(module).get("forward")
         """The `forward` that the module itself had; None for its class's."""
-        self.ungraphed = _plain(module, self._module, self._original)
+        self.ungraphed: Any = module.forward
         """What runs the module without a graph."""
         self._before: dict[str, Any] = {}
         """Attributes of the module that others took the place of."""
-
-    @property
-    def __self__(self) -> Any:
-        """The module, as a method has it."""
-        return self._module() or self._original
 
     @property
     def __code__(self) -> Any:
@@ -51,10 +36,7 @@ class GraphedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        module = self._module()
-        if module is None:
-            return self.ungraphed(*args, **kwargs)
-        if self._mode is not None and module.training is not self._mode:
+        if self._mode is not None and self.__self__.training is not self._mode:
             self._graphed.count_plain_call()
             return self.ungraphed(*args, **kwargs)
         return self._graphed(*args, **kwargs)
@@ -85,15 +67,14 @@ class GraphedForward:
 
     def _alone(self) -> torch.nn.Module:
         """The module without graphs, for copies and pickles."""
-        module: Any = self._module()
-        plain = object.__new__(type(module))
-        vars(plain).update(vars(module))
+        plain = object.__new__(type(self.__self__))
+        vars(plain).update(vars(self.__self__))
         self.undo(vars(plain))
         return plain
 
     def __reduce__(self) -> Any:
         """Copies and pickles, of what was put around it (accelerate's hooks), are of the copied module's own."""
-        return _forward_of, (self._module(), self._own)
+        return _forward_of, (self.__self__, self._own)
 
     def _reduce(self, protocol: Any) -> Any:
         return self._alone().__reduce_ex__(protocol)
@@ -103,47 +84,21 @@ class GraphedForward:
         return alone.__deepcopy__(memo)
 
 
-def _mode_of(module: torch.nn.Module) -> Any:
-    """Whether it is in training mode; None for what `torch.jit.freeze` made, which has none."""
-    return getattr(module, "training", None)
-
-
-def _plain(
-    module: torch.nn.Module, ref: "weakref.ref[torch.nn.Module]", original: Any
-) -> Callable[..., Any]:
-    """The `forward` of a module that this does not hold; once that is gone, of its original."""
-    forward: Any = module.forward
-    if getattr(forward, "__self__", None) is not module or not hasattr(forward, "__func__"):
-        return forward
-    function = forward.__func__
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        module = ref()
-        return function(original if module is None else module, *args, **kwargs)
-
-    return run
-
-
 def _forward_of(module: Any, own: Any) -> Callable[..., Any]:
     return types.MethodType(type(module).forward, module) if own is None else own
 
 
 def with_forward(module: torch.nn.Module, graphed: GraphedFunction, *, patch: bool) -> Any:
-    """A module whose `forward` is graphed.
+    """A module whose `forward` is graphed, and recorded as if it were not: `module` itself, or a shallow copy.
 
-    Args:
-        module: What was recorded. If it is graphed already, it is recorded and replaced as if it were not.
-        graphed: Its recordings.
-        patch: Whether to change `module` itself; else it is a shallow copy that shares parameters, buffers and
-            submodules, and has hooks of its own. Copies and pickles of what is returned know no graphs.
+    The copy shares parameters, buffers and submodules, and has hooks of its own.
     """
     original = module
     if not patch:
         module = object.__new__(type(module))
         module.__dict__.update(original.__dict__)
-        for name in _HOOK_DICTS:
-            if name in module.__dict__:
-                module.__dict__[name] = OrderedDict()
+        hooks = filter(_HOOKS.fullmatch, list(module.__dict__))
+        module.__dict__.update((name, OrderedDict()) for name in hooks)
     earlier = module.__dict__.get("forward")
     if isinstance(earlier, GraphedForward):
         earlier.undo(module.__dict__)
@@ -153,7 +108,7 @@ def with_forward(module: torch.nn.Module, graphed: GraphedFunction, *, patch: bo
     is_compiled = module.__dict__.get("_compiled_call_impl") is not None
     if not patch and is_compiled:  # what it runs is recorded
         del module.__dict__["_compiled_call_impl"]
-    forward = GraphedForward(module, graphed, original)
+    forward = GraphedForward(module, graphed)
     if not is_compiled:
         graphed.run_with(forward.ungraphed)
     forward.patch(module)

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-import torch
-
 from cgpass.errors import OptionError
 from cgpass.recompute.tracker import RNGStatesTracker
 
@@ -15,17 +13,6 @@ HookFunctions: TypeAlias = Callable[..., None] | Sequence[Callable[..., None]]
 """One function, or several that are called in this order."""
 Hooks: TypeAlias = Mapping[str, HookFunctions]
 """By name of the moment."""
-
-_CHOICES: Mapping[str, tuple[str, ...]] = {
-    "static_input_check": ("rerecord", "error", "off"),
-    "driver": ("auto", "cuda", "simulated", "none"),
-}
-_AT_LEAST: Mapping[str, int] = {"num_warmup_iters": 1, "max_rerecords": 0}
-_FLAGS = (
-    "allow_unused_input",
-    "own_grads",
-    "patch_modules",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,46 +67,38 @@ class GraphedOptions:
     """What records and replays; `auto`: `cuda` where the samples lie on CUDA, else `none`."""
 
     def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise _bad(self, name, f"one of {', '.join(map(repr, allowed))}")
-        for name, least in _AT_LEAST.items():
+        for name, (fits, wanted) in _CHECKS.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise _bad(self, name, f"an int >= {least}")
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise _bad(self, name, "a bool")
-        self._check_objects()
+            if not fits(value):
+                raise OptionError(
+                    f"make_graphed_callables: option {name!r} must be {wanted}, got {value!r}."
+                )
         if self.order is None and self.num_layers_per_chunk is not None:
             raise OptionError(
                 "make_graphed_callables: option 'num_layers_per_chunk' needs an order."
             )
 
-    def _check_objects(self) -> None:
-        if not isinstance(self.rng_tracker, RNGStatesTracker | None):
-            raise _bad(self, "rng_tracker", "a cgpass.RNGStatesTracker or None")
-        if not isinstance(self.stream, torch.Stream | None):
-            raise _bad(self, "stream", "a torch.cuda.Stream or None")
-        if self.pool is not None and not _is_pool(getattr(self.pool, "id", self.pool)):
-            raise _bad(
-                self, "pool", "a torch.cuda.graph_pool_handle(), a torch.cuda.MemPool or None"
-            )
-
     @classmethod
-    def parse(cls, options: "Mapping[str, Any] | GraphedOptions | None") -> "GraphedOptions":
-        """Read what a user gave as `options=`.
+    def parse(
+        cls, options: "Mapping[str, Any] | GraphedOptions | None", arguments: Mapping[str, Any]
+    ) -> "GraphedOptions":
+        """Read what a user gave as `options=`, and refuse other arguments: torch's function has options as such.
 
         Raises:
-            OptionError: An unknown name (with the nearest known one) or a bad value.
+            OptionError: An option that is an argument, an unknown name (with the nearest known one), or a bad value.
         """
+        known = [field.name for field in dataclasses.fields(cls)]
+        if arguments:
+            raise OptionError(
+                f"make_graphed_callables: {', '.join(arguments)} can't be given as arguments; options are given as "
+                f"options=cgpass.GraphedOptions(...): {', '.join(known)}."
+            )
         if isinstance(options, GraphedOptions):
             return options
-        if options is not None and not isinstance(options, Mapping):
+        if not isinstance(options, Mapping | None):
             raise OptionError(
                 f"make_graphed_callables: options must be a GraphedOptions or a dict, got {type(options).__name__}."
             )
-        known = [field.name for field in dataclasses.fields(cls)]
         for name in options or {}:
             if name not in known:
                 nearest = difflib.get_close_matches(str(name), known, n=1)
@@ -128,21 +107,26 @@ class GraphedOptions:
         return cls(**(options or {}))
 
 
-def refuse_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse keyword arguments that `make_graphed_callables` does not have: torch's and TransformerEngine's options."""
-    if given:
-        known = ", ".join(field.name for field in dataclasses.fields(GraphedOptions))
-        raise OptionError(
-            f"make_graphed_callables: {', '.join(given)} can't be given as arguments; options are given as "
-            f"options=cgpass.GraphedOptions(...): {known}."
-        )
+def _one_of(*allowed: str) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: value in allowed, f"one of {', '.join(map(repr, allowed))}"
 
 
-def _is_pool(handle: object) -> bool:
-    return isinstance(handle, tuple) and [type(part) for part in handle] == [int, int]
+def _at_least(least: int) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: type(value) is int and value >= least, f"an int >= {least}"
 
 
-def _bad(options: GraphedOptions, name: str, wanted: str) -> OptionError:
-    return OptionError(
-        f"make_graphed_callables: option {name!r} must be {wanted}, got {getattr(options, name)!r}."
-    )
+_FLAG = (lambda value: isinstance(value, bool), "a bool")
+_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "static_input_check": _one_of("rerecord", "error", "off"),
+    "driver": _one_of("auto", "cuda", "simulated", "none"),
+    "num_warmup_iters": _at_least(1),
+    "max_rerecords": _at_least(0),
+    "allow_unused_input": _FLAG,
+    "own_grads": _FLAG,
+    "patch_modules": _FLAG,
+    "rng_tracker": (
+        lambda value: isinstance(value, RNGStatesTracker | None),
+        "a cgpass.RNGStatesTracker or None",
+    ),
+}
+"""What each option must be: a test, and how a message calls it."""

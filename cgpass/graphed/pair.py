@@ -10,20 +10,13 @@ Note [What a call of a pair does]
     A forward that would overwrite what a pending one saved is recorded once more, in a pool of its own.
 
 Note [Autograd's engine and captures]
-    The driver captures as for compiled functions: on a side stream after warm-ups there, without garbage collection,
-    with errors of this thread alone, generators registered and cuBLAS workspaces given up. What is particular here, and
-    is to be shown on a device by the tests of this folder:
-
-    - The engine runs nodes on the stream of their forward, which for a captured graph is the side stream, and in a thread
-      of its own, whose launches the capture of that stream has to take. Stand-ins are leaves of their own, so that no
-      node of another stream is reached.
-    - A backward that is recorded late, or runs without a graph, is a backward inside of a backward. The latter runs on the
-      side stream; the engine has it wait for the caller's, and the caller's for it.
-    - What a capture keeps of its pool is told by the allocator: garbage in cycles counts, which costs recordings only.
+    The engine runs nodes on the stream of their forward, which for a captured graph is the side stream, and in a thread
+    of its own, whose launches the capture of that stream takes. Stand-ins are leaves of their own, so that no node of
+    another stream is reached. A backward that is recorded late is a backward inside of a backward: the engine has its
+    stream and the caller's wait for each other.
 """
 
 import contextlib
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -32,7 +25,8 @@ import torch
 
 from cgpass import torch_private
 from cgpass.compile.facts.input_info import InputInfo, InputKind
-from cgpass.errors import GraphedBackwardError, StaticInputMovedError
+from cgpass.errors import CaptureError, GraphedBackwardError, StaticInputMovedError
+from cgpass.graphed.differentiated import Differentiated
 from cgpass.graphed.statics import Statics
 from cgpass.graphed.warmup import Pass, blamed, no_autocast_cache, prepared
 from cgpass.options import current_defaults
@@ -44,8 +38,6 @@ from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recorder, Recording
 from cgpass.runtime.writes import extent, has_place
 from cgpass.telemetry import progress
-
-log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -67,8 +59,8 @@ def in_place(statics: Statics) -> Iterator[None]:
 class Call:
     """One forward of a pair, until its backward. Autograd's graph keeps it.
 
-    A result that is kept where the recording leads to, as an attribute of the module, would keep all of it for ever:
-    Python's garbage collector does not see into the node. So it lets go of the pair once its backward is done.
+    It lets go of the pair once its backward is done: a result that is kept as an attribute of the module would keep all
+    of it for ever, since Python's garbage collector does not see into the node.
     """
 
     __slots__ = ("__weakref__", "done", "members", "name", "pair", "position")
@@ -100,10 +92,8 @@ class Pair:
         self._weight_grads: Recording | None = None
         self._split_off: list[int] = []
         self._call: weakref.ref[Call] | None = None
-        self._told = False
-        """Whether it was said that a backward runs without a graph."""
-
-    # ---- recording
+        self._records = True
+        """Whether a backward that none of the recordings fits is recorded."""
 
     def record_forward(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Record the forward, after its hooks; returns parameters and buffers that it reads."""
@@ -112,7 +102,7 @@ class Pair:
         d.hooks.run("pre_forward", d.hooked, *self._arguments)
         if self._slot is None:
             self._slot = owner.new_slot()
-        self.statics, self.graph = d.statics, d.differentiated()
+        self.statics, self.graph = d.statics, Differentiated(d)
         self._generators = list(self.states.generators)
         members, graph = d.statics.distinct(), self.graph
         results: Any = set()
@@ -188,9 +178,7 @@ class Pair:
         self.after_forward()
         return outputs[: self._num_results], outputs[self._num_results :], members
 
-    def record_backward(
-        self, saved: list[Any], members: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def record_backward(self, saved: list[Any], members: Sequence[Any]) -> list[torch.Tensor]:
         """Record the backward for saved tensors where they lie; returns tensors where its gradients will lie."""
         args = [*saved, *members, *map(self._gradient, self.graph.with_grad), *self._generators]
         saved.clear()
@@ -263,22 +251,12 @@ class Pair:
         infos = [InputInfo(f"input {i}", kind) for i, kind in enumerate(kinds)]
         return Layout(infos, check_static=True, check_layout=False)
 
-    # ---- forward
-
     def is_free(self) -> bool:
         """Whether no call needs what only the pool has."""
         if self.closed or not (self.graph.keeps_memory or self._weight_grads):
             return not self.closed
         call = None if self._call is None else self._call()
         return call is None or call.done
-
-    def is_safe(self) -> bool:
-        """Whether the forward's replay overwrites nothing that is held."""
-        return self._owner.is_safe(self.forward)
-
-    def rescue(self) -> bool:
-        """Move what the forward's replay would overwrite; whether all of it could be."""
-        return self._owner.rescue(self.forward)
 
     def why_not(self, tensors: Sequence[torch.Tensor]) -> str | None:
         """Why a replay can't take these arguments."""
@@ -326,8 +304,6 @@ class Pair:
             results[n] = _Given.apply(results[n])
         return results
 
-    # ---- backward
-
     def backward(self, call: Call, saved: list[Any], grads: list[Any]) -> list[Any]:
         """Gradients for what a call wanted some for; the lists are emptied."""
         owner, members, ends = self._owner, call.members, bool(saved)
@@ -363,24 +339,15 @@ class Pair:
         d, owner = self.description, self._owner
         key = self._layout.static_key(args)
         recording = self._choose(args, key)
-        if (
-            recording is None
-            and not self.closed
-            and len(self._backwards) <= d.options.max_rerecords
-        ):
-            if key == self._layout.static_key(args):  # no rescue moved what is read
+        if recording is None and not self.closed:
+            if self._records and len(self._backwards) > d.options.max_rerecords:
+                self._leave_plain("it reads other memory than max_rerecords recordings of it do")
+            if self._records and key == self._layout.static_key(
+                args
+            ):  # no rescue moved what is read
                 recording = self._record_in_call(args)
         if recording is None:
             d.stats.plain_calls += 1
-            if not self.closed and not self._told:
-                self._told = True
-                log.warning(
-                    "%s: a backward runs without a graph: it reads other memory than %d recordings of it do "
-                    "(max_rerecords=%d). Keep saved tensors and parameters where they are, or raise max_rerecords.",
-                    d.name,
-                    len(self._backwards),
-                    d.options.max_rerecords,
-                )
             return self._run_graph(args)
         outputs = recording.run(args)
         args.clear()
@@ -390,13 +357,22 @@ class Pair:
             owner.note_handed_out(recording)
         return outputs
 
-    def _record_in_call(self, args: list[Any]) -> Recording:
+    def _leave_plain(self, why: str) -> None:
+        self._records = False
+        self.description.tell(f"runs a backward without a graph: {why}.")
+
+    def _record_in_call(self, args: list[Any]) -> Recording | None:
         owner = self._owner
         slot = owner.new_slot() if self._backwards else self._slot
         owner.driver.prepare_thread()
         try:
             with in_place(self.statics) if self.description.hooks else contextlib.nullcontext():
                 return self._record_backward(args, slot)
+        except CaptureError as error:
+            if self.description.backward_dw is None:
+                return self._leave_plain(str(error).rstrip("."))
+            self.close()
+            raise
         except BaseException:
             self.close()
             raise
@@ -437,8 +413,6 @@ class Pair:
                 parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
             call.settle()
 
-    # ---- end
-
     def close(self) -> None:
         """Free the graphs; what is held stays its holders', and a backward that is due runs without a graph."""
         if self.closed:
@@ -467,26 +441,17 @@ def _run_backward(call: Call, saved: list[Any] | None, grads: list[Any] | None) 
     """See `fast.attach`. A backward may be called in what Dynamo runs, and would be traced."""
     if saved is None or grads is None:
         raise GraphedBackwardError(
-            f"{call.name}: gradients of its gradients were asked for, and none are recorded. Call the original where it is "
-            "differentiated twice."
+            f"{call.name}: gradients of its gradients were asked for, and none are recorded. Call the original there."
         )
     pair = call.pair
     if pair is None:
         raise GraphedBackwardError(f"{call.name}: a second backward through one forward.")
     try:
-        if not torch.is_grad_enabled():
-            return pair.backward(call, saved, grads)
-        with torch.no_grad():  # create_graph=True
-            return pair.backward(call, saved, grads)
-    except BaseException as error:
+        with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
+            return pair.backward(call, saved, grads)  # with create_graph=True it is enabled
+    except BaseException:
         mend(open_modes)  # at once: by the next call the user may have set random numbers
-        if not isinstance(error, RuntimeError) or not torch_private.in_vmap_or_functorch():
-            raise
-        raise GraphedBackwardError(
-            f"{call.name}: a backward of batched gradients (is_grads_batched=True, jacobian(vectorize=True), or a "
-            "backward inside of torch.vmap), and the graph has one gradient of each result. Run one backward after "
-            "another, with retain_graph=True, or call the original there."
-        ) from None
+        raise
 
 
 class _Given(torch.autograd.Function):

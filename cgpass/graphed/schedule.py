@@ -1,20 +1,19 @@
 """In which order forwards and backwards are warmed up, recorded and (as a rule) run.
 
 Note [Numbers of forwards]
-    Without an order there is one forward per callable. With one, there is a forward per callable and microbatch, each
-    with a sample and a graph of its own: chunk by chunk, microbatch by microbatch within a chunk, layer by layer within
-    a microbatch. Backwards of a chunk take its microbatches in the order of their forwards.
+    Without an order there is one forward per callable; with one, one per callable and microbatch, chunk by chunk,
+    microbatch by microbatch within a chunk, layer by layer within a microbatch. Backwards come as their forwards did.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cgpass.errors import ScheduleError
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One forward or backward of one callable."""
 
     forward: bool
@@ -50,17 +49,7 @@ def interleaved(
     num_samples: int,
     num_layers_per_chunk: int | Sequence[int] | None,
 ) -> Schedule:
-    """A pipeline's schedule.
-
-    Args:
-        order: Chunk numbers from 1, positive for a forward, negative for a backward.
-        num_callables: The layers of all chunks.
-        num_samples: Of them and all microbatches.
-        num_layers_per_chunk: The same for all chunks, one for each, or as many in each as there are.
-
-    Raises:
-        ScheduleError: What is wrong with the order, at which position; or numbers that don't fit it.
-    """
+    """A pipeline's schedule; the arguments are options of `GraphedOptions`, and how many callables and samples there are."""
     num_chunks, num_microbatches = _walk(order)
     layers = _layers(num_layers_per_chunk, num_chunks, num_callables)
     if num_samples != num_callables * num_microbatches:
@@ -94,41 +83,26 @@ def _walk(order: Sequence[int]) -> tuple[int, int]:
             "make_graphed_callables: order must be a sequence of chunk numbers, positive for a forward and negative "
             f"for a backward, got {order!r}."
         )
+    due: Counter[int] = Counter()
+    forwards: Counter[int] = Counter()
     for position, entry in enumerate(order):
-        if not isinstance(entry, int) or isinstance(entry, bool) or entry == 0:
-            raise _wrong(order, position, _why_no_chunk(entry))
-    num_chunks = max(map(abs, order))
-    forwards, backwards = [0] * num_chunks, [0] * num_chunks
-    for position, entry in enumerate(order):
-        chunk = abs(entry) - 1
-        if entry > 0:
-            forwards[chunk] += 1
-        elif backwards[chunk] == forwards[chunk]:
-            missing = f"a backward of chunk {chunk + 1} before the forward that it belongs to"
-            raise _wrong(order, position, missing)
-        else:
-            backwards[chunk] += 1
-    fewest = min(forwards)
-    most = max(range(num_chunks), key=forwards.__getitem__)
-    if forwards[most] != fewest:
-        positions = [p for p, entry in enumerate(order) if entry == most + 1]
-        least = forwards.index(fewest) + 1
-        what = (
-            f"forward {fewest + 1} of chunk {most + 1}, while chunk {least} has {fewest} in all. Every chunk runs every "
-            "microbatch, and chunks are numbered without gaps"
-        )
-        raise _wrong(order, positions[fewest], what)
-    for chunk in range(num_chunks):
-        if backwards[chunk] != forwards[chunk]:
-            last = max(p for p, entry in enumerate(order) if entry == chunk + 1)
-            raise _wrong(order, last, f"a forward of chunk {chunk + 1} whose backward never comes")
-    return num_chunks, forwards[0]
-
-
-def _why_no_chunk(entry: Any) -> str:
-    if entry:
-        return f"a {type(entry).__name__} and no int"
-    return "chunks are numbered from 1, negative for a backward"
+        if type(entry) is not int or not entry:
+            raise _wrong(order, position, "chunks are ints from 1, negative for a backward")
+        due[abs(entry)] += 1 if entry > 0 else -1
+        forwards[abs(entry)] += entry > 0
+        if due[abs(entry)] < 0:
+            raise _wrong(order, position, "a backward before the forward that it belongs to")
+    num_chunks, num_microbatches = max(forwards), forwards[1]
+    for chunk in range(1, num_chunks + 1):
+        if forwards[chunk] != num_microbatches:
+            raise ScheduleError(
+                f"make_graphed_callables: order has {forwards[chunk]} forwards of chunk {chunk}, {num_microbatches} of "
+                "chunk 1. Every chunk runs every microbatch, and chunks are numbered without gaps."
+            )
+        if due[chunk]:
+            last = max(p for p, entry in enumerate(order) if entry == chunk)
+            raise _wrong(order, last, "a forward whose backward never comes")
+    return num_chunks, num_microbatches
 
 
 def _wrong(order: Sequence[int], position: int, what: str) -> ScheduleError:
@@ -140,23 +114,17 @@ def _wrong(order: Sequence[int], position: int, what: str) -> ScheduleError:
 def _layers(
     given: int | Sequence[int] | None, num_chunks: int, num_callables: int
 ) -> tuple[int, ...]:
-    if given is None:
-        given, rest = divmod(num_callables, num_chunks)
-        if rest:
-            raise ScheduleError(
-                f"make_graphed_callables: {num_callables} callables can't be shared out evenly to the {num_chunks} "
-                "chunks of the order. Give num_layers_per_chunk."
-            )
+    if given is None and not num_callables % num_chunks:
+        given = num_callables // num_chunks
     is_sequence = isinstance(given, Sequence) and not isinstance(given, str)
-    layers = tuple(given) if is_sequence else (given,) * num_chunks
-    if len(layers) != num_chunks or any(type(n) is not int or n < 1 for n in layers):
+    layers: tuple[Any, ...] = tuple(given) if is_sequence else (given,) * num_chunks
+    if (
+        len(layers) != num_chunks
+        or any(type(n) is not int or n < 1 for n in layers)
+        or sum(layers) != num_callables
+    ):
         raise ScheduleError(
             f"make_graphed_callables: num_layers_per_chunk must be an int or {num_chunks} ints, one per chunk of the "
-            f"order, each at least 1, got {given!r}."
-        )
-    if sum(layers) != num_callables:
-        raise ScheduleError(
-            f"make_graphed_callables: num_layers_per_chunk={given!r} makes {sum(layers)} layers in {num_chunks} chunks, "
-            f"but there are {num_callables} callables."
+            f"order, each at least 1, that make {num_callables} layers, got {given!r}."
         )
     return layers

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from cgpass.errors import GraphedArgumentError, InputError
 from cgpass.runtime import fast
@@ -14,7 +13,7 @@ from cgpass.runtime.inputs import check_tensor
 
 _ACCUMULATED = "main_grad"
 """An attribute of parameters to which the backwards of Megatron and TransformerEngine add gradients."""
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class MemberGoneError(InputError):
@@ -34,19 +33,14 @@ class Statics:
         device: torch.device,
         name: str,
         *,
-        weak: bool = False,
+        moded: bool = True,
         required: bool = True,
         around: torch.nn.Module | None = None,
     ) -> None:
-        """Find them.
+        """Find them on a device; tensors elsewhere are none that a graph could read.
 
-        Args:
-            modules: Whose they are.
-            device: Where they lie; tensors elsewhere are none that a graph could read.
-            name: Of the callable, for messages.
-            weak: Whether the modules themselves must not be held; somebody else then looks at their `training`.
-            required: Whether a parameter is expected to get a gradient.
-            around: The module whose own hooks run around what is recorded.
+        Hooks of the module `around` run around what is recorded. Unless `moded`, somebody else looks at the modes of the
+        modules that were given.
         """
         self._callable = name
         self._dicts: list[dict[str, Any]] = []
@@ -54,50 +48,37 @@ class Statics:
         self.names: list[str] = []
         self.required = required
         """Whether each parameter is expected to get a gradient."""
-        self._lazy: list[Any] = []
-        """Parameters that the first call makes."""
         named = _named(modules)
-        self._recurrent = [m for _, m in named if isinstance(m, torch.nn.RNNBase)]
-        """Modules that keep their parameters in a list, too."""
-        tops = {id(top) for top in modules} if weak else set()
-        self._moded = [(_shown(path, m), vars(m)) for path, m in named if id(m) not in tops]
+        tops = set() if moded else {id(top) for top in modules}
+        self._moded = [(path, vars(m)) for path, m in named if id(m) not in tops]
         self._containers = [
             (path, holder)
             for path, m in named
             for holder in (m._modules, m._parameters, m._buffers)
         ]
-        self._hooked = [(_shown(path, m), vars(m)) for path, m in named if m is not around]
-        outermost = [m for path, m in named if not path and not weak]
-        with_state = [vars(m) for m in outermost if [*m.parameters(), *m.buffers()]]
-        found = with_state or list(map(vars, outermost))
-        self._outermost = [(each, each["training"]) for each in found if "training" in each]
+        self._hooked = [(path or type(m).__name__, vars(m)) for path, m in named if m is not around]
         for kind in ("_parameters", "_buffers"):
             for path, inner in named:
                 holder = getattr(inner, kind)
-                for key, full in self._readable(holder, path, device):
-                    self._dicts.append(holder)
-                    self._keys.append(key)
-                    self.names.append(full)
+                for key, tensor in holder.items():
+                    full = f"{path}.{key}".lstrip(".")
+                    if self._is_read(full, tensor, device):
+                        self._dicts.append(holder)
+                        self._keys.append(key)
+                        self.names.append(full)
         self.note()
 
-    def _readable(
-        self, holder: dict[str, Any], path: str, device: torch.device
-    ) -> Iterator[tuple[str, str]]:
-        """Keys and full names of tensors that a graph reads where they lie."""
-        for key, tensor in holder.items():
-            if tensor is None or tensor.device != device:
-                continue
-            if is_lazy(tensor):
-                self._lazy.append(tensor)
-                continue
-            full = f"{path}.{key}".lstrip(".")
-            try:
-                check_tensor(f"{self._callable}: {full}", tensor, device)
-            except InputError:
-                if self.required:
-                    raise
-                continue  # perhaps it is not read at all
-            yield key, full
+    def _is_read(self, name: str, tensor: torch.Tensor | None, device: torch.device) -> bool:
+        """Whether a graph reads a tensor where it lies."""
+        if tensor is None or tensor.device != device:
+            return False
+        try:
+            check_tensor(f"{self._callable}: {name}", tensor, device)
+        except InputError:
+            if self.required:
+                raise
+            return False  # perhaps it is not read at all
+        return True
 
     # ---- what the modules are like
 
@@ -115,73 +96,53 @@ class Statics:
                     self._members.add(vars(value), _ACCUMULATED, full)
         for path, attributes in self._hooked:
             self._runs.add(attributes, "forward", path)
-            for kind in _HOOKS:
+            for kind in HOOKS:
                 if kind in attributes:
                     self._runs.add_all(attributes[kind], path)
         self._all = self._modes + self._members + self._runs
 
     def unchanged(self) -> bool:
         """Whether modes, members and hooks are what they were."""
-        return not self._lazy and self._all.unchanged()
+        return self._all.unchanged()
 
     def has_its_modes(self) -> bool:
         """Whether all modules are in the mode, training or eval, that they were found in."""
         return self._modes.unchanged()
 
-    def other_modes(self) -> str | None:
-        """Modules that are in another mode than they were; None where that is what `eval()` or `train()` does to all.
-
-        Those without parameters, such as a loss, may well be forgotten then; others that were in eval mode stay there.
-        """
-        before = {mode for _, mode in self._outermost}
-        now = [holder["training"] for holder, _ in self._outermost]
-        changed = any(holder["training"] is not mode for holder, mode in self._outermost)
-        if changed and len(set(now)) == 1 and (len(before) == 1 or not now[0]):
-            return None
-        return _listed(self._modes.changed())
-
     def has_its_members(self) -> bool:
         """Whether the modules have the submodules that they had, and parameters and buffers of the same names."""
-        if self._lazy and not all(map(is_lazy, self._lazy)):
-            return False
         return self._members.unchanged()
 
     def other_hooks(self) -> str:
         """Submodules that have other hooks than they had, or another `forward` of their own; empty if none has."""
         if self._runs.unchanged():
             return ""
-        found = self._runs.changed(but=lambda now: hasattr(now, "ungraphed"))
+        found = [name for name, now in self._runs.changed() if not hasattr(now, "ungraphed")]
         if not found:  # a submodule was graphed by itself
             self.note()
         return _listed(found)
 
     def fits(self) -> bool:
         """Whether the modules have all of this, and nothing else."""
-        if not self.has_its_members() or self.other_hooks():
-            return False
-        pairs = zip(self._dicts, self._keys, strict=True)
-        return all(_entry(holder, key, None) is not None for holder, key in pairs)
+        return self.has_its_members() and not self.other_hooks() and not self._gone()
+
+    def _gone(self) -> list[str]:
+        entries = zip(self._dicts, self._keys, self.names, strict=True)
+        return [name for holder, key, name in entries if _entry(holder, key, None) is None]
 
     def other_members(self) -> str:
         """What was added, removed, or replaced by another module."""
-        entries = zip(self._dicts, self._keys, self.names, strict=True)
-        gone = [name for holder, key, name in entries if _entry(holder, key, None) is None]
-        return ", ".join(self._members.changed() + gone) or "some were added"
+        changed = [name for name, _ in self._members.changed() if name]
+        return _listed(list(dict.fromkeys(changed + self._gone())))
 
     # ---- tensors
 
     def now(self) -> list[torch.Tensor]:
-        """The tensors as they are; one object that has several names is there as often.
-
-        Raises:
-            MemberGoneError: One of them was taken out of its module.
-        """
+        """The tensors as they are; one object that has several names is there as often."""
         try:
             return fast.members(self._dicts, self._keys)
         except KeyError as error:
-            raise MemberGoneError(
-                f"{self._callable}: parameter or buffer {error} was removed after it was recorded."
-            ) from None
+            raise self._gone_error(str(error)) from None
 
     def firsts(self) -> tuple[int, ...]:
         """Positions of the tensors in `now()`, each once."""
@@ -201,11 +162,7 @@ class Statics:
 
     @contextlib.contextmanager
     def replaced(self, others: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Have modules hold other tensors in place of `distinct()`, for a block.
-
-        Raises:
-            GraphedArgumentError: What ran in the block assigned one of them anew: no replay would.
-        """
+        """Have modules hold other tensors in place of `distinct()`, for a block that assigns none of them anew."""
         before = self.now()
         numbers = {id(tensor): k for k, tensor in enumerate(self.distinct())}
         new = [others[numbers[id(tensor)]] for tensor in before]
@@ -225,22 +182,16 @@ class Statics:
     def _put(self, tensors: Sequence[torch.Tensor]) -> None:
         for holder, key, tensor in zip(self._dicts, self._keys, tensors, strict=True):
             holder[key] = tensor
-        for module in self._recurrent:
-            module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
     def key_of(self, tensors: Sequence[torch.Tensor]) -> bytes:
-        """Where they lie and how they are laid out, and which of them are one.
-
-        Raises:
-            MemberGoneError: One of them is none any more.
-        """
+        """Where they lie and how they are laid out, and which of them are one."""
         try:
             return fast.layouts(tensors)
         except (TypeError, AttributeError):
-            gone = [name for name, t in zip(self.names, tensors, strict=True) if t is None]
-            raise MemberGoneError(
-                f"{self._callable}: {', '.join(gone)} became None after it was recorded."
-            ) from None
+            raise self._gone_error(", ".join(self._gone())) from None
+
+    def _gone_error(self, names: str) -> MemberGoneError:
+        return MemberGoneError(f"{self._callable}: {names} was removed after it was recorded.")
 
     def moved(self, old: bytes, new: bytes) -> str:
         """Names of those that differ between two keys."""
@@ -290,19 +241,13 @@ class _Entries:
             self._dicts, self._keys, self._values, self._holders, self._sizes.tobytes()
         )
 
-    def changed(self, but: Any = None) -> list[str]:
-        """Names of the entries that differ, but for some values, and paths of dictionaries of another size."""
+    def changed(self) -> list[tuple[str, Any]]:
+        """Names of the entries that differ and what is there, and paths of dictionaries of another size."""
         entries = zip(self._dicts, self._keys, self._values, self._names, strict=True)
         pairs = [(name, value, _entry(holder, key, ...)) for holder, key, value, name in entries]
-        found = [n for n, value, now in pairs if now is not value and not (but and but(now))]
         sizes = zip(self._holders, self._sizes, self._paths, strict=True)
-        if but is not None:
-            found += [path for holder, size, path in sizes if len(holder) != size]
-        return list(dict.fromkeys(found))
-
-
-def _shown(path: str, module: torch.nn.Module) -> str:
-    return path or type(module).__name__
+        found = [(name, now) for name, value, now in pairs if now is not value]
+        return found + [(path, None) for holder, size, path in sizes if len(holder) != size]
 
 
 def _is_member(value: Any) -> bool:

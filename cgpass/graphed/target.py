@@ -1,6 +1,5 @@
 """`Target`: one callable that is recorded."""
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from cgpass.errors import GraphedArgumentError
-from cgpass.graphed.statics import Statics
+from cgpass.graphed.statics import HOOKS, Statics
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
 """Classes whose hooks reduce or gather around the module."""
@@ -21,11 +20,6 @@ class Target:
         self, fn: Callable[..., Any], modules: Sequence[torch.nn.Module], index: int | None
     ) -> None:
         """Check that it can be.
-
-        Args:
-            fn: What the user gave.
-            modules: Those that a function uses.
-            index: Its position among several; None for a single one.
 
         Raises:
             GraphedArgumentError: It has hooks, its buffers require grad, or it is or has a wrapper such as
@@ -44,35 +38,51 @@ class Target:
         if isinstance(owner, torch.nn.Module) and owner not in self.modules:
             self.modules.insert(0, owner)
         for module in self.modules:
-            _refuse_wrappers(self.name, module)
+            for path, inner in module.named_modules():
+                kinds = {
+                    base.__name__ for base in type(inner).__mro__ if "torch." in base.__module__
+                }
+                kind = type(inner).__name__ + f" at {path!r}" * bool(path)
+                if kinds.intersection(_WRAPPERS):
+                    raise self._refusal(
+                        f"has a module that is already wrapped, a {kind}, whose hooks would not run on a replay. Record "
+                        "the module inside, then wrap"
+                    )
+                if isinstance(
+                    inner, LazyModuleMixin
+                ):  # it is of another class from its first call on
+                    raise self._refusal(
+                        f"has a lazy module that has not run yet, a {kind}: call it once before"
+                    )
         if self.module is not None:
-            _check_module(self.name, self.module)
+            self._check_module(self.module)
 
-    def statics(
-        self, device: torch.device, others: Sequence[torch.nn.Module], *, weak: bool
-    ) -> Statics:
-        """What it reads besides its arguments.
+    def _refusal(self, why: str) -> GraphedArgumentError:
+        return GraphedArgumentError(f"make_graphed_callables: {self.name} {why}.")
 
-        Args:
-            device: Where that lies.
-            others: Modules that it is called with.
-            weak: Whether the module will hold what is returned, and must not be held by it.
+    def _check_module(self, module: torch.nn.Module) -> None:
+        for kind in HOOKS:
+            if getattr(module, kind):
+                raise self._refusal(
+                    f"has hooks ({kind.strip('_')}), which a replay would not run. Register them on what "
+                    "make_graphed_callables returns, or use capture_time_hooks"
+                )
+        for key, buffer in module.named_buffers():
+            if buffer.requires_grad:
+                raise self._refusal(f"has a buffer that requires grad, {key}. Make it a parameter")
 
-        Raises:
-            GraphedArgumentError: It is called with a wrapper such as DistributedDataParallel.
-        """
-        for module in others:
-            _refuse_wrappers(self.name, module)
+    def statics(self, device: torch.device, *, moded: bool) -> Statics:
+        """What it reads besides its arguments, on a device; with the mode of the module itself, or without."""
         is_module = self.module is not None
         around = self.module
         if around is None and getattr(self.fn, "__name__", "") == "forward":
             around = getattr(self.fn, "__self__", None)
         return Statics(
-            [*self.modules, *others],
+            self.modules,
             device,
             self.name,
-            weak=weak and is_module,
-            required=is_module and not others,
+            moded=moded or not is_module,
+            required=is_module,
             around=around,
         )
 
@@ -85,55 +95,15 @@ class Target:
         found = getattr(self.fn, "backward_dw", None)
         return found if callable(found) else None
 
-    def plain(self, *, weak: bool) -> Callable[..., Any]:
-        """What runs the callable without a graph, whatever becomes of its `forward`.
-
-        Args:
-            weak: Whether the module is to keep what is returned alive, and so must not be held by it.
-        """
-        module = self.module
-        if module is None:
+    def plain(self, *, patch: bool) -> Callable[..., Any]:
+        """What runs the callable without a graph, whatever becomes of its `forward`."""
+        if self.module is None:
             return self.fn
-        forward: Any = getattr(module.forward, "ungraphed", module.forward)
-        if weak:
-            ref, function = weakref.ref(module), getattr(forward, "__func__", None)
-            if function is None or forward.__self__ is not module:
-                return forward
-            return lambda *args, **kwargs: function(ref(), *args, **kwargs)
-        compiled = vars(module).get("_compiled_call_impl")
-        is_graphed = hasattr(vars(module).get("forward"), "ungraphed")
-        return forward if compiled is None or is_graphed else compiled
+        forward: Any = getattr(self.module.forward, "ungraphed", self.module.forward)
+        compiled = vars(self.module).get("_compiled_call_impl")
+        is_graphed = hasattr(vars(self.module).get("forward"), "ungraphed")
+        return forward if patch or compiled is None or is_graphed else compiled
 
 
 def _name_of(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__qualname__", type(fn).__name__).replace("<locals>.", "")
-
-
-def _refuse_wrappers(name: str, top: torch.nn.Module) -> None:
-    for path, module in top.named_modules():
-        kinds = {base.__name__ for base in type(module).__mro__ if "torch." in base.__module__}
-        if kinds.intersection(_WRAPPERS):
-            where = f" at {path!r}" if path else ""
-            raise GraphedArgumentError(
-                f"make_graphed_callables: {name} has a module that is already wrapped, a {type(module).__name__}{where}, "
-                "whose hooks would not run on a replay, so that gradients would not be reduced. Record the module "
-                "inside, then wrap."
-            )
-
-
-def _check_module(name: str, module: torch.nn.Module) -> None:
-    if isinstance(module, LazyModuleMixin):  # it is of another class from its first call on
-        raise GraphedArgumentError(
-            f"make_graphed_callables: {name} is a lazy module that has not run yet: call it once before."
-        )
-    for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
-        if getattr(module, kind):
-            raise GraphedArgumentError(
-                f"make_graphed_callables: {name} has hooks ({kind.strip('_')}), which a replay would not run. Register "
-                "them on what make_graphed_callables returns, or use capture_time_hooks."
-            )
-    for key, buffer in module.named_buffers():
-        if buffer.requires_grad:
-            raise GraphedArgumentError(
-                f"make_graphed_callables: {name} has a buffer that requires grad, {key}. Make it a parameter."
-            )

@@ -7,18 +7,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from cgpass.telemetry.reason import many
-
-
-class _Tensor:
-    """Stands for any in messages."""
-
-    def __repr__(self) -> str:
-        return "Tensor"
-
-
-_TENSOR: Any = _Tensor()
-
 
 @dataclass(frozen=True)
 class OutputStructure:
@@ -53,12 +41,6 @@ class OutputStructure:
     def is_like(self, other: "OutputStructure") -> bool:
         """Whether tensors are in the same places among as many leaves; these and the nodes may be others."""
         return self.places == other.places and len(self.leaves) == len(other.leaves)
-
-    def __str__(self) -> str:
-        try:
-            return str(self.build([_TENSOR] * len({number for _, number in self.places})))
-        except Exception:  # classes that look at their members
-            return many(len(self.places), "tensor")
 
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
         """A result with these tensors."""

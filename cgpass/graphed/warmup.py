@@ -1,9 +1,9 @@
 """`Pass`: one forward with its sample, and its warm-ups."""
 
 import contextlib
+import logging
 import random
 import sys
-import threading
 import traceback
 import weakref
 from collections import deque
@@ -28,6 +28,8 @@ from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.failures import random_state_kept
 from cgpass.runtime.syncs import is_capture_error
 from cgpass.telemetry import CallStats
+
+log = logging.getLogger(__name__)
 
 _OPAQUE = (torch.Tensor, bool, int, float, complex, str, bytes)
 
@@ -65,33 +67,16 @@ class Pass:
     """See `Differentiated.asks_again`."""
     due: deque[Any] = field(default_factory=deque)
     """Calls whose backward ran, but not yet what was split off, oldest first."""
+    told: set[str] = field(default_factory=set)
+    """What was logged."""
     _objects: list[Any] | None = None
     _strangers: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     """Leaves of the last warm-up that are neither arguments nor parameters."""
 
-    def differentiated(self, *, warms_up: bool = False) -> Differentiated:
-        """The callable as functions, for one run."""
-        return Differentiated(
-            self.run,
-            self.binding,
-            self.statics,
-            with_grad=self.with_grad,
-            copies_inputs=warms_up or self.keeps_inputs,
-            keeps_saved=warms_up or self.asks_again,
-            watches=not warms_up,
-        )
-
     def warm_up(
         self, driver: GraphDriver, states: CheckpointStates, iterations: int, *, pool: bool
     ) -> None:
-        """Run forward and backward on copies, and note what they do.
-
-        Args:
-            driver: Runs it.
-            states: Of the recording that will be made.
-            iterations: How often.
-            pool: Whether to take memory from the pool, in which nothing was recorded yet.
-        """
+        """Run forward and backward on copies, and note what they do; in the pool, if nothing was recorded there yet."""
         run = driver.warm_up if pool else lambda fn, args: fn(args)
         number, self._objects, self.structure = 0, None, None
         self.used.clear()
@@ -106,6 +91,12 @@ class Pass:
                 iterations = max(iterations, number + 1)
         self._refuse_unused()
 
+    def tell(self, what: str) -> None:
+        """Log once what makes calls slower than they could be."""
+        if what not in self.told:
+            self.told.add(what)
+            log.warning("%s %s", self.name, what)
+
     def use_statics(self, statics: Statics) -> None:
         """Have other ones from now on: what is known by position is forgotten."""
         self.statics = statics
@@ -117,7 +108,7 @@ class Pass:
         args, kwargs = self.binding.call(samples)
         self.hooks.run("pre_forward", self.hooked, args, kwargs)
         members = [t.detach().clone() for t in self.statics.distinct()]
-        graph = self.differentiated(warms_up=True)
+        graph = Differentiated(self, warms_up=True)
 
         def forward(_: list[Any]) -> list[Any]:
             with no_autocast_cache(), states:
@@ -126,9 +117,12 @@ class Pass:
         outputs = run(forward, [])
         self.note_result(graph.result)
         assert self.structure is not None
-        self._refuse_written_leaves(graph)
-        with told_of_freed_graphs(self.name):
-            saved = graph.separate()
+        for i in graph.written:
+            if i < len(samples) and self.binding.requires_grad[i]:
+                raise self._refusal(
+                    f"writes {self._name_of(i)} in place, which requires grad. Have it write a copy"
+                )
+        saved = graph.separate()
         self.keeps_inputs |= graph.keeps_inputs
         self._strangers = [weakref.ref(leaf) for leaf in graph.strangers]
         graph.strangers.clear()
@@ -144,14 +138,11 @@ class Pass:
             with no_autocast_cache():
                 return list(graph.backward(saved, given, members, wanted))
 
-        with told_of_freed_graphs(self.name):
-            grads = run(backward, [])
+        grads = run(backward, [])
         for i, grad in zip(wanted, grads, strict=True):
             if grad is not None and grad.layout is not torch.strided:
-                raise GraphedArgumentError(
-                    f"make_graphed_callables: {self.name} gives {self.name_of(i)} a gradient of layout {grad.layout}, "
-                    "which no graph can hand out. Have it make dense ones (sparse=False of an embedding), or leave the "
-                    "module out."
+                raise self._refusal(
+                    f"gives {self._name_of(i)} a gradient of layout {grad.layout}. Have it make dense ones"
                 )
         self.asks_again |= graph.asks_again
         self.used.update(i for i, grad in zip(wanted, grads, strict=True) if grad is not None)
@@ -160,66 +151,47 @@ class Pass:
             self.split_off.update(graph.weight_grads(self.backward_dw, members))
         self.hooks.run("backward", self.hooked)
 
-    def name_of(self, leaf: int) -> str:
-        """What the user calls an argument, or a parameter after them."""
-        names = [*self.binding.names, *self.statics.distinct_names()]
-        return names[leaf]
-
     # ---- results
 
     def note_result(self, result: Any) -> None:
-        """Look at a result: each call gets one made as this.
-
-        Raises:
-            GraphedArgumentError: Its structure depends on how often it ran, or it has objects that are made anew.
-        """
+        """Look at a result: each call gets one made as this."""
         structure, before = OutputStructure.of(result), self.structure
         if before is not None and not structure.is_like(before):
-            raise GraphedArgumentError(
-                f"make_graphed_callables: {self.name} returned {structure} in one run, and {before} in the one before. "
-                "What it returns may not depend on how often it has run."
+            raise self._refusal(
+                "returned another structure than in the run before. What it returns may not depend on how often it ran"
             )
         found = [leaf for leaf in pytree.tree_leaves(result) if not isinstance(leaf, _OPAQUE)]
         for now, then in zip(found, self._objects or found, strict=False):
             if not equal(now, then):
-                raise GraphedArgumentError(
-                    f"make_graphed_callables: {self.name} returns a {type(now).__name__} that it makes anew in each run and "
-                    "that is no pytree node, so that no replay would put its own tensors there. Return the tensors "
-                    "themselves, register the class (torch.utils._pytree.register_dataclass), or leave it out, as with "
-                    "use_cache=False in transformers."
+                raise self._refusal(
+                    f"returns a {type(now).__name__} that it makes anew in each run and that is no pytree node. Return "
+                    "the tensors themselves, or register the class (torch.utils._pytree.register_dataclass)"
                 )
         self.structure, self._objects = structure, found
 
     # ---- refusals
 
-    def _refuse_written_leaves(self, graph: Differentiated) -> None:
-        for i in graph.written:
-            if i < len(self.binding.samples) and self.binding.requires_grad[i]:
-                raise GraphedArgumentError(
-                    f"make_graphed_callables: {self.name} writes {self.binding.names[i]} in place, which requires grad. "
-                    "Have it write a copy."
-                )
+    def _refusal(self, why: str) -> GraphedArgumentError:
+        return GraphedArgumentError(f"make_graphed_callables: {self.name} {why}.")
+
+    def _name_of(self, leaf: int) -> str:
+        """What the user calls an argument, or a parameter after them."""
+        names = self.binding.names
+        named = [f"parameter {name}" for name in self.statics.distinct_names()]
+        return [*names, *named][leaf]
 
     def _refuse_strangers(self) -> None:
-        if self.statics.has_its_members():
-            for ref in self._strangers:
-                leaf = ref()
-                if leaf is not None and any(leaf is own for own in self.statics.now()):
-                    raise GraphedArgumentError(
-                        f"make_graphed_callables: {self.name} uses {self._name_of_static(leaf)} by itself, not as an "
-                        "attribute of its module, where it is replaced while this is recorded. Have it read the attribute."
-                    )
-                if leaf is not None and leaf.numel():  # so the run did not make it
-                    raise GraphedArgumentError(
-                        f"make_graphed_callables: {self.name} uses a tensor of shape {list(leaf.shape)} that requires grad "
-                        "and is neither an argument nor a parameter of its modules. Name the module that has it, as in "
-                        "make_graphed_callables(fn, sample_args, modules=(model,)), or pass it as an argument."
-                    )
-        self._strangers.clear()
-
-    def _name_of_static(self, tensor: torch.Tensor) -> str:
-        pairs = zip(self.statics.names, self.statics.now(), strict=True)
-        return next(name for name, own in pairs if own is tensor)
+        strangers, self._strangers = self._strangers, []
+        if not self.statics.has_its_members():
+            return
+        for leaf in [leaf for ref in strangers if (leaf := ref()) is not None]:
+            owned = any(leaf is own for own in self.statics.now())
+            if owned or leaf.numel():  # so the run did not make it
+                raise self._refusal(
+                    f"uses a tensor of shape {list(leaf.shape)} that requires grad and is neither an argument nor read as "
+                    "an attribute of its modules. Name the module that has it, as in make_graphed_callables(fn, "
+                    "sample_args, modules=(model,)), and read it there, or pass it as an argument"
+                )
 
     def _refuse_unused(self) -> None:
         if self.options.allow_unused_input or not self.used:
@@ -231,26 +203,18 @@ class Pass:
         split_off = {num + k for k in self.split_off}
         unused = [i for i in needed if i not in self.used | split_off]
         if unused:
-            names = ", ".join("parameter " * (i >= num) + self.name_of(i) for i in unused)
-            raise GraphedArgumentError(
-                f"make_graphed_callables: {self.name} gives no gradient to {names}. Have them not require grad, or set "
-                "GraphedOptions(allow_unused_input=True)."
+            raise self._refusal(
+                f"gives no gradient to {', '.join(map(self._name_of, unused))}. Have them not require grad, or set "
+                "GraphedOptions(allow_unused_input=True)"
             )
 
 
 # ---- what is around warm-ups and captures
 
-_here = threading.local()
-
 
 @contextlib.contextmanager
 def prepared(d: Pass, device: torch.device) -> Iterator[None]:
-    """A block for warm-ups and captures, after which random number states are as before it.
-
-    Those of Python and NumPy, too: what code drops by chance is no reason for data to come in another order. What the
-    user watches autograd with is off in it: anomaly detection, and hooks of saved tensors around it.
-    """
-    before, _here.prepares = is_preparing(), True
+    """A block for warm-ups and captures, after which random number states are as before, Python's and NumPy's too."""
     tracker = d.options.rng_tracker
     numpy = sys.modules.get("numpy")
     host, host_numpy = random.getstate(), numpy and numpy.random.get_state(legacy=False)
@@ -267,12 +231,6 @@ def prepared(d: Pass, device: torch.device) -> Iterator[None]:
             random.setstate(host)
             if numpy is not None:
                 numpy.random.set_state(host_numpy)
-            _here.prepares = before
-
-
-def is_preparing() -> bool:
-    """Whether this thread is in such a block."""
-    return getattr(_here, "prepares", False)
 
 
 @contextlib.contextmanager
@@ -285,30 +243,9 @@ def no_autocast_cache() -> Iterator[None]:
 
 # ---- failures
 
-_FREED = "backward through the graph a second time"  # torch/csrc/autograd/variable.h, 2.11 to 2.15
-_FOREIGN_GENERATOR = (
-    "not registered with the graph",  # simulated
-    "generator not in capture mode",  # ATen/cuda/CUDAGeneratorImpl.cpp, 2.11
-    "capture_state != nullptr",  # the same, 2.15
-)
 _TORCH = str(Path(torch.__file__).parent)
 _MODULES = str(Path(torch.nn.__file__).parent / "modules")
 _OWN = str(Path(__file__).parents[1])
-
-
-@contextlib.contextmanager
-def told_of_freed_graphs(name: str) -> Iterator[None]:
-    """Have an error of a backward whose graph a forward used up name the callable."""
-    try:
-        yield
-    except RuntimeError as error:
-        if _FREED not in str(error):
-            raise
-        raise GraphedArgumentError(
-            f"make_graphed_callables: {name} takes gradients itself (torch.autograd.grad or backward) and so frees what "
-            "the backward of its results needs. Pass create_graph=True or retain_graph=True there if they are to have "
-            "one; else detach them, or record under torch.no_grad() with torch.enable_grad() inside."
-        ) from error
 
 
 @contextlib.contextmanager
@@ -319,21 +256,16 @@ def blamed(name: str, direction: str) -> Iterator[None]:
     except CGPassError:
         raise
     except Exception as error:
-        reason = str(error).strip().split("\n", 1)[0].rstrip(".")
-        if any(words in str(error) for words in _FOREIGN_GENERATOR):
-            raise CaptureError(
-                f"make_graphed_callables: the {direction} of {name} draws random numbers from a generator of its own, at "
-                f"{_user_line(error)}: {reason}. Draw from the default one, or from a state of "
-                "GraphedOptions(rng_tracker=...)."
-            ) from error
-        if not is_capture_error(error):
+        # of a generator of the callable's own; the driver's words
+        if not is_capture_error(error) and "not registered with the graph" not in str(error):
             raise
+        reason = str(error).strip().split("\n", 1)[0].rstrip(".")
         line = _user_line(error)
         where = "" if line is None else f", at {line}"
         raise CaptureError(
             f"make_graphed_callables: the {direction} of {name} can't be captured{where}: {reason}. "
-            "Move what waits for the device (or needs the host) out of the callable or into a capture-time hook, or "
-            'use torch.compile(backend="cgpass"), which captures around it.'
+            "Move what waits for the device (or needs the host, or draws from a generator of its own) out of the callable, "
+            'or use torch.compile(backend="cgpass"), which captures around it.'
         ) from error
 
 

@@ -42,11 +42,9 @@ def test_moved_parameters_are_recorded_again(setting, caplog):
     with torch.no_grad():
         for each in (module, plain):
             each[0].weight.mul_(0.5)
-    state = torch.get_rng_state()
     with caplog.at_level(logging.INFO, "cgpass"):
         check(setting, graphed, module, plain)
     assert "records again (1): 0.weight, 0.bias" in caplog.text
-    del state
     for _ in range(2):
         check(setting, graphed, module, plain)
     stats = graphed.graphed.stats
@@ -63,16 +61,6 @@ def test_a_set_of_addresses_that_comes_back_replays_at_once(setting):
             p.data = home
         check(setting, graphed, module, plain)
     assert graphed.graphed.stats.recordings == 4
-
-
-def test_replaced_parameters_get_the_gradients(setting):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
-    state = {name: value * 2 for name, value in module.state_dict().items()}
-    for each in (module, plain):
-        each.load_state_dict({k: v.clone() for k, v in state.items()}, assign=True)
-    check(setting, graphed, module, plain)
-    assert all(p.grad is not None for p in module.parameters())
 
 
 def test_a_moved_buffer(setting):
@@ -98,13 +86,6 @@ def test_moves_can_be_errors(setting):
     check(setting, graphed, module, plain)
 
 
-def test_checks_can_be_left_out(setting):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),), static_input_check="off")
-    check(setting, graphed, module, plain)
-    assert graphed.graphed.stats.recordings == 2
-
-
 def test_past_the_limit_calls_run_plainly(setting, caplog):
     module, plain = twins(setting, net())
     graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),), max_rerecords=1)
@@ -114,6 +95,11 @@ def test_past_the_limit_calls_run_plainly(setting, caplog):
     stats = graphed.graphed.stats
     assert (stats.rerecordings, stats.plain_calls) == (1, 2)
     assert caplog.text.count("it was recorded again more often than max_rerecords") == 1
+    graphed.reset()
+    for _ in range(2):
+        check(setting, graphed, module, plain)
+        move(module)
+    assert (stats.rerecordings, stats.plain_calls) == (2, 2)
 
 
 def test_a_pending_forward_survives_a_move_of_the_next_one(setting):
@@ -147,12 +133,4 @@ def test_a_parameter_that_is_removed_is_no_longer_there(setting):
         out.square().sum().backward()
     same(weights[0].grad, weights[1].grad)
     with pytest.raises(AttributeError, match="no attribute 'weight'"):
-        graphed(setting.randn(4, 8))
-
-
-def test_a_removed_parameter_can_be_an_error(setting):
-    module = setting.module(torch.nn.Linear(8, 8))
-    graphed = setting.graphed(module, (setting.randn(4, 8),), static_input_check="error")
-    module.bias = None
-    with pytest.raises(cgpass.errors.StaticInputMovedError, match=r"other members .*: bias\. Keep"):
         graphed(setting.randn(4, 8))

@@ -4,11 +4,9 @@ import contextlib
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import cgpass
 from tests.graphed.steps import Layer, check, same, same_grads, twins
-from tests.graphed.test_weight_grads import Split
 
 
 class Island(torch.nn.Module):
@@ -34,24 +32,6 @@ class Solve(torch.nn.Module):
 
     def forward(self, x):
         return torch.linalg.solve_triangular(self.weight, x, upper=False)
-
-
-class SplitIsland(Split):
-    """Multiplies in float32, and leaves its weight's gradient for later."""
-
-    def forward(self, x):
-        with torch.autocast(x.device.type, enabled=False):
-            return super().forward(x.float())
-
-
-class Attention(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = torch.nn.Linear(8, 24)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
 
 
 OUTSIDE = contextlib.nullcontext()
@@ -102,16 +82,6 @@ def test_parts_have_settings_of_their_own(setting, module):
     assert graphed.graphed.stats.plain_calls == 0
 
 
-def test_attention_with_dropout(setting):
-    graphed, _ = made(setting, Attention(), (2, 2, 4, 8))
-    x = setting.randn(2, 2, 4, 8)
-    first, second = (stepped(graphed, x, casts(setting)) for _ in range(2))
-    for found, expected in zip(first, second, strict=True):
-        same(found, expected)
-    assert first[0].dtype is torch.bfloat16
-    assert graphed.graphed.stats.plain_calls == 0
-
-
 def test_a_backward_in_the_block_is_that_of_one_outside(setting):
     graphed, plain = made(setting, Solve())
     x = setting.randn(8, 8)
@@ -120,26 +90,6 @@ def test_a_backward_in_the_block_is_that_of_one_outside(setting):
     for found, expected in zip(inside, outside, strict=True):
         same(found, expected)
     same_grads(graphed, plain)
-
-
-def test_a_layer_in_full_precision_whose_backward_is_in_a_block(setting):
-    module, plain = twins(setting, torch.nn.Linear(8, 8))
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
-    x = setting.randn(4, 8)
-    stepped(graphed, x, OUTSIDE, casts(setting))
-    stepped(plain, x, OUTSIDE)
-    same_grads(module, plain)
-
-
-def test_weight_gradients_that_are_split_off(setting):
-    graphed, plain = made(setting, SplitIsland())
-    plain.split = False
-    for _ in range(2):
-        x = setting.randn(8, 8)
-        stepped(graphed, x, casts(setting))
-        graphed.backward_dw()
-        stepped(plain, x, casts(setting))
-        same_grads(graphed, plain)
 
 
 def test_recorded_again_within_a_block(setting):

@@ -72,25 +72,3 @@ def test_weight_gradients_that_come_late(setting, steps):
             same(a, b)
         same(module.bias.grad, plain.bias.grad)
         torch.testing.assert_close(module.weight.grad, plain.weight.grad)
-
-
-@pytest.mark.parametrize("chunks", [2, 3, 4])
-def test_static_gradients_of_a_pipeline(setting, chunks):
-    pairs = [twins(setting, net()) for _ in range(chunks)]
-    graphed = setting.graphed(
-        tuple(module for module, _ in pairs),
-        tuple((setting.randn(2, 8, grad=True),) for _ in pairs),
-        order=[*range(1, chunks + 1), *range(-chunks, 0)],
-        own_grads=False,
-    )
-    for _ in range(2):
-        x = setting.randn(2, 8)
-        for fns in (graphed, [plain for _, plain in pairs]):
-            out = x
-            for fn in fns:
-                out = fn(out)
-            out.square().sum().backward()
-        for module, plain in pairs:
-            same_grads(module, plain)
-            module.zero_grad()
-            plain.zero_grad()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from tests.graphed.steps import check, same, same_grads, twins
+from tests.graphed.steps import check, same_grads, twins
 
 
 def by_dual_numbers(fn, x):
@@ -15,8 +15,6 @@ def by_dual_numbers(fn, x):
 
 WAYS = {
     "dual numbers": by_dual_numbers,
-    "jvp": lambda fn, x: torch.func.jvp(fn, (x,), (torch.ones_like(x),))[1],
-    "jacfwd": lambda fn, x: torch.vmap(torch.func.jacfwd(fn))(x).sum(-1),
     "hessian": lambda fn, x: torch.vmap(torch.func.hessian(lambda v: fn(v).sum()))(x).sum(-1),
 }
 
@@ -44,19 +42,3 @@ def test_forward_mode_inside(setting, way):
     check(setting, graphed, plain, setting.randn(3, 4, grad=True))
     same_grads(module, plain)
     assert graphed.graphed.stats.replays == 6
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_forward_mode_inside_of_a_callable_without_arguments(setting):
-    module, plain = twins(setting, Differentiated(None))
-
-    def gain(module):
-        return by_dual_numbers(module.run, module.linear.weight)
-
-    graphed = setting.graphed(lambda: gain(module), (), modules=(module,))
-    same(graphed(), gain(plain))
-    with torch.no_grad():
-        for each in (module, plain):
-            each.linear.weight.mul_(2)
-    same(graphed(), gain(plain))
-    assert graphed.stats.replays > 0

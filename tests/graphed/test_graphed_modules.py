@@ -109,12 +109,3 @@ def test_methods_of_a_modules_own_are_left_alone(setting):
     assert graphed.reset() == "its own"
     graphed.graphed.reset()
     assert not graphed.graphed._pairs
-
-
-def test_a_copy_that_outlives_its_module_is_pairs_again(setting):
-    module, plain = twins(setting, net())
-    forward = setting.graphed(module, (setting.randn(4, 8),)).graphed
-    for each in (module, plain):
-        each[0].weight.data = each[0].weight.data * 2
-    x = setting.randn(4, 8)
-    same(forward(x), plain(x))

@@ -45,21 +45,6 @@ def test_one_callable(setting, warmups):
     assert len(log.calls) == 4 * (warmups + 1)
 
 
-def test_two_callables_are_captured_forwards_first(setting):
-    log = Log()
-    modules = tuple(setting.module(net()) for _ in range(2))
-    setting.graphed(
-        modules,
-        ((setting.randn(4, 8),), (setting.randn(4, 8),)),
-        num_warmup_iters=2,
-        capture_time_hooks=[log.hooks("a."), log.hooks("b.")],
-    )
-    warm_up = [f"{label}.{name}" for label in "ab" for _ in range(2) for name in ITERATION]
-    forwards = ["a.pre_forward", "a.forward", "b.pre_forward", "b.forward"]
-    backwards = ["b.pre_backward", "b.backward", "a.pre_backward", "a.backward"]
-    assert log.names() == warm_up + forwards + backwards
-
-
 def test_what_hooks_are_given(setting):
     seen = []
     module = setting.module(net())
@@ -83,44 +68,6 @@ def test_what_hooks_are_given(setting):
         assert output.keys() == {"out", "n"}
         assert output["out"].shape == (4, 8)
         assert output["n"] == 3
-
-
-def test_several_functions_for_one_moment_run_in_order(setting):
-    seen = []
-    hooks = {"pre_backward": [lambda m: seen.append(1), lambda m: seen.append(2)], "backward": []}
-    setting.graphed(
-        setting.module(net()),
-        (setting.randn(4, 8),),
-        num_warmup_iters=1,
-        capture_time_hooks=[hooks],
-    )
-    assert seen == [1, 2, 1, 2]
-
-
-def test_hooks_that_allocate_print_and_sync(setting, capsys):
-    kept = []
-
-    def hook(*args):
-        kept.append(torch.ones(1000, device=setting.device))
-        print(kept[-1].sum().item())  # noqa: T201
-
-    module, plain = twins(setting, net())
-    x = setting.randn(4, 8)
-    hooks = dict.fromkeys(ITERATION, hook)
-    graphed = setting.graphed(module, (x,), num_warmup_iters=1, capture_time_hooks=[hooks])
-    assert capsys.readouterr().out == "1000.0\n" * 8
-    for _ in range(2):
-        same(step(graphed, x)[0], step(plain, x)[0])
-    assert all(bool((each == 1).all()) for each in kept)
-
-
-def test_no_backward_hooks_without_a_backward(setting):
-    log = Log()
-    module = setting.module(net()).requires_grad_(False)
-    setting.graphed(
-        module, (setting.randn(4, 8),), num_warmup_iters=1, capture_time_hooks=[log.hooks()]
-    )
-    assert log.names() == ["pre_forward", "forward"] * 2
 
 
 def test_warmup_hooks_once_for_all(setting):
@@ -177,7 +124,10 @@ def test_a_hook_that_returns_something_is_an_error(setting, name):
         ({"capture_time_hooks": {"forward": print}}, "must be a sequence with one entry per"),
         ({"capture_time_hooks": [{"fowrard": print}]}, "unknown hook 'fowrard'; known: pre_forw"),
         ({"capture_time_hooks": [{"forward": 3}]}, "must be a function or a sequence"),
-        ({"capture_time_hooks": [{"forward": [3]}]}, r"\['forward'\]\[0\] can't be called"),
+        (
+            {"capture_time_hooks": [{"forward": [3]}]},
+            r"\['forward'\] must be a function or a sequence",
+        ),
         ({"capture_time_hooks": [[print]]}, "must be a dict of hook names and functions or None"),
         ({"warmup_hooks": {"pre": print}}, "unknown hook 'pre'; known: pre_warmup, post_warmup"),
         ({"warmup_hooks": [None, None]}, "warmup_hooks has 2 entries for 1 callables"),
@@ -243,30 +193,6 @@ def test_parameters_that_move_in_and_out(setting):
     reshard()
     with pytest.raises(RuntimeError, match="size of tensor"):  # as in eager
         y.sum().backward()
-
-
-def test_parameters_that_stay_where_hooks_had_moved_them(setting):
-    module, plain = twins(setting, Sharded())
-    weight = module.linear.weight
-    first, second = weight.data, weight.detach().clone()
-
-    def move(*args):
-        weight.data = second
-
-    def move_back(*args):
-        weight.data = first
-
-    hooks = {"pre_forward": move_back, "pre_backward": move}
-    x = setting.randn(4, 8, grad=True)
-    graphed = setting.graphed(module, (x,), capture_time_hooks=[hooks])
-    move_back()
-    for between in (move, lambda: None):
-        y = graphed(x)
-        between()
-        (found,) = torch.autograd.grad(y.square().sum(), x)
-        move_back()
-        (want,) = torch.autograd.grad(plain(x).square().sum(), x)
-        same(found, want)
 
 
 def by_data(weight, shard):

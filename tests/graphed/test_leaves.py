@@ -1,14 +1,9 @@
 """Hooks of parameters and of the nodes that add to their gradients: run when they would run without graphs."""
 
 import pytest
-import torch
 
 from tests.graphed.steps import net, same_grads, twins
 from tests.unit.leaves import visits
-
-
-def accumulator_of(leaf):
-    return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -45,29 +40,6 @@ def test_hooks_of_parameters_are_no_part_of_what_is_recorded_again(setting):
     for fn in (graphed, plain):
         fn(x).square().sum().backward()
     same_grads(module, plain)
-
-
-# a forward that makes the node makes it on the stream of the warm-up
-
-
-def test_hooks_of_the_node_of_a_leaf_that_is_frozen_after_recording(setting):
-    module = setting.module(net())
-    weight = module[0].weight
-    node, calls = accumulator_of(weight), []
-    node.register_hook(lambda *grads: calls.append(1))
-
-    def thaw(*_):
-        weight.requires_grad_(True)
-
-    def freeze(*_):
-        weight.requires_grad_(False)
-
-    hooks = [{"pre_forward": thaw, "backward": freeze}]
-    setting.graphed(module, (setting.randn(4, 8),), capture_time_hooks=hooks)
-    thaw()
-    assert accumulator_of(weight) == node
-    module(setting.randn(4, 8)).sum().backward()
-    assert calls == [1]
 
 
 def test_gradients_of_parameters_are_added_without_a_task_each(setting):

@@ -39,37 +39,6 @@ def test_another_layout_at_the_same_address(setting):
     check(setting, graphed, module, plain, 1)
 
 
-class Scaled(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(8))
-        self.register_buffer("scale", torch.arange(8, dtype=torch.int32))
-
-    def forward(self, x):
-        return x * self.weight.sum() + self.scale.sum()
-
-
-def shorten(module):
-    module.weight.data = module.weight.data[:4]
-
-
-def reinterpret(module):
-    module.scale = module.scale.view(torch.float32)
-
-
-def lengthen(module):
-    module.scale = module.scale.as_strided((2,), (1,))
-
-
-@pytest.mark.parametrize("change", [shorten, reinterpret, lengthen])
-def test_another_shape_or_dtype_at_the_same_address(setting, change):
-    module, plain = twins(setting, Scaled())
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
-    for each in (module, plain):
-        change(each)
-    check(setting, graphed, module, plain, 1)
-
-
 def test_weights_tied_and_untied_after_recording(setting):
     module, plain = twins(setting, pair())
     graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
@@ -84,19 +53,6 @@ def test_weights_tied_and_untied_after_recording(setting):
     for _ in range(2):
         check(setting, graphed, module, plain, 2)
     del kept
-
-
-def test_weights_tied_before_recording_can_be_untied(setting):
-    module, plain = (setting.module(pair()) for _ in range(2))
-    plain.load_state_dict(module.state_dict())
-    for each in (module, plain):
-        each[2].weight = each[0].weight
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
-    check(setting, graphed, module, plain, 0)
-    untied = torch.randn(8, 8, device=setting.device)
-    for each in (module, plain):
-        each[2].weight = torch.nn.Parameter(untied.clone())
-    check(setting, graphed, module, plain, 1)
 
 
 @pytest.mark.parametrize("patch", [False, True])
@@ -116,19 +72,6 @@ def test_replaced_submodules(setting, patch):
     check(setting, graphed, module, plain, 3)
 
 
-def test_a_backward_after_a_submodule_was_replaced_is_that_of_its_forward(setting):
-    module, plain = twins(setting, pair())
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
-    x = setting.randn(4, 8, grad=True)
-    pending, wanted = graphed(x), plain(x)
-    old = module[2], plain[2]
-    module[2], plain[2] = twins(setting, torch.nn.Linear(8, 8))
-    pending.square().sum().backward()
-    wanted.square().sum().backward()
-    same_grads(module[0], plain[0])
-    same_grads(*old)
-
-
 def test_replaced_submodules_can_be_errors(setting):
     module = setting.module(pair())
     graphed = setting.graphed(module, (setting.randn(4, 8),), static_input_check="error")
@@ -138,11 +81,11 @@ def test_replaced_submodules_can_be_errors(setting):
 
 
 class Lazily(torch.nn.Module):
-    """Makes a buffer and a parameter when it first runs."""
+    """Makes a buffer when it first runs."""
 
     def __init__(self):
         super().__init__()
-        self.inner = torch.nn.Sequential(torch.nn.LazyLinear(8), torch.nn.Tanh())
+        self.inner = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
         self.register_buffer("table", None)
 
     def forward(self, x):
@@ -151,7 +94,6 @@ class Lazily(torch.nn.Module):
         return self.inner(x) * self.table
 
 
-@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
 def test_what_the_first_call_makes(setting):
     module = Lazily().to(setting.device)
     graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),), num_warmup_iters=1)
@@ -168,27 +110,14 @@ def test_what_the_first_call_makes(setting):
 
 
 def forms_of(module):
-    def by_name(x):
-        return module(x) * 1
-
-    class Trainer:
-        def __init__(self):
-            self.model = module
-
-        def run(self, x):
-            return self.model(x)
-
-    trainer = Trainer()
     return {
-        "method of an object": trainer.run,
-        "object": lambda x: trainer.model(x),
         "method": module.forward,
-        "closure": by_name,
+        "closure": lambda x: module(x) * 1,
         "partial": functools.partial(torch.nn.Module.__call__, module),
     }
 
 
-FORMS = ["method", "closure", "partial", "method of an object", "object"]
+FORMS = ["method", "closure", "partial"]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -219,18 +148,31 @@ def test_functions_that_use_what_they_do_not_name_are_refused(setting):
     module, sample = setting.module(net()), (setting.randn(4, 8),)
     with pytest.raises(
         cgpass.errors.GraphedArgumentError,
-        match=r"shape \[8, 8\] .* neither an argument nor a parameter .* modules=\(model,\)",
+        match=r"shape \[8, 8\] .* neither an argument nor read as .* modules=\(model,\)",
     ):
         setting.graphed(lambda x: module(x), sample)
     weight = module[0].weight
-    with pytest.raises(
-        cgpass.errors.GraphedArgumentError, match=r"uses 0\.weight by itself, not as an attribute"
-    ):
+    with pytest.raises(cgpass.errors.GraphedArgumentError, match="read it there"):
         setting.graphed(lambda x: x @ weight, sample, modules=(module,))
-    for modules, several in (((module[0],), True), (sample, False), (((module,), ()), True)):
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_modules_that_are_given_in_another_form(setting, several):
+    module, sample = setting.module(net()), (setting.randn(4, 8),)
+    forms = [(module, "Sequential"), (sample, "tuple of Tensor"), ("a", "str")]
+    forms += (
+        [((module,), "tuple of Sequential"), (((module,), ()), "tuple of tuple, tuple")]
+        if several
+        else []
+    )
+    for modules, shown in forms:
         fns = (torch.sin,) if several else torch.sin
-        with pytest.raises(cgpass.errors.GraphedArgumentError, match="modules"):
+        with pytest.raises(
+            cgpass.errors.GraphedArgumentError,
+            match=rf"modules must be .* as in modules=\(model,\).* got {shown}\.$",
+        ) as caught:
             setting.graphed(fns, (sample,) if several else sample, modules=modules)
+        assert len(str(caught.value)) < 300
 
 
 def test_what_can_not_be_read_in_a_closure_may_be_there_unread(setting):
@@ -244,32 +186,7 @@ def test_what_can_not_be_read_in_a_closure_may_be_there_unread(setting):
         setting.graphed(module, (setting.randn(4, 8),))
 
 
-def test_a_frozen_module_in_a_closure_can_move(setting):
-    module, plain = twins(setting, net().requires_grad_(False))
-    graphed = setting.graphed(
-        lambda x: module(x), (setting.randn(4, 8, grad=True),), modules=(module,)
-    )
-    for each in (module, plain):
-        each[0].weight.data = each[0].weight.data * 3
-    check(setting, graphed, module, plain, 1)
-
-
 # ---- modes
-
-
-def test_a_module_that_asks_for_its_mode_itself(setting):
-    class Asks(torch.nn.Module):
-        def forward(self, x):
-            return x * 2 if self.training else x * 3
-
-    module = Asks()
-    x = setting.randn(4, 8)
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
-    graphed.eval()
-    same(graphed(x), x * 3)
-    graphed.train()
-    same(graphed(x), x * 2)
-    assert graphed.graphed.stats.replays == 1
 
 
 def test_a_submodule_in_another_mode(setting, caplog):
@@ -281,59 +198,4 @@ def test_a_submodule_in_another_mode(setting, caplog):
             each[2].train(mode)
         same(step(graphed, x)[0], step(plain, x)[0])
     assert graphed.graphed.stats.plain_calls == 1
-    assert caplog.text.count("2 changed between training and eval mode") == 1
-
-
-def switched(setting, fn, caplog, modules, *change):
-    """What is said of a call after some modules changed their modes, and how many ran plainly."""
-    graphed = setting.graphed(fn, (setting.randn(4, 8),), modules=modules, allow_unused_input=True)
-    for each, mode in change:
-        each.train(mode)
-    caplog.clear()
-    x = setting.randn(4, 8)
-    torch.manual_seed(3)
-    found = graphed(x)
-    torch.manual_seed(3)
-    same(found, fn(x))
-    return caplog.text, graphed.stats.plain_calls
-
-
-def test_a_module_that_is_named_beside_another_one(setting, caplog):
-    module, other = setting.module(net(dropout=0.5)), setting.module(torch.nn.Linear(8, 8))
-
-    def fn(x, use=False):
-        return other(x) if use else module(x)
-
-    text, plain = switched(setting, fn, caplog, (module, other), (other, False))
-    assert plain == 1
-    assert "runs without a graph: Linear changed between training and eval mode" in text
-    other.train()
-    text, plain = switched(setting, fn, caplog, (module, other), (other, False), (module, False))
-    assert (text, plain) == ("", 1)
-
-
-def test_a_submodule_that_is_named_itself(setting, caplog):
-    model = setting.module(torch.nn.ModuleDict({"a": net(dropout=0.5), "b": net()}))
-
-    def fn(x, use=False):
-        return model.b(x) if use else model.a(x)
-
-    text, plain = switched(setting, fn, caplog, (model,), (model["b"], False))
-    assert plain == 1
-    assert "b, b.0, b.1, b.2, b.3 changed between" in text
-    model.train()
-    assert switched(setting, fn, caplog, (model,), (model, False)) == ("", 1)
-
-
-def test_losses_and_teachers_keep_their_modes_in_silence(setting, caplog):
-    module, loss = setting.module(net(dropout=0.5)), torch.nn.MSELoss()
-    teacher = setting.module(net()).eval().requires_grad_(False)
-
-    def fn(x):
-        return loss(module(x), teacher(x))
-
-    assert switched(setting, fn, caplog, (module, loss, teacher), (module, False)) == ("", 1)
-    module.train()
-    text, plain = switched(setting, fn, caplog, (module, loss, teacher), (teacher, True))
-    assert plain == 1
-    assert "Sequential, 0, 1, 2, 3 changed between" in text
+    assert caplog.text.count("modules are in another mode") == 1

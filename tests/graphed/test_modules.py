@@ -77,22 +77,6 @@ def test_dropping_the_callable_frees_everything(setting, patch):
     assert parameters[0].grad is not None
 
 
-def test_what_was_closed_goes_without_the_garbage_collector(setting):
-    gc.collect()
-    gc.disable()
-    try:
-        module = setting.module(net())
-        graphed = setting.graphed(module, (setting.randn(4, 8),))
-        graphed(setting.randn(4, 8)).sum().backward()
-        refs = [weakref.ref(each) for each in (graphed.graphed, module, *module.parameters())]
-        graphed.close()
-        graphed.close()
-        del graphed, module
-        assert all(ref() is None for ref in refs)
-    finally:
-        gc.enable()
-
-
 def test_reset_frees_graphs_and_the_next_call_records_again(setting):
     module, plain = twins(setting, net())
     counts = []
@@ -136,38 +120,6 @@ def test_cgpass_reset_frees_them_too(setting):
     x = setting.randn(4, 8)
     same(step(graphed, x)[0], step(plain, x)[0])
     assert graphed.graphed.stats.recordings == 4
-
-
-def test_no_garbage_is_collected_while_capturing(setting):
-    states = []
-
-    def fn(x):
-        states.append(gc.isenabled())
-        return x.sin()
-
-    setting.graphed(fn, (setting.randn(3, grad=True),), num_warmup_iters=2)
-    assert states == [True, True, False]
-    assert gc.isenabled()
-
-
-def test_a_compiled_callable(setting):
-    backend = "aot_eager" if setting.driver == "simulated" else "inductor"
-    module, plain = twins(setting, net())
-    compiled = torch.compile(module, backend=backend)
-    reference = torch.compile(plain, backend=backend)
-    x = setting.randn(4, 8, grad=True)
-    reference(x).sum().backward()
-    plain.zero_grad()
-    graphed = setting.graphed(compiled, (x,))
-    for _ in range(3):
-        x = setting.randn(4, 8, grad=True)
-        a, (grad,) = step(graphed, x)
-        b, (want,) = step(reference, x)
-        same(a, b)
-        same(grad, want)
-        same_grads(module, plain)
-    assert graphed.graphed.stats.recordings == 2
-    torch.compiler.reset()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -243,38 +195,6 @@ def test_inside_a_capture_of_the_users():
     graph.replay()
     same(out, expected)
     assert graphed.graphed.stats.plain_calls == 1
-
-
-def test_copies_and_pickles_of_the_original_know_no_graphs(setting):
-    module = setting.module(net())
-    setting.graphed(module, (setting.randn(4, 8),))
-    x = setting.randn(4, 8)
-    same(copy.deepcopy(module)(x), module(x))
-    same(pickle.loads(pickle.dumps(module))(x), module(x))
-
-
-def accumulator(leaf):
-    return torch.autograd.graph.get_gradient_edge(leaf).node
-
-
-def test_a_graph_that_is_held_keeps_its_accumulators_and_their_hooks(setting):
-    module, plain = twins(setting, net())
-    weight = module[0].weight
-    x = setting.randn(4, 8)
-    held = module(x).sum()
-    before, hooked = accumulator(weight), []
-    before.register_hook(lambda *grads: hooked.append(1))
-
-    sample = (setting.randn(4, 8),)
-    graphed = setting.graphed(module, sample)
-    assert accumulator(weight) == before
-    for each in (graphed, plain):
-        each(x).square().sum().backward()
-    assert hooked == [1]
-    (held + 0).backward()
-    plain(x).sum().backward()
-    assert hooked == [1, 1]
-    same_grads(module, plain)
 
 
 def test_a_recurrent_module(setting):

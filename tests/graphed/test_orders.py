@@ -1,6 +1,5 @@
 """Forwards and backwards in other orders than they were recorded in."""
 
-import gc
 import itertools
 import random
 
@@ -61,12 +60,9 @@ def test_the_recorded_order_copies_nothing_aside(setting):
     "order",
     [
         (1, 2, 3, -1, -2, -3),
-        (1, -1, 2, -2, 3, -3),
         (3, 2, 1, -1, -2, -3),
         (2, 3, -2, 1, -3, -1),
         (1, 1, -1, -1),
-        (1, 1, 1, 2, -2, -1, -1, -1),
-        (1, 2, 1, 2, -1, -2, -2, -1),
         (3, 1, 3, 2, 1, -3, -1, -2, -1, -3),
     ],
     ids=str,
@@ -103,14 +99,6 @@ def test_forwards_whose_backward_never_comes(setting):
     assert sum(graphed.graphed.stats.rescued_bytes for graphed, _ in both) < 10**6
 
 
-def test_a_dropped_graph_is_not_put_aside(setting):
-    graphed = setting.graphed(setting.module(net()), (setting.randn(4, 8),))
-    for _ in range(4):
-        graphed(setting.randn(4, 8))
-        gc.collect()
-    assert graphed.graphed.stats.rescues == 0
-
-
 def test_a_second_backward(setting):
     modules, both = pairs(setting, 2)
     for order, retain in (
@@ -119,27 +107,3 @@ def test_a_second_backward(setting):
         ((1, -1, 1, -1, -1), (1,)),
     ):
         check(setting, modules, both, order, retain=retain)
-
-
-def test_results_held_while_others_run(setting):
-    modules, both = pairs(setting, 3)
-    torch.manual_seed(2)
-    held, wanted = [], []
-    for _ in range(4):
-        for k in (0, 1, 2, 1, 0):
-            x = setting.randn(4, 8)
-            graphed, plain = both[k]
-            state = torch.get_rng_state()
-            cuda = torch.cuda.get_rng_state() if setting.device.type == "cuda" else None
-            held.append(graphed(x))
-            torch.set_rng_state(state)
-            if cuda is not None:
-                torch.cuda.set_rng_state(cuda)
-            wanted.append(plain(x))
-    for a, b in zip(held, wanted, strict=True):
-        same(a, b)
-    for a, b in zip(reversed(held), reversed(wanted), strict=True):
-        a.square().sum().backward()
-        b.square().sum().backward()
-    for module, plain in modules:
-        same_grads(module, plain)

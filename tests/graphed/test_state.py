@@ -12,19 +12,6 @@ import cgpass
 from tests.graphed.steps import check, net, rng_state, same, same_grads, step, twins
 
 
-def test_parameters_shared_between_callables(setting):
-    module, plain = twins(setting, torch.nn.Linear(8, 8))
-    fns = (lambda x: module(x).sin(), lambda x: module(x).cos())
-    x = setting.randn(4, 8, grad=True)
-    first, second = setting.graphed(
-        fns, ((x,), (x.detach().clone().requires_grad_(),)), modules=((module,), (module,))
-    )
-    for _ in range(3):
-        step(lambda x: second(first(x)), x)
-        step(lambda x: plain(plain(x).sin()).cos(), x)
-        same_grads(module, plain)
-
-
 def test_unused_inputs_and_parameters(setting):
     class Partly(torch.nn.Module):
         def __init__(self):
@@ -45,20 +32,6 @@ def test_unused_inputs_and_parameters(setting):
     step(plain, *args)
     same_grads(module, plain)
     assert module.unused.weight.grad is None
-
-
-def test_frozen_parameters_and_thawed_ones(setting):
-    module, plain = twins(setting, net())
-    for each in (module, plain):
-        each[0].requires_grad_(False)
-    x = setting.randn(4, 8)
-    graphed = setting.graphed(module, (x,))
-    check(setting, graphed, plain, x, 2)
-    same_grads(module, plain)
-    for each in (module, plain):
-        each[0].requires_grad_(True)
-    check(setting, graphed, plain, x, 2)
-    same_grads(module, plain)
 
 
 def test_eval_runs_the_original_and_the_other_way_round(setting):
@@ -132,19 +105,6 @@ def test_random_numbers_are_the_users_own(setting):
     assert not torch.equal(found[0], found[1])
 
 
-def test_a_result_changed_in_place(setting):
-    module, plain = twins(setting, net())
-    graphed = setting.graphed(module, (setting.randn(4, 8),))
-    x = setting.randn(4, 8)
-    for fn in (graphed, plain):
-        fn(x).add_(1).mul_(2).sum().backward()
-    same_grads(module, plain)
-    sigmoid = setting.graphed(torch.sigmoid, (setting.randn(3, grad=True),))
-    out = sigmoid(setting.randn(3, grad=True))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.add_(1).sum().backward()
-
-
 def penalty(gradient):
     return (gradient.norm(dim=1) - 1).square().mean()
 
@@ -179,19 +139,6 @@ def test_gradients_of_gradients_are_refused(setting, differentiate, of):
     }[of]
     with pytest.raises(cgpass.errors.GraphedBackwardError, match="gradients of its gradients"):
         differentiate(out.mean() + penalty(gradient), wanted)
-
-
-@pytest.mark.parametrize("op", [torch.tanh, torch.sin, lambda x: (x * x, x.sin().exp())[1]])
-@pytest.mark.parametrize("kind", ["hvp", "jvp", "hessian"])
-def test_second_derivatives_by_functional_are_refused(setting, op, kind):
-    graphed = setting.graphed(op, (setting.randn(3, grad=True),))
-    x = setting.randn(3)
-    vector = () if kind == "hessian" else (torch.ones_like(x),)
-    with pytest.raises(cgpass.errors.GraphedBackwardError, match="gradients of its gradients"):
-        getattr(torch.autograd.functional, kind)(
-            graphed if kind == "jvp" else lambda x: graphed(x).sum(), x, *vector
-        )
-    same(torch.autograd.functional.jacobian(graphed, x), torch.autograd.functional.jacobian(op, x))
 
 
 def test_graphs_of_gradients_that_nobody_differentiates(setting):

@@ -1,6 +1,5 @@
 """Arguments and results of classes that the user made."""
 
-import collections
 import dataclasses
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import cgpass
-from tests.graphed.steps import net, same, same_grads, step, twins
+from tests.graphed.steps import net, same, same_grads, twins
 
 
 class Pair:
@@ -39,9 +38,9 @@ def test_nodes_without_names_for_their_children(setting):
     for result in (found, expected):
         result.first.square().sum().backward()
     same_grads(module, plain)
-    with pytest.raises(cgpass.errors.InputError, match="argument 0, leaf 1 was \\[3\\]"):
+    with pytest.raises(cgpass.errors.InputError, match="leaf 1 of the arguments was \\[3\\]"):
         graphed(Pair(setting.randn(4, 8), setting.randn(5)), scale=2.0)
-    with pytest.raises(cgpass.errors.InputError, match=r"argument 'scale', leaf 0 was 2\.0"):
+    with pytest.raises(cgpass.errors.InputError, match=r"leaf 2 of the arguments was 2\.0"):
         graphed(given, scale=3.0)
 
 
@@ -51,96 +50,20 @@ class Unknown:
     number: int = 1
 
 
-@dataclasses.dataclass(slots=True)
-class Slotted:
-    values: object
-
-
-class Plain:
-    def __init__(self, values):
-        self.values = values
-
-
-@pytest.mark.parametrize("kind", [Unknown, Slotted, Plain])
 @pytest.mark.parametrize("nested", [False, True])
-def test_results_that_hide_tensors_are_refused(setting, kind, nested):
+def test_results_that_hide_tensors_are_refused(setting, nested):
     def wrapped(x):
-        return kind([x]) if nested else kind(x)
+        return Unknown([x]) if nested else Unknown(x)
 
     x = setting.randn(3)
     with pytest.raises(
         cgpass.errors.GraphedArgumentError,
-        match=rf"returns a {kind.__name__} that it makes anew in each run and that is no pytree node",
+        match=r"returns a Unknown that it makes anew in each run and that is no pytree node",
     ):
         setting.graphed(lambda x: wrapped(x * 2), (x,))
-    other = kind(3)
+    other = Unknown(3)
     graphed = setting.graphed(lambda x, other: (x * 2, other), (x, other))
     assert graphed(x, other)[1] is other
-
-
-@pytest.mark.parametrize("num_warmup_iters", [1, 3])
-def test_tensors_deep_in_results_are_refused(setting, num_warmup_iters):
-    module = setting.module(net())
-
-    def cached(x):
-        y = module(x)
-        return {"out": y, "cache": Plain([Slotted({"keys": Plain(y.detach())})])}
-
-    with pytest.raises(
-        cgpass.errors.GraphedArgumentError,
-        match=r"returns a Plain that it makes anew .*use_cache=False",
-    ):
-        setting.graphed(
-            cached, (setting.randn(4, 8),), modules=(module,), num_warmup_iters=num_warmup_iters
-        )
-
-
-@pytest.mark.parametrize("num_warmup_iters", [1, 3])
-def test_results_that_hold_the_same_tensors_in_every_run(setting, num_warmup_iters):
-    """As a cache that the first run makes and every run writes in place."""
-    cache = Plain([])
-
-    def step(x):
-        if not cache.values:
-            cache.values.append(Slotted(torch.zeros(3, device=x.device)))
-        cache.values[0].values.copy_(x)
-        return x * 2, cache
-
-    graphed = setting.graphed(step, (setting.randn(3),), num_warmup_iters=num_warmup_iters)
-    for _ in range(3):
-        x = setting.randn(3)
-        doubled, found = graphed(x)
-        same(doubled, x * 2)
-        assert found is cache
-        same(found.values[0].values, x)
-    graphed.reset()
-    cache.values.clear()
-    x = setting.randn(3)
-    same(graphed(x)[1].values[0].values, x)
-
-
-def test_modules_as_arguments(setting):
-    module, plain = twins(
-        setting, torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
-    )
-
-    def run(layer, x):
-        return layer(x)
-
-    graphed = setting.graphed(run, (module, setting.randn(4, 8, grad=True)))
-    for each in (module, plain):
-        each[0].weight.data = each[0].weight.data * 2
-    x = setting.randn(4, 8, grad=True)
-    for _ in range(2):
-        same(step(lambda y: graphed(module, y), x)[0], step(lambda y: run(plain, y), x)[0])
-        same_grads(module, plain)
-        same(module[1].running_mean, plain[1].running_mean)
-    assert graphed.stats.rerecordings == 1
-    module.eval()
-    plain.eval()
-    same(graphed(module, x), plain(x))
-    with pytest.raises(cgpass.errors.InputError, match="argument 0 was Sequential"):
-        graphed(plain, x)
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
@@ -194,57 +117,13 @@ def test_a_result_in_several_places_is_one_tensor(setting):
     same(*grads)
 
 
-def test_a_result_that_depends_on_how_often_it_ran(setting):
-    runs = []
-
-    def fn(x):
-        runs.append(len(runs))
-        return (x * 2, x * 3) if len(runs) == 4 else x * 2
-
-    expected = r"fn returned \(Tensor, Tensor\) in one run, and Tensor in the one before"
-    with pytest.raises(cgpass.errors.GraphedArgumentError, match=expected):
-        setting.graphed(fn, (setting.randn(3),))
-
-
-class Odd:
-    """A node whose context is never equal to another one, and whose members are looked at."""
-
-    def __init__(self, value):
-        self.shape = value.shape
-        self.value = value
-
-
-def test_contexts_that_are_made_anew(setting):
-    def flatten(odd):
-        return [odd.value], object()
-
-    pytree.register_pytree_node(Odd, flatten, lambda values, context: Odd(*values))
-    try:
-        x = setting.randn(3)
-        for fn in (lambda x: Odd(x * 2), lambda x: collections.defaultdict(lambda: 0, a=x * 2)):
-            found = setting.graphed(fn, (x,))(x)
-            same(found.value if isinstance(found, Odd) else found["a"], x * 2)
-
-        runs = []
-
-        def another(x):
-            runs.append(0)
-            return (Odd(x), x * 3) if len(runs) == 4 else Odd(x * 2)
-
-        with pytest.raises(
-            cgpass.errors.GraphedArgumentError, match="and 1 tensor in the one before"
-        ):
-            setting.graphed(another, (x,))
-    finally:
-        pytree._deregister_pytree_node(Odd)
-
-
 @pytest.mark.parametrize(
     ("warm", "captured"),
     [
         (lambda y: (y, y), lambda y: (y, None)),
         (lambda y: (y, None), lambda y: (y, y)),
         (lambda y: (y,), lambda y: (y, 3)),
+        (lambda y: y, lambda y: (y, y * 3)),
         (lambda y: {"a": y}, lambda y: {"a": y, "b": {"c": None}}),
     ],
 )
@@ -255,18 +134,7 @@ def test_a_result_whose_first_tensors_are_alike(setting, warm, captured):
         runs.append(len(runs))
         return (captured if len(runs) == 4 else warm)(x * 2)
 
-    with pytest.raises(cgpass.errors.GraphedArgumentError, match=r"fn returned .* in one run, and"):
+    with pytest.raises(
+        cgpass.errors.GraphedArgumentError, match=r"fn returned another structure than in the run"
+    ):
         setting.graphed(fn, (setting.randn(4),))
-
-
-def test_a_result_of_other_leaves_in_the_same_places(setting):
-    runs = []
-
-    def fn(x):
-        runs.append(len(runs))
-        return x * 2, len(runs)
-
-    x = setting.randn(4)
-    found, number = setting.graphed(fn, (x,))(x)
-    same(found, x * 2)
-    assert number == 4

@@ -19,7 +19,7 @@ def test_a_backward_past_max_rerecords_is_told_of_once(setting, caplog):
     said = [
         r.getMessage()
         for r in caplog.records
-        if "a backward runs without a graph" in r.getMessage()
+        if "runs a backward without a graph" in r.getMessage()
     ]
     assert len(said) == 1, caplog.text
-    assert said[0].endswith("or raise max_rerecords.")
+    assert said[0].endswith("it reads other memory than max_rerecords recordings of it do.")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.graphed.steps import check, net, same, same_grads, step, twins
+from tests.graphed.steps import check, net, same_grads, step, twins
 
 FORMS = {
     "script": lambda setting, module: torch.jit.script(module),
@@ -28,22 +28,6 @@ def test_torchscript_modules(setting, form, place):
     check(setting, graphed, plain, setting.randn(4, 8, grad=True))
     same_grads(module, plain)
     assert getattr(graphed, "graphed", graphed).stats.replays == 6
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
-@pytest.mark.parametrize("which", ["another", "the scripted one"])
-def test_a_submodule_beside_or_in_place_of_a_scripted_one(setting, which):
-    scripted = torch.jit.script(torch.nn.Linear(8, 8))
-    module = setting.module(torch.nn.Sequential(scripted, torch.nn.Linear(8, 8)))
-    x = setting.randn(4, 8, grad=True)
-    graphed = setting.graphed(module, (x,))
-    step(graphed, x)
-    number = 1 if which == "another" else 0
-    module[number] = setting.module(torch.nn.Linear(8, 8))
-    for _ in range(2):
-        same(step(graphed, x)[0], module(x))
-    assert graphed.graphed.stats.rerecordings == 1
-    assert graphed.graphed.stats.plain_calls == 0
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")

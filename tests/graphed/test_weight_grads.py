@@ -68,24 +68,6 @@ def test_split_gradients(setting):
     assert module.later == []
 
 
-def test_weights_later_than_the_next_microbatchs_backward(setting):
-    modules = [twins(setting, Split()) for _ in range(2)]
-    samples = tuple((setting.randn(4, 8, grad=True),) for _ in modules)
-    graphed = setting.graphed(tuple(m for m, _ in modules), samples)
-    for _ in range(2):
-        torch.manual_seed(0)
-        for fns in (graphed, [plain for _, plain in modules]):
-            torch.manual_seed(0)
-            outputs = [fns[1](fns[0](setting.randn(4, 8, grad=True))) for _ in range(2)]
-            for y in outputs:
-                y.square().sum().backward()
-            for fn in fns:
-                for _ in outputs:
-                    fn.backward_dw()
-        for module, plain in modules:
-            same_grads(module, plain)
-
-
 def test_callables_that_offer_none_have_none(setting):
     module = setting.module(Split(split=False))
     graphed = setting.graphed(module, (setting.randn(4, 8),))
@@ -113,19 +95,6 @@ def test_without_backward_dw_missing_gradients_are_an_error(setting):
         setting.graphed(module, (setting.randn(4, 8),))
 
 
-def test_a_weight_of_two_names(setting):
-    module, plain = twins(setting, Split())
-    plain.split = False
-    module.other = module.weight
-    graphed = setting.graphed(module, (setting.randn(4, 8, grad=True),))
-    x = setting.randn(4, 8, grad=True)
-    for _ in range(2):
-        graphed(x).square().sum().backward()
-        graphed.backward_dw()
-        plain(x).square().sum().backward()
-    same_grads(module, plain)
-
-
 class Detached(torch.nn.Module):
     """Its forward has no node for the weight."""
 
@@ -142,22 +111,6 @@ class Detached(torch.nn.Module):
         x = self.later.pop(0)
         made = x.t() @ x
         self.weight.grad = made if self.weight.grad is None else self.weight.grad + made
-
-
-def test_hooks_of_a_weight_that_no_node_adds_to_do_not_run(setting):
-    module, plain = twins(setting, Detached())
-    calls = []
-    for m in (module, plain):
-        m.weight.register_hook(lambda grad: calls.append(1))
-        m.weight.register_post_accumulate_grad_hook(lambda p: calls.append(2))
-    graphed = setting.graphed(module, (setting.randn(3, 4, grad=True),))
-    for fn in (graphed, plain):
-        torch.manual_seed(0)
-        for _ in range(2):
-            fn(setting.randn(3, 4, grad=True)).sum().backward()
-            fn.backward_dw()
-    assert calls == []
-    same_grads(module, plain)
 
 
 def test_the_oldest_backward_comes_first_whichever_recording_it_is_of(setting):

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as torchs
 
 import cgpass
-from cgpass.recompute.states import CheckpointStates
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.recompute.steps import plain, same, tensor
 
@@ -139,58 +138,3 @@ def test_a_checkpoint_inside_of_a_selective_one(outer, policy):
             found.append([*(value.clone() for value in way([x])), torch.rand(3)])
         for other in found[1:]:
             same(found[0], other)
-
-
-def test_a_tracker():
-    tracker = cgpass.RNGStatesTracker("cpu")
-    tracker.add("model-parallel-rng", 1)
-    kept = CheckpointStates("cpu", tracker)
-
-    def fn(x):
-        with tracker.fork():
-            x = F.dropout(x, 0.5)
-        return F.dropout(x.sin(), 0.5).sin()
-
-    def call(args, way=cgpass.checkpoint):
-        with kept:
-            return step(args[:1], functools.partial(way, rng_tracker=tracker), fn)
-
-    x = tensor(16, 16)
-    graph, outputs = SimulatedDriver().record(call, [x, *kept.generators], opaque=False)
-    states = tracker.get_states()
-    for seed in range(3):
-        torch.manual_seed(seed)
-        kept.rewind(kept.position())
-        graph.replay()
-        found = [*(out.clone() for out in outputs), torch.rand(3), *tracker.get_states().values()]
-        torch.manual_seed(seed)
-        tracker.set_states(states)
-        expected = call([x], plain)
-        same(found, [*expected, torch.rand(3), *tracker.get_states().values()])
-        tracker.set_states(states)
-
-
-def test_forward_and_backward_recorded_apart():
-    driver = SimulatedDriver()
-    x = tensor(16, 16).requires_grad_()
-    held = []
-
-    def forward(args):
-        args.clear()
-        with torch.enable_grad():
-            held.append(cgpass.checkpoint(lambda x: F.dropout(x, 0.5), x))
-        return [held[0].detach()]
-
-    def backward(args):
-        return list(torch.autograd.grad(held[0], [x], args.pop(), retain_graph=True))
-
-    first, (y,) = driver.record(forward, [x], opaque=False)
-    tangent = torch.ones(16, 16)
-    second, (grad,) = driver.record(backward, [tangent], opaque=False)
-    torch.manual_seed(0)
-    for _ in range(3):
-        first.replay()
-        between = torch.rand(3)
-        second.replay()
-        assert torch.equal(grad != 0, y != 0)
-        assert not torch.equal(torch.rand(3), between)

@@ -164,23 +164,6 @@ def test_replays_draw_what_eager_would(device):
         assert kept.position() == {None: (seed, offset + 40)}
 
 
-def test_nested_checkpoints_and_retain_graph(device):
-    inner, outer = drawing(device, 4), drawing(device, 8)
-
-    def program():
-        x = tensor(2, requires_grad=True)
-        y = cgpass.checkpoint(lambda x: cgpass.checkpoint(inner, outer(x)).cos().exp(), x).sum()
-        y.backward(retain_graph=True)
-        y.backward()
-
-    kept, warm = captured(device, program)
-    device.default.manual_seed(3)
-    kept.rewind(kept.position())
-    assert device.replay() == moved(warm, 3, 0)
-    assert len(set(warm)) == 2  # what the forward drew, again and again
-    assert len(warm) > 6
-
-
 @pytest.mark.parametrize("named", [True, False])
 def test_a_trackers_states(device, named):
     """Whether or not the checkpoint itself is told of the tracker in whose fork it is."""
@@ -218,32 +201,6 @@ def test_a_trackers_states(device, named):
     seeds = {100: 30, 1: 31, 2: 32}
     assert device.replay() == [(seeds[seed], offset + 40) for seed, offset in warm]
     assert rng_tracker.current is None
-
-
-def test_forward_and_backward_in_graphs_of_their_own(device):
-    fn = drawing(device, 4, 8)
-    kept = CheckpointStates(FAKE)
-    forwards, backwards = [], []
-    for capturing in (False, True):
-        device.drawn.clear()
-        x = tensor(2, requires_grad=True)
-        with kept:
-            device.capturing = capturing
-            y = cgpass.checkpoint(fn, x).sum()
-        forwards = list(device.drawn)
-        device.drawn.clear()
-        y.backward()
-        device.capturing = False
-        backwards = list(device.drawn)
-    positions = []
-    device.drawn = forwards
-    for _ in range(3):
-        positions.append(kept.position())
-        device.replay()
-    device.drawn = backwards
-    for i in (1, 0, 2, 0):
-        kept.rewind(positions[i])
-        assert device.replay() == [(100, 12 + 12 * i), (100, 12 + 12 * i + 4)]
 
 
 def test_random_operators_without_warm_up_are_refused(device):
@@ -311,11 +268,3 @@ def test_a_tracker_that_is_not_registered_is_named(device, registered):
             cgpass.checkpoint(torch.sin, x, rng_tracker=other)
         with other.fork("b"), pytest.raises(CheckpointError, match=forked):
             cgpass.checkpoint(torch.sin, x, rng_tracker=mine if registered else None)
-
-
-def test_a_state_added_during_the_warm_up(device):
-    rng_tracker = tracker_of()
-    with CheckpointStates(FAKE, rng_tracker):
-        rng_tracker.add("late", 1)
-        with pytest.raises(CheckpointError, match="state 'late' was added to the rng_tracker"):
-            cgpass.checkpoint(torch.sin, tensor(2, requires_grad=True), rng_tracker=rng_tracker)
