@@ -9,14 +9,13 @@ lies on them. A partition compiled by Inductor calls no aten op that could be ta
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Final
 
 import torch
 from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
-from cgpass.compile.facts.draws import draws
 from cgpass.runtime import rng
 from cgpass.runtime.capturing import capture_runs, no_gc
 from cgpass.runtime.changes import Mode
@@ -36,11 +35,21 @@ from cgpass.runtime.writes import tensors_in, written_by
 
 _POISON = 0xFF
 _REFUSAL = "operation not permitted when stream is capturing"
+_FOREIGN: Final = (
+    "from a state that was set in what is recorded (torch.manual_seed, torch.set_rng_state), where no replay draws. Seed "
+    "before the call, and recompute by cgpass.checkpoint instead of torch.utils.checkpoint"
+)
 
 
 def _implementation(generator: torch.Generator) -> int:
     """Identity of the C++ generator behind a Python object."""
     return getattr(generator, "_cdata")  # noqa: B009  in no stub
+
+
+def _random_state() -> bytes:
+    """The default generator's, read without an operator."""
+    state = torch.default_generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -95,123 +104,6 @@ class SimulatedPool:
         return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
 
 
-class RecordedStates:
-    """The default generator as one recording sees it: its states are read and set by operators, which are recorded.
-
-    Attributes:
-        foreign: Whether it stands where another recording, or code outside of any, stood: a replay does not go there,
-            so nothing may draw.
-    """
-
-    def __init__(self, made: Callable[[torch.Tensor], bool], refuse: Callable[[str], None]) -> None:
-        self._made = made
-        self._refuse = refuse
-        self.foreign = False
-
-    def get_state(self) -> torch.Tensor:
-        """`torch.get_rng_state`."""
-        if self.foreign:
-            return torch.default_generator.get_state()
-        return rng.get_state(torch.default_generator)
-
-    def set_state(self, state: torch.Tensor) -> None:
-        """`torch.set_rng_state`."""
-        self.foreign = not self._made(state)
-        if self.foreign:
-            rng.put_state(torch.default_generator, state)
-        else:
-            rng.set_state(torch.default_generator, state)
-
-    def manual_seed(self, seed: int) -> torch.Generator:
-        """`torch.manual_seed`."""
-        if seed % 2**64 != torch.default_generator.initial_seed():
-            self._refuse("torch.manual_seed, which no replay repeats. Seed before the call")
-        return torch.default_generator
-
-    def initial_seed(self) -> int:
-        """`torch.initial_seed`."""
-        return torch.default_generator.initial_seed()
-
-    def seed(self) -> int:
-        """`torch.seed`."""
-        self._refuse("torch.seed, which no replay repeats. Seed before the call")
-        return torch.default_generator.initial_seed()
-
-    def refuse_draw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raise if an operator draws where no replay draws."""
-        if self.foreign and draws(func, args, kwargs):
-            self._refuse(f"{func} draws {_FOREIGN}")
-
-    def end(self) -> None:
-        """Raise if the recording leaves the generator where no replay leaves it."""
-        if self.foreign:
-            self._refuse(f"torch.set_rng_state without setting it back, {_FOREIGN}")
-
-
-_FOREIGN: Final = (
-    "from a state that was read outside of this recording, where no replay draws. Recompute by cgpass.checkpoint "
-    "instead of torch.utils.checkpoint, and set states before the call"
-)
-
-
-_in_use: Final[dict[int, RecordedStates | None]] = {}
-"""What stands for the default generator, by thread."""
-_recordings: Final[list[Mode]] = []
-
-
-class _Stand:
-    """Stands for the default generator where torch's functions look it up; other threads get the generator itself."""
-
-    def __getattr__(self, name: str) -> Any:
-        states = _in_use.get(threading.get_ident())
-        return getattr(torch.default_generator if states is None else states, name)
-
-
-_stand: Final = _Stand()
-
-
-class _Using(Mode):
-    """Have torch's functions on the default generator work on other states in this thread."""
-
-    def __init__(self, states: RecordedStates | None) -> None:
-        super().__init__()
-        self._states = states
-        self._outer: list[RecordedStates | None] = []
-
-    def begin(self) -> None:
-        self._outer.append(_in_use.get(self.thread))
-        _in_use[self.thread] = self._states
-
-    def undo(self) -> None:
-        if not self._outer:
-            return
-        if self._outer[0] is None:
-            _in_use.pop(self.thread, None)
-        else:
-            _in_use[self.thread] = self._outer[0]
-
-
-def inside_operator() -> Mode:
-    """What an operator does with the generator is its own business: a replay runs it again."""
-    return _Using(None)
-
-
-class _Recorded(_Using):
-    """Have torch's functions on the default generator work on the states of a recording in this thread."""
-
-    def begin(self) -> None:
-        _recordings.append(self)
-        torch_private.replace_default_generator(_stand)
-        super().begin()
-
-    def undo(self) -> None:
-        super().undo()
-        if self in _recordings:
-            _recordings.remove(self)
-        if not _recordings:
-            torch_private.replace_default_generator(torch.default_generator)
-
-
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], bool, Any]
 """Function, arguments, whether gradients were enabled, results."""
 
@@ -238,9 +130,9 @@ class _Tape(torch_private.TorchDispatchMode):
         """Sizes of the blocks that are this recording's first of all."""
         # a dispatched call gets another Python object of the same generator
         self._registered = {_implementation(generator) for generator in generators}
-        self._placed: set[int] = set()
-        self.unjoined = Unjoined()
-        self.states = RecordedStates(self.made, refuse(_REFUSAL))
+        self._unjoined = Unjoined()
+        self._random_state = _random_state()
+        """Of the default generator, after the last call that was taped."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -265,19 +157,27 @@ class _Tape(torch_private.TorchDispatchMode):
             self._call(func, args, kwargs),
         )
         grad = torch.is_grad_enabled()
-        self.unjoined.note(func, map(_address, tensors_in(out)))
+        self._unjoined.note(func, map(_address, tensors_in(out)))
         self.calls.append((completed(func), *where, grad, pytree.tree_map(self._where, out)))
         return out
 
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if communicates(func):
             return made_alone(func, args, kwargs)
-        with inside_operator():
-            return call_watched(func, args, kwargs, HostReads(refuse(_REFUSAL)))
+        before = _random_state()
+        out = call_watched(func, args, kwargs, HostReads(refuse(_REFUSAL)))
+        after = _random_state()
+        if before == self._random_state:
+            self._random_state = after
+        elif func in rng.OPERATORS or before != after:
+            refuse(_REFUSAL)(f"{func} draws {_FOREIGN}")
+        return out
 
-    def made(self, tensor: torch.Tensor) -> bool:
-        """Whether an operator of this recording made the memory of a tensor."""
-        return _address(tensor) in self._placed
+    def end(self) -> None:
+        """Refuse what a capture can't end with."""
+        if _random_state() != self._random_state:
+            refuse(_REFUSAL)(f"torch.set_rng_state without setting it back, {_FOREIGN}")
+        self._unjoined.refuse()
 
     def _where(self, value: Any) -> Any:
         """A tensor that stands for `value`'s memory and holds nothing; constants are held."""
@@ -299,7 +199,6 @@ class _Tape(torch_private.TorchDispatchMode):
     def _move(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
         storage = self._pool.allocate(source.nbytes())
         address, num_bytes = storage.data_ptr(), storage.nbytes()
-        self._placed.add(address)
         if address not in self._fresh:
             if address in self._reused:
                 self._keep_contents(address, num_bytes)
@@ -324,7 +223,6 @@ class _Tape(torch_private.TorchDispatchMode):
     def _refuse(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if reads_on_host(func, args) or holds_up_the_host(func):
             raise RuntimeError(f"{_REFUSAL}: {func}")
-        self.states.refuse_draw(func, args, kwargs)
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Generator) and _implementation(leaf) not in self._registered:
                 raise RuntimeError(f"a generator used by {func} is not registered with the graph")
@@ -385,7 +283,6 @@ class _Alone(Mode):
             self._tape.undo()
             for generator, state in self._states:
                 generator.set_state(state)
-            vars(self._tape).pop("states", None)  # which hold the tape in turn
             self._tape = None
         if self in _alone:
             _alone.remove(self)
@@ -423,10 +320,9 @@ class SimulatedDriver(GraphDriver):
             args.clear()
             with HostReads(refuse(_REFUSAL)), Alone():
                 return list(tape.note(lambda *inputs: tuple(fn(list(inputs))), inputs, {}))
-        with HostMethods(refuse(_REFUSAL)), _Recorded(tape.states), tape:
+        with HostMethods(refuse(_REFUSAL)), tape:
             outputs = list(fn(args))
-        tape.states.end()
-        tape.unjoined.refuse()
+        tape.end()
         return outputs
 
     def live_blocks(self, slot: int) -> dict[int, int]:
