@@ -20,7 +20,6 @@ Note [What a call does]
     kept while a forward runs (`move_apart`). A partition that failed keeps the recordings that it has.
 """
 
-import contextlib
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -48,7 +47,7 @@ from cgpass.runtime.inputs import (
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recorder, Recording
 from cgpass.runtime.rng import forward_states, note_positions, put_on_the_device
-from cgpass.runtime.syncs import syncs_noted
+from cgpass.runtime.syncs import is_capture_error
 from cgpass.runtime.table import History, RecordingTable, Seen
 from cgpass.runtime.writes import Changes
 from cgpass.telemetry import CallStats, new_call_stats, progress
@@ -116,7 +115,7 @@ class PartitionRunner:
         """Pools before this one do not suit (see `move_apart`); bytes that move of the largest call recorded."""
         self._others = 0
         """Calls of other modules since the last recording, for a warning."""
-        self._moved_before = self._tried_anew = self._found_syncs = False
+        self._moved_before = self._tried_anew = False
         self.stats: CallStats = new_call_stats()
         self.reasons = CallReasons()
         """Why calls ran without a graph."""
@@ -233,7 +232,7 @@ class PartitionRunner:
             return self._unseen(args, shape, found, key, seen)
         self._inputs.remember(args, found.new)
         if seen.left_plain is not None:
-            return self._plain(args, "out_of_memory", seen.left_plain)
+            return self._plain(args, *seen.left_plain)
         if found.copied:
             recording = self._choose(seen.recordings.get(found.values, ()), args, key)
             if recording is not None:
@@ -305,22 +304,16 @@ class PartitionRunner:
         return outputs, None
 
     def _warm_up(self, args: list[Any], why: str | None = None) -> Sequence[Any]:
-        """Run one call without a graph, which is no mere warm-up if `why` says so.
-
-        The first one notes what it waits for. Looking for that, or for writes, may wait for the device.
-        """
+        """Run one call without a graph, which is no mere warm-up if `why` says so. To look for writes may wait."""
         stats, driver, start = self.stats, self.owner.driver, time.perf_counter()
-        check = not stats.warmups and self._fallback.checks_warm_ups
         changes = Changes(args, self.layout.copied if self._check_layout else ())
         self._here.ran = True
-        noted = syncs_noted(driver.device) if check else contextlib.nullcontext(())
-        with noted as found, torch_private.autocast_cache_off():
+        with torch_private.autocast_cache_off():
             if self.owner.has_recordings():
                 outputs = self.fn(args)
             else:
                 outputs = driver.warm_up(self.fn, args)
         self.history.warm_up_ms = (time.perf_counter() - start) * 1e3
-        self._found_syncs |= bool(found)
         self.written |= changes.found()
         stats.warmups += why is None
         stats.plain_calls += why is not None
@@ -407,9 +400,6 @@ class PartitionRunner:
         self, args: list[Any], seen: Seen, found: Found, key: bytes, slot: int
     ) -> Result:
         """Record a call and replay it; where that fails, run it without a graph."""
-        syncs, self._found_syncs = self._found_syncs, False
-        if syncs and self._is_to_blame(args, None):
-            return self._fallback.run(args), None
         self._others = 0
         with self.owner.changing():
             recording = self._attempt(args, seen, found, slot)
@@ -483,24 +473,19 @@ class PartitionRunner:
         fallback = self._fallback
         if error is None:
             return fallback.run(args)
-        if isinstance(error, torch.OutOfMemoryError):
-            give_memory_back(error, self.owner.driver.device)
-            seen.left_plain = fallback.no_memory(error)
-            return self._plain(args, "out_of_memory", seen.left_plain)[0]
-        if not (self._ran_here or self._tried_anew):  # it may succeed once this thread ran a call
-            self._tried_anew = True
+        no_memory, unstaged = (
+            isinstance(error, torch.OutOfMemoryError),
+            isinstance(error, StagingError),
+        )
+        is_odd = unstaged or (fallback.on_failure is None and not is_capture_error(error))
+        if not (no_memory or self._tried_anew) and (is_odd or not self._ran_here):
+            self._tried_anew = True  # it may succeed later, or once this thread ran a call
             return self._warm_up(args)
-        passing = isinstance(error, StagingError) and not fallback.failed_once
-        if not passing and self._is_to_blame(args, error):
-            return fallback.run(args)
-        return fallback.run_again(args, error)
-
-    def _is_to_blame(self, args: Sequence[Any], error: Exception | None) -> bool:
-        """Whether the partition can't be captured; then it is left plain, and its recordings go."""
-        if not self._fallback.is_to_blame(args, error):
-            return False
-        self.close()
-        return self._fallback.note_failure()
+        if no_memory or unstaged:
+            give_memory_back(error, self.owner.driver.device)
+            seen.left_plain = fallback.leaves_plain(error)
+            return self._plain(args, *seen.left_plain)[0]
+        return fallback.run_failed(args, error)
 
     def _close(self, recordings: Sequence[Recording]) -> None:
         if recordings:

@@ -1,16 +1,6 @@
-"""Finding out, outside of any capture, whether work waits for the device: the sync check.
+"""Reading a tensor's data on the host, which stands in on the CPU for what waits for the device on CUDA."""
 
-On CUDA it is torch's own check, which is one setting for the whole process and is therefore only turned on where no
-other thread of the user could meet it. On CPU it stands in for CUDA's: reading a tensor's data on the host counts as
-waiting.
-
-Source: `torch.cuda.set_sync_debug_mode`; c10/cuda/CUDAFunctions.cpp `warn_or_error_on_sync`, 2.11 to 2.15.
-"""
-
-import contextlib
-import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,8 +17,6 @@ _HOST_METHODS = (
     torch.Tensor.__array__,
     torch.Tensor.cpu,
 )
-_SYNC = "called a synchronizing"
-_HARMLESS_THREADS = ("cgpass.", "torch._inductor.")
 
 
 def reads_on_host(func: Any, args: Sequence[Any]) -> bool:
@@ -114,62 +102,9 @@ def call_watched(
         return implementation(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def syncs_noted(device: torch.device) -> Iterator[list[str]]:
-    """Note what inside waits for the device, and let it. Yields a list that is complete at the end."""
-    found: list[str] = []
-    if device.type != "cuda":
-        with HostReads(lambda func: found.append(str(func))):
-            yield found
-    elif _other_threads():
-        yield found
-    else:
-        before = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            _set_sync_debug_mode("warn")
-            try:
-                yield found
-            finally:
-                _set_sync_debug_mode(before)
-        for warning in caught:
-            if _SYNC in str(warning.message):
-                found.append(str(warning.message).partition(" (Triggered")[0])
-            else:
-                warnings.warn_explicit(
-                    warning.message, warning.category, warning.filename, warning.lineno
-                )
-
-
 def is_capture_error(error: BaseException) -> bool:
     """Whether only torch or CUDA raise `error`, because a capture does not allow what was done."""
     if not isinstance(error, RuntimeError):
         return False
     text = str(error)
     return any(word in text for word in ("captur", "CUDA", "CUBLAS", "CUSOLVER", "CUDNN", "cuDNN"))
-
-
-def _set_sync_debug_mode(mode: int | str) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
-        torch.cuda.set_sync_debug_mode(mode)
-
-
-def _other_threads() -> bool:
-    """Whether a thread of the user may run beside this one.
-
-    In a backward, which autograd runs in a thread of its own, one other thread waits for this one.
-    """
-    current = threading.current_thread()
-    others = [t for t in threading.enumerate() if t is not current and not _is_harmless(t)]
-    waits = isinstance(current, threading._DummyThread)
-    return len(others) > (1 if waits else 0)
-
-
-def _is_harmless(thread: threading.Thread) -> bool:
-    """Whether a thread is ours, Inductor's or one of autograd's: none of them touches a device on its own."""
-    if isinstance(thread, threading._DummyThread):
-        return True
-    target = getattr(thread, "_target", None)
-    module = getattr(target, "__module__", None) or type(thread).__module__
-    return module.startswith(_HARMLESS_THREADS)

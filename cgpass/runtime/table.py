@@ -37,8 +37,8 @@ class Seen:
     """How far random operators draw from where the partition begins: learnt in a call without a graph."""
     objects: tuple[object, ...] = ()
     """Those that the key knows by identity, kept alive so that no other object takes their place."""
-    left_plain: str | None = None
-    """Why its calls run without a graph, if they do."""
+    left_plain: tuple[str, str] | None = None
+    """Why its calls run without a graph, if they do: a code, and in words."""
     recordings: dict[bytes, list[Recording]] = field(default_factory=dict)
     """By the addresses of other recordings' values, oldest first."""
 
