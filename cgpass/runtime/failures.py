@@ -107,10 +107,6 @@ class Fallback:
             self._said.add(what)
             log.log(self._level, "%s", text)
 
-    def has_said(self, what: str) -> bool:
-        """Whether `say_once` was called for this."""
-        return what in self._said
-
     def raise_refusal(self) -> None:
         """Raise what a capture failed with before, if `on_skip` is "raise": it would fail again."""
         if self._refusal is not None:

@@ -93,11 +93,6 @@ class RecordingTable:
         """Whether one more recording may be made for a set of storages."""
         return self._recorded[storages] < self._max_recordings
 
-    def is_full_of_unseen(self, storages: tuple[int, ...]) -> bool:
-        """Whether as many keys of one set of storages as may be recorded were seen once, and not again."""
-        number = sum(seen.made_for == storages for seen in self._unrecorded.values())
-        return number >= self._max_recordings
-
     def recorded_shape(self) -> ShapeKey | None:
         """What was computed by the newest recording, if there is one."""
         return next((s.key[0] for s in reversed(self._seen.values()) if s.recordings), None)

@@ -449,8 +449,8 @@ def test_what_is_too_large_to_be_copied_call_after_call_is_named_once(caplog):
     assert warned(static, moved()) == [
         (
             "forward captured_0: x1 (float32[2], read at model.py:1 in forward: code) lie at a new place in every call, and "
-            f"are too large to be copied {limit} Write new values into parameters and buffers (copy_) instead of replacing "
-            "them."
+            f"are too large to be copied {limit} Write new values into parameters and buffers (copy_, load_state_dict "
+            "without assign=True) instead of replacing them."
         )
     ]
 
