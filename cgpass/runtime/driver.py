@@ -126,13 +126,18 @@ class Pool:
 
     @contextlib.contextmanager
     def allocating(self) -> Iterator[None]:
-        """Have this thread's allocations come from this pool."""
-        torch_private.begin_allocating_to_pool(self._device, self.handle)
-        self._users += 1
+        """Have this thread's allocations come from this pool, until its end or an exception's."""
         try:
+            torch_private.begin_allocating_to_pool(self._device, self.handle)
+            self._users += 1
             yield
-        finally:
             torch_private.end_allocating_to_pool(self._device, self.handle)
+        except BaseException:
+            with contextlib.suppress(
+                RuntimeError
+            ):  # a signal's may come before it began, or after its end
+                torch_private.end_allocating_to_pool(self._device, self.handle)
+            raise
 
     def end_of_warm_ups(self) -> None:
         """Leave the pool to its graphs."""
@@ -405,9 +410,14 @@ class CUDADriver(GraphDriver):
             self._token.zero_()
             with may_be_empty():
                 graph.capture_end()
-        except RuntimeError:
+        except BaseException as error:
+            with contextlib.suppress(RuntimeError), may_be_empty():
+                if torch_private.is_capturing():
+                    graph.capture_end()
             for generator, state in zip(generators, states, strict=True):
                 generator.graphsafe_set_state(state)
+            if not isinstance(error, RuntimeError):
+                raise
 
     def _capture(
         self, graph: torch.cuda.CUDAGraph, pool: Pool, fn: BoxedCallable, args: list[Any]

@@ -73,25 +73,26 @@ def test_a_capture_that_fails_at_its_end_is_abandoned(cuda):
     assert "restore state of default" in log
 
 
-@pytest.mark.parametrize("raising", ["begin", "end"])
+@pytest.mark.parametrize("raising", ["begin", "begin of the repair", "end"])
 def test_a_capture_that_a_signal_leaves_is_ended(cuda, raising, monkeypatch):
     driver, log = cuda
 
     def interrupted(self, **settings):
         begin(self, **settings)
-        if "pool" in settings:  # not of the capture that repairs generators
+        if ("pool" in settings) == (raising == "begin"):
             raise KeyboardInterrupt
 
     def before_the_end():
         raise KeyboardInterrupt
 
     begin = log.graph.capture_begin
-    if raising == "begin":
+    fn = failing if raising == "begin of the repair" else lambda args: []
+    if raising != "end":
         monkeypatch.setattr(log.graph, "capture_begin", interrupted)
     else:
         monkeypatch.setattr("cgpass.runtime.driver.time", mock.Mock(perf_counter=before_the_end))
     with pytest.raises(KeyboardInterrupt):
-        driver.record(lambda args: [], [], opaque=False)
+        driver.record(fn, [], opaque=False)
     assert log.index("end") < log.index("begin own pool thread_local")
     assert not log.capturing
 

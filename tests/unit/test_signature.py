@@ -67,6 +67,18 @@ def test_true_and_one_are_told_apart():
     assert found.shape_key([True]) != found.shape_key([1])
 
 
+@pytest.mark.parametrize("owner", [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul])
+def test_precisions_of_kernels_belong_to_it_however_they_are_set(owner):
+    found, before = layout(COPIED, check_layout=True), owner.fp32_precision
+    key = found.shape_key([X])
+    owner.fp32_precision = "tf32"
+    try:
+        assert found.shape_key([X]) != key
+    finally:
+        owner.fp32_precision = before
+    assert found.shape_key([X]) == key
+
+
 def test_describe_names_and_lines():
     some = [InputInfo("w", STATIC, "model.py:3 in forward: w"), InputInfo("b", STATIC)]
     assert describe(some) == "w (read at model.py:3 in forward: w), b"
