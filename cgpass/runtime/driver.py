@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cgpass import torch_private
-from cgpass.runtime.capturing import capture_runs, may_be_empty, no_gc, when_no_capture_runs
+from cgpass.runtime.capturing import Capture, may_be_empty, when_no_capture_runs
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """Takes one list of inputs, which it may empty, and returns a sequence of outputs."""
@@ -308,8 +308,7 @@ class CUDADriver(GraphDriver):
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with (
-            capture_runs(),
-            no_gc(),
+            Capture(),
             torch.cuda.device(self.device),
             torch.cuda.stream(self._stream),
         ):

@@ -7,7 +7,6 @@ lies on them. A partition compiled by Inductor calls no aten op that could be ta
 """
 
 import ctypes
-import threading
 import weakref
 from collections.abc import Callable, Container, Sequence
 from typing import Any, Final
@@ -17,8 +16,7 @@ from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
 from cgpass.runtime import rng
-from cgpass.runtime.capturing import capture_runs, no_gc
-from cgpass.runtime.changes import Mode
+from cgpass.runtime.capturing import Capture, is_capturing_here
 from cgpass.runtime.collectives import (
     Alone,
     UnderWay,
@@ -256,16 +254,7 @@ class SimulatedGraph(CapturedGraph):
         self._memory = ()
 
 
-_alone: Final[list[Mode]] = []
-
-
-def is_recording() -> bool:
-    """Whether a simulated driver records in this thread: a recording inside would be part of it."""
-    thread = threading.get_ident()
-    return any(mode.thread == thread for mode in _alone)
-
-
-class _Alone(Mode):
+class _Recording(Capture):
     """This thread records: afterwards inputs and generators are as before."""
 
     def __init__(self, tape: _Tape, generators: Sequence[torch.Generator]) -> None:
@@ -276,16 +265,15 @@ class _Alone(Mode):
 
     def begin(self) -> None:
         self._states = [(generator, generator.get_state()) for generator in self._generators]
-        _alone.append(self)
+        super().begin()
 
     def undo(self) -> None:
+        super().undo()
         if self._tape is not None:
             self._tape.undo()
             for generator, state in self._states:
                 generator.set_state(state)
             self._tape = None
-        if self in _alone:
-            _alone.remove(self)
 
 
 class SimulatedDriver(GraphDriver):
@@ -310,7 +298,7 @@ class SimulatedDriver(GraphDriver):
         tape = _Tape(pool, inputs, generators)
         memory = list(self._pools.values())  # as CUDA graphs: inputs live as long as who owns them
         del inputs
-        with _Alone(tape, generators), capture_runs(), no_gc(), torch.no_grad():
+        with _Recording(tape, generators), torch.no_grad():
             outputs = self._run(tape, fn, args, opaque=opaque)
         return SimulatedGraph(tape, memory), outputs
 
@@ -331,5 +319,5 @@ class SimulatedDriver(GraphDriver):
         return {} if pool is None else pool.live_blocks()
 
     def is_capturing(self) -> bool:
-        """Whether this thread records right now, through whichever driver."""
-        return is_recording()
+        """Whether this thread records right now, through whichever driver: a recording inside would be part of it."""
+        return is_capturing_here()

@@ -11,7 +11,8 @@ from cgpass.compile.facts import op_tables
 from cgpass.report.model import GraphReport, PartitionReport
 from cgpass.report.page import html
 from cgpass.report.report import Report
-from cgpass.runtime.simulated import SimulatedDriver, is_recording
+from cgpass.runtime.capturing import is_any_capture_running as is_recording
+from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.telemetry.reason import CHOSEN, OTHER_FIXES
 from cgpass.telemetry.summaries import counted
 from tests.report.calls import CALLS

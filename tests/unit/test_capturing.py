@@ -8,9 +8,9 @@ import torch
 
 from cgpass import torch_private
 from cgpass.runtime.capturing import (
-    capture_runs,
+    Capture,
+    Pause,
     is_any_capture_running,
-    no_gc,
     when_no_capture_runs,
 )
 
@@ -24,8 +24,8 @@ def test_it_happens_at_once_if_nothing_runs():
 
 def test_it_waits_for_the_last_capture():
     done = []
-    with capture_runs():
-        with capture_runs():
+    with Capture():
+        with Capture():
             when_no_capture_runs(lambda: done.append(1))
         assert is_any_capture_running()
         when_no_capture_runs(lambda: done.append(2))
@@ -37,7 +37,7 @@ def test_another_threads_capture_counts():
     done, started, end = [], threading.Event(), threading.Event()
 
     def captures():
-        with capture_runs():
+        with Capture():
             started.set()
             end.wait(60)
 
@@ -53,7 +53,7 @@ def test_another_threads_capture_counts():
 
 def test_what_is_destroyed_may_destroy_more():
     done = []
-    with capture_runs():
+    with Capture():
         when_no_capture_runs(lambda: when_no_capture_runs(lambda: done.append(1)))
     assert done == [1]
 
@@ -62,7 +62,7 @@ def test_a_capture_that_raises_ends():
     done = []
 
     def interrupted():
-        with capture_runs():
+        with Capture():
             when_no_capture_runs(lambda: done.append(1))
             raise KeyboardInterrupt
 
@@ -80,13 +80,13 @@ def test_stale_streams_follow_captures_as_long_as_one_runs(monkeypatch):
         return before
 
     monkeypatch.setattr(torch_private, "have_stale_streams_follow", follow)
-    with capture_runs():
-        with capture_runs():
+    with Capture():
+        with Capture():
             assert setting == [True]
         assert setting == [True]
     assert setting == [False]
     setting[0] = True  # the user's own
-    with pytest.raises(ValueError, match="in it"), capture_runs():
+    with pytest.raises(ValueError, match="in it"), Capture():
         raise ValueError("in it")
     assert setting == [True]
 
@@ -102,7 +102,7 @@ def test_no_gc_switches_back_on_after_an_error():
     seen = []
 
     def fail():
-        with no_gc():
+        with Pause():
             seen.append(gc.isenabled())
             raise ValueError("inside")
 
@@ -116,14 +116,14 @@ def test_no_gc_ends_when_the_last_thread_leaves():
     inside, leave, seen = threading.Event(), threading.Event(), []
 
     def first():
-        with no_gc():
+        with Pause():
             inside.set()
             leave.wait(60)
 
     thread = threading.Thread(target=first)
     thread.start()
     assert inside.wait(60)
-    with no_gc():
+    with Pause():
         leave.set()
         thread.join()
         seen.append(gc.isenabled())
@@ -134,7 +134,7 @@ def test_no_gc_ends_when_the_last_thread_leaves():
 def test_no_gc_leaves_it_off_where_it_was_off():
     gc.disable()
     try:
-        with no_gc():
+        with Pause():
             assert not gc.isenabled()
         assert not gc.isenabled()
     finally:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from cgpass.errors import CaptureError
+from cgpass.runtime.capturing import is_any_capture_running as is_recording
 from cgpass.runtime.owner import Owner
-from cgpass.runtime.simulated import SimulatedDriver, is_recording
+from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runners import COPIED, POOLED, STATIC, SYMINT, call, counts, runner
 
 X = torch.ones(2)
