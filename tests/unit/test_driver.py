@@ -64,15 +64,6 @@ def test_a_failed_capture_is_ended_and_generators_are_repaired(cuda, end_raises)
     assert gc.isenabled()
 
 
-def test_a_capture_that_fails_at_its_end_is_abandoned(cuda):
-    driver, log = cuda
-    log.graph.end_raises = True
-    with pytest.raises(RuntimeError, match="capture_end"):
-        driver.record(lambda args: [], [], opaque=False)
-    assert "abandon 0 (0, 1)" in log
-    assert "restore state of default" in log
-
-
 @pytest.mark.parametrize("raising", ["begin", "begin of the repair", "end"])
 def test_a_capture_that_a_signal_leaves_is_ended(cuda, raising, monkeypatch):
     driver, log = cuda
@@ -95,20 +86,6 @@ def test_a_capture_that_a_signal_leaves_is_ended(cuda, raising, monkeypatch):
         driver.record(fn, [], opaque=False)
     assert log.index("end") < log.index("begin own pool thread_local")
     assert not log.capturing
-
-
-def test_another_stream_waits_for_the_one_before(cuda):
-    driver, log = cuda
-    driver.enter_call()
-    driver.enter_call()
-    assert log == []
-    log.streams.append(22)
-    driver.enter_call()
-    driver.enter_call()
-    assert log == ["stream 22 waits for stream 11"]
-    log.streams.append(11)
-    driver.enter_call()
-    assert log[1:] == ["stream 11 waits for stream 22"]
 
 
 def test_a_replay_waits_for_what_other_streams_may_still_read(cuda):
@@ -231,36 +208,3 @@ def test_a_capture_on_the_device():
     graph.replay()
     assert not torch.equal(first, out)
     assert not driver.is_capturing()
-
-
-class _Hook:
-    def __init__(self, log, name):
-        self.log, self.name = log, name
-
-    def remove(self):
-        self.log.append(f"remove {self.name}")
-
-
-def hooked(graph):
-    """A graph that calls hooks when its capture begins and ends, as torch 2.15's."""
-
-    class Hooked(graph):
-        at_start = at_end = staticmethod(lambda graph: None)
-
-        def register_capture_start_hook(self, hook):
-            self.at_start = hook
-            return _Hook(self.log, "start")
-
-        def register_capture_end_hook(self, hook):
-            self.at_end = hook
-            return _Hook(self.log, "end")
-
-        def capture_begin(self, **settings):
-            super().capture_begin(**settings)
-            self.at_start(self)
-
-        def capture_end(self):
-            self.at_end(self)
-            super().capture_end()
-
-    return Hooked

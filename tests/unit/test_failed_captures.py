@@ -143,22 +143,6 @@ def test_without_memory_a_call_is_recorded_once_more_and_then_again_after_a_rese
     assert counts(run) == (3, 2, 4, 2)
 
 
-def test_memory_that_is_there_at_the_second_attempt_is_enough(caplog):
-    due = [1]
-
-    def fn(x):
-        if due and is_any_capture_running():
-            due.pop()
-            raise torch.OutOfMemoryError("there was no memory")
-        return [x * 2]
-
-    run = runner(fn, COPIED)
-    for _ in range(3):
-        assert call(run, torch.ones(3)) == [[2.0] * 3]
-    assert counts(run) == (1, 1, 2, 0)
-    assert caplog.records == []
-
-
 def test_reset_has_a_failed_capture_tried_again():
     due = [True]
 
@@ -176,16 +160,6 @@ def test_reset_has_a_failed_capture_tried_again():
     for _ in range(3):
         assert call(run, torch.ones(3)) == [[4.0] * 3]
     assert counts(run) == (2, 1, 2, 2)
-
-
-def test_closing_forgets_nothing():
-    asked = Blaming(Outcome(why="all of it waits"))
-    run = asking_runner(asked)
-    for _ in range(2):
-        call(run, torch.ones(3))
-    run.owner.close()
-    assert "forget" not in asked.calls
-    assert run._fallback.failure == "all of it waits"
 
 
 def test_an_error_that_comes_again_without_a_graph_is_the_users():
