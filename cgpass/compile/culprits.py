@@ -24,9 +24,8 @@ from cgpass.compile.facts import values
 from cgpass.compile.facts.capturability import PROVEN, why_not_capturable
 from cgpass.compile.facts.lines import spans
 from cgpass.errors import CaptureError
-from cgpass.runtime.driver import GraphDriver
+from cgpass.runtime.driver import GraphDriver, is_capture_error
 from cgpass.runtime.failures import Outcome, random_state_kept
-from cgpass.runtime.syncs import is_capture_error
 from cgpass.telemetry.reason import OTHER_FIXES, Reason
 from cgpass.telemetry.summaries import PartitionSummary
 

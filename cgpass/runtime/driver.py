@@ -20,6 +20,12 @@ BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """Takes one list of inputs, which it may empty, and returns a sequence of outputs."""
 
 
+def is_capture_error(error: BaseException) -> bool:
+    """Whether only torch or CUDA raise `error`, because a capture does not allow what was done."""
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    return any(word in text for word in ("captur", "CUDA", "CUBLAS", "CUSOLVER", "CUDNN", "cuDNN"))
+
+
 class CapturedGraph:
     """What a driver recorded."""
 

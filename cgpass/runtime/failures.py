@@ -10,8 +10,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from cgpass.errors import CaptureError, StagingError
-from cgpass.runtime.driver import BoxedCallable
-from cgpass.runtime.syncs import is_capture_error
+from cgpass.runtime.driver import BoxedCallable, is_capture_error
 from cgpass.telemetry import CallStats
 from cgpass.telemetry.reason import CallReasons
 

@@ -33,7 +33,7 @@ from cgpass.errors import StagingError, StaticInputMovedError
 from cgpass.options import Options
 from cgpass.runtime import native
 from cgpass.runtime.changes import mend, open_modes
-from cgpass.runtime.driver import BoxedCallable
+from cgpass.runtime.driver import BoxedCallable, is_capture_error
 from cgpass.runtime.failures import Fallback, OnFailure, give_memory_back
 from cgpass.runtime.inputs import (
     Found,
@@ -47,7 +47,6 @@ from cgpass.runtime.inputs import (
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recorder, Recording
 from cgpass.runtime.rng import forward_states, note_positions, put_on_the_device
-from cgpass.runtime.syncs import is_capture_error
 from cgpass.runtime.table import History, RecordingTable, Seen
 from cgpass.runtime.writes import Changes
 from cgpass.telemetry import CallStats, new_call_stats, progress

@@ -9,9 +9,10 @@ lies on them. A partition compiled by Inductor calls no aten op that could be ta
 import ctypes
 import weakref
 from collections.abc import Callable, Container, Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn, Self
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
@@ -28,15 +29,76 @@ from cgpass.runtime.collectives import (
     only_wraps,
 )
 from cgpass.runtime.driver import BoxedCallable, CapturedGraph, GraphDriver
-from cgpass.runtime.syncs import HostMethods, HostReads, call_watched, reads_on_host, refuse
 from cgpass.runtime.writes import tensors_in, written_by
 
 _POISON = 0xFF
-_REFUSAL = "operation not permitted when stream is capturing"
+_HOST_READS = (torch.Tag.data_dependent_output, torch.Tag.cudagraph_unsafe)
+_HOST_METHODS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.cpu)
 _FOREIGN: Final = (
     "from a state that was set in what is recorded (torch.manual_seed, torch.set_rng_state), where no replay draws. Seed "
     "before the call, and recompute by cgpass.checkpoint instead of torch.utils.checkpoint"
 )
+
+
+def _refuse(what: Any) -> NoReturn:
+    raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
+
+
+def _reads_on_host(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator hands a tensor's data to the host, which on CUDA waits for the device."""
+    tags = getattr(func, "tags", ())
+    if any(tag in tags for tag in _HOST_READS) or str(func) == "aten.item.default":
+        return True
+    if torch.Tag.dynamic_output_shape not in tags:
+        return False
+    if func.overloadpacket is not torch.ops.aten.index:
+        return True
+    return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
+
+
+class _HostMethods(TorchFunctionMode):
+    """Refuses methods that give the host a tensor's data, and call no operator where that lies there already."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _HOST_METHODS:
+            _refuse(f"Tensor.{func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+class _HostReads(torch_private.TorchDispatchMode):
+    """Refuses to read a tensor's data on the host, inside custom operators too."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._methods = _HostMethods()
+
+    def __enter__(self) -> Self:
+        self._methods.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._methods.__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if _reads_on_host(func, args):
+            _refuse(func)
+        return self.call(func, args, kwargs or {})
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operator, with what the implementation of a custom one on CPU calls under this mode."""
+        implementation = torch_private.cpu_implementation(func)
+        if implementation is None:
+            return func(*args, **kwargs)
+        with self:
+            return implementation(*args, **kwargs)
 
 
 def _implementation(generator: torch.Generator) -> int:
@@ -140,7 +202,11 @@ class _Tape(torch_private.TorchDispatchMode):
             return NotImplemented
         if only_wraps(func):
             return func(*args, **kwargs)
-        self._refuse(func, args, kwargs)
+        if _reads_on_host(func, args) or holds_up_the_host(func):
+            _refuse(func)
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Generator) and _implementation(leaf) not in self._registered:
+                raise RuntimeError(f"a generator used by {func} is not registered with the graph")
         return self.note(func, args, kwargs)
 
     def note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -163,18 +229,18 @@ class _Tape(torch_private.TorchDispatchMode):
         if communicates(func):
             return made_alone(func, args, kwargs)
         before = _random_state()
-        out = call_watched(func, args, kwargs, HostReads(refuse(_REFUSAL)))
+        out = _HostReads().call(func, args, kwargs)
         after = _random_state()
         if before == self._random_state:
             self._random_state = after
         elif func in rng.OPERATORS or before != after:
-            refuse(_REFUSAL)(f"{func} draws {_FOREIGN}")
+            _refuse(f"{func} draws {_FOREIGN}")
         return out
 
     def end(self) -> None:
         """Refuse what a capture can't end with."""
         if _random_state() != self._random_state:
-            refuse(_REFUSAL)(f"torch.set_rng_state without setting it back, {_FOREIGN}")
+            _refuse(f"torch.set_rng_state without setting it back, {_FOREIGN}")
         self._unjoined.refuse()
 
     def _where(self, value: Any) -> Any:
@@ -217,13 +283,6 @@ class _Tape(torch_private.TorchDispatchMode):
             torch.empty(0, dtype=torch.uint8).set_(storage).fill_(_POISON)
         for address, content in self._before.items():
             torch_private.storage_at(address, content.nbytes(), torch.device("cpu")).copy_(content)
-
-    def _refuse(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if reads_on_host(func, args) or holds_up_the_host(func):
-            raise RuntimeError(f"{_REFUSAL}: {func}")
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Generator) and _implementation(leaf) not in self._registered:
-                raise RuntimeError(f"a generator used by {func} is not registered with the graph")
 
 
 class SimulatedGraph(CapturedGraph):
@@ -306,9 +365,9 @@ class SimulatedDriver(GraphDriver):
         if opaque:
             inputs = tuple(args)
             args.clear()
-            with HostReads(refuse(_REFUSAL)), Alone():
+            with _HostReads(), Alone():
                 return list(tape.note(lambda *inputs: tuple(fn(list(inputs))), inputs, {}))
-        with HostMethods(refuse(_REFUSAL)), tape:
+        with _HostMethods(), tape:
             outputs = list(fn(args))
         tape.end()
         return outputs

@@ -128,6 +128,21 @@ def test_an_unregistered_generator_is_refused(driver):
         record(driver, lambda: [torch.rand(2, generator=generator)])
 
 
+@torch.library.custom_op("test_simulated::hidden", mutates_args=())
+def hidden(x: torch.Tensor) -> torch.Tensor:
+    return x * x.sum().item()
+
+
+@torch.library.custom_op("test_simulated::listed", mutates_args=())
+def listed(x: torch.Tensor) -> torch.Tensor:
+    return x * sum(x.tolist())
+
+
+@torch.library.custom_op("test_simulated::twice_hidden", mutates_args=())
+def twice_hidden(x: torch.Tensor) -> torch.Tensor:
+    return hidden(x) + 1
+
+
 @pytest.mark.parametrize(
     "fn",
     [
@@ -136,13 +151,19 @@ def test_an_unregistered_generator_is_refused(driver):
         lambda x: [torch.unique(x)],
         lambda x: [x * sum(x.tolist())],
         lambda x: [x + torch.from_numpy(x.numpy())],
+        lambda x: [x * float(x[0])],
+        lambda x: [x * [1, 2][torch.tensor(1)]],
+        lambda x: [x + torch.from_numpy(x.__array__())],
+        lambda x: [x.cpu() + 1],
+        hidden,
+        listed,
+        twice_hidden,
     ],
-    ids=["if", "mask", "unique", "tolist", "numpy"],
 )
 @pytest.mark.parametrize("opaque", [False, True])
 def test_host_reads_are_refused(driver, fn, opaque):
     with pytest.raises(RuntimeError, match="operation not permitted when stream is capturing"):
-        record(driver, fn, torch.ones(3), opaque=opaque)
+        record(driver, lambda x: [*fn(x)], torch.ones(3), opaque=opaque)
     assert not driver.is_capturing()
 
 
