@@ -151,5 +151,5 @@ def test_a_recording_for_other_tensors_names_them():
     for other in (one, two, one, two):
         call(run, X, weight, other)
     assert [note.detail for note in run.history.notes if note.cause == "other tensors"] == [
-        "the first call with this tensor for x2 (read at model.py:2 in forward: code)"
+        "the first call with other tensors for x2 (read at model.py:2 in forward: code)"
     ]

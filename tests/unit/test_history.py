@@ -30,7 +30,6 @@ def test_the_first_recording_and_one_for_another_shape():
 def test_a_parameter_that_moved_is_named_with_its_addresses_and_line():
     run = runner(lambda x, w: [x * w], COPIED, STATIC)
     x, w = torch.ones(2), torch.ones(2)
-    before = w.data_ptr()
     call(run, x, w)
     call(run, x, w)
     kept = [w.data]
@@ -39,15 +38,14 @@ def test_a_parameter_that_moved_is_named_with_its_addresses_and_line():
     call(run, x, w)
     assert causes(run) == ["first", "moved"]
     assert run.history.notes[-1].detail == (
-        "x1 (float32[2], read at model.py:1 in forward: code) moved from "
-        f"{before:#x} to {w.data_ptr():#x}"
+        "moved: x1 (float32[2], read at model.py:1 in forward: code)"
     )
     kept.append(w.data)
     w.data = torch.ones(2)
     call(run, x, w)
     assert causes(run) == ["first", "moved", "moved"]
     assert run.history.notes[-1].detail == (
-        "x1 (float32[2], read at model.py:1 in forward: code) lies at new places: copied"
+        "moved, and copied: x1 (float32[2], read at model.py:1 in forward: code)"
     )
     assert run.history.notes[-1].copied_bytes == 16
 
