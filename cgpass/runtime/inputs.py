@@ -107,7 +107,8 @@ def _ambient_modes() -> tuple[Any, ...]:
         for kind in ("cuda", "cpu")
     ]
     # torch.get_float32_matmul_precision raises where one of these was set
-    settings = torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    backends: Any = torch.backends
+    settings = backends, backends.cuda.matmul, backends.mkldnn.matmul
     precisions = [each.fp32_precision for each in settings]
     deterministic = torch.are_deterministic_algorithms_enabled()
     return (*autocast, torch.get_default_dtype(), deterministic, *precisions)

@@ -81,9 +81,9 @@ class _HostReads(torch_private.TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self._methods.__exit__(*error)
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
+        self._methods.__exit__(exc_type, exc_val, exc_tb)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
