@@ -81,7 +81,7 @@ class _HostReads(torch_private.TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+    def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
         super().__exit__(exc_type, exc_val, exc_tb)
         self._methods.__exit__(exc_type, exc_val, exc_tb)
 
