@@ -81,3 +81,12 @@ def test_results_that_are_held_with_their_backward_to_come():
     held = [run.run([torch.ones(2)])[0], run.run([torch.ones(2)])[0]]
     assert causes(run) == ["first", "held"]
     assert len(held) == 2
+
+
+def test_a_tensor_that_each_call_replaces_is_moved_and_copied():
+    run = runner(lambda x, w, v: [x * w * v], COPIED, STATIC, STATIC)
+    w, kept = torch.ones(2), [torch.ones(2) for _ in range(5)]
+    for v in (kept[0], *kept):
+        call(run, torch.ones(2), w, v)
+    assert causes(run) == ["first", "moved"]
+    assert run.history.notes[-1].detail.startswith("moved, and copied: x2 (float32[2]")

@@ -57,7 +57,7 @@ DRAWS = "rand.default draws from a state that was set in what is recorded"
         (lambda x: read_by_an_operator(), "read_rng_state.default draws from a state"),
         (lambda x: seeded_first(lambda: torch.manual_seed(8)), DRAWS),
         (lambda x: seeded_first(torch.seed), DRAWS),
-        (lambda x: checkpointed(x, 0.5), "recompute by cgpass.checkpoint"),
+        (lambda x: checkpointed(x, 0.5), "Recompute by cgpass.checkpoint"),
     ],
 )
 def test_what_no_replay_repeats_is_refused_and_the_generator_stays(fn, why):
