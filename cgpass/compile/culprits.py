@@ -21,12 +21,11 @@ from torch import fx
 
 from cgpass import telemetry, torch_private
 from cgpass.compile.facts import values
-from cgpass.compile.facts.capturability import PROVEN, has_unvetted_ops, why_not_capturable
+from cgpass.compile.facts.capturability import PROVEN, why_not_capturable
 from cgpass.compile.facts.lines import spans
-from cgpass.errors import CaptureError, StagingError
-from cgpass.runtime.driver import GraphDriver
+from cgpass.errors import CaptureError
+from cgpass.runtime.driver import GraphDriver, is_capture_error
 from cgpass.runtime.failures import Outcome, random_state_kept
-from cgpass.runtime.syncs import is_capture_error, syncs_noted
 from cgpass.telemetry.reason import OTHER_FIXES, Reason
 from cgpass.telemetry.summaries import PartitionSummary
 
@@ -118,7 +117,6 @@ class FailedCapture:
         refuses: bool,
         as_traced: Callable[[list[Any]], Sequence[Any]] = list,
     ) -> None:
-        self.checks_warm_ups = driver is not None and has_unvetted_ops(gm)
         self._gm = gm
         self._graph = graph
         self._name = name
@@ -128,40 +126,33 @@ class FailedCapture:
         self._what = what
         self._refuses = refuses
         self._as_traced = as_traced
-        self._failed = False
 
-    def __call__(self, args: list[Any], error: Exception | None) -> Outcome | None:
+    def __call__(self, args: list[Any], error: Exception) -> Outcome:
         """See `OnFailure`."""
-        finding = self._search(args, error)
+        finding = self._search(args)
         if finding.culprits:
             return self._blame(finding.culprits, error)
-        if error is None:
-            return None  # a first call's initialisation, no more
-        none_to_blame = isinstance(error, torch.OutOfMemoryError | StagingError)
-        if finding.clean and not none_to_blame and not is_capture_error(error):
+        if finding.clean and not is_capture_error(error):
             raise error  # it comes from neither the partition nor the capture
-        if self._failed or none_to_blame or is_capture_error(error):
-            self._runs_plainly(first_line(error), [_whole(self._gm, error)])
-        self._failed = True  # the runner tries once more after an error that is not a capture's
-        return None
+        why = first_line(error)
+        self._runs_plainly(
+            why, [Reason("capture", "", why, OTHER_FIXES["capture"], spans(self._gm))]
+        )
+        return Outcome(why)
 
     def forget(self) -> None:
         """See `OnFailure`."""
-        self._failed = False
         part = PartitionSummary(self._name, True, self._num_ops)
         telemetry.replace_partition(self._graph, part)
 
-    def _search(self, args: list[Any], error: Exception | None) -> "Finding":
-        if self._driver is None or isinstance(error, torch.OutOfMemoryError | StagingError):
+    def _search(self, args: list[Any]) -> "Finding":
+        if self._driver is None:
             return Finding(clean=False)
         with contextlib.suppress(torch.OutOfMemoryError):
-            inputs = list(self._as_traced(list(args)))
-            return find_culprits(self._gm, inputs, self._driver(), trial=error is not None)
+            return find_culprits(self._gm, list(self._as_traced(list(args))), self._driver())
         return Finding(clean=False)
 
-    def _blame(
-        self, culprits: Mapping[fx.Node, tuple[str, str]], error: Exception | None
-    ) -> Outcome:
+    def _blame(self, culprits: Mapping[fx.Node, tuple[str, str]], error: Exception) -> Outcome:
         for node, found in culprits.items():
             node.meta[PROVEN] = found
         found = (why_not_capturable(node, torch.device("meta")) for node in culprits)
@@ -181,16 +172,6 @@ class FailedCapture:
         telemetry.replace_partition(self._graph, part)
 
 
-def _whole(gm: fx.GraphModule, error: Exception) -> Reason:
-    """Why a partition is not captured where nothing tells which operator is to blame, and where that is."""
-    code = "capture"
-    if isinstance(error, torch.OutOfMemoryError):
-        code = "out_of_memory"
-    elif isinstance(error, StagingError):
-        code = "no_placeholder"
-    return Reason(code, "", first_line(error), OTHER_FIXES[code], spans(gm))
-
-
 @dataclass(frozen=True)
 class Finding:
     """What running a partition operator by operator showed."""
@@ -201,25 +182,36 @@ class Finding:
     """Whether everything ran as it should, so that nothing is wrong with the partition."""
 
 
-def find_culprits(
-    gm: fx.GraphModule, args: Sequence[Any], driver: GraphDriver, *, trial: bool
-) -> Finding:
-    """Run a partition operator by operator: under the sync check first, then (`trial`) once under a capture.
+def find_culprits(gm: fx.GraphModule, args: Sequence[Any], driver: GraphDriver) -> Finding:
+    """Run a partition operator by operator: once without a graph, then in a capture, to see at which it fails.
 
-    Returns everything that waits for the device, else what failed in the trial. What the partition writes is copied
-    first, and generators are where they were.
+    What the partition writes is copied first, and generators are where they were.
     """
     with torch.inference_mode(False), torch.no_grad(), random_state_kept(driver.device, args):
-        inputs = _private(gm, args)
-        checked = _Checked(gm, driver.device)
+        follower = _Following(gm)
+
+        def run(inputs: list[Any]) -> Sequence[Any]:
+            return follower.run(*inputs, enable_io_processing=False)
+
         try:
-            checked.run(*inputs, enable_io_processing=False)
+            run(_private(gm, args))
         except Exception as error:
             log.debug("running a partition by its operators failed: %s", error)
             return Finding(clean=False)
-        if checked.found or not trial:
-            return Finding(checked.found)
-        return _by_trial(gm, _private(gm, args), driver)
+        try:
+            graph, outputs = driver.record(run, _private(gm, args), opaque=False)
+        except Exception as error:
+            node = follower.at
+            if (
+                isinstance(error, torch.OutOfMemoryError)
+                or node is None
+                or node.op != "call_function"
+            ):
+                return Finding(clean=False)
+            return Finding({node: ("failed_capture", f"capturing it failed ({first_line(error)})")})
+        del outputs
+        graph.reset()
+        return Finding()
 
 
 def _private(gm: fx.GraphModule, args: Sequence[Any]) -> list[Any]:
@@ -242,43 +234,6 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-class _Checked(fx.Interpreter):
-    """Runs each operator under the sync check, and again for its value; what waits twice is found."""
-
-    def __init__(self, gm: fx.GraphModule, device: torch.device) -> None:
-        super().__init__(gm)
-        self.extra_traceback = False
-        self.found: dict[fx.Node, tuple[str, str]] = {}
-        self._device = device
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op != "call_function" or values.is_host_scalar(n):
-            return super().run_node(n)
-        # What the first call of an operator initialises can look like a wait: only the second counts.
-        copies = [self._copies(n) for _ in range(2)]
-        if self._waits(n, *copies[0]) is None:
-            return super().run_node(n)
-        value = super().run_node(n)
-        if (error := self._waits(n, *copies[1])) is not None:
-            self.found[n] = ("syncs", f"its implementation waits for the device ({error})")
-        return value
-
-    def _copies(self, n: fx.Node) -> tuple[Any, Any]:
-        """Arguments of a call, with copies of what it writes."""
-        written = set(values.mutated_inputs(n))
-
-        def fetch(arg: fx.Node) -> Any:
-            value = self.env[arg]
-            return value.clone() if arg in written and isinstance(value, torch.Tensor) else value
-
-        return fx.node.map_arg((n.args, n.kwargs), fetch)
-
-    def _waits(self, n: fx.Node, args: Any, kwargs: Any) -> str | None:
-        with syncs_noted(self._device) as found, contextlib.suppress(Exception):
-            self.call_function(n.target, args, kwargs)
-        return next(iter(found), None)
-
-
 class _Following(fx.Interpreter):
     """Knows which node runs."""
 
@@ -290,22 +245,3 @@ class _Following(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         self.at = n
         return super().run_node(n)
-
-
-def _by_trial(gm: fx.GraphModule, inputs: list[Any], driver: GraphDriver) -> Finding:
-    follower = _Following(gm)
-
-    def run(args: list[Any]) -> Sequence[Any]:
-        return follower.run(*args, enable_io_processing=False)
-
-    try:
-        graph, outputs = driver.record(run, inputs, opaque=False)
-    except Exception as error:
-        node = follower.at
-        if isinstance(error, torch.OutOfMemoryError) or node is None or node.op != "call_function":
-            return Finding(clean=False)
-        found = ("failed_capture", f"capturing it failed ({first_line(error)})")
-        return Finding({node: found})
-    del outputs
-    graph.reset()
-    return Finding()

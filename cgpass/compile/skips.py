@@ -22,8 +22,6 @@ from cgpass.telemetry.summaries import GraphSummary
 
 log = logging.getLogger(__name__)
 
-_FAILED: Final = frozenset({"syncs", "failed_capture"})
-"""Codes of operators that failed to be captured when their function was called."""
 OFF: Final = 'driver="none" turns them off'
 """What a summary says of graphs that nobody wants captured."""
 
@@ -157,7 +155,9 @@ class Skips:
 
     def _is_new(self, reason: Reason) -> bool:
         """Tell if the user was not told of what can't be captured when that failed."""
-        return self._options.on_skip == "raise" or not (self._told and reason.code in _FAILED)
+        return self._options.on_skip == "raise" or not (
+            self._told and reason.code == "failed_capture"
+        )
 
     def _tell(self, message: str, *, anew: bool = True) -> None:
         if self._options.on_skip == "raise":

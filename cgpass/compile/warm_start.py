@@ -26,7 +26,7 @@ from torch import fx
 from cgpass import telemetry, torch_private
 from cgpass.compile.compilers import Boxed
 from cgpass.options import Options
-from cgpass.runtime.capturing import no_gc
+from cgpass.runtime.capturing import Pause
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class GraphCache:
         """Compile a graph that AOTAutograd's cache kept, with this compilation's own settings."""
         own = {name: value for name, value in settings.items() if name in _OF_THE_CALL}
         with (
-            no_gc(),
+            Pause(),
             torch_private.compiled_by_themselves(),
         ):  # which would look at these many objects again and again
             gm, inputs, lasting, num_fwd_outputs = torch_private.unpickled(kept)

@@ -24,9 +24,8 @@ from cgpass.graphed.options import GraphedOptions
 from cgpass.graphed.statics import Statics
 from cgpass.graphed.values import OutputStructure, equal
 from cgpass.recompute.states import CheckpointStates
-from cgpass.runtime.driver import GraphDriver
+from cgpass.runtime.driver import GraphDriver, is_capture_error
 from cgpass.runtime.failures import random_state_kept
-from cgpass.runtime.syncs import is_capture_error
 from cgpass.telemetry import CallStats
 
 log = logging.getLogger(__name__)

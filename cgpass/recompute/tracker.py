@@ -25,14 +25,14 @@ def new_generator(device: torch.device, seed: int) -> torch.Generator:
 def get_state(generator: torch.Generator) -> torch.Tensor:
     """A generator's state, as an operator where somebody watches operators; uint8 `(state_bytes,)` on the CPU."""
     if generator.device.type == "cpu" and torch_private.num_dispatch_modes():
-        return rng.get_state(generator)
+        return rng.read_rng_state(generator)
     return generator.get_state()
 
 
 def set_state(generator: torch.Generator, state: torch.Tensor) -> None:
     """Set a state that `get_state` gave."""
     if generator.device.type == "cpu" and torch_private.num_dispatch_modes():
-        rng.set_state(generator, state)
+        rng.set_rng_state(state, generator)
     else:
         generator.set_state(state)
 

@@ -11,7 +11,7 @@ from cgpass.report.model import Facts
 from cgpass.report.text import listed, share, wrapped
 from cgpass.telemetry.reason import NEW, many
 
-_FAILED = frozenset({"capture", "failed_capture", "no_placeholder", "out_of_memory", "syncs"})
+_FAILED = frozenset({"capture", "failed_capture", "no_placeholder", "out_of_memory"})
 """Codes of what turned out not to be capturable only when it was captured."""
 _NOTHING = "nothing was compiled by cgpass"
 _CHECKED = (

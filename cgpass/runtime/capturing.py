@@ -24,25 +24,51 @@ from cgpass.runtime import changes
 from cgpass.runtime.changes import Mode
 
 _lock = threading.RLock()  # a collection inside may come back here
-_captures: "list[_Capture]" = []
+_captures: "list[Capture]" = []
 _stale_followed = False
 """What the user has set, while a capture runs. See Note [Streams of autograd's nodes]."""
 _waiting: list[Callable[[], None]] = []
 _left: list[Callable[[], None]] = []
 """Of a process that was forked: what waited there then. Nothing on the device may be destroyed here."""
-_pausing: "list[_Pause]" = []
+_pausing: "list[Pause]" = []
 """Those that want no garbage collection now."""
 _collects = True
 """Whether it went on before the first of them began."""
 
 
-class _Capture(Mode):
-    """Modes that watch it, and are not left where an exception ends it, are left here."""
+class Pause(Mode):
+    """No garbage collection inside: a collected tensor's or graph's destructor may touch the device.
+
+    The last block that ends has it go on, if it went on before the first one began.
+    """
+
+    def begin(self) -> None:
+        """See `Change`."""
+        global _collects
+        with _lock:
+            if not _pausing:
+                _collects = gc.isenabled()
+            _pausing.append(self)
+            gc.disable()
+
+    def undo(self) -> None:
+        """See `Change`."""
+        with _lock:
+            if self in _pausing:
+                _pausing.remove(self)
+            if not _pausing and _collects:
+                gc.enable()
+
+
+class Capture(Pause):
+    """A capture runs inside. Modes that watch it, and are not left where an exception ends it, are left here."""
 
     _stacks: tuple[int, int] | None = None
 
     def begin(self) -> None:
+        """See `Change`."""
         global _stale_followed
+        super().begin()
         self._stacks = torch_private.mode_stacks()
         with _lock:
             if not _captures:
@@ -50,6 +76,7 @@ class _Capture(Mode):
             _captures.append(self)
 
     def undo(self) -> None:
+        """See `Change`."""
         if self._stacks is not None and self.thread == threading.get_ident():
             torch_private.leave_modes_above(self._stacks)
         with _lock:
@@ -57,17 +84,19 @@ class _Capture(Mode):
                 _captures.remove(self)
             if not _captures:
                 torch_private.have_stale_streams_follow(_stale_followed)
+        super().undo()
         _run_waiting()
-
-
-def capture_runs() -> Mode:
-    """Note that a capture runs inside. See Note [Destruction during a capture]."""
-    return _Capture()
 
 
 def is_any_capture_running() -> bool:
     """Whether any thread of this process records right now."""
     return bool(_captures)
+
+
+def is_capturing_here() -> bool:
+    """Whether this thread does."""
+    thread = threading.get_ident()
+    return any(capture.thread == thread for capture in _captures)
 
 
 def when_no_capture_runs(destroy: Callable[[], None]) -> None:
@@ -84,31 +113,6 @@ def _run_waiting() -> None:
                 return
             destroy = _waiting.pop(0)
         destroy()
-
-
-class _Pause(Mode):
-    def begin(self) -> None:
-        global _collects
-        with _lock:
-            if not _pausing:
-                _collects = gc.isenabled()
-            _pausing.append(self)
-            gc.disable()
-
-    def undo(self) -> None:
-        with _lock:
-            if self in _pausing:
-                _pausing.remove(self)
-            if not _pausing and _collects:
-                gc.enable()
-
-
-def no_gc() -> Mode:
-    """No garbage collection inside: a collected tensor's or graph's destructor may touch the device.
-
-    The last block that ends has it go on, if it went on before the first one began.
-    """
-    return _Pause()
 
 
 def _go_on_without_others() -> None:

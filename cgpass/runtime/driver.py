@@ -14,10 +14,16 @@ from typing import Any
 import torch
 
 from cgpass import torch_private
-from cgpass.runtime.capturing import capture_runs, may_be_empty, no_gc, when_no_capture_runs
+from cgpass.runtime.capturing import Capture, may_be_empty, when_no_capture_runs
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """Takes one list of inputs, which it may empty, and returns a sequence of outputs."""
+
+
+def is_capture_error(error: BaseException) -> bool:
+    """Whether only torch or CUDA raise `error`, because a capture does not allow what was done."""
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    return any(word in text for word in ("captur", "CUDA", "CUBLAS", "CUSOLVER", "CUDNN", "cuDNN"))
 
 
 class CapturedGraph:
@@ -126,13 +132,18 @@ class Pool:
 
     @contextlib.contextmanager
     def allocating(self) -> Iterator[None]:
-        """Have this thread's allocations come from this pool."""
-        torch_private.begin_allocating_to_pool(self._device, self.handle)
-        self._users += 1
+        """Have this thread's allocations come from this pool, until its end or an exception's."""
         try:
+            torch_private.begin_allocating_to_pool(self._device, self.handle)
+            self._users += 1
             yield
-        finally:
             torch_private.end_allocating_to_pool(self._device, self.handle)
+        except BaseException:
+            with contextlib.suppress(
+                RuntimeError
+            ):  # a signal's may come before it began, or after its end
+                torch_private.end_allocating_to_pool(self._device, self.handle)
+            raise
 
     def end_of_warm_ups(self) -> None:
         """Leave the pool to its graphs."""
@@ -303,8 +314,7 @@ class CUDADriver(GraphDriver):
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with (
-            capture_runs(),
-            no_gc(),
+            Capture(),
             torch.cuda.device(self.device),
             torch.cuda.stream(self._stream),
         ):
@@ -405,9 +415,14 @@ class CUDADriver(GraphDriver):
             self._token.zero_()
             with may_be_empty():
                 graph.capture_end()
-        except RuntimeError:
+        except BaseException as error:
+            with contextlib.suppress(RuntimeError), may_be_empty():
+                if torch_private.is_capturing():
+                    graph.capture_end()
             for generator, state in zip(generators, states, strict=True):
                 generator.graphsafe_set_state(state)
+            if not isinstance(error, RuntimeError):
+                raise
 
     def _capture(
         self, graph: torch.cuda.CUDAGraph, pool: Pool, fn: BoxedCallable, args: list[Any]

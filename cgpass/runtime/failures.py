@@ -10,8 +10,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from cgpass.errors import CaptureError, StagingError
-from cgpass.runtime.driver import BoxedCallable
-from cgpass.runtime.syncs import is_capture_error
+from cgpass.runtime.driver import BoxedCallable, is_capture_error
 from cgpass.telemetry import CallStats
 from cgpass.telemetry.reason import CallReasons
 
@@ -30,17 +29,8 @@ class Outcome:
 class OnFailure(Protocol):
     """Finds what in a partition can't be captured, and has the rest captured."""
 
-    @property
-    def checks_warm_ups(self) -> bool:
-        """Whether to look out for what waits for the device before anything is captured."""
-        ...
-
-    def __call__(self, args: list[Any], error: Exception | None) -> Outcome | None:
-        """Find what is wrong with a partition; None if nothing is known.
-
-        Args:
-            args: Inputs of a call; left as they are.
-            error: What its capture raised; None if the sync check found something in a warm-up.
+    def __call__(self, args: list[Any], error: Exception) -> Outcome:
+        """Find what is wrong with a partition whose capture raised `error`. Leaves a call's inputs `args` as they are.
 
         Raises:
             Exception: `error` itself, where it is the user's own.
@@ -104,15 +94,9 @@ class Fallback:
         self._stats = stats
         self._refuses = on_skip == "raise"
         self._level = logging.WARNING if on_skip == "warn" else logging.INFO
-        self._on_failure = on_failure
-        self.checks_warm_ups = on_failure is not None and on_failure.checks_warm_ups
-        """Whether to look out for what waits for the device before anything is captured."""
+        self.on_failure = on_failure
         self.failure: str | None = None
         """Why it is captured no more."""
-        self._code = "capture"
-        """Of that reason."""
-        self.failed_once = False
-        """Whether a capture did that was to be tried again."""
         self._refusal: CaptureError | None = None
         self._said: set[str] = set()
 
@@ -121,10 +105,6 @@ class Fallback:
         if what not in self._said:
             self._said.add(what)
             log.log(self._level, "%s", text)
-
-    def has_said(self, what: str) -> bool:
-        """Whether `say_once` was called for this."""
-        return what in self._said
 
     def raise_refusal(self) -> None:
         """Raise what a capture failed with before, if `on_skip` is "raise": it would fail again."""
@@ -152,74 +132,64 @@ class Fallback:
     def note_failure(self) -> bool:
         """Note that a call runs without a graph since the partition is captured no more; returns whether it is so."""
         failure = self.failure
-        if failure is None:
-            return False
-        self._reasons.note(self._code, lambda: (failure, None))
-        return True
+        if failure is not None:
+            self._reasons.note("capture", lambda: (failure, None))
+        return failure is not None
 
-    def is_to_blame(self, args: Sequence[Any], error: Exception | None) -> bool:
-        """Find out whether the partition can't be captured; then it runs plainly, and its recordings are of no more use.
+    def leaves_plain(self, error: Exception) -> tuple[str, str]:
+        """Say that inputs got no placeholder, or no memory; returns code and text of why such calls run without a graph."""
+        why = _text_of(error)
+        if isinstance(error, StagingError):
+            what, fix = "no_placeholder", _OTHER_INPUT
+            text = "calls like this one can't be recorded, and run without a graph from now on"
+        else:
+            what, fix = "out_of_memory", _MORE_MEMORY
+            text = "there is no memory to record calls like this one, which run without a graph from now on"
+        if self._refuses:
+            self._refuse(error, fix)
+        self.say_once(what, f"{self._name}: {text}: {why.rstrip('.')}. {fix}")
+        return what, why
 
-        `error` is what its capture raised, None if the sync check found something in a warm-up. Raises it where it is the
-        user's own, and `CaptureError` if `on_skip` is "raise".
+    def run_failed(self, args: list[Any], error: Exception) -> Sequence[Any]:
+        """Make a call whose capture failed without it, and no other: an error that comes again is the user's own.
+
+        Raises `CaptureError` if `on_skip` is "raise".
         """
-        if self._on_failure is None:
-            return False
+        found, advice = Outcome(_text_of(error)), _NO_SYNCS
+        if self.on_failure is not None:
+            advice = _NAME_IT
+            try:
+                found = self.on_failure(list(args), error)
+            except CaptureError as refusal:
+                if self._refuses:
+                    self._refusal = CaptureError(str(refusal))  # without frames that hold inputs
+                raise
+        if self._refuses and is_capture_error(error):
+            self._refuse(error, advice)
         try:
-            outcome = self._on_failure(list(args), error)
-        except CaptureError as refusal:
-            if self._refuses:
-                self._refusal = CaptureError(str(refusal))  # without frames that hold inputs
+            outputs = self.run(args)
+        except BaseException:
+            if self.on_failure is not None:
+                self.on_failure.forget()
             raise
-        if outcome is None:
-            return False
-        self.failure, self._code = outcome.why, "capture"
-        text = self._message(outcome.why, _NAME_IT)
-        if outcome.again:
+        self.failure = found.why
+        self.note_failure()
+        text = self._message(found.why, advice)
+        if found.again:
             text = (
                 f"{self._name} can't be captured as a whole; the next call compiles the function again, to capture all but "
-                f"this: {outcome.why}"
+                f"this: {found.why}"
             )
-        log.log(self._level, "%s", text)
-        return True
-
-    def no_memory(self, error: Exception) -> str:
-        """Say that a capture found no memory, or raise it; returns why such calls run without a graph."""
-        why = _text_of(error)
         if self._refuses:
-            self._refuse(error, _MORE_MEMORY)
-        self.say_once(
-            "memory",
-            f"{self._name}: there is no memory to record calls like this one, which run without a graph from now on: {why}. "
-            f"{_MORE_MEMORY}",
-        )
-        return why
-
-    def run_again(self, args: list[Any], error: Exception) -> Sequence[Any]:
-        """Make a call whose capture failed without it, and try none like it again unless the error was the user's.
-
-        Not for what ran out of memory. Raises `CaptureError` if `on_skip` is "raise".
-        """
-        staging = isinstance(error, StagingError)
-        passing = not self.failed_once and (staging or not is_capture_error(error))
-        advice = _NO_SYNCS if self._on_failure is None else _NAME_IT
-        advice = _OTHER_INPUT if staging else advice
-        if self._refuses and not passing:
-            self._refuse(error, advice)
-        outputs = self.run(args)  # if this raises, the error is the user's own
-        self.failed_once = True
-        if not passing:
-            self.failure, self._code = _text_of(error), "no_placeholder" if staging else "capture"
-            self.note_failure()
-            log.log(self._level, "%s", self._message(self.failure, advice))
+            self._refusal = CaptureError(text)
+        log.log(self._level, "%s", text)
         return outputs
 
     def forget(self) -> None:
         """Forget what failed, for captures to be tried again."""
-        if self._on_failure is not None and (self.failure or self._refusal):
-            self._on_failure.forget()
+        if self.on_failure is not None and (self.failure or self._refusal):
+            self.on_failure.forget()
         self.failure = self._refusal = None
-        self.failed_once = False
         self._said.clear()
 
     def _refuse(self, error: Exception, advice: str) -> NoReturn:

@@ -106,8 +106,12 @@ def _ambient_modes() -> tuple[Any, ...]:
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         for kind in ("cuda", "cpu")
     ]
-    kernels = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
-    return (*autocast, torch.get_default_dtype(), *kernels)
+    # torch.get_float32_matmul_precision raises where one of these was set
+    backends: Any = torch.backends
+    settings = backends, backends.cuda.matmul, backends.mkldnn.matmul
+    precisions = [each.fp32_precision for each in settings]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return (*autocast, torch.get_default_dtype(), deterministic, *precisions)
 
 
 def place_of(tensor: torch.Tensor) -> tuple[int, int]:

@@ -20,10 +20,9 @@ Note [What a call does]
     kept while a forward runs (`move_apart`). A partition that failed keeps the recordings that it has.
 """
 
-import contextlib
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from cgpass.errors import StagingError, StaticInputMovedError
 from cgpass.options import Options
 from cgpass.runtime import native
 from cgpass.runtime.changes import mend, open_modes
-from cgpass.runtime.driver import BoxedCallable
+from cgpass.runtime.driver import BoxedCallable, is_capture_error
 from cgpass.runtime.failures import Fallback, OnFailure, give_memory_back
 from cgpass.runtime.inputs import (
     Found,
@@ -48,7 +47,6 @@ from cgpass.runtime.inputs import (
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.recording import Recorder, Recording
 from cgpass.runtime.rng import forward_states, note_positions, put_on_the_device
-from cgpass.runtime.syncs import syncs_noted
 from cgpass.runtime.table import History, RecordingTable, Seen
 from cgpass.runtime.writes import Changes
 from cgpass.telemetry import CallStats, new_call_stats, progress
@@ -62,6 +60,11 @@ _CANNOT_BE_COPIED = {
     "shares_memory": "can't be copied, since an input that is written shares memory with another",
 }
 """Codes of `Found` whose inputs would be copied otherwise, and why they are not."""
+
+_WRITE_IN_PLACE = "Write new values into parameters and buffers (copy_, load_state_dict without assign=True) instead of replacing them."
+_LEAVE_IN_PLACE = (
+    "Leave saved tensors where they lie (hooks and offloading move them), or raise max_copied_mib."
+)
 
 Result = tuple[Sequence[Any], Recording | None]
 """A call's outputs, and the recording that made them (None if they were made without a graph)."""
@@ -114,9 +117,9 @@ class PartitionRunner:
         """Of this call's key: see `Seen.draws`."""
         self._first_slot = self._largest = 0
         """Pools before this one do not suit (see `move_apart`); bytes that move of the largest call recorded."""
-        self._others = 0
-        """Calls of other modules since the last recording, for a warning."""
-        self._moved_before = self._tried_anew = self._found_syncs = False
+        self._unseen = 0
+        """Calls since the last recording whose key was new, for a warning."""
+        self._moved_before = self._tried_anew = False
         self.stats: CallStats = new_call_stats()
         self.reasons = CallReasons()
         """Why calls ran without a graph."""
@@ -167,8 +170,16 @@ class PartitionRunner:
             self.table.remember(each)
         return outputs, recording
 
-    def _run(self, args: list[Any], *, again: bool = False) -> Result:
-        """Rows 1, 2 and 4 for calls whose addresses are those of a recording."""
+    def _run(self, args: list[Any]) -> Result:
+        """One call by the rows, anew where to make room for it moved what it reads."""
+        for _ in range(3):
+            result = self._row(args)
+            if result is not None:
+                return result
+        return self._plain(args, "not_in_the_pool", "what they read was moved to make room")
+
+    def _row(self, args: list[Any]) -> Result | None:
+        """Rows 1, 2 and 4 for calls whose addresses are those of a recording; None if what is read was moved."""
         owner, layout, last = self.owner, self.layout, self._last
         if owner.bypassed is not None:
             return self._fallback.run_bypassed(args, owner.bypassed), None
@@ -185,9 +196,9 @@ class PartitionRunner:
             recording = self._choose(last[2], args, key)
             if recording is not None:
                 return self._replay(recording, args)
-            if not again and layout.static_key(args) != key:  # to rescue some moved what is read
-                return self._run(args, again=True)
-        return self._without_recording(args, shape, layout.static_key(args), again=again)
+            if layout.static_key(args) != key:
+                return None
+        return self._without_recording(args, shape, key)
 
     def _choose(
         self, recordings: Sequence[Recording], args: list[Any], key: bytes
@@ -215,9 +226,7 @@ class PartitionRunner:
 
     # ---- other calls
 
-    def _without_recording(
-        self, args: list[Any], shape: ShapeKey, key: bytes, *, again: bool
-    ) -> Result:
+    def _without_recording(self, args: list[Any], shape: ShapeKey, key: bytes) -> Result | None:
         """The other rows, and row 1, 2 and 4 for calls that copy what is read in place elsewhere."""
         owner, fallback = self.owner, self._fallback
         fallback.raise_refusal()
@@ -230,21 +239,21 @@ class PartitionRunner:
         if self.options.static_input_check == "error":
             self._refuse_moved(found, args)
         if seen is None or found.code is not None:
-            return self._unseen(args, shape, found, key, seen)
+            return self._unrecorded(args, shape, found, key, seen)
         self._inputs.remember(args, found.new)
         if seen.left_plain is not None:
-            return self._plain(args, "out_of_memory", seen.left_plain)
+            return self._plain(args, *seen.left_plain)
         if found.copied:
             recording = self._choose(seen.recordings.get(found.values, ()), args, key)
             if recording is not None:
                 return self._replay(recording, args)
-        if found.copied and not again and self.layout.static_key(args) != key:
-            return self._run(args, again=True)
-        return self._record_or_not(args, seen, found, key, again=again)
+            if self.layout.static_key(args) != key:
+                return None
+        return self._record_or_not(args, seen, found, key)
 
     def _record_or_not(
-        self, args: list[Any], seen: Seen, found: Found, key: bytes, *, again: bool
-    ) -> Result:
+        self, args: list[Any], seen: Seen, found: Found, key: bytes
+    ) -> Result | None:
         """Rows 3, 3b and 5."""
         owner, table = self.owner, self.table
         seen.storages = self._inputs.storages(args, found.places)
@@ -261,11 +270,9 @@ class PartitionRunner:
             limit = owner.max_pending_calls
             why = f"results of {many(limit, 'earlier call')} were still referenced, as many as max_pending_calls={limit} allows"
             return self._plain(args, "max_pending_calls", why)
-        if self.layout.static_key(args) == key:
-            return self._record_call(args, seen, found, key, slot)
-        if not again:
-            return self._run(args, again=True)
-        return self._plain(args, "not_in_the_pool", "what they read was moved to make room")
+        if self.layout.static_key(args) != key:
+            return None
+        return self._record_call(args, seen, found, key, slot)
 
     def _plain(self, args: list[Any], code: str, why: str, line: str | None = None) -> Result:
         """Run without a graph; nothing is remembered."""
@@ -274,28 +281,26 @@ class PartitionRunner:
         self.owner.note_plain_results(outputs)
         return outputs, None
 
-    def _unseen(
+    def _unrecorded(
         self, args: list[Any], shape: ShapeKey, found: Found, key: bytes, seen: Seen | None
     ) -> Result:
         """Row 6: run without a graph; the key was seen from now on, as it is and as it will be in these places."""
-        infos, table, inputs = self.layout.infos, self.table, self._inputs
+        table, inputs = self.table, self._inputs
         if found.code == "not_in_the_pool" and seen and seen.recordings and not seen.is_gone:
-            name, line = _named([infos[i] for i in found.absent])
+            name, line = self._named(found.absent)
             return self._plain(args, found.code, f"what made {name} ran without a graph", line)
         storages = inputs.storages(args, found.places)
         if seen is None and not table.has_room(tuple(storages)):
             return self._full(args, shape)
-        why = self._note_what_is_new(args, shape, storages, found)
+        why = self._note_what_is_new(args, shape, found)
         inputs.remember(args, found.new)
-        keys = [((shape, found.places), storages)]
-        places, _ = self.layout.split(key)
-        if places != found.places:  # some are copied: as it will be in these places
-            keys.append(((shape, places), inputs.storages(args, places)))
-        known = [table.get(each) for each, _ in keys]
-        draws = next((each.draws for each in known if each is not None), [])
+        keys = {(shape, found.places): storages}
+        places, _ = self.layout.split(key)  # some may be copied: as it will be in these places
+        keys.setdefault((shape, places), inputs.storages(args, places))
+        known = [table.get(each) for each in keys]
+        self._draws = next((each.draws for each in known if each is not None), [])
         objects = tuple(args[i] for i in self.layout.objects)
-        new = [Seen(*each, draws, objects) for each in reversed(keys)]
-        self._draws = draws
+        new = [Seen(*each, self._draws, objects) for each in reversed(keys.items())]
         outputs = self._warm_up(args, why)
         if self._due is None:
             for each in new:
@@ -305,22 +310,16 @@ class PartitionRunner:
         return outputs, None
 
     def _warm_up(self, args: list[Any], why: str | None = None) -> Sequence[Any]:
-        """Run one call without a graph, which is no mere warm-up if `why` says so.
-
-        The first one notes what it waits for. Looking for that, or for writes, may wait for the device.
-        """
+        """Run one call without a graph, which is no mere warm-up if `why` says so. To look for writes may wait."""
         stats, driver, start = self.stats, self.owner.driver, time.perf_counter()
-        check = not stats.warmups and self._fallback.checks_warm_ups
         changes = Changes(args, self.layout.copied if self._check_layout else ())
         self._here.ran = True
-        noted = syncs_noted(driver.device) if check else contextlib.nullcontext(())
-        with noted as found, torch_private.autocast_cache_off():
+        with torch_private.autocast_cache_off():
             if self.owner.has_recordings():
                 outputs = self.fn(args)
             else:
                 outputs = driver.warm_up(self.fn, args)
         self.history.warm_up_ms = (time.perf_counter() - start) * 1e3
-        self._found_syncs |= bool(found)
         self.written |= changes.found()
         stats.warmups += why is None
         stats.plain_calls += why is not None
@@ -346,60 +345,52 @@ class PartitionRunner:
                 'static_input_check="rerecord".'
             )
 
-    def _note_what_is_new(
-        self, args: Sequence[Any], shape: ShapeKey, storages: Iterable[int], found: Found
-    ) -> str | None:
+    def _note_what_is_new(self, args: Sequence[Any], shape: ShapeKey, found: Found) -> str | None:
         """Note why a call has no recording; says and returns it where such calls go on."""
-        infos, limit, last = self.layout.infos, self.options.max_recordings, self.table.newest
+        infos, last = self.layout.infos, self.table.newest
+        code, new, why = "new_tensor", found.new or found.absent, None
         if last is not None:
-            code, new = "new_tensor", list(found.new)
             if last[0] != shape:
                 code, new = "new_shape", self.layout.changed(last[0], shape)
-                said = self._fallback.has_said("sizes")
-                if not said and self.table.is_full_of_unseen(tuple(storages)):
-                    why = _never_repeats(self.layout, new, args)
-                    self._say_once(
-                        "sizes", f"{limit} calls came that were never recorded, since {why}."
-                    )
             self.reasons.note_changed(code, [(infos[i].name, infos[i].line) for i in new])
+        self._unseen += 1
         names = describe_tensors(infos, args, found.new or found.absent)
-        why, line = None, next((infos[i].line for i in (*found.new, *found.absent)), None)
-        self._others += found.code == "new_module"
-        if found.code == "new_module" and self._others >= 2 * limit:
-            why = f"they came with other parameters, none of which came again: {names}"
-            self._say_once(
-                "modules",
-                f"{self._others} calls came with other parameters, none of which came again: {names}. Such calls run "
-                "without a graph. Write new values into parameters (copy_, load_state_dict without assign=True) instead "
-                "of replacing them.",
-            )
         why_not = _CANNOT_BE_COPIED.get(found.code or "", "").format(self.options.max_copied_mib)
-        if why_not and self._moved_before:
-            fix = (
-                "Write new values into parameters and buffers (copy_) instead of replacing them."
-                if found.new
-                else "Leave saved tensors where they lie (hooks and offloading move them), or raise max_copied_mib."
-            )
+        if self._unseen >= 2 * self.options.max_recordings:
+            cause, fix = f"each came with other parameters: {names}", _WRITE_IN_PLACE
+            if code == "new_shape":
+                cause, fix = _never_repeats(self.layout, new, args)
+            text = f"{self._unseen} calls came that were never recorded, since {cause}"
+            self._say_once("unseen", f"{text}. {fix}")
+            why = None if code == "new_shape" else text
+        elif why_not and self._moved_before:
+            fix = _WRITE_IN_PLACE if found.new else _LEAVE_IN_PLACE
             why = f"{names} lie at a new place in every call, and {why_not}"
             self._say_once("places", f"{why}: such calls run without a graph. {fix}")
         self._moved_before = bool(why_not)
         if why is not None:
-            self.reasons.note("new_tensor", lambda: (str(why), line))
+            told = why, self._named(new)[1]
+            self.reasons.note(code, lambda: told)
         return why
 
     def _full(self, args: list[Any], shape: ShapeKey) -> Result:
         limit, recorded = self.options.max_recordings, self.table.recorded_shape()
         changed = self.layout.changed(recorded, shape) if recorded else ()
-        new = [self.layout.infos[i] for i in changed]
-        name, line = _named(new) if new else ("what other partitions hand it", None)
+        name, line = self._named(changed) if changed else ("what other partitions hand it", None)
         self._say_once(
             "full",
-            f"has as many recordings as max_recordings={limit} allows: calls with another value or layout of "
-            f"{describe(new) or name} run without a graph, known ones keep replaying. Keep to a few sizes (pad), or raise "
-            "the option.",
+            f"has as many recordings as max_recordings={limit} allows: calls with another value or layout of {name} run "
+            "without a graph, known ones keep replaying. Keep to a few sizes (pad), or raise the option.",
         )
         why = f"as many shapes are recorded as max_recordings={limit} allows, and another value or layout of {name} came"
         return self._plain(args, "max_recordings", why, line)
+
+    def _named(self, positions: Sequence[int]) -> tuple[str, str | None]:
+        """Names of inputs, at most three of them, and the first of the user's lines that read them."""
+        infos = [self.layout.infos[i] for i in positions]
+        more = f" and {len(infos) - 3} more" if len(infos) > 3 else ""
+        line = next((info.line for info in infos if info.line is not None), None)
+        return ", ".join(info.name for info in infos[:3]) + more, line
 
     # ---- recordings
 
@@ -407,10 +398,7 @@ class PartitionRunner:
         self, args: list[Any], seen: Seen, found: Found, key: bytes, slot: int
     ) -> Result:
         """Record a call and replay it; where that fails, run it without a graph."""
-        syncs, self._found_syncs = self._found_syncs, False
-        if syncs and self._is_to_blame(args, None):
-            return self._fallback.run(args), None
-        self._others = 0
+        self._unseen = 0
         with self.owner.changing():
             recording = self._attempt(args, seen, found, slot)
             if isinstance(recording, torch.OutOfMemoryError):
@@ -483,24 +471,19 @@ class PartitionRunner:
         fallback = self._fallback
         if error is None:
             return fallback.run(args)
-        if isinstance(error, torch.OutOfMemoryError):
-            give_memory_back(error, self.owner.driver.device)
-            seen.left_plain = fallback.no_memory(error)
-            return self._plain(args, "out_of_memory", seen.left_plain)[0]
-        if not (self._ran_here or self._tried_anew):  # it may succeed once this thread ran a call
-            self._tried_anew = True
+        no_memory, unstaged = (
+            isinstance(error, torch.OutOfMemoryError),
+            isinstance(error, StagingError),
+        )
+        is_odd = unstaged or (fallback.on_failure is None and not is_capture_error(error))
+        if not (no_memory or self._tried_anew) and (is_odd or not self._ran_here):
+            self._tried_anew = True  # it may succeed later, or once this thread ran a call
             return self._warm_up(args)
-        passing = isinstance(error, StagingError) and not fallback.failed_once
-        if not passing and self._is_to_blame(args, error):
-            return fallback.run(args)
-        return fallback.run_again(args, error)
-
-    def _is_to_blame(self, args: Sequence[Any], error: Exception | None) -> bool:
-        """Whether the partition can't be captured; then it is left plain, and its recordings go."""
-        if not self._fallback.is_to_blame(args, error):
-            return False
-        self.close()
-        return self._fallback.note_failure()
+        if no_memory or unstaged:
+            give_memory_back(error, self.owner.driver.device)
+            seen.left_plain = fallback.leaves_plain(error)
+            return self._plain(args, *seen.left_plain)[0]
+        return fallback.run_failed(args, error)
 
     def _close(self, recordings: Sequence[Recording]) -> None:
         if recordings:
@@ -533,14 +516,9 @@ class PartitionRunner:
         self._fallback.forget()
 
 
-def _named(infos: Sequence[InputInfo]) -> tuple[str, str | None]:
-    """Names of inputs, at most three of them, and the first of the user's lines that read them."""
-    more = f" and {len(infos) - 3} more" if len(infos) > 3 else ""
-    line = next((info.line for info in infos if info.line is not None), None)
-    return ", ".join(info.name for info in infos[:3]) + more, line
-
-
-def _never_repeats(layout: Layout, positions: Sequence[int], args: Sequence[Any]) -> str:
+def _never_repeats(
+    layout: Layout, positions: Sequence[int], args: Sequence[Any]
+) -> tuple[str, str]:
     """Why calls that differ in these inputs were never recorded, and what to do: of sizes alone, if some are among them."""
     infos = layout.infos
     numbers = [i for i in positions if infos[i].kind is InputKind.SYMINT]
@@ -548,8 +526,8 @@ def _never_repeats(layout: Layout, positions: Sequence[int], args: Sequence[Any]
     if not told:
         what = describe(infos[i] for i in positions)
         if positions and all(i in layout.objects for i in positions):
-            return f"each came with another object for {what}. Pass the same one in each call"
-        return f"each came with another size or layout of {what}. Keep to a few sizes: pad it"
+            return f"each came with another object for {what}", "Pass the same one in each call."
+        return f"each came with another size or layout of {what}", "Keep to a few sizes: pad it."
     texts, fixes = zip(*(new_value(infos[i].name) for i in told), strict=True)
     named = []
     for text, i in list(zip(texts, told, strict=True))[:3]:
@@ -557,4 +535,4 @@ def _never_repeats(layout: Layout, positions: Sequence[int], args: Sequence[Any]
         named.append(f"{text} ({args[i]} in this call{line})")
     fix = "; ".join(dict.fromkeys(fixes))
     verb = "takes" if len(named) == 1 else "take"
-    return f"{' and '.join(named)} {verb} new values all the time. {fix[0].upper() + fix[1:]}"
+    return f"{' and '.join(named)} {verb} new values all the time", f"{fix[0].upper()}{fix[1:]}."

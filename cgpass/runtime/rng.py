@@ -321,26 +321,21 @@ def _refuse_selective_checkpoint() -> None:
 
 
 @torch.library.custom_op(
-    "cgpass::read_rng_state", mutates_args=(), schema="(Generator? generator) -> Tensor"
+    "cgpass::read_rng_state", mutates_args=(), schema="(Generator generator) -> Tensor"
 )
-def read_rng_state(generator: torch.Generator | None) -> torch.Tensor:
-    """A generator's state, the default one's if None, uint8 `(STATE_BYTES,)`. **Lifetime:** the caller's own."""
-    return (generator or torch.default_generator).get_state()
+def read_rng_state(generator: torch.Generator) -> torch.Tensor:
+    """A generator's state, uint8 `(STATE_BYTES,)`. **Lifetime:** the caller's own."""
+    return generator.get_state()
 
 
 @torch.library.custom_op(
     "cgpass::set_rng_state",
     mutates_args=(),
     device_types="cpu",
-    schema="(Tensor state, Generator? generator) -> ()",
+    schema="(Tensor state, Generator generator) -> ()",
 )
-def set_rng_state(state: torch.Tensor, generator: torch.Generator | None) -> None:
-    """Set a generator, the default one if None, to a state that `read_rng_state` gave."""
-    put_state(generator or torch.default_generator, state)
-
-
-def put_state(generator: torch.Generator, state: torch.Tensor) -> None:
-    """Set a generator to a state that lies in a recording's memory.
+def set_rng_state(state: torch.Tensor, generator: torch.Generator) -> None:
+    """Set a generator to a state that `read_rng_state` gave.
 
     Memory that nobody has written is passed over: a backward may be recorded before its forward was ever run again,
     and what it computes then means nothing.
@@ -351,32 +346,18 @@ def put_state(generator: torch.Generator, state: torch.Tensor) -> None:
 
 
 @read_rng_state.register_fake
-def _(generator: torch.Generator | None) -> torch.Tensor:
+def _(generator: torch.Generator) -> torch.Tensor:
     """A state's metadata."""
     return torch.empty(STATE_BYTES, dtype=torch.uint8, device="cpu")
 
 
 @set_rng_state.register_fake
-def _(state: torch.Tensor, generator: torch.Generator | None) -> None:
+def _(state: torch.Tensor, generator: torch.Generator) -> None:
     """Changes no metadata."""
 
 
 OPERATORS: Final = (read_rng_state._opoverload, set_rng_state._opoverload)
 SAC_IGNORED_OPS.update(OPERATORS)
-
-
-def get_state(generator: torch.Generator) -> torch.Tensor:
-    """A CPU generator's state. **Lifetime:** the caller's own."""
-    return read_rng_state(_named(generator))
-
-
-def set_state(generator: torch.Generator, state: torch.Tensor) -> None:
-    """Put a state back that `get_state` gave."""
-    set_rng_state(state, _named(generator))
-
-
-def _named(generator: torch.Generator) -> torch.Generator | None:
-    return None if generator is torch.default_generator else generator
 
 
 # ---- seeds of attention

@@ -7,19 +7,17 @@ lies on them. A partition compiled by Inductor calls no aten op that could be ta
 """
 
 import ctypes
-import threading
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Container, Sequence
+from typing import Any, Final, NoReturn, Self
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
-from cgpass.compile.facts.values import draws
 from cgpass.runtime import rng
-from cgpass.runtime.capturing import capture_runs, no_gc
-from cgpass.runtime.changes import Mode
+from cgpass.runtime.capturing import Capture, is_capturing_here
 from cgpass.runtime.collectives import (
     Alone,
     UnderWay,
@@ -31,16 +29,87 @@ from cgpass.runtime.collectives import (
     only_wraps,
 )
 from cgpass.runtime.driver import BoxedCallable, CapturedGraph, GraphDriver
-from cgpass.runtime.syncs import HostMethods, HostReads, call_watched, reads_on_host, refuse
 from cgpass.runtime.writes import tensors_in, written_by
 
 _POISON = 0xFF
-_REFUSAL = "operation not permitted when stream is capturing"
+_HOST_READS = (torch.Tag.data_dependent_output, torch.Tag.cudagraph_unsafe)
+_HOST_METHODS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.cpu)
+_FOREIGN: Final = (
+    "from a state that was set in what is recorded (torch.manual_seed, torch.set_rng_state), where no replay draws. "
+    "Recompute by cgpass.checkpoint instead of torch.utils.checkpoint, and seed before the call"
+)
+
+
+def _refuse(what: Any) -> NoReturn:
+    raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
+
+
+def _reads_on_host(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator hands a tensor's data to the host, which on CUDA waits for the device."""
+    tags = getattr(func, "tags", ())
+    if any(tag in tags for tag in _HOST_READS) or str(func) == "aten.item.default":
+        return True
+    if torch.Tag.dynamic_output_shape not in tags:
+        return False
+    if func.overloadpacket is not torch.ops.aten.index:
+        return True
+    return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
+
+
+class _HostMethods(TorchFunctionMode):
+    """Refuses methods that give the host a tensor's data, and call no operator where that lies there already."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _HOST_METHODS:
+            _refuse(f"Tensor.{func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+class _HostReads(torch_private.TorchDispatchMode):
+    """Refuses to read a tensor's data on the host, inside custom operators too."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._methods = _HostMethods()
+
+    def __enter__(self) -> Self:
+        self._methods.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
+        self._methods.__exit__(exc_type, exc_val, exc_tb)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if _reads_on_host(func, args):
+            _refuse(func)
+        return self.call(func, args, kwargs or {})
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operator, with what the implementation of a custom one on CPU calls under this mode."""
+        implementation = torch_private.cpu_implementation(func)
+        if implementation is None:
+            return func(*args, **kwargs)
+        with self:
+            return implementation(*args, **kwargs)
 
 
 def _implementation(generator: torch.Generator) -> int:
     """Identity of the C++ generator behind a Python object."""
     return getattr(generator, "_cdata")  # noqa: B009  in no stub
+
+
+def _random_state() -> bytes:
+    """The default generator's, read without an operator."""
+    state = torch.default_generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -95,123 +164,6 @@ class SimulatedPool:
         return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
 
 
-class RecordedStates:
-    """The default generator as one recording sees it: its states are read and set by operators, which are recorded.
-
-    Attributes:
-        foreign: Whether it stands where another recording, or code outside of any, stood: a replay does not go there,
-            so nothing may draw.
-    """
-
-    def __init__(self, made: Callable[[torch.Tensor], bool], refuse: Callable[[str], None]) -> None:
-        self._made = made
-        self._refuse = refuse
-        self.foreign = False
-
-    def get_state(self) -> torch.Tensor:
-        """`torch.get_rng_state`."""
-        if self.foreign:
-            return torch.default_generator.get_state()
-        return rng.get_state(torch.default_generator)
-
-    def set_state(self, state: torch.Tensor) -> None:
-        """`torch.set_rng_state`."""
-        self.foreign = not self._made(state)
-        if self.foreign:
-            rng.put_state(torch.default_generator, state)
-        else:
-            rng.set_state(torch.default_generator, state)
-
-    def manual_seed(self, seed: int) -> torch.Generator:
-        """`torch.manual_seed`."""
-        if seed % 2**64 != torch.default_generator.initial_seed():
-            self._refuse("torch.manual_seed, which no replay repeats. Seed before the call")
-        return torch.default_generator
-
-    def initial_seed(self) -> int:
-        """`torch.initial_seed`."""
-        return torch.default_generator.initial_seed()
-
-    def seed(self) -> int:
-        """`torch.seed`."""
-        self._refuse("torch.seed, which no replay repeats. Seed before the call")
-        return torch.default_generator.initial_seed()
-
-    def refuse_draw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raise if an operator draws where no replay draws."""
-        if self.foreign and draws(func, args, kwargs):
-            self._refuse(f"{func} draws {_FOREIGN}")
-
-    def end(self) -> None:
-        """Raise if the recording leaves the generator where no replay leaves it."""
-        if self.foreign:
-            self._refuse(f"torch.set_rng_state without setting it back, {_FOREIGN}")
-
-
-_FOREIGN: Final = (
-    "from a state that was read outside of this recording, where no replay draws. Recompute by cgpass.checkpoint "
-    "instead of torch.utils.checkpoint, and set states before the call"
-)
-
-
-_in_use: Final[dict[int, RecordedStates | None]] = {}
-"""What stands for the default generator, by thread."""
-_recordings: Final[list[Mode]] = []
-
-
-class _Stand:
-    """Stands for the default generator where torch's functions look it up; other threads get the generator itself."""
-
-    def __getattr__(self, name: str) -> Any:
-        states = _in_use.get(threading.get_ident())
-        return getattr(torch.default_generator if states is None else states, name)
-
-
-_stand: Final = _Stand()
-
-
-class _Using(Mode):
-    """Have torch's functions on the default generator work on other states in this thread."""
-
-    def __init__(self, states: RecordedStates | None) -> None:
-        super().__init__()
-        self._states = states
-        self._outer: list[RecordedStates | None] = []
-
-    def begin(self) -> None:
-        self._outer.append(_in_use.get(self.thread))
-        _in_use[self.thread] = self._states
-
-    def undo(self) -> None:
-        if not self._outer:
-            return
-        if self._outer[0] is None:
-            _in_use.pop(self.thread, None)
-        else:
-            _in_use[self.thread] = self._outer[0]
-
-
-def inside_operator() -> Mode:
-    """What an operator does with the generator is its own business: a replay runs it again."""
-    return _Using(None)
-
-
-class _Recorded(_Using):
-    """Have torch's functions on the default generator work on the states of a recording in this thread."""
-
-    def begin(self) -> None:
-        _recordings.append(self)
-        torch_private.replace_default_generator(_stand)
-        super().begin()
-
-    def undo(self) -> None:
-        super().undo()
-        if self in _recordings:
-            _recordings.remove(self)
-        if not _recordings:
-            torch_private.replace_default_generator(torch.default_generator)
-
-
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], bool, Any]
 """Function, arguments, whether gradients were enabled, results."""
 
@@ -238,9 +190,9 @@ class _Tape(torch_private.TorchDispatchMode):
         """Sizes of the blocks that are this recording's first of all."""
         # a dispatched call gets another Python object of the same generator
         self._registered = {_implementation(generator) for generator in generators}
-        self._placed: set[int] = set()
-        self.unjoined = Unjoined()
-        self.states = RecordedStates(self.made, refuse(_REFUSAL))
+        self._unjoined = Unjoined()
+        self._random_state = _random_state()
+        """Of the default generator, after the last call that was taped."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -250,7 +202,11 @@ class _Tape(torch_private.TorchDispatchMode):
             return NotImplemented
         if only_wraps(func):
             return func(*args, **kwargs)
-        self._refuse(func, args, kwargs)
+        if _reads_on_host(func, args) or holds_up_the_host(func):
+            _refuse(func)
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Generator) and _implementation(leaf) not in self._registered:
+                raise RuntimeError(f"a generator used by {func} is not registered with the graph")
         return self.note(func, args, kwargs)
 
     def note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -265,19 +221,27 @@ class _Tape(torch_private.TorchDispatchMode):
             self._call(func, args, kwargs),
         )
         grad = torch.is_grad_enabled()
-        self.unjoined.note(func, map(_address, tensors_in(out)))
+        self._unjoined.note(func, map(_address, tensors_in(out)))
         self.calls.append((completed(func), *where, grad, pytree.tree_map(self._where, out)))
         return out
 
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if communicates(func):
             return made_alone(func, args, kwargs)
-        with inside_operator():
-            return call_watched(func, args, kwargs, HostReads(refuse(_REFUSAL)))
+        before = _random_state()
+        out = _HostReads().call(func, args, kwargs)
+        after = _random_state()
+        if before == self._random_state:
+            self._random_state = after
+        elif func in rng.OPERATORS or before != after:
+            _refuse(f"{func} draws {_FOREIGN}")
+        return out
 
-    def made(self, tensor: torch.Tensor) -> bool:
-        """Whether an operator of this recording made the memory of a tensor."""
-        return _address(tensor) in self._placed
+    def end(self) -> None:
+        """Refuse what a capture can't end with."""
+        if _random_state() != self._random_state:
+            _refuse(f"torch.set_rng_state without setting it back, {_FOREIGN}")
+        self._unjoined.refuse()
 
     def _where(self, value: Any) -> Any:
         """A tensor that stands for `value`'s memory and holds nothing; constants are held."""
@@ -299,7 +263,6 @@ class _Tape(torch_private.TorchDispatchMode):
     def _move(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
         storage = self._pool.allocate(source.nbytes())
         address, num_bytes = storage.data_ptr(), storage.nbytes()
-        self._placed.add(address)
         if address not in self._fresh:
             if address in self._reused:
                 self._keep_contents(address, num_bytes)
@@ -320,14 +283,6 @@ class _Tape(torch_private.TorchDispatchMode):
             torch.empty(0, dtype=torch.uint8).set_(storage).fill_(_POISON)
         for address, content in self._before.items():
             torch_private.storage_at(address, content.nbytes(), torch.device("cpu")).copy_(content)
-
-    def _refuse(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if reads_on_host(func, args) or holds_up_the_host(func):
-            raise RuntimeError(f"{_REFUSAL}: {func}")
-        self.states.refuse_draw(func, args, kwargs)
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Generator) and _implementation(leaf) not in self._registered:
-                raise RuntimeError(f"a generator used by {func} is not registered with the graph")
 
 
 class SimulatedGraph(CapturedGraph):
@@ -358,16 +313,7 @@ class SimulatedGraph(CapturedGraph):
         self._memory = ()
 
 
-_alone: Final[list[Mode]] = []
-
-
-def is_recording() -> bool:
-    """Whether a simulated driver records in this thread: a recording inside would be part of it."""
-    thread = threading.get_ident()
-    return any(mode.thread == thread for mode in _alone)
-
-
-class _Alone(Mode):
+class _Recording(Capture):
     """This thread records: afterwards inputs and generators are as before."""
 
     def __init__(self, tape: _Tape, generators: Sequence[torch.Generator]) -> None:
@@ -378,17 +324,15 @@ class _Alone(Mode):
 
     def begin(self) -> None:
         self._states = [(generator, generator.get_state()) for generator in self._generators]
-        _alone.append(self)
+        super().begin()
 
     def undo(self) -> None:
+        super().undo()
         if self._tape is not None:
             self._tape.undo()
             for generator, state in self._states:
                 generator.set_state(state)
-            vars(self._tape).pop("states", None)  # which hold the tape in turn
             self._tape = None
-        if self in _alone:
-            _alone.remove(self)
 
 
 class SimulatedDriver(GraphDriver):
@@ -413,7 +357,7 @@ class SimulatedDriver(GraphDriver):
         tape = _Tape(pool, inputs, generators)
         memory = list(self._pools.values())  # as CUDA graphs: inputs live as long as who owns them
         del inputs
-        with _Alone(tape, generators), capture_runs(), no_gc(), torch.no_grad():
+        with _Recording(tape, generators), torch.no_grad():
             outputs = self._run(tape, fn, args, opaque=opaque)
         return SimulatedGraph(tape, memory), outputs
 
@@ -421,12 +365,11 @@ class SimulatedDriver(GraphDriver):
         if opaque:
             inputs = tuple(args)
             args.clear()
-            with HostReads(refuse(_REFUSAL)), Alone():
+            with _HostReads(), Alone():
                 return list(tape.note(lambda *inputs: tuple(fn(list(inputs))), inputs, {}))
-        with HostMethods(refuse(_REFUSAL)), _Recorded(tape.states), tape:
+        with _HostMethods(), tape:
             outputs = list(fn(args))
-        tape.states.end()
-        tape.unjoined.refuse()
+        tape.end()
         return outputs
 
     def live_blocks(self, slot: int) -> dict[int, int]:
@@ -435,5 +378,5 @@ class SimulatedDriver(GraphDriver):
         return {} if pool is None else pool.live_blocks()
 
     def is_capturing(self) -> bool:
-        """Whether this thread records right now, through whichever driver."""
-        return is_recording()
+        """Whether this thread records right now, through whichever driver: a recording inside would be part of it."""
+        return is_capturing_here()

@@ -37,8 +37,8 @@ class Seen:
     """How far random operators draw from where the partition begins: learnt in a call without a graph."""
     objects: tuple[object, ...] = ()
     """Those that the key knows by identity, kept alive so that no other object takes their place."""
-    left_plain: str | None = None
-    """Why its calls run without a graph, if they do."""
+    left_plain: tuple[str, str] | None = None
+    """Why its calls run without a graph, if they do: a code, and in words."""
     recordings: dict[bytes, list[Recording]] = field(default_factory=dict)
     """By the addresses of other recordings' values, oldest first."""
 
@@ -92,11 +92,6 @@ class RecordingTable:
     def has_room(self, storages: tuple[int, ...]) -> bool:
         """Whether one more recording may be made for a set of storages."""
         return self._recorded[storages] < self._max_recordings
-
-    def is_full_of_unseen(self, storages: tuple[int, ...]) -> bool:
-        """Whether as many keys of one set of storages as may be recorded were seen once, and not again."""
-        number = sum(seen.made_for == storages for seen in self._unrecorded.values())
-        return number >= self._max_recordings
 
     def recorded_shape(self) -> ShapeKey | None:
         """What was computed by the newest recording, if there is one."""
@@ -169,7 +164,7 @@ class History:
     def __init__(self, name: str, source: Source) -> None:
         self._name = name
         self._source = source
-        self._causes: Counter[str] = Counter()
+        self._made = 0
         self.notes: deque[RecordingNote] = deque(maxlen=RECORDINGS_KEPT)
         self.warm_up_ms: float | None = None
         """Host time of the last call without a graph, since the last recording."""
@@ -205,12 +200,9 @@ class History:
             self.warm_up_ms,
         )
         self.notes.append(note)
-        self._causes[note.cause] += 1
-        number, times = self._causes.total(), self._causes[note.cause]
-        often = f" (for moved inputs: {times} so far)" if note.cause == "moved" else ""
-        name = self._source.of(self._name)
-        log.info("%s: recording %d made%s: %s", name, number, often, note.detail)
-        tracing.add_recording(self._name, number, note, self._source)
+        self._made += 1
+        log.info("%s: recording %d made: %s", self._source.of(self._name), self._made, note.detail)
+        tracing.add_recording(self._name, self._made, note, self._source)
         self.warm_up_ms = self._why_anew = None
         self._places.pop(shape, None)
         self._places[shape] = found.places  # the newest comes last
@@ -242,21 +234,13 @@ class History:
             what = names(changed) if changed else "modes of torch"
             return "shape", f"the first call with this value or layout of {what}"
         pairs = zip(array("q", self._places[shape]), array("q", found.places), strict=True)
-        moved = {i: (a, b) for i, (a, b) in zip(layout.checked, pairs, strict=True) if a != b}
+        moved = [i for i, (a, b) in zip(layout.checked, pairs, strict=True) if a != b]
         if not moved:
             values = names([i for i in layout.pooled if args[i].numel()])
             return "memory", f"values of other partitions lie elsewhere: {values}"
         known = zip(layout.parameters, self._tensors, tensors, strict=False)
         others = [i for i, a, b in known if a != b]
         if others and not found.copied:
-            if len(others) == len(layout.parameters) > _NAMED:
-                return "other tensors", "the first call with these parameters and buffers"
-            these = "this tensor" if len(others) == 1 else "these tensors"
-            return "other tensors", f"the first call with {these} for {names(others)}"
-        texts = [
-            f"{describe_tensors(layout.infos, args, [i])} "
-            + (f"moved from {a:#x} to {b:#x}" if a and b else "lies at new places: copied")
-            for i, (a, b) in list(moved.items())[:_NAMED]
-        ]
-        left = len(moved) - _NAMED
-        return "moved", ", ".join(texts) + (f", and {left} more" if left > 0 else "")
+            return "other tensors", f"the first call with other tensors for {names(others)}"
+        what = "moved, and copied" if found.copied else "moved"
+        return "moved", f"{what}: {describe_tensors(layout.infos, args, moved, _NAMED)}"

@@ -135,16 +135,12 @@ class SaidToBeWritten(torch_private.TorchDispatchMode):
 
     def is_unknown(self, value: Any) -> bool:
         """Whether no operator had anything to do with a tensor, nor is it an input."""
-        return has_place(value) and self._address_if_unknown(value) is not None
+        return bool(self._unknown(value))
 
-    def _address_if_unknown(self, tensor: torch.Tensor) -> int | None:
-        address = int(tensor.untyped_storage().data_ptr())
-        return None if address in self._inside or address in self.outside else address
-
-    @property
-    def watches(self) -> bool:
-        """Whether there is anything to find."""
-        return bool(self._places)
+    def _unknown(self, tree: Any) -> dict[int, torch.UntypedStorage]:
+        storages = (tensor.untyped_storage() for tensor in filter(has_place, tensors_in(tree)))
+        found = {storage.data_ptr(): storage for storage in storages}
+        return {a: s for a, s in found.items() if a not in self._inside and a not in self.outside}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -163,19 +159,11 @@ class SaidToBeWritten(torch_private.TorchDispatchMode):
                 self.found.update(
                     i for i, first, last in self._places if begin < last and first < end
                 )
-        given = [tensor for tensor in tensors_in((args, kwargs)) if has_place(tensor)]
-        if (
-            getattr(func, "__name__", "") != "lift_fresh.default"
-        ):  # of a tensor made just before, beside operators
-            for tensor in given:
-                if (address := self._address_if_unknown(tensor)) is not None:
-                    self.outside[address] = tensor.untyped_storage()
+        # what is lifted was made just before, beside operators
+        if getattr(func, "__name__", "") != "lift_fresh.default":
+            self.outside.update(self._unknown((args, kwargs)))
         out = func(*args, **kwargs)
-        self._inside.update(
-            address
-            for tensor in filter(has_place, tensors_in(out))
-            if (address := self._address_if_unknown(tensor)) is not None
-        )
+        self._inside.update(self._unknown(out))
         return out
 
 

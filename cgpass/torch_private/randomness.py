@@ -18,14 +18,6 @@ def default_generator(device: torch.device) -> torch.Generator:
     return module.default_generators[index]
 
 
-def replace_default_generator(generator: object) -> None:
-    """Have `torch.get_rng_state`, `set_rng_state`, `manual_seed`, `seed` and `initial_seed` work on another object.
-
-    Source: torch/random.py, whose functions look `default_generator` up as they are called, 2.11 to 2.15.
-    """
-    vars(torch.random)["default_generator"] = generator
-
-
 def sample_generator(device: torch.device) -> torch.Generator:
     """A generator for a placeholder's fake value; any will do where the device isn't there."""
     if device.type == "cuda" and torch.cuda.is_available():

@@ -10,8 +10,8 @@ from cgpass.compile.culprits import Finding
 from cgpass.compile.facts import op_tables
 from cgpass.report.model import GraphReport, PartitionReport
 from cgpass.report.report import Report, html
-from cgpass.runtime import recording
-from cgpass.runtime.simulated import SimulatedDriver, is_recording
+from cgpass.runtime.capturing import is_any_capture_running as is_recording
+from cgpass.runtime.simulated import SimulatedDriver
 from cgpass.telemetry.reason import CHOSEN, OTHER_FIXES
 from cgpass.telemetry.summaries import counted
 from tests.report.calls import CALLS
@@ -23,11 +23,6 @@ X = torch.linspace(0.1, 0.9, 16).view(4, 4)
 @torch.library.custom_op("reports::unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def unsafe(x: torch.Tensor) -> torch.Tensor:
     return x * 2
-
-
-@torch.library.custom_op("reports::waits", mutates_args=())
-def waits(x: torch.Tensor) -> torch.Tensor:
-    return x * x.sum().item()
 
 
 @torch.library.custom_op("reports::fails", mutates_args=())
@@ -59,7 +54,7 @@ def _reading_backward(ctx, grad):
     return grad * x.sum().item()
 
 
-for each in (unsafe, waits, fails, fails_too, notes, opaque):
+for each in (unsafe, fails, fails_too, notes, opaque):
     each.register_fake(torch.empty_like)
 opaque.register_autograd(
     _reading_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
@@ -80,7 +75,6 @@ def observer(x):
 # Code of the reason: what provokes it amid work that is captured, and the operator to blame.
 COMPILED = {
     "unsafe_ops": (lambda x: x.sigmoid(), "aten.sigmoid.default"),
-    "syncs": (lambda x: waits(x), "reports.waits.default"),
     "failed_capture": (lambda x: fails(x), "reports.fails.default"),
     "opaque_autograd": (lambda x: opaque(x), "reports.opaque.default"),
     "cudagraph_unsafe": (lambda x: unsafe(x), "reports.unsafe.default"),
@@ -222,7 +216,6 @@ def unable(*args, **kwargs):
 # Code: what is put in whose place, and what the text begins with.
 WHOLE = {
     "capture": (SimulatedDriver, "record", unable, "RuntimeError: operation not permitted"),
-    "no_placeholder": (recording, "Placeholder", unable, "StagingError: x can't be given"),
 }
 
 

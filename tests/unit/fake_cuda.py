@@ -3,7 +3,7 @@
 import torch
 
 from cgpass import torch_private
-from cgpass.runtime.capturing import no_gc
+from cgpass.runtime.capturing import Pause
 from cgpass.runtime.driver import CUDADriver
 
 DEVICE = torch.device("cuda", 0)
@@ -119,7 +119,7 @@ def fake_driver(monkeypatch):
         cuda, "current_stream", lambda device: FakeStream(log, f"stream {log.streams[-1]}")
     )
     monkeypatch.setattr(cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(cuda, "device", lambda device: no_gc())
+    monkeypatch.setattr(cuda, "device", lambda device: Pause())
     monkeypatch.setattr(cuda, "CUDAGraph", graph)
     monkeypatch.setattr(cuda, "default_generators", [FakeGenerator(log, "default")])
     monkeypatch.setattr(

@@ -90,7 +90,6 @@ def sparse():
 
 PROVOKED = {
     "unsafe_ops": lambda: reasons(torch.sin, (3,), unsafe_ops=frozenset({"aten::sin"})),
-    "syncs": lambda: [why(proven("syncs"))],
     "failed_capture": lambda: [why(proven("failed_capture"))],
     "python_call": lambda: [why(by_hand(sorted, "x"))],
     "opaque_autograd": lambda: reasons(hidden_op(formula_that_reads._opoverload), (3,)),
@@ -138,7 +137,6 @@ PROVOKED = {
 # By code: the operator to blame, and the line where `placed` has it be written.
 BLAMED = {
     "unsafe_ops": ("aten.sin.default", 41),
-    "syncs": ("aten.sin.default", 42),
     "failed_capture": ("aten.sin.default", 42),
     "python_call": ("sorted", 42),
     "opaque_autograd": ("cgpass_tests.formula_that_reads.default", 41),

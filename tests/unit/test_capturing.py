@@ -8,24 +8,17 @@ import torch
 
 from cgpass import torch_private
 from cgpass.runtime.capturing import (
-    capture_runs,
+    Capture,
+    Pause,
     is_any_capture_running,
-    no_gc,
     when_no_capture_runs,
 )
 
 
-def test_it_happens_at_once_if_nothing_runs():
-    done = []
-    when_no_capture_runs(lambda: done.append(1))
-    assert done == [1]
-    assert not is_any_capture_running()
-
-
 def test_it_waits_for_the_last_capture():
     done = []
-    with capture_runs():
-        with capture_runs():
+    with Capture():
+        with Capture():
             when_no_capture_runs(lambda: done.append(1))
         assert is_any_capture_running()
         when_no_capture_runs(lambda: done.append(2))
@@ -37,7 +30,7 @@ def test_another_threads_capture_counts():
     done, started, end = [], threading.Event(), threading.Event()
 
     def captures():
-        with capture_runs():
+        with Capture():
             started.set()
             end.wait(60)
 
@@ -53,23 +46,9 @@ def test_another_threads_capture_counts():
 
 def test_what_is_destroyed_may_destroy_more():
     done = []
-    with capture_runs():
+    with Capture():
         when_no_capture_runs(lambda: when_no_capture_runs(lambda: done.append(1)))
     assert done == [1]
-
-
-def test_a_capture_that_raises_ends():
-    done = []
-
-    def interrupted():
-        with capture_runs():
-            when_no_capture_runs(lambda: done.append(1))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert done == [1]
-    assert not is_any_capture_running()
 
 
 def test_stale_streams_follow_captures_as_long_as_one_runs(monkeypatch):
@@ -80,13 +59,13 @@ def test_stale_streams_follow_captures_as_long_as_one_runs(monkeypatch):
         return before
 
     monkeypatch.setattr(torch_private, "have_stale_streams_follow", follow)
-    with capture_runs():
-        with capture_runs():
+    with Capture():
+        with Capture():
             assert setting == [True]
         assert setting == [True]
     assert setting == [False]
     setting[0] = True  # the user's own
-    with pytest.raises(ValueError, match="in it"), capture_runs():
+    with pytest.raises(ValueError, match="in it"), Capture():
         raise ValueError("in it")
     assert setting == [True]
 
@@ -98,32 +77,18 @@ def test_torchs_own_setting_is_set_where_there_is_one():
     assert (before, now) == (False, has_one)
 
 
-def test_no_gc_switches_back_on_after_an_error():
-    seen = []
-
-    def fail():
-        with no_gc():
-            seen.append(gc.isenabled())
-            raise ValueError("inside")
-
-    with pytest.raises(ValueError, match="inside"):
-        fail()
-    assert seen == [False]
-    assert gc.isenabled()
-
-
 def test_no_gc_ends_when_the_last_thread_leaves():
     inside, leave, seen = threading.Event(), threading.Event(), []
 
     def first():
-        with no_gc():
+        with Pause():
             inside.set()
             leave.wait(60)
 
     thread = threading.Thread(target=first)
     thread.start()
     assert inside.wait(60)
-    with no_gc():
+    with Pause():
         leave.set()
         thread.join()
         seen.append(gc.isenabled())
@@ -134,7 +99,7 @@ def test_no_gc_ends_when_the_last_thread_leaves():
 def test_no_gc_leaves_it_off_where_it_was_off():
     gc.disable()
     try:
-        with no_gc():
+        with Pause():
             assert not gc.isenabled()
         assert not gc.isenabled()
     finally:

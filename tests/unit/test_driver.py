@@ -64,50 +64,28 @@ def test_a_failed_capture_is_ended_and_generators_are_repaired(cuda, end_raises)
     assert gc.isenabled()
 
 
-def test_a_capture_that_fails_at_its_end_is_abandoned(cuda):
-    driver, log = cuda
-    log.graph.end_raises = True
-    with pytest.raises(RuntimeError, match="capture_end"):
-        driver.record(lambda args: [], [], opaque=False)
-    assert "abandon 0 (0, 1)" in log
-    assert "restore state of default" in log
-
-
-@pytest.mark.parametrize("raising", ["begin", "end"])
+@pytest.mark.parametrize("raising", ["begin", "begin of the repair", "end"])
 def test_a_capture_that_a_signal_leaves_is_ended(cuda, raising, monkeypatch):
     driver, log = cuda
 
     def interrupted(self, **settings):
         begin(self, **settings)
-        if "pool" in settings:  # not of the capture that repairs generators
+        if ("pool" in settings) == (raising == "begin"):
             raise KeyboardInterrupt
 
     def before_the_end():
         raise KeyboardInterrupt
 
     begin = log.graph.capture_begin
-    if raising == "begin":
+    fn = failing if raising == "begin of the repair" else lambda args: []
+    if raising != "end":
         monkeypatch.setattr(log.graph, "capture_begin", interrupted)
     else:
         monkeypatch.setattr("cgpass.runtime.driver.time", mock.Mock(perf_counter=before_the_end))
     with pytest.raises(KeyboardInterrupt):
-        driver.record(lambda args: [], [], opaque=False)
+        driver.record(fn, [], opaque=False)
     assert log.index("end") < log.index("begin own pool thread_local")
     assert not log.capturing
-
-
-def test_another_stream_waits_for_the_one_before(cuda):
-    driver, log = cuda
-    driver.enter_call()
-    driver.enter_call()
-    assert log == []
-    log.streams.append(22)
-    driver.enter_call()
-    driver.enter_call()
-    assert log == ["stream 22 waits for stream 11"]
-    log.streams.append(11)
-    driver.enter_call()
-    assert log[1:] == ["stream 11 waits for stream 22"]
 
 
 def test_a_replay_waits_for_what_other_streams_may_still_read(cuda):
@@ -232,34 +210,14 @@ def test_a_capture_on_the_device():
     assert not driver.is_capturing()
 
 
-class _Hook:
-    def __init__(self, log, name):
-        self.log, self.name = log, name
-
-    def remove(self):
-        self.log.append(f"remove {self.name}")
-
-
-def hooked(graph):
-    """A graph that calls hooks when its capture begins and ends, as torch 2.15's."""
-
-    class Hooked(graph):
-        at_start = at_end = staticmethod(lambda graph: None)
-
-        def register_capture_start_hook(self, hook):
-            self.at_start = hook
-            return _Hook(self.log, "start")
-
-        def register_capture_end_hook(self, hook):
-            self.at_end = hook
-            return _Hook(self.log, "end")
-
-        def capture_begin(self, **settings):
-            super().capture_begin(**settings)
-            self.at_start(self)
-
-        def capture_end(self):
-            self.at_end(self)
-            super().capture_end()
-
-    return Hooked
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("operation not permitted when stream is capturing"), True),
+        (RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED"), True),
+        (RuntimeError("the user's"), False),
+        (ValueError("not while capturing"), False),
+    ],
+)
+def test_errors_of_captures(error, expected):
+    assert driver_module.is_capture_error(error) is expected

@@ -49,6 +49,25 @@ def test_warm_ups_have_a_pool_of_their_own_which_is_returned(pools):
     assert first is not second is not third
 
 
+@pytest.mark.parametrize("after", ["begin (", "end ("])
+def test_a_signal_beside_a_warm_up_ends_its_allocations(pools, monkeypatch, after):
+    driver, log = pools
+    name = f"{after[:-2]}_allocating_to_pool"
+    note, raised = getattr(torch_private, name), []
+
+    def interrupted(device, pool):
+        note(device, pool)
+        if not raised:
+            raised.append(1)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch_private, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        driver.warm_up(lambda args: [], [])
+    assert of_pools(log)[-1] == "end (0, 1)"
+    driver.end_warm_ups()
+
+
 def test_a_pool_that_is_given_serves_warm_ups_and_captures(pools):
     _, log = pools
     driver = CUDADriver(DEVICE, pool=(7, 7))

@@ -1,18 +1,16 @@
-"""What is done around failed captures: the checked warm-up, the search for the operator, what a runner does then."""
+"""What is done around failed captures: the search for the operator, what a runner does then."""
 
 import pytest
 import torch
 from torch import fx
 
 from cgpass.compile.culprits import find_culprits
-from cgpass.compile.facts.capturability import has_unvetted_ops
 from cgpass.errors import CaptureError
 from cgpass.runtime.capturing import is_any_capture_running
 from cgpass.runtime.failures import Outcome
 from cgpass.runtime.simulated import SimulatedDriver
 from tests.unit.runners import COPIED, SYMINT, call, counts, runner
 
-CPU = torch.device("cpu")
 aten = torch.ops.aten
 
 
@@ -50,57 +48,26 @@ READS = torch.ops.test_failed.reads.default
 REFUSES = torch.ops.test_failed.refuses.default
 
 
-def find(gm, x, trial=True):
-    before = x.clone()
-    state = torch.get_rng_state()
-    finding = find_culprits(gm, [x], SimulatedDriver(), trial=trial)
-    assert torch.equal(x, before)
+def raising(x):
+    raise ValueError("user's")
+
+
+@pytest.mark.parametrize(
+    ("targets", "found", "clean"),
+    [
+        ((SIN, READS, SIN, READS), ["reads_default"], True),
+        ((SIN, REFUSES, SIN), ["refuses_default"], True),
+        ((SIN, aten.rand_like.default), [], True),
+        ((SIN, raising), [], False),
+    ],
+)
+def test_a_trial_finds_the_first_operator_that_fails(targets, found, clean):
+    x, state = torch.ones(3), torch.get_rng_state()
+    finding = find_culprits(graph_of(*targets), [x], SimulatedDriver())
+    assert [node.name for node in finding.culprits] == found
+    assert finding.clean is clean
+    assert torch.equal(x, torch.ones(3))
     assert torch.equal(torch.get_rng_state(), state)
-    return [(node.name, code) for node, (code, _) in finding.culprits.items()], finding.clean
-
-
-def test_everything_that_waits_is_found_without_a_capture():
-    gm = graph_of(SIN, READS, SIN, READS)
-    assert find(gm, torch.ones(3), trial=False) == (
-        [("reads_default", "syncs"), ("reads_default_1", "syncs")],
-        True,
-    )
-
-
-def test_a_trial_finds_the_first_operator_that_fails():
-    gm = graph_of(SIN, REFUSES, SIN, REFUSES)
-    assert find(gm, torch.ones(3)) == ([("refuses_default", "failed_capture")], True)
-    assert find(gm, torch.ones(3), trial=False) == ([], True)
-
-
-def test_nothing_is_found_where_nothing_is_wrong():
-    assert find(graph_of(SIN, aten.rand_like.default), torch.ones(3)) == ([], True)
-
-
-def test_an_initialisation_that_waits_once_is_no_culprit():
-    first = [True]
-
-    @torch.library.custom_op("test_failed::initialises", mutates_args=())
-    def initialises(x: torch.Tensor) -> torch.Tensor:
-        if first and first.pop():
-            x.sum().item()
-        return x.clone()
-
-    gm = graph_of(SIN, torch.ops.test_failed.initialises.default)
-    assert find(gm, torch.ones(3), trial=False) == ([], True)
-
-
-def test_what_raises_by_itself_is_no_culprit():
-    @torch.library.custom_op("test_failed::raises", mutates_args=())
-    def raises(x: torch.Tensor) -> torch.Tensor:
-        raise ValueError("user's")
-
-    assert find(graph_of(SIN, torch.ops.test_failed.raises.default), torch.ones(3)) == ([], False)
-
-
-def test_only_operators_that_nobody_looked_at_make_warm_ups_checked():
-    assert has_unvetted_ops(graph_of(SIN, READS))
-    assert not has_unvetted_ops(graph_of(SIN, aten.mm.default))
 
 
 # ---- runners
@@ -108,8 +75,6 @@ def test_only_operators_that_nobody_looked_at_make_warm_ups_checked():
 
 class Blaming:
     """An `OnFailure` that gives what it is told to."""
-
-    checks_warm_ups = False
 
     def __init__(self, outcome):
         self.outcome = outcome
@@ -178,22 +143,6 @@ def test_without_memory_a_call_is_recorded_once_more_and_then_again_after_a_rese
     assert counts(run) == (3, 2, 4, 2)
 
 
-def test_memory_that_is_there_at_the_second_attempt_is_enough(caplog):
-    due = [1]
-
-    def fn(x):
-        if due and is_any_capture_running():
-            due.pop()
-            raise torch.OutOfMemoryError("there was no memory")
-        return [x * 2]
-
-    run = runner(fn, COPIED)
-    for _ in range(3):
-        assert call(run, torch.ones(3)) == [[2.0] * 3]
-    assert counts(run) == (1, 1, 2, 0)
-    assert caplog.records == []
-
-
 def test_reset_has_a_failed_capture_tried_again():
     due = [True]
 
@@ -213,28 +162,21 @@ def test_reset_has_a_failed_capture_tried_again():
     assert counts(run) == (2, 1, 2, 2)
 
 
-def test_closing_forgets_nothing():
-    asked = Blaming(Outcome(why="all of it waits"))
-    run = asking_runner(asked)
-    for _ in range(2):
-        call(run, torch.ones(3))
-    run.owner.close()
-    assert "forget" not in asked.calls
-    assert run._fallback.failure == "all of it waits"
-
-
-def test_an_odd_error_is_tolerated_once():
-    """A wrapper has no graph to search: an error that no capture explains may have been the user's."""
+def test_an_error_that_comes_again_without_a_graph_is_the_users():
+    """What failed in a capture alone leaves the partition plain, what fails anyway does not."""
     due = []
 
     def fn(x):
-        if due and is_any_capture_running():
-            due.pop()
-            raise ValueError("once")
+        if due and (is_any_capture_running() or due[0] == "always"):
+            raise ValueError(due[0])
         return [x * 2]
 
-    run = runner(fn, COPIED)
+    run = runner(fn, COPIED, on_failure=Blaming(Outcome(why="why")))
     call(run, torch.ones(2))
-    due.append(1)
-    assert [call(run, torch.ones(2)) for _ in range(3)] == [[[2.0, 2.0]]] * 3
-    assert counts(run) == (1, 1, 2, 1)
+    due.append("always")
+    with pytest.raises(ValueError, match="always"):
+        call(run, torch.ones(2))
+    assert run._fallback.on_failure.calls[1:] == ["forget"]
+    due[0] = "in captures"
+    assert [call(run, torch.ones(2)) for _ in range(2)] == [[[2.0, 2.0]]] * 2
+    assert (counts(run), run.failure) == ((1, 0, 0, 2), "why")

@@ -52,14 +52,6 @@ def made():
     return param, tensor
 
 
-def test_it_is_patched_wherever_it_was_imported_and_once():
-    first = PARAM.alloc_storage
-    assert GROUP.alloc_storage is first
-    assert not hasattr(first.__wrapped__, "__wrapped__")
-    gathered.give_gathered_a_pool()
-    assert PARAM.alloc_storage is first
-
-
 def test_memory_is_made_between_begin_and_end(gathers):
     param, tensor = made()
     assert gathers == [("begin", "cpu"), ("end", "cpu")]
@@ -102,31 +94,12 @@ def test_where_the_pool_can_not_grow_memory_is_made_outside_of_it(gathers, monke
     assert tries == [3, 4]  # behind a "begin", then behind its "end"
 
 
-def test_what_others_replaced_is_patched_by_itself(gathers, monkeypatch):
-    ours = PARAM.alloc_storage
-    monkeypatch.setattr(PARAM, "alloc_storage", ours.__wrapped__)
-    gathered.give_gathered_a_pool()
-    assert PARAM.alloc_storage is not ours
-    made()
-    assert gathers == [("begin", "cpu"), ("end", "cpu")]
-
-
 def test_what_died_is_forgotten():
     param, tensor = made()
     assert list(gathered._gathered) == [tensor.untyped_storage()]
     param.all_gather_outputs.clear()
     del tensor
     assert not list(gathered._gathered)
-
-
-def test_what_is_traced_is_left_alone(gathers, monkeypatch):
-    _, tensor = made()
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    PARAM.free_storage(tensor)
-    PARAM.alloc_storage(tensor)
-    assert tensor.untyped_storage().nbytes() == 32
-    made()
-    assert len(gathers) == 2
 
 
 def test_nothing_is_patched_without_fsdp(monkeypatch):
@@ -200,14 +173,6 @@ def test_what_interrupts_it_leaves_nothing_locked(told, monkeypatch):
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             BEGIN(CUDA)
-
-
-@pytest.mark.parametrize(("backend", "has"), [("native", True), ("cudaMallocAsync", False)])
-def test_which_allocators_have_pools(backend, has, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
-    gathered._has_pools.cache_clear()
-    assert gathered._has_pools() is has
-    gathered._has_pools.cache_clear()
 
 
 def test_the_pool_is_given_back_once_nothing_lies_in_it(monkeypatch):

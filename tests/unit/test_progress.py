@@ -14,6 +14,7 @@ import torch
 
 import cgpass
 from cgpass.compile.compilers import Compiler
+from cgpass.runtime.capturing import is_any_capture_running
 from cgpass.telemetry import progress
 
 WIDTH = 200
@@ -138,7 +139,7 @@ def test_compilations_and_recordings(terminal, monkeypatch):
     options = {"driver": "simulated", "compiler": "eager", "on_skip": "silent"}
 
     def fn(x):
-        if is_recording():
+        if is_any_capture_running():
             shown.append(terminal.wait_for("recording"))
         return waits(x)
 
@@ -158,9 +159,3 @@ def test_compilations_and_recordings(terminal, monkeypatch):
     ]
     assert texts[2] == "recording mine"
     assert terminal.is_clean()
-
-
-def is_recording():
-    from cgpass.runtime import simulated
-
-    return simulated.is_recording()

@@ -46,34 +46,12 @@ def test_settings_of_the_allocator_are_read(environment, name, value, asked):
     assert registration.asks_for_expandable_segments() is asked
 
 
-def test_without_expandable_segments_nothing_is_changed():
-    assert collectives.may_be_captured(CUDA)
-    registration.turn_off_if_early()
-    assert NAME not in os.environ
-
-
 def test_before_the_first_communicator_nccl_is_told_to_register_nothing(environment):
     environment.setenv("PYTORCH_CUDA_ALLOC_CONF", EXPANDABLE)
     assert collectives.may_be_captured(torch.device("cpu"))
     assert NAME not in os.environ
     assert collectives.may_be_captured(CUDA)
     assert os.environ[NAME] == "0"
-    assert collectives.may_be_captured(CUDA)
-
-
-def test_past_it_collectives_may_not_be_captured(environment):
-    environment.setenv("PYTORCH_ALLOC_CONF", EXPANDABLE)
-    environment.setattr(torch_private, "nccl_communicates", lambda: True)
-    assert not collectives.may_be_captured(CUDA)
-    assert NAME not in os.environ
-
-
-def test_what_the_allocator_says_counts_more_than_the_environment(environment):
-    environment.setattr(torch_private, "nccl_communicates", lambda: True)
-    environment.setattr(torch_private, "uses_expandable_segments", lambda: True)
-    assert not collectives.may_be_captured(CUDA)
-    environment.setenv("PYTORCH_ALLOC_CONF", EXPANDABLE)
-    environment.setattr(torch_private, "uses_expandable_segments", lambda: False)
     assert collectives.may_be_captured(CUDA)
 
 
@@ -126,15 +104,6 @@ def test_collectives_run_between_graphs_where_they_may_not_be_captured(environme
             "lie in expandable segments: that corrupts memory [expandable_segments]; set NCCL_GRAPH_REGISTER=0 in the "
             "environment, or import cgpass before the first process group is made; or leave expandable_segments off"
         )
-
-
-@needs_distributed
-def test_graphs_that_are_not_captured_change_nothing(environment):
-    environment.setenv("PYTORCH_ALLOC_CONF", EXPANDABLE)
-    gm = fake_cuda_graph(communicating, (4,))
-    passes_for(gm, Options(), Target(CUDA, records=False))
-    passes_for(fake_cuda_graph(torch.sin, (4,)), Options(), Target(CUDA, records=True))
-    assert NAME not in os.environ
 
 
 @needs_distributed

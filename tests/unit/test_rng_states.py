@@ -101,15 +101,6 @@ def test_a_forward_draws_from_the_users_generator_and_notes_where(user):
     assert positions.dtype is torch.int64
 
 
-def test_a_backward_draws_there_again_and_leaves_the_users_generator_alone(user):
-    user.offset = 100
-    backward = caller_of(through(draw(user, 4)), "backward", (CUDA,), 0, exact=True)
-    for seed, offset in ((7, 40), (7, 12), (8, 40)):
-        assert backward([torch.tensor([seed, offset])]) == [(seed, offset)]
-        assert user.where() == (7, 100)
-        assert user.stands_in is user
-
-
 def test_a_large_seed_travels(user):
     """The seed of `torch.manual_seed(-1)` is 2**64 - 1."""
     user.seed = 2**64 - 1
@@ -149,23 +140,6 @@ def states_in(user, count):
     positions = rng._Positions()
     positions.by_number = [(0, 0)] * count
     return [ForwardState(user, positions, n) for n in range(count)], positions
-
-
-def test_a_replay_draws_from_where_the_partition_starts(user):
-    (first, second), positions = states_in(user, 2)
-    user.offset = 40
-    start = first.start()
-    run_with_state(draw(user, 4), rng_state=first)
-    user.set_offset(user.offset + 8)  # an operator without a pair
-    run_with_state(draw(user, 4), rng_state=second)
-    distances = [state.distance(start) for state in (first, second)]
-    assert distances == [0, 12]
-
-    user.manual_seed(11).set_offset(96)
-    start = first.start()
-    for state, distance in zip((first, second), distances, strict=True):
-        state.replayed(start, distance)
-    assert positions.by_number == [(11, 96), (11, 108)]
 
 
 def test_in_a_capture_nobody_notes_a_position(user, monkeypatch):
@@ -208,15 +182,6 @@ def test_a_runner_learns_the_distance_of_each_shape(user):
 
 
 # ---- paired
-
-
-def test_paired_draws_from_a_generator_of_its_own(user):
-    user.offset = 40
-    where, positions = call(through(draw(user, 12)), "forward", exact=False)
-    assert positions.tolist() == list(where)
-    assert where[0] != 7
-    assert where[1] == 40
-    assert user.where() == (7, 40 + rng._STEPS_OF_A_CALL)
 
 
 def test_paired_has_another_seed_for_each_pair_and_the_same_for_the_same_step(user):

@@ -69,24 +69,6 @@ def test_a_tensor_that_moved_is_copied_once_and_known_at_both_places():
     assert part(X, v, w).new == ()
 
 
-def test_all_parameters_that_moved_at_once_are_copied():
-    part, w = Partition(COPIED, STATIC), Parameter(X.clone())
-    part(X, w)
-    kept, w.data = w.data, X.clone()
-    found = part(X, w)
-    assert (found.places, found.copied, found.code) == (places(0), (1,), None)
-    del kept
-
-
-def test_what_replaced_a_tensor_that_is_gone_is_copied():
-    part, w = Partition(COPIED, STATIC), Parameter(X.clone())
-    part(X, w)
-    del w
-    w = Parameter(torch.ones(64)[32:34])
-    assert part(X, w).copied == (1,)
-    assert part(X, w).copied == ()
-
-
 def test_what_replaced_a_tensor_that_is_gone_in_its_very_place_is_copied():
     part, memory = Partition(COPIED, STATIC), np.ones(2, np.float32)
     for expected in (None, (1,), (1,)):

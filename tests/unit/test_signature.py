@@ -6,7 +6,7 @@ import torch
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.errors import InputError
 from cgpass.runtime.inputs import Layout, check_tensor, describe
-from cgpass.runtime.wrapper import CUDAGraphWrapper, _kind
+from cgpass.runtime.wrapper import _kind
 from tests.unit.runners import COPIED, OPAQUE, POOLED, STATIC, SYMINT, infos
 
 CPU = torch.device("cpu")
@@ -23,10 +23,6 @@ def test_inputs_sorted_by_kind():
     assert found.parameters == (1,)
     assert found.pooled == (2,)
     assert found.static == (1, 2)
-
-
-def test_without_the_check_only_pooled_addresses_count():
-    assert layout(STATIC, POOLED, check_static=False).static == (1,)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
@@ -67,6 +63,18 @@ def test_true_and_one_are_told_apart():
     assert found.shape_key([True]) != found.shape_key([1])
 
 
+@pytest.mark.parametrize("owner", [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul])
+def test_precisions_of_kernels_belong_to_it_however_they_are_set(owner):
+    found, before = layout(COPIED, check_layout=True), owner.fp32_precision
+    key = found.shape_key([X])
+    owner.fp32_precision = "tf32"
+    try:
+        assert found.shape_key([X]) != key
+    finally:
+        owner.fp32_precision = before
+    assert found.shape_key([X]) == key
+
+
 def test_describe_names_and_lines():
     some = [InputInfo("w", STATIC, "model.py:3 in forward: w"), InputInfo("b", STATIC)]
     assert describe(some) == "w (read at model.py:3 in forward: w), b"
@@ -90,20 +98,6 @@ def test_values_that_would_freeze_are_refused(value):
         InputError, match=f"input 1 is a {type(value).__name__}: a graph would freeze"
     ):
         _kind(1, value, (), CPU)
-
-
-def test_static_indices_must_name_tensors():
-    def call(value, *static):
-        options = {"driver": "simulated", "progress": "off"}
-        with torch.no_grad():
-            CUDAGraphWrapper(torch.abs, static_input_indices=static, options=options)(value)
-
-    with pytest.raises(InputError, match="static_input_indices names input 2, but the call has 1"):
-        call(X, 2)
-    with pytest.raises(InputError, match="names input -1"):
-        call(X, -1)
-    with pytest.raises(InputError, match="input 0 is named static but is a list, not a tensor"):
-        call([X], 0)
 
 
 class Subclass(torch.Tensor):

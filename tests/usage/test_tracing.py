@@ -157,6 +157,6 @@ def test_a_line_for_each_graph_and_each_recording(caplog):
     assert place == "test_tracing.py"
     compiled = [line for line in lines if " captured (" in line]
     assert [line.split(" of ")[0] for line in compiled] == ["forward", "backward"]
-    (moved,) = [line for line in lines if "moved from 0x" in line]
+    (moved,) = [line for line in lines if " made: moved" in line]
     assert moved.startswith("forward captured_0 of test_tracing.py:")
-    assert "in histogram: recording 2 made (for moved inputs: 1 so far): w (flo" in moved
+    assert "in histogram: recording 2 made: moved: w (flo" in moved

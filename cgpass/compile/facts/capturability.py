@@ -51,17 +51,6 @@ def has_cpu_scalars(gm: fx.GraphModule) -> bool:
 PROVEN = "cgpass_proven"
 """In `node.meta`: code and detail of what running the node showed."""
 
-_VETTED = frozenset({"aten", "prims", "inductor_prims", "rngprims"})
-"""Namespaces whose operators were all looked at: the rules below know which of them wait for the device."""
-
-
-def has_unvetted_ops(gm: fx.GraphModule) -> bool:
-    """Tell if a graph calls operators of which only running them shows if they wait for the device."""
-    called = (values.called(node)[0] for node in gm.graph.nodes)
-    return any(
-        isinstance(op, torch._ops.OpOverload) and op.namespace not in _VETTED for op in called
-    )
-
 
 @dataclass(frozen=True)
 class _Query:

@@ -185,7 +185,6 @@ seed, so that a recomputation gets other numbers. Source: torch/_inductor/induct
 
 FIXES = {
     "unsafe_ops": "take it out of unsafe_ops to have it captured",
-    "syncs": "name it in unsafe_ops to have it known from the start",
     "failed_capture": "name it in unsafe_ops to have it known from the start",
     "python_call": "make it a custom operator, or leave it: only this runs outside of the graphs",
     "opaque_autograd": "write the formula without item(), tolist() and sizes that depend on data",
