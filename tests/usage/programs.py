@@ -200,9 +200,11 @@ def assert_replays(counters, *, plain=0):
 
 # ---- tables of programs
 
-ONE_FOR_ALL = (("simulated", "eager"), ("cuda", "eager"), ("cuda", "inductor"))
+ON_CUDA = (("cuda", "eager"), ("cuda", "inductor"))
+USUAL = (("simulated", "eager"), *ON_CUDA)
 """On CPU aten alone, for Inductor takes seconds a graph there."""
-ALL = (("simulated", "inductor"), *ONE_FOR_ALL)
+ALL = (("simulated", "inductor"), *USUAL)
+ATEN = (("simulated", "eager"), ("cuda", "eager"))
 
 
 @dataclass(frozen=True)
@@ -215,9 +217,9 @@ class Way:
     most: dict
     options: dict
 
-    def check(self, setting):
+    def check(self, setting, **more):
         """Run it with graphs and without; gives the counters."""
-        counters = setting.compare(self.program, **self.options)
+        counters = setting.compare(self.program, **self.options, **more)
         if self.replays == "all":
             assert_replays(counters)
         assert self.replays == "none" or counters["replays"] > 0, counters
@@ -231,22 +233,22 @@ class Ways:
 
     def __init__(self, *settings):
         self._cases = []
-        self._settings = settings or ONE_FOR_ALL
+        self._settings = settings or USUAL
 
-    def __call__(self, *, replays="all", counts=(), most=(), inductor=False, **options):
+    def __call__(self, *, replays="all", counts=(), most=(), settings=(), **options):
         """Take in a program.
 
         Args:
             replays: How many of the calls that are no warm-ups are replays: all, some, or none.
             counts: Counters that must have these values.
             most: Counters that may have these values at most.
-            inductor: Whether Inductor's kernels are worth their time on CPU, too.
+            settings: Drivers and compilers, if not those of the table.
             options: Of the backend.
         """
 
         def take(program, name=None):
             way = Way(program, replays, dict(counts), dict(most), options)
-            for setting in ALL if inductor else self._settings:
+            for setting in settings or self._settings:
                 marks = [pytest.mark.gpu] * (setting[0] == "cuda")
                 name = name or program.__name__
                 self._cases.append(

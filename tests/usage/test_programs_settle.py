@@ -25,6 +25,7 @@ from cgpass import telemetry, torch_private
 from cgpass.errors import OptionError
 from cgpass.options import REMOVED
 from tests.usage.programs import (
+    ALL,
     MLP,
     Block,
     ConvNet,
@@ -98,7 +99,7 @@ def unrolled(*lengths):
 settles.add({"rnn_4": unrolled(4), "rnn_4_and_8": unrolled(4, 8)})
 
 
-@settles(inductor=True)
+@settles(settings=ALL)
 def gru_whose_hidden_state_goes_on(session):
     cell, call = session.compiled(lambda: nn.GRUCell(8, 8))
     optimizer, hidden = sgd(cell), session.randn(4, 8)
@@ -453,7 +454,7 @@ class Cached(nn.Module):
         return self.attention(x, position, self.keys, self.values if values is None else values)
 
 
-@settles(inductor=True)
+@settles(settings=ALL)
 def decoding_with_one_cache_that_stays_and_one_made_anew(session):
     module, call = session.compiled(lambda: Cached().requires_grad_(False))
     for number in itertools.count():
@@ -639,7 +640,7 @@ def gradients_kept(session):
         yield [loss, *(grad for grads in kept for grad in grads)]
 
 
-@settles(inductor=True)
+@settles(settings=ALL)
 def optimizers_in_the_backward(session):
     """Each parameter is stepped as soon as its gradient is there, and the gradient dropped."""
     module, call = session.compiled(MLP)

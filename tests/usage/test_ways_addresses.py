@@ -10,7 +10,7 @@ from torch import nn
 
 from cgpass.errors import StaticInputMovedError
 from tests.usage import programs
-from tests.usage.programs import MLP, ConvNet, Tied, Ways, changed_in_training, learn, sgd_step
+from tests.usage.programs import ALL, MLP, ConvNet, Tied, Ways, changed_in_training, learn, sgd_step
 
 ways = Ways()
 
@@ -132,7 +132,7 @@ def normed():
 
 ways.add(
     {"parameters written in place": changed_in_training(parameters_written_in_place)},
-    inductor=True,
+    settings=ALL,
 )
 ways.add({"normed weights": changed_in_training(lambda session, module: None, normed)})
 ways.add(

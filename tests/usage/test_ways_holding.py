@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from tests.usage import programs
-from tests.usage.programs import MLP, Tied, Ways, assert_replays, gradients, learn, long_enough
+from tests.usage.programs import ALL, MLP, Tied, Ways, assert_replays, gradients, learn, long_enough
 
 ways = Ways()
 
 
-@ways(inductor=True)
+@ways(settings=ALL)
 def losses_in_a_list(session):
     """Losses for logging: with their graph, detached, and as a running sum."""
     module, call = session.compiled(MLP)

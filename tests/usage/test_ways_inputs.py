@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.usage import programs
 from tests.usage.programs import (
+    ALL,
     MLP,
     Block,
     ConvNet,
@@ -414,7 +415,7 @@ ways.add(
 # as in other tests that build Inductor's kernels of it
 ways.add(
     {"a last batch that is smaller": lengths_trained(MLP, [(4, 8), (4, 8), (4, 8), (2, 8)] * 4)},
-    inductor=True,
+    settings=ALL,
 )
 
 
