@@ -191,6 +191,16 @@ def assert_steady(counters, *, captured, recordings=None, eager=0, warmups=None,
     assert counters["replays"] > 0, counters
 
 
+def steady(captured, *, recordings=None, warmups=None):
+    """Counters of a program as `assert_steady` wants them, for a table of which all replay."""
+    return {
+        "partitions_captured": captured,
+        "recordings": recordings or captured,
+        "warmups": warmups or captured,
+        "rerecordings": 0,
+    }
+
+
 def assert_replays(counters, *, plain=0):
     """Every call but the warm-ups was a replay, however many recordings that took."""
     assert counters["partitions_captured"] > 0, counters
