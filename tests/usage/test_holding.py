@@ -125,12 +125,6 @@ def test_the_plain_training_loop_copies_nothing_but_inputs(setting, program):
     assert growth(settled, "copied_bytes") == [NEEDED] * steps
 
 
-def test_dropped_outputs_are_never_moved(setting):
-    noting, found = grown(dropped_outputs)
-    setting.run(noting)
-    assert (found[-1]["rescues"], found[-1]["recordings"]) == (0, 2)
-
-
 def pending_forwards(order):
     """Some forwards run before their backwards, which come in the given order."""
 
@@ -254,16 +248,6 @@ def an_output_edited_in_place(session):
 
 
 @ways(counts=steady(1))
-def an_output_fed_back_as_input(session):
-    _, call = session.compiled(MLP)
-    x = session.randn(4, 8)
-    with torch.no_grad():
-        for _ in range(8):
-            x = call(x)
-            yield [x]
-
-
-@ways(counts=steady(1))
 def outputs_that_share_memory_share_it_for_the_user(session):
     def fn(x):
         y = x * 2 + 1
@@ -275,16 +259,6 @@ def outputs_that_share_memory_share_it_for_the_user(session):
         whole, flat, part = call(batch)
         whole.add_(1)
         yield [whole, flat, part]
-
-
-@ways(replays="some")
-def saved_tensor_hooks_move_what_was_saved(session):
-    module, call = session.compiled(MLP)
-    for batch in session.batches(4, 8, count=16):
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-            out = call(batch)
-        out.square().mean().backward()
-        yield gradients(module)
 
 
 # ---- results of earlier calls that are still held: few recordings, whatever the number of calls

@@ -111,15 +111,6 @@ def gru_whose_hidden_state_goes_on(session):
 
 
 @settles()
-def siamese(session):
-    module, call = session.compiled(MLP)
-    optimizer = sgd(module)
-    while True:
-        same = F.cosine_similarity(call(session.randn(4, 8)), call(session.randn(4, 8)))
-        yield learn(module, same.mean(), optimizer)
-
-
-@settles()
 def perceptual(session):
     _, call = session.compiled(lambda: ConvNet().requires_grad_(False).eval())
     generator, generate = session.compiled(lambda: nn.Conv2d(3, 3, 3, padding=1))
@@ -264,18 +255,6 @@ def gan(session):
         values += learn(generator, F.softplus(-judge(fake)).mean(), optimizers[0])
         critic.zero_grad()
         yield [*values, *state(critic)]
-
-
-@settles()
-def several_optimizers(session):
-    module, call = session.compiled(MLP)
-    weights = [p for p in module.parameters() if p.dim() > 1]
-    biases = [p for p in module.parameters() if p.dim() == 1]
-    first, second = torch.optim.AdamW(weights, lr=1e-2), torch.optim.SGD(biases, momentum=0.9)
-    while True:
-        call(session.randn(4, 8)).square().mean().backward()
-        first.step()
-        yield learn(module, call(session.randn(4, 8)).square().mean(), second) + state(module)
 
 
 # ---- weights that change

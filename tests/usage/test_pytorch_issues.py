@@ -65,12 +65,6 @@ def issue_128396_prod(session):
         yield [out.detach(), *gradients(module)]
 
 
-@ways()
-def issue_131009_a_shape_that_changes(session):
-    call = session.compile(lambda x: ((x + 1).sin() * 2).cos())
-    return [call(session.randn(n, 3)) for n in (2, 2, 3, 4, 3, 2, 4, 3)]
-
-
 @ways(**SMALL)
 def issue_144386_two_results_of_one_function(session):
     call, x = session.compile(lambda x: torch.matmul(x, x)), session.randn(10, 10)
@@ -149,23 +143,6 @@ ways.add(
 )
 
 
-@ways(replays="some")
-def issue_158551_a_part_called_several_times_in_one_forward(session):
-    module, call = session.compiled(MLP)
-    head = session.module(lambda: nn.Linear(24, 1))
-    for batch in session.batches(4, 8):
-        parts = [call(batch.roll(shift, 0)) for shift in range(3)]
-        yield learn(module, head(torch.cat(parts, -1)).square().mean()) + gradients(head)
-        head.zero_grad()
-
-
-@ways(replays="some", **SMALL)
-def issue_160281_a_function_fed_the_output_of_another(session):
-    f, g = session.compile(lambda x: x + 1), session.compile(lambda x: x + 2)
-    values = [g(f(session.randn(2))) for _ in range(6)]
-    return [*values, f(g(f(values[-1])))]
-
-
 @ways(**SMALL)
 def issue_169545_gradients_of_vectors_add_up(session):
     module, call = session.compiled(lambda: nn.Linear(10, 1), fullgraph=True)
@@ -224,15 +201,6 @@ def issue_183313_a_weight_replaced_through_data_in_the_forward(session):
         with torch.no_grad():
             out = call(batch)
         yield [out, *state(module)]
-
-
-@ways(replays="some")
-def issue_183603_a_second_backward_through_one_forward(session):
-    module, call = session.compiled(MLP)
-    for batch in session.batches(4, 8):
-        out = call(batch.requires_grad_())
-        out.sum().backward(retain_graph=True)
-        yield [out.detach(), *learn(module, (out * 2).mean()), batch.grad]
 
 
 @ways(replays="some")

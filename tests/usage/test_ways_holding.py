@@ -1,6 +1,5 @@
 """Ways to hold, keep, hand on and edit what a compiled function returned, and the storages under it."""
 
-import collections
 import copy
 import io
 
@@ -9,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.usage import programs
-from tests.usage.programs import ALL, MLP, Tied, Ways, assert_replays, gradients, learn, long_enough
+from tests.usage.programs import ALL, MLP, Ways, assert_replays, gradients, learn, long_enough
 
 ways = Ways()
 
@@ -26,34 +25,6 @@ def losses_in_a_list(session):
         detached.append(loss.detach())
         total = total + loss.detach()
     return [*(loss.detach() for loss in kept), *detached, total]
-
-
-@ways(replays="some")
-def logits_kept_for_ten_steps(session):
-    _, call = session.compiled(Tied)
-    kept, means = collections.deque(maxlen=10), []
-    with torch.no_grad():
-        for ids in programs.tokens(16, 2, 5)(session, 25):
-            kept.append(call(ids))
-            means.append(torch.stack(tuple(kept)).mean(0))
-    return [*means, *kept]
-
-
-@ways(replays="some")
-def the_function_fed_its_own_output_twice_and_trained_through(session):
-    module, call = session.compiled(MLP)
-    for batch in session.batches(4, 8):
-        once = call(batch)
-        thrice = call(call(once))
-        yield [once.detach(), thrice.detach(), *learn(module, (once + thrice).square().mean())]
-
-
-@ways()
-def results_of_autograd_grad_are_kept(session):
-    module, call = session.compiled(MLP)
-    for batch in session.batches(4, 8, count=10):
-        inputs = (batch.requires_grad_(), *module.parameters())
-        yield torch.autograd.grad(call(batch).square().mean(), inputs)
 
 
 @ways()
@@ -102,32 +73,6 @@ def outputs_with_gradient_are_edited_before_the_backward(session):
 
 
 @ways()
-def outputs_are_edited_without_gradient_between_calls(session):
-    module, call = session.compiled(MLP)
-    outs = []
-    for batch in session.batches(4, 8, count=8):
-        out = call(batch)
-        out.sum().backward()
-        with torch.no_grad():
-            out.add_(1)
-            if outs:
-                outs[-1].mul_(out)
-        outs.append(out)
-    return [*(out.detach() for out in outs), *gradients(module)]
-
-
-@ways()
-def two_outputs_are_views_of_what_is_not_returned(session):
-    module = session.module(MLP)
-    call = session.compile(lambda x: module(x).chunk(2, dim=-1))
-    for batch in session.batches(4, 8):
-        left, right = call(batch)
-        yield [left.detach(), right.detach(), *learn(module, left.square().mean())]
-        del left
-        yield [right.detach()]
-
-
-@ways()
 def outputs_that_are_inputs_parameters_and_views_of_them(session):
     module = session.module(MLP)
 
@@ -160,16 +105,6 @@ def one_result_returned_twice(session):
         y.add_(1)
         assert (nothing, three) == (None, 3)
         yield [y, named["again"], named["turned"], third]
-
-
-@ways(replays="some")
-def slices_outlive_their_whole(session):
-    _, call = session.compiled(MLP)
-    with torch.no_grad():
-        for batch in session.batches(4, 8, count=10):
-            out = call(batch)
-            yield [out[0], out[:, 3], *out.split(2), out.t(), out.flatten()[5]]
-            del out
 
 
 @ways(outputs="owned")
@@ -222,18 +157,6 @@ def outputs_are_copied_deeply_pickled_and_stored(session):
             torch.save(out[1:], file)
             file.seek(0)
             yield [copy.deepcopy(out), torch.load(file), out.untyped_storage().nbytes()]
-
-
-@ways()
-def an_iterator_holds_one_result_while_it_asks_for_the_next(session):
-    _, call = session.compiled(MLP)
-
-    def results():
-        for batch in session.batches(4, 8, count=12):
-            yield call(batch)
-
-    with torch.no_grad():
-        return [(a + b).clone() for a, b in zip(results(), results(), strict=True)]
 
 
 @ways(replays="some")

@@ -136,16 +136,6 @@ def parameters_and_their_views_as_inputs(session):
         yield learn(module, call(batch, weight, weight[:2]).square().mean())
 
 
-@ways(replays="some")
-def outputs_of_earlier_calls_and_views_of_them_as_inputs(session):
-    call = session.compile(lambda x, y: ((x.sin() + y).cos(), (x - y).exp().clamp(max=2)))
-    x, y = session.randn(4, 8), session.randn(4, 8)
-    for number in range(10):
-        a, b = call(x, y)
-        yield [a, b]
-        x, y = ((a, b), (b, a), (a, a), (b.flip(0), a[torch.arange(4)]))[number % 4]
-
-
 @ways()
 def gradients_as_inputs(session):
     module, call = session.compiled(MLP)
@@ -337,14 +327,6 @@ ways.add(
 )
 
 
-@ways()
-def slices_of_other_places(session):
-    """The same size at another offset, and in a larger storage: each is a signature of its own."""
-    _, call = session.compiled(lambda: Strided(4))
-    for begin, size in ((2, 24), (5, 24), (2, 40)) * 6:
-        yield [call(session.randn(size)[begin : begin + 12])]
-
-
 @ways(replays="some")
 def one_of_two_overlapping_slices_is_written(session):
     """AOTAutograd makes one tensor of the two, and counts from the beginning of its storage."""
@@ -434,17 +416,6 @@ def sizes_of_zero_take_turns_with_others(session):
     call = session.compile(lambda x, y: (long_enough(x), long_enough(y).sum(0)), dynamic=True)
     for size in (4, 0, 4, 0, 0, 4, 1, 0):
         yield call(session.randn(size, 8), session.randn(size))
-
-
-@ways(replays="none")
-def a_sequence_that_grows_by_what_was_returned(session):
-    _, call = session.compiled(wide, dynamic=True)
-    tokens = session.randn(1, 3, 16)
-    with torch.no_grad():
-        for _ in range(10):
-            out = call(tokens)
-            tokens = torch.cat([tokens, out[:, -1:]], dim=1)
-            yield [out, tokens]
 
 
 @ways(replays="some")

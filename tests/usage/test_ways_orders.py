@@ -2,7 +2,6 @@
 
 import collections
 import itertools
-import logging
 
 import pytest
 import torch
@@ -13,21 +12,6 @@ from tests.usage import programs
 from tests.usage.programs import MLP, Block, ConvNet, Ways, gradients, learn, sgd, state
 
 ways = Ways()
-
-
-@ways(replays="some")
-def any_number_of_forwards_with_some_abandoned_and_some_without_gradient(session):
-    module, call = session.compiled(MLP)
-    for order in ((0, 1), (2, 0), (1,), (), (3, 1, 0), (0, 1, 2), (2, 1, 0), (0,)):
-        outs, values = [], []
-        for batch in session.batches(4, 8, count=max(order, default=1) + 1):
-            outs.append(call(batch))
-            with torch.no_grad():
-                values.append(call(batch * 2))
-        for number in order:
-            outs[number].square().mean().backward()
-        yield [*values, *(out.detach() for out in outs), *gradients(module)]
-        module.zero_grad()
 
 
 @ways()
@@ -46,36 +30,6 @@ def evaluation_in_the_middle_of_an_accumulation(session):
             optimizer.step()
             optimizer.zero_grad()
     return values + state(module)
-
-
-@ways(replays="some")
-def a_retained_graph_runs_backward_again_after_later_steps(session):
-    module, call = session.compiled(MLP)
-    retained = []
-    for batch in session.batches(4, 8, count=9):
-        retained.append(call(batch).square().mean())
-        retained[-1].backward(retain_graph=True)
-        if len(retained) > 2:
-            retained.pop(0).backward()
-        yield gradients(module)
-        module.zero_grad()
-
-
-@ways(replays="some")
-def gradients_of_one_of_several_outputs_and_then_of_the_other(session):
-    module = session.module(MLP)
-
-    def two_heads(x):
-        y = module(x)
-        return y.sin().cos(), y.exp() * 2
-
-    call, parameters = session.compile(two_heads), [*module.parameters()]
-    for number, batch in enumerate(session.batches(4, 8, count=8)):
-        outs = call(batch)
-        first, second = outs if number % 2 else outs[::-1]
-        yield torch.autograd.grad(first.sum(), parameters, retain_graph=number % 3 > 0)
-        if number % 3:
-            yield torch.autograd.grad(second.sum(), parameters)
 
 
 @ways()
@@ -436,20 +390,3 @@ def test_a_second_derivative_is_a_clear_error(way):
             grad.square().sum().backward()
         expected = torch.autograd.grad(module(batch).square().sum(), batch)
         torch.testing.assert_close(grad, expected[0])
-
-
-def test_more_pending_forwards_than_recordings_are_right_with_one_warning(way, caplog):
-    def program(session):
-        module, call = session.compiled(MLP)
-        for _ in range(3):
-            outs = [call(batch) for batch in session.batches(4, 8, count=24)]
-            for out in outs:
-                out.square().mean().backward()
-            yield [*(out.detach() for out in outs), *gradients(module)]
-            module.zero_grad()
-
-    with caplog.at_level(logging.WARNING, "cgpass"):
-        counters = way.compare(program)
-    assert counters["replays"] > 0, counters
-    warned = [r.getMessage() for r in caplog.records if "still referenced" in r.getMessage()]
-    assert len(warned) == 1, warned
