@@ -95,6 +95,7 @@ def pytest_runtest_teardown(item, nextitem):
         return (yield)
     finally:
         if nextitem is not None and nextitem.path != item.path:
+            torch.compiler.reset()  # what it keeps and is frozen would be in all later summaries
             keep_what_there_is()
 
 

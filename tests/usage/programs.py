@@ -1,13 +1,15 @@
 """Programs that use a compiled function, and how they are compared with the run without graphs.
 
-A program is a function of a `Session`: it compiles, calls, and returns every tensor that a user could see. It runs
-with a driver that records, and must give the same bits as without: as in eager PyTorch, which is quick to run and is
-all that can be asked for, or else, where compiling changes numbers, as with `driver="none"`.
+A program is a function of a `Session`: it compiles, calls, and returns every tensor that a user could see, or yields
+those of each step. It runs with a driver that records, and must give the same bits as without: as in eager PyTorch, which
+is quick to run and is all that can be asked for, or else, where compiling changes numbers, as with `driver="none"`.
 """
 
 import contextlib
+import inspect
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -95,6 +97,8 @@ class Setting:
         torch.manual_seed(SEED)
         with deterministic():
             values = program(session)
+            if inspect.isgenerator(values):
+                values = [value for step in values for value in step]
         state = torch.cuda.get_rng_state() if self.device.type == "cuda" else torch.get_rng_state()
         return [*values, state]
 
@@ -187,11 +191,92 @@ def assert_steady(counters, *, captured, recordings=None, eager=0, warmups=None,
     assert counters["replays"] > 0, counters
 
 
+def steady(captured, *, recordings=None, warmups=None):
+    """Counters of a program as `assert_steady` wants them, for a table of which all replay."""
+    return {
+        "partitions_captured": captured,
+        "recordings": recordings or captured,
+        "warmups": warmups or captured,
+        "rerecordings": 0,
+    }
+
+
 def assert_replays(counters, *, plain=0):
     """Every call but the warm-ups was a replay, however many recordings that took."""
     assert counters["partitions_captured"] > 0, counters
     assert counters["plain_calls"] == plain, counters
     assert counters["replays"] == counters["calls"] - counters["warmups"] - plain > 0, counters
+
+
+# ---- tables of programs
+
+ON_CUDA = (("cuda", "eager"), ("cuda", "inductor"))
+USUAL = (("simulated", "eager"), *ON_CUDA)
+"""On CPU aten alone, for Inductor takes seconds a graph there."""
+ALL = (("simulated", "inductor"), *USUAL)
+ATEN = (("simulated", "eager"), ("cuda", "eager"))
+
+
+@dataclass(frozen=True)
+class Way:
+    """A program, options, and what its calls must have been."""
+
+    program: Any
+    replays: str
+    counts: dict
+    most: dict
+    options: dict
+
+    def check(self, setting, **more):
+        """Run it with graphs and without; gives the counters."""
+        counters = setting.compare(self.program, **self.options, **more)
+        if self.replays == "all":
+            assert_replays(counters)
+        assert self.replays == "none" or counters["replays"] > 0, counters
+        assert {name: counters[name] for name in self.counts} == self.counts, counters
+        assert all(counters[name] <= most for name, most in self.most.items()), counters
+        return counters
+
+
+class Ways:
+    """A table of programs, most of which are functions that it decorates."""
+
+    def __init__(self, *settings):
+        self._cases = []
+        self._settings = settings or USUAL
+
+    def __call__(self, *, replays="all", counts=(), most=(), settings=(), **options):
+        """Take in a program.
+
+        Args:
+            replays: How many of the calls that are no warm-ups are replays: all, some, or none.
+            counts: Counters that must have these values.
+            most: Counters that may have these values at most.
+            settings: Drivers and compilers, if not those of the table.
+            options: Of the backend.
+        """
+
+        def take(program, name=None):
+            way = Way(program, replays, dict(counts), dict(most), options)
+            for setting in settings or self._settings:
+                marks = [pytest.mark.gpu] * (setting[0] == "cuda")
+                name = name or program.__name__
+                self._cases.append(
+                    pytest.param(setting, way, id="-".join((name, *setting)), marks=marks)
+                )
+            return program
+
+        return take
+
+    def add(self, programs, **settings):
+        """Take in a dict of programs."""
+        for name, program in programs.items():
+            self(**settings)(program, name.replace(" ", "_"))
+
+    @property
+    def everywhere(self):
+        """Decorate a test that takes each of the programs with each of its drivers and compilers."""
+        return pytest.mark.parametrize(("way", "program"), self._cases, indirect=["way"])
 
 
 def one_of_each_on_cpu(setting, *, another):
@@ -305,6 +390,20 @@ def gradients(module):
 
 def state(module):
     return [value.clone() for value in module.state_dict().values()]
+
+
+def learn(module, loss, optimizer=None):
+    """Run a backward, and a step if there is an optimizer; gives the loss and the gradients."""
+    loss.backward()
+    values = [loss.detach(), *gradients(module)]
+    if optimizer is not None:
+        optimizer.step()
+    module.zero_grad()
+    return values
+
+
+def sgd(module, lr=0.1, **settings):
+    return torch.optim.SGD(module.parameters(), lr=lr, **settings)
 
 
 def train(make, make_batch, *, steps=6, lr=0.1):

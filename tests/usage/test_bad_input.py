@@ -143,48 +143,31 @@ def test_a_graph_of_views_only(caplog):
     assert result.data_ptr() == X.view(-1)[3:].data_ptr()
 
 
-def test_sparse_outputs_give_the_right_value(caplog):
-    def fn(x):
-        return (long_enough(x) * 2).to_sparse()
-
-    with caplog.at_level(logging.WARNING, "cgpass"):
-        call = compiled(fn)
-        for value in range(4):
-            x = torch.full((2, 3), float(value))
-            assert torch.equal(call(x).to_dense(), fn(x).to_dense())
+def quantised(x):
+    return torch.quantize_per_tensor(long_enough(x), 0.1, 2, torch.quint8)
 
 
-def test_sparse_inputs_give_the_right_value():
-    def fn(x, s):
-        return long_enough(torch.sparse.mm(s, x))
-
-    call = compiled(fn, on_skip="silent")
-    for value in range(4):
-        x, s = torch.full((3, 3), float(value)), torch.eye(3).to_sparse()
-        assert torch.equal(call(x, s), fn(x, s))
+VALUES = {
+    "sparse outputs": lambda x: (long_enough(x) * 2).to_sparse(),
+    "sparse inputs": lambda x, s: long_enough(torch.sparse.mm(s, x)),
+    "quantised outputs": quantised,
+    "quantised inside": lambda x: long_enough(quantised(x).dequantize()) + x,
+}
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_quantised_outputs_give_the_right_value():
-    def fn(x):
-        return torch.quantize_per_tensor(long_enough(x), 0.1, 2, torch.quint8)
-
+@pytest.mark.parametrize("kind", VALUES)
+def test_sparse_and_quantised_values_are_right(kind):
+    fn = VALUES[kind]
     call = compiled(fn, on_skip="silent")
     for value in range(4):
-        x = torch.full((2, 3), float(value))
-        assert torch.equal(call(x).int_repr(), fn(x).int_repr())
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_quantised_values_inside_give_the_right_value():
-    def fn(x):
-        quantised = torch.quantize_per_tensor(long_enough(x), 0.1, 2, torch.quint8)
-        return long_enough(quantised.dequantize()) + x
-
-    call = compiled(fn, on_skip="silent")
-    for value in range(4):
-        x = torch.full((2, 3), float(value))
-        assert torch.equal(call(x), fn(x))
+        inputs = [torch.full((3, 3), float(value)), torch.eye(3).to_sparse()]
+        inputs = inputs[: 1 + (kind == "sparse inputs")]
+        ours, plain = (
+            each.int_repr() if each.is_quantized else each.to_dense()
+            for each in (call(*inputs), fn(*inputs))
+        )
+        assert torch.equal(ours, plain)
 
 
 def no_placeholder(*args, **kwargs):

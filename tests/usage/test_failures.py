@@ -9,13 +9,14 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import cgpass
-from cgpass import telemetry
+from cgpass import telemetry, torch_private
 from cgpass.errors import CaptureError
 from cgpass.runtime import owner as owners
 from cgpass.runtime.capturing import is_any_capture_running
-from tests.usage.programs import MLP, rows, train
+from tests.usage.programs import ATEN, MLP, Ways, counted, learn, rows, train
 
 COMPILERS = ["eager", "inductor"]
+SOME = {"replays": "some"}
 
 
 def is_recording(device):
@@ -81,9 +82,9 @@ class Around(nn.Module):
         return self.second(self.op(self.first(x)))
 
 
-def inference(op, steps=6):
+def inference(*ops, steps=6):
     def program(session):
-        _, call = session.compiled(lambda: Around(op))
+        _, call = session.compiled(lambda: nn.Sequential(*map(Around, ops)))
         with torch.no_grad():
             return [call(x).clone() for x in session.batches(4, 8, count=steps)]
 
@@ -175,29 +176,10 @@ def test_a_failed_capture_leaves_inputs_and_random_numbers_alone(setting):
     assert counters["replays"] > 0
 
 
-def test_every_use_of_a_guilty_operator_is_found_at_once(setting, caplog):
-    def program(session):
-        _, call = session.compiled(lambda: nn.Sequential(*[Around(fails) for _ in range(3)]))
-        with torch.no_grad():
-            return [call(x).clone() for x in session.batches(4, 8, count=6)]
-
-    with caplog.at_level(logging.WARNING, "cgpass"):
-        counters = setting.compare(program)
-    assert (counters["partitions_captured"], counters["partitions_eager"]) == (4, 3)
-    assert counters["recordings"] == 4
-    assert len(warned(caplog)) == 1
-
-
 def test_two_operators_that_only_a_capture_shows(setting, caplog):
     """One trial finds the first, another one the second."""
-
-    def program(session):
-        _, call = session.compiled(lambda: nn.Sequential(Around(fails), Around(fails_oddly)))
-        with torch.no_grad():
-            return [call(x).clone() for x in session.batches(4, 8, count=8)]
-
     with caplog.at_level(logging.WARNING, "cgpass"):
-        counters = setting.compare(program)
+        counters = setting.compare(inference(fails, fails_oddly, steps=8))
     assert (counters["partitions_captured"], counters["partitions_eager"]) == (3, 2)
     assert counters["recordings"] == 1 + 3  # one before the second was found
     assert counters["replays"] >= 3 * 3
@@ -205,18 +187,6 @@ def test_two_operators_that_only_a_capture_shows(setting, caplog):
     assert "failures.fails.default" in first
     assert second.startswith("inference captured_2 of ")
     assert "failures.fails_oddly.default" in second
-
-
-def test_all_that_waits_is_found_before_anything_is_captured(setting):
-    def program(session):
-        _, call = session.compiled(lambda: nn.Sequential(Around(syncs), Around(syncs)))
-        with torch.no_grad():
-            return [call(x).clone() for x in session.batches(4, 8, count=6)]
-
-    counters = setting.compare(program)
-    assert (counters["partitions_captured"], counters["partitions_eager"]) == (3, 2)
-    assert counters["recordings"] == 3
-    assert counters["plain_calls"] == 1
 
 
 def test_convolutions_around_a_guilty_operator(setting):
@@ -227,23 +197,6 @@ def test_convolutions_around_a_guilty_operator(setting):
 
     program = train(make, rows(2, 4, 10), steps=12)
     counters = close(setting, program, compiler="inductor")
-    assert counters["partitions_eager"] == 1
-    assert counters["replays"] > 0
-
-
-def test_mixed_precision_around_a_guilty_operator(setting):
-    def program(session):
-        module, call = session.compiled(lambda: Around(fails))
-        values = []
-        for x in session.batches(4, 8, count=12):
-            with torch.autocast(session.device.type, torch.bfloat16):
-                out = call(x)
-            out.float().square().mean().backward()
-            values += [out.detach().clone(), *(p.grad.clone() for p in module.parameters())]
-            module.zero_grad()
-        return values
-
-    counters = setting.compare(program)
     assert counters["partitions_eager"] == 1
     assert counters["replays"] > 0
 
@@ -268,57 +221,6 @@ def test_silent_says_nothing(setting, caplog):
     with caplog.at_level(logging.WARNING, "cgpass"):
         setting.compare(inference(fails), on_skip="silent")
     assert warned(caplog) == []
-
-
-def test_a_named_operator_is_never_tried(setting):
-    counters = setting.compare(inference(fails), unsafe_ops=("failures::fails",), on_skip="silent")
-    assert counters["plain_calls"] == 0
-    assert counters["recordings"] == 2
-
-
-class AroundAndReads(Around):
-    """A guilty operator in the first of two captured parts: the other part and the backward read what it made."""
-
-    def forward(self, x):
-        x = self.op(self.first(x))
-        y = nn.functional.gelu(x * 2 + 1).tanh().sin()
-        count = (y.detach() > 0).sum().item()
-        return self.second(y * (count + 1)) + x, y
-
-
-def test_partitions_that_read_what_a_split_one_makes(setting):
-    def program(session):
-        module, call = session.compiled(lambda: AroundAndReads(fails))
-        held, values = [], []
-        for x in session.batches(4, 8, count=24):
-            outputs = call(x)
-            outputs[0].square().mean().backward()
-            held += outputs
-            values += [p.grad.clone() for p in module.parameters()]
-            module.zero_grad()
-        return [*values, *(h.detach() for h in held)]
-
-    counters = setting.compare(program, on_skip="silent")
-    assert counters["partitions_captured"] >= 4
-    assert counters["replays"] > counters["warmups"]
-
-
-@pytest.mark.parametrize("op", [syncs, fails], ids=lambda op: op._name)
-def test_outputs_of_a_split_partition_stay(setting, op):
-    """Held over later calls, fed back, pending backwards: as any other output."""
-
-    def program(session):
-        module, call = session.compiled(lambda: Around(op))
-        batches = session.batches(4, 8, count=12)
-        held = [call(x) for x in batches]
-        for out in held[3:]:
-            out.square().mean().backward()
-        with torch.no_grad():
-            fed = [call(call(x)) for x in batches]
-        return [*(h.detach() for h in held), *fed, *(p.grad for p in module.parameters())]
-
-    counters = setting.compare(program)
-    assert counters["replays"] > 0
 
 
 def test_a_partition_that_is_nothing_but_guilty_runs_plainly(setting, caplog):
@@ -401,16 +303,189 @@ def test_what_was_compiled_before_is_freed(setting, tmp_path):
     assert set(owners._owners) <= before
 
 
-def test_a_checkpoint_recomputes_with_what_was_compiled_since(setting):
-    def program(session):
-        module, call = session.compiled(lambda: Around(fails))
-        values = []
-        for x in session.batches(4, 8, count=8):
-            checkpoint(call, x, use_reentrant=False).square().mean().backward()
-            values += [p.grad.clone() for p in module.parameters()]
-            module.zero_grad()
-        return values
+# ---- programs around a guilty operator
 
-    counters = setting.compare(program)
-    assert counters["partitions_eager"] == 1
+ways = Ways(*ATEN)
+
+
+def split(captured, eager):
+    return {"partitions_captured": captured, "partitions_eager": eager, "recordings": captured}
+
+
+ways.add({"every use is found at once": inference(fails, fails, fails)}, **SOME, counts=split(4, 3))
+ways.add(
+    {"all that waits is found before anything is captured": inference(syncs, syncs)},
+    **SOME,
+    counts=split(3, 2) | {"plain_calls": 1},
+)
+ways.add(
+    {"a named operator is never tried": inference(fails)},
+    **SOME,
+    counts=split(2, 1) | {"plain_calls": 0},
+    unsafe_ops=("failures::fails",),
+    on_skip="silent",
+)
+
+
+@ways(**SOME, counts={"partitions_eager": 1})
+def mixed_precision(session):
+    module, call = session.compiled(lambda: Around(fails))
+    for x in session.batches(4, 8, count=12):
+        with torch.autocast(session.device.type, torch.bfloat16):
+            out = call(x)
+        yield learn(module, out.float().square().mean())
+
+
+@ways(**SOME, counts={"partitions_eager": 1})
+def a_checkpoint_recomputes_with_what_was_compiled_since(session):
+    module, call = session.compiled(lambda: Around(fails))
+    for x in session.batches(4, 8, count=8):
+        yield learn(module, checkpoint(call, x, use_reentrant=False).square().mean())
+
+
+class AroundAndReads(Around):
+    """A guilty operator in the first of two captured parts: the other part and the backward read what it made."""
+
+    def forward(self, x):
+        x = self.op(self.first(x))
+        y = nn.functional.gelu(x * 2 + 1).tanh().sin()
+        count = (y.detach() > 0).sum().item()
+        return self.second(y * (count + 1)) + x, y
+
+
+@ways(**SOME, on_skip="silent")
+def partitions_that_read_what_a_split_one_makes(session):
+    module, call = session.compiled(lambda: AroundAndReads(fails))
+    held = []
+    for x in session.batches(4, 8, count=24):
+        held += call(x)
+        yield learn(module, held[-2].square().mean())
+    yield [h.detach() for h in held]
+
+
+def outputs_of_a_split_partition_stay(op):
+    """Held over later calls, fed back, pending backwards: as any other output."""
+
+    def program(session):
+        module, call = session.compiled(lambda: Around(op))
+        batches = session.batches(4, 8, count=12)
+        held = [call(x) for x in batches]
+        for out in held[3:]:
+            out.square().mean().backward()
+        with torch.no_grad():
+            fed = [call(call(x)) for x in batches]
+        return [*(h.detach() for h in held), *fed, *(p.grad for p in module.parameters())]
+
+    return program
+
+
+ways.add(
+    {
+        f"outputs around {op._name} stay": outputs_of_a_split_partition_stay(op)
+        for op in (syncs, fails)
+    },
+    **SOME,
+)
+
+
+@torch.library.custom_op("failures::waits", mutates_args=())
+def waits(x: torch.Tensor) -> torch.Tensor:
+    """Reads a number on the host, and so does its backward."""
+    return x * (1 + (x.sum() > 0).item())
+
+
+waits.register_fake(torch.empty_like)
+waits.register_autograd(lambda ctx, grad: waits(grad))
+
+
+class Saving(Around):
+    """The backward reads what the operator made."""
+
+    def forward(self, x):
+        return self.second(self.op(self.first(x)).sin())
+
+
+def settles(op, settled_in):
+    """A backward learns soon what its forward makes outside of graphs."""
+
+    def program(session):
+        module, call = session.compiled(lambda: nn.Sequential(MLP(), Saving(op)))
+        for number, x in enumerate(session.batches(4, 8, count=settled_in + 4)):
+            with counted() as counters:
+                yield learn(module, call(x).square().mean())
+            changes = [counters[name] for name in ("warmups", "recordings", "plain_calls")]
+            assert number < settled_in or not any(changes), (number, changes)
+
+    return program
+
+
+ways.add(
+    {"syncs settles": settles(syncs, 4), "waits settles": settles(waits, 7)},
+    **SOME,
+    on_skip="silent",
+)
+
+
+@ways.everywhere
+def test_around_what_fails(way, program):
+    program.check(way)
+
+
+# ---- sizes that vary
+
+
+def of_sizes(*sizes):
+    def program(session):
+        _, call = session.compiled(lambda: Around(fails), dynamic=True)
+        with torch.no_grad():
+            return [call(session.randn(size, 8)).clone() for size in sizes]
+
+    return program
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_sizes_that_vary_around_a_guilty_operator(setting, compiler):
+    counters = close(setting, of_sizes(3, 5, 3, 5, 7, 3, 5, 7, 3), compiler=compiler)
+    assert counters["partitions_captured"] == 2
+    assert counters["replays"] > 0
+
+
+def test_sizes_that_kernels_were_not_compiled_for(setting, monkeypatch):
+    """What kernels assume of sizes is guarded, whenever they are compiled."""
+    assumed = []
+
+    def choosy(gm, example_inputs, inner=torch_private.inductor_inner, **settings):
+        sizes = [size for size in example_inputs if isinstance(size, torch.SymInt)]
+        assumed.append(all(size < 6 for size in sizes))
+        return inner(gm, example_inputs, **settings)
+
+    program = of_sizes(3, 5, 3, 7, 5, 7, 3, 7, 8, 3, 7)
+    monkeypatch.setattr(torch_private, "inductor_inner", choosy)
+    counters = close(setting, program, compiler="inductor", on_skip="silent")
+    assert {True, False} <= {*assumed}
+    assert counters["partitions_captured"] == 2 * 2
+    assert counters["replays"] > 0
+
+
+def test_a_dropout_of_varying_sizes_draws_the_same_after_a_split(setting):
+    """Training with recomputed dropouts; what was dropped has no gradient."""
+
+    def drops(x):
+        return nn.functional.dropout(x * 2, 0.5) * 3
+
+    def forward(x):
+        for _ in range(3):
+            x = checkpoint(drops, x, use_reentrant=False)
+        return syncs(x) * 1.5
+
+    def program(session):
+        call = session.compile(forward, dynamic=True)
+        for number in range(8):
+            x = session.randn(8 + number % 2, 16).abs().add(0.1).requires_grad_()
+            out = call(x)
+            out.sum().backward()
+            assert torch.equal(out != 0, x.grad != 0)
+            yield [out.detach(), x.grad]
+
+    counters = setting.compare(program, compiler="inductor", on_skip="silent")
     assert counters["replays"] > 0

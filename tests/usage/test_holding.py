@@ -1,13 +1,23 @@
 """What a user holds keeps its value, and forwards and backwards come in any order."""
 
 import itertools
+import logging
 
 import pytest
 import torch
 
 import cgpass
 from tests.usage import programs
-from tests.usage.programs import MLP, Block, assert_steady
+from tests.usage.programs import (
+    ATEN,
+    MLP,
+    Block,
+    Ways,
+    assert_replays,
+    assert_steady,
+    gradients,
+    steady,
+)
 
 
 def held_outputs(session):
@@ -74,7 +84,7 @@ def dropped_outputs(session, note):
         module.zero_grad(set_to_none=True)
         out = call(batch)
         out.square().mean().backward()
-        values += [out.detach().clone(), *programs.gradients(module)]
+        values += [out.detach().clone(), *gradients(module)]
         del out
         note()
     return values
@@ -90,7 +100,7 @@ def gradients_held_during_the_forward(session, note):
         del out
         module.zero_grad(set_to_none=True)
         loss.backward()
-        values += [loss.detach().clone(), *programs.gradients(module)]
+        values += [loss.detach().clone(), *gradients(module)]
         del loss
         note()
     return values
@@ -115,25 +125,19 @@ def test_the_plain_training_loop_copies_nothing_but_inputs(setting, program):
     assert growth(settled, "copied_bytes") == [NEEDED] * steps
 
 
-def test_dropped_outputs_are_never_moved(setting):
-    noting, found = grown(dropped_outputs)
-    setting.run(noting)
-    assert (found[-1]["rescues"], found[-1]["recordings"]) == (0, 2)
-
-
 def pending_forwards(order):
     """Some forwards run before their backwards, which come in the given order."""
 
     def program(session):
         module, call = session.compiled(Block)
         call(session.randn(2, 6, 16)).sum().backward()
-        values = programs.gradients(module)
+        values = gradients(module)
         for _ in range(3):
             outs = [call(batch) for batch in session.batches(2, 6, 16, count=len(order))]
             for number in order:
                 outs[number].square().mean().backward()
             values += [out.detach() for out in outs]
-            values += programs.gradients(module)
+            values += gradients(module)
             module.zero_grad(set_to_none=True)
         return values
 
@@ -153,31 +157,26 @@ def interleaved(session):
         out = call(batch)
         if before is not None:
             before.square().mean().backward()
-            values += [before.detach(), *programs.gradients(module)]
+            values += [before.detach(), *gradients(module)]
             module.zero_grad(set_to_none=True)
         before = out
     return values
 
 
-def test_each_backward_after_the_next_forward(setting):
-    counters = setting.compare(interleaved)
-    assert counters["plain_calls"] == 0, counters
-    assert counters["replays"] == counters["calls"] - counters["warmups"] > 0, counters
+ways = Ways(*ATEN)
+ways()(interleaved)
 
 
-def test_a_forward_whose_backward_never_comes(setting):
-    def program(session):
-        module, call = session.compiled(MLP)
-        values = []
-        for number, batch in enumerate(session.batches(4, 8, count=12)):
-            out = call(batch)
-            values.append(out.detach())
-            if number % 3 != 1:
-                out.square().mean().backward()
-            del out
-        return values + programs.gradients(module)
-
-    assert_steady(setting.compare(program), captured=2)
+@ways(counts=steady(2))
+def a_forward_whose_backward_never_comes(session):
+    module, call = session.compiled(MLP)
+    for number, batch in enumerate(session.batches(4, 8, count=12)):
+        out = call(batch)
+        yield [out.detach()]
+        if number % 3 != 1:
+            out.square().mean().backward()
+        del out
+    yield gradients(module)
 
 
 def retained_graph(session):
@@ -188,7 +187,7 @@ def retained_graph(session):
         loss = call(batch).square().mean()
         loss.backward(retain_graph=True)
         loss.backward()
-        values += programs.gradients(module)
+        values += gradients(module)
     return values
 
 
@@ -208,15 +207,14 @@ def graph_retained_later(session):
         if number >= 3:
             loss.backward(retain_graph=True)
         loss.backward()
-        values += programs.gradients(module)
+        values += gradients(module)
     return values
 
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_graph_retained_only_after_the_backward_was_compiled(setting, compiler):
     counters = setting.compare(graph_retained_later, compiler=compiler)
-    assert counters["plain_calls"] == 0, counters
-    assert counters["replays"] == counters["calls"] - counters["warmups"] > 0, counters
+    assert_replays(counters)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -227,7 +225,7 @@ def test_gradient_accumulation(setting, set_to_none):
         for number, batch in enumerate(session.batches(4, 8, count=20)):
             (call(batch).square().mean() / 4).backward()
             if number % 4 == 3:
-                values += programs.gradients(module)
+                values += gradients(module)
                 module.zero_grad(set_to_none=set_to_none)
                 note()
         return values
@@ -240,77 +238,97 @@ def test_gradient_accumulation(setting, set_to_none):
     assert all(a <= b for a, b in zip(cycles, most, strict=True)), cycles
 
 
-def test_an_output_edited_in_place(setting):
-    def program(session):
-        _, call = session.compiled(MLP)
-        values, edited = [], []
-        with torch.no_grad():
-            for batch in session.batches(4, 8):
-                out = call(batch)
-                values.append(out.clone())
-                edited.append(out.mul_(2).add_(1))
-        return values + edited
-
-    assert_steady(setting.compare(program), captured=1)
-
-
-def test_an_output_fed_back_as_input(setting):
-    def program(session):
-        _, call = session.compiled(MLP)
-        x = session.randn(4, 8)
-        values = []
-        with torch.no_grad():
-            for _ in range(8):
-                x = call(x)
-                values.append(x)
-        return values
-
-    assert_steady(setting.compare(program), captured=1)
-
-
-def test_outputs_that_share_memory_share_it_for_the_user(setting):
-    def program(session):
-        def fn(x):
-            y = x * 2 + 1
-            y = y.sin().cos()
-            return y, y.view(-1), y[1:]
-
-        call = session.compile(fn)
-        values = []
+@ways(counts=steady(1))
+def an_output_edited_in_place(session):
+    _, call = session.compiled(MLP)
+    with torch.no_grad():
         for batch in session.batches(4, 8):
-            whole, flat, part = call(batch)
-            whole.add_(1)
-            values += [whole, flat, part]
-        return values
+            out = call(batch)
+            yield [out.clone(), out.mul_(2).add_(1)]
 
-    assert_steady(setting.compare(program), captured=1)
+
+@ways(counts=steady(1))
+def outputs_that_share_memory_share_it_for_the_user(session):
+    def fn(x):
+        y = x * 2 + 1
+        y = y.sin().cos()
+        return y, y.view(-1), y[1:]
+
+    call = session.compile(fn)
+    for batch in session.batches(4, 8):
+        whole, flat, part = call(batch)
+        whole.add_(1)
+        yield [whole, flat, part]
+
+
+# ---- results of earlier calls that are still held: few recordings, whatever the number of calls
+
+
+@ways(most={"recordings": 3})
+def held_by_the_loop(session):
+    _, call = session.compiled(MLP)
+    for _ in range(30):
+        out = call(session.randn(4, 8))  # the old result lives until the new one is there
+        yield [out.detach().clone()]
+
+
+@ways(most={"recordings": 7})
+def backward_after_the_next_forward(session):
+    """The first forwards have AOTAutograd's node, since the backward is compiled later: one recording more."""
+    module, call = session.compiled(MLP)
+    pending = call(session.randn(4, 8)).square().mean()
+    for _ in range(30):
+        following = call(session.randn(4, 8)).square().mean()
+        pending.backward()
+        yield gradients(module)
+        pending = following
+
+
+@ways(replays="none", most={"recordings": 10})
+def fresh_parameters_every_call(session):
+    module = session.module(MLP)
+    call = session.compile(lambda params, x: torch.func.functional_call(module, params, (x,)))
+    kept = []  # else memory would come back at the same addresses
+    for _ in range(40):
+        kept.append(
+            {n: torch.nn.Parameter(session.randn(*p.shape)) for n, p in module.named_parameters()}
+        )
+        yield [call(kept[-1], session.randn(4, 8)).detach()]
+
+
+@ways.everywhere
+def test_ways_to_hold_and_pend(way, program):
+    program.check(way)
 
 
 def test_gradients_of_inputs(setting):
     def program(session):
         _, call = session.compiled(MLP)
-        values = []
         for batch in session.batches(4, 8):
-            batch.requires_grad_()
-            call(batch).square().mean().backward()
-            values.append(batch.grad)
-        return values
+            call(batch.requires_grad_()).square().mean().backward()
+            yield [batch.grad]
 
     counters = setting.compare(program)
     assert_settled(counters)
     assert counters["rescues"] > 0, counters
 
 
-def test_saved_tensor_hooks_move_what_was_saved(setting):
-    def program(session):
-        module, call = session.compiled(MLP)
-        values = []
-        for batch in session.batches(4, 8, count=16):
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-                out = call(batch)
-            out.square().mean().backward()
-            values += programs.gradients(module)
-        return values
+@pytest.mark.parametrize("enough", [False, True])
+def test_results_of_as_many_calls_may_be_held_as_the_option_says(setting, caplog, enough):
+    """Past it they run plainly and say so once."""
 
-    counters = setting.compare(program)
-    assert counters["replays"] > 0, counters
+    def program(session):
+        _, call = session.compiled(MLP)
+        for _ in range(2):
+            held = [call(session.randn(4, 8)) for _ in range(30)]
+        return [h.detach().clone() for h in held]
+
+    with (
+        cgpass.set_defaults(max_pending_calls=64 if enough else 16),
+        caplog.at_level(logging.WARNING, "cgpass"),
+    ):
+        counters = setting.compare(program)
+    said = [r.getMessage() for r in caplog.records if "still referenced" in r.getMessage()]
+    assert len(said) == (not enough), said
+    assert (counters["plain_calls"] == 0) == enough, counters
+    assert enough or counters["recordings"] < 20, counters

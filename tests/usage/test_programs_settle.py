@@ -1,8 +1,7 @@
 """Programs as users write them: after their first steps all calls are replays, and the numbers are those of no graphs.
 
-A program here is a function of a session that makes one step: a function of its number, which returns what a user could
-see of that step. Everything may happen in the first half of its steps; in the second half no call runs without a graph
-and nothing is recorded.
+A program here is a generator, which yields what a user could see of each step. Everything may happen in the first half of
+its steps; in the second half no call runs without a graph and nothing is recorded.
 """
 
 import collections
@@ -25,9 +24,21 @@ import cgpass
 from cgpass import telemetry, torch_private
 from cgpass.errors import OptionError
 from cgpass.options import REMOVED
-from tests.usage.programs import MLP, Block, ConvNet, Counter, Tied, counted, gradients, state
+from tests.usage.programs import (
+    ALL,
+    MLP,
+    Block,
+    ConvNet,
+    Counter,
+    Ways,
+    counted,
+    gradients,
+    learn,
+    sgd,
+    state,
+)
 
-STEPS, SETTLED = 120, 60
+STEPS, SETTLED = 60, 30
 COUNTED = ("warmups", "plain_calls", "recordings", "replays")
 NEVER = COUNTED[:3]
 """What a program that settled does no more."""
@@ -42,40 +53,98 @@ def grown(before):
     return {name: value - before[name] for name, value in counts().items()}
 
 
-def check(setting, make, *, steps=STEPS, settled=SETTLED, **options):
+settles = Ways()
+
+
+def check(setting, program):
     """Run a program with graphs and without: the same bits, and only replays once it has settled."""
     changes = []
 
-    def program(session):
-        step, values = make(session), []
-        for number in range(steps):
+    def for_so_long(session):
+        steps = program(session)
+        for _ in range(STEPS):
             before = counts()
-            values += [value.detach().clone() for value in step(number)]
+            yield [value.detach().clone() for value in next(steps)]
             if session.options["driver"] == setting.driver:
                 changes.append(grown(before))
-        return values
 
-    setting.compare(program, **options)
+    setting.compare(for_so_long)
     unsettled = {
         number: change
         for number, change in enumerate(changes)
-        if number >= settled and any(change[name] for name in NEVER)
+        if number >= SETTLED and any(change[name] for name in NEVER)
     }
     assert not unsettled, unsettled
-    assert len(changes) == steps
-    assert sum(change["replays"] for change in changes[settled:]) > 0
+    assert len(changes) == STEPS
+    assert sum(change["replays"] for change in changes[SETTLED:]) > 0
 
 
-def sgd(module, lr=0.05):
-    return torch.optim.SGD(module.parameters(), lr=lr)
+# ---- several forwards before a backward
 
 
-def stepped(optimizer):
-    optimizer.step()
-    optimizer.zero_grad()
+def unrolled(*lengths):
+    def program(session):
+        cell, call = session.compiled(lambda: nn.RNNCell(8, 8))
+        optimizer = sgd(cell)
+        for length in itertools.cycle(lengths):
+            hidden, loss = session.randn(4, 8), 0
+            for _ in range(length):
+                hidden = call(session.randn(4, 8), hidden)
+                loss = loss + hidden.square().mean()
+            yield learn(cell, loss, optimizer)
+
+    return program
 
 
-# ---- models
+settles.add({"rnn_4": unrolled(4), "rnn_4_and_8": unrolled(4, 8)})
+
+
+@settles(settings=ALL)
+def gru_whose_hidden_state_goes_on(session):
+    cell, call = session.compiled(lambda: nn.GRUCell(8, 8))
+    optimizer, hidden = sgd(cell), session.randn(4, 8)
+    while True:
+        for _ in range(3):
+            hidden = call(session.randn(4, 8), hidden)
+        yield learn(cell, hidden.square().mean(), optimizer)
+        hidden = hidden.detach()
+
+
+@settles()
+def perceptual(session):
+    _, call = session.compiled(lambda: ConvNet().requires_grad_(False).eval())
+    generator, generate = session.compiled(lambda: nn.Conv2d(3, 3, 3, padding=1))
+    optimizer = sgd(generator)
+    while True:
+        image = session.randn(2, 3, 6, 6)
+        loss = (call(generate(image)) - call(image.flip(-1))).square().mean()
+        yield learn(generator, loss, optimizer)
+
+
+@settles()
+def three_pending(session):
+    module, call = session.compiled(MLP)
+    for order in itertools.cycle(itertools.permutations(range(3))):
+        losses = [call(session.randn(4, 8)).square().mean() for _ in order]
+        for index in order:
+            losses[index].backward()
+        yield [*losses, *gradients(module)]
+        module.zero_grad()
+
+
+@settles()
+def dpo(session):
+    policy, call = session.compiled(MLP)
+    judge, optimizer = session.compile(copy.deepcopy(policy).requires_grad_(False)), sgd(policy)
+    while True:
+        chosen, rejected = session.randn(4, 8), session.randn(4, 8)
+        ours = call(chosen).mean() - call(rejected).mean()
+        with torch.no_grad():
+            theirs = judge(chosen).mean() - judge(rejected).mean()
+        yield learn(policy, -F.logsigmoid(ours - theirs), optimizer)
+
+
+# ---- state
 
 
 class Attribute(nn.Module):
@@ -92,34 +161,103 @@ class Attribute(nn.Module):
         return y
 
 
-class AssignedBuffer(nn.Module):
-    """Keeps its state in a buffer that is a new tensor after each call."""
+class AssignedBuffer(Attribute):
+    """Keeps it in a buffer that is a new tensor after each call."""
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(8, 8)
+        del self.prev
         self.register_buffer("prev", torch.zeros(8))
 
-    def forward(self, x):
-        y = torch.tanh(self.linear(x) + self.prev)
-        self.prev = y.detach().mean(0)
-        return y
+
+def stateful(make, *, training):
+    def program(session):
+        module, call = session.compiled(make)
+        optimizer = sgd(module)
+        while True:
+            with torch.set_grad_enabled(training):
+                out = call(session.randn(4, 8))
+            learned = learn(module, out.square().mean(), optimizer) if training else []
+            yield [out, module.prev, *learned]
+
+    return program
 
 
-class RunningMean(nn.Module):
-    """Writes its state in place."""
+settles.add(
+    {
+        f"{make.__name__} {training}": stateful(make, training=training)
+        for make in (Attribute, AssignedBuffer)
+        for training in (True, False)
+    }
+)
+
+
+def trained(make, sizes):
+    def program(session):
+        module, call = session.compiled(make)
+        optimizer = sgd(module)
+        for size in sizes:
+            loss = call(session.randn(*size)).square().mean()
+            yield learn(module, loss, optimizer) + state(module)
+
+    return program
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its blocks in the backward, their dropout among it."""
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.register_buffer("mean", torch.zeros(8))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.blocks = nn.ModuleList(Block(8, dropout=0.2) for _ in range(2))
 
     def forward(self, x):
-        y = self.linear(x)
-        self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
-        self.count += 1
-        return torch.tanh(y - self.mean)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+settles.add(
+    {
+        "checkpoint_inside": trained(Checkpointed, itertools.repeat((2, 3, 8))),
+        "two_batch_sizes": trained(MLP, [(4, 8), (8, 8)] * 30),
+        "growing_sizes": trained(MLP, [(2 + min(number // 4, 6), 8) for number in range(60)]),
+    }
+)
+
+
+# ---- several models
+
+
+@settles()
+def teacher_and_student(session):
+    student, call = session.compiled(MLP)
+    teacher = copy.deepcopy(student).requires_grad_(False)
+    teach, optimizer = session.compile(teacher), sgd(student)
+    while True:
+        batch = session.randn(4, 8)
+        with torch.no_grad():
+            target = teach(batch)
+        values = learn(student, F.mse_loss(call(batch), target + 1), optimizer)
+        with torch.no_grad():
+            torch._foreach_lerp_([*teacher.parameters()], [*student.parameters()], 0.1)
+        yield [*values, *state(teacher)]
+
+
+@settles()
+def gan(session):
+    generator, generate = session.compiled(MLP)
+    critic, judge = session.compiled(lambda: nn.Sequential(MLP(), nn.Linear(8, 1)))
+    optimizers = sgd(generator), sgd(critic)
+    while True:
+        fake = generate(session.randn(4, 8))
+        loss = F.softplus(-judge(session.randn(4, 8))).mean()
+        values = learn(critic, loss + F.softplus(judge(fake.detach())).mean(), optimizers[1])
+        values += learn(generator, F.softplus(-judge(fake)).mean(), optimizers[0])
+        critic.zero_grad()
+        yield [*values, *state(critic)]
+
+
+# ---- weights that change
 
 
 class LoRA(nn.Module):
@@ -136,6 +274,135 @@ class LoRA(nn.Module):
         if self.on:
             y = y + self.up(self.down(x))
         return torch.tanh(y) * 2
+
+
+@settles()
+def lora_switched(session):
+    module, call = session.compiled(LoRA)
+    for number in itertools.count():
+        module.on = number % 3 != 2
+        with torch.set_grad_enabled(module.on):
+            loss = call(session.randn(4, 8)).square().mean()
+        yield learn(module, loss) if module.on else [loss]
+
+
+def swap_data(module, others):
+    for parameter, other in zip(module.parameters(), others, strict=True):
+        parameter.data, other.data = other.data, parameter.data
+
+
+@settles()
+def averages_swapped_in(session):
+    module, call = session.compiled(MLP)
+    optimizer = sgd(module)
+    averages = [p.detach().clone() for p in module.parameters()]
+    for number in itertools.count():
+        values = learn(module, call(session.randn(4, 8)).square().mean(), optimizer)
+        with torch.no_grad():
+            torch._foreach_lerp_(averages, [*module.parameters()], 0.1)
+        if number % 4 == 3:
+            swap_data(module, averages)
+            with torch.no_grad():
+                values.append(call(session.randn(4, 8)))
+            swap_data(module, averages)
+        yield values
+
+
+@settles()
+def sets_of_data_taking_turns(session):
+    """Training goes on in whichever of two sets is there."""
+    module, call = session.compiled(MLP)
+    optimizer = sgd(module)
+    others = [p.detach() + 0.1 for p in module.parameters()]
+    for number in itertools.count():
+        if number % 3 == 2:
+            swap_data(module, others)
+        yield learn(module, call(session.randn(4, 8)).square().mean(), optimizer)
+
+
+@settles()
+def state_loaded_by_assignment(session):
+    module, call = session.compiled(MLP)
+    for number in itertools.count():
+        if number in (10, 20):
+            loaded = {name: value * 1.5 for name, value in module.state_dict().items()}
+            module.load_state_dict(loaded, assign=True)
+        yield learn(module, call(session.randn(4, 8)).square().mean(), sgd(module))
+
+
+def changed_before_each_step(change, make=MLP):
+    def program(session):
+        module, call = session.compiled(make)
+        while True:
+            change(module)
+            yield learn(module, call(session.randn(4, 8)).square().mean())
+
+    return program
+
+
+def new_data(module):
+    """Memory that was freed comes back, as caching allocators give it."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data * 1.01
+
+
+def views_of_one_new_tensor(module):
+    """As where a flat parameter is gathered for every step."""
+    parameters = [*module.parameters()]
+    flat = torch.cat([p.detach().flatten() for p in parameters]) * 1.01
+    parts = flat.split([p.numel() for p in parameters])
+    for parameter, data in zip(parameters, parts, strict=True):
+        parameter.data = data.view_as(parameter)
+
+
+def one_weight_new(module):
+    module.layers[2].weight = nn.Parameter(module.layers[2].weight.detach() * 1.01)
+
+
+class TwoBuffers(nn.Module):
+    """Reads one buffer and writes another."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("old", torch.zeros(8))
+        self.register_buffer("new", torch.ones(8))
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x) + self.old)
+        self.new.copy_(y.detach().mean(0))
+        return y * self.new
+
+
+def buffers_change_places(module):
+    module.old, module.new = module.new, module.old
+
+
+settles.add(
+    {
+        "new_data": changed_before_each_step(new_data),
+        "views_of_one_new_tensor": changed_before_each_step(views_of_one_new_tensor),
+        "one_weight_new": changed_before_each_step(one_weight_new),
+        "buffers_change_places": changed_before_each_step(buffers_change_places, TwoBuffers),
+    }
+)
+
+
+@settles()
+def weights_of_an_inner_loop(session):
+    """As MAML: results of a backward are the weights of the next forward."""
+    module = session.module(MLP)
+    call = session.compile(lambda weights, x: torch.func.functional_call(module, weights, x))
+    optimizer = sgd(module)
+    while True:
+        weights = dict(module.named_parameters())
+        loss = call(weights, session.randn(4, 8)).square().mean()
+        grads = torch.autograd.grad(loss, [*weights.values()])
+        inner = {n: w - 0.1 * g for (n, w), g in zip(weights.items(), grads, strict=True)}
+        yield learn(module, call(inner, session.randn(4, 8)).square().mean(), optimizer)
+
+
+# ---- decoding
 
 
 class Attention(nn.Module):
@@ -156,27 +423,116 @@ class Attention(nn.Module):
 class Cached(nn.Module):
     """The same with a cache of its own."""
 
-    def __init__(self, width=8, length=6):
+    def __init__(self, length=6):
         super().__init__()
-        self.attention = Attention(width)
-        self.register_buffer("keys", torch.zeros(2, length, width))
-        self.register_buffer("values", torch.zeros(2, length, width))
+        self.attention = Attention()
+        self.register_buffer("keys", torch.zeros(2, length, 8))
+        self.register_buffer("values", torch.zeros(2, length, 8))
 
-    def forward(self, x, position):
-        return self.attention(x, position, self.keys, self.values)
+    def forward(self, x, position, values=None):
+        return self.attention(x, position, self.keys, self.values if values is None else values)
 
 
-class Checkpointed(nn.Module):
-    """Recomputes its blocks in the backward, their dropout among it."""
+@settles(settings=ALL)
+def decoding_with_one_cache_that_stays_and_one_made_anew(session):
+    module, call = session.compiled(lambda: Cached().requires_grad_(False))
+    for number in itertools.count():
+        if number % 6 == 0:
+            module.keys.zero_()
+            values = torch.zeros(2, 6, 8, device=session.device)
+        with torch.no_grad():
+            out = call(session.randn(2, 1, 8), session.tensor([number % 6]), values)
+        yield [out, module.keys, values]
 
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(8, dropout=0.2) for _ in range(2))
 
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x
+@settles()
+def wrapper_with_two_caches(session):
+    call = session.wrap(
+        session.module(Attention).requires_grad_(False), static_input_indices=[2, 3]
+    )
+    caches = [[torch.zeros(2, 6, 8, device=session.device) for _ in range(2)] for _ in range(2)]
+    for number in itertools.count():
+        cache = caches[number % 2]
+        with torch.no_grad():
+            out = call(session.randn(2, 1, 8), session.tensor([number // 2 % 6]), *cache)
+        yield [out, *cache]
+
+
+@settles()
+def results_passed_back(session):
+    _, call = session.compiled(MLP)
+    carried = session.randn(4, 8)
+    while True:
+        with torch.no_grad():
+            carried = call(call(call(carried) + 0))
+        yield [carried]
+
+
+@settles()
+def results_passed_back_with_their_graph(session):
+    """A loop that goes on from what it got; every fifth step has a backward."""
+    module, call = session.compiled(MLP)
+    carried = session.randn(4, 8)
+    for number in itertools.count():
+        carried = call(carried)
+        yield [carried.detach()]
+        if number % 5 == 4:
+            yield learn(module, carried.square().mean())
+            carried = session.randn(4, 8)
+
+
+# ---- steps of training
+
+
+@settles()
+def evaluation_in_between(session):
+    module, call = session.compiled(lambda: nn.Sequential(MLP(), nn.Dropout(0.2), MLP()))
+    optimizer = sgd(module)
+    for number in itertools.count():
+        values = learn(module, call(session.randn(4, 8)).square().mean(), optimizer)
+        if number % 5 == 4:
+            module.eval()
+            with torch.no_grad():
+                values += [call(session.randn(6, 8)) for _ in range(3)]
+            module.train()
+        yield values
+
+
+def checkpoint_around(*, use_reentrant):
+    def program(session):
+        module, call = session.compiled(lambda: Block(8, dropout=0.2))
+        optimizer = sgd(module)
+        while True:
+            x = session.randn(2, 3, 8).requires_grad_()
+            out = checkpoint(call, x, use_reentrant=use_reentrant)
+            out = checkpoint(call, out, use_reentrant=use_reentrant)
+            yield [*learn(module, out.square().mean(), optimizer), x.grad]
+
+    return program
+
+
+def zeroed_between(*, set_to_none):
+    def program(session):
+        module, call = session.compiled(MLP)
+        optimizer = sgd(module)
+        while True:
+            loss = call(session.randn(4, 8)).square().mean()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss.backward()
+            yield [loss, *gradients(module)]
+            optimizer.step()
+
+    return program
+
+
+settles.add(
+    {
+        "checkpoint_around": checkpoint_around(use_reentrant=False),
+        "reentrant_checkpoint_around": checkpoint_around(use_reentrant=True),
+        "zeroed_between": zeroed_between(set_to_none=True),
+        "zeroed_between_in_place": zeroed_between(set_to_none=False),
+    }
+)
 
 
 class TwoHeads(nn.Module):
@@ -191,689 +547,68 @@ class TwoHeads(nn.Module):
         return torch.tanh(self.first(x)) + torch.sin(self.second(y))
 
 
-# ---- several forwards before a backward
-
-
-def unrolled(make, lengths):
-    def program(session):
-        cell, call = session.compiled(make)
-        optimizer = sgd(cell)
-
-        def step(number):
-            hidden, loss = session.randn(4, 8), 0
-            for _ in range(lengths[number % len(lengths)]):
-                hidden = call(session.randn(4, 8), hidden)
-                loss = loss + hidden.square().mean()
-            loss.backward()
-            values = [loss.detach(), *gradients(cell)]
-            stepped(optimizer)
-            return values
-
-        return step
-
-    return program
-
-
-def rnn(*lengths):
-    return unrolled(lambda: nn.RNNCell(8, 8), lengths)
-
-
-def gru_whose_hidden_state_goes_on(session):
-    cell, call = session.compiled(lambda: nn.GRUCell(8, 8))
-    optimizer, carried = sgd(cell), [session.randn(4, 8)]
-
-    def step(number):
-        hidden = carried[0]
-        for _ in range(3):
-            hidden = call(session.randn(4, 8), hidden)
-        loss = hidden.square().mean()
-        loss.backward()
-        carried[0] = hidden.detach()
-        values = [loss.detach(), *gradients(cell)]
-        stepped(optimizer)
-        return values
-
-    return step
-
-
-def siamese(session):
-    module, call = session.compiled(MLP)
-    optimizer = sgd(module)
-
-    def step(number):
-        loss = F.cosine_similarity(call(session.randn(4, 8)), call(session.randn(4, 8))).mean()
-        loss.backward()
-        values = [loss.detach(), *gradients(module)]
-        stepped(optimizer)
-        return values
-
-    return step
-
-
-def perceptual(session):
-    _, call = session.compiled(lambda: ConvNet().requires_grad_(False).eval())
-    generator, generate = session.compiled(lambda: nn.Conv2d(3, 3, 3, padding=1))
-    optimizer = sgd(generator)
-
-    def step(number):
-        image = session.randn(2, 3, 6, 6)
-        loss = (call(generate(image)) - call(image.flip(-1))).square().mean()
-        loss.backward()
-        values = [loss.detach(), *gradients(generator)]
-        stepped(optimizer)
-        return values
-
-    return step
-
-
-def three_pending(session):
-    module, call = session.compiled(MLP)
-    orders = list(itertools.permutations(range(3)))
-
-    def step(number):
-        losses = [call(session.randn(4, 8)).square().mean() for _ in range(3)]
-        for index in orders[number % len(orders)]:
-            losses[index].backward()
-        values = [*losses, *gradients(module)]
-        module.zero_grad()
-        return values
-
-    return step
-
-
-def dpo(session):
-    policy, call = session.compiled(MLP)
-    reference = copy.deepcopy(policy).requires_grad_(False)
-    judge, optimizer = session.compile(reference), sgd(policy)
-
-    def step(number):
-        chosen, rejected = session.randn(4, 8), session.randn(4, 8)
-        ours = call(chosen).mean() - call(rejected).mean()
-        with torch.no_grad():
-            theirs = judge(chosen).mean() - judge(rejected).mean()
-        loss = -F.logsigmoid(ours - theirs)
-        loss.backward()
-        values = [loss.detach(), *gradients(policy)]
-        stepped(optimizer)
-        return values
-
-    return step
-
-
-# ---- state
-
-
-def trained(make, make_batch=lambda session, number: session.randn(4, 8)):
-    def program(session):
-        module, call = session.compiled(make)
-        optimizer = sgd(module)
-
-        def step(number):
-            loss = call(make_batch(session, number)).square().mean()
-            loss.backward()
-            values = [loss.detach(), *gradients(module), *state(module)]
-            stepped(optimizer)
-            return values
-
-        return step
-
-    return program
-
-
-def stateful(make):
-    def program(session):
-        module, call = session.compiled(make)
-        optimizer = sgd(module)
-
-        def step(number):
-            loss = call(session.randn(4, 8)).square().mean()
-            loss.backward()
-            values = [loss.detach(), module.prev, *gradients(module)]
-            stepped(optimizer)
-            return values
-
-        return step
-
-    return program
-
-
-def stateful_inference(make):
-    def program(session):
-        module, call = session.compiled(make)
-
-        def step(number):
-            with torch.no_grad():
-                return [call(session.randn(4, 8)), module.prev]
-
-        return step
-
-    return program
-
-
-def two_batch_sizes(session, number):
-    return session.randn(4 + 4 * (number % 2), 8)
-
-
-# ---- several models
-
-
-def teacher_and_student(session):
-    student, call = session.compiled(MLP)
-    teacher = copy.deepcopy(student).requires_grad_(False)
-    teach, optimizer = session.compile(teacher), sgd(student)
-
-    def step(number):
-        batch = session.randn(4, 8)
-        with torch.no_grad():
-            target = teach(batch)
-        loss = F.mse_loss(call(batch), target + 1)
-        loss.backward()
-        values = [loss.detach(), *gradients(student)]
-        stepped(optimizer)
-        with torch.no_grad():
-            for mine, theirs in zip(teacher.parameters(), student.parameters(), strict=True):
-                mine.lerp_(theirs, 0.1)
-        return [*values, *state(teacher)]
-
-    return step
-
-
-def gan(session):
-    generator, generate = session.compiled(MLP)
-    critic, judge = session.compiled(lambda: nn.Sequential(MLP(), nn.Linear(8, 1)))
-    optimizers = sgd(generator), sgd(critic)
-
-    def step(number):
-        fake = generate(session.randn(4, 8))
-        real = judge(session.randn(4, 8))
-        critic_loss = F.softplus(-real).mean() + F.softplus(judge(fake.detach())).mean()
-        critic_loss.backward()
-        stepped(optimizers[1])
-        loss = F.softplus(-judge(fake)).mean()
-        loss.backward()
-        values = [critic_loss.detach(), loss.detach(), *gradients(generator)]
-        stepped(optimizers[0])
-        optimizers[1].zero_grad()
-        return [*values, *state(critic)]
-
-    return step
-
-
-def polyak_targets(session):
-    value, call = session.compiled(lambda: nn.Sequential(MLP(), nn.Linear(8, 1)))
-    target = copy.deepcopy(value)
-    look_ahead, optimizer = session.compile(target), sgd(value)
-
-    def step(number):
-        with torch.no_grad():
-            wanted = session.randn(4, 1) + 0.9 * look_ahead(session.randn(4, 8))
-        loss = F.mse_loss(call(session.randn(4, 8)), wanted)
-        loss.backward()
-        values = [loss.detach(), *gradients(value)]
-        stepped(optimizer)
-        if number % 4 == 3:
-            with torch.no_grad():
-                torch._foreach_lerp_([*target.parameters()], [*value.parameters()], 0.5)
-        return values
-
-    return step
-
-
-def several_optimizers(session):
-    module, call = session.compiled(MLP)
-    weights = [p for p in module.parameters() if p.dim() > 1]
-    biases = [p for p in module.parameters() if p.dim() == 1]
-    optimizers = torch.optim.AdamW(weights, lr=1e-2), torch.optim.SGD(biases, lr=0.1, momentum=0.9)
-
-    def step(number):
-        loss = call(session.randn(4, 8)).square().mean()
-        loss.backward()
-        values = [loss.detach(), *gradients(module)]
-        for optimizer in optimizers:
-            stepped(optimizer)
-        return [*values, *state(module)]
-
-    return step
-
-
-def twelve_layers_that_share_code(session):
-    layers = session.module(lambda: nn.ModuleList(MLP(8, 1) for _ in range(12)))
-    calls, optimizer = [session.compile(layer) for layer in layers], sgd(layers)
-
-    def step(number):
-        x = session.randn(4, 8)
-        for call in calls:
-            x = call(x)
-        loss = x.square().mean()
-        loss.backward()
-        values = [loss.detach(), *gradients(layers)]
-        stepped(optimizer)
-        return values
-
-    return step
-
-
-# ---- weights that change
-
-
-def lora_switched(session):
-    module, call = session.compiled(LoRA)
-
-    def step(number):
-        module.on = number % 3 != 2
-        with torch.set_grad_enabled(module.on):
-            loss = call(session.randn(4, 8)).square().mean()
-        if module.on:
-            loss.backward()
-        values = [loss.detach(), *gradients(module)]
-        module.zero_grad()
-        return values
-
-    return step
-
-
-def frozen_half_way(session):
-    module, call = session.compiled(lambda: nn.Sequential(MLP(), MLP()))
-    optimizer = sgd(module)
-
-    def step(number):
-        if number == SETTLED // 2:
-            module[0].requires_grad_(False)
-        loss = call(session.randn(4, 8)).square().mean()
-        loss.backward()
-        values = [loss.detach(), *gradients(module)]
-        stepped(optimizer)
-        return values
-
-    return step
-
-
-def swap_data(module, others):
-    for parameter, other in zip(module.parameters(), others, strict=True):
-        parameter.data, other.data = other.data, parameter.data
-
-
-def averages_swapped_in(session):
-    module, call = session.compiled(MLP)
-    optimizer = sgd(module)
-    averages = [p.detach().clone() for p in module.parameters()]
-
-    def step(number):
-        loss = call(session.randn(4, 8)).square().mean()
-        loss.backward()
-        values = [loss.detach(), *gradients(module)]
-        stepped(optimizer)
-        with torch.no_grad():
-            torch._foreach_lerp_(averages, [*module.parameters()], 0.1)
-        if number % 4 == 3:
-            swap_data(module, averages)
-            with torch.no_grad():
-                values.append(call(session.randn(4, 8)))
-            swap_data(module, averages)
-        return values
-
-    return step
-
-
-def sets_of_data_taking_turns(session):
-    """Training goes on in whichever of two sets is there."""
-    module, call = session.compiled(MLP)
-    optimizer = sgd(module)
-    others = [p.detach() + 0.1 for p in module.parameters()]
-
-    def step(number):
-        if number % 3 == 2:
-            swap_data(module, others)
-        loss = call(session.randn(4, 8)).square().mean()
-        loss.backward()
-        values = [loss.detach(), *gradients(module)]
-        stepped(optimizer)
-        return values
-
-    return step
-
-
-def state_loaded_by_assignment(session):
-    module, call = session.compiled(MLP)
-
-    def step(number):
-        if number in (20, 40):
-            loaded = {name: value * 1.5 for name, value in module.state_dict().items()}
-            module.load_state_dict(loaded, assign=True)
-        loss = call(session.randn(4, 8)).square().mean()
-        loss.backward()
-        values = [loss.detach(), *gradients(module)]
-        stepped(sgd(module))
-        return values
-
-    return step
-
-
-def data_made_anew_in_every_step(session):
-    """Memory that was freed comes back, as caching allocators give it."""
-    module, call = session.compiled(MLP)
-
-    def step(number):
-        for parameter in module.parameters():
-            parameter.data = parameter.data * 1.01
-        loss = call(session.randn(4, 8)).square().mean()
-        loss.backward()
-        values = [loss.detach(), *gradients(module)]
-        module.zero_grad()
-        return values
-
-    return step
-
-
-def data_taken_from_a_ring(session):
-    """Every parameter lies at one of three places, all of which stay."""
-    module, call = session.compiled(MLP)
-    ring = [[p.detach() * scale for p in module.parameters()] for scale in (1, 0.5, 2)]
-
-    def step(number):
-        for parameter, data in zip(module.parameters(), ring[number % 3], strict=True):
-            parameter.data = data
-        loss = call(session.randn(4, 8)).square().mean()
-        loss.backward()
-        values = [loss.detach(), *gradients(module)]
-        module.zero_grad()
-        return values
-
-    return step
-
-
-# ---- decoding
-
-
-def decoding_with_a_static_cache(session):
-    module, call = session.compiled(lambda: Cached().requires_grad_(False))
-
-    def step(number):
-        if number % 6 == 0:
-            module.keys.zero_()
-            module.values.zero_()
-        with torch.no_grad():
-            out = call(session.randn(2, 1, 8), session.tensor([number % 6]))
-        return [out, module.keys]
-
-    return step
-
-
-def decoding_with_a_cache_made_anew(session):
-    _, call = session.compiled(lambda: Attention().requires_grad_(False))
-    cache = []
-
-    def step(number):
-        if number % 6 == 0:
-            cache[:] = [torch.zeros(2, 6, 8, device=session.device) for _ in range(2)]
-        with torch.no_grad():
-            out = call(session.randn(2, 1, 8), session.tensor([number % 6]), *cache)
-        return [out, *cache]
-
-    return step
-
-
-def wrapper_with_two_caches(session):
-    module = session.module(lambda: Attention().requires_grad_(False))
-    call = session.wrap(module, static_input_indices=[2, 3])
-    caches = [[torch.zeros(2, 6, 8, device=session.device) for _ in range(2)] for _ in range(2)]
-
-    def step(number):
-        with torch.no_grad():
-            cache = caches[number % 2]
-            out = call(session.randn(2, 1, 8), session.tensor([number // 2 % 6]), *cache)
-        return [out, *cache]
-
-    return step
-
-
-def results_passed_back(session):
-    _, call = session.compiled(MLP)
-    carried = [session.randn(4, 8)]
-
-    def step(number):
-        with torch.no_grad():
-            carried[0] = call(carried[0]) + 0
-            carried[0] = call(call(carried[0]))
-        return list(carried)
-
-    return step
-
-
-def results_passed_back_with_their_graph(session):
-    """A loop that goes on from what it got; every fifth step has a backward."""
-    module, call = session.compiled(MLP)
-    carried = [session.randn(4, 8)]
-
-    def step(number):
-        carried[0] = call(carried[0])
-        values = [carried[0].detach()]
-        if number % 5 == 4:
-            carried[0].square().mean().backward()
-            values += gradients(module)
-            module.zero_grad()
-            carried[0] = session.randn(4, 8)
-        return values
-
-    return step
-
-
-# ---- steps of training
-
-
-def evaluation_in_between(session):
-    module, call = session.compiled(lambda: nn.Sequential(MLP(), nn.Dropout(0.2), MLP()))
-    optimizer = sgd(module)
-
-    def step(number):
-        loss = call(session.randn(4, 8)).square().mean()
-        loss.backward()
-        values = [loss.detach(), *gradients(module)]
-        stepped(optimizer)
-        if number % 5 == 4:
-            module.eval()
-            with torch.no_grad():
-                values += [call(session.randn(6, 8)) for _ in range(3)]
-            module.train()
-        return values
-
-    return step
-
-
-def checkpoint_around(use_reentrant):
-    def program(session):
-        module, call = session.compiled(lambda: Block(8, dropout=0.2))
-        optimizer = sgd(module)
-
-        def step(number):
-            x = session.randn(2, 3, 8).requires_grad_()
-            out = checkpoint(call, x, use_reentrant=use_reentrant)
-            out = checkpoint(call, out, use_reentrant=use_reentrant)
-            loss = out.square().mean()
-            loss.backward()
-            values = [loss.detach(), x.grad, *gradients(module)]
-            stepped(optimizer)
-            return values
-
-        return step
-
-    return program
-
-
-def accumulation(session):
-    module, call = session.compiled(MLP)
-    optimizer = sgd(module)
-
-    def step(number):
-        values = []
-        for _ in range(4):
-            loss = call(session.randn(4, 8)).square().mean() / 4
-            loss.backward()
-            values.append(loss.detach())
-        values += gradients(module)
-        stepped(optimizer)
-        return values
-
-    return step
-
-
-def zeroed(when, *, set_to_none):
-    def program(session):
-        module, call = session.compiled(MLP)
-        optimizer = sgd(module)
-
-        def step(number):
-            loss = call(session.randn(4, 8)).square().mean()
-            if when == "between":
-                optimizer.zero_grad(set_to_none=set_to_none)
-            loss.backward()
-            values = [loss.detach(), *gradients(module)]
-            optimizer.step()
-            if when == "after":
-                optimizer.zero_grad(set_to_none=set_to_none)
-            return values
-
-        return step
-
-    return program
-
-
+@settles()
 def tied_at_two_inputs(session):
     """The same tensors as two arguments of a function, and one parameter under two names."""
     module, call = session.compiled(TwoHeads)
-
-    def step(number):
+    while True:
         x = session.randn(4, 8).requires_grad_()
         loss = call(x, x).square().mean() + call(x, session.randn(4, 8)).square().mean()
-        loss.backward()
-        values = [loss.detach(), x.grad, *gradients(module)]
-        module.zero_grad()
-        return values
-
-    return step
+        yield [*learn(module, loss), x.grad]
 
 
-def tied_embedding(session, number):
-    return torch.randint(0, 16, (2, 5), generator=session.generator).to(session.device)
-
-
+@settles()
 def saved_on_cpu(session):
     module, call = session.compiled(MLP)
     optimizer = sgd(module)
-
-    def step(number):
+    for number in itertools.count():
         with save_on_cpu():
-            loss = call(session.randn(4, 8)).square().mean()
-        loss.backward()
-        values = [loss.detach(), *gradients(module)]
-        stepped(optimizer)
-        return values
-
-    return step
+            first = call(session.randn(4, 8))
+            second = call(first)
+        loss = (second if number % 2 else first + second).square().mean()
+        yield learn(module, loss, optimizer)
 
 
-def backward_twice(session):
-    module, call = session.compiled(MLP)
-
-    def step(number):
-        loss = call(session.randn(4, 8)).square().mean()
-        loss.backward(retain_graph=True)
-        values = [loss.detach(), *gradients(module)]
-        loss.backward()
-        values += gradients(module)
-        module.zero_grad()
-        return values
-
-    return step
-
-
-def gradients_of_inputs(session):
-    _, call = session.compiled(MLP)
-
-    def step(number):
-        x = session.randn(4, 8).requires_grad_()
-        (grad,) = torch.autograd.grad(call(x).square().mean(), x)
-        return [grad]
-
-    return step
-
-
-def scaled_loss(session):
-    """As a GradScaler: the scale grows, and steps whose gradients are not finite are left out."""
-    module, call = session.compiled(MLP)
-    optimizer, scale = sgd(module), session.tensor(8.0)
-
-    def step(number):
-        loss = call(session.randn(4, 8)).square().mean()
-        (loss * (scale * (float("inf") if number % 7 == 3 else 1))).backward()
-        values = [loss.detach(), *gradients(module)]
-        grads = [p.grad for p in module.parameters()]
-        torch._foreach_mul_(grads, 1 / scale)
-        if all(grad.isfinite().all() for grad in grads):
-            optimizer.step()
-            scale.mul_(1.01)
-        else:
-            scale.mul_(0.5)
-        optimizer.zero_grad()
-        return values
-
-    return step
-
-
+@settles()
 def written_arguments(session):
     """An argument that is written, sometimes one and the same, sometimes a new one."""
     module, call = session.compiled(Counter)
     kept = session.randn(3)
-
-    def step(number):
+    for number in itertools.count():
         given = kept if number % 3 else session.randn(3)
         with torch.no_grad():
             out = call(session.randn(4, 8), given)
-        return [out, given, module.seen]
-
-    return step
+        yield [out, given, module.seen]
 
 
 # ---- what is held, and what changes while a backward is due
 
 
+@settles()
 def four_graphs_held(session):
     """Every backward comes three steps after its forward."""
     module, call = session.compiled(MLP)
     losses = collections.deque(maxlen=4)
-
-    def step(number):
+    while True:
         losses.append(call(session.randn(4, 8)).square().mean())
         values = list(losses)
-        if len(losses) == 4:
-            losses[0].backward()
-            values += gradients(module)
-            module.zero_grad()
-        return values
-
-    return step
+        yield values + (learn(module, losses[0]) if len(losses) == 4 else [])
 
 
+@settles()
 def backward_that_never_comes(session):
     module, call = session.compiled(MLP)
-
-    def step(number):
+    for number in itertools.count():
         loss = call(session.randn(4, 8)).square().mean()
-        if number % 3:
-            loss.backward()
-        values = [loss, *gradients(module)]
-        module.zero_grad()
-        return values
-
-    return step
+        yield learn(module, loss) if number % 3 else [loss]
 
 
+@settles()
 def gradients_kept(session):
     """A step goes by the gradients of the last three."""
     module, call = session.compiled(MLP)
     kept = collections.deque(maxlen=3)
-
-    def step(number):
+    while True:
         loss = call(session.randn(4, 8)).square().mean()
         loss.backward()
         kept.append([p.grad for p in module.parameters()])
@@ -881,202 +616,66 @@ def gradients_kept(session):
             for parameter, *grads in zip(module.parameters(), *kept, strict=True):
                 parameter -= 0.01 * sum(grads)
         module.zero_grad()
-        return [loss, *(grad for grads in kept for grad in grads)]
-
-    return step
+        yield [loss, *(grad for grads in kept for grad in grads)]
 
 
+@settles(settings=ALL)
 def optimizers_in_the_backward(session):
-    module, call = session.compiled(lambda: nn.Sequential(MLP(), MLP()))
-    for parameter in module.parameters():
-        optimizer = torch.optim.SGD([parameter], lr=0.05)
-        parameter.register_post_accumulate_grad_hook(lambda _, mine=optimizer: stepped(mine))
+    """Each parameter is stepped as soon as its gradient is there, and the gradient dropped."""
+    module, call = session.compiled(MLP)
+    optimizers = {p: torch.optim.AdamW([p], lr=0.01) for p in module.parameters()}
 
-    def step(number):
+    def step(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    while True:
         loss = call(session.randn(4, 8)).square().mean()
         loss.backward()
-        return [loss, *state(module)]
-
-    return step
+        yield [loss, *state(module)]
 
 
+@settles()
 def evaluation_while_a_backward_is_due(session):
     """With other weights among it."""
     module, call = session.compiled(MLP)
     optimizer = sgd(module)
     averages = [p.detach() * 0.9 for p in module.parameters()]
-
-    def step(number):
+    while True:
         loss = call(session.randn(4, 8)).square().mean()
         swap_data(module, averages)
         with torch.no_grad():
-            values = [loss, call(session.randn(4, 8))]
+            values = [call(session.randn(4, 8))]
         swap_data(module, averages)
         with torch.inference_mode():
             values.append(call(session.randn(4, 8)).clone())
-        loss.backward()
-        values += gradients(module)
-        stepped(optimizer)
-        return values
-
-    return step
+        yield values + learn(module, loss, optimizer)
 
 
-def weights_of_an_inner_loop(session):
-    """As MAML: results of a backward are the weights of the next forward."""
-    module = session.module(MLP)
-    call = session.compile(lambda weights, x: torch.func.functional_call(module, weights, x))
-    optimizer = sgd(module)
-
-    def step(number):
-        weights = dict(module.named_parameters())
-        loss = call(weights, session.randn(4, 8)).square().mean()
-        grads = torch.autograd.grad(loss, [*weights.values()])
-        inner = {n: w - 0.1 * g for (n, w), g in zip(weights.items(), grads, strict=True)}
-        loss = call(inner, session.randn(4, 8)).square().mean()
-        loss.backward()
-        values = [loss, *gradients(module)]
-        stepped(optimizer)
-        return values
-
-    return step
+@settles.everywhere
+def test_after_its_first_steps_a_program_only_replays(way, program):
+    check(way, program.program)
 
 
-class TwoBuffers(nn.Module):
-    """Reads one buffer and writes another."""
+# ---- programs that settle otherwise, and what does not grow
+
+
+class RunningMean(nn.Module):
+    """Writes its state in place."""
 
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(8, 8)
-        self.register_buffer("old", torch.zeros(8))
-        self.register_buffer("new", torch.ones(8))
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x):
-        y = torch.tanh(self.linear(x) + self.old)
-        self.new.copy_(y.detach().mean(0))
-        return y * self.new
-
-
-def buffers_that_change_places(session):
-    module, call = session.compiled(TwoBuffers)
-
-    def step(number):
-        loss = call(session.randn(4, 8)).square().mean()
-        loss.backward()
-        module.old, module.new = module.new, module.old
-        values = [loss, *gradients(module), module.old]
-        module.zero_grad()
-        return values
-
-    return step
-
-
-def weights_as_views_of_one_new_tensor(session):
-    """As where a flat parameter is gathered for every step."""
-    module, call = session.compiled(MLP)
-    parameters = [*module.parameters()]
-
-    def step(number):
-        flat = torch.cat([p.detach().flatten() for p in parameters]) * 1.01
-        for parameter, data in zip(
-            parameters, flat.split([p.numel() for p in parameters]), strict=True
-        ):
-            parameter.data = data.view_as(parameter)
-        loss = call(session.randn(4, 8)).square().mean()
-        loss.backward()
-        values = [loss, *gradients(module)]
-        module.zero_grad()
-        return values
-
-    return step
-
-
-def one_weight_new(session):
-    module, call = session.compiled(lambda: nn.Sequential(MLP(), MLP()))
-
-    def step(number):
-        layer = module[1].layers[0]
-        layer.weight = nn.Parameter(layer.weight.detach() * 1.01)
-        loss = call(session.randn(4, 8)).square().mean()
-        loss.backward()
-        values = [loss, *gradients(module)]
-        module.zero_grad()
-        return values
-
-    return step
-
-
-def growing_sizes(session, number):
-    return session.randn(2 + min(number // 8, 6), 8)
-
-
-PROGRAMS = {
-    "four_graphs_held": four_graphs_held,
-    "backward_that_never_comes": backward_that_never_comes,
-    "gradients_kept": gradients_kept,
-    "optimizers_in_the_backward": optimizers_in_the_backward,
-    "evaluation_while_a_backward_is_due": evaluation_while_a_backward_is_due,
-    "inner_loop": weights_of_an_inner_loop,
-    "buffers_that_change_places": buffers_that_change_places,
-    "views_of_one_new_tensor": weights_as_views_of_one_new_tensor,
-    "one_weight_new": one_weight_new,
-    "growing_sizes": trained(MLP, growing_sizes),
-    "rnn_4": rnn(4),
-    "rnn_8": rnn(8),
-    "rnn_4_and_8": rnn(4, 8),
-    "gru": gru_whose_hidden_state_goes_on,
-    "siamese": siamese,
-    "perceptual": perceptual,
-    "three_pending": three_pending,
-    "dpo": dpo,
-    "attribute": stateful(Attribute),
-    "attribute_inference": stateful_inference(Attribute),
-    "assigned_buffer": stateful(AssignedBuffer),
-    "assigned_buffer_inference": stateful_inference(AssignedBuffer),
-    "running_mean": trained(RunningMean),
-    "batch_norm": trained(ConvNet, lambda session, number: session.randn(2, 3, 6, 6)),
-    "two_batch_sizes": trained(MLP, two_batch_sizes),
-    "teacher_and_student": teacher_and_student,
-    "gan": gan,
-    "polyak_targets": polyak_targets,
-    "several_optimizers": several_optimizers,
-    "twelve_layers": twelve_layers_that_share_code,
-    "lora": lora_switched,
-    "frozen_half_way": frozen_half_way,
-    "averages_swapped_in": averages_swapped_in,
-    "sets_of_data": sets_of_data_taking_turns,
-    "assigned_state": state_loaded_by_assignment,
-    "new_data": data_made_anew_in_every_step,
-    "ring_of_data": data_taken_from_a_ring,
-    "static_cache": decoding_with_a_static_cache,
-    "new_cache": decoding_with_a_cache_made_anew,
-    "wrapper_with_two_caches": wrapper_with_two_caches,
-    "results_passed_back": results_passed_back,
-    "results_passed_back_grad": results_passed_back_with_their_graph,
-    "evaluation_in_between": evaluation_in_between,
-    "checkpoint_inside": trained(Checkpointed, lambda session, number: session.randn(2, 3, 8)),
-    "checkpoint_around": checkpoint_around(use_reentrant=False),
-    "reentrant_checkpoint_around": checkpoint_around(use_reentrant=True),
-    "accumulation": accumulation,
-    "zeroed_between": zeroed("between", set_to_none=True),
-    "zeroed_between_in_place": zeroed("between", set_to_none=False),
-    "zeroed_in_place": zeroed("after", set_to_none=False),
-    "tied_at_two_inputs": tied_at_two_inputs,
-    "tied_embedding": trained(Tied, tied_embedding),
-    "saved_on_cpu": saved_on_cpu,
-    "backward_twice": backward_twice,
-    "gradients_of_inputs": gradients_of_inputs,
-    "scaled_loss": scaled_loss,
-    "written_arguments": written_arguments,
-}
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_after_its_first_steps_a_program_only_replays(way, name):
-    check(way, PROGRAMS[name])
-
-
-# ---- programs that settle otherwise, and what does not grow
+        y = self.linear(x)
+        self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        self.count += 1
+        return torch.tanh(y - self.mean)
 
 
 def runners(others=()):

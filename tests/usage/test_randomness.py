@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.usage import programs
-from tests.usage.programs import Block, assert_steady, one_of_each_on_cpu
+from tests.usage.programs import Block, assert_replays, assert_steady, one_of_each_on_cpu
 
 
 def dropout_training(session):
@@ -20,12 +20,9 @@ def dropout_training(session):
     return values
 
 
-def test_dropout(setting):
-    assert_steady(setting.compare(dropout_training), captured=2)
-
-
-def test_dropout_through_inductor(setting):
-    assert_steady(setting.compare(dropout_training, compiler="inductor"), captured=2)
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_dropout(setting, compiler):
+    assert_steady(setting.compare(dropout_training, compiler=compiler), captured=2)
 
 
 def test_a_seed_fixes_a_step(setting):
@@ -63,27 +60,19 @@ def test_restoring_the_generator_repeats_a_step(setting):
 
 
 class Checkpointed(torch.nn.Module):
-    def __init__(self, dropout=0.0):
+    def __init__(self):
         super().__init__()
-        self.first = Block(dropout=dropout)
-        self.second = Block(dropout=dropout)
+        self.blocks = torch.nn.ModuleList(Block(dropout=0.5) for _ in range(2))
 
     def forward(self, x):
-        x = checkpoint(self.first, x, use_reentrant=False)
-        return checkpoint(self.second, x, use_reentrant=False)
-
-
-def test_checkpointed_blocks(setting):
-    counters = setting.compare(programs.train(Checkpointed, programs.rows(2, 6, 16)))
-    assert_steady(counters, captured=2)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
 
 
 def test_checkpointed_blocks_with_dropout(setting):
-    counters = setting.compare(
-        programs.train(lambda: Checkpointed(dropout=0.5), programs.rows(2, 6, 16)), on_skip="silent"
-    )
-    assert counters["partitions_captured"] >= 1, counters
-    assert counters["replays"] == counters["calls"] - counters["warmups"] > 0, counters
+    counters = setting.compare(programs.train(Checkpointed, programs.rows(2, 6, 16)))
+    assert_steady(counters, captured=2)
 
 
 class DroppedRows(torch.nn.Module):
@@ -102,21 +91,28 @@ class DroppedRows(torch.nn.Module):
         return x * 2 / 7
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_recomputed_dropout_through_inductor_drops_what_the_forward_dropped(setting, depth):
+def trained(make, *, dynamic=False):
+    """A program that sees what was dropped in the gradients."""
+
     def program(session):
-        _, call = session.compiled(lambda: DroppedRows(depth))
-        values = []
-        for x in session.batches(8, 16, count=6):
-            x = x.abs().add(0.1).requires_grad_()
+        _, call = session.compiled(make, dynamic=dynamic)
+        for number in range(6):
+            x = session.randn(8 + number % 2 * dynamic, 16).abs().add(0.1).requires_grad_()
             out = call(x)
             out.sum().backward()
             assert torch.equal(out != 0, x.grad != 0)
-            values += [out.detach(), x.grad]
-        return values
+            yield [out.detach(), x.grad]
 
-    counters = setting.compare(program, compiler="inductor", on_skip="silent", min_partition_ops=1)
-    assert counters["replays"] == counters["calls"] - counters["warmups"] > 0, counters
+    return program
+
+
+OPTIONS = {"compiler": "inductor", "on_skip": "silent"}
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_recomputed_dropout_through_inductor_drops_what_the_forward_dropped(setting, depth):
+    program = trained(lambda: DroppedRows(depth))
+    assert_replays(setting.compare(program, **OPTIONS, min_partition_ops=1))
 
 
 @torch.library.custom_op("randomness::unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -156,19 +152,7 @@ def test_an_eager_dropout_draws_what_its_recomputation_draws(setting, make, dyna
         pytest.skip("this torch's own split fails, through Inductor's backend too")
     one_of_each_on_cpu(setting, another=dynamic != (make is DropsFound))
 
-    def program(session):
-        _, call = session.compiled(make, dynamic=dynamic)
-        values = []
-        for number in range(6):
-            x = session.randn(8 + number % 2 * dynamic, 16).abs().add(0.1).requires_grad_()
-            out = call(x)
-            out.sum().backward()
-            assert torch.equal(out != 0, x.grad != 0)
-            values += [out.detach(), x.grad]
-        return values
-
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        counters = setting.compare(
-            program, compiler="inductor", on_skip="silent", min_partition_ops=12
-        )
+        program = trained(make, dynamic=dynamic)
+        counters = setting.compare(program, **OPTIONS, min_partition_ops=12)
     assert counters["partitions_eager"] > 0, counters

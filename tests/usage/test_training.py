@@ -4,7 +4,21 @@ import pytest
 import torch
 
 from tests.usage import programs
-from tests.usage.programs import MLP, Block, ConvNet, FindsRows, ReadsValue, Tied, assert_steady
+from tests.usage.programs import (
+    ATEN,
+    MLP,
+    Block,
+    ConvNet,
+    FindsRows,
+    ReadsValue,
+    Tied,
+    Ways,
+    assert_replays,
+    assert_steady,
+    gradients,
+    learn,
+    steady,
+)
 
 MODELS = {
     "mlp": (MLP, programs.rows(4, 8)),
@@ -28,53 +42,32 @@ def test_training_through_inductor(setting):
     assert_steady(counters, captured=2)
 
 
-def changing_sizes(make, sizes, **kwargs):
+def changing_sizes(sizes, **kwargs):
     def program(session):
-        module, call = session.compiled(make, **kwargs)
-        values = []
+        module, call = session.compiled(MLP, **kwargs)
         for size in sizes:
             out = call(session.randn(size, 8))
-            out.square().mean().backward()
-            values += [out.detach(), *programs.gradients(module)]
-            module.zero_grad(set_to_none=True)
-        return values
+            yield [out.detach(), *learn(module, out.square().mean())]
 
     return program
 
 
 def test_each_size_of_a_dynamic_shape_has_its_recording(setting):
-    sizes = [10, 6, 4] * 3
-    counters = setting.compare(changing_sizes(MLP, sizes, dynamic=True))
+    counters = setting.compare(changing_sizes([10, 6, 4] * 3, dynamic=True))
     assert_steady(counters, captured=2, recordings=6, warmups=6)
 
 
 def test_larger_sizes_that_come_later_have_smaller_ones_recorded_in_their_memory(setting):
-    sizes = [4, 6, 10] * 4
-    counters = setting.compare(changing_sizes(MLP, sizes, dynamic=True))
+    counters = setting.compare(changing_sizes([4, 6, 10] * 4, dynamic=True))
     # 4 and 6 once before a larger one came and once afterwards
     assert_steady(counters, captured=2, recordings=10, warmups=6)
 
 
-def test_shapes_found_to_be_dynamic_are_compiled_once_more(setting):
-    # 4 compiles for 4 alone, 10 for any size: two graphs of two partitions each
-    sizes = [4, 4, 10, 6, 10, 6, 10, 6]
-    counters = setting.compare(changing_sizes(MLP, sizes))
-    assert_steady(counters, captured=4, recordings=6, warmups=6)
-
-
-def test_a_number_read_in_the_middle_splits_forward_and_backward(setting):
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_a_number_read_in_the_middle_splits_forward_and_backward(setting, compiler):
+    program = programs.train(ReadsValue, programs.rows(4, 8))
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        counters = setting.compare(
-            programs.train(ReadsValue, programs.rows(4, 8)), on_skip="silent"
-        )
-    assert_steady(counters, captured=4, eager=2)  # the backward reads the number again
-
-
-def test_a_number_read_in_the_middle_through_inductor(setting):
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        counters = setting.compare(
-            programs.train(ReadsValue, programs.rows(4, 8)), on_skip="silent", compiler="inductor"
-        )
+        counters = setting.compare(program, on_skip="silent", compiler=compiler)
     assert_steady(counters, captured=4, eager=2)  # the backward reads the number again
 
 
@@ -82,56 +75,40 @@ def test_a_size_that_depends_on_data_splits_the_forward(setting):
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         counters = setting.compare(programs.train(FindsRows, programs.rows(4, 8)), on_skip="silent")
     assert counters["partitions_eager"] >= 1
-    assert counters["plain_calls"] == 0
-    assert counters["replays"] == counters["calls"] - counters["warmups"] > 0
+    assert_replays(counters)
 
 
-def test_training_and_evaluation_alternate(setting):
-    def program(session):
-        module, call = session.compiled(ConvNet)
-        values = []
-        for index, batch in enumerate(session.batches(2, 3, 8, 8, count=12)):
-            if index % 2:
-                module.eval()
-                with torch.no_grad():
-                    values.append(call(batch))
-                module.train()
-            else:
-                out = call(batch)
-                out.square().mean().backward()
-                values += [out.detach(), *programs.gradients(module)]
-                module.zero_grad(set_to_none=True)
-        return values + programs.state(module)
-
-    assert_steady(setting.compare(program), captured=3)
+ways = Ways(*ATEN)
+# 4 compiles for 4 alone, 10 for any size: two graphs of two partitions each
+ways.add(
+    {"shapes found to be dynamic": changing_sizes([4, 4, 10, 6, 10, 6, 10, 6])},
+    counts=steady(4, recordings=6, warmups=6),
+)
 
 
-def test_no_grad_alternates_with_training(setting):
-    def program(session):
-        module, call = session.compiled(MLP)
-        values = []
-        for batch in session.batches(4, 8):
-            with torch.no_grad():
-                values.append(call(batch))
-            out = call(batch)
-            out.sum().backward()
-            values += [out.detach(), *programs.gradients(module)]
-        return values
-
-    assert_steady(setting.compare(program), captured=3)
+@ways(counts=steady(4))
+def training_no_grad_and_evaluation_take_turns(session):
+    module, call = session.compiled(ConvNet)
+    for batch in session.batches(2, 3, 8, 8, count=8):
+        with torch.no_grad():
+            yield [call(batch)]
+            module.eval()
+            yield [call(batch)]
+            module.train()
+        out = call(batch)
+        yield [out.detach(), *learn(module, out.square().mean()), *programs.state(module)]
 
 
-def test_two_models_do_not_disturb_each_other(setting):
-    def program(session):
-        first, call_first = session.compiled(MLP)
-        second, call_second = session.compiled(lambda: MLP(depth=3))
-        values = []
-        for batch in session.batches(4, 8):
-            middle = call_first(batch)
-            out = call_second(middle)
-            out.square().mean().backward()
-            values += [middle.detach(), out.detach()]
-            values += programs.gradients(first) + programs.gradients(second)
-        return values
+@ways(counts=steady(4))
+def two_models_do_not_disturb_each_other(session):
+    first, call_first = session.compiled(MLP)
+    second, call_second = session.compiled(lambda: MLP(depth=3))
+    for batch in session.batches(4, 8):
+        middle = call_first(batch)
+        yield [middle.detach(), *learn(second, call_second(middle).square().mean())]
+        yield gradients(first)
 
-    assert_steady(setting.compare(program), captured=4)
+
+@ways.everywhere
+def test_other_ways_to_train(way, program):
+    program.check(way)

@@ -1,6 +1,7 @@
-"""Ways to order forwards, backwards and optimizer steps."""
+"""Ways to order forwards, backwards and optimizer steps, with hooks of every kind."""
 
-import logging
+import collections
+import itertools
 
 import pytest
 import torch
@@ -8,195 +9,66 @@ from torch import nn
 
 from cgpass.errors import DoubleBackwardError
 from tests.usage import programs
-from tests.usage.programs import MLP, Block, ConvNet, assert_replays
+from tests.usage.programs import MLP, Block, ConvNet, Ways, gradients, learn, sgd, state
+
+ways = Ways()
 
 
-def test_any_number_of_forwards_with_some_abandoned_and_some_without_gradient(way):
-    orders = [(0, 1), (2, 0), (1,), (), (3, 1, 0), (0, 1, 2), (2, 1, 0), (0,)]
-
-    def program(session):
-        module, call = session.compiled(MLP)
-        values = []
-        for order in orders:
-            outs = []
-            for batch in session.batches(4, 8, count=max(order, default=1) + 1):
-                outs.append(call(batch))
-                with torch.no_grad():
-                    values.append(call(batch * 2))
-            for number in order:
-                outs[number].square().mean().backward()
-            values += [out.detach() for out in outs]
-            values += programs.gradients(module)
-            module.zero_grad()
-        return values
-
-    way.compare(program)
+@ways()
+def evaluation_in_the_middle_of_an_accumulation(session):
+    module, call = session.compiled(ConvNet)
+    optimizer = sgd(module)
+    values = []
+    for number, batch in enumerate(session.batches(2, 3, 8, 8, count=12)):
+        call(batch).square().mean().backward()
+        if number % 2 == 0:
+            module.eval()
+            with torch.inference_mode():
+                values.append(call(batch).clone())
+            module.train()
+        if number % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return values + state(module)
 
 
-def recurrent(session):
-    """One cell called many times before its backwards; the state goes on, cut off from the past."""
-    cell = session.module(lambda: nn.GRUCell(8, 8))
-    call = session.compile(cell)
-    optimizer = torch.optim.SGD(cell.parameters(), lr=0.1)
-    hidden, values = session.randn(2, 8), []
-    for _ in range(5):
-        outs = []
-        for batch in session.batches(2, 8, count=4):
-            hidden = call(batch, hidden)
-            outs.append(hidden)
-        torch.stack(outs).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        values += [out.detach() for out in outs]
-        hidden = hidden.detach()
-    return values + programs.state(cell)
+@ways()
+def unused_outputs_and_outputs_without_gradient(session):
+    module = session.module(MLP)
 
-
-def test_a_recurrent_cell_with_truncated_backpropagation(slow_way):
-    counters = slow_way.compare(recurrent)
-    assert counters["plain_calls"] <= 1, counters  # a backward may find tensors of a warm-up
-    assert counters["replays"] == counters["calls"] - counters["warmups"] - counters["plain_calls"]
-
-
-def test_two_calls_in_one_loss(way):
-    def program(session):
-        module, call = session.compiled(MLP)
-        values = []
-        for batch in session.batches(4, 8, count=8):
-            left, right = call(batch), call(batch.roll(1))
-            (left - right).square().mean().backward()
-            values += [left.detach(), right.detach(), *programs.gradients(module)]
-            module.zero_grad()
-        return values
-
-    assert_replays(way.compare(program))
-
-
-def test_evaluation_in_the_middle_of_an_accumulation(way):
-    def program(session):
-        module, call = session.compiled(ConvNet)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        values = []
-        for number, batch in enumerate(session.batches(2, 3, 8, 8, count=12)):
-            call(batch).square().mean().backward()
-            if number % 2 == 0:
-                module.eval()
-                with torch.inference_mode():
-                    values.append(call(batch).clone())
-                module.train()
-            if number % 3 == 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        return values + programs.state(module)
-
-    assert_replays(way.compare(program))
-
-
-def test_a_retained_graph_runs_backward_again_after_later_steps(way):
-    def program(session):
-        module, call = session.compiled(MLP)
-        values, retained = [], []
-        for batch in session.batches(4, 8, count=9):
-            loss = call(batch).square().mean()
-            loss.backward(retain_graph=True)
-            retained.append(loss)
-            if len(retained) > 2:
-                retained.pop(0).backward()
-            values += programs.gradients(module)
-            module.zero_grad()
-        return values
-
-    way.compare(program)
-
-
-def two_heads(module):
     def fn(x):
         y = module(x)
-        return y.sin().cos(), y.exp() * 2
+        return y.sin(), y.detach().cos(), (y > 0), y.argmax(-1), y.exp()
 
-    return fn
-
-
-def test_gradients_of_one_of_several_outputs_and_then_of_the_other(way):
-    def program(session):
-        module = session.module(MLP)
-        call = session.compile(two_heads(module))
-        parameters, values = list(module.parameters()), []
-        for number, batch in enumerate(session.batches(4, 8, count=8)):
-            outs = call(batch)
-            first, second = outs if number % 2 else outs[::-1]
-            values += torch.autograd.grad(first.sum(), parameters, retain_graph=number % 3 > 0)
-            if number % 3:
-                values += torch.autograd.grad(second.sum(), parameters)
-        return values
-
-    way.compare(program)
+    call = session.compile(fn)
+    for number, batch in enumerate(session.batches(4, 8, count=8)):
+        used, cut, positive, best, unused = call(batch)
+        assert not cut.requires_grad
+        (unused if number % 3 == 2 else used).mean().backward()
+        yield [cut, positive, best, *gradients(module)]
 
 
-def test_unused_outputs_and_outputs_without_gradient(way):
-    def program(session):
-        module = session.module(MLP)
-
-        def fn(x):
-            y = module(x)
-            return y.sin(), y.detach().cos(), (y > 0), y.argmax(-1), y.exp()
-
-        call = session.compile(fn)
-        values = []
-        for number, batch in enumerate(session.batches(4, 8, count=8)):
-            used, cut, positive, best, unused = call(batch)
-            assert not cut.requires_grad
-            (unused if number % 3 == 2 else used).mean().backward()
-            values += [cut, positive, best, *programs.gradients(module)]
-        return values
-
-    assert_replays(way.compare(program))
-
-
-def test_a_second_derivative_is_a_clear_error(way):
-    torch.compiler.reset()
-    session = way.session()
-    module, call = session.compiled(MLP)
-    for batch in session.batches(4, 8, count=4):
-        batch.requires_grad_()
-        (grad,) = torch.autograd.grad(call(batch).square().sum(), batch, create_graph=True)
-        with pytest.raises(DoubleBackwardError, match=r"double backward\. Call what is differ"):
-            grad.square().sum().backward()
-        expected = torch.autograd.grad(module(batch).square().sum(), batch)
-        torch.testing.assert_close(grad, expected[0])
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_accumulation_over_a_number_of_batches_that_changes(way, set_to_none):
+def accumulation_over_a_number_of_batches_that_changes(*, set_to_none):
     def program(session):
         module, call = session.compiled(MLP)
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-        values = []
         for count in (1, 2, 4, 1, 3, 2, 1):
             optimizer.zero_grad(set_to_none=set_to_none)
             for batch in session.batches(4, 8, count=count):
                 (call(batch).square().mean() / count).backward()
-            values += programs.gradients(module)
+            yield gradients(module)
             optimizer.step()
-        return values + programs.state(module)
+        yield state(module)
 
-    assert_replays(way.compare(program))
+    return program
 
 
-def test_zero_grad_between_forward_and_backward(way):
-    def program(session):
-        module, call = session.compiled(MLP)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        values = []
-        for batch in session.batches(4, 8, count=10):
-            loss = call(batch).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            values.append(loss.detach())
-        return values + programs.state(module)
-
-    assert_replays(way.compare(program))
+ways.add(
+    {
+        f"accumulation {name}": accumulation_over_a_number_of_batches_that_changes(set_to_none=none)
+        for name, none in (("to None", True), ("in place", False))
+    }
+)
 
 
 class Breaks(nn.Module):
@@ -216,114 +88,305 @@ class Breaks(nn.Module):
         return self.third(x + y) + x
 
 
-def test_a_function_with_graph_breaks(way):
-    counters = way.compare(programs.train(Breaks, programs.rows(4, 8), steps=8))
-    assert counters["plain_calls"] == 0, counters
-    assert counters["replays"] > 0, counters
+ways.add(
+    {"a function with graph breaks": programs.train(Breaks, programs.rows(4, 8), steps=8)},
+    replays="some",
+    counts={"plain_calls": 0},
+)
 
 
-class Blocks(nn.Module):
-    def __init__(self, count=4):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(count))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def regional(session):
+@ways(replays="some")
+def one_block_compiled_for_many_layers(session):
     """Each block is compiled in place: one compilation for all, trained with AdamW."""
-    module = session.module(Blocks)
-    for block in module.blocks:
+    module = session.module(lambda: nn.Sequential(*(Block() for _ in range(4))))
+    for block in module:
         block.compile(backend=session.backend, options=session.options)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-    values = []
     for number, batch in enumerate(session.batches(2, 6, 16, count=6)):
+        yield learn(module, module(batch).square().mean(), optimizer)
+        if number % 3 == 2:
+            with torch.no_grad():
+                yield [module(batch)]
+
+
+@ways(replays="some")
+def gradients_that_come_in_are_of_any_layout(session):
+    module, call = session.compiled(MLP)
+    for number, batch in enumerate(session.batches(4, 8, count=12)):
+        incoming = (
+            session.randn(4, 8),
+            session.randn(8, 4).t(),
+            session.randn(1, 8).expand(4, 8),
+            session.randn(4, 16)[:, ::2],
+        )[number % 4]
+        call(batch).backward(incoming)
+        yield [incoming, *gradients(module)]
+        module.zero_grad()
+
+
+@ways()
+def backward_into_chosen_inputs_only(session):
+    module, call = session.compiled(MLP)
+    first, *_, last = module.parameters()
+    for number, batch in enumerate(session.batches(4, 8, count=9)):
+        chosen = ([first], [last], [first, last])[number % 3]
+        call(batch).square().mean().backward(inputs=chosen)
+        yield gradients(module)
+
+
+@ways()
+def an_error_of_the_user_between_forward_and_backward(session):
+    module, call = session.compiled(MLP)
+    for number, batch in enumerate(session.batches(4, 8, count=9)):
+        try:
+            out = call(batch)
+            out.reshape(-1, 7 if number % 3 == 1 else 8).square().mean().backward()
+        except RuntimeError as error:
+            yield [str(error)]
+            continue
+        yield [out.detach(), *gradients(module)]
+
+
+# ---- hooks
+
+
+@ways(replays="some")
+def saved_tensors_are_packed_as_other_dtypes_now_and_then(session):
+    def pack(t):
+        return t.double() if t.is_floating_point() else t
+
+    def unpack(t):
+        return t.float() if t.is_floating_point() else t
+
+    module, call = session.compiled(MLP)
+    for number, batch in enumerate(session.batches(4, 8, count=12)):
+        if number % 4 == 3:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                out = call(batch)
+        else:
+            out = call(batch)
+        yield [out.detach(), *learn(module, out.square().mean())]
+
+
+@ways()
+def hooks_of_tensors_fire_once_a_step(session):
+    module, call = session.compiled(MLP)
+    fired = collections.Counter()
+    for p in module.parameters():
+        p.register_hook(lambda g: (fired.update(["parameter"]), g * 2)[1])
+    for batch in session.batches(4, 8, count=8):
+        fired.clear()
+        batch.requires_grad_()
+        batch.register_hook(lambda g: fired.update(["input"]))
+        out = call(batch)
+        assert not out._backward_hooks
+        out.retain_grad()
+        out.register_hook(lambda g: (fired.update(["output"]), g * 3)[1])
+        learned = learn(module, out.square().mean())
+        yield [out.grad, batch.grad, *learned]
+        assert fired == {"parameter": 4, "input": 1, "output": 1}
+
+
+@ways(replays="some")
+def hooks_of_modules_fire_once_a_step(session):
+    module, fired = session.module(MLP), collections.Counter()
+    module.register_full_backward_hook(lambda m, gin, gout: fired.update(["backward"]))
+    call = session.compile(module)
+    call.register_forward_pre_hook(lambda m, args: fired.update(["before"]))
+    call.register_forward_hook(lambda m, args, out: fired.update(["after"]))
+    module.layers[-1].register_forward_hook(lambda m, args, out: out * 2)
+    for batch in session.batches(4, 8, count=8):
+        fired.clear()
+        out = call(batch.requires_grad_())
+        yield [out.detach(), *learn(module, out.square().mean()), batch.grad]
+        assert fired == {"before": 1, "after": 1, "backward": 1}
+
+
+@ways(replays="some")
+def hooks_of_modules_inside_keep_the_activations(session):
+    module, seen = session.module(MLP), {}
+    for number, layer in enumerate(module.layers):
+        layer.register_forward_hook(lambda m, args, out, n=number: seen.update({n: out}))
+    call = session.compile(module)
+    for batch in session.batches(4, 8, count=8):
+        learned = learn(module, call(batch).square().mean())
+        yield [*learned, *(activation.detach() for activation in seen.values())]
+
+
+# ---- optimizers
+
+
+@ways()
+def a_gradient_scaler_that_skips_steps(session):
+    """Two steps whose gradients are not finite are skipped, and the scale falls."""
+    module, call = session.compiled(MLP)
+    optimizer = sgd(module)
+    scaler = torch.amp.GradScaler(session.device.type, init_scale=1024.0, growth_interval=2)
+    values = []
+    for number, batch in enumerate(session.batches(4, 8, count=10)):
+        if number in (3, 6):
+            batch[0, 0] = float("inf")
+        optimizer.zero_grad()
+        with torch.autocast(session.device.type, torch.bfloat16):
+            out = call(batch)
+            loss = out.float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        values.append(nn.utils.clip_grad_norm_(module.parameters(), 1.0))
+        scaler.step(optimizer)
+        scaler.update()
+        values += [out.detach(), scaler.get_scale()]
+    scales = [value for value in values if isinstance(value, float)]
+    assert any(after < before for before, after in itertools.pairwise(scales))
+    return values + state(module)
+
+
+@ways()
+def an_optimizer_that_calls_the_model_itself(session):
+    module, call = session.compiled(MLP)
+    optimizer = torch.optim.LBFGS(module.parameters(), lr=0.5, max_iter=4)
+    values = []
+    for batch in session.batches(4, 8, count=4):
+
+        def closure(batch=batch):
+            optimizer.zero_grad()
+            loss = call(batch).square().mean()
+            loss.backward()
+            values.append(loss.detach())
+            return loss
+
+        optimizer.step(closure)
+    return values + state(module)
+
+
+@ways()
+def two_backwards_a_step_at_disturbed_parameters(session):
+    module, call = session.compiled(MLP)
+    optimizer, parameters = sgd(module, momentum=0.9), [*module.parameters()]
+    for batch in session.batches(4, 8, count=6):
+        call(batch).square().mean().backward()
+        uphill = [p.grad for p in parameters]
+        with torch.no_grad():
+            torch._foreach_add_(parameters, uphill, alpha=0.05)
+        optimizer.zero_grad()
+        call(batch).square().mean().backward()
+        with torch.no_grad():
+            torch._foreach_sub_(parameters, uphill, alpha=0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield uphill
+    yield state(module)
+
+
+OPTIMIZERS = {
+    "adamw": lambda p, rate: torch.optim.AdamW(p, lr=0.01),
+    "amsgrad": lambda p, rate: torch.optim.Adam(p, lr=0.01, amsgrad=True, foreach=True),
+    "momentum": lambda p, rate: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "a rate that falls": lambda p, rate: torch.optim.AdamW(p, lr=rate),
+}
+
+
+def a_compiled_optimizer_step(make):
+    def program(session):
+        module, call = session.compiled(MLP)
+        optimizer = make(module.parameters(), session.tensor(0.1))
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        step = session.compile(optimizer.step)
+        for number, batch in enumerate(session.batches(4, 8, count=8)):
+            call(batch).square().mean().backward()
+            step()
+            optimizer.zero_grad(set_to_none=number % 2 == 0)
+            if make is OPTIMIZERS["a rate that falls"]:
+                schedule.step()
+            yield state(module)
+        moments = [each for kept in optimizer.state.values() for each in kept.values()]
+        yield [moment for moment in moments if isinstance(moment, torch.Tensor)]
+
+    return program
+
+
+ways.add(
+    {
+        f"a compiled optimizer step, {name}": a_compiled_optimizer_step(make)
+        for name, make in OPTIMIZERS.items()
+    },
+    replays="some",
+    on_skip="silent",
+)
+
+
+@ways(replays="none", on_skip="silent")
+def a_step_compiled_as_a_whole(session):
+    module = session.module(MLP)
+    optimizer = sgd(module)
+
+    def step(batch):
         loss = module(batch).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        values.append(loss.detach())
-        if number % 3 == 2:
-            with torch.no_grad():
-                values.append(module(batch))
-    return values + programs.state(module)
+        return loss.detach()
+
+    step = session.compile(step)
+    losses = [step(batch) for batch in session.batches(4, 8, count=8)]
+    return losses + state(module)
 
 
-def test_one_block_compiled_for_many_layers(way):
-    counters = way.compare(regional)
-    assert counters["replays"] > counters["plain_calls"], counters
+# ---- attention with dropout whose forward and backward do not both run in graphs
+
+FORWARD = (
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+)
 
 
-def test_more_pending_forwards_than_recordings_are_right_with_one_warning(way, caplog):
-    def program(session):
-        module, call = session.compiled(MLP)
-        values = []
-        for _ in range(3):
-            outs = [call(batch) for batch in session.batches(4, 8, count=24)]
-            for out in outs:
-                out.square().mean().backward()
-            values += [out.detach() for out in outs] + programs.gradients(module)
-            module.zero_grad()
-        return values
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
 
-    with caplog.at_level(logging.WARNING, "cgpass"):
-        counters = way.compare(program)
-    assert counters["replays"] > 0, counters
-    warned = [r.getMessage() for r in caplog.records if "still referenced" in r.getMessage()]
-    assert len(warned) == 1, warned
+    def forward(self, x):
+        q = (x @ self.weight).view(2, 6, 2, 8).transpose(1, 2).sin()
+        mixed = nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.3)
+        return x + mixed.transpose(1, 2).reshape(2, 6, 16).cos()
 
 
-def test_gradients_that_come_in_are_of_any_layout(way):
-    def program(session):
-        module, call = session.compiled(MLP)
-        values = []
-        for number, batch in enumerate(session.batches(4, 8, count=12)):
-            out = call(batch)
-            incoming = (
-                session.randn(4, 8),
-                session.randn(8, 4).t(),
-                session.randn(1, 8).expand(4, 8),
-                session.randn(4, 16)[:, ::2],
-            )[number % 4]
-            out.backward(incoming)
-            values += [incoming, *programs.gradients(module)]
-            module.zero_grad()
-        return values
-
-    counters = way.compare(program)
-    assert counters["replays"] > 0, counters
+for half, unsafe in (("forward", FORWARD), ("backward", [f"{op}_backward" for op in FORWARD])):
+    attended = programs.train(Attention, programs.rows(2, 6, 16))
+    ways.add(
+        {f"attention whose {half} is eager": attended},
+        replays="some",
+        unsafe_ops=unsafe,
+        on_skip="silent",
+        min_partition_ops=1,
+    )
 
 
-def test_backward_into_chosen_inputs_only(way):
-    def program(session):
-        module, call = session.compiled(MLP)
-        first, *_, last = module.parameters()
-        values = []
-        for number, batch in enumerate(session.batches(4, 8, count=9)):
-            chosen = ([first], [last], [first, last])[number % 3]
-            call(batch).square().mean().backward(inputs=chosen)
-            values += programs.gradients(module)
-        return values
-
-    assert_replays(way.compare(program))
+@ways(replays="some", on_skip="silent")
+def backwards_of_more_forwards_than_there_is_memory_for(session):
+    """Past the limit calls run plainly, their backwards and forwards not always alike."""
+    module, call = session.compiled(Attention)
+    for count in (3, 20, 2, 1):
+        outs = [call(x) for x in session.batches(2, 6, 16, count=count)]
+        for out in reversed(outs):
+            out.square().mean().backward()
+        yield [*(out.detach() for out in outs), *gradients(module)]
+        module.zero_grad()
 
 
-def test_an_error_of_the_user_between_forward_and_backward(way):
-    def program(session):
-        module, call = session.compiled(MLP)
-        values = []
-        for number, batch in enumerate(session.batches(4, 8, count=9)):
-            try:
-                out = call(batch)
-                loss = out.reshape(-1, 7 if number % 3 == 1 else 8).square().mean()
-                loss.backward()
-            except RuntimeError as error:
-                values.append(str(error))
-                continue
-            values += [out.detach(), *programs.gradients(module)]
-        return values
+@ways.everywhere
+def test_ways_to_train(way, program):
+    program.check(way)
 
-    assert_replays(way.compare(program))
+
+def test_a_second_derivative_is_a_clear_error(way):
+    session = way.session()
+    module, call = session.compiled(MLP)
+    for batch in session.batches(4, 8, count=4):
+        batch.requires_grad_()
+        (grad,) = torch.autograd.grad(call(batch).square().sum(), batch, create_graph=True)
+        with pytest.raises(DoubleBackwardError, match=r"double backward\. Call what is differ"):
+            grad.square().sum().backward()
+        expected = torch.autograd.grad(module(batch).square().sum(), batch)
+        torch.testing.assert_close(grad, expected[0])

@@ -1,10 +1,11 @@
-"""Ways to use `CUDAGraphWrapper`: inputs that are written, wrappers inside wrappers, outputs held."""
+"""Ways to use `CUDAGraphWrapper`: inputs that are written, wrappers inside wrappers, outputs held, modes of torch's."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from cgpass.errors import OutputError
+from tests.usage.programs import ATEN, Ways
 
 
 def counts(call):
@@ -178,20 +179,6 @@ def test_an_input_that_is_given_another_shape(setting, change, caplog):
     assert "input 0 is given another shape, other strides or other memory" in caplog.text
 
 
-def test_writes_that_no_counter_counts(setting):
-    def program(session):
-        def normalised(x, mean, var):
-            return F.batch_norm(x, mean, var, training=True).sin()
-
-        call, values = session.wrap(normalised), []
-        mean, var = session.randn(4), session.randn(4).abs()
-        for _ in range(6):
-            values += [call(session.randn(8, 4), mean, var), mean.clone(), var.clone()]
-        return values
-
-    assert setting.compare(program)["replays"] > 0
-
-
 def average(first, second, new_first, new_second):
     torch._foreach_lerp_([first, second], [new_first, new_second], 0.1)
 
@@ -219,39 +206,94 @@ IN_VAIN = {
 }
 
 
-@pytest.mark.parametrize("kind", IN_VAIN)
-@pytest.mark.parametrize("static", [False, True])
-def test_writes_that_change_nothing_at_first(setting, kind, static):
+def writes_that_change_nothing_at_first(kind, *, static):
     def program(session):
         state = session.batches(4, count=2 if kind == "average" else 1)
         call = session.wrap(IN_VAIN[kind], static_input_indices=range(len(state)) if static else ())
-        values = []
         for number in range(6):
             if kind == "average":  # which begins as a copy
                 new = [t + number for t in state] if number > 1 else [t.clone() for t in state]
             else:
                 new = [session.randn(4) * max(0, number - 1)]
             call(*state, *new)
-            values += [t.clone() for t in state]
-        return values
+            yield [t.clone() for t in state]
 
-    assert setting.compare(program)["replays"] > 0
+    return program
 
 
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("training", [False, True])
-def test_statistics_that_do_not_change_at_first(setting, static, training):
+def statistics_that_do_not_change_at_first(*, static, training):
+    """No counter counts that they are written."""
+
     def program(session):
         fn = lambda mean, var, x: F.batch_norm(x, mean, var, training=training) * 2  # noqa: E731
         call = session.wrap(fn, static_input_indices=(0, 1) if static else ())
-        mean, var, values = session.randn(3) * 0, session.randn(3).abs(), []
+        mean, var = session.randn(3) * 0, session.randn(3).abs()
         for number in range(6):
             x = session.randn(4, 3)
             x = (x - x.mean(0)) * 0 + max(0, number - 1)
-            values += [call(mean, var, x), mean.clone(), var.clone()]
-        return values
+            yield [call(mean, var, x), mean.clone(), var.clone()]
 
-    assert setting.compare(program)["replays"] > 0
+    return program
+
+
+ways = Ways(*ATEN)
+for static in (False, True):
+    ways.add(
+        {
+            f"{kind} {static}": writes_that_change_nothing_at_first(kind, static=static)
+            for kind in IN_VAIN
+        }
+        | {
+            f"statistics {static} {training}": statistics_that_do_not_change_at_first(
+                static=static, training=training
+            )
+            for training in (False, True)
+        },
+        replays="some",
+    )
+
+
+@ways(replays="some")
+def a_transform_and_a_mode_inside(session):
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **kwargs or {})
+
+    def fn(total, x):
+        with Mode():
+            torch.func.vmap(lambda t, v: t.add_(v))(total, x)
+
+    call, total = session.wrap(fn), session.randn(3, 4)
+    for number in range(6):
+        call(total, session.randn(3, 4) * (number // 2))
+        yield [total.clone()]
+
+
+@ways(replays="some")
+def the_default_dtype_belongs_to_the_signature(session):
+    call = session.wrap(lambda x: (torch.zeros(4, device=x.device) + x).sin() + 1)
+    for number in range(12):
+        torch.set_default_dtype((torch.float32, torch.float64)[number % 2])
+        try:
+            out = call(session.randn(4).half())
+        finally:
+            torch.set_default_dtype(torch.float32)
+        yield [out]
+
+
+@ways(replays="some")
+def autocast_belongs_to_the_signature(session):
+    weight = session.randn(4, 4)
+    call = session.wrap(lambda x: (x @ weight).sin() + torch.zeros(4, device=x.device))
+    for number in range(16):
+        with torch.autocast(session.device.type, torch.bfloat16, enabled=number % 2 == 1):
+            out = call(session.randn(3, 4))
+        yield [out]
+
+
+@ways.everywhere
+def test_ways_to_wrap(way, program):
+    program.check(way)
 
 
 def test_a_read_neighbour_of_a_written_input_is_not_written(setting):
@@ -262,83 +304,6 @@ def test_a_read_neighbour_of_a_written_input_is_not_written(setting):
         call(both[0], both[1].clone())
     (recording,) = call._runner.table.all()
     assert recording.written == {0}
-
-
-def test_a_transform_and_a_mode_inside(setting):
-    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            return func(*args, **kwargs or {})
-
-    def fn(total, x):
-        with Mode():
-            torch.func.vmap(lambda t, v: t.add_(v))(total, x)
-
-    def program(session):
-        call, values = session.wrap(fn), []
-        total = session.randn(3, 4)
-        for number in range(6):
-            call(total, session.randn(3, 4) * (number // 2))
-            values.append(total.clone())
-        return values
-
-    assert setting.compare(program)["replays"] > 0
-
-
-def test_a_fused_optimizer_step(setting):
-    def program(session):
-        def step(parameter, gradient, momentum):
-            torch._fused_sgd_(
-                [parameter],
-                [gradient],
-                [momentum],
-                weight_decay=0.0,
-                momentum=0.9,
-                lr=0.1,
-                dampening=0.0,
-                nesterov=False,
-                maximize=False,
-                is_first_step=False,
-            )
-            return parameter.sum()
-
-        call, values = session.wrap(step), []
-        parameter, momentum = session.randn(8), session.randn(8)
-        for _ in range(6):
-            values += [call(parameter, session.randn(8), momentum), parameter.clone()]
-        return [*values, momentum]
-
-    assert setting.compare(program)["replays"] > 0
-
-
-def test_the_default_dtype_belongs_to_the_signature(setting):
-    def program(session):
-        call = session.wrap(lambda x: (torch.zeros(4, device=x.device) + x).sin() + 1)
-        values = []
-        for number in range(12):
-            torch.set_default_dtype((torch.float32, torch.float64)[number % 2])
-            try:
-                values.append(call(session.randn(4).half()))
-            finally:
-                torch.set_default_dtype(torch.float32)
-        return values
-
-    assert setting.compare(program)["replays"] > 0
-
-
-def test_autocast_belongs_to_the_signature(setting):
-    def program(session):
-        weight = session.randn(4, 4)
-
-        def fn(x):
-            return (x @ weight).sin() + torch.zeros(4, device=x.device)
-
-        call, values = session.wrap(fn), []
-        for number in range(16):
-            with torch.autocast(session.device.type, torch.bfloat16, enabled=number % 2 == 1):
-                values.append(call(session.randn(3, 4)))
-        return values
-
-    assert setting.compare(program)["replays"] > 0
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -397,3 +362,68 @@ def test_what_an_inner_compiled_function_returns_is_the_recordings_own(setting):
         torch.testing.assert_close(second.cpu(), expected + 1)
     (recording,) = call._runner.table.all()
     assert recording._outside == {}
+
+
+# ---- modes of torch's: what they decide is in the graph, or asks for another one
+
+
+@pytest.mark.parametrize("inside", ["nothing", "decorated", "made before", "with its cache"])
+@pytest.mark.parametrize("static", [False, True])
+def test_weights_that_autocast_has_cast_before_are_cast_in_the_graph(setting, static, inside):
+    """What it keeps of one block would be read in every replay, whatever the weight is by then."""
+    session = setting.session()
+    linear = session.module(lambda: torch.nn.Linear(4, 4))
+
+    def fn(x, weight):
+        weight = weight if static else linear.weight
+        return torch.nn.functional.linear(x, weight).sin() * 2
+
+    kind = setting.device.type
+    ready = torch.autocast(kind, torch.bfloat16)
+    if inside == "decorated":
+        fn = torch.autocast(kind, torch.bfloat16)(fn)
+    elif inside != "nothing":
+        plain = fn
+
+        def fn(x, weight):
+            again = torch.autocast(kind, torch.bfloat16, cache_enabled=True)
+            with ready if inside == "made before" else again:
+                return plain(x, weight)
+
+    call = session.wrap(fn, static_input_indices=[1])
+    for _ in range(3):
+        x = session.randn(3, 4)
+        with torch.autocast(kind, torch.bfloat16), torch.no_grad():
+            linear(x)  # which casts the weight, too
+            found = [call(x, linear.weight) for _ in range(3)]
+        with torch.autocast(kind, torch.bfloat16), torch.no_grad():
+            assert all(torch.equal(each, fn(x, linear.weight)) for each in found)
+        assert torch.is_autocast_cache_enabled()
+        with torch.no_grad():
+            linear.weight.mul_(1.5)
+    assert call.stats.replays >= 6
+
+
+def test_what_decides_on_kernels_is_part_of_the_signature(setting):
+    def fn(x):
+        return x * 2 if torch.are_deterministic_algorithms_enabled() else x * 3
+
+    session = setting.session()
+    call, x = session.wrap(fn), session.randn(4)
+    for _ in range(3):
+        assert torch.equal(call(x), x * 3)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(3):
+            assert torch.equal(call(x), x * 2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    precision = torch.get_float32_matmul_precision()
+    recordings = call.stats.recordings
+    torch.set_float32_matmul_precision("high" if precision == "highest" else "highest")
+    try:
+        for _ in range(3):
+            assert torch.equal(call(x), x * 3)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert call.stats.recordings == recordings + 1
