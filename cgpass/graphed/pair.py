@@ -321,7 +321,7 @@ class Pair:
         checked = [*saved, *self._take_read(members)]
         wanted = self._take_wanted([*tensors, *members])
         where = wanted, self._edges, results, graph.with_grad
-        fast.attach(_run_backward, call, *where, checked, (), "GraphedBackward", True, False)
+        fast.attach(_run_backward, call, *where, checked, (), "GraphedBackward")
         for n in self._given:
             results[n] = _Given.apply(results[n])
         return results

@@ -367,7 +367,7 @@ COPIED_AS_THEY_ARE: Final = frozenset(
         *("float32", "float64", "complex64", "complex128"),
     )
 )
-"""Dtypes that `torch._foreach_copy_` has kernels for. `_native.cpp` has the same list.
+"""Dtypes that `torch._foreach_copy_` has kernels for.
 
 Source: aten/src/ATen/native/cuda/ForeachBinaryOpList.cu `foreach_tensor_copy_list_kernel_cuda_`, 2.11.
 """

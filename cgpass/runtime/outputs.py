@@ -28,7 +28,13 @@ import torch
 
 from cgpass import torch_private
 from cgpass.runtime import fast
-from cgpass.runtime.inputs import bytes_of, layout_of, num_bytes, overlaps_itself
+from cgpass.runtime.inputs import (
+    COPIED_AS_THEY_ARE,
+    bytes_of,
+    layout_of,
+    num_bytes,
+    overlaps_itself,
+)
 
 
 @dataclass(eq=False)
@@ -44,6 +50,11 @@ class _Block:
     """Whether the user gets an output on it."""
     internal: bool = False
     """Whether other partitions or the backward get one."""
+
+
+def _watches(watch: bytes) -> list[bytes]:
+    """What is known of each storage: see `fast.Watch`."""
+    return [watch[at : at + 24] for at in range(0, len(watch), 24)]
 
 
 class OutputMemory:
@@ -91,8 +102,8 @@ class OutputMemory:
 
     def held(self, among: Iterable[int] | None = None) -> list[int]:
         """Numbers of the blocks that somebody holds."""
-        found = fast.held(*self.watch)
-        return found if among is None else [k for k in among if k in found]
+        now, before = _watches(fast.watched(self.watch[0])), _watches(self.watch[1])
+        return [k for k in (range(len(now)) if among is None else among) if now[k] != before[k]]
 
     def _in_place(self, blocks: Iterable[int]) -> list[int]:
         """Blocks whose stand-ins were not enlarged, emptied or shared by who holds them."""
@@ -158,11 +169,9 @@ class OutputMemory:
     def _count_again(self, blocks: Collection[int]) -> None:
         """Count references to the stand-ins of blocks that nobody holds."""
         storages = tuple([block.base.untyped_storage() for block in self._blocks])
-        now, before = array("q", fast.watched(storages)), array("q", self.watch[1])
-        for k in range(len(before) // 3):
-            if k not in blocks:
-                now[3 * k : 3 * k + 3] = before[3 * k : 3 * k + 3]
-        self.watch = (storages, now.tobytes())
+        now, before = _watches(fast.watched(storages)), _watches(self.watch[1])
+        kept = [new if k in blocks else before[k] for k, new in enumerate(now)]
+        self.watch = (storages, b"".join(kept))
 
     # ---- who owns it
 
@@ -309,7 +318,7 @@ class CopyOut:
         for n, tensor in own:
             storage = tensor.untyped_storage()
             alone = shared[storage.data_ptr()] == 1 and not overlaps_itself(tensor)
-            if alone or not tensor.numel():
+            if tensor.dtype in COPIED_AS_THEY_ARE and (alone or not tensor.numel()):
                 simple.setdefault(tensor.dtype, []).append(n)
                 self.copied_bytes += num_bytes(tensor)
                 continue
