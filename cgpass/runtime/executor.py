@@ -120,7 +120,8 @@ class Executor:
         self._is_backward = any(runner.is_backward for runner in runners)
         self._stats = runners[0].stats if runners else CallStats()
         self._owns = any(runner.owns_outputs for runner in runners)
-        self._copies: tuple[list[int], CopyOut] | None = None
+        self._visible = sorted(plan.visible)
+        self._copies: tuple[list[int | None], CopyOut] | None = None
         """Births of the recordings that made the last results, and what copied these."""
         self._tell_uses()
 
@@ -181,22 +182,12 @@ class Executor:
         self, owner: Owner, results: list[Any], recordings: Sequence[Recording | None]
     ) -> None:
         """Put copies of what lies in the pool into a call's results, for users to own."""
-        births = [0 if each is None else each.birth for each in recordings]
-        visible = [n for n in sorted(self.plan.visible) if isinstance(results[n], torch.Tensor)]
-        if self._copies is None or self._copies[0] != births:
-            made = {
-                step.outputs[k]
-                for step, recording in zip(self.plan.steps, recordings, strict=True)
-                if recording is not None
-                for k in recording.own
-            }
-            own = [n for n in visible if self.plan.outputs[n] in made]
-            self._copies = births, CopyOut(results, own)
+        own = [n for n in self._visible if isinstance(results[n], torch.Tensor)]
+        own = [n for n in own if owner.is_pool_storage(results[n])]
+        births = [None if each is None else each.birth for each in recordings]
+        if None in births or self._copies is None or self._copies[0] != births:
+            self._copies = births, CopyOut(results, own)  # eager steps may return views of others
         copies = self._copies[1]
-        others = [n for n in visible if n not in copies.positions]  # their places are never known
-        others = [n for n in others if owner.is_pool_storage(results[n])]
-        if others:
-            copies = CopyOut(results, [*copies.positions, *others])
         copies.run(results)
         self._stats.copied_bytes += copies.copied_bytes
 

@@ -389,10 +389,7 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
         torch._foreach_copy_(list(targets), list(sources))
         return
     for target, source in zip(targets, sources, strict=True):
-        if source.is_conj() or source.is_quantized:
-            target.copy_(source)
-        else:
-            as_bits(target).copy_(as_bits(source))
+        as_bits(target).copy_(as_bits(source.resolve_conj()))
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:

@@ -225,38 +225,30 @@ class InputAlias:
 
     index: int
     identity: bool
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
+    layout: tuple[Any, ...]
+    """See `layout_of`."""
     offset_bytes: int
     """From the input's first element to the output's."""
-    conj: bool
-    neg: bool
 
-    def is_plain_view_of(self, value: torch.Tensor) -> bool:
-        """Whether `fast.views` makes this output of an input like `value`."""
-        lazy = self.conj or self.neg or value.is_conj() or value.is_neg()
-        return not self.identity and not lazy and self.dtype == value.dtype
-
-    def as_view(self) -> fast.ViewSpec:
-        """This output, for `fast.views`."""
-        return self.index, self.size, self.stride, self.offset_bytes // self.dtype.itemsize
-
-    def _start(self, value: torch.Tensor) -> int:
-        return int(value.storage_offset()) * value.dtype.itemsize + self.offset_bytes
-
-    def fits(self, value: torch.Tensor) -> bool:
-        """Whether this output can be made of `value`: another dtype may not start just anywhere."""
-        return self._start(value) % self.dtype.itemsize == 0
+    def view_of(self, value: torch.Tensor) -> fast.ViewSpec | None:
+        """This output for `fast.views`, if that makes it of an input like `value`."""
+        size, stride, dtype, bits = self.layout
+        if self.identity or any(bits) or layout_of(value)[2:] != (dtype, bits):
+            return None
+        return self.index, size, stride, self.offset_bytes // dtype.itemsize
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
-        """The output for a call whose input is `value`, unless it is a plain view of it."""
-        if self.identity:
-            return value
-        out = torch.empty(0, dtype=self.dtype, device=value.device)
-        start = self._start(value) // self.dtype.itemsize
-        out.set_(value.untyped_storage(), start, self.size, self.stride)
-        return torch_private.with_lazy_bits(out, conj=self.conj, neg=self.neg)
+        """The output for a call whose input is `value`, unless it is that or a plain view of it."""
+        size, stride, dtype, (conj, neg) = self.layout
+        first = int(value.storage_offset()) * value.dtype.itemsize + self.offset_bytes
+        start, rest = divmod(first, dtype.itemsize)
+        if rest:
+            raise RuntimeError(
+                f"an input is returned as {dtype}, but begins at byte {first} of its storage, no multiple of {dtype.itemsize}"
+            )
+        out = torch.empty(0, dtype=dtype, device=value.device)
+        out.set_(value.untyped_storage(), start, size, stride)
+        return torch_private.with_lazy_bits(out, conj=conj, neg=neg)
 
 
 def alias_of_input(
@@ -269,12 +261,10 @@ def alias_of_input(
         index = next((i for i, value in enumerate(inputs) if value is output), None)
         if index is None:
             return None
-    source, size, stride = inputs[index], tuple(output.size()), output.stride()
-    itemsize = output.dtype.itemsize
-    offset = output.storage_offset() * itemsize - source.storage_offset() * source.dtype.itemsize
-    same = offset == 0 and layout_of(output) == layout_of(source)
-    bits = output.is_conj(), output.is_neg()
-    return InputAlias(index, same, output.dtype, size, stride, offset, *bits)
+    source, layout = inputs[index], layout_of(output)
+    offset = output.storage_offset() * output.dtype.itemsize
+    offset -= source.storage_offset() * source.dtype.itemsize
+    return InputAlias(index, offset == 0 and layout == layout_of(source), layout, offset)
 
 
 # ---- copies
@@ -296,7 +286,6 @@ class CopyOut:
     """
 
     def __init__(self, results: Sequence[Any], positions: Sequence[int]) -> None:
-        self.positions = tuple(positions)
         first: dict[int, int] = {}
         own: list[tuple[int, torch.Tensor]] = []
         self._twins: list[tuple[int, int]] = []

@@ -9,7 +9,8 @@ Note [Placeholders are shared]
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,9 +20,12 @@ from cgpass.runtime import fast
 from cgpass.runtime.driver import BoxedCallable, CapturedGraph
 from cgpass.runtime.inputs import Layout, Placeholder, copies_in, layout_of, num_bytes, place_of
 from cgpass.runtime.outputs import CopyOut, InputAlias, OutputMemory, alias_of_input, part_of
-from cgpass.runtime.owner import MovesApart, Owner
+from cgpass.runtime.owner import Owner
 from cgpass.runtime.writes import SaidToBeWritten, Watched, counting, has_place
 from cgpass.telemetry import CallStats
+
+if TYPE_CHECKING:
+    from cgpass.runtime.partition import PartitionRunner
 
 
 class Recording:
@@ -30,7 +34,7 @@ class Recording:
     Whoever calls `run` checks before that a call's inputs match.
     """
 
-    backward: MovesApart | None = None
+    backward: "PartitionRunner | None" = None
     """What made it, if its gradients can have a pool that forwards don't write. See `Owner.rescue`."""
     made_for: tuple[int, ...] = ()
     """Identities of the storages that it reads in place: of layers whose parameters come to one place in turn, one's."""
@@ -134,15 +138,11 @@ class Recording:
         """Outputs that are (views of) inputs."""
         self.viewed = frozenset(a.index for _, a in aliases if not a.identity)
         """Inputs that outputs are views of; such outputs are laid out as if the inputs were as they were."""
-        views = [(n, a) for n, a in aliases if a.is_plain_view_of(staged[a.index])]
-        self._views_at = tuple(n for n, _ in views)
-        self._views = tuple(a.as_view() for _, a in views)
-        same = [(n, a) for n, a in aliases if a.identity]
-        self._same_at = tuple(n for n, _ in same)
-        self._same_of = fast.taker(tuple(a.index for _, a in same))
-        fast_ones = {*self._views_at, *self._same_at}
-        self._other_aliases = [(n, a) for n, a in aliases if n not in fast_ones]
-        self._retyped = [a for _, a in aliases if a.dtype != staged[a.index].dtype]
+        same = {n: a.index for n, a in aliases if a.identity}
+        self._same_at, self._same_of = tuple(same), fast.taker(tuple(same.values()))
+        views = {n: spec for n, a in aliases if (spec := a.view_of(staged[a.index])) is not None}
+        self._views_at, self._views = tuple(views), tuple(views.values())
+        self._other_aliases = [(n, a) for n, a in aliases if n not in same and n not in views]
 
     def seal(self) -> None:
         """Note that nobody but this recording holds its outputs; to be called once, last of all."""
@@ -175,14 +175,10 @@ class Recording:
         self._escaping = tuple(tensors[number] for number in first)
 
     def may_replay(self, args: Sequence[Any]) -> bool:
-        """Whether a replay can make its outputs, and writes no inputs that somebody else holds."""
-        if self.closed or (self._retyped and not self.fits(args)):
+        """Whether a replay writes no inputs that somebody else holds."""
+        if self.closed:
             return False
         return not self._consumed or fast.exclusive(args, self._consumed, self._users)
-
-    def fits(self, args: Sequence[Any]) -> bool:
-        """Whether outputs that are inputs seen as another dtype can be made of these; without graphs they raise."""
-        return all(alias.fits(args[alias.index]) for alias in self._retyped)
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """Copy in what moves, replay, and hand out the outputs.
@@ -288,25 +284,17 @@ class Gifts:
         return consumed
 
 
+@dataclass(frozen=True)
 class Recorder:
     """Stages inputs, has the driver record, and takes over what it returns."""
 
-    def __init__(
-        self,
-        fn: BoxedCallable,
-        layout: Layout,
-        owner: Owner,
-        *,
-        opaque: bool,
-        finds_writes: bool,
-        stats: CallStats,
-    ) -> None:
-        self._fn = fn
-        self._layout = layout
-        self._owner = owner
-        self.opaque = opaque
-        self._finds_writes = finds_writes
-        self._stats = stats
+    fn: BoxedCallable
+    layout: Layout
+    owner: Owner
+    opaque: bool
+    finds_writes: bool
+    """Whether to look for inputs that are written, since nobody tells."""
+    stats: CallStats
 
     def record(
         self,
@@ -323,19 +311,26 @@ class Recorder:
         calls wrote, besides those that the layout knows. Raises `CaptureError` where the callable gives an input another
         shape, and `StagingError` where no placeholder can stand for one.
         """
-        owner, layout = self._owner, self._layout
+        owner, layout = self.owner, self.layout
         released = owner.begin_recording(slot)
         gifts = Gifts(owner, slot, args, [i for i in layout.pooled if i not in copied])
         placeholders = self._placeholders(args, sorted({*layout.copied, *copied}))
         staged = [placeholders[i].tensor if i in placeholders else a for i, a in enumerate(args)]
-        if self._finds_writes:
+        if self.finds_writes:
             staged = [counting(value) for value in staged]
         passed = staged.copy()
         gifts.put_into(passed)
-        watched = staged if self._finds_writes else ()
+        watched = staged if self.finds_writes else ()
         before, said = Watched(watched), SaidToBeWritten(watched)
+
+        def fn(args: list[Any]) -> Sequence[Any]:
+            # Inside of the driver's own watching: what it sees lies where the graph has it.
+            with said:
+                return self.fn(args)
+
+        if not self.finds_writes:
+            fn = self.fn
         try:
-            fn = self._watched_by(said) if self._finds_writes else self._fn
             with torch_private.autocast_cache_off():
                 graph, outputs = owner.driver.record(fn, passed, opaque=self.opaque, slot=slot)
         finally:
@@ -351,30 +346,22 @@ class Recorder:
             visible=uses[0],
             read=uses[1],
             consumes=consumes,
-            outside=self._outside(said, outputs, slot) if self._finds_writes else None,
+            outside=self._outside(said, outputs, slot) if self.finds_writes else None,
             released=released,
-            counts_writes=self._finds_writes,
+            counts_writes=self.finds_writes,
             birth=owner.next_birth(),
             slot=slot,
-            stats=self._stats,
+            stats=self.stats,
         )
         del outputs
         recording.seal()
         return recording
 
-    def _watched_by(self, said: SaidToBeWritten) -> BoxedCallable:
-        def fn(args: list[Any]) -> Sequence[Any]:
-            # Inside of the driver's own watching: what it sees lies where the graph has it.
-            with said:
-                return self._fn(args)
-
-        return fn
-
     def _outside(
         self, said: SaidToBeWritten, outputs: Sequence[Any], slot: int
     ) -> dict[int, torch.UntypedStorage]:
         """What the callable read or returned that is neither an input nor made by it, by address."""
-        owner = self._owner
+        owner = self.owner
         found = dict(said.outside)
         found.update(
             (value.untyped_storage().data_ptr(), value.untyped_storage())
@@ -391,14 +378,15 @@ class Recorder:
     def _placeholders(self, args: Sequence[Any], copied: Sequence[int]) -> dict[int, Placeholder]:
         """Copies of inputs. See Note [Placeholders are shared]."""
         numbers: Counter[tuple[Any, ...]] = Counter()
-        found: dict[int, Placeholder] = {}
+        known, found = self.owner.placeholders, dict[int, Placeholder]()
         for i in copied:
-            value, info = args[i], self._layout.infos[i]
-            like = layout_of(value)
-            key = (numbers[like], *like, *(place_of(value) if info.whole_storage else ()))
+            value, info = args[i], self.layout.infos[i]
+            like, whole = layout_of(value), info.whole_storage
+            key = (numbers[like], *like, *(place_of(value) if whole else ()))
             numbers[like] += 1
             try:
-                found[i] = self._placeholder(key, value, whole_storage=info.whole_storage)
+                found[i] = known.get(key) or Placeholder(value, whole_storage=whole)
+                known[key] = found[i]
                 found[i].copy_from(value)
             except (torch.OutOfMemoryError, MemoryError):
                 raise
@@ -406,13 +394,4 @@ class Recorder:
                 raise StagingError(
                     f"{info.name} can't be given memory of fixed address ({type(error).__name__}: {error})"
                 ) from error
-        return found
-
-    def _placeholder(
-        self, key: tuple[Any, ...], value: torch.Tensor, *, whole_storage: bool
-    ) -> Placeholder:
-        known = self._owner.placeholders
-        found = known.get(key)
-        if found is None:
-            found = known[key] = Placeholder(value, whole_storage=whole_storage)
         return found
