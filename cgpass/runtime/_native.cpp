@@ -3,11 +3,9 @@
 
 #define AT_PER_OPERATOR_HEADERS  // half the time to compile
 #include <ATen/EmptyTensor.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_foreach_copy_ops.h>
-#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/flat_hash_map.h>
@@ -300,30 +298,82 @@ PyObject* exclusive(PyObject* const* args) {
 
 // ---- tensors on memory that is there
 
+// That may be resized. Lifetime: owns nothing; the caller keeps the memory alive.
+c10::Storage memory_at(void* address, size_t bytes, at::Device device) {
+  return c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), bytes, at::DataPtr(address, device), c10::GetAllocator(device.type()), true);
+}
+
+at::Tensor bytes_on(const c10::Storage& storage) {
+  const c10::DispatchKeySet keys(c10::computeDispatchKey(at::kByte, at::kStrided, storage.device()));
+  at::Tensor out = at::detail::make_tensor<at::TensorImpl>(
+      c10::Storage(storage), keys, caffe2::TypeMeta::Make<uint8_t>());
+  out.unsafeGetTensorImpl()->set_sizes_contiguous({static_cast<int64_t>(storage.nbytes())});
+  return out;
+}
+
 // stand_in(address, num_bytes, like): memory at an address on the device of like, as bytes that may be resized.
 // Lifetime: owns nothing; the caller keeps the memory alive.
 PyObject* stand_in(PyObject* const* args) {
   void* address = PyLong_AsVoidPtr(args[0]);
   const Py_ssize_t bytes = number_of(args[1]);
-  const c10::Device device = tensor_of(args[2]).device();
-  auto storage = c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), bytes, at::DataPtr(address, device),
-      c10::GetAllocator(device.type()), true);
-  const c10::DispatchKeySet keys(c10::computeDispatchKey(at::kByte, at::kStrided, device));
-  at::Tensor out = at::detail::make_tensor<at::TensorImpl>(
-      c10::Storage(std::move(storage)), keys, caffe2::TypeMeta::Make<uint8_t>());
-  out.unsafeGetTensorImpl()->set_sizes_contiguous({static_cast<int64_t>(bytes)});
-  return THPVariable_Wrap(std::move(out));
+  return THPVariable_Wrap(bytes_on(memory_at(address, bytes, tensor_of(args[2]).device())));
 }
 
-// aliases(tensors): data of each. Lifetime: they hold the same storages, and have version counters of their own, as
-// `Tensor.data` has: what callers write to one call's output concerns no other's.
+// aliases(tensors, leaders): data of each; a leader is the position of the first on the same storage. Lifetime: they hold
+// the same storages. What shares one shares a version counter, made here: what callers write to one call's output concerns
+// no other's. What has no memory gets a storage of its own: its holder may enlarge it.
 PyObject* aliases(PyObject* const* args) {
-  const Items tensors(args[0]);
+  const Items tensors(args[0]), leaders(args[1]);
+  std::vector<c10::VariableVersion> versions;
+  versions.reserve(tensors.size);
   return list_of(tensors.size, [&](Py_ssize_t k) {
-    auto* original = tensors.tensor(k).unsafeGetTensorImpl();
-    return THPVariable_Wrap(at::Tensor(original->shallow_copy_and_detach(c10::VariableVersion(0), true)));
+    const at::Tensor& original = tensors.tensor(k);
+    const Py_ssize_t leader = leaders.number(k);
+    versions.push_back(leader < k ? versions.at(leader) : c10::VariableVersion(0));
+    auto alias = original.unsafeGetTensorImpl()->shallow_copy_and_detach(versions.back(), true);
+    if (original.storage().nbytes() == 0) alias->set_storage_keep_dtype(memory_at(nullptr, 0, original.device()));
+    return THPVariable_Wrap(at::Tensor(std::move(alias)));
   });
+}
+
+// copy_out(results, positions): put copies of strided tensors in their place in a list, on the current stream; returns the
+// bytes copied. Lifetime: the copies are the caller's; what was one tensor, or shared memory, does so again.
+PyObject* copy_out(PyObject* const* args) {
+  const Items results(args[0]), positions(args[1]);
+  struct Copy {
+    at::Tensor bytes;
+    c10::VariableVersion version;
+  };
+  ska::flat_hash_map<const void*, Copy> copies;
+  std::vector<at::Tensor> sources, targets;
+  Py_ssize_t num_bytes = 0;
+  for (Py_ssize_t k = 0; k < positions.size; ++k) {
+    const c10::Storage& storage = results.tensor(positions.number(k)).storage();
+    Copy& copy = copies[storage.unsafeGetStorageImpl()];
+    if (copy.bytes.defined()) continue;
+    sources.push_back(bytes_on(storage));
+    targets.push_back(at::empty_like(sources.back()));
+    copy = {targets.back(), c10::VariableVersion(0)};
+    num_bytes += static_cast<Py_ssize_t>(storage.nbytes());
+  }
+  if (!sources.empty()) at::_ops::_foreach_copy_::call(targets, sources, false);
+  ska::flat_hash_map<PyObject*, PyObject*> twins;
+  Owned made_of(list_of(positions.size, [&](Py_ssize_t k) {
+    PyObject* original = results[positions.number(k)];
+    PyObject*& twin = twins[original];
+    if (twin != nullptr) return Py_NewRef(twin);
+    const at::Tensor& tensor = tensor_of(original);
+    const Copy& copy = copies[tensor.storage().unsafeGetStorageImpl()];
+    auto alias = tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(copy.version, true);
+    alias->set_storage_keep_dtype(copy.bytes.storage());
+    return twin = THPVariable_Wrap(at::Tensor(std::move(alias)));
+  }));
+  for (Py_ssize_t k = 0; k < positions.size; ++k) {
+    PyObject* copy = Py_NewRef(PyList_GET_ITEM(made_of.get(), k));
+    if (PyList_SetItem(args[0], positions.number(k), copy) < 0) throw python_error();
+  }
+  return PyLong_FromSsize_t(num_bytes);
 }
 
 std::vector<int64_t> numbers_of(PyObject* tuple) {
@@ -364,26 +414,6 @@ PyObject* swap_storages(PyObject* const* args) {
     a->set_data_ptr(std::move(from_b));
   }
   Py_RETURN_NONE;
-}
-
-// copies(tensors): copies in memory of their own, on the current stream; lifetime: the caller's. The tensors are of one
-// dtype, which `torch._foreach_copy_` knows, and of one device, and none overlaps itself.
-PyObject* copies(PyObject* const* args) {
-  const Items tensors(args[0]);
-  if (tensors.size == 0) return PyList_New(0);
-  std::vector<at::Tensor> sources, results;
-  for (Py_ssize_t k = 0; k < tensors.size; ++k) sources.push_back(tensors.tensor(k));
-  {
-    const py::gil_scoped_release no_gil;
-    const at::AutoDispatchBelowAutograd below_autograd;
-    const c10::OptionalDeviceGuard guard(sources[0].device());
-    for (const at::Tensor& source : sources) {
-      results.push_back(at::empty_strided(source.sizes(), source.strides(), source.options()));
-    }
-    at::_ops::_foreach_copy_::call(results, sources, false);
-  }
-  return list_of(
-      tensors.size, [&](Py_ssize_t k) { return THPVariable_Wrap(std::move(results[k])); });
 }
 
 // put(into, positions, values): assign one value to each position of a list.
@@ -765,9 +795,9 @@ PyMethodDef methods[] = {
     METHOD(any_held, 2),
     METHOD(any_held_among, 2),
     METHOD(stand_in, 3),
-    METHOD(aliases, 1),
+    METHOD(aliases, 2),
     METHOD(views, 2),
-    METHOD(copies, 1),
+    METHOD(copy_out, 2),
     METHOD(put, 3),
     METHOD(fits, 3),
     METHOD(exclusive, 3),

@@ -1,4 +1,4 @@
-"""Outputs of recordings: the memory that they lie in and who holds it, views of inputs, and copies that callers keep.
+"""Outputs of recordings: the memory that they lie in and who holds it, and views of inputs.
 
 Note [Memory of outputs]
     The driver returns outputs that own blocks of the pool. Callers never get those but aliases of stand-ins, which lie
@@ -19,7 +19,6 @@ Note [Memory of outputs]
 """
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,13 +27,7 @@ import torch
 
 from cgpass import torch_private
 from cgpass.runtime import fast
-from cgpass.runtime.inputs import (
-    COPIED_AS_THEY_ARE,
-    bytes_of,
-    layout_of,
-    num_bytes,
-    overlaps_itself,
-)
+from cgpass.runtime.inputs import bytes_of, layout_of
 
 
 @dataclass(eq=False)
@@ -72,10 +65,13 @@ class OutputMemory:
         by_address: dict[int, _Block] = {}
         self.tensors: list[torch.Tensor] = []
         """Stand-ins, one per output."""
+        self._leaders: list[int] = []
+        """The first stand-in on each one's storage."""
         for number, (output, use) in enumerate(zip(outputs, uses, strict=True)):
             storage = output.untyped_storage()
             if storage.nbytes() == 0:
                 self.tensors.append(output.detach())
+                self._leaders.append(number)
                 continue
             block = by_address.get(storage.data_ptr())
             if block is None:
@@ -85,6 +81,7 @@ class OutputMemory:
             block.members.append(number)
             block.visible |= use[0]
             block.internal |= use[1]
+            self._leaders.append(block.members[0])
             self.tensors.append(torch_private.on_storage(block.base.untyped_storage(), output))
         self.watch: fast.Watch = ((), b"")
         """Storages of the stand-ins. Whoever keeps one of them counts as holding it."""
@@ -93,6 +90,13 @@ class OutputMemory:
     def seal(self) -> None:
         """Note how many references there are to each stand-in while nobody else holds it."""
         self._count_again(range(len(self._blocks)))
+
+    def aliases(self) -> list[torch.Tensor]:
+        """New tensors on the stand-ins' storages, one per output. See `fast.aliases`."""
+        if not torch.is_inference_mode_enabled():
+            return fast.aliases(self.tensors, self._leaders)
+        storages = [(t, t.untyped_storage()) for t in self.tensors]  # made in it: inference tensors
+        return [torch_private.on_storage(s if s.nbytes() else s.clone(), t) for t, s in storages]
 
     # ---- who holds it
 
@@ -265,76 +269,3 @@ def alias_of_input(
     offset = output.storage_offset() * output.dtype.itemsize
     offset -= source.storage_offset() * source.dtype.itemsize
     return InputAlias(index, offset == 0 and layout == layout_of(source), layout, offset)
-
-
-# ---- copies
-
-
-def part_of(leader: torch.Tensor, tensor: torch.Tensor, position: int) -> fast.ViewSpec | None:
-    """How to make `tensor` of `leader`, the output at `position` on the same storage; None if that is no plain view."""
-    lazy = any(t.is_conj() or t.is_neg() for t in (leader, tensor))
-    if lazy or leader.dtype != tensor.dtype:
-        return None
-    offset = int(tensor.storage_offset()) - int(leader.storage_offset())
-    return position, tuple(tensor.size()), tensor.stride(), offset
-
-
-class CopyOut:
-    """Copies some results of calls into memory of their own.
-
-    What never changes between calls (layouts, which results share memory) is worked out once; no tensor is kept.
-    """
-
-    def __init__(self, results: Sequence[Any], positions: Sequence[int]) -> None:
-        first: dict[int, int] = {}
-        own: list[tuple[int, torch.Tensor]] = []
-        self._twins: list[tuple[int, int]] = []
-        for n in positions:
-            tensor = results[n]
-            if id(tensor) in first:
-                self._twins.append((n, first[id(tensor)]))
-            elif isinstance(tensor, torch.Tensor):
-                first[id(tensor)] = n
-                own.append((n, tensor))
-        shared = Counter(t.untyped_storage().data_ptr() for _, t in own)
-        leaders: dict[int, tuple[int, torch.Tensor]] = {}
-        self._whole: list[int] = []
-        """Results that are laid on a copy of their storage."""
-        self._parts: list[tuple[int, fast.ViewSpec]] = []
-        """Views of these: they share the count of writes."""
-        simple: dict[torch.dtype, list[int]] = {}
-        self.copied_bytes = 0
-        for n, tensor in own:
-            storage = tensor.untyped_storage()
-            alone = shared[storage.data_ptr()] == 1 and not overlaps_itself(tensor)
-            if tensor.dtype in COPIED_AS_THEY_ARE and (alone or not tensor.numel()):
-                simple.setdefault(tensor.dtype, []).append(n)
-                self.copied_bytes += num_bytes(tensor)
-                continue
-            if storage.data_ptr() not in leaders:
-                self.copied_bytes += storage.nbytes()
-            position, leader = leaders.setdefault(storage.data_ptr(), (n, tensor))
-            part = None if leader is tensor else part_of(leader, tensor, position)
-            if part is None:
-                self._whole.append(n)
-            else:
-                self._parts.append((n, part))
-        self._simple = [(group, fast.taker(group)) for group in map(tuple, simple.values())]
-
-    def run(self, results: list[Any]) -> None:
-        """Copy what `results` has, and put the copies there, on the current stream.
-
-        **Lifetime:** the copies are the caller's; copies of outputs that share memory share memory.
-        """
-        for positions, take in self._simple:
-            fast.put(results, positions, fast.copies(take(results)))
-        storages: dict[int, torch.UntypedStorage] = {}
-        for n in self._whole:
-            source = results[n].untyped_storage()
-            if source.data_ptr() not in storages:
-                storages[source.data_ptr()] = source.clone()
-            results[n] = torch_private.on_storage(storages[source.data_ptr()], results[n])
-        for n, part in self._parts:
-            (results[n],) = fast.views(results, (part,))
-        for n, twin in self._twins:
-            results[n] = results[twin]

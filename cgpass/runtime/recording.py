@@ -19,7 +19,7 @@ from cgpass.errors import StagingError
 from cgpass.runtime import fast
 from cgpass.runtime.driver import BoxedCallable, CapturedGraph
 from cgpass.runtime.inputs import Layout, Placeholder, copies_in, layout_of, num_bytes, place_of
-from cgpass.runtime.outputs import CopyOut, InputAlias, OutputMemory, alias_of_input, part_of
+from cgpass.runtime.outputs import InputAlias, OutputMemory, alias_of_input
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.writes import SaidToBeWritten, Watched, counting, has_place
 from cgpass.telemetry import CallStats
@@ -90,11 +90,9 @@ class Recording:
         self.own: dict[int, int] = {}
         """Which of the memory's tensors an output is, by position."""
         self._outputs = list(outputs)
-        self._copies_out: CopyOut | None = None
         self._take_over(outputs, staged, visible, read)
         del outputs
         self._sort_aliases(staged)
-        self._arrange()
 
     def _take_over(
         self,
@@ -126,6 +124,8 @@ class Recording:
                 numbers[id(output)] = len(own)
                 own.append(output)
             self.own[n] = numbers[id(output)]
+            self._outputs[n] = None
+        self._own_at, self._take_own = tuple(self.own), fast.taker(tuple(self.own.values()))
         shown = {number for n, number in self.own.items() if visible is None or n in visible}
         used = {number for n, number in self.own.items() if n in read}
         uses = [(n in shown, n in used) for n in range(len(own))]
@@ -148,32 +148,6 @@ class Recording:
         """Note that nobody but this recording holds its outputs; to be called once, last of all."""
         self.memory.seal()
 
-    def _arrange(self) -> None:
-        """Work out what never changes between replays."""
-        tensors = self.memory.tensors
-        for n, number in self.own.items():
-            self._outputs[n] = tensors[number]
-        first: dict[int, int] = {}
-        for n, number in self.own.items():
-            first.setdefault(number, n)
-        self._twins = [(n, first[k]) for n, k in self.own.items() if first[k] != n]
-        leaders: dict[int, int] = {}
-        self._followers: list[tuple[int, fast.ViewSpec]] = []
-        self._empty: list[tuple[int, torch.Tensor]] = []
-        """Outputs without memory, made anew in each call: who gets one may enlarge it (`out=`, say)."""
-        for number, n in list(first.items()):
-            storage = tensors[number].untyped_storage()
-            leader = leaders.setdefault(storage._cdata, n)
-            spec = part_of(self._outputs[leader], tensors[number], leader)
-            if leader != n and spec is not None:
-                self._followers.append((n, spec))
-                del first[number]
-            elif not storage.nbytes():
-                self._empty.append((n, tensors[number]))
-                del first[number]
-        self._escaping_at = tuple(first.values())
-        self._escaping = tuple(tensors[number] for number in first)
-
     def may_replay(self, args: Sequence[Any]) -> bool:
         """Whether a replay writes no inputs that somebody else holds."""
         if self.closed:
@@ -195,19 +169,7 @@ class Recording:
             if self._counts_writes and not args[i].is_inference():
                 torch.autograd.graph.increment_version(args[i])
         outputs = self._outputs.copy()
-        if torch.is_inference_mode_enabled():  # what is made in it are inference tensors
-            made = [torch_private.on_storage(t.untyped_storage(), t) for t in self._escaping]
-        else:
-            made = fast.aliases(self._escaping)
-        fast.put(outputs, self._escaping_at, made)
-        for n, like in self._empty:
-            storage = torch.UntypedStorage(0, device=like.device)
-            outputs[n] = torch_private.on_storage(storage, like)
-        if self._followers:  # what shares memory shares the count of writes
-            for n, spec in self._followers:
-                (outputs[n],) = fast.views(outputs, (spec,))
-        for n, twin in self._twins:
-            outputs[n] = outputs[twin]
+        fast.put(outputs, self._own_at, self._take_own(self.memory.aliases()))
         fast.put(outputs, self._views_at, fast.views(args, self._views))
         fast.put(outputs, self._same_at, self._same_of(args))
         for n, alias in self._other_aliases:
@@ -216,10 +178,7 @@ class Recording:
 
     def copy_out(self, results: list[Any]) -> int:
         """Put copies of its own outputs in their place, for the caller to keep; returns bytes copied."""
-        if self._copies_out is None:
-            self._copies_out = CopyOut(results, tuple(self.own))
-        self._copies_out.run(results)
-        return self._copies_out.copied_bytes
+        return fast.copy_out(results, self._own_at)
 
     # ---- what is held
 
@@ -227,7 +186,6 @@ class Recording:
         """Move held outputs to memory of their own; returns bytes copied. Where that fails it is never replayed again."""
         closed, self.closed = self.closed, True
         copied = self.memory.rescue(blocks)
-        self._arrange()
         self.closed = closed
         self._stats.rescues += copied > 0
         self._stats.rescued_bytes += copied

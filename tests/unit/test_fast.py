@@ -12,7 +12,6 @@ import torch
 from cgpass import torch_private
 from cgpass.graphed.statics import _read_layouts
 from cgpass.runtime import fast
-from cgpass.runtime.inputs import overlaps_itself
 
 
 def tensors(seed):
@@ -286,18 +285,26 @@ def test_a_stand_in_lies_where_it_is_told_until_it_is_resized():
 
 def test_aliases_are_detached_and_have_version_counters_of_their_own():
     originals = [*tensors(4), torch.ones(2, requires_grad=True).sin()]
-    originals[-2].add_(0)
-    found = fast.aliases(tuple(originals))
+    found = fast.aliases(tuple(originals), range_of(originals))
     for ours, original in zip(found, originals, strict=True):
         assert facts(ours) == facts(original.data)
-        assert ours.untyped_storage()._cdata == original.untyped_storage()._cdata
-        assert ours.data_ptr() == original.data_ptr()
+        if original.numel():
+            assert ours.untyped_storage()._cdata == original.untyped_storage()._cdata
+            assert ours.data_ptr() == original.data_ptr()
     original = torch.zeros(2, 3)
-    first, second = fast.aliases((original, original))
+    first, follower, other = fast.aliases((original, original[1:], original), (0, 0, 2))
     first.add_(1)
     first.t_()
-    assert (original._version, first._version, second._version) == (0, 2, 0)
+    assert [t._version for t in (original, first, follower, other)] == [0, 2, 2, 0]
     assert original.tolist() == [[1] * 3] * 2
+    empty = torch.empty(0, 3)
+    for alias in fast.aliases((empty, empty), (0, 1)):
+        alias.resize_(2, 3).fill_(1)
+        assert (empty.size(), empty.untyped_storage().nbytes()) == ((0, 3), 0)
+
+
+def range_of(values):
+    return tuple(range(len(values)))
 
 
 @pytest.mark.parametrize("outer", [True, False])
@@ -307,12 +314,10 @@ def test_aliases_and_copies_in_inference_mode(outer):
         inference = torch.zeros(2)
     with torch.inference_mode(outer):
         both = [normal, inference]
-        pairs = [
-            (fast.aliases(both), [t.data for t in both]),
-            (fast.copies(both), [t.clone() if outer else torch.zeros(2) for t in both]),
-        ]
-        for found, expected in pairs:
-            assert [t.is_inference() for t in found] == [t.is_inference() for t in expected]
+        aliases, copies = fast.aliases(both, (0, 1)), both.copy()
+        fast.copy_out(copies, (0, 1))
+        for found in (aliases, copies):
+            assert [t.is_inference() for t in found] == [False, True]
             assert [t.tolist() for t in found] == [[0, 0], [0, 0]]
 
 
@@ -334,20 +339,35 @@ def test_views_lie_in_the_inputs_storage():
         fast.views([base], ((0, (13,), (1,), 0),))
 
 
+def check_copies(sources, device="cpu"):
+    """Every tensor, two on one storage, and one tensor twice are copied out."""
+    shared = torch.arange(6.0, device=device)
+    sources = [*sources, shared, shared[2:], shared.view(torch.int32)[:1], shared]
+    results = [*sources, None]
+    num_bytes = fast.copy_out(results, range_of(sources))
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in sources}
+    assert num_bytes == sum(storages.values())
+    for ours, source in zip(results, sources, strict=False):
+        assert torch.equal(ours, source)
+        assert facts(ours)[:-2] == facts(source.data)[:-2]
+        assert ours.untyped_storage()._cdata not in storages
+        assert (ours.device, ours._version) == (source.device, 0)
+    first, part, other, twin, nothing = results[-5:]
+    assert twin is first
+    assert nothing is None
+    part.fill_(9)
+    assert first.tolist() == [0, 1, 9, 9, 9, 9]
+    assert (first._version, other._version) == (1, 1)
+    assert shared.tolist() == [0, 1, 2, 3, 4, 5]
+    first.resize_(100)
+    return results
+
+
 def test_copies_own_their_memory():
-    by_dtype = {}
-    for source in tensors(5):
-        if not overlaps_itself(source):
-            by_dtype.setdefault(source.dtype, []).append(source)
-    for members in by_dtype.values():
-        found = fast.copies(members)
-        expected = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype) for t in members]
-        for ours, source, theirs in zip(found, members, expected, strict=True):
-            assert torch.equal(ours, source)
-            assert facts(ours)[:-2] == facts(theirs)[:-2]
-            assert ours.untyped_storage()._cdata != source.untyped_storage()._cdata
-            assert ours.untyped_storage().nbytes() == theirs.untyped_storage().nbytes()
-    assert fast.copies(()) == []
+    check_copies(tensors(5))
+    memory = array("f", [1, 2, 3])
+    check_copies([torch.frombuffer(memory, dtype=torch.float32)])
+    assert fast.copy_out([], ()) == 0
 
 
 @pytest.mark.gpu
@@ -355,11 +375,8 @@ def test_copies_on_cuda():
     device = torch.device("cuda", 0)
     sources = tuple(torch.randn(3, 5, device=device)[:, :n].t() for n in range(1, 6))
     before = torch.cuda.memory_allocated(device)
-    found = fast.copies(sources)
+    found = check_copies(sources, device)
     assert torch.cuda.memory_allocated(device) > before
-    assert [t.stride() for t in found] == [t.stride() for t in sources]
-    assert all(map(torch.equal, found, sources))
-    assert fast.static_key(list(found), (2,)) == array("q", [found[2].data_ptr()]).tobytes()
     del found
     assert torch.cuda.memory_allocated(device) == before
 
@@ -367,9 +384,7 @@ def test_copies_on_cuda():
 @pytest.mark.multigpu(2)
 def test_copies_on_another_device_than_the_current_one():
     with torch.cuda.device(0):
-        (copy,) = fast.copies([torch.ones(3, device="cuda:1")])
-    assert copy.device == torch.device("cuda", 1)
-    assert copy.tolist() == [1, 1, 1]
+        check_copies([torch.ones(3, device="cuda:1")], "cuda:1")
 
 
 def test_put_assigns():
@@ -418,7 +433,7 @@ ODD = {
     "no tensor": lambda: None,
 }
 TAKEN = {
-    "aliases": ("quantised", "sparse", "sparse rows", "meta"),
+    "aliases": ("quantised", "meta"),
     "views": ("quantised", "meta"),
     "static_key": ("quantised", "meta"),
 }
@@ -429,7 +444,7 @@ TAKEN = {
 @pytest.mark.parametrize("name", TAKEN)
 def test_tensors_that_are_not_plain_are_taken_or_refused(kind, name):
     odd = ODD[kind]()
-    specs = {"aliases": (), "views": (((0, (1,), (1,), 0),),), "static_key": ((0,),)}
+    specs = {"aliases": ((0,),), "views": (((0, (1,), (1,), 0),),), "static_key": ((0,),)}
     try:
         found = getattr(fast, name)([odd], *specs[name])
     except (RuntimeError, TypeError):
@@ -448,9 +463,9 @@ def test_no_reference_is_lost_or_kept():
     held = torch_private.storage_use_count(storage)
     for _ in range(10):
         fast.static_key(args, (0,))
-        fast.aliases((tensor,))
+        fast.aliases((tensor,), (0,))
         fast.views(args, specs)
-        fast.copies((tensor,))
+        fast.copy_out([tensor, tensor], (0, 1))
         into = [None]
         fast.put(into, (0,), (value,))
         fast.unchanged([{"a": value}], ["a"], [value], [], b"")

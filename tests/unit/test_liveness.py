@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from cgpass.runtime import fast
 from cgpass.runtime.outputs import OutputMemory
 from cgpass.runtime.owner import LiveOutputs
 
@@ -19,7 +18,7 @@ class Made:
         self.memory.seal()
 
     def hand_out(self):
-        return fast.aliases(tuple(self.memory.tensors))
+        return self.memory.aliases()
 
 
 def test_the_youngest_held_recording_decides():
