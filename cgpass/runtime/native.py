@@ -100,31 +100,26 @@ def build(*, keep: bool = False) -> Path:
     """
     path = cache_folder() / file_name()
     try:
-        if not path.exists():
-            path = _writable(path.parent, keep=keep) / path.name
-            with _alone(path.parent):
-                if not path.exists():
-                    _compile(path)
+        try:
+            return _built(path)
+        except OSError as error:
+            if keep:
+                raise
+            folder = tempfile.mkdtemp(prefix="cgpass-")
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            log.info("native code is compiled for this process alone, in %s: %s", folder, error)
+            return _built(Path(folder) / path.name)
     except OSError as error:
         raise BuildError(str(error), _ELSEWHERE) from error
+
+
+def _built(path: Path) -> Path:
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(path.parent):
+            if not path.exists():
+                _compile(path)
     return path
-
-
-def _writable(folder: Path, *, keep: bool) -> Path:
-    """A folder, or a temporary one where that can't be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        refusal = None if os.access(folder, os.W_OK) else f"{folder} can't be written"
-    except OSError as error:
-        refusal = f"{folder} can't be made: {error.strerror}"
-    if refusal is None:
-        return folder
-    if keep:
-        raise BuildError(refusal, _ELSEWHERE)
-    folder = Path(tempfile.mkdtemp(prefix="cgpass-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    log.info("native code is compiled for this process alone, in %s: %s", folder, refusal)
-    return folder
 
 
 @contextlib.contextmanager

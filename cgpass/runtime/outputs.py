@@ -248,7 +248,8 @@ class InputAlias:
         start, rest = divmod(first, dtype.itemsize)
         if rest:
             raise RuntimeError(
-                f"an input is returned as {dtype}, but begins at byte {first} of its storage, no multiple of {dtype.itemsize}"
+                f"an input is returned as {dtype}: the byte of its storage that it begins at must be divisible by "
+                f"{dtype.itemsize}, but is {first}"
             )
         out = torch.empty(0, dtype=dtype, device=value.device)
         out.set_(value.untyped_storage(), start, size, stride)
