@@ -116,6 +116,7 @@ def test_outputs_that_share_a_block_are_held_and_moved_together():
     assert transposed.stride() == (1, 3)
     whole.fill_(7)
     assert transposed.tolist() == [[7, 7]] * 3, "the new stand-ins share memory again"
+    assert (transposed._version, hand_out(memory)[0]._version) == (1, 0)
     assert end.tolist() == [4, 5]
 
 

@@ -98,11 +98,12 @@ def test_an_output_that_is_an_input_is_the_calls_own():
 
 def test_a_view_of_an_input_keeps_its_type_and_place():
     def fn(x, y):
-        return [torch.view_as_real(x)[1:], x.real, y[1:], y.view(torch.float64)]
+        return [torch.view_as_real(x)[1:], x.real, y[1:], y.view(torch.float64), x.conj()[1:]]
 
     recording = make(fn, torch.zeros(3, dtype=torch.complex64), torch.arange(8.0)[2:6])
     x, base = torch.tensor([1 + 2j, 3 + 4j, 5 + 6j]), torch.arange(100.0, 110.0)
-    pairs, real, part, wide = recording.run([x, base[4:8]])
+    pairs, real, part, wide, conjugate = recording.run([x, base[4:8]])
+    assert conjugate.tolist() == [3 - 4j, 5 - 6j]
     assert pairs.tolist() == [[3, 4], [5, 6]]
     assert real.tolist() == [1, 3, 5]
     assert part.tolist() == [105, 106, 107]
