@@ -17,8 +17,8 @@ from cgpass.compile.culprits import FailedOperators
 from cgpass.compile.facts.breaks import graph_break_of
 from cgpass.compile.facts.capturability import has_cpu_scalars, is_argument
 from cgpass.compile.facts.input_info import InputKind
+from cgpass.compile.facts.inputs import value_kinds
 from cgpass.compile.facts.lines import begins_at
-from cgpass.compile.facts.origins import value_kinds
 from cgpass.compile.facts.partition_tag import get_tag
 from cgpass.compile.facts.target import find_target
 from cgpass.compile.facts.values import graph_outputs, has_nested_ints
@@ -120,7 +120,6 @@ class Compilation:
     """
 
     def __init__(self, options: Options) -> None:
-        """Args: options: validated."""
         self.options = options
         self._owner: Owner | None = None
         self._num_fwd_outputs = 0
@@ -170,9 +169,9 @@ class Compilation:
         return torch_private.compile_with_aten(
             gm,
             example_inputs,
-            forward=functools.partial(self._aten_compile, direction="forward"),
-            backward=functools.partial(self._aten_compile, direction="backward"),
-            inference=functools.partial(self._aten_compile, direction="inference"),
+            forward=self._compile_by(Compiler(compiler="eager", direction="forward")),
+            backward=self._compile_by(Compiler(compiler="eager", direction="backward")),
+            inference=self._compile_by(Compiler(compiler="eager", direction="inference")),
             partition_fn=functools.partial(self._split, compiler="eager"),
         )
 
@@ -203,38 +202,21 @@ class Compilation:
             direction = "inference"
         compiler = Compiler(
             compiler="inductor",
-            is_backward=direction == "backward",
-            is_inference=direction == "inference",
+            direction=direction,
             whole_graph_settings=tuple(settings.items()),
         )
-        return self.compile_graph(gm, example_inputs, direction, compiler)
+        return self._compile_graph(gm, example_inputs, compiler)
 
-    def _aten_compile(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], *, direction: Direction
-    ) -> Boxed:
-        compiler = Compiler(compiler="eager")
-        return self.compile_graph(gm, example_inputs, direction, compiler)
+    def _compile_by(self, compiler: Compiler) -> Callable[..., Boxed]:
+        return functools.partial(self._compile_graph, compiler=compiler)
 
     # ---- one graph
 
-    def compile_graph(
-        self,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        direction: Direction,
-        compiler: Compiler,
+    def _compile_graph(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], compiler: Compiler
     ) -> Boxed:
-        """Partition a graph, compile the partitions and join them.
-
-        Args:
-            gm: A forward, backward or inference graph after AOTAutograd.
-            example_inputs: Its fake inputs.
-            direction: Which of them it is.
-            compiler: What makes partitions callable.
-
-        Returns:
-            A boxed callable.
-        """
+        """Partition a graph as it is after AOTAutograd, compile the partitions and join them to a boxed callable."""
+        direction = compiler.direction
         if direction == "forward":
             torch_private.donate_no_buffers()
         outputs = graph_outputs(gm)
@@ -247,9 +229,9 @@ class Compilation:
         result = run_passes(rng_passes(), gm, context)
         if result.notes:
             (pairs,) = result.notes
-            fn = self._with_pairs(result.gm, example_inputs, direction, compiler, pairs)
+            fn = self._with_pairs(result.gm, example_inputs, compiler, pairs)
         else:
-            fn = self._compile_graph(gm, example_inputs, direction, compiler)
+            fn = self._compile_tensors(gm, example_inputs, compiler)
         if direction == "forward":
             self._training.note_forward(fn)
         elif direction == "backward":
@@ -260,19 +242,18 @@ class Compilation:
         self,
         gm: fx.GraphModule,
         example_inputs: Sequence[Any],
-        direction: Direction,
         compiler: Compiler,
         pairs: RngPairs,
     ) -> Boxed:
         """Compile a graph whose last inputs are states of generators, and call it as AOTAutograd does."""
         inputs = list(example_inputs)
-        backward = direction == "backward"
+        backward = compiler.direction == "backward"
         if backward:
             del inputs[pairs.positions_at]
             compiler = compiler.without_input(pairs.positions_at)
         placeholders = gm.graph.find_nodes(op="placeholder")
         inputs += [node.meta["val"] for node in placeholders[len(inputs) :]]
-        fn = self._compile_graph(gm, inputs, direction, compiler)
+        fn = self._compile_tensors(gm, inputs, compiler)
         if not backward:
             torch_private.hide_output_stride(pairs.positions_at)
         call = caller_of(
@@ -284,16 +265,14 @@ class Compilation:
         )
         return torch_private.mark_boxed(lambda args: call(args))
 
-    def _compile_graph(
-        self,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        direction: Direction,
-        compiler: Compiler,
+    def _compile_tensors(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], compiler: Compiler
     ) -> Boxed:
+        """As `_compile_graph`, for a graph that has neither pairs nor positions of them."""
+        direction = compiler.direction
         target = find_target(gm, self.options.driver)
         if target.skip is not None:
-            return self._skips.run_plainly(gm, example_inputs, direction, compiler, target.skip)
+            return self._skips.run_plainly(gm, example_inputs, compiler, target.skip)
         context = PassContext(device=target.device, stage="graph", direction=direction)
         # What our passes put in is for partitions: Inductor has no lowering for `aten._to_copy`.
         original = copy_of(gm) if has_cpu_scalars(gm) else gm
@@ -318,9 +297,7 @@ class Compilation:
         if direction == "forward":
             self._saved = kinds
         if not any(tag.captured for tag in tags):
-            return self._skips.run_uncaptured(
-                original, example_inputs, direction, compiler, reasons
-            )
+            return self._skips.run_uncaptured(original, example_inputs, compiler, reasons)
         if target.records:
             self._skips.warn_of_replaced(gm, direction)
             self._skips.report(reasons, direction)
@@ -329,7 +306,6 @@ class Compilation:
             owner=self._owner_on,
             names=self._user_names(gm),
             visible=self._visible_outputs(gm, direction),
-            direction=direction,
             compiler=compiler,
             kinds=kinds,
             target=target,

@@ -41,7 +41,7 @@ from cgpass.backend import cgpass
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.compile.option_names import parse_options
 from cgpass.compile.plan import whole_plan
-from cgpass.compile.training import Step, TrainingCall, here
+from cgpass.compile.training import TrainingCall, here
 from cgpass.errors import InputError, OptionError
 from cgpass.options import Options
 from cgpass.runtime import fast, native
@@ -184,7 +184,7 @@ class TrainStep:
                 mend(open_modes)
                 raise
 
-    def _call(self, batch: _Args, named: dict[str, Any], before: Step | None) -> Any:
+    def _call(self, batch: _Args, named: dict[str, Any], before: Any) -> Any:
         self.calls += 1
         call = _Call(self._variants, self._why_pieces())
         self._update.fill_learning_rates()
@@ -289,7 +289,7 @@ class TrainStep:
 
 @dataclasses.dataclass
 class _Call:
-    """One call of a step, for the graphs that Dynamo comes to in it. See `training.Step`."""
+    """One call of a step, for the graphs that Dynamo comes to in it. See `training.here`."""
 
     variants: "weakref.WeakKeyDictionary[TrainingCall, _Whole | str]"
     why: str | None
@@ -301,12 +301,12 @@ class _Call:
     """A graph that it ran in pieces and nobody knows yet, its inputs and outputs."""
 
     def note_graph(self, why: str) -> None:
-        """See `training.Step`."""
+        """See `training.here`."""
         self.graphs += 1
         self.why = self.why or why
 
     def call(self, training: TrainingCall, args: _Args, run: Callable[[_Args], Any]) -> Any:
-        """See `training.Step`."""
+        """See `training.here`."""
         self.graphs += 1
         variant = self.variants.get(training)
         if isinstance(variant, _Whole) and self.why is None:

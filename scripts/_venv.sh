@@ -2,29 +2,15 @@
 #
 # prepare_venv EXTRA [TORCH_VERSION] makes a virtual environment that has cgpass (editable), the
 # extra EXTRA and torch, and leaves the path of its interpreter in $PYTHON. The environment is, in
-# this order: $CGPASS_VENV; with a torch version .venv-torch-VERSION; the active one; .venv.
+# this order: $CGPASS_VENV; with a torch version .venv-torch-VERSION; the active one; .venv, made with python3.
 # Where nothing changed since the last set-up nothing is installed.
 
-find_python() {
-  local candidate
-  for candidate in python3 python3.14 python3.13 python3.12 python3.11 python; do
-    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-      echo "$candidate"
-      return
-    fi
-  done
-  echo "Python 3.11 or newer is needed and was not found on PATH." >&2
-  return 1
-}
-
 create_venv() {
-  local directory=$1 host
-  host=$(find_python)
-  echo "== creating $directory"
+  echo "== creating $1"
   # Debian's Python comes without ensurepip: then pip is put in by the pip outside.
-  if ! "$host" -m venv "$directory" >/dev/null 2>&1; then
-    "$host" -m venv --clear --without-pip "$directory"
-    "$host" -m pip --python "$directory/bin/python" install --quiet pip
+  if ! python3 -m venv "$1" >/dev/null 2>&1; then
+    python3 -m venv --clear --without-pip "$1"
+    python3 -m pip --python "$1/bin/python" install --quiet pip
   fi
 }
 

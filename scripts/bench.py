@@ -1,7 +1,7 @@
 """Compares ways of running models: step time, host time, memory, recordings, equal results.
 
-    python scripts/bench.py --out bench.json --markdown bench.md --plot bench.svg
-    python scripts/bench.py --models gpt2,stack100 --modes train,inference --arms default,cgpass,cgpass:rng=paired
+    python scripts/bench.py --out bench.json
+    python scripts/bench.py --models gpt2 stack100 --modes train inference --arms default cgpass:rng=paired
     python scripts/bench.py --baseline ../older-checkout           # status 1 where this checkout is slower
     python scripts/bench.py --modes start --models gpt2            # first step, and a second process'
     python scripts/bench.py --models llama_fsdp2 --processes 2     # two GPUs
@@ -29,7 +29,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,42 +41,6 @@ Entry = dict[str, Any]
 MODES = ("train", "inference", "start")
 NO_DISTANCE = 0.02
 """Losses of other kernels and other dropout masks may differ by this part."""
-
-
-def names(parse: Callable[[str], object]) -> Callable[[str], list[str]]:
-    """Return the type of an argument that holds names with commas, each of which `parse` takes."""
-
-    def listed(text: str) -> list[str]:
-        found = list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
-        try:
-            for name in found or [""]:
-                parse(name)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-        return found
-
-    return listed
-
-
-def one_of(known: Any) -> Callable[[str], None]:
-    def parse(name: str) -> None:
-        if name not in known:
-            raise ValueError(f"unknown: {name!r}; known: {', '.join(known)}")
-
-    return parse
-
-
-def positive(kind: type) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = 0
-        if not 0 < value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-        return value
-
-    return parse
 
 
 def result(name: str) -> dict[str, Any]:
@@ -93,37 +56,29 @@ def result(name: str) -> dict[str, Any]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     known = "\n".join(f"  {name:16} {what}" for name, what in arms.KNOWN.items())
-    known += "\n\nmodels:\n" + "\n".join(
-        f"  {k:18} {spec.title}" for k, spec in models.SPECS.items()
-    )
+    known += "\n\nmodels:\n"
+    known += "\n".join(f"  {name:18} {spec.title}" for name, spec in models.SPECS.items())
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog=f"arms; those of cgpass take options (cgpass:compiler=eager:rng=paired):\n{known}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--models", type=names(one_of(models.SPECS)), default=[*models.REAL], help="with commas")
-    add("--modes", type=names(one_of(MODES)), default=["train"], help=f"of {', '.join(MODES)}")
-    add("--arms", type=names(arms.parse), help=f"with commas: {','.join(arms.USUAL)}")
+    add("--models", nargs="+", choices=models.SPECS, default=[*models.REAL], metavar="MODEL")
+    add("--modes", nargs="+", choices=MODES, default=["train"])
+    add("--arms", nargs="+", type=arms.known, metavar="ARM", help=" ".join(arms.USUAL))
     add("--baseline", type=Path, help="another checkout: cgpass of that in more arms, @baseline")
-    add("--steps", type=positive(int), default=10, help="synchronised steps of a block (10)")
-    add("--rounds", type=positive(int), default=6, help="blocks of each arm (6)")
-    add("--processes", type=positive(int), default=2, help="of models on several devices (2)")
+    add("--steps", type=int, default=10, help="synchronised steps of a block (10)")
+    add("--rounds", type=int, default=6, help="blocks of each arm (6)")
+    add("--processes", type=int, default=2, help="of models on several devices (2)")
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--quick", action="store_true", help="tiny models and few steps")
-    add(
-        "--host-only",
-        action="store_true",
-        help="on CPU: replays do nothing, so that times are the host's",
-    )
-    add("--parallel", type=positive(int), help="processes at a time (by cores)")
-    add("--budget", type=positive(float), default=520.0, help="seconds for everything (520)")
+    add("--host-only", action="store_true", help="on CPU: replays do nothing, times are the host's")
+    add("--budget", type=float, default=520.0, help="seconds for everything (520)")
     add("--out", type=Path, help="file for the JSON")
-    add("--markdown", type=Path, help="file for the tables")
-    add("--plot", type=Path, help="file for bars relative to the limit (.svg)")
     add("--from", dest="source", type=result, metavar="JSON", help="measure nothing, read this")
     add("--compare", type=result, metavar="JSON", help="an older result")
-    add("--tolerance", type=positive(float), default=5.0, help="percent that may be lost (5)")
+    add("--tolerance", type=float, default=5.0, help="percent that may be lost (5)")
     args = parser.parse_args(argv)
     if args.quick:
         args.steps, args.rounds = min(args.steps, 2), min(args.rounds, 2)
@@ -170,30 +125,23 @@ class Bench:
         self.begun = time.monotonic()
         self.deadline = self.begun + args.budget
 
-    def tell(self, what: str) -> None:
-        """Print a line, with the seconds since the start."""
-        print(f"{time.monotonic() - self.begun:4.0f} s: {what}", flush=True)
-
     def measured(self, todo: list[tuple[str, str]]) -> list[Entry]:
         """Return the results of some models, each in a mode."""
-        found = {key: jobs(self.args, *key) for key in todo}
-        starts = {key: each for key, each in found.items() if key[0] == "start"}
-        steps = {key: each for key, each in found.items() if key[0] != "start"}
-        entries: dict[tuple[str, str], dict[str, Entry]] = {}
-        for key, each in starts.items():
-            entries[key] = self.started(each)
-        if steps:
-            entries |= self.stepped(steps)
+        every = {key: jobs(self.args, *key) for key in todo}
+        found = {key: {job.arm: {} for job in some} for key, some in every.items()}
+        for key, some in every.items():
+            if key[0] == "start":
+                self.started(some, found[key])
+        self.stepped({key: some for key, some in every.items() if key[0] != "start"}, found)
         tiny = " (tiny)" * self.args.quick
+        titles = {model: models.SPECS[model].title + tiny for _, model in todo}
         return [
-            {"model": model, "mode": mode, "title": models.SPECS[model].title + tiny}
-            | {"arms": entries[mode, model]}
+            {"model": model, "mode": mode, "title": titles[model], "arms": found[mode, model]}
             for mode, model in todo
         ]
 
-    def started(self, todo: list[Job]) -> dict[str, Entry]:
+    def started(self, todo: list[Job], found: dict[str, Entry]) -> None:
         """Time first steps with an empty compile cache, then in a second process with what the first one left."""
-        found: dict[str, Entry] = {job.arm: {} for job in todo}
         with tempfile.TemporaryDirectory(dir=self.scratch) as caches:
             for phase in ("cold", "warm"):
                 crews = [
@@ -202,40 +150,33 @@ class Bench:
                     if "error" not in found[job.arm]
                 ]
                 for crew, answers in zip(crews, self.all_say(crews, "first_steps"), strict=True):
-                    told = {phase: answers[0]} if answers else crew.error
+                    told = {f"{phase}_s": answers[0]["seconds"]} if answers else crew.error
                     found[crew.job.arm] |= told or {}
                 self.ended(crews, found)
-        for entry in found.values():
-            entry.pop("process_group_ended", None)
-        return found
 
     def stepped(
-        self, todo: dict[tuple[str, str], list[Job]]
-    ) -> dict[tuple[str, str], dict[str, Entry]]:
+        self, todo: dict[tuple[str, str], list[Job]], found: dict[tuple[str, str], dict[str, Entry]]
+    ) -> None:
         """Prepare all arms of some models side by side, then measure arm after arm, model after model."""
-        crews = {key: [Crew(job, self.cache_of(job)) for job in some] for key, some in todo.items()}
-        found: dict[tuple[str, str], dict[str, Entry]] = {
-            key: {job.arm: {} for job in some} for key, some in todo.items()
+        theirs = self.scratch / "baseline"  # what is compiled by other code
+        crews = {
+            key: [Crew(job, theirs if job.arm.endswith(arms.BASELINE) else None) for job in some]
+            for key, some in todo.items()
         }
         every = [crew for some in crews.values() for crew in some]
         try:
             for crew, answers in zip(every, self.all_say(every, "prepare"), strict=True):
                 entry = found[crew.job.mode, crew.job.model][crew.job.arm]
                 entry |= answers[0] if answers else crew.error or {}
-                self.tell(f"{crew.job.name}: {entry.get('error') or 'prepared'}")
+                spent = time.monotonic() - self.begun
+                print(f"{spent:4.0f} s: {crew.job.name}: {entry.get('error') or 'prepared'}")
             for key, some in crews.items():
                 self.take_turns(some, found[key])
                 self.check(some, found[key])
                 self.ended(some, found[key])
-                self.tell(f"{key[1]}, {key[0]}: measured")
         finally:
             for crew in every:
                 crew.kill()
-        return found
-
-    def cache_of(self, job: Job) -> Path | None:
-        """Return where a process keeps what it compiled: the usual place, but another one for other code."""
-        return self.scratch / "baseline" if job.arm.endswith(arms.BASELINE) else None
 
     def all_say(self, crews: list[Crew], command: str) -> list[list[Answer]]:
         for crew in crews:
@@ -244,7 +185,9 @@ class Bench:
 
     def take_turns(self, crews: list[Crew], found: dict[str, Entry]) -> None:
         """Let each arm run a block, again and again, the first one moving on; then what is measured once."""
-        times: dict[str, dict[str, list[float]]] = {}
+        times: dict[str, dict[str, list[float]]] = collections.defaultdict(
+            lambda: collections.defaultdict(list)
+        )
         counters: dict[str, dict[str, int]] = {}
         for number in range(self.args.rounds):
             shift = number % len(crews)
@@ -252,46 +195,36 @@ class Bench:
                 for answer in crew.ask("block", self.deadline)[:1]:  # of the first process
                     counters[crew.job.arm] = answer.pop("counters")
                     for key, values in answer.items():
-                        own = times.setdefault(crew.job.arm, collections.defaultdict(list))
-                        own[key] += values
+                        times[crew.job.arm][key] += values
         for crew in crews:
             entry, arm = found[crew.job.arm], crew.job.arm
             answers = crew.ask("device_use", self.deadline)
-            entry |= {key: spread_of(values) for key, values in times.get(arm, {}).items()}
+            entry |= {key: spread_of(values) for key, values in times[arm].items()}
             if crew.error:
                 entry |= crew.error
                 continue
             entry |= {key: max(each[key] for each in answers) for key in answers[0]}
             if counters[arm].get("calls"):
-                steps = 3 * self.args.steps
-                per_step = {
-                    key: round(value / steps, 2) for key, value in counters[arm].items() if value
+                counts = {
+                    key: round(n / 3 / self.args.steps, 2) for key, n in counters[arm].items()
                 }
-                entry["per_step"] = per_step
+                entry["per_step"] = {key: count for key, count in counts.items() if count}
 
     def check(self, crews: list[Crew], found: dict[str, Entry]) -> None:
         """Compare results: of cgpass bitwise with the same kernels without graphs, others roughly with eager's."""
-        ours = [crew for crew in crews if arms.is_ours(crew.job.arm) and not crew.error]
-        for command in ("check", "check deterministic"):
-            todo = [
-                c
-                for c in ours
-                if not found[c.job.arm].get("check", {}).get("equal") and not c.error
-            ]
+        todo = [crew for crew in crews if arms.is_ours(crew.job.arm) and not crew.error]
+        for command in ("check", "check_deterministic"):
             for crew, answers in zip(todo, self.all_say(todo, command), strict=True):
                 equal = bool(answers) and all(each["equal"] for each in answers)
                 told = {"equal": equal} | (crew.error or {})
                 found[crew.job.arm]["check"] = (answers[0] if answers else {}) | told
-        compared = (
-            name for name in ("eager", "default", *found) if "losses" in found.get(name, {})
-        )
-        known = found.get(next(compared, ""))
+            todo = [c for c in todo if not found[c.job.arm]["check"]["equal"] and not c.error]
+        names = [name for name in ("eager", "default", *found) if "losses" in found.get(name, {})]
         for entry in found.values():
-            if known and "losses" in entry and "check" not in entry:
-                pairs = zip(entry["losses"], known["losses"], strict=True)
-                entry["check"] = {
-                    "close": all(abs(a - b) <= NO_DISTANCE * max(1.0, abs(b)) for a, b in pairs)
-                }
+            if "losses" in entry and "check" not in entry:
+                pairs = zip(entry["losses"], found[names[0]]["losses"], strict=True)
+                close = all(abs(a - b) <= NO_DISTANCE * max(1.0, abs(b)) for a, b in pairs)
+                entry["check"] = {"close": close}
 
     def ended(self, crews: list[Crew], found: dict[str, Entry]) -> None:
         """End processes; a process group that has not ended after 20 s never does."""
@@ -307,19 +240,17 @@ class Bench:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure all models, some at a time, as long as the budget lasts."""
-    data: dict[str, Any] = {
-        "meta": meta.describe(args.device) | {"tiny": args.quick},
-        "results": [],
-    }
+    about = meta.describe(args.device) | {"tiny": args.quick}
+    data: dict[str, Any] = {"meta": about, "results": []}
     if args.baseline:
-        data["meta"]["baseline"] = meta.commit(args.baseline) or args.baseline.name
+        about["baseline"] = meta.commit(args.baseline) or args.baseline.name
     for root in {meta.ROOT, args.baseline or meta.ROOT}:  # what is compiled once a machine
         code = "from benchlib import arms; arms.wait_for_native_code()"
         paths = os.pathsep.join([str(root.resolve()), str(SCRIPTS)])
         env = os.environ | {"PYTHONPATH": paths}
         subprocess.run([sys.executable, "-c", code], env=env, cwd=SCRIPTS, check=True)
     todo = [(mode, model) for mode in args.modes for model in args.models]
-    room = args.parallel or max(1, (os.cpu_count() or 2) * 3 // 4)
+    room = max(1, (os.cpu_count() or 2) * 3 // 4)
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         bench = Bench(args, Path(scratch))
         while todo:
@@ -330,34 +261,26 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             count = max(1, sum(sum(sizes[: n + 1]) <= room for n in range(len(sizes))))
             wave, todo = todo[:count], todo[count:]
             data["results"] += bench.measured(wave)
-            data["meta"]["seconds"] = round(time.monotonic() - bench.begun, 1)
-            write(args, data)
+            about["seconds"] = round(time.monotonic() - bench.begun, 1)
+            keep(args.out, data)
     return data
 
 
-def write(args: argparse.Namespace, data: dict[str, Any]) -> None:
-    """Write what was asked for."""
-    texts = {
-        args.out: lambda: json.dumps(data, indent=1) + "\n",
-        args.markdown: lambda: report.render(data),
-        args.plot: lambda: report.plot(data),
-    }
-    for path, text in texts.items():
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text())
+def keep(path: Path | None, data: dict[str, Any]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, write and compare; return 1 where cgpass failed, differs or got worse."""
     args = parse(argv)
     data = args.source or run(args)
-    write(args, data)
+    keep(args.out, data)
     print(report.render(data), flush=True)
     wrong = compare.problems(data) + compare.slower_than_baseline(data, args.tolerance)
     if args.compare:
-        asked = compare.only(args.compare, [(r["mode"], r["model"]) for r in data["results"]])
-        text, worse = compare.compare(asked, data, args.tolerance)
+        text, worse = compare.compare(args.compare, data, args.tolerance)
         print(text, flush=True)
         wrong += worse
     for what in wrong:

@@ -1,7 +1,7 @@
 """Write the tables of documents that are made from the code.
 
 Options in docs/options.md, from the fields of `cgpass.Options`; what to do about each reason and what each counter counts
-in docs/explain.md. Prints them; --write puts them between the markers in these files; --check fails if they are not what stands there.
+in docs/explain.md, between the markers in these files.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import itertools
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from cgpass.compile.facts.op_tables import FIXES
@@ -41,28 +42,28 @@ def values(field: dataclasses.Field) -> str:
     return f"`{getattr(Options(), field.name)!r}`"
 
 
+def markdown(head: str, rows: Iterable[str]) -> str:
+    return "\n".join([head, "|---" * (head.count("|") - 1) + "|", *rows]) + "\n"
+
+
 def options_table() -> str:
-    """Return the table of options as Markdown."""
     meanings = docstrings(Options)
-    rows = ["| option | values (default first) | meaning |", "|---|---|---|"]
-    for field in dataclasses.fields(Options):
-        rows.append(f"| `{field.name}` | {values(field)} | {meanings[field.name]} |")
-    return "\n".join(rows) + "\n"
+    rows = [
+        f"| `{field.name}` | {values(field)} | {meanings[field.name]} |"
+        for field in dataclasses.fields(Options)
+    ]
+    return markdown("| option | values (default first) | meaning |", rows)
 
 
 def reasons_table() -> str:
-    """Return what to do about each reason as Markdown."""
-    rows = ["| code | what to do |", "|---|---|"]
-    rows += [f"| `{code}` | {fix} |" for code, fix in sorted({**FIXES, **OTHER_FIXES}.items())]
-    return "\n".join(rows) + "\n"
+    fixes = sorted({**FIXES, **OTHER_FIXES}.items())
+    return markdown("| code | what to do |", (f"| `{code}` | {fix} |" for code, fix in fixes))
 
 
 def counters_table() -> str:
-    """Return what each counter counts as Markdown."""
-    rows = ["| counter | what it counts |", "|---|---|"]
-    for cls in (CallStats, CompileStats):
-        rows += [f"| `{name}` | {meaning} |" for name, meaning in docstrings(cls).items()]
-    return "\n".join(rows) + "\n"
+    meanings = docstrings(CallStats) | docstrings(CompileStats)
+    rows = (f"| `{name}` | {meaning} |" for name, meaning in meanings.items())
+    return markdown("| counter | what it counts |", rows)
 
 
 TABLES = {
@@ -83,22 +84,16 @@ def with_table(text: str, name: str, table: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--write", action="store_true", help="update the files")
-    parser.add_argument("--check", action="store_true", help="fail if a file is out of step")
-    args = parser.parse_args(arguments)
-    status = 0
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, fail instead")
+    check, status = parser.parse_args(arguments).check, 0
     for name, (path, table) in TABLES.items():
         text = path.read_text()
         new = with_table(text, name, table())
-        if args.write:
+        if not check:
             path.write_text(new)
-        elif not args.check:
-            print(table(), end="")
-        if args.check and text != new:
-            print(f"{path.name} is out of step: run scripts/doc_tables.py --write", file=sys.stderr)
+        elif text != new:
+            print(f"{path.name} is out of step: run scripts/doc_tables.py", file=sys.stderr)
             status = 1
     return status
 

@@ -1,194 +1,167 @@
 """Raises errors everywhere in the runtime, one at a time, and checks that the program goes on as if it had not been.
 
     python scripts/faults.py --every 20
-    python scripts/faults.py --programs training,dropout --errors KeyboardInterrupt
+    python scripts/faults.py --programs hooks,dropout --errors KeyboardInterrupt
+    python scripts/faults.py --kind captures       # errors at the operators of three models
+    python scripts/faults.py --kind alarms         # signals, 2,000 over five programs
     python scripts/faults.py --every 10 --markdown docs/results/faults-cpu-torch2.14.md
 
-Small programs run with the simulated driver, or on CUDA (`--driver cuda`). A fault is a KeyboardInterrupt, a MemoryError or a RuntimeError, raised at a
-line of the runtime, or before or after a native call that it makes. Afterwards what was held has its values, the same
-program gives the values of `driver="none"` bit for bit, random generators stand where they do without a fault, no mode
-of torch is left on, the program is replayed again, and after `cgpass.reset()` no more tensors and recordings are there than
-before. Each program runs in a process of its own, which is made again if it ends or hangs.
+Small programs run with the simulated driver, or on CUDA (`--driver cuda`). A fault is a KeyboardInterrupt, a MemoryError or a
+RuntimeError, raised at a line of the runtime, or before or after a native call that it makes. Afterwards what was held has
+its values, the same program gives the values of `driver="none"` bit for bit, random generators stand where they do without a
+fault, no mode of torch is left on, the program is replayed again, and after `cgpass.reset()` no more tensors and recordings
+are there than before. Each program runs in a process of its own, which is made again if it ends or hangs.
 The status is 1 where anything was wrong.
 """
 
 import argparse
-import json
+import faulthandler
+import multiprocessing
 import os
 import sys
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # or no process that is forked could use CUDA
 
 import torch
-from faultlib.campaign import ERRORS, Campaign, Result, injected
+from faultlib.campaign import ERRORS, Campaign, Fault
 from faultlib.programs import PROGRAMS
 
 from cgpass.runtime import native
 
+SECONDS = 120
+"""For one fault and the runs after it; then the process ends, with all stacks."""
 SHOWN = 5
 """Faults of a program that are printed."""
+MODELS = ("gpt", "convolutions", "attention")
+KINDS = {
+    "points": [name for name in PROGRAMS if name not in MODELS],
+    "captures": list(MODELS),
+    "alarms": ["held_now_and_then", "dropout", "train_step_adamw", "pending_calls", "host_sync"],
+}
+ALARMS = 480
+"""Of each program."""
+TEXTS = {
+    "points": "An error raised at a line or native call of the runtime",
+    "captures": "An error raised at an operator, in warm-ups, captures and calls without a graph",
+    "alarms": "An error that the handler of a signal raises, somewhere in a run",
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--programs", default="", help="names with commas between; all by default")
-    parser.add_argument("--every", type=int, default=1, metavar="K", help="take each K-th fault")
-    parser.add_argument("--per-line", type=int, default=3, metavar="N", help="times a line is hit")
-    parser.add_argument(
-        "--errors", default="", help="one a point in turns by default; or names: each"
-    )
-    parser.add_argument("--driver", default="simulated", choices=("simulated", "cuda"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--at", default="", help="only points whose text has this, as in recording.py:210"
-    )
-    parser.add_argument("--json", type=Path, help="where results go, with what was wrong")
-    parser.add_argument("--markdown", type=Path, help="where the table goes")
-    parser.add_argument("--list", action="store_true", help="print the programs' names")
+    add = parser.add_argument
+    add("--kind", default="points", choices=KINDS)
+    add("--programs", default="", help=f"with commas between, of {', '.join(PROGRAMS)}")
+    add("--every", type=int, default=1, metavar="K", help="take each K-th fault")
+    add("--per-line", type=int, default=3, metavar="N", help="times a line is hit")
+    add("--errors", default="", help="one a point in turns by default; or names: each")
+    add("--driver", default="simulated", choices=("simulated", "cuda"))
+    add("--seed", type=int, default=0)
+    add("--at", default="", help="only faults whose text has this, as in recording.py:210")
+    add("--markdown", type=Path, help="where the table goes")
     given = parser.parse_args()
-    if given.list:
-        print(*PROGRAMS, sep="\n")
-        return 0
-    names = given.programs.split(",") if given.programs else list(PROGRAMS)
+    names = given.programs.split(",") if given.programs else KINDS[given.kind]
     if unknown := [name for name in names if name not in PROGRAMS]:
-        parser.error(f"no such program: {', '.join(unknown)}; --list names them")
+        parser.error(f"no such program: {', '.join(unknown)}")
     torch.set_num_threads(1)
     if not native.loader.wait():
         parser.error(f"there is no native code: {native.loader.why_not}")
     started = time.perf_counter()
-    results = [run(name, given) for name in names]
-    seconds = time.perf_counter() - started
-    print(table(results, seconds))
+    rows = [run(name, given) for name in names]
+    text = table(given, rows, time.perf_counter() - started)
+    print(text)
     if given.markdown:
-        given.markdown.write_text(f"{heading(given)}\n\n{table(results, seconds)}\n")
-    if given.json:
-        given.json.write_text(report(results, seconds, given.driver))
-    return int(any(each.right < each.injected or each.dead for each in results))
+        given.markdown.write_text(text)
+    return int(any(right < injected or dead for _, injected, right, dead in rows))
 
 
-def run(name: str, given: argparse.Namespace) -> Result:
-    """All faults of one program, in processes that are made until all are injected."""
-    result, begin = Result(name), 0
+def run(name: str, given: argparse.Namespace) -> tuple[str, int, int, int]:
+    """Inject all faults of one program, in processes that are made until all are; returns how many came out how."""
+    injected = wrong = dead = begin = 0
     while True:
-        last, what, is_done = begin, "", False
-        for message in in_a_process(name, given, begin):
-            kind, value = message
-            if kind == "points":
-                result.points = value
-            elif kind == "at":
-                last, what = value
-            elif kind == "fault":
-                result.injected += 1
-                result.right += value is None
-                if value is not None:
-                    result.wrong.append(value)
-                    if len(result.wrong) <= SHOWN:
-                        print(f"{name}: {value}", flush=True)
-            else:
+        text, is_done = "before the first fault", False
+        for number, what, why in in_a_process(name, given, begin):
+            if number < 0:
                 is_done = True
+            elif what:  # which begins
+                text, begin = what, number + 1
+            else:
+                injected += 1
+                wrong += why is not None
+                if why is not None and wrong <= SHOWN:
+                    print(f"{name}: {text}: {why}", flush=True)
         if is_done:
             break
-        result.injected += 1
-        result.dead.append(what or "before the first fault")
-        print(f"{name}: the process ended: {result.dead[-1]}", flush=True)
-        if not what or len(result.dead) > 20:
+        injected, wrong, dead = injected + 1, wrong + 1, dead + 1
+        print(f"{name}: the process ended: {text}", flush=True)
+        if not begin or dead > 20:
             break
-        begin = last + 1
-    wrong = result.injected - result.right
-    print(f"{name}: {result.injected} faults, {wrong} wrong afterwards", flush=True)
-    return result
+    print(f"{name}: {injected} faults, {wrong} wrong afterwards", flush=True)
+    return name, injected, injected - wrong, dead
 
 
-def in_a_process(name: str, given: argparse.Namespace, begin: int) -> Iterator[tuple[str, Any]]:
-    """What a forked process tells of a program's faults, from one on."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(read)
-        status = 1
+def in_a_process(
+    name: str, given: argparse.Namespace, begin: int
+) -> Iterator[tuple[int, str, str | None]]:
+    """Yield what a forked process tells of a program's faults, from one on."""
+    here, there = multiprocessing.Pipe(duplex=False)
+    if (pid := os.fork()) == 0:
         try:
-            with os.fdopen(write, "w") as out:
-
-                def tell(*message: Any) -> None:
-                    print(json.dumps(message), file=out, flush=True)
-
-                work(name, given, begin, tell)
-            status = 0
+            work(name, given, begin, there)
         except BaseException:
             traceback.print_exc()
         finally:
-            os._exit(status)
-    os.close(write)
-    with os.fdopen(read) as lines:
-        for line in lines:
-            yield tuple(json.loads(line))
-    os.waitpid(pid, 0)
+            os._exit(0)
+    there.close()
+    try:
+        while True:
+            yield here.recv()
+    except EOFError:
+        os.waitpid(pid, 0)
 
 
-def work(name: str, given: argparse.Namespace, begin: int, tell: Any) -> None:
-    campaign = Campaign(name, seed=given.seed, driver=given.driver)
-    points = campaign.points(per_line=given.per_line)
-    tell("points", len(points))
-    chosen = [(is_cold, point) for is_cold, point in points if given.at in str(point)]
-    named = [error for error in ERRORS if error.__name__ in given.errors.split(",")]
-    faults = [
-        (is_cold, point, error)
-        for n, (is_cold, point) in enumerate(chosen)
-        for error in (named or [ERRORS[(n + given.seed) % len(ERRORS)]])
-    ][given.seed % given.every :: given.every][begin:]
-
-    def before(number: int) -> None:
-        is_cold, point, error = faults[number]
-        where = "from nothing" if is_cold else "settled"
-        nonlocal text
-        text = f"{error.__name__} at {point}, {where}"
-        tell("at", (begin + number, text))
-
-    text = ""
-    for _, why in injected(campaign, faults, before):
-        tell("fault", None if why is None else f"{text}: {why}")
-    tell("done", None)
+def work(name: str, given: argparse.Namespace, begin: int, pipe: Connection) -> None:
+    found = faults(Campaign(name, seed=given.seed, driver=given.driver), given)
+    for number, (text, inject) in enumerate(found[begin:], begin):
+        pipe.send((number, text, None))
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        if (why := inject()) is not False:
+            pipe.send((number, "", why))
+    pipe.send((-1, "", None))
 
 
-def heading(given: argparse.Namespace) -> str:
-    """What was done, above the table."""
+def faults(campaign: Campaign, given: argparse.Namespace) -> list[Fault]:
+    if given.kind == "captures":
+        found = campaign.captures()
+    elif given.kind == "alarms":
+        found = campaign.alarms(ALARMS)
+    else:
+        errors = tuple(error for error in ERRORS if error.__name__ in given.errors.split(","))
+        found = campaign.faults(per_line=given.per_line, errors=errors, shift=given.seed)
+    found = [(text, inject) for text, inject in found if given.at in text]
+    return found[given.seed % given.every :: given.every]
+
+
+def table(given: argparse.Namespace, rows: list[tuple[Any, ...]], seconds: float) -> str:
+    """Return what was done and what came of it, in Markdown."""
+    total = ("all", *(sum(row[k] for row in rows) for k in (1, 2, 3)))
     which = "every fault" if given.every == 1 else f"each {given.every}th fault"
-    return (
+    head = (
         f"# Faults: {which}, seed {given.seed}\n\n"
-        "An error raised at a line or native call of the runtime, one at a time, and whether the program was right afterwards: "
-        f"`scripts/faults.py`, driver {given.driver}, torch {torch.__version__}, Python {sys.version.split()[0]}."
+        f"{TEXTS[given.kind]}, one at a time, and whether the program was right afterwards: `scripts/faults.py`, "
+        f"driver {given.driver}, torch {torch.__version__}, Python {sys.version.split()[0]}.\n\n"
+        "| program | faults | right afterwards | processes that ended |\n|---|---|---|---|\n"
     )
-
-
-def table(results: list[Result], seconds: float) -> str:
-    """What came of it, in Markdown."""
-    rows = [(r.program, r.injected, r.right, len(r.dead)) for r in results]
-    total = [sum(row[k] for row in rows) for k in (1, 2, 3)]
-    lines = ["| program | faults | right afterwards | processes that ended |", "|---|---|---|---|"]
-    lines += [f"| {' | '.join(map(str, row))} |" for row in [*rows, ("all", *total)]]
-    lines.append(f"\n{len(rows)} programs, {seconds:.0f} s")
-    return "\n".join(lines)
-
-
-def report(results: list[Result], seconds: float, driver: str) -> str:
-    found = {
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-        "driver": driver,
-        "seconds": round(seconds),
-        "injected": sum(r.injected for r in results),
-        "right": sum(r.right for r in results),
-        "programs": [asdict(r) for r in results],
-    }
-    return json.dumps(found, indent=1) + "\n"
+    body = "".join(f"| {' | '.join(map(str, row))} |\n" for row in [*rows, total])
+    return f"{head}{body}\n{len(rows)} programs, {seconds:.0f} s\n"
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ run_pytest() {
 
 run_bench() {
   timeout --signal=INT --kill-after=15 "$((limit + 15))" "$python" scripts/bench.py --budget "$limit" \
-    --out "$out/$part.json" --markdown "$out/$part.md" "$@"
+    --out "$out/$part.json" "$@"
 }
 
 run_part() {
@@ -87,19 +87,19 @@ run_part() {
     tests) run_pytest "$workers" "gpu and not multigpu" "$@" ;;
     dist) run_pytest 1 multigpu "$@" ;;
     bench) run_bench --rounds 4 "$@" ;;
-    inference) run_bench --modes inference --arms default,reduce-overhead,cgpass "$@" ;;
+    inference) run_bench --modes inference --arms default reduce-overhead cgpass "$@" ;;
     overhead)
-      run_bench --modes inference,train --models stack1,stack10,stack100 --arms eager,default,reduce-overhead,cgpass \
+      run_bench --modes inference train --models stack1 stack10 stack100 --arms eager default reduce-overhead cgpass \
         --steps 20 --rounds 10 "$@" ;;
     step)
-      run_bench --models stack10,stack100,vit_small,gpt2 --arms default,reduce-overhead,cgpass,cgpass-step,limit-step "$@" ;;
-    graphed) run_bench --models layer --arms eager,graphed,torch-graphed,limit-eager --steps 50 --rounds 20 "$@" ;;
+      run_bench --models stack10 stack100 vit_small gpt2 --arms default reduce-overhead cgpass cgpass-step limit-step "$@" ;;
+    graphed) run_bench --models layer --arms eager graphed torch-graphed --steps 50 --rounds 20 "$@" ;;
     recompute)
-      run_bench --models attentions,attentions_nodrop,blocks,blocks_torch,blocks_cgpass \
-        --arms eager,default,reduce-overhead,cgpass,cgpass:rng=paired,limit-eager "$@" ;;
-    start) run_bench --modes start --models gpt2,llama,vit_small,mixtral --arms default,reduce-overhead,cgpass "$@" ;;
+      run_bench --models attentions attentions_nodrop blocks blocks_torch blocks_cgpass \
+        --arms eager default reduce-overhead cgpass cgpass:rng=paired "$@" ;;
+    start) run_bench --modes start --models gpt2 llama vit_small mixtral --arms default reduce-overhead cgpass "$@" ;;
     dist-bench)
-      run_bench --models llama_tp,llama_fsdp2,llama_simplefsdp --arms default,reduce-overhead,cgpass "$@" ;;
+      run_bench --models llama_tp llama_fsdp2 llama_simplefsdp --arms default reduce-overhead cgpass "$@" ;;
     *) echo "unknown part: '$part'" >&2; usage >&2; return 2 ;;
   esac
 }

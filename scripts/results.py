@@ -1,4 +1,4 @@
-"""Keeps the results in docs/results, and what is shown of them: tables, plots, README and docs/performance.md.
+"""Keeps the results in docs/results, and what is shown of them: tables, the plot, and README.
 
     python scripts/results.py --check             # is all of it in step?
     python scripts/results.py --write             # bring it in step
@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from benchlib import compare, report
-from benchlib.models import REAL, SPECS
+from benchlib.models import REAL
 from benchlib.report import differs, number, table, value
 from doc_tables import with_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 README = ROOT / "README.md"
-PERFORMANCE = ROOT / "docs" / "performance.md"
 PARTS = {
     "bench": "training steps",
     "memory": "memory",
@@ -37,7 +36,6 @@ PARTS = {
     "tests": "tests",
     "dist": "tests on several devices",
 }
-PLOTS = {"bench": "steps", "overhead": "overhead"}
 RIVALS = ("default", "reduce-overhead", "cgpass")
 Data = dict[str, Any]
 Results = dict[str, Data]
@@ -115,132 +113,57 @@ def cell(arms: dict[str, Data], name: str, key: str, digits: int = 2, times: flo
     return "" if found is None else number(found * times, digits) + " (differs)" * differs(entry)
 
 
-def pivot(
-    results: Results, mode: str, models: Iterable[str], arms: Iterable[str], key: str, **how: Any
-) -> str:
-    """Return a table of one quantity, a row per model and a column per arm."""
-    rows = []
-    for model in models:
-        title, found = known(results, mode, model)
-        if found:
-            rows.append([title, *(cell(found, arm, key, **how) for arm in arms)])
-    return table(["", *arms], rows) if rows else ""
-
-
-def ratio(arms: dict[str, Data], key: str, name: str = "cgpass", other: str = "default") -> str:
-    ours, theirs = (value(arms.get(each, {}), key) for each in (name, other))
-    return number(ours / theirs) if ours and theirs else ""
-
-
-def on(results: Results) -> str:
-    meta = results["bench"]["meta"]
-    return f"One {meta['gpu'].removeprefix('NVIDIA ')}, torch {meta['torch'].split('+')[0]}"
-
-
 def readme_section(results: Results, where: str) -> str:
     """Return README's tables."""
-    rows = []
+    steps, calls = [], []
     for model in REAL:
         title, arms = known(results, "train", model)
-        if arms:
-            steps = [cell(arms, name, "step_ms") for name in (*RIVALS, "limit")]
-            rows.append([title, *steps, ratio(arms, "peak_reserved_bytes")])
-    head = ["step, ms", *RIVALS, "limit", "peak memory, cgpass / default"]
+        peaks = [value(arms.get(name, {}), "peak_reserved_bytes") for name in ("cgpass", "default")]
+        memory = number(peaks[0] / peaks[1]) if all(peaks) else ""
+        cells = [cell(arms, name, "step_ms") for name in (*RIVALS, "limit")]
+        steps += [[title, *cells, memory]] if arms else []
+    models = [("inference", model) for model in (*REAL, "stack1", "stack100")]
+    for mode, model in [*models, ("train", "stack1"), ("train", "stack100")]:
+        title, arms = known(results, mode, model)
+        cells = [cell(arms, name, "host_ms", 0, 1e3) for name in RIVALS]
+        calls += [[title + ", with its backward" * (mode == "train"), *cells]] if arms else []
+    meta = results["bench"]["meta"]
+    on = f"One {meta['gpu'].removeprefix('NVIDIA ')}, torch {meta['torch'].split('+')[0]}"
     links = ", ".join(
         f"[{text}](docs/results/{part}-{where}.{'json' if 'failed' in results[part] else 'md'}) "
         f"({results[part]['meta']['commit']})"
         for part, text in PARTS.items()
         if part in results
     )
-    layers = []
-    for mode, text in (("inference", "call without gradients"), ("train", "forward and backward")):
-        for model in ("stack1", "stack100"):
-            title, arms = known(results, mode, model)
-            us = [cell(arms, name, "host_ms", 0, 1e3) for name in RIVALS]
-            layers.append([f"{title}, {text}", *us])
     blocks = [
-        f"{on(results)}. A step (forward, backward, fused AdamW; bf16 autocast), the device waited for:\n",
-        table(head, rows),
+        f"{on}. A step (forward, backward, fused AdamW; bf16 autocast), the device waited for:\n",
+        table(["step, ms", *RIVALS, "limit", "peak memory, cgpass / default"], steps),
         '"limit" is one graph of the same kernels, captured by hand.\n',
-        f"![Step time relative to the limit](docs/results/steps-{where}.svg)\n",
-        "A call without gradients, host microseconds until it returns:\n",
-        pivot(results, "inference", REAL, RIVALS, "host_ms", digits=0, times=1e3),
-        "Small layers of four parameters each, host microseconds:\n",
-        table(["", *RIVALS], layers),
+        "A call without gradients, host microseconds until it returns; small layers have four parameters each:\n",
+        table(["host, us", *RIVALS], calls),
         f"All figures, by the commit that was measured: {links}.\n",
     ]
     return "\n".join(blocks)
 
 
-def performance_section(results: Results) -> str:
-    """Return the tables of docs/performance.md."""
-    rows, starts = [], []
-    for model in REAL:
-        title, arms = known(results, "train", model)
-        if arms:
-            of = [(key, name) for key in ("step_ms", "loop_ms") for name in ("cgpass", "limit")]
-            cells = [cell(arms, name, key) for key, name in of]
-            rest = [cell(arms, "cgpass", key) for key in ("host_ms", "gpu_busy_ms")]
-            rows.append([title, *cells, *rest])
-        title, arms = known(results, "start", model)
-        if arms:
-            found = compare.with_starts({"mode": "start", "arms": arms})
-            for key, text in (
-                ("cold_s", "until all is replayed"),
-                ("warm_s", "second process, first step"),
-            ):
-                seconds = [cell(found, name, key) for name in RIVALS]
-                starts.append([f"{title}, {text}", *seconds])
-    head = ["ms", "step", "limit's step", "loop", "limit's loop", "host", "GPU busy"]
-    spread = [name for name, spec in SPECS.items() if spec.spread]
-    graphed = ("eager", "torch-graphed", "graphed")
-    blocks = [
-        f'{on(results)}. In "step" the host waits for the device after each step, in "loop" it does not.\n',
-        table(head, rows),
-        "Tensor parallel and sharded training on two GPUs, milliseconds of a step:\n",
-        pivot(results, "train", spread, RIVALS, "step_ms"),
-        "Seconds from `torch.compile`, with nothing cached and in a second process:\n",
-        table(["", *RIVALS], starts),
-        "A small layer graphed by hand, host microseconds of forward and backward:\n",
-        pivot(results, "train", ["layer"], graphed, "host_ms", digits=0, times=1e3),
-        "Checkpointed attentions, milliseconds of a step, with random numbers to be drawn again and without:\n",
-        pivot(
-            results,
-            "train",
-            ["attentions", "attentions_nodrop"],
-            ("default", "reduce-overhead", "cgpass", "cgpass:rng=paired"),
-            "step_ms",
-        ),
-    ]
-    return "\n".join(blocks)
-
-
-def texts(
-    found: dict[str, Results], directory: Path, readme: Path, performance: Path
-) -> dict[Path, str]:
-    """Return what tables, plots and documents have to be; documents show the machine that was measured last."""
-    wanted: dict[Path, str] = {}
+def texts(directory: Path, readme: Path) -> dict[Path, str]:
+    """Return what tables, plots and README have to be; README shows the machine that was measured last."""
+    found, wanted = stored(directory), {}
     for where, results in found.items():
         for part, data in results.items():
             if "results" in data:
                 wanted[directory / f"{part}-{where}.md"] = report.render(data)
-            if part in PLOTS:
-                wanted[directory / f"{PLOTS[part]}-{where}.svg"] = report.plot(data)
+        if "bench" in results:
+            wanted[directory / f"steps-{where}.svg"] = report.plot(results["bench"])
     last = max((r["bench"]["meta"]["time"], where) for where, r in found.items() if "bench" in r)[1]
-    section = readme_section(found[last], last)
-    wanted[readme] = with_table(readme.read_text(), "measured", section)
-    section = performance_section(found[last])
-    wanted[performance] = with_table(performance.read_text(), "breakdown", section)
+    wanted[readme] = with_table(readme.read_text(), "measured", readme_section(found[last], last))
     return wanted
 
 
-def problems(
-    directory: Path = RESULTS, readme: Path = README, performance: Path = PERFORMANCE
-) -> list[str]:
+def problems(directory: Path = RESULTS, readme: Path = README) -> list[str]:
     """Return what is out of step, is no result, or is of none."""
-    found = stored(directory)
-    wanted = texts(found, directory, readme, performance)
-    said = [why for results in found.values() for part in results.items() for why in refused(*part)]
+    wanted, found = texts(directory, readme), stored(directory).values()
+    said = [why for results in found for part in results.items() for why in refused(*part)]
     said += [
         f"{path.name} is out of step: run scripts/results.py --write"
         for path, text in wanted.items()
@@ -264,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
         for path in take(args.take, RESULTS):
             print(f"kept {path.name}")
     if not args.check:
-        for path, text in texts(stored(RESULTS), RESULTS, README, PERFORMANCE).items():
+        for path, text in texts(RESULTS, README).items():
             path.write_text(text)
     said = problems()
     for line in said:

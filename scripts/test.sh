@@ -14,8 +14,8 @@ the tests. Tests that need CUDA skip themselves where there is none.
   --torch VERSION   with this torch, in an environment of its own (.venv-torch-VERSION)
   -h, --help        this text
 
-Other arguments go to pytest, e.g. -k options. On 2 cores it takes half an hour: 1 minute to install (once, some GB), 10 s
-of ruff and pyrefly, 25 to 30 minutes of tests.
+Other arguments go to pytest, e.g. -k options. On 2 idle cores it takes 8 minutes: 1 minute to install (once, some GB),
+10 s of ruff and pyrefly, 6 to 7 minutes of tests.
 END
 }
 
@@ -35,7 +35,7 @@ prepare_venv dev "$torch"
 "$PYTHON" -m cgpass build >/dev/null &
 building=$!
 
-echo "== ruff and pyrefly: 10 s; then the tests: all of them take 25 to 30 minutes on 2 cores"
+echo "== ruff and pyrefly: 10 s; then the tests: all of them take 6 to 7 minutes on 2 idle cores"
 failed=()
 check() {
   echo "== $1"

@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from cgpass import telemetry, torch_private
-from cgpass.compile.compilers import Boxed, Compiler, Direction, copy_of, output_strides
-from cgpass.compile.culprits import FailedCapture, FailedOperators, Place
+from cgpass.compile.compilers import Boxed, Compiler, copy_of, output_strides
+from cgpass.compile.culprits import FailedCapture, FailedOperators
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.compile.facts.inputs import input_infos
 from cgpass.compile.facts.partition_tag import get_reason, get_tag
@@ -60,7 +60,6 @@ class GraphBuilder:
     """What the user calls each input, by placeholder name."""
     visible: frozenset[int]
     """Positions of outputs that the user gets."""
-    direction: Direction
     compiler: Compiler
     kinds: Mapping[str, InputKind]
     """See `value_kinds`."""
@@ -101,7 +100,7 @@ class GraphBuilder:
     ) -> Boxed:
         """A graph with the tags of several partitions; it was traced with other inputs than come `otherwise`."""
         as_traced = inputs_as_traced(gm, otherwise)
-        if self.direction == "forward":
+        if self.compiler.direction == "forward":
             torch_private.report_output_strides(output_strides(gm))
         outlined, parts = _outline(gm, context, outline_passes())
         summaries = _part_summaries(parts, _reasons_by_part(gm))
@@ -146,7 +145,7 @@ class GraphBuilder:
         return PassContext(
             device=self.target.device,
             stage=stage,
-            direction=self.direction,
+            direction=self.compiler.direction,
             trace_id=self.source.trace_id,
         )
 
@@ -179,12 +178,13 @@ class GraphBuilder:
         otherwise: Sequence[int] = (),
     ) -> PartitionRunner:
         """Return what runs a captured partition."""
-        named = f"{self.direction} {name}"
+        named = f"{self.compiler.direction} {name}"
         # Of what communicates, other processes take no part in the runs that find the culprit.
         communicates = any(map(is_collective, original.graph.nodes))
         on_failure = FailedCapture(
             original,
-            Place(graph, name, num_ops(original)),
+            graph,
+            name,
             self.failed,
             None if communicates else functools.partial(self._driver, self.target.device),
             what=self.source.of(named),
@@ -200,14 +200,14 @@ class GraphBuilder:
             on_failure=on_failure,
             source=self.source,
             opaque=self.compiler.opaque,
-            is_backward=self.direction == "backward",
+            is_backward=self.compiler.direction == "backward",
             communicates=communicates,
         )
 
     def _add_summary(self, partitions: tuple[PartitionSummary, ...]) -> int:
         records = self.target.records
         summary = GraphSummary(
-            self.direction,
+            self.compiler.direction,
             partitions if records else (),
             skip=None if records else OFF,
             num_ops=0 if records else sum(part.num_ops for part in partitions),
@@ -221,16 +221,16 @@ class GraphBuilder:
 
     def _told(self, which: str = "") -> contextlib.AbstractContextManager[None]:
         """A block that a line on the terminal tells of."""
-        text = f"compiling {self.source.of(self.direction)}{which}"
+        text = f"compiling {self.source.of(self.compiler.direction)}{which}"
         return progress.shown(text, self.options.progress)
 
     def _in_profiles(self, parts: Iterable[str]) -> dict[str, str]:
         """Return what profiles call partitions, by their names in a plan."""
-        return {name: self.source.of(f"cgpass: {self.direction} {name}") for name in parts}
+        return {name: self.source.of(f"cgpass: {self.compiler.direction} {name}") for name in parts}
 
     def _trace_plan(self, plan: Plan, parts: Sequence[PartitionSummary]) -> None:
         named = {part.name: part for part in parts}
-        name = f"{self.direction}_plan"
+        name = f"{self.compiler.direction}_plan"
         tracing.add_json(name, lambda: plan_as_dict(plan, named), self.source.trace_id)
 
 

@@ -23,8 +23,7 @@ class Compiler:
     """How partitions of one graph become callables."""
 
     compiler: Literal["inductor", "eager"]
-    is_backward: bool = False
-    is_inference: bool = False
+    direction: Direction
     parameters: frozenset[int] = frozenset()
     """Outputs of a backward that are gradients of parameters."""
     whole_graph_settings: tuple[tuple[str, Any], ...] = ()
@@ -49,7 +48,7 @@ class Compiler:
         if self.compiler == "eager":
             return read_on_the_host(torch_private.boxed_graph_module(gm), seeds)
         settings = dict(self.whole_graph_settings)
-        if self.is_backward:
+        if self.direction == "backward":
             keep_contiguous(gm, self.parameters)
         return read_on_the_host(torch_private.inductor_inner(gm, example_inputs, **settings), seeds)
 
@@ -71,8 +70,8 @@ class Compiler:
                 gm,
                 inputs,
                 static_input_idxs=tuple(static),
-                is_backward=self.is_backward,
-                is_inference=self.is_inference,
+                is_backward=self.direction == "backward",
+                is_inference=self.direction == "inference",
             )
         return read_on_the_host(as_traced(fn), seeds)
 

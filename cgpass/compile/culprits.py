@@ -100,37 +100,17 @@ def _name(node: fx.Node) -> str:
     return str(values.called(node)[0])
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a partition stands in what telemetry knows."""
-
-    graph: int
-    """The graph's number, as `telemetry.add_graph` gave it."""
-    name: str
-    num_ops: int
-
-    def runs_plainly(self, why: str, reasons: Sequence[Reason]) -> None:
-        """Note that the partition is not captured after all.
-
-        Args:
-            why: In a line.
-            reasons: One for each operator to blame, or one for all of it.
-        """
-        part = PartitionSummary(self.name, False, self.num_ops, tuple(reasons), told=why)
-        telemetry.replace_partition(self.graph, part)
-
-    def is_tried_again(self) -> None:
-        """Note that the partition may be captured, whatever came of it before."""
-        telemetry.replace_partition(self.graph, PartitionSummary(self.name, True, self.num_ops))
-
-
 class FailedCapture:
-    """What `PartitionRunner` asks about a failed capture of one partition. See `failures.OnFailure`."""
+    """What `PartitionRunner` asks about a failed capture of one partition. See `failures.OnFailure`.
+
+    `graph` and `name` are the partition's in what telemetry knows.
+    """
 
     def __init__(
         self,
         gm: fx.GraphModule,
-        place: Place,
+        graph: int,
+        name: str,
         operators: FailedOperators,
         driver: Callable[[], GraphDriver] | None,
         *,
@@ -140,7 +120,9 @@ class FailedCapture:
     ) -> None:
         self.checks_warm_ups = driver is not None and has_unvetted_ops(gm)
         self._gm = gm
-        self._place = place
+        self._graph = graph
+        self._name = name
+        self._num_ops = values.num_ops(gm)
         self._operators = operators
         self._driver = driver
         self._what = what
@@ -166,7 +148,8 @@ class FailedCapture:
     def forget(self) -> None:
         """See `OnFailure`."""
         self._failed = False
-        self._place.is_tried_again()
+        part = PartitionSummary(self._name, True, self._num_ops)
+        telemetry.replace_partition(self._graph, part)
 
     def _search(self, args: list[Any], error: Exception | None) -> "Finding":
         if self._driver is None or isinstance(error, torch.OutOfMemoryError | StagingError):
@@ -194,7 +177,8 @@ class FailedCapture:
 
     def _runs_plainly(self, why: str, reasons: Sequence[Reason]) -> None:
         why = f'on_skip="raise" refuses its calls: {why}' if self._refuses else why
-        self._place.runs_plainly(why, reasons)
+        part = PartitionSummary(self._name, False, self._num_ops, tuple(reasons), told=why)
+        telemetry.replace_partition(self._graph, part)
 
 
 def _whole(gm: fx.GraphModule, error: Exception) -> Reason:

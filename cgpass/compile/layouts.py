@@ -50,8 +50,6 @@ class _Traced:
         # now: compiling may replace symbols by numbers
         self._places = {s: place for s, place in _bindings(gm).items() if s in symbols}
         self._positions = tuple(self._wanted)
-        self._fitting: tuple[tuple[int, ...], object] = ((), b"")
-        """Sizes and geometry that were found to be as they should."""
         self._moves: dict[tuple[tuple[int, ...], object], list[_Move]] = {}
         """By sizes and geometry, which to lay out anew and with which strides."""
 
@@ -64,16 +62,12 @@ class _Traced:
     def lay_out(self, values: list[Any], sizes: tuple[int, ...]) -> None:
         """Have tensors lie as traced, each copied if it doesn't."""
         found = (sizes, _geometry(values, self._positions))
-        if found == self._fitting:
-            return
         moves = self._moves.get(found)
         if moves is None:
             if len(self._moves) >= _SIZES_KEPT:
                 del self._moves[next(iter(self._moves))]
             moves = self._moves[found] = list(self._find_moves(values, sizes))
         _move(values, moves)
-        if not moves:
-            self._fitting = found
 
     def _find_moves(self, values: list[Any], sizes: tuple[int, ...]) -> Iterator[_Move]:
         known = dict(zip(self._places, map(sympy.Integer, sizes), strict=True))

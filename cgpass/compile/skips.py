@@ -66,7 +66,6 @@ class Skips:
         self,
         gm: fx.GraphModule,
         example_inputs: Sequence[Any],
-        direction: Direction,
         compiler: Compiler,
         why: str,
         reasons: Sequence[Reason] = (),
@@ -77,6 +76,7 @@ class Skips:
             CaptureError: The user wants no graph to run without a CUDA graph.
         """
         asked = self._options.driver != "auto" or any(d.type == "cuda" for d in devices(gm))
+        direction = compiler.direction
         graph = self._add(gm, direction, why, reasons)
         if asked and self._options.driver != "none":
             telemetry.compile_stats.skips += 1
@@ -90,7 +90,6 @@ class Skips:
         self,
         gm: fx.GraphModule,
         example_inputs: Sequence[Any],
-        direction: Direction,
         compiler: Compiler,
         reasons: Sequence[Reason],
     ) -> Boxed:
@@ -103,11 +102,12 @@ class Skips:
             )
             if all(reason.code in ("no_work", "effect_token") for reason in reasons):
                 why = "it launches no work on the device"
-            graph = self._add(gm, direction, why, reasons)
-            log.info("%s runs without CUDA graphs: %s", self._source.graph(direction), why)
+            graph = self._add(gm, compiler.direction, why, reasons)
+            where = self._source.graph(compiler.direction)
+            log.info("%s runs without CUDA graphs: %s", where, why)
             return counted(graph, compiler.whole(gm, example_inputs))
         why = "; ".join(dict.fromkeys(map(str, blockers))) or "it has no operators"
-        return self.run_plainly(gm, example_inputs, direction, compiler, why, blockers)
+        return self.run_plainly(gm, example_inputs, compiler, why, blockers)
 
     def report(self, reasons: Sequence[Reason], direction: Direction) -> None:
         """One message per graph for everything in it that can't be captured.

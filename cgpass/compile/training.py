@@ -10,7 +10,7 @@ Note [What AOTAutograd's autograd function does]
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -24,27 +24,13 @@ from cgpass.runtime import fast
 class _Here(threading.local):
     """What this thread does."""
 
-    step: "Step | None" = None
+    step: Any = None
+    """The training step that this thread is in, if it is in one: see `whole_step.py`. Its `call(training, args, run)` runs
+    what a forward is the beginning of, or with `run` the forward alone; `note_graph(why)` notes a graph that no step can
+    have as a whole."""
 
 
 here = _Here()
-
-
-class Step(Protocol):
-    """A training step that this thread is in: see `cgpass.train_step`."""
-
-    def call(
-        self,
-        training: "TrainingCall",
-        args: tuple[Any, ...],
-        run: Callable[[tuple[Any, ...]], Any],
-    ) -> Any:
-        """Run what a forward is the beginning of, or with `run` the forward alone; returns what that returns."""
-        ...
-
-    def note_graph(self, why: str) -> None:
-        """Note that a graph is called that no step can have as a whole, and why."""
-        ...
 
 
 _TWICE_WITHOUT_DETERMINISM = (
@@ -83,12 +69,7 @@ class TrainingCall:
         self._layout = torch_private.training_layout()
 
     def note_backward(self, fn: Boxed, outputs: Sequence[Any]) -> None:
-        """Note the backward graph.
-
-        Args:
-            fn: Called as AOTAutograd calls it.
-            outputs: The graph's: nodes, or None for inputs that get no gradient.
-        """
+        """Note the backward graph, whose `outputs` are nodes, or None for inputs that get no gradient."""
         if self._layout is None:
             return
         given = {n for n, output in enumerate(outputs) if isinstance(output, fx.Node)}

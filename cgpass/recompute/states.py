@@ -8,7 +8,7 @@ from typing import Any, Final, Self, TypeAlias
 import torch
 
 from cgpass import torch_private
-from cgpass.compile.facts.draws import draws
+from cgpass.compile.facts.values import draws
 from cgpass.errors import CheckpointError, DriverUnavailableError
 from cgpass.recompute.tracker import (
     RNGStatesTracker,

@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass import torch_private
-from cgpass.compile.facts.draws import draws
+from cgpass.compile.facts.values import draws
 from cgpass.runtime import rng
 from cgpass.runtime.capturing import capture_runs, no_gc
 from cgpass.runtime.changes import Mode

@@ -7,14 +7,11 @@ first and at the version second.
 
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from cgpass.torch_private.autocast import *
 from cgpass.torch_private.backward import *
 from cgpass.torch_private.compiling import *
 from cgpass.torch_private.dynamo import *
-from cgpass.torch_private.fakes import *
 from cgpass.torch_private.frames import *
 from cgpass.torch_private.graphs import *
-from cgpass.torch_private.joint import *
 from cgpass.torch_private.kept_graphs import *
 from cgpass.torch_private.modes import *
 from cgpass.torch_private.operators import *

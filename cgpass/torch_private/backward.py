@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cgpass.torch_private.joint import replaced
+from cgpass.torch_private.compiling import replaced
 
 
 def graph_task() -> int:

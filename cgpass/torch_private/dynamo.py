@@ -185,11 +185,8 @@ def named_by_user(source: str, *, rooted: bool = False) -> str:
     """Turn Dynamo's name of a value, `L['self']._modules['fc']._parameters['weight']`, into the user's, `fc.weight`.
 
     What a compiled module holds is called as in its `state_dict()`. `fn` is what `torch.compile` calls the module where it
-    was given one that has a forward of torch's own.
-
-    Args:
-        source: Dynamo's name.
-        rooted: Keep what the function calls the compiled module: `self.fc.weight`.
+    was given one that has a forward of torch's own. `rooted` keeps what the function calls the compiled module:
+    `self.fc.weight`.
 
     Source: torch/_dynamo/source.py, guards.py; external_utils.py `wrap_inline`, 2.11 to 2.15.
     """

@@ -1,12 +1,7 @@
 """AOTAutograd's cache, where graphs are kept for other processes."""
 
-import functools
 import operator
-import os
-import re
-import types
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,19 +15,15 @@ from cgpass.torch_private.training_graphs import knows_external_objects
 NAMESPACES = frozenset({"aten", "prims", "inductor_prims"})
 """Of torch's own operators."""
 
-_KERNELS = ("CPU", "CUDA", "MPS", "Meta", "PythonTLSSnapshot", "FuncTorchDynamicLayerFrontMode")
-_ROOT = str(Path(torch.__file__).parent) + os.sep
-
 
 def told_by_no_key() -> tuple[Any, ...] | None:
-    """Return what a trace depends on beside what AOTAutograd's key has in every version.
+    """Return what a trace depends on beside what AOTAutograd's key has in every version, None if nothing is to be kept.
 
-    None where there is more to it, or where that cache is off.
+    Of decompositions and patterns that somebody changed it knows as little as AOTAutograd's own key.
 
     Source: torch/_functorch/config.py `_save_config_ignore`, passes and solvers, 2.11 to 2.15.
     """
     from torch._functorch import config
-    from torch._inductor.decomposition import decompositions, fast_random_decomps
 
     keeps = (
         config.enable_autograd_cache
@@ -46,12 +37,8 @@ def told_by_no_key() -> tuple[Any, ...] | None:
         and not has_process_groups()
     )
     ignored = [getattr(config, name) for name in config._save_config_ignore]
-    # The table that anybody may change, and the copy that traces read.
-    both = (*decompositions.items(), *fast_random_decomps().items())
-    formulas = [(op, fn) for op, fn in both if getattr(op, "namespace", None) in NAMESPACES]
-    if not keeps or any(map(callable, ignored)) or _is_changed([fn for _, fn in formulas]):
+    if not keeps or any(map(callable, ignored)):
         return None
-    names = (f"{op} {getattr(fn, '__module__', '')} {fn}" for op, fn in formulas)
     cuda, cudnn, einsum = torch.backends.cuda, torch.backends.cudnn, torch.backends.opt_einsum
     return (
         *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
@@ -64,39 +51,7 @@ def told_by_no_key() -> tuple[Any, ...] | None:
         (einsum.enabled, einsum.strategy),
         torch.cuda.current_device() if torch.cuda.is_initialized() else None,
         ignored,
-        sorted(re.sub(r" at 0x\w+", "", name) for name in names),
     )
-
-
-def _is_changed(formulas: Iterable[Any]) -> bool:
-    """Tell if others gave torch's operators formulas, patterns or implementations that a trace sees.
-
-    Source: torch/_inductor/fx_passes/joint_graph.py and pattern_matcher.py; torch/library.py `_impls`;
-    torch/_functorch/predispatch.py, whose implementations come with the first call of vmap; 2.11 to 2.15.
-    """
-    from torch._functorch import predispatch
-    from torch._inductor.fx_passes import joint_graph
-
-    passes = (joint_graph.early_patterns, *joint_graph.pass_patterns)
-    entries = (entry for each in passes for found in each.patterns.values() for entry in found)
-    patterns = (value for entry in entries for value in vars(entry).values() if callable(value))
-    of_vmap = getattr(predispatch.VMAP_DECOMPOSITIONS_LIB, "_op_impls", frozenset())
-    made = (name.split("/") for name in torch.library._impls - of_vmap)
-    seen = any(library == "aten" and kernel not in _KERNELS for library, *_, kernel in made)
-    return seen or not all(map(_is_torchs, (*formulas, *patterns)))
-
-
-def _is_torchs(value: Any) -> bool:
-    """Tell if a callable is, and the functions that it was made with."""
-    fn = value.func if isinstance(value, functools.partial) else value
-    cells = [cell for cell in getattr(fn, "__closure__", None) or () if cell != types.CellType()]
-    held = (cell.cell_contents for cell in cells)
-    for each in (fn, *(found for found in held if isinstance(found, types.FunctionType))):
-        code = getattr(each, "__code__", None)  # functools.wraps copies the module's name
-        is_there = code is None or code.co_filename.startswith(_ROOT)
-        if not is_there or not f"{getattr(each, '__module__', '')}.".startswith("torch."):
-            return False
-    return True
 
 
 def is_plain(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""What sees or changes the operators that a thread calls: modes, transforms, autograd's state."""
+"""What sees or changes the operators that a thread calls: modes, fake tensors', too, transforms, autograd, autocast."""
 
 import contextlib
 import functools
@@ -185,3 +185,100 @@ def has_function_modes() -> bool:
     from torch.utils._device import DeviceContext
 
     return not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+
+
+@contextlib.contextmanager
+def autocast_cache_off() -> Iterator[None]:
+    """Have autocast cast weights inside rather than take what was cast before: a graph would not make that again.
+
+    It stays off where what runs enters autocast itself: that sets what it was when the context was made, by decoration
+    say. Source: torch/amp/autocast_mode.py `autocast.__enter__`, 2.11 to 2.15.
+    """
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with _kept_off:
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+class _KeptOff:
+    """Replaces `torch.set_autocast_cache_enabled` as long as any thread is inside; only threads that are notice.
+
+    The last one out restores it: whichever order they come and go in.
+    """
+
+    def __init__(self) -> None:
+        self._before: Any = None
+        self._num_inside = 0
+        self._lock = threading.Lock()
+        self._here = threading.local()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._num_inside:
+                self._before = torch.set_autocast_cache_enabled
+                torch.set_autocast_cache_enabled = self._replacement(self._before)
+            self._num_inside += 1
+        self._here.depth = getattr(self._here, "depth", 0) + 1
+
+    def __exit__(self, *raised: object) -> None:
+        self._here.depth -= 1
+        with self._lock:
+            self._num_inside -= 1
+            if not self._num_inside:
+                torch.set_autocast_cache_enabled = self._before
+
+    def _replacement(self, set_enabled: Any) -> Any:
+        @functools.wraps(set_enabled)
+        def call(enabled: bool) -> None:
+            set_enabled(enabled and not getattr(self._here, "depth", 0))
+
+        return call
+
+
+_kept_off = _KeptOff()
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Tell if a tensor has no values, only metadata."""
+    from torch._subclasses.fake_tensor import is_fake as torch_is_fake
+
+    return torch_is_fake(tensor)
+
+
+def no_fake_mode() -> contextlib.AbstractContextManager[Any]:
+    """Compute with real tensors, though a graph is being traced."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def mode_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """The fake mode of a fake tensor, to make another one like it; nothing for a real one."""
+    mode = getattr(tensor, "fake_mode", None)
+    return contextlib.nullcontext() if mode is None else mode
+
+
+def is_plain_fake(tensor: torch.Tensor) -> bool:
+    """Tell if a tensor is fake itself, not a subclass or a transform's wrapper around a fake one."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return type(tensor) is FakeTensor
+
+
+def sibling_fake_mode(tensor: torch.Tensor) -> Any:
+    """A fake mode with the settings of a fake tensor's and symbols of its own: nothing done in it leaves a guard."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode: Any = mode_of(tensor)
+    outer = mode.shape_env
+    shape_env = None
+    if outer is not None:
+        shape_env = ShapeEnv(
+            allow_scalar_outputs=outer.allow_scalar_outputs,
+            allow_dynamic_output_shape_ops=outer.allow_dynamic_output_shape_ops,
+        )
+    return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=mode.allow_non_fake_inputs)

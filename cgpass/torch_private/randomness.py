@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cgpass.torch_private.fakes import mode_of
+from cgpass.torch_private.modes import mode_of
 
 
 def default_generator(device: torch.device) -> torch.Generator:

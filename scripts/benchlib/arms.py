@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import operator
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from typing import Any
 
@@ -18,45 +19,38 @@ KNOWN = {
     "eager": "no compilation",
     "default": "torch.compile",
     "reduce-overhead": "torch.compile with mode='reduce-overhead'",
-    "cudagraphs": "torch.compile with backend='cudagraphs'",
     "cgpass": "torch.compile with backend='cgpass'",
     "cgpass-step": "cgpass.train_step, the optimizer part of the graph",
     "graphed": "cgpass.make_graphed_callables",
     "torch-graphed": "torch.cuda.make_graphed_callables",
     "limit": "one graph of default's forward and backward, captured by hand; nothing is checked or copied",
-    "limit-eager": "the same of eager's kernels",
     "limit-step": "the same of default's kernels, with the optimizer",
 }
 USUAL = ("default", "reduce-overhead", "cgpass", "limit")
-NEEDS_CUDA = (
-    "reduce-overhead",
-    "cudagraphs",
-    "torch-graphed",
-    "limit",
-    "limit-eager",
-    "limit-step",
-)
+NEEDS_CUDA = {"reduce-overhead", "torch-graphed", "limit", "limit-step"}
 BASELINE = "@baseline"
 
 
 def parse(name: str) -> tuple[str, dict[str, Any]]:
-    """Split "cgpass:rng=paired" into the arm and its options.
-
-    Raises:
-        ValueError: There is no such arm, or it takes no options.
-    """
+    """Split "cgpass:rng=paired" into the arm and its options."""
     base, *pairs = name.removesuffix(BASELINE).split(":")
     if base not in KNOWN:
-        raise ValueError(f"unknown arm {base!r}; known: {', '.join(KNOWN)}")
+        raise ArgumentTypeError(f"unknown arm {base!r}; known: {', '.join(KNOWN)}")
     if pairs and not is_ours(base):
-        raise ValueError(f"{base!r} takes no options; arms of cgpass do")
+        raise ArgumentTypeError(f"{base!r} takes no options; arms of cgpass do")
     options: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
-            raise ValueError(f"{pair!r} in {name!r} is no option=value")
+            raise ArgumentTypeError(f"{pair!r} in {name!r} is no option=value")
         options[key] = int(value) if value.isdigit() else value
     return base, options
+
+
+def known(name: str) -> str:
+    """Return the name of an arm; raises what argparse shows if there is none."""
+    parse(name)
+    return name
 
 
 def is_ours(name: str) -> bool:
@@ -73,11 +67,7 @@ def compile_settings(name: str, device: torch.device, *, plain: bool = False) ->
         }
     if base == "default" and device.type == "cpu":
         return {"backend": "aot_eager"}  # kernels for the CPU are not what is measured
-    settings = {
-        "reduce-overhead": {"mode": "reduce-overhead"},
-        "cudagraphs": {"backend": "cudagraphs"},
-    }
-    return settings.get(base, {})
+    return {"mode": base} if base == "reduce-overhead" else {}
 
 
 def our_options(given: dict[str, Any], device: torch.device, *, plain: bool) -> dict[str, Any]:
@@ -99,8 +89,10 @@ class Arm:
 
     Attributes:
         module: The model on the device.
-        compile_s: Seconds that `torch.compile` took, with what it imports; nothing is traced yet.
+        started: When `torch.compile` was called, on the clock of `perf_counter`.
     """
+
+    caches_casts = True
 
     def __init__(self, name: str, workload: Workload, *, plain: bool = False) -> None:
         self.base, self.options = parse(name)
@@ -108,11 +100,9 @@ class Arm:
         tag = "".join(c if c.isalnum() else "_" for c in name) + "_plain" * plain
         self.module: Any = workload.instance(tag)
         self._call: Callable[..., torch.Tensor] = self.module
-        start = time.perf_counter()
+        self.started = time.perf_counter()
         self._compile()
-        self.compile_s = time.perf_counter() - start
         self.optimizers = self._new_optimizers()
-        self._marks_steps = self.base in ("reduce-overhead", "cudagraphs")
 
     def _compile(self) -> None:
         spec = self.workload.spec
@@ -129,9 +119,7 @@ class Arm:
             self._call = torch.compile(self.module, **settings)
 
     def _new_optimizers(self) -> list[torch.optim.Optimizer]:
-        groups: dict[
-            type, list[torch.nn.Parameter]
-        ] = {}  # torch 2.11 takes no mixture with DTensor
+        groups: dict[type, list[Any]] = {}  # torch 2.11 takes no mixture with DTensor
         for p in self.module.parameters():
             groups.setdefault(type(p.data), []).append(p)
         return [torch.optim.AdamW(group, lr=1e-4, fused=True) for group in groups.values()]
@@ -143,7 +131,7 @@ class Arm:
 
     def begin(self) -> None:
         """Start a step: mark it where the arm wants that, and drop the gradients."""
-        if self._marks_steps:
+        if self.base == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()
         if not self.workload.inference:
             for optimizer in self.optimizers:
@@ -192,7 +180,8 @@ class Arm:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if not self.workload.spec.autocast:
             return contextlib.nullcontext()
-        return torch.autocast(self.workload.device.type, dtype=torch.bfloat16)
+        kind = self.workload.device.type
+        return torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=self.caches_casts)
 
 
 class StepArm(Arm):
@@ -227,6 +216,8 @@ class StepArm(Arm):
 class GraphedArm(Arm):
     """The module recorded by `make_graphed_callables`, ours or torch's, with its batch as the sample."""
 
+    caches_casts = False
+
     def _compile(self) -> None:
         if self.workload.inference or self.workload.spec.spread:
             raise RuntimeError("callables are graphed for training on one device")
@@ -245,12 +236,6 @@ class GraphedArm(Arm):
         self._call = lambda **batch: graphed(*batch.values())
         self._restart()
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if not self.workload.spec.autocast:
-            return contextlib.nullcontext()
-        kind = self.workload.device.type
-        return torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=False)
-
 
 class LimitArm(Arm):
     """The lower bound: one graph, captured by hand.
@@ -262,8 +247,7 @@ class LimitArm(Arm):
     def _compile(self) -> None:
         if self.workload.spec.spread:
             raise RuntimeError("the limit is captured on one device")
-        if self.base != "limit-eager":
-            super()._compile()
+        super()._compile()
         self.copies_inputs = True
         self._static = {key: value.clone() for key, value in self.workload.batches[0].items()}
 
@@ -279,18 +263,15 @@ class LimitArm(Arm):
         Raises:
             RuntimeError: The model synchronises with the host.
         """
-        checkpointed = self.base == "limit-eager"
-        graph = importlib.import_module("cgpass").CheckpointedGraph() if checkpointed else None
-        warm_up = graph.warm_up if graph else contextlib.nullcontext
-        graph = graph or torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for last in (False, False, False, True):
-                torch.cuda.set_sync_debug_mode("error" if last and not checkpointed else "default")
+                torch.cuda.set_sync_debug_mode("error" if last else "default")
                 try:  # fail here rather than inside a capture, which would harm the process' generators
-                    with warm_up():
-                        self._body()
+                    super().begin()
+                    self._body()
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
                 side.synchronize()
@@ -301,18 +282,16 @@ class LimitArm(Arm):
         # do, for every recording) would free it under this graph.
         torch._C._cuda_clearCublasWorkspaces()
         with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-            self._result = super().run(self._static)
-            if self.base == "limit-step":
-                super().finish()
+            self._result = self._body()
         self._graph = graph
         self._restart()
         torch.cuda.synchronize()
 
-    def _body(self) -> None:
-        super().begin()
-        super().run(self._static)
+    def _body(self) -> torch.Tensor:
+        result = super().run(self._static)
         if self.base == "limit-step":
             super().finish()
+        return result
 
     def begin(self) -> None:
         """The gradients are static: nothing to drop."""

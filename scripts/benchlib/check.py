@@ -10,40 +10,11 @@ import collections
 import json
 import sys
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import torch
 
 from benchlib import meta
-
-
-def summarise(part: str, status: int, cases: list[ElementTree.Element]) -> dict[str, Any]:
-    """Return counts, what failed, and how many tests were skipped by reason."""
-    failed, skipped, passed = [], collections.Counter(), 0
-    for case in cases:
-        name = f"{case.get('classname')}::{case.get('name')}"
-        bad = next((e for kind in ("failure", "error") for e in case.iter(kind)), None)
-        skip = case.find("skipped")
-        if bad is not None:
-            failed.append({"name": name, "message": (bad.get("message") or bad.text or "")[:1500]})
-        elif skip is not None:
-            skipped[skip.get("message") or ""] += 1
-        else:
-            passed += 1
-    return {
-        "part": part,
-        "ok": status == 0 and passed > 0 and not failed,
-        "meta": meta.describe("cuda" if torch.cuda.is_available() else "cpu"),
-        "passed": passed,
-        "failed": failed,
-        "skipped": dict(skipped),
-        "properties": {
-            f"{case.get('classname')}::{case.get('name')}, {each.get('name')}": each.get("value")
-            for case in cases
-            for each in case.iter("property")
-        },
-    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,18 +25,30 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("report", type=Path, help="JUnit file; none is no test")
     args = parser.parse_args(argv)
-    cases: list[ElementTree.Element] = []
-    if args.report.exists():
-        cases = list(ElementTree.parse(args.report).getroot().iter("testcase"))
-    found = summarise(args.part, args.status, cases)
+    root = ElementTree.parse(args.report).getroot() if args.report.exists() else None
+    failed, skipped, passed, noted = [], collections.Counter(), 0, {}
+    for case in root.iter("testcase") if root is not None else ():
+        name = f"{case.get('classname')}::{case.get('name')}"
+        noted |= {f"{name}, {p.get('name')}": p.get("value") for p in case.iter("property")}
+        bad = next((e for kind in ("failure", "error") for e in case.iter(kind)), None)
+        skip = case.find("skipped")
+        if bad is not None:
+            failed.append({"name": name, "message": (bad.get("message") or bad.text or "")[:1500]})
+        elif skip is not None:
+            skipped[skip.get("message") or ""] += 1
+        else:
+            passed += 1
+    ok = args.status == 0 and passed > 0 and not failed
+    about = meta.describe("cuda" if torch.cuda.is_available() else "cpu")
+    found = {"part": args.part, "ok": ok, "meta": about, "passed": passed, "failed": failed}
+    found |= {"skipped": skipped, "properties": noted}
     args.out.write_text(json.dumps(found, indent=1) + "\n")
-    for each in found["failed"]:
+    for each in failed:
         print(f"FAILED {each['name']}: {' '.join(each['message'].split())[:300]}")
-    for reason, count in found["skipped"].items():
+    for reason, count in skipped.items():
         print(f"skipped: {reason} ({count})")
-    verdict = "ok" if found["ok"] else "FAILED"
-    print(f"{args.part}: {verdict}, {found['passed']} passed, {len(found['failed'])} failed")
-    return 0 if found["ok"] else 1
+    print(f"{args.part}: {'ok' if ok else 'FAILED'}, {passed} passed, {len(failed)} failed")
+    return 0 if ok else 1
 
 
 if __name__ == "__main__":

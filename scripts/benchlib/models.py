@@ -59,15 +59,21 @@ class SquareLoss(nn.Module):
         return x.square().mean()
 
 
-class Linear(nn.Module):
-    """A layer of four parameters that gives the device next to nothing to do."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+class Residual(nn.Sequential):
+    """Layers one after the other, and what goes around them."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.linear(self.norm(x))
+        return x + super().forward(x)
+
+
+def small_layer(width: int = 64) -> nn.Module:
+    """Make a layer of four parameters that gives the device next to nothing to do."""
+    return Residual(nn.LayerNorm(width), nn.Linear(width, width))
+
+
+def feed_forward(width: int, dropout: float = 0.1) -> nn.Module:
+    up, down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+    return Residual(nn.LayerNorm(width), up, nn.GELU(), down, nn.Dropout(dropout))
 
 
 class Attention(nn.Module):
@@ -81,18 +87,6 @@ class Attention(nn.Module):
         q = self.linear(x)[:, None]
         mixed = F.scaled_dot_product_attention(q, q, q, dropout_p=self.dropout)
         return x + mixed[:, 0]
-
-
-class FeedForward(nn.Module):
-    """A wide feed-forward layer with dropout."""
-
-    def __init__(self, width: int, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
-        self.down, self.dropout = nn.Linear(4 * width, width), nn.Dropout(dropout)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +222,9 @@ vit_small = functools.partial(
 
 
 def stack(layers: int) -> Callable[[bool], nn.Module]:
-    return lambda tiny: SquareLoss([Linear(64) for _ in range(min(layers, 3) if tiny else layers)])
+    return lambda tiny: SquareLoss(
+        [small_layer() for _ in range(min(layers, 3) if tiny else layers)]
+    )
 
 
 def attentions(dropout: float) -> Callable[[bool], nn.Module]:
@@ -243,7 +239,7 @@ def blocks(saving: str) -> Callable[[bool], nn.Module]:
         cgpass = importlib.import_module("cgpass") if saving == "cgpass" else None
         function = {"": None, "torch": checkpoint}.get(saving, cgpass and cgpass.checkpoint)
         depth, width = (2, 64) if tiny else (12, 1024)
-        return SquareLoss([FeedForward(width) for _ in range(depth)], function)
+        return SquareLoss([feed_forward(width) for _ in range(depth)], function)
 
     return build
 
@@ -273,7 +269,7 @@ SPECS: dict[str, ModelSpec] = REAL | {
     "stack100": ModelSpec(title="100 small layers", build=stack(100), batch=numbers(4, 64), **FP32),
     "layer": ModelSpec(
         title="attention and feed-forward, width 64",
-        build=lambda tiny: SquareLoss([Attention(64, 0.0), FeedForward(64, 0.0)]),
+        build=lambda tiny: SquareLoss([Attention(64, 0.0), feed_forward(64, 0.0)]),
         batch=numbers(1, 16, 64),
         **FP32,
     ),

@@ -5,19 +5,16 @@
 `cgpass` is what PYTHONPATH names, this checkout or another one, so only public names of it are used.
 """
 
-import contextlib
 import dataclasses
 import gc
 import importlib
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -69,12 +66,9 @@ class Job:
 
 def spread_of(values: list[float]) -> dict[str, float]:
     """Return the median, the tenth and the ninetieth percentile."""
-    low, high = min(values), max(values)
-    if len(values) > 1:
-        tenths = statistics.quantiles(values, n=10, method="inclusive")
-        low, high = tenths[0], tenths[-1]
-    found = {"median": statistics.median(values), "p10": low, "p90": high}
-    return {key: round(value, 4) for key, value in found.items()}
+    parts = torch.tensor([0.5, 0.1, 0.9], dtype=torch.float64)
+    found = torch.tensor(values, dtype=torch.float64).quantile(parts).tolist()
+    return {key: round(n, 4) for key, n in zip(("median", "p10", "p90"), found, strict=True)}
 
 
 def settled(counts: list[Counts]) -> dict[str, int]:
@@ -82,10 +76,8 @@ def settled(counts: list[Counts]) -> dict[str, int]:
 
     `steps` is the last step in which something was recorded, or called without a graph.
     """
-    sums = [(each["recordings"], each["plain_calls"]) for each in counts]
-    changed = [
-        n for n, (old, new) in enumerate(zip([(0, 0), *sums], sums, strict=False), 1) if old != new
-    ]
+    sums = [(0, 0), *((each["recordings"], each["plain_calls"]) for each in counts)]
+    changed = [n for n in range(1, len(sums)) if sums[n] != sums[n - 1]]
     return {"steps": max(changed, default=0), "recordings": sums[-1][0], "plain_calls": sums[-1][1]}
 
 
@@ -93,18 +85,6 @@ def busy_ms(events: list[dict[str, Any]]) -> float:
     """Return for how long kernels and copies keep the device busy, from the events of a Chrome trace."""
     found = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     return round(sum(event.get("dur", 0) for event in found) / 1e3, 4)
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    """Have torch use deterministic algorithms; operators that have none only warn."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 class Worker:
@@ -225,17 +205,20 @@ class Worker:
             text = Path(file.name).read_text(errors="replace")
         return found | {"gpu_busy_ms": busy_ms(json.loads(text, strict=False)["traceEvents"])}
 
-    def check(self, *, exact: bool) -> dict[str, Any]:
-        """Compare losses and weights bitwise with the same kernels without graphs.
+    def check(self) -> dict[str, Any]:
+        """Compare losses and weights bitwise with the same kernels without graphs."""
+        return {"equal": self.first == self._again(plain=True), "deterministic": False}
 
-        With `exact` both run again under deterministic algorithms, for models that aren't repeatable by themselves.
-        """
-        with deterministic() if exact else contextlib.nullcontext():
-            ours = self._again(plain=False) if exact else self.first
-            plain = self._again(plain=True)
-            found: dict[str, Any] = {"equal": ours == plain, "deterministic": exact}
-            if exact and not found["equal"]:
+    def check_deterministic(self) -> dict[str, Any]:
+        """Run both again under deterministic algorithms, for models that aren't repeatable by themselves."""
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of operators that have none
+            ours, plain = self._again(plain=False), self._again(plain=True)
+            found: dict[str, Any] = {"equal": ours == plain, "deterministic": True}
+            if not found["equal"]:
                 found["plain_repeatable"] = self._again(plain=True) == plain
+        torch.use_deterministic_algorithms(False)
         return found
 
     def _again(self, *, plain: bool) -> dict[str, Any]:
@@ -244,20 +227,15 @@ class Worker:
         return self.first_losses(arm)
 
     def first_steps(self) -> dict[str, Any]:
-        """Time `torch.compile` and each of the first steps; torch, weights and batches are there before."""
-        arm = arms.make(self.job.arm, self.workload)
+        """Time `torch.compile` and three steps; torch, weights and batches are there before."""
         for batch in self.workload.batches:
             for value in batch.values():
                 value.sum().item()  # the device has woken up
-        found: dict[str, Any] = {"compile_s": round(arm.compile_s, 4), "steps_s": [], "replays": []}
-        for number in range(8):
-            start = time.perf_counter()
-            if not number:
-                arm.prepare()
+        arm = arms.make(self.job.arm, self.workload)
+        arm.prepare()
+        for number in range(3):
             arm.step(self.batch(number)).item()
-            found["steps_s"].append(round(time.perf_counter() - start, 4))
-            found["replays"].append(self.counters().get("replays", 0))
-        return found
+        return {"seconds": round(time.perf_counter() - arm.started, 4)}
 
     def answer(self, command: str) -> dict[str, Any]:
         """Do what is asked."""
@@ -265,8 +243,6 @@ class Worker:
             if dist.is_initialized():
                 dist.destroy_process_group()  # with graphs alive
             return {}
-        if command.startswith("check"):
-            return self.check(exact=command == "check deterministic")
         return getattr(self, command)()
 
 

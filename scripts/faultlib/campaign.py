@@ -1,12 +1,14 @@
-"""Runs one program again and again, with a fault at another point each time, and checks what comes after it."""
+"""Runs one program again and again, with a fault at another place each time, and checks what comes after it."""
 
-import faulthandler
 import gc
 import random
+import signal
 import sys
+import timeit
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,13 +19,13 @@ import cgpass
 from cgpass.runtime import capturing, simulated
 from cgpass.runtime.inputs import Placeholder
 from cgpass.runtime.recording import Recording
-from faultlib import inject
+from faultlib import inject, programs
 from faultlib.inject import Point
-from faultlib.programs import PROGRAMS, Run, Session, Values
+from faultlib.programs import PROGRAMS, Session
 
 ERRORS: tuple[type[BaseException], ...] = (KeyboardInterrupt, MemoryError, RuntimeError)
-SECONDS = 120
-"""For one fault and the runs after it; then the process ends, with all stacks."""
+Fault = tuple[str, Callable[[], str | bool | None]]
+"""What it is, and what makes it: returns what was wrong afterwards, if anything, or False if it did not come to pass."""
 _PACKAGE = Path(cgpass.__file__).parent
 _FILES = ("compile/training.py", "whole_step.py")
 _FOLDERS = ("runtime", "graphed")
@@ -31,46 +33,59 @@ _ELSEWHERE = ("run_with_state", "recompute_fn", "_recompute")
 """Functions inside of which the default generator stands in for another one."""
 
 
-def is_wanted(name: str) -> bool:
-    """Whether faults are injected in a file."""
+def in_runtime(name: str) -> bool:
+    """Return whether a file is one of those in which faults are injected."""
     if not name.startswith(str(_PACKAGE)):
         return False
     inside = Path(name).relative_to(_PACKAGE)
     return str(inside) in _FILES or inside.parts[0] in _FOLDERS
 
 
-@dataclass
-class Result:
-    """What came of the faults in one program."""
+def in_operators(name: str) -> bool:
+    """Return whether a file is the code of a graph, which has an operator a line."""
+    return name.startswith("<eval_with_key>")
 
-    program: str
-    points: int = 0
-    """That a run passes, from nothing or settled."""
-    injected: int = 0
-    right: int = 0
-    wrong: list[str] = field(default_factory=list)
-    dead: list[str] = field(default_factory=list)
+
+@contextmanager
+def alarm(seconds: float) -> Iterator[Callable[[], bool]]:
+    """Raise KeyboardInterrupt once, so much later, unless the block ends before."""
+    rung = []
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code.co_filename != programs.__file__:
+            frame = frame.f_back
+        if frame is not None:  # else the program has not begun, or is through
+            rung.append(True)
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield lambda: bool(rung)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        torch.set_grad_enabled(True)  # the program's own `torch.no_grad` may have been left
 
 
 class Campaign:
     """One program, compiled once."""
 
     def __init__(self, name: str, *, seed: int = 0, driver: str = "simulated") -> None:
-        self.name = name
-        self._random = random.Random(seed)
+        self.random = random.Random(seed)
+        self._program = PROGRAMS[name]
         device = "cuda" if driver == "cuda" else "cpu"
         if device == "cuda":  # for what programs make themselves; this process runs one of them
             torch.set_default_device(device)
-        session = Session("none", device)
-        plain = PROGRAMS[name](session)
-        _values_of(plain, session)
+        self._session = Session("none", device)
+        self._run()
         self._generator_states: set[bytes] = set()
-        with _Sampled(self._generator_states):
-            self._expected = _values_of(plain, session)
+        with _sampled(self._generator_states):
+            self._expected = self._run()
         self._session = Session(driver, device)
-        self._run = PROGRAMS[name](self._session)
+        self._run()
         for _ in range(3):
-            if (why := self._differs(_values_of(self._run, self._session))) is not None:
+            if (why := self._differs(self._run())) is not None:
                 raise AssertionError(f"{name}: without any fault, {why}")
         gc.collect()
         gc.freeze()
@@ -83,60 +98,108 @@ class Campaign:
         gc.collect()
         self._left = _living()
 
+    def _run(self) -> list[torch.Tensor]:
+        values = self._session.begin()
+        self._program(self._session)
+        self._session.note(_rng_state())
+        return values
+
     def _count_replays(self) -> int:
         before = cgpass.counters()["replays"]
-        _values_of(self._run, self._session)
-        return int(cgpass.counters()["replays"] - before)
+        self._run()
+        return cgpass.counters()["replays"] - before
 
-    def points(self, *, per_line: int = 3) -> list[tuple[bool, Point]]:
-        """Points to raise at, and whether the run begins with nothing recorded: of each, so many times it is passed."""
-        found: list[tuple[bool, Point]] = []
+    def faults(
+        self, *, per_line: int = 3, errors: tuple[type[BaseException], ...] = (), shift: int = 0
+    ) -> list[Fault]:
+        """Return errors at points of the runtime: each that is given, else one in turns, so many times a point is passed."""
+        points = []
         for is_cold in (True, False):
-            if is_cold:
-                cgpass.reset()
-            self._session.restore()
-            with inject.noted(is_wanted) as points:
-                self._run(Values())
-            times = Counter(point._replace(time=0) for point in points)
-            for point, number in times.items():
-                middle = [self._random.randrange(number) for _ in range(per_line - 2)]
+            for point, number in self._passed(in_runtime, is_cold=is_cold).items():
+                middle = [self.random.randrange(number) for _ in range(per_line - 2)]
                 chosen = sorted({0, number - 1, *middle})[:per_line] if per_line > 1 else [0]
-                found += [(is_cold, point._replace(time=time)) for time in chosen]
+                points += [(is_cold, point._replace(time=time)) for time in chosen]
+        return [
+            self._fault(point, error, is_cold=is_cold)
+            for n, (is_cold, point) in enumerate(points)
+            for error in (errors or [ERRORS[(n + shift) % len(ERRORS)]])
+        ]
+
+    def captures(self) -> list[Fault]:
+        """Return errors at the operators of a program that begins with nothing recorded: in warm-ups, captures and calls."""
+        points = [
+            point._replace(time=time)
+            for point, number in self._passed(in_operators, is_cold=True).items()
+            if point.kind == "line"
+            for time in range(number)
+        ]
+        return [
+            self._fault(point, ERRORS[n % len(ERRORS)], is_cold=True)
+            for n, point in enumerate(points)
+        ]
+
+    def alarms(self, count: int) -> list[Fault]:
+        """Return signals whose handler raises, each somewhere in a run.
+
+        What lives afterwards is not counted: in weak references' callbacks Python drops such an error, and torch compiles anew.
+        """
+        sys.unraisablehook = lambda *args: None  # of destructors
+        longest = min(timeit.repeat(self._run, number=1))
+        found: list[Fault] = []
+        for n in range(count):
+            after, is_cold = max(0.0002, self.random.random() * longest), n % 5 == 0
+            what = f"alarm after {after * 1e3:.1f} ms, {'from nothing' if is_cold else 'settled'}"
+            context = partial(alarm, after)
+            fault = partial(self._broken_off, context, is_cold=is_cold, unchecked="leak")
+            found.append((what, fault))
         return found
 
-    def inject(
-        self, point: Point, error: type[BaseException], *, is_cold: bool
-    ) -> tuple[bool, str | None]:
-        """Raise one error; returns whether it came to that, and what was wrong afterwards."""
-        faulthandler.dump_traceback_later(SECONDS, exit=True)
+    def _passed(self, wanted: Callable[[str], bool], *, is_cold: bool) -> Counter[Point]:
+        """Return the points that a run passes, and how often."""
         if is_cold:
             cgpass.reset()
-        self._session.restore()
-        values, caught = Values(), ""
-        with inject.fault(point, error) as was_raised:
+        self._session.begin()
+        with inject.noted(wanted) as points:
+            self._program(self._session)
+        return Counter(point._replace(time=0) for point in points)
+
+    def _fault(self, point: Point, error: type[BaseException], *, is_cold: bool) -> Fault:
+        what = f"{error.__name__} at {point}, {'from nothing' if is_cold else 'settled'}"
+        context = partial(inject.fault, point, error)
+        unchecked = "slow" if in_operators(point.file) else ""  # what fails runs without a graph
+        return what, partial(self._broken_off, context, is_cold=is_cold, unchecked=unchecked)
+
+    def _broken_off(
+        self,
+        context: Callable[[], AbstractContextManager[Callable[[], bool]]],
+        *,
+        is_cold: bool,
+        unchecked: str = "",
+    ) -> str | bool | None:
+        """Run the program in what raises an error, and look at all after it; False if there was none."""
+        if is_cold:
+            cgpass.reset()
+        values, complete = self._session.begin(), False
+        with context() as was_raised:
             try:
-                self._run(values)
-                values.note(_rng_state())
-            except BaseException as raised:
-                caught = type(raised).__name__
+                self._program(self._session)
+                self._session.note(_rng_state())
+                complete = True
+            except BaseException:
                 if not was_raised():
                     raise
-        if not was_raised():
-            return False, None
-        why = self._look(values, complete=not caught)
-        faulthandler.cancel_dump_traceback_later()
-        return True, why
+        return was_raised() and self._look(values, complete=complete, unchecked=unchecked)
 
-    def _look(self, values: Values, *, complete: bool) -> str | None:
-        """What is wrong after a fault, if anything."""
+    def _look(self, values: list[torch.Tensor], *, complete: bool, unchecked: str) -> str | None:
+        """Return what is wrong after a fault, if anything."""
         if (why := self._differs(values, complete=complete)) is not None:
             return f"at once, {why}"
-        if not self._generator_states.issuperset({_generator_state()}):
+        if _generator_state() not in self._generator_states:
             return "the generator stands where it never does without the fault"
         gc.collect()  # errors that their own tracebacks hold
         before = cgpass.counters()["replays"]
         try:
-            again = _values_of(self._run, self._session)
+            again = self._run()
         except Exception as error:
             return f"the next run raised {type(error).__name__}: {error}"[:500]
         if (why := self._differs(again)) is not None:
@@ -149,15 +212,15 @@ class Campaign:
         for _ in range(3):  # keys of calls may be due that come once more
             if replays < self._enough:
                 replays = self._count_replays()
-        if replays < self._enough:
+        if replays < self._enough and unchecked != "slow":
             return f"slow: {replays} replays in the next run, {self._replays} without a fault"
-        return self._leak(values, again)
+        values.clear()
+        again.clear()
+        return None if unchecked == "leak" else self._leak()
 
-    def _leak(self, *values: Values) -> str | None:
-        for each in values:
-            each.found.clear()
+    def _leak(self) -> str | None:
         cgpass.reset()
-        self._session.restore()
+        self._session.begin()
         gc.collect()
         left = _living()
         more = {name: (n, left[name]) for name, n in self._left.items() if left[name] > n}
@@ -166,28 +229,17 @@ class Campaign:
         self._left = left  # that of later faults counts by itself
         return f"leak: {more}"
 
-    def _differs(self, values: Values, *, complete: bool = True) -> str | None:
-        ours, expected = values.found, self._expected.found
+    def _differs(self, ours: list[torch.Tensor], *, complete: bool = True) -> str | None:
+        expected = self._expected
         if complete and len(ours) != len(expected):
             return f"{len(ours)} values, not {len(expected)}"
-        wrong = [n for n, (a, b) in enumerate(zip(ours, expected)) if not _same(a, b)]  # noqa: B905
+        pairs = zip(ours, expected)  # noqa: B905
+        wrong = [n for n, (a, b) in enumerate(pairs) if a.shape != b.shape or not torch.equal(a, b)]
         return f"values {wrong[:8]} of {len(ours)} are wrong" if wrong else None
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a, b)
-
-
-def _values_of(run: Run, session: Session) -> Values:
-    values = Values()
-    session.restore()
-    run(values)
-    values.note(_rng_state())
-    return values
-
-
 def _modes() -> str | None:
-    """What of the process or of this thread is not as it was."""
+    """Return what of the process or of this thread is not as it was."""
     wrong = {
         "garbage collection is off": not gc.isenabled(),
         "gradients are off": not torch.is_grad_enabled(),
@@ -212,43 +264,27 @@ def _generator_state() -> bytes:
 
 
 def _rng_state() -> torch.Tensor:
-    """Of the device's default generator: the CPU's until CUDA is in use."""
+    """Return the state of the device's default generator: the CPU's until CUDA is in use."""
     return torch.cuda.get_rng_state() if torch.cuda.is_initialized() else torch.get_rng_state()
 
 
-class _Sampled:
-    """Collects the states that the default generator has while a block runs."""
+@contextmanager
+def _sampled(states: set[bytes]) -> Iterator[None]:
+    """Collect the states that the default generator has while a block runs."""
 
-    def __init__(self, states: set[bytes]) -> None:
-        self._states = states
-
-    def _see(self, frame: FrameType, event: str, argument: Any) -> None:
+    def see(frame: FrameType | None, event: str, argument: Any) -> None:
         if event != "c_return":
             return
-        each: FrameType | None = frame
-        while each is not None:
-            if each.f_code.co_name in _ELSEWHERE:
+        while frame is not None:
+            if frame.f_code.co_name in _ELSEWHERE:
                 return
-            each = each.f_back
-        self._states.add(_generator_state())
+            frame = frame.f_back
+        states.add(_generator_state())
 
-    def __enter__(self) -> None:
-        self._states.add(_generator_state())
-        sys.setprofile(self._see)
-
-    def __exit__(self, *error: object) -> None:
+    states.add(_generator_state())
+    sys.setprofile(see)
+    try:
+        yield
+    finally:
         sys.setprofile(None)
-        self._states.add(_generator_state())
-
-
-def injected(
-    campaign: Campaign,
-    chosen: list[tuple[bool, Point, type[BaseException]]],
-    before: Callable[[int], None],
-) -> Iterator[tuple[Point, str | None]]:
-    """Inject each fault that comes to pass: the point, and what was wrong afterwards."""
-    for number, (is_cold, point, error) in enumerate(chosen):
-        before(number)
-        came, why = campaign.inject(point, error, is_cold=is_cold)
-        if came:
-            yield point, why
+        states.add(_generator_state())

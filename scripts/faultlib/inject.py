@@ -9,7 +9,7 @@ import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -53,99 +53,69 @@ def _exits(code: CodeType) -> frozenset[int]:
     return frozenset(found)
 
 
-class _Hooks:
-    """Tracing of this thread and of those that it starts."""
+@contextmanager
+def _seen(
+    wanted: Callable[[str], bool], see: Callable[[str, FrameType, str], None], kinds: Container[str]
+) -> Iterator[None]:
+    """Show what this thread, and those that it starts, pass in files that are wanted."""
+    wanted = functools.cache(wanted)
 
-    def __init__(self, wanted: Callable[[str], bool]) -> None:
-        self._wanted = functools.cache(wanted)
-        self._on = False
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if not wanted(frame.f_code.co_filename):
+            return None
+        if event == "line" and frame.f_lasti not in _exits(frame.f_code):
+            see("line", frame, "")
+        return trace
 
-    def see(self, kind: str, frame: FrameType, function: str) -> None:
-        raise NotImplementedError
-
-    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._trace_line if self._on and self._wanted(frame.f_code.co_filename) else None
-
-    def _trace_line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line" and self._on and frame.f_lasti not in _exits(frame.f_code):
-            self.see("line", frame, "")
-        return self._trace_line
-
-    def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
-        if self._on and event in KINDS and self._wanted(frame.f_code.co_filename):
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        if event in kinds and wanted(frame.f_code.co_filename):
             name = getattr(argument, "__name__", "?")
             if (event, name) != ("c_call", "__exit__"):
-                self.see(event, frame, name)
+                see(event, frame, name)
 
-    @contextmanager
-    def running(self, *, lines: bool, calls: bool) -> Iterator[None]:
-        before = sys.gettrace(), sys.getprofile()
-        self._on = True
-        if lines:
-            threading.settrace(self._trace)
-            sys.settrace(self._trace)
-        if calls:
-            threading.setprofile(self._profile)
-            sys.setprofile(self._profile)
-        try:
-            yield
-        finally:
-            self._on = False
-            sys.settrace(before[0])
-            sys.setprofile(before[1])
-            threading.settrace(None)  # type: ignore[arg-type]
-            threading.setprofile(None)
-
-
-class Noted(_Hooks):
-    """Notes every point that is passed."""
-
-    def __init__(self, wanted: Callable[[str], bool]) -> None:
-        super().__init__(wanted)
-        self.points: list[Point] = []
-        self._times: Counter[Point] = Counter()
-
-    def see(self, kind: str, frame: FrameType, function: str) -> None:
-        point = Point(kind, frame.f_code.co_filename, frame.f_lineno, function)
-        self.points.append(point._replace(time=self._times[point]))
-        self._times[point] += 1
-
-
-class _Fault(_Hooks):
-    def __init__(self, point: Point, error: type[BaseException]) -> None:
-        super().__init__(lambda name: name == point.file)
-        self._point = point
-        self._left = point.time
-        self._error = error
-        self.raised = False
-
-    def see(self, kind: str, frame: FrameType, function: str) -> None:
-        point = self._point
-        if self.raised or (kind, frame.f_lineno, function) != (
-            point.kind,
-            point.line,
-            point.function,
-        ):
-            return
-        if self._left:
-            self._left -= 1
-            return
-        self.raised = True
-        self._on = False
-        raise self._error("injected")
+    before = sys.gettrace(), sys.getprofile()
+    if "line" in kinds:
+        threading.settrace(trace)
+        sys.settrace(trace)
+    if "c_call" in kinds:
+        threading.setprofile(profile)
+        sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.settrace(before[0])
+        sys.setprofile(before[1])
+        threading.settrace(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
 
 
 @contextmanager
 def noted(wanted: Callable[[str], bool]) -> Iterator[list[Point]]:
     """Yields the list of all points in files that are wanted, which a block passes."""
-    hooks = Noted(wanted)
-    with hooks.running(lines=True, calls=True):
-        yield hooks.points
+    points: list[Point] = []
+    times: Counter[Point] = Counter()
+
+    def see(kind: str, frame: FrameType, function: str) -> None:
+        point = Point(kind, frame.f_code.co_filename, frame.f_lineno, function)
+        points.append(point._replace(time=times[point]))
+        times[point] += 1
+
+    with _seen(wanted, see, KINDS):
+        yield points
 
 
 @contextmanager
 def fault(point: Point, error: type[BaseException]) -> Iterator[Callable[[], bool]]:
     """Raise an error at a point that a block passes; yields what tells whether it was."""
-    hooks = _Fault(point, error)
-    with hooks.running(lines=point.kind == "line", calls=point.kind != "line"):
-        yield lambda: hooks.raised
+    left = point.time + 1
+
+    def see(kind: str, frame: FrameType, function: str) -> None:
+        nonlocal left
+        if (kind, frame.f_lineno, function) == (point.kind, point.line, point.function):
+            left -= 1
+            if left == 0:
+                raise error("injected")
+
+    kinds = KINDS[:1] if point.kind == "line" else KINDS[1:]
+    with _seen(lambda name: name == point.file, see, kinds):
+        yield lambda: left <= 0

@@ -1,12 +1,12 @@
 """Small programs for `faults.py`, each a few calls of what cgpass makes.
 
-A program is made once: that compiles. What it returns is run many times; each run begins with `Session.restore`, gives
-the same values as the one before, and hands them to `Values`.
+A program is run many times with one session, which makes modules, inputs and what is compiled in the first run alone. Each
+run begins with `Session.begin`, gives the same values as the one before, and tells them with `note` and `hold`.
 """
 
-import threading
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,346 +14,232 @@ from torch.nn import functional as F
 
 import cgpass
 
-Run = Callable[["Values"], None]
-PROGRAMS: dict[str, Callable[["Session"], Run]] = {}
-
-
-class Values:
-    """What a run gave: copies, and tensors that are still held."""
-
-    def __init__(self) -> None:
-        self.found: list[torch.Tensor] = []
-
-    def note(self, *tensors: torch.Tensor | None) -> None:
-        """Copy what a tensor is now."""
-        self.found += [t.detach().clone() for t in tensors if t is not None]
-
-    def hold(self, *tensors: torch.Tensor) -> None:
-        """Keep tensors, with their graphs: no later call may change them."""
-        self.found += tensors
+T = TypeVar("T")
+Program = Callable[["Session"], None]
+PROGRAMS: dict[str, Program] = {}
 
 
 class Session:
-    """The options that a program compiles with, and all state that a run begins with."""
+    """What a program has made, all state that a run begins with, and the values that it gave."""
 
     def __init__(self, driver: str, device: str = "cpu") -> None:
-        self.driver = driver
         self.device = device
         self.options = {"driver": driver, "compiler": "eager"}
+        self.values: list[torch.Tensor] = []
+        self._made: list[Any] = []
+        self._used = 0
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._modules: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
-        self._groups: list[tuple[dict[str, Any], float]] = []
         self._generator = torch.Generator("cpu").manual_seed(8)
 
-    def compile(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        return torch.compile(fn, backend="cgpass", options=self.options | options)
+    def begin(self) -> list[torch.Tensor]:
+        """Put all back to where a run begins; returns the list of its values, empty yet."""
+        self._used, self.values = 0, []
+        self.restore()
+        return self.values
+
+    def restore(self) -> None:
+        for tensor, value in self._tensors:
+            tensor.detach().copy_(value)
+            tensor.grad = None
+        torch.manual_seed(7)
+
+    def once(self, make: Callable[[], T]) -> T:
+        """Make something in the first run; later ones get the same."""
+        if self._used == len(self._made):
+            self._made.append(make())
+        self._used += 1
+        return self._made[self._used - 1]
+
+    def compile(self, fn: Callable[..., Any], **more: Any) -> Callable[..., Any]:
+        return self.once(lambda: torch.compile(fn, backend="cgpass", options=self.options | more))
 
     def module(self, make: Callable[[], nn.Module]) -> nn.Module:
-        torch.manual_seed(7)
-        module = make().to(self.device)
-        for each in module.modules():
-            self._modules.append((each, dict(each._parameters), dict(each._buffers)))
-        self.keep(*module.parameters(), *module.buffers())
-        return module
+        def made() -> nn.Module:
+            torch.manual_seed(7)
+            module = make().to(self.device)
+            self.keep(*module.parameters(), *module.buffers())
+            return module
+
+        return self.once(made)
+
+    def compiled(self, make: Callable[[], nn.Module], **more: Any) -> tuple[Any, Any]:
+        module = self.module(make)
+        return module, self.compile(module, **more)
+
+    def batches(self, *shape: int, count: int = 4) -> list[torch.Tensor]:
+        def made() -> torch.Tensor:
+            return torch.randn(*shape, generator=self._generator, device="cpu").to(self.device)
+
+        return [self.once(made) for _ in range(count)]
 
     def keep(self, *tensors: torch.Tensor) -> None:
         """Have tensors be in each run what they are now."""
         self._tensors += [(t, t.detach().clone()) for t in tensors]
 
-    def keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups:
-            self._groups.append((group, float(group["lr"])))
-        states = [v for state in optimizer.state.values() for v in state.values()]
-        self.keep(*[v for v in states if isinstance(v, torch.Tensor)])
+    def note(self, *tensors: torch.Tensor | None) -> None:
+        """Copy what a tensor is now."""
+        self.values += [t.detach().clone() for t in tensors if t is not None]
 
-    def randn(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self._generator, device="cpu").to(self.device)
+    def note_gradients(self, module: nn.Module) -> None:
+        self.note(*(p.grad for p in module.parameters()))
+        module.zero_grad()
 
-    def batches(self, *shape: int, count: int = 4) -> list[torch.Tensor]:
-        return [self.randn(*shape) for _ in range(count)]
-
-    def restore(self) -> None:
-        for module, parameters, buffers in self._modules:
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
-        for tensor, value in self._tensors:
-            tensor.detach().copy_(value)
-            tensor.grad = None
-        for group, lr in self._groups:
-            group["lr"] = lr
-        torch.manual_seed(7)
+    def hold(self, *tensors: torch.Tensor) -> None:
+        """Keep tensors, with their graphs: no later call may change them."""
+        self.values += tensors
 
 
-def program(make: Callable[[Session], Run]) -> Callable[[Session], Run]:
-    PROGRAMS[make.__name__] = make
-    return make
+def program(run: Program) -> Program:
+    PROGRAMS[run.__name__] = run
+    return run
 
 
 def mlp(*more: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), *(m() for m in more), nn.Linear(4, 4))
 
 
-def descend(module: nn.Module) -> None:
+def dropped() -> nn.Module:
+    return mlp(lambda: nn.Dropout(0.5))()
+
+
+def loss_of(out: torch.Tensor) -> torch.Tensor:
+    return out.square().mean()
+
+
+def descend(s: Session, module: nn.Module) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter -= 0.1 * parameter.grad
-    module.zero_grad()
+    s.note_gradients(module)
 
 
-def trained(
+def train(
     s: Session, make: Callable[[], nn.Module], batches: list[torch.Tensor], **options: Any
-) -> Run:
-    module = s.module(make)
-    call = s.compile(module, **options)
-
-    def run(values: Values) -> None:
-        for x in batches:
-            out = call(x)
-            out.square().mean().backward()
-            values.note(out, *(p.grad for p in module.parameters()))
-            descend(module)
-        values.note(*module.state_dict().values())
-
-    return run
+) -> None:
+    module, call = s.compiled(make, **options)
+    for x in batches:
+        out = call(x)
+        loss_of(out).backward()
+        s.note(out)
+        descend(s, module)
+    s.note(*module.state_dict().values())
 
 
-@program
-def inference(s: Session) -> Run:
-    call, batches = s.compile(s.module(mlp())), s.batches(3, 4, count=5)
+def hold_all(s: Session, make: Callable[[], nn.Module], **options: Any) -> None:
+    call = s.compiled(make, **options)[1]
+    for x in s.batches(3, 4, count=6):
+        s.hold(call(x))
 
-    def run(values: Values) -> None:
-        with torch.no_grad():
-            for x in batches:
-                values.note(call(x))
 
-    return run
+def sizes(s: Session, *rows: int) -> list[torch.Tensor]:
+    return [x for n in rows for x in s.batches(n, 4, count=1)]
 
 
 @program
-def held_outputs(s: Session) -> Run:
-    call, batches = s.compile(s.module(mlp())), s.batches(3, 4, count=6)
-
-    def run(values: Values) -> None:
-        with torch.no_grad():
-            for x in batches:
-                values.hold(call(x))
-
-    return run
-
-
-@program
-def held_now_and_then(s: Session) -> Run:
-    call, batches = s.compile(s.module(mlp())), s.batches(3, 4, count=8)
-
-    def run(values: Values) -> None:
-        with torch.no_grad():
-            for n, x in enumerate(batches):
-                out = call(x)
-                if n % 3 == 2:
-                    values.hold(out[1:], out)
-                else:
-                    values.note(out)
-
-    return run
+@torch.no_grad()
+def held_now_and_then(s: Session) -> None:
+    call = s.compiled(mlp())[1]
+    for n, x in enumerate(s.batches(3, 4, count=8)):
+        out = call(x)
+        if n % 3 == 2:
+            s.hold(out[1:], out)
+        else:
+            s.note(out)
 
 
 @program
-def training(s: Session) -> Run:
-    return trained(s, mlp(), s.batches(3, 4))
+def forwards_before_backwards(s: Session) -> None:
+    module, call = s.compiled(mlp())
+    batches = s.batches(3, 4, count=3)
+    for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
+        losses = [loss_of(call(x)) for x in batches]
+        for n in order:
+            losses[n].backward()
+        s.note(*losses)
+        s.note_gradients(module)
 
 
 @program
-def held_gradients(s: Session) -> Run:
-    module = s.module(mlp())
-    call, batches = s.compile(module), s.batches(3, 4)
-
-    def run(values: Values) -> None:
-        for x in batches:
-            call(x).square().mean().backward()
-            values.hold(*(p.grad for p in module.parameters() if p.grad is not None))
-            module.zero_grad()
-
-    return run
+def pending_calls(s: Session) -> None:
+    module, call = s.compiled(mlp(), max_pending_calls=2)
+    batches = s.batches(3, 4)
+    for _ in range(3):
+        losses = [loss_of(call(x)) for x in batches]
+        sum(losses).backward()
+        s.note(*losses)
+        s.note_gradients(module)
 
 
 @program
-def accumulation(s: Session) -> Run:
-    module = s.module(mlp())
-    call, batches = s.compile(module), s.batches(3, 4)
-
-    def run(values: Values) -> None:
-        for _ in range(2):
-            for x in batches:
-                call(x).square().mean().backward()
-            values.note(*(p.grad for p in module.parameters()))
-            descend(module)
-
-    return run
+def forgotten_forwards(s: Session) -> None:
+    module, call = s.compiled(mlp())
+    for n, x in enumerate(s.batches(3, 4, count=6)):
+        loss = loss_of(call(x))
+        s.hold(loss.detach())
+        if n % 2:
+            loss.backward()
+    s.note_gradients(module)
 
 
 @program
-def forwards_before_backwards(s: Session) -> Run:
-    module = s.module(mlp())
-    call, batches = s.compile(module), s.batches(3, 4, count=3)
-
-    def run(values: Values) -> None:
-        for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
-            losses = [call(x).square().mean() for x in batches]
-            for n in order:
-                losses[n].backward()
-            values.note(*losses, *(p.grad for p in module.parameters()))
-            module.zero_grad()
-
-    return run
-
-
-@program
-def pending_calls(s: Session) -> Run:
-    module = s.module(mlp())
-    call, batches = s.compile(module, max_pending_calls=2), s.batches(3, 4)
-
-    def run(values: Values) -> None:
-        for _ in range(3):
-            losses = [call(x).square().mean() for x in batches]
-            sum(losses).backward()
-            values.note(*losses, *(p.grad for p in module.parameters()))
-            module.zero_grad()
-
-    return run
-
-
-@program
-def forgotten_forwards(s: Session) -> Run:
-    module = s.module(mlp())
-    call, batches = s.compile(module), s.batches(3, 4, count=6)
-
-    def run(values: Values) -> None:
-        for n, x in enumerate(batches):
-            loss = call(x).square().mean()
-            values.hold(loss.detach())
-            if n % 2:
-                loss.backward()
-        values.note(*(p.grad for p in module.parameters()))
-
-    return run
-
-
-@program
-def several_sizes(s: Session) -> Run:
-    batches = [s.randn(n, 4) for n in (2, 3, 2, 5, 3, 2, 5)]
-    return trained(s, mlp(), batches)
-
-
-@program
-def more_sizes_than_recordings(s: Session) -> Run:
-    batches = [s.randn(n, 4) for n in (2, 3, 4, 2, 3, 4, 2, 3, 4)]
-    return trained(s, mlp(), batches, max_recordings=2)
-
-
-@program
-def dropout(s: Session) -> Run:
-    return trained(s, mlp(lambda: nn.Dropout(0.5)), s.batches(8, 4))
-
-
-@program
-def random_numbers(s: Session) -> Run:
-    call, batches = s.compile(lambda x: x * torch.rand_like(x) + torch.randn(4)), s.batches(3, 4)
-
-    def run(values: Values) -> None:
-        for x in batches:
-            values.note(call(x), torch.rand(2))
-
-    return run
-
-
-@program
-def paired_rng(s: Session) -> Run:
-    make = checkpointed(lambda: nn.Dropout(0.5))
-    return trained(s, make, s.batches(8, 4), rng="paired")
-
-
-@program
-def mutated_buffers(s: Session) -> Run:
-    return trained(s, mlp(lambda: nn.BatchNorm1d(4)), s.batches(6, 4))
-
-
-@program
-def mutated_inputs(s: Session) -> Run:
+def mutated_inputs(s: Session) -> None:
     def fn(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         state.mul_(0.5).add_(x.sum(0))
         return (x * state).tanh()
 
-    call, batches = s.compile(fn), s.batches(3, 4, count=6)
-
-    def run(values: Values) -> None:
-        states = [torch.ones(4), torch.zeros(4)]
-        for n, x in enumerate(batches):
-            values.note(call(x, states[n % 2]), *states)
-
-    return run
+    call, states = s.compile(fn), [torch.ones(4), torch.zeros(4)]
+    for n, x in enumerate(s.batches(3, 4, count=6)):
+        s.note(call(x, states[n % 2]), *states)
 
 
 @program
-def moved_parameters(s: Session) -> Run:
-    module = s.module(mlp())
-    call, batches = s.compile(module), s.batches(3, 4, count=6)
-    others = [[nn.Parameter(p.detach() + n) for p in module.parameters()] for n in range(2)]
-
-    def run(values: Values) -> None:
-        with torch.no_grad():
-            for n, x in enumerate(batches):
-                linear = [module[0], module[-1]]
-                names = [(layer, name) for layer in linear for name in ("weight", "bias")]
-                for (layer, name), parameter in zip(names, others[n // 2 % 2], strict=True):
-                    layer._parameters[name] = parameter
-                values.hold(call(x))
-
-    return run
+@torch.no_grad()
+def moved_parameters(s: Session) -> None:
+    module, call = s.compiled(mlp())
+    others = s.once(
+        lambda: [[nn.Parameter(p.detach() + n) for p in module.parameters()] for n in range(2)]
+    )
+    names = [(module[k], name) for k in (0, -1) for name in ("weight", "bias")]
+    for n, x in enumerate(s.batches(3, 4, count=6)):
+        for (layer, name), parameter in zip(names, others[n // 2 % 2], strict=True):
+            layer._parameters[name] = parameter
+        s.hold(call(x))
 
 
 @program
-def loaded_weights(s: Session) -> Run:
-    module = s.module(mlp())
-    call, batches = s.compile(module), s.batches(3, 4, count=6)
-
-    def run(values: Values) -> None:
-        first = [p.data for p in module.parameters()]
-        try:
-            for n, x in enumerate(batches):
-                if n == 3:
-                    for p in module.parameters():
-                        p.data = p.data * 2
-                loss = call(x).square().mean()
-                loss.backward()
-                values.note(loss, *(p.grad for p in module.parameters()))
-                module.zero_grad()
-        finally:
-            for p, data in zip(module.parameters(), first, strict=True):
-                p.data = data
-
-    return run
-
-
-@program
-def retain_graph(s: Session) -> Run:
-    module = s.module(mlp())
-    call, batches = s.compile(module), s.batches(3, 4)
-
-    def run(values: Values) -> None:
-        for x in batches:
-            loss = call(x).square().mean()
-            loss.backward(retain_graph=True)
+def loaded_weights(s: Session) -> None:
+    module, call = s.compiled(mlp())
+    first = [p.data for p in module.parameters()]
+    try:
+        for n, x in enumerate(s.batches(3, 4, count=6)):
+            if n == 3:
+                for p in module.parameters():
+                    p.data = p.data * 2
+            loss = loss_of(call(x))
             loss.backward()
-            values.note(loss, *(p.grad for p in module.parameters()))
-            module.zero_grad()
+            s.note(loss)
+            s.note_gradients(module)
+    finally:
+        for p, data in zip(module.parameters(), first, strict=True):
+            p.data = data
 
-    return run
+
+@program
+def retain_graph(s: Session) -> None:
+    module, call = s.compiled(mlp())
+    for x in s.batches(3, 4):
+        loss = loss_of(call(x))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        s.note(loss)
+        s.note_gradients(module)
 
 
 class ReadsValue(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = mlp()(), mlp()()
+        torch._dynamo.config.capture_scalar_outputs = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -362,304 +248,218 @@ class ReadsValue(nn.Module):
 
 
 @program
-def host_sync(s: Session) -> Run:
-    torch._dynamo.config.capture_scalar_outputs = True
-    return trained(s, ReadsValue, s.batches(3, 4))
-
-
-@program
-def host_sync_held(s: Session) -> Run:
-    torch._dynamo.config.capture_scalar_outputs = True
-    call, batches = s.compile(s.module(ReadsValue)), s.batches(3, 4, count=5)
-
-    def run(values: Values) -> None:
-        for x in batches:
-            values.hold(call(x))
-
-    return run
-
-
-@program
-def owned_outputs(s: Session) -> Run:
-    call, batches = s.compile(s.module(mlp()), outputs="owned"), s.batches(3, 4)
-
-    def run(values: Values) -> None:
-        for x in batches:
-            values.hold(call(x))
-
-    return run
-
-
-@program
-def views_of_inputs(s: Session) -> Run:
+def views_of_inputs(s: Session) -> None:
     def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = (x * 2).sin()
         return x[1:], y, y[0], x.t(), torch.empty(0)
 
-    call, batches = s.compile(fn), s.batches(3, 4)
+    call = s.compile(fn)
+    for x in s.batches(3, 4):
+        s.hold(*call(x))
 
-    def run(values: Values) -> None:
+
+@program
+def threads(s: Session) -> None:
+    call, batches = s.compiled(mlp())[1], s.batches(3, 4)
+    for _ in range(2):
         for x in batches:
-            values.hold(*call(x))
-
-    return run
-
-
-@program
-def threads(s: Session) -> Run:
-    call, batches = s.compile(s.module(mlp())), s.batches(3, 4)
-
-    def run(values: Values) -> None:
-        for _ in range(2):
-            for x in batches:
-                with torch.no_grad():
-                    values.hold(call(x))
-            in_a_thread(lambda: [values.hold(call(x).detach()) for x in batches])
-
-    return run
-
-
-def in_a_thread(work: Callable[[], Any]) -> None:
-    errors: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=target)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors.pop()
+            with torch.no_grad():
+                s.hold(call(x))
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: [s.hold(call(x).detach()) for x in batches]).result()
 
 
 @program
-def reset_in_the_middle(s: Session) -> Run:
-    module = s.module(mlp())
-    call, batches = s.compile(module), s.batches(3, 4)
-
-    def run(values: Values) -> None:
-        for n, x in enumerate(batches * 2):
-            loss = call(x).square().mean()
-            if n == 4:
-                cgpass.reset()
-            values.hold(loss.detach())
-            loss.backward()
-            values.note(*(p.grad for p in module.parameters()))
-            module.zero_grad()
-
-    return run
+def reset_in_the_middle(s: Session) -> None:
+    module, call = s.compiled(mlp())
+    for n, x in enumerate(s.batches(3, 4) * 2):
+        loss = loss_of(call(x))
+        if n == 4:
+            cgpass.reset()
+        s.hold(loss.detach())
+        loss.backward()
+        s.note_gradients(module)
 
 
 @program
-def wrapper(s: Session) -> Run:
-    weight = s.randn(4, 4)
+@torch.no_grad()
+def wrapper(s: Session) -> None:
+    (weight,) = s.batches(4, 4, count=1)
 
     def fn(x: torch.Tensor, k: int) -> dict[str, torch.Tensor]:
         y = (x @ weight).tanh()
         return {"y": y, "part": y[:k], "x": x}
 
-    call = cgpass.CUDAGraphWrapper(fn, options=s.options)
-    batches = s.batches(3, 4)
-
-    def run(values: Values) -> None:
-        with torch.no_grad():
-            for x in batches * 2:
-                found = call(x, 2)
-                values.hold(found["y"], found["x"])
-                values.note(found["part"])
-
-    return run
+    call = s.once(lambda: cgpass.CUDAGraphWrapper(fn, options=s.options))
+    for x in s.batches(3, 4) * 2:
+        found = call(x, 2)
+        s.hold(found["y"], found["x"])
+        s.note(found["part"])
 
 
 @program
-def wrapper_writes(s: Session) -> Run:
-    state = torch.ones(4)
-    s.keep(state)
-
+@torch.no_grad()
+def wrapper_writes(s: Session) -> None:
     def fn(x: torch.Tensor, state: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         state.add_(x.sum(0))
         cache.copy_(x[0])
         return x * torch.rand(4) + state
 
-    call = cgpass.CUDAGraphWrapper(fn, static_input_indices=[1], options=s.options)
-    batches = s.batches(3, 4)
-
-    def run(values: Values) -> None:
-        cache = torch.zeros(4)
-        with torch.no_grad():
-            for x in batches:
-                values.note(call(x, state, cache), state, cache)
-
-    return run
+    wrap = cgpass.CUDAGraphWrapper
+    call = s.once(lambda: wrap(fn, static_input_indices=[1], options=s.options))
+    (state,), cache = s.batches(4, count=1), torch.zeros(4)
+    s.once(lambda: s.keep(state))
+    for x in s.batches(3, 4):
+        s.note(call(x, state, cache), state, cache)
 
 
-def checkpointed(*more: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp(*more)()
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = dropped()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return cgpass.checkpoint(self.body, x * 2)
-
-    return Checkpointed
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cgpass.checkpoint(self.body, x * 2)
 
 
 @program
-def checkpoint(s: Session) -> Run:
-    return trained(s, checkpointed(lambda: nn.Dropout(0.5)), s.batches(8, 4))
-
-
-@program
-def checkpoint_around(s: Session) -> Run:
-    module = s.module(mlp(lambda: nn.Dropout(0.5)))
-    call, batches = s.compile(module), s.batches(8, 4)
-
-    def run(values: Values) -> None:
-        for x in batches:
-            loss = cgpass.checkpoint(call, x).square().mean()
-            loss.backward()
-            values.note(loss, *(p.grad for p in module.parameters()))
-            module.zero_grad()
-
-    return run
-
-
-@program
-def regional(s: Session) -> Run:
+def regional(s: Session) -> None:
     layers = s.module(lambda: nn.Sequential(*(mlp()() for _ in range(3))))
     calls = [s.compile(layer) for layer in layers]
-    batches = s.batches(3, 4)
-
-    def run(values: Values) -> None:
-        for x in batches:
-            for call in calls:
-                x = call(x)
-            x.square().mean().backward()
-            values.note(x, *(p.grad for p in layers.parameters()))
-            layers.zero_grad()
-
-    return run
+    for x in s.batches(3, 4):
+        for call in calls:
+            x = call(x)
+        loss_of(x).backward()
+        s.note(x)
+        s.note_gradients(layers)
 
 
 @program
-def hooks(s: Session) -> Run:
+def hooks(s: Session) -> None:
+    module, call = s.compiled(mlp())
+    s.once(lambda: [p.register_hook(lambda grad: grad * 2) for p in module.parameters()])
+    for x in s.batches(3, 4):
+        out = call(x)
+        out.register_hook(lambda grad: grad + 1)
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            more = call(out.detach())
+        (loss_of(out) + more.mean()).backward()
+        s.note(out)
+        s.note_gradients(module)
+
+
+def step(s: Session, kind: type[torch.optim.Optimizer], named: dict[str, Any], **more: Any) -> None:
     module = s.module(mlp())
-    call, batches = s.compile(module), s.batches(3, 4)
-    for p in module.parameters():
-        p.register_hook(lambda grad: grad * 2)
+    optimizer = s.once(lambda: kind(module.parameters(), 0.1, fused=True, **more))
+    batches = list(zip(s.batches(3, 4, count=5), s.batches(3, 4, count=5), strict=True))
 
-    def run(values: Values) -> None:
-        for x in batches:
-            out = call(x)
-            out.register_hook(lambda grad: grad + 1)
-            with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
-                more = call(out.detach())
-            (out.square().mean() + more.mean()).backward()
-            values.note(out, *(p.grad for p in module.parameters()))
-            module.zero_grad()
+    def made() -> cgpass.TrainStep:
+        def loss_fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.mse_loss(module(x), y)
 
-    return run
+        step = cgpass.train_step(loss_fn, optimizer, options=s.options, **named)
+        step(*batches[0])  # which makes the optimizer's state
+        states = [v for state in optimizer.state.values() for v in state.values()]
+        s.keep(*[v for v in states if isinstance(v, torch.Tensor)])
+        return step
 
-
-def stepped(s: Session, make: Callable[[nn.Module], torch.optim.Optimizer], **named: Any) -> Run:
-    module = s.module(mlp())
-    optimizer = make(module)
-
-    def loss_fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(module(x), y)
-
-    step = cgpass.train_step(loss_fn, optimizer, options=s.options, **named)
-    batches = [(s.randn(3, 4), s.randn(3, 4)) for _ in range(5)]
-    step(*batches[0])  # which makes the optimizer's state
-    s.keep_optimizer(optimizer)
-
-    def run(values: Values) -> None:
-        step.flush()  # what a run that was broken off had accumulated
-        s.restore()
-        for n, batch in enumerate(batches):
-            optimizer.param_groups[0]["lr"] = 0.1 / (1 + n // 2)
-            values.hold(step(*batch))
-        step.flush()
-        values.note(step.grad_norm, *module.state_dict().values())
-        values.note(*(p.grad for p in module.parameters()))
-
-    return run
-
-
-@program
-def train_step_sgd(s: Session) -> Run:
-    return stepped(s, lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, fused=True))
-
-
-@program
-def train_step_adamw(s: Session) -> Run:
-    return stepped(s, lambda m: torch.optim.AdamW(m.parameters(), 0.1, fused=True), max_norm=1.0)
-
-
-@program
-def train_step_pieces(s: Session) -> Run:
-    return stepped(s, lambda m: torch.optim.SGD(m.parameters(), 0.1, fused=True), accumulate=2)
-
-
-def graphed_with(s: Session, **options: Any) -> tuple[nn.Module, Any]:
-    module = s.module(mlp(lambda: nn.Dropout(0.5)))
-    x = s.randn(3, 4).requires_grad_()
-    made = cgpass.make_graphed_callables(module, (x,), options={"driver": s.driver, **options})
+    call = s.once(made)
+    call.flush()  # what a run that was broken off had accumulated
     s.restore()
-    return module, made
+    for n, batch in enumerate(batches):
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + n // 2)
+        s.hold(call(*batch))
+    call.flush()
+    s.note(call.grad_norm, *module.state_dict().values(), *(p.grad for p in module.parameters()))
+
+
+def graph(s: Session) -> tuple[nn.Module, Any, list[torch.Tensor]]:
+    """A module that is graphed by hand, and its inputs."""
+    module, inputs = s.module(dropped), s.batches(3, 4)
+    sample, options = torch.ones(3, 4, requires_grad=True), {"driver": s.options["driver"]}
+    call = s.once(lambda: cgpass.make_graphed_callables(module, (sample,), options=options))
+    s.once(lambda: s.keep(*(x.requires_grad_() for x in inputs)))
+    s.restore()
+    return module, call, inputs
 
 
 @program
-def graphed(s: Session) -> Run:
-    module, call = graphed_with(s)
-    batches = [x.requires_grad_() for x in s.batches(3, 4)]
-
-    def run(values: Values) -> None:
-        for x in batches:
-            x.grad = None
-            out = call(x)
-            values.hold(out.detach())
-            out.square().mean().backward()
-            values.note(x.grad, *(p.grad for p in module.parameters()))
-            module.zero_grad()
-
-    return run
+def graphed(s: Session) -> None:
+    module, call, inputs = graph(s)
+    for x in inputs:
+        out = call(x)
+        s.hold(out.detach())
+        loss_of(out).backward()
+        s.note(x.grad)
+        s.note_gradients(module)
 
 
 @program
-def graphed_pending(s: Session) -> Run:
-    module, call = graphed_with(s)
-    batches = [x.requires_grad_() for x in s.batches(3, 4)]
-
-    def run(values: Values) -> None:
-        for a, b in zip(batches[::2], batches[1::2], strict=True):
-            losses = [call(x).square().mean() for x in (a, b)]
-            for loss in losses:
-                loss.backward()
-            values.note(*losses, *(p.grad for p in module.parameters()))
-            module.zero_grad()
-
-    return run
-
-
-@program
-def optimizer_and_autocast(s: Session) -> Run:
-    module = s.module(mlp())
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    call, update = s.compile(module), s.compile(optimizer.step)
-    batches = s.batches(3, 4)
-
-    def run(values: Values) -> None:
-        for x in batches:
-            with torch.autocast(s.device, torch.bfloat16):
-                loss = call(x).float().square().mean()
+def graphed_pending(s: Session) -> None:
+    module, call, inputs = graph(s)
+    for a, b in zip(inputs[::2], inputs[1::2], strict=True):
+        losses = [loss_of(call(x)) for x in (a, b)]
+        for loss in losses:
             loss.backward()
-            update()
-            values.note(loss, *module.parameters())
-            optimizer.zero_grad()
+        s.note(*losses)
+        s.note_gradients(module)
 
-    return run
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), 0.1)
+
+
+class Tokens(nn.Module):
+    """Embedded tokens through two blocks, and a head that shares its weight with the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        feed = [
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+            for _ in "ab"
+        ]
+        self.blocks = nn.Sequential(Attention(), feed[0], Attention(), feed[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.mul(5).long().abs().clamp(max=15)
+        return self.blocks(self.embedding(tokens)) @ self.embedding.weight.t()
+
+
+def convolutions() -> nn.Module:
+    def block(i: int, o: int) -> list[nn.Module]:
+        return [nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU()]
+
+    layers = [*block(3, 4), nn.MaxPool2d(2), *block(4, 4), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(4, 4))
+
+
+PROGRAMS |= {
+    "gpt": lambda s: train(s, Tokens, s.batches(2, 6)),
+    "convolutions": lambda s: train(s, convolutions, s.batches(2, 3, 8, 8)),
+    "attention": lambda s: train(
+        s, lambda: nn.Sequential(Attention(), Attention()), s.batches(2, 6, 8)
+    ),
+    "more_sizes_than_recordings": lambda s: train(
+        s, mlp(), sizes(s, *(2, 3, 4) * 3), max_recordings=2
+    ),
+    "dropout": lambda s: train(s, dropped, s.batches(8, 4)),
+    "mutated_buffers": lambda s: train(s, mlp(lambda: nn.BatchNorm1d(4)), s.batches(6, 4)),
+    "host_sync": lambda s: train(s, ReadsValue, s.batches(3, 4)),
+    "checkpoint": lambda s: train(s, Checkpointed, s.batches(8, 4)),
+    "paired_rng": lambda s: train(s, Checkpointed, s.batches(8, 4), rng="paired"),
+    "owned_outputs": lambda s: hold_all(s, mlp(), outputs="owned"),
+    "host_sync_held": lambda s: hold_all(s, ReadsValue),
+    "train_step_sgd": lambda s: step(s, torch.optim.SGD, {}, momentum=0.9),
+    "train_step_adamw": lambda s: step(s, torch.optim.AdamW, {"max_norm": 1.0}),
+    "train_step_pieces": lambda s: step(s, torch.optim.SGD, {"accumulate": 2}),
+}

@@ -104,10 +104,6 @@ COMPILED = {
         lambda x: torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (x,)),
         "cond",
     ),
-    "layout": (
-        lambda x: torch.dequantize(torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)),
-        "aten.quantize_per_tensor.default",
-    ),
     "unbacked_size": (lambda x: x + x.nonzero().sin().sum(), "aten.sin.default"),
     "host_scalar": (
         lambda x: torch.nn.functional.leaky_relu(x, x.sum().item()),
@@ -120,8 +116,6 @@ COMPILED = {
         "aten.cat.default",
     ),
 }
-if torch.__version__ < "2.13":
-    del COMPILED["layout"]  # a graph break there
 ON_CUDA = {
     "other_device",
     "cpu_number",
@@ -153,7 +147,6 @@ def said(report, found):
         assert "".join(text.split()) in joined(report), text
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.parametrize("code", COMPILED)
 def test_reasons_of_compiled_functions(code):
     provoke, op = COMPILED[code]
@@ -272,7 +265,7 @@ def test_reasons_between_devices():
         said(report, reason)
 
 
-def test_sizes_of_many_symbols_are_one_block_that_names_what_made_them():
+def test_sizes_of_many_symbols_are_one_block():
     def fn(x):
         for _ in range(4):
             rows = (x.sum(1) > 0).nonzero().squeeze(1)
@@ -286,8 +279,6 @@ def test_sizes_of_many_symbols_are_one_block_that_names_what_made_them():
         report = cgpass.explain(fn, X)
     parts = [part for graph in report.graphs for part in graph.partitions]
     found = [r for part in parts for r in part.reasons if r.code == "unbacked_size"]
-    line = fn.__code__.co_firstlineno + 2
-    made = f"which aten.nonzero.default at test_reasons.py:{line} in fn made"
-    assert {r.detail for r in found} == {f"a size depends on data, {made}"}
+    assert {r.detail for r in found} == {"a size depends on data"}
     eager = sum(not part.captured for part in parts)
     assert 0 < str(report).count("[unbacked_size]") <= eager

@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import time
+from argparse import ArgumentTypeError
 from xml.etree import ElementTree
 
 import bench
@@ -57,13 +58,6 @@ def test_what_an_arm_needs_until_it_settles():
     assert worker.settled([{"recordings": 0, "plain_calls": 0}])["steps"] == 0
 
 
-def test_first_steps_count_until_all_is_replayed():
-    entry = {"cold": {"compile_s": 1.0, "steps_s": [10.0, 2.0, 0.1, 0.1], "replays": [0, 1, 3, 5]}}
-    assert report.until_replays(entry) == 3
-    assert report.first_steps_s(entry, "cold", 3) == pytest.approx(13.1)
-    assert report.first_steps_s(entry, "warm", 1) is None
-
-
 def test_the_device_is_busy_while_kernels_and_copies_run():
     kinds = {"kernel": 1500, "gpu_memcpy": 500, "gpu_user_annotation": 9000, "cuda_runtime": 9000}
     events = [{"cat": kind, "dur": us} for kind, us in kinds.items()] + [{"name": "process_name"}]
@@ -80,7 +74,7 @@ def worse(old, new, tolerance=5.0):
 def test_a_slowdown_is_flagged_and_named():
     (said, host) = worse(result(usual(4.0)), result(usual(4.4)))
     assert said == "GPT-2, train, cgpass: step_ms / limit's 1.143 -> 1.257 (+10.0 %)"
-    assert host.startswith("GPT-2, train, cgpass: host_ms / default's 0.267 -> 0.293")
+    assert host.startswith("GPT-2, train, cgpass: host_ms / default's 0.2667 -> 0.2933")
 
 
 def test_what_is_within_the_tolerance_is_none():
@@ -103,10 +97,8 @@ def test_noise_is_not_flagged_but_no_more_than_a_fifth_of_it():
 
 
 def test_memory_is_compared_by_itself():
-    old, new = (result(usual(peak_reserved_bytes=n << 20)) for n in (1000, 1100))
-    assert worse(old, new) == [
-        "GPT-2, train, cgpass: peak reserved MiB 1000.000 -> 1100.000 (+10.0 %)"
-    ]
+    old, new = (result(usual(peak_reserved_bytes=n)) for n in (1000, 1100))
+    assert worse(old, new) == ["GPT-2, train, cgpass: peak_reserved_bytes 1000 -> 1100 (+10.0 %)"]
     assert worse(new, old) == []
 
 
@@ -123,21 +115,11 @@ def test_nothing_to_compare_is_a_failure():
     assert worse(old, new) == [
         "nothing to compare: no model and arm of cgpass that both results have"
     ]
-    tiny = result(usual()) | {"meta": META | {"tiny": True}}
-    assert "tiny" in worse(old, tiny)[0]
-    assert compare.only(old, [("inference", "gpt2")])["results"] == []
 
 
 def test_first_steps_are_compared_with_those_of_default():
-    def started(warm):
-        phases = {"cold": [30.0, 1.0, 0.1], "warm": [warm, 0.1, 0.1]}
-        return {
-            phase: {"compile_s": 1.0, "steps_s": steps, "replays": [0, 2, 4]}
-            for phase, steps in phases.items()
-        }
-
     old, new = (
-        result({"default": started(6.0), "cgpass": started(w)}, "start") for w in (7.0, 9.0)
+        result({"default": {"warm_s": 7.0}, "cgpass": {"warm_s": s}}, "start") for s in (8.0, 10.0)
     )
     (said,) = worse(old, new)
     assert said == "GPT-2, start, cgpass: warm_s / default's 1.143 -> 1.429 (+25.0 %)"
@@ -223,11 +205,6 @@ def test_a_plot_has_a_bar_for_each_sound_arm():
     found = usual(4.2) | {"reduce-overhead": arm(5.0, check={"close": False})}
     texts = [each.text for each in ElementTree.fromstring(report.plot(result(found))) if each.text]
     assert texts == ["step time / limit", "default", "cgpass", "GPT-2", "4.29", "1.20"]
-    calls = {"reduce-overhead": arm(5.0), "cgpass": arm(4.0)}
-    assert report.ratios(result(calls, "inference")) == (
-        "host time / reduce-overhead",
-        {"GPT-2, inference": {"reduce-overhead": 1.0, "cgpass": 0.8}},
-    )
 
 
 # ---- arms, models and processes
@@ -243,7 +220,7 @@ def test_arms_and_their_options():
         ("limit:rng=paired", "takes no options"),
         ("cgpass:paired", "is no option=value"),
     ):
-        with pytest.raises(ValueError, match=re.escape(message)):
+        with pytest.raises(ArgumentTypeError, match=re.escape(message)):
             arms.parse(name)
     ours = {"cgpass", "cgpass:rng=paired", "cgpass-step", "graphed"}
     theirs = {"default", "limit", "cgpass@baseline", "cgpass:rng=paired@baseline"}
@@ -290,14 +267,14 @@ def test_a_process_that_says_nothing_is_ended():
 
 def run(tmp_path, *given):
     path = tmp_path / "found.json"
-    command = ["--device=cpu", "--quick", f"--out={path}", f"--plot={tmp_path / 'p.svg'}", *given]
+    command = ["--device=cpu", "--quick", f"--out={path}", *given]
     return bench.main(["--budget=900", *command]), json.loads(path.read_text())
 
 
 def test_all_arms_that_run_on_cpu(tmp_path, capsys):
     ours = ("cgpass", "cgpass-step", "graphed")
     chosen = ["eager", "default", *ours, "limit"]
-    status, data = run(tmp_path, "--models=stack1", f"--arms={','.join(chosen)}")
+    status, data = run(tmp_path, "--models=stack1", "--arms", *chosen)
     found = data["results"][0]["arms"]
     assert (status, list(found)) == (0, chosen), capsys.readouterr().err
     assert found["limit"]["error"] == "RuntimeError: limit needs a CUDA device"
@@ -329,11 +306,10 @@ def test_calls_without_gradients_and_a_baseline(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_first_steps(tmp_path):
-    status, data = run(tmp_path, "--models=stack1", "--modes=start", "--arms=default,cgpass")
+    status, data = run(tmp_path, "--models=stack1", "--modes=start", "--arms", "default", "cgpass")
     entry = data["results"][0]["arms"]["cgpass"]
     assert status == 0
-    assert entry["cold"]["replays"] == [0, 2, 4, 6, 8, 10, 12, 14]
-    assert len(entry["warm"]["steps_s"]) == 8
+    assert entry["cold_s"] > 0 < entry["warm_s"]
 
 
 @pytest.mark.slow
@@ -352,10 +328,7 @@ def test_several_devices(tmp_path, capsys):
     ("given", "message"),
     [
         (["--arms", "nonsense"], "unknown arm 'nonsense'; known: eager, default"),
-        (["--models", "gpt2,gpt5"], "unknown: 'gpt5'; known: gpt2"),
-        (["--models", ","], "unknown: ''"),
-        (["--rounds", "0"], "'0' is no number above 0"),
-        (["--budget", "nan"], "'nan' is no number above 0"),
+        (["--models", "gpt2", "gpt5"], "invalid choice: 'gpt5' (choose from"),
         (["--baseline", "/nowhere"], "there is no cgpass in /nowhere"),
         (["--compare", "/nowhere.json"], "/nowhere.json holds no results"),
         (["--host-only", "--device", "cuda"], "--host-only: on CPU alone"),

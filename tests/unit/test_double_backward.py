@@ -19,16 +19,6 @@ def test_a_second_derivative_is_refused(made, op):
         (grad.sum() + x.sum()).backward()
 
 
-def test_a_penalty_on_gradients_of_parameters_is_refused(made):
-    linear, x = torch.nn.Linear(4, 1), torch.randn(3, 4)
-    fn = torch.compile(linear, backend=cgpass.cgpass, options=OPTIONS)
-    for _ in range(3):
-        fn(x).mean().backward()
-    grads = torch.autograd.grad(fn(x).mean(), list(linear.parameters()), create_graph=True)
-    with pytest.raises(DoubleBackwardError):
-        sum(grad.square().sum() for grad in grads).backward()
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("of", ["parameters", "what came before", "the input", "the loss"])
 @pytest.mark.parametrize("how", [torch.autograd.grad, torch.autograd.backward])

@@ -1,7 +1,6 @@
 """Random operators in both graphs of a split, on fake CUDA tensors."""
 
 import functools
-import re
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from cgpass.compile.facts.rng_pairs import PAIR, POSITIONS, pair_random_ops, require_drawn_once
+from cgpass.compile.facts.rng_pairs import PAIR, pair_random_ops, require_drawn_once
 from cgpass.compile.facts.text import graph_text
 from cgpass.compile.passes import rng_passes
 from cgpass.compile.passes.base import PassContext, run_passes
@@ -25,7 +24,6 @@ from tests.graphs import CUDA, calls, cpu, fake_cuda_graph, joint_graph
 
 aten = torch.ops.aten
 invoke_subgraph = torch.ops.higher_order.invoke_subgraph
-PAIRED = re.compile(r"[fb]wd_rng_state_\d|rng_positions")
 
 
 def checkpointed(fn):
@@ -55,12 +53,6 @@ def rewritten(fn, *specs):
         for gm, direction in zip(graphs, ("forward", "backward"), strict=True)
     ]
     return *graphs, *notes
-
-
-def random_lines(*graphs):
-    """The lines of the graphs' texts with states and positions."""
-    parts = ["\n".join(filter(PAIRED.search, graph_text(gm).splitlines())) for gm in graphs]
-    return "\n--\n".join(parts)
 
 
 def noisy(x):
@@ -96,48 +88,8 @@ return (mul_2,)""",
     assert bw_notes == (RngPairs((CUDA,), positions_at=1),)
 
 
-def test_before_the_pass_the_positions_are_an_output_and_an_input():
-    assert_expected_inline(
-        random_lines(*split(checkpointed(noisy), (4,))),
-        """\
-rng_positions: int64[1, 2]@cpu = aten.empty.memory_format((1, 2), dtype=int64, device=cpu)
-return (sin, primals_1, rng_positions)
---
-rng_positions: int64[1, 2]@cpu = placeholder""",
-    )
-
-
-def test_two_dropouts_in_one_checkpoint():
-    two = checkpointed(lambda x: F.dropout(F.dropout(x.sin(), 0.5).cos(), 0.3))
-    assert_expected_inline(
-        random_lines(*rewritten(two, (4,))[:2]),
-        """\
-fwd_rng_state_0: Generator = placeholder
-fwd_rng_state_1: Generator = placeholder
-graphsafe_run_with_rng_state: (float32[4]@cuda, bool[4]@cuda) = graphsafe_run_with_rng_state(aten.native_dropout.default, sin, 0.5, True, rng_state=fwd_rng_state_0)
-graphsafe_run_with_rng_state_1: (float32[4]@cuda, bool[4]@cuda) = graphsafe_run_with_rng_state(aten.native_dropout.default, cos, 0.3, True, rng_state=fwd_rng_state_1)
---
-bwd_rng_state_0: Generator = placeholder
-bwd_rng_state_1: Generator = placeholder
-graphsafe_run_with_rng_state: (float32[4]@cuda, bool[4]@cuda) = graphsafe_run_with_rng_state(aten.native_dropout.default, sin, 0.5, True, rng_state=bwd_rng_state_0)
-graphsafe_run_with_rng_state_1: (float32[4]@cuda, bool[4]@cuda) = graphsafe_run_with_rng_state(aten.native_dropout.default, cos, 0.3, True, rng_state=bwd_rng_state_1)""",
-    )
-
-
 def attention(dropout_p):
     return checkpointed(lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=dropout_p))
-
-
-def test_attention_with_dropout():
-    assert_expected_inline(
-        random_lines(*rewritten(attention(0.4), (1, 2, 4, 8))[:2]),
-        """\
-fwd_rng_state_0: Generator = placeholder
-graphsafe_run_with_rng_state: (float32[1, 2, 4, 4]@cuda, bool[1, 2, 4, 4]@cuda) = graphsafe_run_with_rng_state(aten.native_dropout.default, _safe_softmax, 0.4, True, rng_state=fwd_rng_state_0)
---
-bwd_rng_state_0: Generator = placeholder
-graphsafe_run_with_rng_state: (float32[1, 2, 4, 4]@cuda, bool[1, 2, 4, 4]@cuda) = graphsafe_run_with_rng_state(aten.native_dropout.default, _safe_softmax, 0.4, True, rng_state=bwd_rng_state_0)""",
-    )
 
 
 @pytest.mark.parametrize(("dropout_p", "num_pairs"), [(0.3, 1), (0.0, 0)])
@@ -185,25 +137,6 @@ aten.randint.low bwd_rng_state_2
 aten.randperm.default bwd_rng_state_1
 aten.bernoulli.p bwd_rng_state_0""",
     )
-
-
-def test_nested_checkpoints():
-    inner = checkpointed(lambda x: x * torch.rand_like(x))
-    outer = checkpointed(lambda x: inner(x.sin()).sin() * torch.rand_like(x))
-    forward, backward, (noted,), _ = rewritten(outer, (4,))
-    assert noted.devices == (CUDA, CUDA)
-    drawn = [
-        (str(n.args[1]), str(n.kwargs["rng_state"]))
-        for gm in (forward, backward)
-        for n in gm.graph.nodes
-        if "rng_state" in n.kwargs
-    ]
-    assert drawn == [
-        ("sin", "fwd_rng_state_0"),
-        ("primals_1", "fwd_rng_state_1"),
-        ("primals_1", "bwd_rng_state_1"),
-        ("sin", "bwd_rng_state_0"),
-    ]
 
 
 def test_a_pair_in_an_eager_partition_keeps_its_state():
@@ -277,14 +210,6 @@ def test_twice_is_once(direction):
     assert graph_text(gm) == before
 
 
-def test_a_pair_whose_positions_were_lost_is_refused():
-    forward, _ = split(checkpointed(noisy), (4,))
-    for node in forward.graph.nodes:
-        node.meta.pop(POSITIONS, None)
-    with pytest.raises(PassError, match="random operators without a state of their own: "):
-        rewrite(forward, "forward")
-
-
 def body_of(gm, name):
     """A module whose graph calls `gm` as a region."""
     graph = torch.fx.Graph()
@@ -347,13 +272,3 @@ def test_a_pair_on_the_cpu_beside_one_on_cuda():
     assert pair_random_ops(*graphs, 2) == 2
     notes = [rewrite(gm, d).notes for gm, d in zip(graphs, ("forward", "backward"), strict=True)]
     assert [pairs.devices for (pairs,) in notes] == [(CUDA, torch.device("cpu"))] * 2
-
-
-def test_new_nodes_say_where_they_come_from():
-    forward, _ = split(checkpointed(noisy), (4,))
-    (before,) = calls(forward, aten.rand_like.default)
-    kept = {k: v for k, v in before.meta.items() if k != PAIR}
-    rewrite(forward, "forward")
-    (after,) = [n for n in forward.graph.nodes if "rng_state" in n.kwargs]
-    assert after.meta == kept
-    assert kept["stack_trace"]

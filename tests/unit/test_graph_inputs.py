@@ -21,12 +21,6 @@ def test_tensors_are_static_pooled_or_copied():
     ]
 
 
-def test_static_wins_over_pooled():
-    gm = fake_cuda_graph(torch.sin, (3,))
-    name = next(iter(gm.graph.nodes)).name
-    assert kinds(gm, static=[0], pooled=[name]) == [InputKind.STATIC]
-
-
 def test_other_values_go_by_their_type():
     gm = fake_cuda_graph(lambda a, b, c, d: a + b + c, dynamic(3), (1,), (1,), (1,))
     node_named(gm, "b_1").meta["val"] = node_named(gm, "a_1").meta["val"].shape[0]
@@ -63,12 +57,6 @@ def test_sizes_that_no_integer_tells():
     assert resized() == [False, False, False, False]
 
 
-def test_names_are_the_users_where_known():
-    gm = fake_cuda_graph(lambda x, w: x @ w, (3, 4), (4, 5))
-    infos = input_infos(gm, static={1}, names={"w_1": "weight"})
-    assert [info.name for info in infos] == ["x_1", "weight"]
-
-
 def test_line_is_the_first_users():
     gm = fake_cuda_graph(lambda x, y: x.sin().cos(), (3,), (3,))
     trace = '  File "/home/me/model.py", line 41, in forward\n    y = x.sin()\n'
@@ -78,10 +66,6 @@ def test_line_is_the_first_users():
         InputInfo("x_1", InputKind.COPIED, "model.py:41 in forward: y = x.sin()"),
         InputInfo("y_1", InputKind.COPIED),
     )
-
-
-def test_a_graph_without_inputs_has_none():
-    assert input_infos(fake_cuda_graph(lambda: torch.ones(3)), static=()) == ()
 
 
 def test_inputs_read_by_storage_are_found_through_views():

@@ -67,26 +67,6 @@ return (add,)""",
     assert boundaries(gm) == {}
 
 
-def test_a_constant_s_type_changes_with_it():
-    gm = inference_graph(lambda x: x + torch.tensor([1, 2, 3]).to("cuda:0", torch.float32), (3,))
-    assert lift(gm)
-    assert gm._to_copy_on_cuda.dtype == torch.float32
-    assert boundaries(gm) == {}
-
-
-def test_a_scalar_constant_moves_too():
-    gm = inference_graph(lambda x: x * torch.tensor(2.0), (3,))
-    assert lift(gm)
-    assert_expected_inline(
-        graph_text(gm),
-        """\
-arg0_1: float32[3]@cuda = placeholder
-lift_fresh_copy_on_cuda: float32[]@cuda = get_attr(lift_fresh_copy_on_cuda)
-mul: float32[3]@cuda = aten.mul.Tensor(arg0_1, lift_fresh_copy_on_cuda)
-return (mul,)""",
-    )
-
-
 def test_a_constant_that_is_handed_out_is_copied_every_call():
     gm = inference_graph(lambda x: (x, torch.tensor([1.0, 2.0]).to("cuda:0")), (3,))
     assert lift(gm)
@@ -112,14 +92,6 @@ add: float32[3]@cuda = aten.add.Tensor(arg0_1, full_default_1)
 return (mul, add)""",
     )
     assert boundaries(gm) == {}
-
-
-def test_a_filled_tensor_of_another_type_is_cast_on_the_device():
-    gm = inference_graph(lambda x: x + torch.zeros(3).to("cuda:0", torch.float64), (3,))
-    assert lift(gm)
-    assert boundaries(gm) == {}
-    (cast,) = calls(gm, aten._to_copy.default)
-    assert cast.all_input_nodes[0].meta["val"].dtype == torch.float32
 
 
 def test_what_is_computed_from_scalar_inputs_is_computed_on_the_device():
@@ -156,12 +128,6 @@ def test_aten_s_kernels_compute_other_functions_of_scalars_on_the_host():
     gm = inference_graph(fn, (3,), cpu())
     assert lift(gm, aten_kernels=True)
     assert boundaries(gm) == {"sin": "cpu_number", "_to_copy_default": "lifted"}
-
-
-def test_a_scalar_that_is_also_read_on_the_host_stays_there():
-    gm = inference_graph(lambda x, s: (x * (s + 1), s + 1, (s + 1).to("cuda:0")), (3,), cpu())
-    assert lift(gm)
-    assert boundaries(gm) == {"add_1": "cpu_number"}
 
 
 def test_a_scalar_that_is_written_before_what_computes_with_it_is_computed_on_the_host():
@@ -218,15 +184,6 @@ def test_inductor_s_kernels_read_scalars_alike_wherever_they_lie():
     assert lift(gm)
     assert [len(calls(gm, op)) for op in (aten.mul.Tensor, aten.div.Tensor)] == [1, 1]
     assert len(calls(gm, aten._to_copy.default)) == 1
-
-
-def test_new_nodes_keep_the_user_s_line():
-    gm = inference_graph(lambda x, s: x * s, (3,), cpu())
-    (mul,) = calls(gm, aten.mul.Tensor)
-    assert lift(gm)
-    (copied,) = calls(gm, aten._to_copy.default)
-    assert copied.stack_trace == mul.stack_trace is not None
-    assert copied.meta["val"].device == CUDA
 
 
 @pytest.mark.parametrize(
@@ -292,12 +249,6 @@ def test_twice_is_once(fn, specs):
     once = graph_text(gm)
     assert not lift(gm)
     assert graph_text(gm) == once
-
-
-def test_on_the_cpu_there_is_nothing_to_lift():
-    gm = inference_graph(lambda x, s: x * s + torch.tensor(2.0), cpu(3), cpu())
-    context = PassContext(device=torch.device("cpu"), stage="partition", direction="forward")
-    assert not LiftCpuScalars().run(gm, context).modified
 
 
 def test_constants_move_as_real_tensors_while_tracing():

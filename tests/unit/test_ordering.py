@@ -141,25 +141,6 @@ def test_an_order_as_good_as_any_stays(p):
         assert find_order(moved, 0.05) == tuple(range(len(p)))
 
 
-@settings(max_examples=60, deadline=None)
-@given(problems(most=9))
-def test_one_colour_keeps_its_order(p):
-    for colour in (C, E):
-        one = problem([colour] * len(p), p.predecessors, p.allocated_bytes, p.reads)
-        assert find_order(one, 0.0) == tuple(range(len(p)))
-
-
-def test_starts_with_the_better_colour():
-    # Captured first needs C E C E; eager first needs E C E.
-    p = problem([C, E, C, E], [[], [], [1], [2]])
-    assert find_order(p) == (1, 0, 2, 3)
-
-
-def test_independent_eager_nodes_gather():
-    p = problem([E, C, E, C, E, C], [[], [0], [], [2], [], [4]])
-    assert find_order(p) == (0, 2, 4, 1, 3, 5)
-
-
 def test_memory_limit_keeps_big_values_apart():
     # Gathering the eager nodes would hold all three big values at once.
     p = problem([E, C, E, C, E, C], [[], [0], [], [2], [], [4]], [100, 1, 100, 1, 100, 1])
@@ -168,8 +149,7 @@ def test_memory_limit_keeps_big_values_apart():
     assert count_switches(p, find_order(p, 2.0)) == 1
 
 
-@pytest.mark.parametrize("increase", [0.0, 0.05, 100.0])
-@pytest.mark.parametrize("width", [1, 8, 5000])
+@pytest.mark.parametrize(("width", "increase"), [(8, 0.05), (5000, 0.0)])
 def test_five_thousand_nodes_are_ordered_quickly(width, increase):
     rng = random.Random(width)
     size = 5000

@@ -4,7 +4,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cgpass.compile.facts.input_info import InputKind
-from cgpass.compile.facts.origins import value_kinds
+from cgpass.compile.facts.inputs import value_kinds
 
 COPIED, STATIC = InputKind.COPIED, InputKind.STATIC
 

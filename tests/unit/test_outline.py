@@ -36,31 +36,11 @@ def inputs(module):
     return [node.name for node in module.graph.find_nodes(op="placeholder")]
 
 
-def outputs(module):
-    return [node.name for node in module.graph.output_node().all_input_nodes]
-
-
 def sync_between(x, w):
     a = x @ w
     top, where = a.max(1)
     i = torch.nonzero(top)
     return i, (a * 2).relu(), where
-
-
-def test_python_of_submodules_is_generated_when_it_is_asked_for(monkeypatch):
-    generate, made = fx.GraphModule.recompile, []
-
-    def recompile(module):
-        made.append(module)
-        return generate(module)
-
-    gm = on_cpu(lambda x: (x + 1).relu() * 2, torch.ones(4), mode="real")
-    monkeypatch.setattr(fx.GraphModule, "recompile", recompile)
-    outlined = outline(gm, device=CPU)
-    outlined.captured_0.recompile()
-    assert made == [gm]  # which was given
-    assert torch.equal(outlined(torch.ones(4)), torch.full((4,), 4.0))
-    assert made[1:] == [outlined, outlined.captured_0]
 
 
 def test_submodules_take_and_return_what_is_used():
@@ -97,25 +77,6 @@ eager_1:
 def two_eager(x):
     big = x.exp()
     return (big.sin() + 1).cos().relu()
-
-
-def test_values_are_freed_at_their_last_use():
-    outlined = outline(fake_cuda_graph(two_eager, (4,)), unsafe=["aten::exp", "aten::sin"])
-    assert_expected_inline(
-        outlined.eager_0.code.strip(),
-        """\
-def forward(self, x_1):
-    exp = torch.ops.aten.exp.default(x_1);  x_1 = None
-    sin = torch.ops.aten.sin.default(exp);  exp = None
-    return (sin,)""",
-    )
-
-
-def test_wholly_captured_graph():
-    gm = fake_cuda_graph(two_eager, (4,))
-    outlined = outline(gm)
-    assert [name for name, _ in outlined.named_children()] == ["captured_0"]
-    assert inputs(outlined) == inputs(outlined.captured_0) == inputs(gm)
 
 
 def test_twice_is_once_and_the_tagged_graph_stays():
@@ -249,23 +210,6 @@ def test_number_read_from_a_tensor_goes_from_submodule_to_submodule():
     x = torch.randn(3)
     assert torch.equal(outlined(x), gm(x))
     assert len(list(outlined.children())) == 2
-
-
-def test_in_place_result_is_known_by_its_input():
-    def write(x, y):
-        z = x.add_(y)
-        return torch.nonzero(z), z
-
-    gm = on_cpu(write, torch.ones(3), torch.ones(3))
-    outlined = outline(gm, CPU)
-    assert inputs(outlined.eager_1) == ["x_1"]
-    assert outputs(outlined.captured_0) == []
-    x, y = torch.randn(3), torch.randn(3)
-    expected = x + y
-    i, z = outlined(x, y)
-    assert z is x
-    assert torch.equal(z, expected)
-    assert torch.equal(i, torch.nonzero(expected))
 
 
 # ---- random graphs

@@ -90,16 +90,13 @@ def tensor_parallel(mesh):
     return fn, (2, 4), (8, 4), (4, 8)
 
 
-def sharded(mesh):
+def sharded(mesh, around=lambda gather, w: gather(w)):
     def gather(w):
         w = DTensor.from_local(w, mesh, [Shard(0)], run_check=False)
         return w.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial("avg")])
 
-    def resharded(w):
-        return checkpoint(gather, w, use_reentrant=False, context_fn=gather_again)
-
     def fn(x, up, down):
-        return F.linear(F.relu(F.linear(x, resharded(up))), resharded(down))
+        return F.linear(F.relu(F.linear(x, around(gather, up))), around(gather, down))
 
     return fn, (2, 4), (4, 4), (2, 8)
 
@@ -112,18 +109,22 @@ def gather_again():
     return create_selective_checkpoint_contexts(policy)
 
 
-def test_tensor_parallel_is_captured_with_its_collectives(mesh):
-    forward, backward = partitioned(*tensor_parallel(mesh))
+def resharded(gather, w):
+    return checkpoint(gather, w, use_reentrant=False, context_fn=gather_again)
+
+
+def test_partitions_around_an_eager_operator_have_their_collectives(mesh):
+    forward, backward = partitioned(*tensor_parallel(mesh), unsafe_ops=("aten::relu",))
     assert_expected_inline(
         text(forward),
         """\
 captured_0: t_1 [4, 8] = (input_2)
 captured_0: mm_1 [2, 8] = (input_1, t_1)
-captured_0: relu_1 [2, 8] = (mm_1)
-captured_0: t_2 [8, 4] = (input_3)
-captured_0: mm_2 [2, 4] = (relu_1, t_2)
-captured_0: all_reduce_1 [2, 4] = (mm_2, sum, 0)
-captured_0: wait_tensor_1 [2, 4] = (all_reduce_1)
+eager_1: relu_1 [2, 8] = (mm_1)
+captured_2: t_2 [8, 4] = (input_3)
+captured_2: mm_2 [2, 4] = (relu_1, t_2)
+captured_2: all_reduce_1 [2, 4] = (mm_2, sum, 0)
+captured_2: wait_tensor_1 [2, 4] = (all_reduce_1)
 return wait_tensor_1, input_1, relu_1, input_3, input_2""",
     )
     assert_expected_inline(
@@ -142,23 +143,7 @@ return wait_tensor_1, mm_3, mm_1""",
     )
 
 
-def test_partitions_around_an_eager_operator_have_their_collectives(mesh):
-    forward, _ = partitioned(*tensor_parallel(mesh), unsafe_ops=("aten::relu",))
-    assert_expected_inline(
-        text(forward),
-        """\
-captured_0: t_1 [4, 8] = (input_2)
-captured_0: mm_1 [2, 8] = (input_1, t_1)
-eager_1: relu_1 [2, 8] = (mm_1)
-captured_2: t_2 [8, 4] = (input_3)
-captured_2: mm_2 [2, 4] = (relu_1, t_2)
-captured_2: all_reduce_1 [2, 4] = (mm_2, sum, 0)
-captured_2: wait_tensor_1 [2, 4] = (all_reduce_1)
-return wait_tensor_1, input_1, relu_1, input_3, input_2""",
-    )
-
-
-def test_what_is_sharded_again_after_the_forward_is_gathered_again_in_the_backward(mesh):
+def test_sharded_parameters_are_gathered_and_gradients_scattered_in_the_graphs(mesh):
     forward, backward = partitioned(*sharded(mesh))
     assert_expected_inline(
         text(forward),
@@ -172,28 +157,32 @@ captured_0: all_gather_into_tensor_2 [4, 8] = (input_3, 2, 0)
 captured_0: wait_tensor_2 [4, 8] = (all_gather_into_tensor_2)
 captured_0: t_2 [8, 4] = (wait_tensor_2)
 captured_0: mm_2 [2, 4] = (relu_1, t_2)
-return mm_2, input_1, input_2, input_3, relu_1""",
+return mm_2, input_2, relu_1, wait_tensor_2, wait_tensor_1""",
     )
     assert_expected_inline(
         text(backward),
         """\
 captured_0: t_1 [4, 2] = (input_5)
-captured_0: mm_1 [4, 8] = (t_1, input_4)
-captured_0: all_gather_into_tensor_1 [4, 8] = (input_3, 2, 0)
-captured_0: wait_tensor_1 [4, 8] = (all_gather_into_tensor_1)
-captured_0: mm_2 [2, 8] = (input_5, wait_tensor_1)
+captured_0: mm_1 [4, 8] = (t_1, input_2)
+captured_0: mm_2 [2, 8] = (input_5, input_3)
 captured_0: reduce_scatter_tensor_1 [2, 8] = (mm_1, avg, 2, 0)
-captured_0: wait_tensor_2 [2, 8] = (reduce_scatter_tensor_1)
-captured_0: threshold_backward_1 [2, 8] = (mm_2, input_4, 0)
+captured_0: wait_tensor_1 [2, 8] = (reduce_scatter_tensor_1)
+captured_0: threshold_backward_1 [2, 8] = (mm_2, input_2, 0)
 captured_0: t_2 [8, 2] = (threshold_backward_1)
-captured_0: mm_3 [8, 4] = (t_2, input_2)
-captured_0: all_gather_into_tensor_2 [8, 4] = (input_1, 2, 0)
-captured_0: wait_tensor_3 [8, 4] = (all_gather_into_tensor_2)
-captured_0: mm_4 [2, 4] = (threshold_backward_1, wait_tensor_3)
+captured_0: mm_3 [8, 4] = (t_2, input_1)
+captured_0: mm_4 [2, 4] = (threshold_backward_1, input_4)
 captured_0: reduce_scatter_tensor_2 [4, 4] = (mm_3, avg, 2, 0)
-captured_0: wait_tensor_4 [4, 4] = (reduce_scatter_tensor_2)
-return wait_tensor_4, mm_4, wait_tensor_2""",
+captured_0: wait_tensor_2 [4, 4] = (reduce_scatter_tensor_2)
+return wait_tensor_2, mm_4, wait_tensor_1""",
     )
+
+
+def test_what_is_sharded_again_after_the_forward_is_gathered_again_in_the_backward(mesh):
+    _, backward = partitioned(*sharded(mesh, resharded))
+    gathers = backward.graph.find_nodes(
+        op="call_function", target=collectives.all_gather_into_tensor.default
+    )
+    assert [str(get_tag(node)) for node in gathers] == ["captured_0"] * 2
 
 
 def sharded_otherwise(mesh):
@@ -232,6 +221,30 @@ return threshold_backward_1, mm_1""",
 
 
 def test_collectives_that_may_not_be_captured_lie_between(mesh):
-    for gm in partitioned(*tensor_parallel(mesh), collectives=False):
-        tags = [line.partition(" ")[0] for line in text(gm).splitlines()[:-1]]
-        assert tags == ["captured_0:"] * (len(tags) - 2) + ["eager_1:"] * 2
+    forward, backward = partitioned(*tensor_parallel(mesh), collectives=False)
+    assert_expected_inline(
+        text(forward),
+        """\
+captured_0: t_1 [4, 8] = (input_2)
+captured_0: mm_1 [2, 8] = (input_1, t_1)
+captured_0: relu_1 [2, 8] = (mm_1)
+captured_0: t_2 [8, 4] = (input_3)
+captured_0: mm_2 [2, 4] = (relu_1, t_2)
+eager_1: all_reduce_1 [2, 4] = (mm_2, sum, 0)
+eager_1: wait_tensor_1 [2, 4] = (all_reduce_1)
+return wait_tensor_1, input_1, relu_1, input_3, input_2""",
+    )
+    assert_expected_inline(
+        text(backward),
+        """\
+captured_0: t_1 [4, 2] = (input_5)
+captured_0: mm_1 [4, 8] = (t_1, input_2)
+captured_0: mm_2 [2, 8] = (input_5, input_3)
+captured_0: threshold_backward_1 [2, 8] = (mm_2, input_2, 0)
+captured_0: t_2 [8, 2] = (threshold_backward_1)
+captured_0: mm_3 [8, 4] = (t_2, input_1)
+captured_0: mm_4 [2, 4] = (threshold_backward_1, input_4)
+eager_1: all_reduce_1 [2, 4] = (mm_4, sum, 0)
+eager_1: wait_tensor_1 [2, 4] = (all_reduce_1)
+return wait_tensor_1, mm_3, mm_1""",
+    )

@@ -59,14 +59,6 @@ return (nonzero, nonzero_1, add)""",
     assert [note.code for note in result.notes] == ["dynamic_shape", "dynamic_shape"]
 
 
-def test_capturable_graph_is_one_partition_in_its_own_order():
-    gm = fake_cuda_graph(chain, (4,))
-    before = order(gm)
-    assert partition(gm).notes == ()
-    assert tags(gm) == ["captured_0"]
-    assert order(gm) == before
-
-
 @pytest.mark.parametrize("unsafe", [(), ("aten::exp",), ("aten::sin.default", "aten::relu")])
 def test_twice_is_once(unsafe):
     gm = fake_cuda_graph(chain, (4,))
@@ -146,6 +138,13 @@ return (transpose, getitem_1, view_2, sin, relu)""",
     assert not partition(gm, unsafe_ops=frozenset(["aten::exp"])).modified
 
 
+def test_a_view_that_eager_operators_alone_read_is_no_partition_of_its_own():
+    gm = fake_cuda_graph(lambda x: (x.exp().t().exp(), x.relu()), (4, 4))
+    result = partition(gm, unsafe_ops=frozenset(["aten::exp"]))
+    assert len(tags(gm)) == 2
+    assert [note.op for note in result.notes] == ["aten.exp.default"] * 2
+
+
 def test_a_view_whose_size_comes_later_is_made_later():
     def some(x, sizes):
         made = x.exp()
@@ -162,59 +161,38 @@ def test_a_view_whose_size_comes_later_is_made_later():
     assert not partition(gm, unsafe_ops=unsafe).modified
 
 
-def test_mutation_stays_between_its_readers():
-    def write_between(x):
-        view = x.view(4)
-        i = torch.nonzero(view)
-        x.add_(1)
-        j = torch.nonzero(view)
-        return i, j, view * 2
-
-    gm = fake_cuda_graph(write_between, (2, 2))
-    partition(gm)
-    found = order(gm)
-    assert found.index("nonzero") < found.index("add_") < found.index("nonzero_1")
-    assert found.index("add_") < found.index("mul")
+def draw(x):
+    return [f(x) for f in (torch.rand_like, torch.bernoulli, torch.rand_like, torch.bernoulli)]
 
 
-@pytest.mark.parametrize("unsafe", ["aten::bernoulli", "aten::rand_like"])
-def test_random_numbers_keep_their_order(unsafe):
-    def draw(x):
-        return [f(x) for f in (torch.rand_like, torch.bernoulli, torch.rand_like, torch.bernoulli)]
+def check(x):
+    torch._assert_async(x.sum() > 0)
+    i = torch.nonzero(x)
+    torch._assert_async(x.max() > 1)
+    return i
 
-    gm = fake_cuda_graph(draw, (4,))
-    before = [node.name for node in gm.graph.nodes if values.is_random(node)]
-    assert len(before) == 4
+
+def reduce_twice(x):
+    reduce, wait = torch.ops._c10d_functional.all_reduce, torch.ops._c10d_functional.wait_tensor
+    a = wait(reduce(torch.nonzero(x).sum(), "sum", "0"))
+    return a, wait(reduce(x, "sum", "0"))
+
+
+@pytest.mark.parametrize(
+    ("fn", "kind", "unsafe", "count"),
+    [
+        (draw, values.is_random, "aten::bernoulli", 4),
+        (draw, values.is_random, "aten::rand_like", 4),
+        (check, values.has_side_effect, "aten::_assert_async", 2),
+        (reduce_twice, values.is_collective, "aten::sum", 4),
+    ],
+)
+def test_what_no_data_orders_keeps_its_order(fn, kind, unsafe, count):
+    gm = fake_cuda_graph(fn, (4,))
+    before = [node.name for node in gm.graph.nodes if kind(node)]
+    assert len(before) == count
     partition(gm, unsafe_ops=frozenset([unsafe]))
-    assert [node.name for node in gm.graph.nodes if values.is_random(node)] == before
-    assert len(tags(gm)) == 4
-
-
-def test_side_effects_keep_their_order():
-    def check(x):
-        torch._assert_async(x.sum() > 0)
-        i = torch.nonzero(x)
-        torch._assert_async(x.max() > 1)
-        return i
-
-    gm = fake_cuda_graph(check, (4,))
-    before = [node.name for node in gm.graph.nodes if values.has_side_effect(node)]
-    partition(gm, unsafe_ops=frozenset(["aten::_assert_async"]))
-    assert len(before) == 2
-    assert [node.name for node in gm.graph.nodes if values.has_side_effect(node)] == before
-
-
-def test_collectives_keep_their_order():
-    def reduce_twice(x, y):
-        reduce, wait = torch.ops._c10d_functional.all_reduce, torch.ops._c10d_functional.wait_tensor
-        a = wait(reduce(torch.nonzero(y).sum(), "sum", "0"))
-        return a, wait(reduce(x, "sum", "0"))
-
-    gm = fake_cuda_graph(reduce_twice, (4,), (4,))
-    before = [node.name for node in gm.graph.nodes if values.is_collective(node)]
-    assert len(before) == 4
-    partition(gm, unsafe_ops=frozenset(["aten::sum"]))
-    assert [node.name for node in gm.graph.nodes if values.is_collective(node)] == before
+    assert [node.name for node in gm.graph.nodes if kind(node)] == before
 
 
 def test_too_small_a_partition_runs_plainly():
@@ -251,31 +229,6 @@ def test_a_graph_without_boundaries_is_captured_if_it_does_any_work(fn, found):
     assert tags(gm) == [found]
     assert {note.code for note in result.notes} == ({"no_work"} if found == "eager_0" else set())
     assert not partition(gm, min_partition_ops=4).modified
-
-
-def test_memory_limit_keeps_big_values_apart():
-    def big_values(x):
-        return [torch.nonzero(x.expand(1000).exp().sum() + k) for k in range(4)]
-
-    def many_live(x):
-        return [torch.nonzero(x.expand(1000).exp()) for _ in range(4)]
-
-    # The sums are small: all of the work can be captured first. The wide values can't wait.
-    for fn, expected in ((big_values, 2), (many_live, 8)):
-        gm = fake_cuda_graph(fn, (1,))
-        partition(gm)
-        assert len(tags(gm)) == expected
-    gm = fake_cuda_graph(many_live, (1,))
-    partition(gm, max_memory_increase=10.0)
-    assert len(tags(gm)) == 2
-
-
-def test_graph_without_operators_has_no_partitions():
-    gm = fake_cuda_graph(lambda x: x, (4,))
-    result = partition(gm)
-    assert tags(gm) == []
-    assert not result.modified
-    assert result.notes == ()
 
 
 def test_broken_tags_are_refused():

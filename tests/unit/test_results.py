@@ -15,13 +15,12 @@ TIME = {"time": "2026-01-01 00:00:00"}
 
 @pytest.fixture
 def places(tmp_path):
-    """A directory of results, and two documents."""
+    """A directory of results, and a document."""
     directory = tmp_path / "results"
     directory.mkdir()
-    readme, performance = tmp_path / "README.md", tmp_path / "performance.md"
+    readme = tmp_path / "README.md"
     readme.write_text(MARKS.format("measured"))
-    performance.write_text(MARKS.format("breakdown"))
-    return directory, readme, performance
+    return directory, readme
 
 
 def kept(directory, part, data):
@@ -30,7 +29,7 @@ def kept(directory, part, data):
 
 
 def written(places):
-    for path, text in results.texts(results.stored(places[0]), *places).items():
+    for path, text in results.texts(*places).items():
         path.write_text(text)
 
 
@@ -39,7 +38,7 @@ def test_what_is_committed_is_in_step():
 
 
 def test_documents_show_what_is_kept(places):
-    directory, readme, performance = places
+    directory, readme = places
     both = usual(4.123, peak_reserved_bytes=90)
     both["default"]["peak_reserved_bytes"] = 100
     kept(directory, "bench", result(both))
@@ -52,7 +51,6 @@ def test_documents_show_what_is_kept(places):
     assert "| GPT-2 | 15.00 | 4.12 | 3.50 | 0.90 |" in text
     assert "| GPT-2 | 100 | 50 (differs) |" in text
     assert "[training steps](docs/results/bench-h200-torch2.11.md) (abc)" in text
-    assert "| GPT-2 | 4.12 | 3.50 |" in performance.read_text()
     assert (directory / "steps-h200-torch2.11.svg").exists()
     assert results.problems(*places) == ["inference: GPT-2, inference, cgpass: results differ"]
 
@@ -66,7 +64,7 @@ def test_what_is_out_of_step_or_of_no_result_is_named(places):
     kept(directory, "bench", result(usual(4.5)))
     said = results.problems(*places)
     again = "is out of step: run scripts/results.py --write"
-    names = ("bench-h200-torch2.11.md", "steps-h200-torch2.11.svg", "README.md", "performance.md")
+    names = ("bench-h200-torch2.11.md", "steps-h200-torch2.11.svg", "README.md")
     assert said == [*(f"{name} {again}" for name in names), "old.md is of no result: remove it"]
 
 

@@ -5,9 +5,8 @@ import operator
 import torch
 from expecttest import assert_expected_inline
 
-from cgpass.compile.facts.partition_tag import PartitionTag, get_tag, set_tag
 from cgpass.compile.facts.text import graph_text, value_text
-from tests.graphs import calls, dynamic, fake_cuda_graph, node_named
+from tests.graphs import fake_cuda_graph, node_named
 
 aten = torch.ops.aten
 
@@ -32,37 +31,6 @@ return (_to_copy, cat)""",
     )
 
 
-def test_symbols_are_numbered_by_first_appearance():
-    gm = fake_cuda_graph(lambda x, y: (y.sin(), x.nonzero()), dynamic(3), dynamic(4))
-    assert_expected_inline(
-        graph_text(gm),
-        """\
-x_1: float32[s0]@cuda = placeholder
-y_1: float32[s1]@cuda = placeholder
-sin: float32[s1]@cuda = aten.sin.default(y_1)
-nonzero: int64[u0, 1]@cuda = aten.nonzero.default(x_1)
-return (sin, nonzero)""",
-    )
-
-
-def test_tags_are_shown():
-    gm = fake_cuda_graph(lambda x: x.sin().cos(), (3,))
-    (sin,), (cos,) = calls(gm, aten.sin.default), calls(gm, aten.cos.default)
-    set_tag(sin, PartitionTag(0, captured=True))
-    set_tag(cos, PartitionTag(1, captured=False))
-    assert_expected_inline(
-        graph_text(gm),
-        """\
-x_1: float32[3]@cuda = placeholder
-sin: float32[3]@cuda = aten.sin.default(x_1)  # captured_0
-cos: float32[3]@cuda = aten.cos.default(sin)  # eager_1
-return cos""",
-    )
-    set_tag(cos, None)
-    assert get_tag(cos) is None
-    assert get_tag(sin) == PartitionTag(0, captured=True)
-
-
 def test_nested_graphs_follow_indented():
     gm = fake_cuda_graph(lambda x: x.sin(), (3,))
     gm.captured_0 = fake_cuda_graph(lambda x: x.cos(), (3,))
@@ -84,13 +52,6 @@ captured_0:
     cos: float32[3]@cuda = aten.cos.default(x_1)
     return cos""",
     )
-
-
-def test_text_is_the_same_in_every_run():
-    def make():
-        return graph_text(fake_cuda_graph(lambda x: x.sin().view(-1), dynamic(3, 4)))
-
-    assert make() == make()
 
 
 def test_values_of_every_kind():

@@ -1,7 +1,6 @@
 """Autograd treats a compiled function alike, whether its node is the compiled one or AOTAutograd's function."""
 
 import gc
-import threading
 import weakref
 
 import pytest
@@ -21,26 +20,6 @@ def test_it_is_the_node_that_is_tested(made):
     assert isinstance(node_of, torch.autograd.graph.Node)
 
 
-def test_hooks_run_on_inputs_outputs_and_accumulation(made):
-    weight, x = randn(4, 4), randn(4, 4)
-    fn = made(lambda x, w: (x @ w).sin(), x, weight)
-    seen = []
-    weight.register_hook(lambda g: seen.append(("weight", g.shape)) or g * 2)
-    weight.register_post_accumulate_grad_hook(lambda p: seen.append(("after", p.grad.shape)))
-    inner = x * 1
-    inner.register_hook(lambda g: seen.append(("inner", g.shape)))
-    out = fn(inner, weight)
-    out.register_hook(lambda g: seen.append(("out", g.shape)) or g * 3)
-    out.grad_fn.register_prehook(lambda grads: seen.append(("prehook", len(grads))))
-    out.sum().backward()
-    shape = torch.Size((4, 4))
-    assert seen[:2] == [("out", shape), ("prehook", 1)]
-    assert sorted(seen[2:]) == [("after", shape), ("inner", shape), ("weight", shape)]
-    ((x * 1) @ weight.detach()).sin().backward(torch.full((4, 4), 3.0))
-    expected = torch.autograd.grad((x @ weight).sin().sum() * 3, weight)[0]
-    torch.testing.assert_close(weight.grad, expected)
-
-
 def test_saved_tensors_that_were_written_are_an_error(made):
     x, y = randn(4), torch.ones(4)
     fn = made(lambda x, y: x * y, x, y)
@@ -48,38 +27,6 @@ def test_saved_tensors_that_were_written_are_an_error(made):
     y.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-
-
-def test_a_graph_is_gone_after_its_backward_unless_it_is_retained(made):
-    x = randn(4)
-    fn = made(torch.sin, x)
-    out = fn(x)
-    kept = [torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for _ in range(2)]
-    kept += torch.autograd.grad(out.sum(), x)
-    assert all(torch.equal(grad, x.cos()) for grad in kept)
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        torch.autograd.grad(out.sum(), x)
-
-
-def test_hooks_on_saved_tensors(made):
-    x = randn(4)
-    fn = made(lambda x: x.sin() * x.exp(), x)
-    packed, unpacked = [], []
-
-    def pack(tensor):
-        packed.append(tensor.clone())
-        return tensor.detach().clone()
-
-    def unpack(tensor):
-        unpacked.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        out = fn(x)
-    out.sum().backward()
-    assert len(packed) == len(unpacked) > 0
-    assert all(map(torch.equal, packed, unpacked))
-    torch.testing.assert_close(x.grad, x.exp() * (x.sin() + x.cos()))
 
 
 def test_outputs_without_a_gradient_count_as_zeros(made):
@@ -185,26 +132,6 @@ def test_errors_of_a_backward_come_through(made):
     torch.testing.assert_close(x.grad, -x.sin().sin() * x.cos())
 
 
-def test_graphs_are_dropped_in_other_threads(made):
-    x = randn(4)
-    fn = made(torch.sin, x)
-    held = [fn(x)]
-    thread = threading.Thread(target=held.clear)
-    thread.start()
-    thread.join()
-    assert torch.equal(fn(x), x.sin())
-
-
-def test_outputs_may_be_written(made):
-    x = randn(4, 3)
-    fn = made(lambda x: x.cos().view(3, 4), x)
-    for _ in range(2):
-        out = fn(x)
-        out.mul_(2)
-        (grad,) = torch.autograd.grad(out.sum(), x)
-        torch.testing.assert_close(grad, -2 * x.sin())
-
-
 def test_buffers_that_are_written_count_their_versions(made):
     norm = torch.nn.BatchNorm1d(4)
     x = randn(8, 4)
@@ -214,31 +141,6 @@ def test_buffers_that_are_written_count_their_versions(made):
     before = norm.running_mean._version
     fn(x)
     assert norm.running_mean._version > before
-
-
-def test_sizes_that_are_symbols(made):
-    fn = torch.compile(
-        lambda x: (x.sin() * x.shape[0], x.shape[0] * 2),
-        backend=cgpass.cgpass,
-        options=OPTIONS,
-        dynamic=True,
-    )
-    for size in (4, 5, 4, 5, 6, 4):
-        x = randn(size, 3)
-        out, number = fn(x)
-        assert number == 2 * size
-        out.sum().backward()
-        torch.testing.assert_close(x.grad, x.cos() * size)
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected")
-def test_detecting_anomalies(made):
-    x = randn(4)
-    fn = made(torch.log, x)
-    with torch.autograd.detect_anomaly():
-        out = fn(x * 0).sum()
-        with pytest.raises(RuntimeError, match="returned nan"):
-            (out * float("nan")).backward()
 
 
 @pytest.mark.parametrize("calls", [1, 3])

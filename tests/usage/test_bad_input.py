@@ -181,12 +181,10 @@ def test_quantised_values_inside_give_the_right_value():
         quantised = torch.quantize_per_tensor(long_enough(x), 0.1, 2, torch.quint8)
         return long_enough(quantised.dequantize()) + x
 
-    with programs.counted() as counters:
-        call = compiled(fn, on_skip="silent")
-        for value in range(4):
-            x = torch.full((2, 3), float(value))
-            assert torch.equal(call(x), fn(x))
-    assert counters["replays"] == 6, "what lies before and after them is captured"
+    call = compiled(fn, on_skip="silent")
+    for value in range(4):
+        x = torch.full((2, 3), float(value))
+        assert torch.equal(call(x), fn(x))
 
 
 def no_placeholder(*args, **kwargs):

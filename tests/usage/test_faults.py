@@ -3,13 +3,14 @@
 import contextlib
 import gc
 import itertools
+import sys
 
 import pytest
 import torch
 from faultlib import campaign as campaigns
 from faultlib import inject
 from faultlib.campaign import Campaign
-from faultlib.programs import PROGRAMS, Session, Values
+from faultlib.programs import PROGRAMS, Session
 
 import cgpass
 from cgpass.runtime import owner, simulated
@@ -30,7 +31,7 @@ def points_of_a_rescue(call, prepared):
     """Points that a call passes while it rescues."""
     marks, rescue = [], owner.Owner.rescue
     held = prepared()
-    with inject.noted(campaigns.is_wanted) as points, pytest.MonkeyPatch.context() as patched:
+    with inject.noted(campaigns.in_runtime) as points, pytest.MonkeyPatch.context() as patched:
 
         def marked(*args):
             marks.append(len(points))
@@ -79,66 +80,58 @@ def nothing_stays_frozen():
     gc.collect()
 
 
+def assert_all_come_out_right(faults, at_least):
+    """`scripts/faults.py` injects all of them, in all programs."""
+    number = 0
+    for what, inject_it in faults:
+        why = inject_it()
+        assert why is None or why is False, what
+        number += why is None
+    assert number > at_least
+
+
 @pytest.mark.usefixtures("nothing_stays_frozen")
 @pytest.mark.parametrize(
     ("name", "every"),
     [("held_now_and_then", 31), ("dropout", 61), ("train_step_adamw", 61), ("graphed_pending", 97)],
 )
 def test_programs_go_on_after_any_fault(name, every):
-    """`scripts/faults.py` injects all of them, in all programs."""
-    campaign = Campaign(name)
-    errors = itertools.cycle(campaigns.ERRORS)
-    number = 0
-    for is_cold, point in campaign.points()[::every]:
-        came, why = campaign.inject(point, next(errors), is_cold=is_cold)
-        assert why is None, point
-        number += came
-    assert number > 40
+    assert_all_come_out_right(Campaign(name).faults()[::every], 40)
+
+
+@pytest.mark.usefixtures("nothing_stays_frozen")
+@pytest.mark.parametrize("name", ["gpt", "convolutions", "attention"])
+def test_a_capture_that_fails_at_any_operator_of_a_model(name):
+    assert_all_come_out_right(Campaign(name).captures()[::20], 10)
+
+
+@pytest.mark.usefixtures("nothing_stays_frozen")
+@pytest.mark.parametrize(
+    "name", ["held_now_and_then", "dropout", "train_step_adamw", "pending_calls", "host_sync"]
+)
+def test_signals_in_the_middle_of_calls(name, monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # put back
+    assert_all_come_out_right(Campaign(name).alarms(60), 15)
 
 
 def outcome(name):
-    """A program's run with the simulated driver, and its values without graphs."""
-    found = []
-    for driver in ("none", "simulated"):
-        session = Session(driver)
-        run = PROGRAMS[name](session)
-        session.restore()
-        values = Values()
-        run(values)
-        found.append((session, run, values))
-    (_, _, expected), (session, run, _) = found
-    return session, run, expected.found
+    """A program and a session with graphs that has run it, and its values without."""
+    sessions = [Session(driver) for driver in ("none", "simulated")]
+    for session in sessions:
+        values_of(session, PROGRAMS[name])
+    return sessions[1], PROGRAMS[name], values_of(sessions[0], PROGRAMS[name])
+
+
+def values_of(session, run):
+    values = session.begin()
+    run(session)
+    return values
 
 
 def assert_right(session, run, expected):
-    session.restore()
-    values = Values()
-    run(values)
-    assert len(values.found) == len(expected)
-    for ours, theirs in zip(values.found, expected, strict=True):
-        assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("name", ["dropout", "train_step_sgd", "mutated_buffers"])
-def test_a_capture_that_fails_at_any_operator(name, monkeypatch):
-    session, run, expected = outcome(name)
-    left, note = [0], simulated._Tape.note
-
-    def failing(self, *args):
-        left[0] -= 1
-        if left[0] == 0:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return note(self, *args)
-
-    monkeypatch.setattr(simulated._Tape, "note", failing)
-    for number in range(1, 1000, 10):
-        cgpass.reset()
-        left[0] = number
-        assert_right(session, run, expected)
-        if left[0] > 0:
-            break
-        assert_right(session, run, expected)
-    assert number > 20
+    ours = values_of(session, run)
+    assert len(ours) == len(expected)
+    assert all(map(torch.equal, ours, expected))
 
 
 @pytest.mark.parametrize("name", ["held_now_and_then", "dropout", "moved_parameters"])
@@ -246,10 +239,9 @@ def test_an_optimizer_that_raises_in_a_step(monkeypatch):
     monkeypatch.setattr(torch, "_fused_sgd_", sgd)
     for when in range(6):
         cgpass.reset()
-        session.restore()
         hook[0] = stopping(when)
         with contextlib.suppress(StopError):
-            run(Values())
+            values_of(session, run)
         hook[0] = stopping(-1)
         for _ in range(2):
             assert_right(session, run, expected)

@@ -86,8 +86,7 @@ def graph_break_of(gm: fx.GraphModule) -> Reason | None:
     if newest is not None and stack and _is_at(newest.line, stack[-1]):
         newest.told = True
     reason = _of_stack(str(found.reason), stack)
-    unseen = _left_without_a_graph(stack)  # told of in any case: no other graph is to do it
-    rest = _left_by_torch(stack) or unseen
+    rest = _left_by_torch(stack)
     return reason if rest is None else _leaves(reason, rest)
 
 
@@ -149,13 +148,7 @@ def reason_of(text: str, line: str | None) -> Reason:
 
 
 def given_up(text: str, line: str | None, rest: str | None = None) -> Reason:
-    """A graph break that Dynamo can't go on behind.
-
-    Args:
-        text: Its message.
-        line: The user's.
-        rest: What is left to eager for it.
-    """
+    """A graph break that Dynamo can't go on behind: its message, the user's line, what is left to eager for it."""
     reason = reason_of(text, line)
     return replace(reason, fix=f"{reason.fix}; {_CALLED}", rest=rest)
 
@@ -212,16 +205,6 @@ def _left_by_torch(stack: Sequence[Any]) -> str | None:
     return None
 
 
-def _left_without_a_graph(stack: Sequence[Any]) -> str | None:
-    """As `_left_by_torch`, where nothing lies before the call, so that no graph of what called it reaches a backend."""
-    for each in _of_this_thread():
-        if stack and not each.told and len(each.stack) > 1 and _is_at(each.stack[-1], stack[-1]):
-            if (rest := _left_by_torch(each.stack)) is not None:
-                each.told = True
-                return rest
-    return None
-
-
 def _is_at(line: Any, frame: Any) -> bool:
     return line is not None and (line.filename, line.lineno) == (frame.filename, frame.lineno)
 
@@ -243,14 +226,11 @@ def _cut_short(frame: Any) -> Reason:
     return given_up(found.text, _line(found.line or frame), rest)
 
 
-def _of_this_thread() -> Iterable[torch_private.GraphBreak]:
-    """The newest first."""
-    thread = threading.get_ident()
-    return (each for each in reversed(torch_private.graph_breaks()) if each.thread == thread)
-
-
 def _newest() -> torch_private.GraphBreak | None:
-    return next(iter(_of_this_thread()), None)
+    """The newest of this thread."""
+    thread = threading.get_ident()
+    noted = reversed(torch_private.graph_breaks())
+    return next((each for each in noted if each.thread == thread), None)
 
 
 def _place(frame: Any) -> str:

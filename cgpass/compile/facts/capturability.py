@@ -7,12 +7,9 @@ capturable is marked `PROVEN` when the function is compiled again; it can be nam
 
 import functools
 import operator
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
 
-import sympy
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
@@ -373,11 +370,6 @@ def _devices(query: _Query) -> _Found:
 
 
 def _layouts(query: _Query) -> _Found:
-    quantised = _facts_of(query.node.graph).quantised
-    if query.node.name in quantised:
-        return "layout", "it makes a quantised tensor"
-    if not quantised.isdisjoint(arg.name for arg in query.node.all_input_nodes):
-        return "layout", "it reads a quantised tensor"
     for tensor in (*query.inputs, *query.outputs):
         if tensor.layout != torch.strided:
             layout = str(tensor.layout).removeprefix("torch.")
@@ -391,17 +383,10 @@ def _layouts(query: _Query) -> _Found:
     return None
 
 
-def _made_by(node: fx.Node, symbol: sympy.Symbol) -> str:
-    """Return which operator made a size: the same words for every size that one place makes."""
-    maker, text = _facts_of(node.graph).makers.get(symbol, ("", ""))
-    return "" if maker == node.name else text
-
-
 def _unbacked(query: _Query) -> _Found:
     for node in (*query.node.all_input_nodes, query.node):
-        symbols = values.unbacked_symbols(node)
-        if symbols and values.tensors(node):
-            return "unbacked_size", f"a size depends on data{_made_by(query.node, symbols[0])}"
+        if values.unbacked_symbols(node) and values.tensors(node):
+            return "unbacked_size", "a size depends on data"
     for scalar in filter(values.is_scalar, query.node.all_input_nodes):
         if values.unbacked_symbols(scalar):
             return "host_scalar", f"it gets the number {scalar.name}, which depends on data"
@@ -419,72 +404,6 @@ def _last_of_all(query: _Query) -> _Found:
     if torch_private.is_cudagraph_unsafe(query.node):
         return "torch_unsafe", "torch lists it as unsafe for CUDA graphs"
     return None
-
-
-@dataclass(frozen=True)
-class _GraphFacts:
-    """What takes a walk over a graph, and every node of it is asked about in turn; names, not nodes: those would hold the graph."""
-
-    num_nodes: int
-    quantised: frozenset[str]
-    """See `quantised_nodes`."""
-    makers: Mapping[sympy.Symbol, tuple[str, str]]
-    """The node that made each size that depends on data, and what messages say of it."""
-
-
-_known: Final[weakref.WeakKeyDictionary[fx.Graph, _GraphFacts]] = weakref.WeakKeyDictionary()
-
-
-def _facts_of(graph: fx.Graph) -> _GraphFacts:
-    known = _known.get(graph)
-    if known is None or known.num_nodes != len(graph.nodes):
-        makers: dict[sympy.Symbol, tuple[str, str]] = {}
-        for node in graph.nodes:
-            for symbol in values.unbacked_symbols(node):
-                makers.setdefault(symbol, (node.name, _made(node)))
-        known = _known[graph] = _GraphFacts(len(graph.nodes), quantised_nodes(graph), makers)
-    return known
-
-
-def _made(node: fx.Node) -> str:
-    if node.op != "call_function":
-        return ""
-    line = user_line(node)
-    place = "" if line is None else f" at {line.partition(': ')[0]}"
-    return f", which {op_name(node)}{place} made"
-
-
-def quantised_nodes(graph: fx.Graph) -> frozenset[str]:
-    """Return the names of the nodes whose values are quantised or lie in a quantised one: what quantises, and what follows from it.
-
-    The fake tensor that stands for a quantised one does not say so: it is a plain tensor, of the type that was
-    quantised. Source: torch/_subclasses/fake_tensor.py and meta kernels, 2.11 to 2.15.
-    """
-    found = {
-        node: None
-        for target in _quantising_overloads()
-        for node in graph.find_nodes(op="call_function", target=target)
-    }
-    waiting = list(found)
-    while waiting:
-        for user in waiting.pop().users:
-            if user not in found and user.op == "call_function" and _may_be_quantised(user):
-                found[user] = None
-                waiting.append(user)
-    return frozenset(node.name for node in found)
-
-
-def _may_be_quantised(node: fx.Node) -> bool:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload) and _short_name(target) in op_tables.DEQUANTISING:
-        return False
-    return any(tensor.is_floating_point() for tensor in values.tensors(node))
-
-
-@functools.cache
-def _quantising_overloads() -> tuple[torch._ops.OpOverload, ...]:
-    packets = [getattr(torch.ops.aten, name) for name in sorted(op_tables.QUANTISING)]
-    return tuple(getattr(packet, name) for packet in packets for name in packet.overloads())
 
 
 _RULES: tuple[Callable[[_Query], _Found], ...] = (

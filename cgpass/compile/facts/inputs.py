@@ -1,4 +1,4 @@
-"""What the placeholders of a graph are to the runtime."""
+"""What placeholders and values of a graph are to the runtime: with a static input, in the pool, or new in every call."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -8,6 +8,7 @@ from torch import fx
 from cgpass.compile.facts import values
 from cgpass.compile.facts.input_info import InputInfo, InputKind
 from cgpass.compile.facts.lines import user_line
+from cgpass.compile.facts.partition_tag import get_tag
 
 _AS_STRIDED = frozenset({"as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter"})
 """Operators that count from the beginning of a storage."""
@@ -107,3 +108,44 @@ def _base(node: fx.Node) -> fx.Node:
             return node
         node = base
     return node
+
+
+def value_kinds(
+    gm: fx.GraphModule,
+    placeholder_kinds: Mapping[str, InputKind],
+    copies: Collection[str] = (),
+) -> dict[str, InputKind]:
+    """Return the kind that each value of a graph with partition tags has as an input of a partition, by node name.
+
+    A view lies where the value lies that it views, through any number of views. Tensor inputs that are not among
+    `placeholder_kinds` are copied; `copies` are copied before the partitions get them, whatever they shared memory with
+    when the graph was traced.
+    """
+    by_storage: dict[int, InputKind] = {}
+    found: dict[str, InputKind] = {}
+    in_copies: set[str] = set()  # the copies, and what views them
+    for node in gm.graph.nodes:
+        keys = values.storage_keys(node)
+        if node.name in copies or any(
+            arg.name in in_copies and not keys.isdisjoint(values.storage_keys(arg))
+            for arg in (node.all_input_nodes if in_copies else ())
+        ):
+            in_copies.add(node.name)
+            found[node.name] = InputKind.COPIED
+            continue
+        kind = next((by_storage[key] for key in keys if key in by_storage), None)
+        if kind is None:
+            kind = _own_kind(node, placeholder_kinds)
+        for key in keys:
+            by_storage.setdefault(key, kind)
+        found[node.name] = kind
+    return found
+
+
+def _own_kind(node: fx.Node, placeholder_kinds: Mapping[str, InputKind]) -> InputKind:
+    if node.op == "placeholder":
+        return placeholder_kinds.get(node.name, InputKind.COPIED)
+    if node.op == "get_attr":
+        return InputKind.STATIC
+    tag = get_tag(node)
+    return InputKind.POOLED if tag is not None and tag.captured else InputKind.COPIED

@@ -64,11 +64,6 @@ QUANTISING = frozenset(
 )
 """Operators whose result is quantised, which the fake tensor that stands for it does not say."""
 
-DEQUANTISING = frozenset(
-    {"dequantize", "int_repr", "q_per_channel_scales", "q_per_channel_zero_points"}
-)
-"""Operators that make plain tensors of quantised ones."""
-
 HOST_STATE = frozenset(
     {
         "_pin_memory",
@@ -224,51 +219,39 @@ FIXES = {
 }
 """What a user can do, by the code of the reason."""
 
-_NO_OTHER_FORM = (
-    "leave it, or call it outside of the compiled function: no form of it runs in a CUDA graph"
-)
-_LEAVE_CHECK = "leave out check_errors=True"
-_NONZERO = "give the number of results: torch.nonzero_static(x, size=n); instead of x[mask] use torch.where"
-_UNIQUE = "keep the size fixed: torch.sort, and compare neighbours; or call it outside of the compiled function"
-_WHERE = "use torch.where(mask, value, x), which reads the value on the device"
-_INDEX_COPY = "use x.index_copy(dim, index, values), which reads the values on the device"
+_SHARED_FIXES = {
+    "leave it, or call it outside of the compiled function: no form of it runs in a CUDA graph": (
+        "_linalg_eigh _linalg_svd linalg_eig linalg_ldl_factor_ex linalg_matrix_exp linalg_pinv"
+    ),
+    "leave out check_errors=True": (
+        "_linalg_solve_ex linalg_cholesky_ex linalg_inv_ex linalg_lu_factor_ex"
+    ),
+    "give the number of results: torch.nonzero_static(x, size=n); instead of x[mask] use torch.where": "argwhere nonzero",
+    "keep the size fixed: torch.sort, and compare neighbours; or call it outside of the compiled function": (
+        "_unique2 unique_consecutive unique_dim"
+    ),
+    "use torch.where(mask, value, x), which reads the value on the device": "masked_fill masked_fill_",
+    "use x.index_copy(dim, index, values), which reads the values on the device": "index_fill index_fill_",
+}
 
 OPERATOR_FIXES = {
-    "_linalg_eigh": _NO_OTHER_FORM,
-    "_linalg_solve_ex": _LEAVE_CHECK,
-    "_linalg_svd": _NO_OTHER_FORM,
+    **{name: fix for fix, names in _SHARED_FIXES.items() for name in names.split()},
     "_grouped_mm": "give it bfloat16",
-    "_unique2": _UNIQUE,
     "allclose": "use torch.isclose(a, b).all(), which stays on the device",
-    "argwhere": _NONZERO,
     "bincount": "give the number of bins: x.new_zeros(n).scatter_add_(0, x, torch.ones_like(x)); minlength= does not help",
     "embedding_renorm_": "leave out max_norm=; normalise the weight after the optimizer's step",
     "equal": "use (a == b).all(), which stays on the device",
     "histc": "pass min= and max=",
-    "index_fill": _INDEX_COPY,
-    "index_fill_": _INDEX_COPY,
     "isin": "compare directly, (elements[..., None] == test_elements).any(-1); or pass assume_unique=True where that holds",
     "lift_fresh_copy": "make the constant once, outside of the compiled function (register_buffer)",
-    "linalg_cholesky_ex": _LEAVE_CHECK,
-    "linalg_eig": _NO_OTHER_FORM,
-    "linalg_inv_ex": _LEAVE_CHECK,
-    "linalg_ldl_factor_ex": _NO_OTHER_FORM,
     "linalg_lstsq": "for matrices of full rank use torch.linalg.qr and solve_triangular",
-    "linalg_lu_factor_ex": _LEAVE_CHECK,
-    "linalg_matrix_exp": _NO_OTHER_FORM,
-    "linalg_pinv": _NO_OTHER_FORM,
     "linspace": "give start and end as numbers, or use start + (end - start) * torch.linspace(0, 1, steps)",
     "logspace": "give start and end as numbers, or use base ** (start + (end - start) * torch.linspace(0, 1, steps))",
-    "masked_fill": _WHERE,
-    "masked_fill_": _WHERE,
     "masked_select": "keep the size fixed: torch.where(mask, x, 0)",
-    "nonzero": _NONZERO,
     "normal": "use mean + std * torch.randn_like(std), which does not check std",
     "repeat_interleave": "pass output_size=",
     "searchsorted": "leave out sorter=: search in the sorted sequence",
     "segment_reduce": "use torch.scatter_reduce with the row of each element",
-    "unique_consecutive": _UNIQUE,
-    "unique_dim": _UNIQUE,
 }
 """What a user can do about one operator, by name, where that is more than its code says."""
 

@@ -31,22 +31,15 @@ def get_tag(node: fx.Node) -> PartitionTag | None:
     return node.meta.get(KEY)
 
 
-def set_tag(node: fx.Node, tag: PartitionTag | None) -> None:
-    """Put `node` into a partition; None takes it out of any."""
-    if tag is None:
-        node.meta.pop(KEY, None)
-    else:
-        node.meta[KEY] = tag
+def set_tag(node: fx.Node, tag: PartitionTag | None, reason: Reason | None = None) -> None:
+    """Put `node` into a partition, with the reason if it is eager; None takes it out of any."""
+    for key, value in ((KEY, tag), (REASON_KEY, reason)):
+        if value is None:
+            node.meta.pop(key, None)
+        else:
+            node.meta[key] = value
 
 
 def get_reason(node: fx.Node) -> Reason | None:
     """Why `node` is eager, None if it is not or has its producer's reason."""
     return node.meta.get(REASON_KEY)
-
-
-def set_reason(node: fx.Node, reason: Reason | None) -> None:
-    """Note why `node` is eager; None takes the note away."""
-    if reason is None:
-        node.meta.pop(REASON_KEY, None)
-    else:
-        node.meta[REASON_KEY] = reason

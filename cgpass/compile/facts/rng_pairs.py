@@ -10,8 +10,8 @@ Note [Random operators that are saved]
     A pair is one operator in the outermost graph. What draws otherwise, a higher-order operator or anything in the body
     of a `nested_compile_region`, which every call of the region shares, can't be given a state of its own. Its results
     are saved for the backward, whatever a checkpoint says: right always, captured, and paid for in memory. So are those
-    of operators on the CPU where Inductor compiles and others run on CUDA: it makes no CPU kernel of what runs with a
-    generator's state.
+    of operators on the CPU where Inductor compiles, which makes no CPU kernel of what runs with a generator's state, and
+    all under compiled autograd, which traces the backward once more and loses generators (torch 2.11 to 2.15).
 """
 
 import operator

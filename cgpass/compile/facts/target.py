@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from cgpass.compile.facts.op_tables import QUANTISING
+
 
 @dataclass(frozen=True)
 class Target:
@@ -40,6 +42,8 @@ def find_target(gm: fx.GraphModule, driver: str) -> Target:
         return _skipped("it has no tensors")
     if all(d.type == "meta" for d in found):
         return _skipped("its tensors are on meta and hold no values")
+    if any(map(_quantises, gm.graph.nodes)):
+        return _skipped("it makes quantised tensors")
     if driver == "none":
         return Target(cuda[0] if cuda else torch.device("cpu"), records=False)
     if driver == "simulated":
@@ -51,6 +55,11 @@ def find_target(gm: fx.GraphModule, driver: str) -> Target:
             'it uses no CUDA device; move it to CUDA, or have graphs simulated on CPU by driver="simulated"'
         )
     return Target(cuda[0], records=True)
+
+
+def _quantises(node: fx.Node) -> bool:
+    name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+    return name.removeprefix("aten::") in QUANTISING
 
 
 def devices(gm: fx.GraphModule) -> set[torch.device]:

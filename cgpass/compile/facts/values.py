@@ -226,6 +226,19 @@ def is_random(node: fx.Node) -> bool:
     return any(is_random(inner) for body in bodies(node) for inner in body.graph.nodes)
 
 
+def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """As `is_random`, tell if a call of an operator draws random numbers: dropout that drops nothing doesn't."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return False
+    names = (argument.name for argument in func._schema.arguments)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if given.get("train", True) is False:
+        return False
+    optional = any(a.name == "dropout_p" and a.has_default_value() for a in func._schema.arguments)
+    dropout = given.get("dropout_p", 0.0 if optional else None)
+    return "0.0" not in (str(given.get("p")), str(dropout))
+
+
 def is_inductor_random(node: fx.Node) -> bool:
     """Tell if only kernels that Inductor makes compute a node's random numbers."""
     if isinstance(node.target, torch._ops.OpOverload):

@@ -9,7 +9,6 @@ from cgpass.compile.passes.opaque_autograd import OpaqueAutograd
 from cgpass.compile.passes.outline import Outline
 from cgpass.compile.passes.own_gradients import OwnGradients
 from cgpass.compile.passes.partition import Partition
-from cgpass.compile.passes.rng_values import RngValues
 from cgpass.options import Options
 
 
@@ -28,8 +27,6 @@ def rng_passes() -> tuple[Pass, ...]:
 def graph_passes(options: Options, *, collectives: bool = True) -> tuple[Pass, ...]:
     """Return what a forward, backward or inference graph goes through; leaves it tagged."""
     return (
-        # First, since every other pass goes by values.
-        RngValues(),
         # Before the partitions are cut, since what it moves to the device needs no boundary.
         LiftCpuScalars(aten_kernels=options.compiler == "eager"),
         # Whatever comes later has to keep the order and the tags.
@@ -51,8 +48,4 @@ def outline_passes() -> tuple[Pass, ...]:
 
 def eager_passes() -> tuple[Pass, ...]:
     """Return what an eager partition goes through, where Inductor compiles the captured ones."""
-    return (
-        InductorRandom(),
-        # Outlines what was tagged, as a partitioned graph's parts.
-        Outline(),
-    )
+    return (InductorRandom(), Outline())

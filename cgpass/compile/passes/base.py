@@ -17,6 +17,19 @@ from cgpass.telemetry import tracing
 log = logging.getLogger(__name__)
 
 Direction = Literal["forward", "backward", "inference", "joint"]
+_KEPT = (
+    "stack_trace",
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "seq_nr",
+    "fwd_source_fn_stack",
+    "source_fn_stack",
+    "recompute",
+    "ac_graph_id",
+    "partitioner_tag",
+    "custom",
+)
+"""Metadata that a new node takes over from the node it stands for."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +80,7 @@ def run_passes(passes: Sequence[Pass], gm: fx.GraphModule, ctx: PassContext) -> 
     Raises:
         PassError: A pass raised or left an invalid graph; the cause is attached.
     """
-    texts = _Texts(ctx)
-    texts.add(0, "before", gm)
+    _trace(ctx, 0, "before", gm)
     modified = False
     notes: list[Any] = []
     done: list[str] = []
@@ -96,7 +108,8 @@ def run_passes(passes: Sequence[Pass], gm: fx.GraphModule, ctx: PassContext) -> 
             len(result.notes),
             (time.perf_counter() - start) * 1e3,
         )
-        texts.add(position, one.name, gm)
+        if result.modified:
+            _trace(ctx, position, one.name, gm)
     return PassResult(gm, modified, tuple(notes))
 
 
@@ -110,27 +123,13 @@ def _run_one(one: Pass, gm: fx.GraphModule, ctx: PassContext) -> PassResult:
     return result
 
 
-class _Texts:
-    """Adds a graph to torch's trace before the first pass and after each that changed it."""
+def _trace(ctx: PassContext, position: int, name: str, gm: fx.GraphModule) -> None:
+    """Add a graph to torch's trace, where that goes to a file."""
+    title = f"{ctx.stage}_{ctx.direction}_{position}_{name}"
+    tracing.add_text(title, lambda: graph_text(gm), ctx.trace_id)
 
-    def __init__(self, ctx: PassContext) -> None:
-        self._ctx = ctx
-        self._traced = tracing.is_on()
-        self._last: tuple[str, str] | None = None
-        """Name and text of what was seen last; no name once it was traced."""
 
-    def add(self, position: int, name: str, gm: fx.GraphModule) -> None:
-        if not self._traced:
-            return
-        ctx, text = self._ctx, graph_text(gm)
-        title = f"{ctx.stage}_{ctx.direction}_{position}_{name}"
-        if self._last is None:
-            self._last = (title, text)
-            return
-        before, old = self._last
-        if old == text:
-            return
-        if before:
-            tracing.add_text(before, lambda: old, ctx.trace_id)
-        tracing.add_text(title, lambda: text, ctx.trace_id)
-        self._last = ("", text)
+def inherit_meta(new: fx.Node, old: fx.Node, value: object) -> None:
+    """Give `new` the fake value `value` and, of `old`, where it comes from and what the user asked for."""
+    new.meta.update({key: old.meta[key] for key in _KEPT if key in old.meta})
+    new.meta["val"] = value

@@ -19,8 +19,7 @@ from torch import fx
 from cgpass import torch_private
 from cgpass.compile.facts import values
 from cgpass.compile.facts.partition_tag import PartitionTag, get_tag, set_tag
-from cgpass.compile.passes.base import Pass, PassContext, PassResult
-from cgpass.compile.passes.node_meta import inherit_meta
+from cgpass.compile.passes.base import Pass, PassContext, PassResult, inherit_meta
 from cgpass.errors import PostconditionError
 
 

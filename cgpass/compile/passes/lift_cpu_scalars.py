@@ -14,8 +14,7 @@ from torch import fx
 from cgpass import torch_private
 from cgpass.compile.facts import values
 from cgpass.compile.facts.capturability import LIFTED, why_not_capturable
-from cgpass.compile.passes.base import Pass, PassContext, PassResult
-from cgpass.compile.passes.node_meta import inherit_meta
+from cgpass.compile.passes.base import Pass, PassContext, PassResult, inherit_meta
 
 aten = torch.ops.aten
 prims = torch.ops.prims

@@ -36,7 +36,8 @@ class OpaqueAutograd(Pass):
     """Replace custom operators whose formula raises on fake tensors by operators that hide it.
 
     Works on Dynamo's graph and the graphs nested in it. Operators whose formula can be traced, that
-    write to inputs, or that take or return lists of tensors are left alone.
+    write to inputs, that take or return lists of tensors, that have keyword-only arguments, or whose
+    formula marks outputs as non-differentiable are left alone.
     """
 
     name: ClassVar[str] = "opaque_autograd"
@@ -58,12 +59,11 @@ def _hide(node: fx.Node) -> bool:
     op = _custom_op(node.target)
     if op is None or op.namespace == NAMESPACE or not is_supported(op):
         return False
-    trial = _Trial.of(node, op)
-    error = None if trial is None else trial.run()
-    if trial is None or error is None:
+    error = _try_formula(node, op)
+    if error is None:
         return False
     log.info("the autograd formula of %s can't be traced and is hidden: %r", op, error)
-    node.target = hidden_op(op, trial.non_differentiable)
+    node.target = hidden_op(op)
     return True
 
 
@@ -76,51 +76,30 @@ def _custom_op(target: object) -> torch._ops.OpOverload | None:
     return None
 
 
-@dataclass
-class _Trial:
-    """Tries a node's formula on fake tensors of a mode of its own, so that no guard is left behind."""
+def _try_formula(node: fx.Node, op: torch._ops.OpOverload) -> Exception | None:
+    """Return what a node's formula raises on fake tensors of a mode of its own, so that no guard is left behind.
 
-    op: torch._ops.OpOverload
-    inputs: tuple[Any, ...]
-    keyword_only: dict[str, Any]
-    outputs: tuple[torch.Tensor, ...]
-    mode: Any
-    non_differentiable: tuple[int, ...] = ()
-    """Outputs that the formula marked, known after `run`."""
-
-    @classmethod
-    def of(cls, node: fx.Node, op: torch._ops.OpOverload) -> "_Trial | None":
-        """The trial of a node, None if not all its tensors are plain fake and strided."""
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _value)
-        inputs, keyword_only = bind(op, args, kwargs)
-        output = _value(node)
-        outputs = tuple(output) if isinstance(output, tuple | list) else (output,)
-        leaves = tree_leaves((inputs, outputs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if any(isinstance(leaf, fx.Node) for leaf in leaves) or not tensors:
-            return None
-        if not all(torch_private.is_plain_fake(t) and t.layout == torch.strided for t in tensors):
-            return None
-        mode = torch_private.sibling_fake_mode(tensors[0])
-        return cls(op, inputs, keyword_only, outputs, mode)
-
-    def run(self) -> Exception | None:
-        """Return what the formula raised."""
-        ctx = FormulaContext(_needs_grad(self.inputs))
-        outputs: tuple[torch.Tensor, ...] = ()
-        try:
-            with torch_private.no_fake_mode(), self.mode, torch.no_grad():
-                given = (self.inputs, self.keyword_only, self.outputs)
-                inputs, keyword_only, outputs = tree_map(_copied, given)
-                grads = [torch.empty_like(out) for out in outputs]
-                run_formula(self.op, ctx, inputs, keyword_only, outputs, grads)
-        except Exception as error:  # whatever it is, AOTAutograd would meet it
-            return error
-        finally:
-            marked = {id(tensor) for tensor in ctx.non_differentiable}
-            found = (i for i, output in enumerate(outputs) if id(output) in marked)
-            self.non_differentiable = tuple(found)
+    None, too, for calls that are not of plain, strided tensors.
+    """
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _value)
+    output = _value(node)
+    outputs = tuple(output) if isinstance(output, tuple | list) else (output,)
+    given = (bind(op, args, kwargs), outputs)
+    leaves = tree_leaves(given)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if any(isinstance(leaf, fx.Node) for leaf in leaves) or not tensors:
         return None
+    if not all(torch_private.is_plain_fake(t) and t.layout == torch.strided for t in tensors):
+        return None
+    ctx = FormulaContext(_needs_grad(given[0]))
+    mode = torch_private.sibling_fake_mode(tensors[0])
+    try:
+        with torch_private.no_fake_mode(), mode, torch.no_grad():
+            inputs, outputs = tree_map(_copied, given)
+            run_formula(op, ctx, inputs, outputs, [torch.empty_like(out) for out in outputs])
+    except Exception as error:  # whatever it is, AOTAutograd would meet it
+        return None if ctx.marks_outputs else error
+    return None
 
 
 def _value(node: fx.Node) -> Any:
@@ -158,7 +137,8 @@ class FormulaContext:
         self.needs_input_grad = tuple(needs_input_grad)
         self.saved_tensors: tuple[torch.Tensor | None, ...] = ()
         self.materialize_grads = True
-        self.non_differentiable: tuple[torch.Tensor, ...] = ()
+        self.marks_outputs = False
+        """Whether some have no gradient."""
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         """Keep `tensors` as `saved_tensors`."""
@@ -170,28 +150,19 @@ class FormulaContext:
 
     def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
         """Say which outputs have no gradient."""
-        self.non_differentiable = tensors
+        self.marks_outputs = bool(tensors)
 
 
-def bind(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Positional and keyword-only arguments of a call, with what it left to the defaults."""
-    positional: list[Any] = []
-    keyword_only: dict[str, Any] = {}
-    for index, argument in enumerate(op._schema.arguments):
-        if argument.kwarg_only:
-            keyword_only[argument.name] = kwargs.get(argument.name, argument.default_value)
-        elif index < len(args):
-            positional.append(args[index])
-        else:
-            positional.append(kwargs.get(argument.name, argument.default_value))
-    return tuple(positional), keyword_only
+def bind(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Arguments of a call by position, with what it left to the defaults."""
+    left = op._schema.arguments[len(args) :]
+    return (*args, *(kwargs.get(argument.name, argument.default_value) for argument in left))
 
 
 def run_formula(
     op: torch._ops.OpOverload,
     ctx: FormulaContext,
     inputs: tuple[Any, ...],
-    keyword_only: dict[str, Any],
     outputs: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor | None],
 ) -> tuple[torch.Tensor | None, ...]:
@@ -199,8 +170,7 @@ def run_formula(
     setup, backward = torch_private.autograd_formula(op)
     if setup is not None:
         output = outputs[0] if len(op._schema.returns) == 1 else tuple(outputs)
-        more = {"keyword_only_inputs": keyword_only} if keyword_only else {}
-        setup(ctx=ctx, inputs=inputs, output=output, **more)
+        setup(ctx=ctx, inputs=inputs, output=output)
     if ctx.materialize_grads:
         pairs = zip(grads, outputs, strict=True)
         grads = [torch.zeros_like(out) if grad is None else grad for grad, out in pairs]
@@ -209,7 +179,7 @@ def run_formula(
 
 
 def is_supported(op: torch._ops.OpOverload) -> bool:
-    """Tell if an operator can be hidden: plain tensors in and out, nothing written to, no effects, no autocast."""
+    """Tell if an operator can be hidden: plain tensors by position, nothing written to, no effects, no autocast."""
     schema = op._schema
     if any(item.alias_info is not None for item in (*schema.arguments, *schema.returns)):
         return False
@@ -218,22 +188,21 @@ def is_supported(op: torch._ops.OpOverload) -> bool:
     plain = ("Tensor", "Optional[Tensor]")
     if any("Tensor" in str(a.type) and str(a.type) not in plain for a in schema.arguments):
         return False
+    if any(argument.kwarg_only for argument in schema.arguments):
+        return False
     return not (torch_private.has_autocast_kernel(op) or torch_private.has_effect(op))
 
 
-def hidden_op(
-    op: torch._ops.OpOverload, non_differentiable: tuple[int, ...]
-) -> torch._ops.OpOverload:
-    """The operator that stands in for `op`, of which these outputs have no gradient; made once."""
-    return _define(op._schema.name, str(op._schema), non_differentiable)._opoverload
+def hidden_op(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """The operator that stands in for `op`; made once."""
+    return _define(op._schema.name, str(op._schema))._opoverload
 
 
 @functools.cache
-def _define(qualname: str, schema: str, non_differentiable: tuple[int, ...]) -> Any:
+def _define(qualname: str, schema: str) -> Any:
     op = torch_private.custom_op(qualname)
     _, _, signature = schema.partition("(")
     name = f"{NAMESPACE}::{qualname.replace('::', '__')}"
-    name += "".join(f"_{position}" for position in non_differentiable)
     backward_op = _define_backward(f"{name}_backward", qualname, signature)
     tags = {*op.tags, torch.Tag.cudagraph_unsafe} - {torch.Tag.pt2_compliant_tag}
 
@@ -241,20 +210,13 @@ def _define(qualname: str, schema: str, non_differentiable: tuple[int, ...]) -> 
         with torch.no_grad():
             return torch_private.custom_op(qualname)(*args, **kwargs)
 
-    def setup_context(
-        ctx: Any,
-        inputs: tuple[Any, ...],
-        output: Any,
-        keyword_only_inputs: dict[str, Any] | None = None,
-    ) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(outputs[i] for i in non_differentiable))
         is_tensor = [isinstance(value, torch.Tensor) for value in inputs]
         pairs = list(zip(inputs, is_tensor, strict=True))
         ctx.save_for_backward(*(value if yes else None for value, yes in pairs), *outputs)
         ctx.others = [None if yes else value for value, yes in pairs]
-        ctx.keyword_only = keyword_only_inputs or {}
 
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         saved, count = ctx.saved_tensors, len(ctx.others)
@@ -262,9 +224,7 @@ def _define(qualname: str, schema: str, non_differentiable: tuple[int, ...]) -> 
         inputs = [other if tensor is None else tensor for tensor, other in pairs]
         # the dispatcher drops trailing arguments that equal their defaults, and their flags
         needs = [*ctx.needs_input_grad, *[False] * (count - len(ctx.needs_input_grad))]
-        found = iter(
-            backward_op(list(saved[count:]), list(grads), needs, *inputs, **ctx.keyword_only)
-        )
+        found = iter(backward_op(list(saved[count:]), list(grads), needs, *inputs))
         return tuple(next(found) if need else None for need in needs)
 
     made = torch.library.custom_op(
@@ -290,10 +250,10 @@ def _define_backward(name: str, qualname: str, signature: str) -> Any:
         **kwargs: Any,
     ) -> list[torch.Tensor]:
         op = torch_private.custom_op(qualname)
-        inputs, keyword_only = bind(op, args, kwargs)
+        inputs = bind(op, args, kwargs)
         ctx = FormulaContext(needs)
         with torch_private.autograd_keys_on(), torch.no_grad():
-            found = run_formula(op, ctx, inputs, keyword_only, outputs, grads)
+            found = run_formula(op, ctx, inputs, outputs, grads)
             leaves = [*outputs, *grads, *inputs]
             taken = {_storage(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
             chosen = zip(inputs, found, needs, strict=True)
@@ -307,7 +267,7 @@ def _define_backward(name: str, qualname: str, signature: str) -> Any:
         **kwargs: Any,
     ) -> list[torch.Tensor]:
         del outputs, grads
-        inputs, _ = bind(torch_private.custom_op(qualname), args, kwargs)
+        inputs = bind(torch_private.custom_op(qualname), args, kwargs)
         pairs = zip(inputs, needs, strict=True)
         return [torch.empty_like(value, requires_grad=False) for value, need in pairs if need]
 

@@ -46,27 +46,16 @@ def find_order(problem: OrderingProblem, max_memory_increase: float = 0.05) -> t
     limit = math.floor(peak_bytes(problem, original) * (1 + max_memory_increase))
     if len(set(problem.captured)) <= 1:
         return original
-    early = [_drain(problem, start, math.inf) for start in (True, False)]
-    drains = [original, *(order for order in early if order is not None)]
     backwards = _reversed(problem)
+    orders = [original]
     for start in (True, False):
-        order = _drain(backwards, start, math.inf)
-        if order is not None:
-            drains.append(tuple(len(order) - 1 - node for node in reversed(order)))
-    fewest = min(count_switches(problem, order) for order in drains)
-    fitting = [
-        order
-        for order in drains
-        if count_switches(problem, order) == fewest and peak_bytes(problem, order) <= limit
-    ]
-    if fitting:
-        return min(fitting, key=count_inversions)
-    limited = [_drain(problem, start, limit) for start in (True, False)]
-    candidates = [original, *(order for order in limited if order is not None)]
-    candidates += [order for order in drains if peak_bytes(problem, order) <= limit]
-    return min(
-        candidates, key=lambda order: (count_switches(problem, order), count_inversions(order))
-    )
+        drains = [_drain(problem, start, math.inf), _drain(problem, start, limit)]
+        late = _drain(backwards, start, math.inf)
+        if late is not None:
+            drains.append(tuple(len(late) - 1 - node for node in reversed(late)))
+        orders += [order for order in drains if order is not None]
+    fitting = [order for order in orders if peak_bytes(problem, order) <= limit]
+    return min(fitting, key=lambda order: (count_switches(problem, order), count_inversions(order)))
 
 
 def count_switches(problem: OrderingProblem, order: Sequence[int]) -> int:

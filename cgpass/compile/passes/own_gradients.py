@@ -14,8 +14,7 @@ import torch
 from torch import fx
 
 from cgpass.compile.facts import values
-from cgpass.compile.passes.base import Pass, PassContext, PassResult
-from cgpass.compile.passes.node_meta import inherit_meta
+from cgpass.compile.passes.base import Pass, PassContext, PassResult, inherit_meta
 from cgpass.errors import PostconditionError
 
 

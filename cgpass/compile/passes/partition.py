@@ -12,7 +12,7 @@ from torch import fx
 from cgpass.compile.facts import values
 from cgpass.compile.facts.capturability import is_passive, why_not_capturable
 from cgpass.compile.facts.lines import user_line
-from cgpass.compile.facts.partition_tag import PartitionTag, get_tag, set_reason, set_tag
+from cgpass.compile.facts.partition_tag import PartitionTag, get_tag, set_tag
 from cgpass.compile.passes.base import Pass, PassContext, PassResult
 from cgpass.compile.passes.ordering import OrderingProblem, find_order
 from cgpass.errors import PostconditionError
@@ -115,29 +115,20 @@ def _with_views(
     if not eager:
         return list(groups), list(reasons)
     home = {node: at for at, group in enumerate(groups) for node in group}
+    views: set[int] = set()  # that no captured operator reads
+    for at, group in reversed(list(enumerate(groups))):
+        readers = {home.get(user) for node in group for user in node.users}
+        if at not in eager and not _launches(group[0]) and readers <= {None, at, *eager, *views}:
+            views.add(at)
     sources = _Inputs(gm)
-    base: dict[int, int] = {}
+    owner = {at: at for at in eager}
+    merged: dict[int, list[fx.Node]] = {}
     for at, group in enumerate(groups):
         bases = {home[arg] for arg in sources.of(group[0]) if arg in home}
-        if at in eager or _launches(group[0]) or len(bases) != 1:
-            continue
-        of = bases.pop()
-        if of in eager or of in base:
-            base[at] = of
-    for at in reversed(list(base)):
-        others = (home.get(user) for node in groups[at] for user in node.users)
-        if any(other is not None and other not in base and other not in eager for other in others):
-            del base[at]
-    with_views = {at: list(groups[at]) for at in range(len(groups)) if at not in base}
-    for at, of in base.items():
-        while of in base:
-            of = base[of]
-        if of in eager:
-            with_views[of] += groups[at]
-        else:  # of a view that a captured operator reads
-            with_views[at] = list(groups[at])
-    kept = sorted(with_views)
-    return [tuple(with_views[at]) for at in kept], [reasons[at] for at in kept]
+        if at in views and len(bases) == 1 and (base := bases.pop()) in owner:
+            owner[at] = owner[base]
+        merged.setdefault(owner.get(at, at), []).extend(group)
+    return [tuple(group) for group in merged.values()], [reasons[at] for at in merged]
 
 
 class _Inputs:
@@ -304,8 +295,7 @@ def _apply(gm: fx.GraphModule, groups: Sequence[Group], segments: Sequence[Segme
         _reorder(gm, [node for at in order for node in groups[at]])
     reasons = {groups[one.group][0]: one.reason for segment in segments for one in segment}
     for node in gm.graph.nodes:
-        set_tag(node, tags.get(node))
-        set_reason(node, reasons.get(node))
+        set_tag(node, tags.get(node), reasons.get(node))
 
 
 def _reorder(gm: fx.GraphModule, order: Iterable[fx.Node]) -> None:

@@ -29,28 +29,17 @@ def split_joint(
 
     What a checkpoint policy marked (`node.meta["recompute"]`) is recomputed or saved as it says;
     cheap operators are recomputed where that saves memory, whatever makes the kernels. Random operators in both graphs
-    are marked; see Note [Pairs of random operators] and Note [Random operators that are saved]. Where all that is
-    recomputed is on the CPU and Inductor compiles, torch's own handling of them stays.
+    are marked; see Note [Pairs of random operators] and Note [Random operators that are saved].
 
     Raises:
         CheckpointError: Random numbers that a checkpoint's recomputation could not draw again.
     """
     nested = torch_private.is_nested_joint(joint_inputs)
     random = [node for node in joint.graph.nodes if is_random(node)]
-    recomputed = recomputed_random_ops(joint)
-    on_cpu = [node for node in recomputed if compiler == "inductor" and runs_on(node, "cpu")]
+    again = random if torch_private.recomputes_unmarked(joint) else recomputed_random_ops(joint)
     traced_again = torch_private.uses_compiled_autograd()
-    saved: list[fx.Node] = []
-    torchs = traced_again
-    if torch_private.recomputes_unmarked(joint):  # of which torch's own handling knows nothing
-        if traced_again:
-            saved = [node for node in random if node not in recomputed]
-        elif compiler == "inductor":
-            saved = [node for node in random if runs_on(node, "cpu")]
-    elif len(on_cpu) < len(recomputed):
-        saved = on_cpu
-    else:
-        torchs |= bool(on_cpu)
+    on_cpu = [node for node in again if compiler == "inductor" and runs_on(node, "cpu")]
+    saved = again if traced_again else on_cpu
     save_random_ops(joint, nested=nested, also=saved)
     indices = None
     if static_lifetime_input_indices is not None:
@@ -61,10 +50,9 @@ def split_joint(
         compiler=compiler,
         num_fwd_outputs=num_fwd_outputs,
         static_lifetime_input_indices=indices,
-        keep_random=nested or not torchs,
         random=random,
     )
     require_drawn_once(fw, bw, saved)
-    if not nested and not torchs:
+    if not nested and not traced_again:
         pair_random_ops(fw, bw, num_fwd_outputs)
     return fw, bw
