@@ -237,7 +237,7 @@ class InputAlias:
     def view_of(self, value: torch.Tensor) -> fast.ViewSpec | None:
         """This output for `fast.views`, if that makes it of an input like `value`."""
         size, stride, dtype, bits = self.layout
-        if self.identity or any(bits) or layout_of(value)[2:] != (dtype, bits):
+        if self.identity or layout_of(value)[2:] != (dtype, bits):
             return None
         return self.index, size, stride, self.offset_bytes // dtype.itemsize
 
