@@ -662,8 +662,8 @@ class _Whole:
                 outputs, gradients = self._gradients(inputs, self._forward, self._backward)
                 outputs += executor([*gradients, *self._leaves, *read])
         if runner.stats.replays != replays:  # else operators said so themselves
-            fast.note_written(self._leaves)
-            fast.note_written(update.state)
+            torch.autograd.graph.increment_version(self._leaves)
+            torch.autograd.graph.increment_version(update.state)
             torch_private.note_stepped(update.optimizers)
         if update.max_norm is not None:
             update.grad_norm = outputs.pop()

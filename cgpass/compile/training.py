@@ -124,8 +124,6 @@ class TrainingCall:
             outputs[layout.checked],
             outputs[layout.unchecked],
             "CompiledFunctionBackward",
-            True,
-            False,
         )
         for n, dimensions in layout.dynamic:
             torch_private.mark_dynamic(returned[n], dimensions)

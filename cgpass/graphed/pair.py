@@ -182,7 +182,7 @@ class Pair:
         """Record the backward for saved tensors where they lie; returns tensors where its gradients will lie."""
         args = [*saved, *members, *map(self._gradient, self.graph.with_grad), *self._generators]
         saved.clear()
-        return fast.aliases(self._record_backward(args, self._slot).memory.tensors)
+        return self._record_backward(args, self._slot).memory.aliases()
 
     def _record_backward(self, args: list[Any], slot: int | None) -> Recording:
         """Record the backward, with its hooks around; gradients are laid out as results are."""
@@ -299,7 +299,7 @@ class Pair:
         checked = [*saved, *self._take_read(members)]
         wanted = self._take_wanted([*tensors, *members])
         where = wanted, self._edges, results, graph.with_grad
-        fast.attach(_run_backward, call, *where, checked, (), "GraphedBackward", True, False)
+        fast.attach(_run_backward, call, *where, checked, (), "GraphedBackward")
         for n in self._given:
             results[n] = _Given.apply(results[n])
         return results

@@ -84,22 +84,23 @@ class Statics:
 
     def note(self) -> None:
         """Take the modules for what they are now: modes, members and hooks."""
-        self._modes, self._members, self._runs = _Entries(), _Entries(), _Entries()
+        modes, members, runs = _Entries(), _Entries(), _Entries()
         for path, attributes in self._moded:
             if "training" in attributes:
-                self._modes.add(attributes, "training", path)
+                modes.add(attributes, "training", path)
         for path, holder in self._containers:
-            self._members.add_all(holder, path, _is_member)
+            members.add_all(holder, path, _is_member)
             for key, value in holder.items():
                 if _ACCUMULATED in getattr(value, "__dict__", {}):
                     full = f"{path}.{key}.{_ACCUMULATED}".lstrip(".")
-                    self._members.add(vars(value), _ACCUMULATED, full)
+                    members.add(vars(value), _ACCUMULATED, full)
         for path, attributes in self._hooked:
-            self._runs.add(attributes, "forward", path)
+            runs.add(attributes, "forward", path)
             for kind in HOOKS:
                 if kind in attributes:
-                    self._runs.add_all(attributes[kind], path)
-        self._all = self._modes + self._members + self._runs
+                    runs.add_all(attributes[kind], path)
+        self._modes, self._members, self._runs = modes, members, runs  # whole, whatever was raised
+        self._all = modes + members + runs
 
     def unchanged(self) -> bool:
         """Whether modes, members and hooks are what they were."""

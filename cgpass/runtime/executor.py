@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from cgpass import torch_private
+from cgpass.runtime import fast
 from cgpass.runtime.changes import mend, open_modes
 from cgpass.runtime.fast import taker
-from cgpass.runtime.outputs import CopyOut
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.partition import PartitionRunner
 from cgpass.runtime.recording import Recording
@@ -120,8 +120,7 @@ class Executor:
         self._is_backward = any(runner.is_backward for runner in runners)
         self._stats = runners[0].stats if runners else CallStats()
         self._owns = any(runner.owns_outputs for runner in runners)
-        self._copies: tuple[list[int], CopyOut] | None = None
-        """Births of the recordings that made the last results, and what copied these."""
+        self._visible = sorted(plan.visible)
         self._tell_uses()
 
     def _tell_uses(self) -> None:
@@ -151,17 +150,15 @@ class Executor:
                     owner.enter_call(is_backward=self._is_backward)
                 slots = args + self._template
                 args.clear()
-                recordings: list[Recording | None] = []
                 steps = self._steps if not _profiler._is_profiler_enabled else self._named_steps()
                 for run, take, drops, places, num_outputs in steps:
                     inputs = take(slots)
                     for where, nothing in drops:
                         slots[where] = nothing
-                    outputs, recording = run(inputs)
+                    outputs, _ = run(inputs)
                     if len(outputs) != num_outputs:
                         text = f"{num_outputs} outputs expected, got {len(outputs)}"
                         raise ValueError(text)  # noqa: TRY301
-                    recordings.append(recording)
                     for where, part in places:
                         slots[where] = outputs[part]
                     del inputs, outputs
@@ -171,34 +168,13 @@ class Executor:
                     and (self._owns or owner.several_threads)
                     and not owner.bypassed
                 ):
-                    self._copy_out(owner, results, recordings)
+                    visible = [n for n in self._visible if isinstance(results[n], torch.Tensor)]
+                    own = [n for n in visible if owner.is_pool_storage(results[n])]
+                    self._stats.copied_bytes += fast.copy_out(results, own)
             except BaseException:
                 mend(open_modes)
                 raise
             return results
-
-    def _copy_out(
-        self, owner: Owner, results: list[Any], recordings: Sequence[Recording | None]
-    ) -> None:
-        """Put copies of what lies in the pool into a call's results, for users to own."""
-        births = [0 if each is None else each.birth for each in recordings]
-        visible = [n for n in sorted(self.plan.visible) if isinstance(results[n], torch.Tensor)]
-        if self._copies is None or self._copies[0] != births:
-            made = {
-                step.outputs[k]
-                for step, recording in zip(self.plan.steps, recordings, strict=True)
-                if recording is not None
-                for k in recording.own
-            }
-            own = [n for n in visible if self.plan.outputs[n] in made]
-            self._copies = births, CopyOut(results, own)
-        copies = self._copies[1]
-        others = [n for n in visible if n not in copies.positions]  # their places are never known
-        others = [n for n in others if owner.is_pool_storage(results[n])]
-        if others:
-            copies = CopyOut(results, [*copies.positions, *others])
-        copies.run(results)
-        self._stats.copied_bytes += copies.copied_bytes
 
     def wrap(self, wrap: Callable[[Step, Run], Run]) -> Callable[[], None]:
         """Have steps run by what `wrap` makes of what runs them, until the returned function is called."""

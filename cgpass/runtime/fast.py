@@ -10,17 +10,10 @@ Note [A node of our own]
     grad and saves what is to be saved. It is a node like those of torch's own operators: hooks on tensors, on
     parameters and on their accumulation, hooks on saved tensors, `retain_graph`, `autograd.grad` of some inputs and the
     check that nothing saved was written all work as for those.
-
-Note [Who adds to leaves]
-    Autograd's engine comes to each leaf in a task of its own, which takes 2 us on the host, on CUDA some 8. Where a leaf's
-    `AccumulateGrad` has no hooks, and nothing but our node leads to it, that task would do nothing but call it; so the
-    node does, at its own end. The engine must not come there as well: while it looks where to go next the edge is gone.
-    Another thread could look then, too, so that holds for the one backward of a graph: the node refuses a second one,
-    since what was saved is dropped, or `run` does.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -52,6 +45,16 @@ def taker(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], list[Any]]:
     return lambda values: list(take(values))
 
 
+def members(mappings: Iterable[Mapping[Any, Any]], keys: Iterable[Any]) -> list[Any]:
+    """What each mapping has for its key."""
+    return list(map(operator.getitem, mappings, keys))
+
+
+def are(values: Sequence[Any], positions: Iterable[int], objects: Iterable[Any]) -> bool:
+    """Whether the values at positions are these very objects."""
+    return all(map(operator.is_, map(values.__getitem__, positions), objects))
+
+
 def fill_in(module: ModuleType) -> None:
     """Have the functions of the compiled module from now on."""
     known = globals()
@@ -65,5 +68,5 @@ def _register_node(attach: Callable[..., None]) -> None:
     with torch_private.without_modes(), torch.inference_mode(False), torch.enable_grad():
         out = [torch.empty(0, device="cpu")]
         leaf = torch.empty(0, device="cpu", requires_grad=True)
-        attach(None, None, [leaf], (0,), out, (0,), [], [], "Node", True, False)
+        attach(None, None, [leaf], (0,), out, (0,), [], [], "Node")
     torch.autograd.graph.Node.register(type(out[0].grad_fn))

@@ -371,7 +371,7 @@ COPIED_AS_THEY_ARE: Final = frozenset(
         *("float32", "float64", "complex64", "complex128"),
     )
 )
-"""Dtypes that `torch._foreach_copy_` has kernels for. `_native.cpp` has the same list.
+"""Dtypes that `torch._foreach_copy_` has kernels for.
 
 Source: aten/src/ATen/native/cuda/ForeachBinaryOpList.cu `foreach_tensor_copy_list_kernel_cuda_`, 2.11.
 """
@@ -393,10 +393,7 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
         torch._foreach_copy_(list(targets), list(sources))
         return
     for target, source in zip(targets, sources, strict=True):
-        if source.is_conj() or source.is_quantized:
-            target.copy_(source)
-        else:
-            as_bits(target).copy_(as_bits(source))
+        as_bits(target).copy_(as_bits(source.resolve_conj()))
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:

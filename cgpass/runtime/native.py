@@ -3,9 +3,9 @@
 Note [When native code is compiled]
     A compilation that may record starts it, beside itself. The first call of a function that has captured partitions
     waits for it, whatever that call does: all that decides about it is in there. So a process that may record leaves it
-    for every later one, however short it is; one that records nothing (`driver="none"`) neither starts it nor waits. A
-    process that ends before kills the compiler: the file gets its name when it is complete. Of several processes one
-    compiles, under a lock that the kernel takes from whoever dies; the others wait, and load what it made.
+    for every later one, however short it is; one that records nothing (`driver="none"`) neither starts it nor waits. Of
+    several processes one compiles, under a lock that the kernel takes from whoever dies; the others wait, and load what
+    it made. The file gets its name when it is complete.
 
 Note [Where there is no native code]
     It is needed to record: nothing does the same in Python. Where it can't be had (no compiler, one that fails, not
@@ -18,7 +18,6 @@ a killed process leaves a lock behind that all later ones wait for.
 
 import atexit
 import contextlib
-import ctypes
 import hashlib
 import importlib.util
 import logging
@@ -26,7 +25,6 @@ import os
 import platform
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -39,7 +37,6 @@ from typing import Final
 
 import torch
 
-from cgpass import torch_private
 from cgpass.runtime import fast
 from cgpass.telemetry import progress
 
@@ -52,8 +49,6 @@ SOURCE: Final = Path(__file__).with_name("_native.cpp")
 _ELSEWHERE: Final = "Set XDG_CACHE_HOME to a folder that can be written"
 _INSTALL: Final = "Install g++ or clang++, or name a compiler by CXX="
 _ANOTHER: Final = "Name another compiler by CXX=, or install g++ or clang++"
-_HASH_BYTES: Final = hashlib.sha256().digest_size
-_LIBRARIES: Final = ("c10", "torch_cpu", "torch_python")
 
 
 class BuildError(Exception):
@@ -65,26 +60,14 @@ class BuildError(Exception):
         self.said = said
 
 
-class _EndedError(BuildError):
-    """The process ended meanwhile."""
-
-
-# ---- where it lies
-
-
 def file_name() -> str:
     """What the compiled module for this torch and this Python is called.
 
     Raises:
-        BuildError: This platform, or this torch, is not known to work.
+        BuildError: This platform is not known to work.
     """
     if platform.system() != "Linux":
         raise BuildError(f"it is for Linux, not for {platform.system()}", "Use Linux")
-    if not _layout_is_known():
-        raise BuildError(
-            f"torch {torch.__version__} lays tensors out in a way not known",
-            "Use torch 2.11 to 2.15",
-        )
     parts = (
         SOURCE.read_text(),
         torch.__version__,
@@ -96,26 +79,10 @@ def file_name() -> str:
     return f"native-{key}.so"
 
 
-def _layout_is_known() -> bool:
-    """Whether a Python tensor is its header and then the address of its TensorImpl, as `_native.cpp` declares it.
-
-    Source: torch/csrc/autograd/python_variable.h, `THPVariable`, 2.11 to 2.15.
-    """
-    if platform.python_implementation() != "CPython":
-        return False
-    with torch_private.without_modes():  # a graph may be being traced
-        tensor = torch.empty(0, device="cpu")
-    address = id(tensor) + object.__basicsize__
-    return ctypes.c_void_p.from_address(address).value == tensor._cdata
-
-
 def cache_folder() -> Path:
     """Where the compiled module is kept."""
     home = os.path.expanduser("~").removeprefix("~")  # a user of a container may have none
     return Path(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache") / "cgpass"
-
-
-# ---- compiling
 
 
 def build(*, keep: bool = False) -> Path:
@@ -133,58 +100,26 @@ def build(*, keep: bool = False) -> Path:
     """
     path = cache_folder() / file_name()
     try:
-        if not is_whole(path):
-            path = _writable(path.parent, keep=keep) / path.name
-            with _alone(path.parent):
-                if not is_whole(path):
-                    _compile(path)
+        try:
+            return _built(path)
+        except OSError as error:
+            if keep:
+                raise
+            folder = tempfile.mkdtemp(prefix="cgpass-")
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            log.info("native code is compiled for this process alone, in %s: %s", folder, error)
+            return _built(Path(folder) / path.name)
     except OSError as error:
         raise BuildError(str(error), _ELSEWHERE) from error
+
+
+def _built(path: Path) -> Path:
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(path.parent):
+            if not path.exists():
+                _compile(path)
     return path
-
-
-def is_whole(path: Path) -> bool:
-    """Whether a compiled module is there as it was written: it ends with a hash of the rest.
-
-    A machine that stops, or a disk that is full, may leave part of a file, and loading that would end the process.
-    """
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return False
-    return hashlib.sha256(data[:-_HASH_BYTES]).digest() == data[-_HASH_BYTES:]
-
-
-def _write_whole(made: Path, path: Path) -> None:
-    data = made.read_bytes()
-    path.write_bytes(data + hashlib.sha256(data).digest())  # the loader reads no further than data
-
-
-def _writable(folder: Path, *, keep: bool) -> Path:
-    """A folder, or a temporary one where that can't be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        refusal = None if os.access(folder, os.W_OK) else f"{folder} can't be written"
-    except OSError as error:
-        refusal = f"{folder} can't be made: {error.strerror}"
-    if refusal is None:
-        return folder
-    if keep:
-        raise BuildError(refusal, _ELSEWHERE)
-    folder = Path(tempfile.mkdtemp(prefix="cgpass-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    log.info("native code is compiled for this process alone, in %s: %s", folder, refusal)
-    return folder
-
-
-def _compile(path: Path) -> None:
-    log.info("native code for torch %s is compiled, once, to %s", torch.__version__, path.parent)
-    run = _Run(_compiler(), path)
-    try:
-        run.start()
-        run.finish()
-    finally:
-        run.stop()
 
 
 @contextlib.contextmanager
@@ -201,95 +136,61 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-@contextlib.contextmanager
-def _no_signals() -> Iterator[None]:
-    """A block that no signal's handler ends: a process that was just started would be nobody's."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _compile(path: Path) -> None:
+    log.info("native code for torch %s is compiled, once, to %s", torch.__version__, path.parent)
+    # Gone when the process ends before the compiler does, which then has nowhere to write to.
+    temporary = tempfile.TemporaryDirectory(prefix="cgpass-build-", ignore_cleanup_errors=True)
+    with temporary as folder:
+        made = Path(folder) / path.name
+        command = _command(made)
+        try:
+            run = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"TMPDIR": folder},
+                text=True,
+                errors="replace",
+                check=False,
+            )
+        except OSError as error:
+            raise BuildError(f"{command[0]} can't be run: {error.strerror}", _INSTALL) from error
+        if run.returncode:
+            lines = run.stdout.splitlines()
+            first = next((line for line in lines if "error" in line), lines[0] if lines else "")
+            why = f"{command[0]} failed with status {run.returncode}: {first}".removesuffix(": ")
+            raise BuildError(why, _ANOTHER, run.stdout)
+        _move(made, path)
 
 
-def _compiler() -> list[str]:
+def _command(made: Path) -> list[str]:
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     if compiler is None:
         raise BuildError("no C++ compiler was found (c++, g++, clang++)", _INSTALL)
-    return shlex.split(compiler)
+    root = Path(torch.__file__).parent
+    return [
+        *shlex.split(compiler),
+        *("-std=c++20", "-O2", "-DNDEBUG", "-w", "-fPIC", "-shared", "-fvisibility=hidden"),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-I{root / 'include'}",
+        f"-I{sysconfig.get_paths()['include']}",
+        *(str(SOURCE), "-o", str(made), f"-L{root / 'lib'}"),
+        *("-lc10", "-ltorch_cpu", "-ltorch_python"),
+    ]
 
 
-class _Run:
-    """One run of the compiler."""
-
-    def __init__(self, compiler: list[str], target: Path) -> None:
-        self._target = target
-        self._folder = Path(tempfile.mkdtemp(prefix="cgpass-build-"))
-        self._made = self._folder / target.name
-        root = Path(torch.__file__).parent
-        self._command = [
-            *compiler,
-            *("-std=c++20", "-O2", "-DNDEBUG", "-w", "-fPIC", "-shared", "-fvisibility=hidden"),
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-            f"-I{root / 'include'}",
-            f"-I{sysconfig.get_paths()['include']}",
-            *(str(SOURCE), "-o", str(self._made), f"-L{root / 'lib'}"),
-            *(f"-l{library}" for library in _LIBRARIES),
-        ]
-        self._log = self._folder / "log"
-        self._process: subprocess.Popen[bytes] | None = None
-        self._is_stopped = False
-        self._pid = os.getpid()
-        # A daemon thread doesn't outlive the interpreter; what it waits for must not either.
-        atexit.register(self.stop)
-
-    def start(self) -> None:
-        with self._log.open("wb") as output, _no_signals():
-            try:
-                self._process = subprocess.Popen(
-                    self._command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=os.environ | {"TMPDIR": str(self._folder)},
-                    process_group=0,  # all that it starts ends with it
-                )
-            except OSError as error:
-                why = f"{self._command[0]} can't be run: {error.strerror}"
-                raise BuildError(why, _INSTALL) from error
-
-    def finish(self) -> None:
-        assert self._process is not None
-        status = self._process.wait()
-        if self._is_stopped:
-            raise _EndedError("the process ended", "")
-        if status:
-            said = self._log.read_text(errors="replace")
-            lines = said.splitlines()
-            first = next((line for line in lines if "error" in line), lines[0] if lines else "")
-            why = f"{self._command[0]} failed with status {status}: {first}".removesuffix(": ")
-            raise BuildError(why, _ANOTHER, said)
-        # The folder may be on another file system, and that may have no locks: nobody else writes to this name.
-        part = self._target.with_suffix(f".{self._folder.name}.part")
-        try:
-            _write_whole(self._made, part)
-            part.replace(self._target)
-        finally:
-            part.unlink(missing_ok=True)
-
-    def stop(self) -> None:
-        """Kill the compiler and all that it started, if it runs; nothing of it is left."""
-        if os.getpid() != self._pid:  # a forked child ends
-            return
-        atexit.unregister(self.stop)
-        process = self._process
-        if process is not None and process.poll() is None:
-            self._is_stopped = True
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-# ---- loading
+def _move(made: Path, path: Path) -> None:
+    """Give a file its name, perhaps on another file system, once all of it is on the disk: loading part of it would crash."""
+    part = path.with_suffix(f".{made.parent.name}.part")  # nobody else's, where there are no locks
+    try:
+        with part.open("wb") as file:
+            file.write(made.read_bytes())
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def load(path: Path) -> ModuleType:
@@ -339,11 +240,16 @@ class Loader:
     def _load(self) -> None:
         try:
             fast.fill_in(load(build()))
-        except _EndedError:
-            return
         except BuildError as error:
             self.why_not = str(error)
-            _warn(error)
+            said = " (`python -m cgpass build` shows all that it said)" if error.said else ""
+            log.warning(
+                "cgpass has no native code, without which nothing is recorded and everything runs without a graph: "
+                "%s%s. %s.",
+                error,
+                said,
+                error.fix,
+            )
 
     def wait(self, setting: progress.Setting | None = None) -> bool:
         """Start if need be, and wait until all is loaded or can't be; returns whether it is.
@@ -368,17 +274,6 @@ class Loader:
         if fast.is_loaded:
             return "in use"
         return "being compiled" if self.why_not is None else f"not in use: {self.why_not}"
-
-
-def _warn(error: BuildError) -> None:
-    """The one warning of a process that has no native code."""
-    said = " (`python -m cgpass build` shows all that it said)" if error.said else ""
-    log.warning(
-        "cgpass has no native code, without which nothing is recorded and everything runs without a graph: %s%s. %s.",
-        error,
-        said,
-        error.fix,
-    )
 
 
 loader = Loader()

@@ -1,4 +1,4 @@
-"""Outputs of recordings: the memory that they lie in and who holds it, views of inputs, and copies that callers keep.
+"""Outputs of recordings: the memory that they lie in and who holds it, and views of inputs.
 
 Note [Memory of outputs]
     The driver returns outputs that own blocks of the pool. Callers never get those but aliases of stand-ins, which lie
@@ -19,7 +19,6 @@ Note [Memory of outputs]
 """
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +27,7 @@ import torch
 
 from cgpass import torch_private
 from cgpass.runtime import fast
-from cgpass.runtime.inputs import bytes_of, layout_of, num_bytes, overlaps_itself
+from cgpass.runtime.inputs import bytes_of, layout_of
 
 
 @dataclass(eq=False)
@@ -46,6 +45,11 @@ class _Block:
     """Whether other partitions or the backward get one."""
 
 
+def _watches(watch: bytes) -> list[bytes]:
+    """What is known of each storage: see `fast.Watch`."""
+    return [watch[at : at + 24] for at in range(0, len(watch), 24)]
+
+
 class OutputMemory:
     """Blocks under the outputs that a recording makes. See Note [Memory of outputs]."""
 
@@ -61,10 +65,13 @@ class OutputMemory:
         by_address: dict[int, _Block] = {}
         self.tensors: list[torch.Tensor] = []
         """Stand-ins, one per output."""
+        self._leaders: list[int] = []
+        """The first stand-in on each one's storage."""
         for number, (output, use) in enumerate(zip(outputs, uses, strict=True)):
             storage = output.untyped_storage()
             if storage.nbytes() == 0:
                 self.tensors.append(output.detach())
+                self._leaders.append(number)
                 continue
             block = by_address.get(storage.data_ptr())
             if block is None:
@@ -74,6 +81,7 @@ class OutputMemory:
             block.members.append(number)
             block.visible |= use[0]
             block.internal |= use[1]
+            self._leaders.append(block.members[0])
             self.tensors.append(torch_private.on_storage(block.base.untyped_storage(), output))
         self.watch: fast.Watch = ((), b"")
         """Storages of the stand-ins. Whoever keeps one of them counts as holding it."""
@@ -83,6 +91,13 @@ class OutputMemory:
         """Note how many references there are to each stand-in while nobody else holds it."""
         self._count_again(range(len(self._blocks)))
 
+    def aliases(self) -> list[torch.Tensor]:
+        """New tensors on the stand-ins' storages, one per output. See `fast.aliases`."""
+        if not torch.is_inference_mode_enabled():
+            return fast.aliases(self.tensors, self._leaders)
+        storages = [(t, t.untyped_storage()) for t in self.tensors]  # made in it: inference tensors
+        return [torch_private.on_storage(s if s.nbytes() else s.clone(), t) for t, s in storages]
+
     # ---- who holds it
 
     def any_held(self) -> bool:
@@ -91,8 +106,8 @@ class OutputMemory:
 
     def held(self, among: Iterable[int] | None = None) -> list[int]:
         """Numbers of the blocks that somebody holds."""
-        found = fast.held(*self.watch)
-        return found if among is None else [k for k in among if k in found]
+        now, before = _watches(fast.watched(self.watch[0])), _watches(self.watch[1])
+        return [k for k in (range(len(now)) if among is None else among) if now[k] != before[k]]
 
     def _in_place(self, blocks: Iterable[int]) -> list[int]:
         """Blocks whose stand-ins were not enlarged, emptied or shared by who holds them."""
@@ -158,11 +173,9 @@ class OutputMemory:
     def _count_again(self, blocks: Collection[int]) -> None:
         """Count references to the stand-ins of blocks that nobody holds."""
         storages = tuple([block.base.untyped_storage() for block in self._blocks])
-        now, before = array("q", fast.watched(storages)), array("q", self.watch[1])
-        for k in range(len(before) // 3):
-            if k not in blocks:
-                now[3 * k : 3 * k + 3] = before[3 * k : 3 * k + 3]
-        self.watch = (storages, now.tobytes())
+        now, before = _watches(fast.watched(storages)), _watches(self.watch[1])
+        kept = [new if k in blocks else before[k] for k, new in enumerate(now)]
+        self.watch = (storages, b"".join(kept))
 
     # ---- who owns it
 
@@ -216,38 +229,31 @@ class InputAlias:
 
     index: int
     identity: bool
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
+    layout: tuple[Any, ...]
+    """See `layout_of`."""
     offset_bytes: int
     """From the input's first element to the output's."""
-    conj: bool
-    neg: bool
 
-    def is_plain_view_of(self, value: torch.Tensor) -> bool:
-        """Whether `fast.views` makes this output of an input like `value`."""
-        lazy = self.conj or self.neg or value.is_conj() or value.is_neg()
-        return not self.identity and not lazy and self.dtype == value.dtype
-
-    def as_view(self) -> fast.ViewSpec:
-        """This output, for `fast.views`."""
-        return self.index, self.size, self.stride, self.offset_bytes // self.dtype.itemsize
-
-    def _start(self, value: torch.Tensor) -> int:
-        return int(value.storage_offset()) * value.dtype.itemsize + self.offset_bytes
-
-    def fits(self, value: torch.Tensor) -> bool:
-        """Whether this output can be made of `value`: another dtype may not start just anywhere."""
-        return self._start(value) % self.dtype.itemsize == 0
+    def view_of(self, value: torch.Tensor) -> fast.ViewSpec | None:
+        """This output for `fast.views`, if that makes it of an input like `value`."""
+        size, stride, dtype, bits = self.layout
+        if self.identity or layout_of(value)[2:] != (dtype, bits):
+            return None
+        return self.index, size, stride, self.offset_bytes // dtype.itemsize
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
-        """The output for a call whose input is `value`, unless it is a plain view of it."""
-        if self.identity:
-            return value
-        out = torch.empty(0, dtype=self.dtype, device=value.device)
-        start = self._start(value) // self.dtype.itemsize
-        out.set_(value.untyped_storage(), start, self.size, self.stride)
-        return torch_private.with_lazy_bits(out, conj=self.conj, neg=self.neg)
+        """The output for a call whose input is `value`, unless it is that or a plain view of it."""
+        size, stride, dtype, (conj, neg) = self.layout
+        first = int(value.storage_offset()) * value.dtype.itemsize + self.offset_bytes
+        start, rest = divmod(first, dtype.itemsize)
+        if rest:
+            raise RuntimeError(
+                f"an input is returned as {dtype}: the byte of its storage that it begins at must be divisible by "
+                f"{dtype.itemsize}, but is {first}"
+            )
+        out = torch.empty(0, dtype=dtype, device=value.device)
+        out.set_(value.untyped_storage(), start, size, stride)
+        return torch_private.with_lazy_bits(out, conj=conj, neg=neg)
 
 
 def alias_of_input(
@@ -260,83 +266,7 @@ def alias_of_input(
         index = next((i for i, value in enumerate(inputs) if value is output), None)
         if index is None:
             return None
-    source, size, stride = inputs[index], tuple(output.size()), output.stride()
-    itemsize = output.dtype.itemsize
-    offset = output.storage_offset() * itemsize - source.storage_offset() * source.dtype.itemsize
-    same = offset == 0 and layout_of(output) == layout_of(source)
-    bits = output.is_conj(), output.is_neg()
-    return InputAlias(index, same, output.dtype, size, stride, offset, *bits)
-
-
-# ---- copies
-
-
-def part_of(leader: torch.Tensor, tensor: torch.Tensor, position: int) -> fast.ViewSpec | None:
-    """How to make `tensor` of `leader`, the output at `position` on the same storage; None if that is no plain view."""
-    lazy = any(t.is_conj() or t.is_neg() for t in (leader, tensor))
-    if lazy or leader.dtype != tensor.dtype:
-        return None
-    offset = int(tensor.storage_offset()) - int(leader.storage_offset())
-    return position, tuple(tensor.size()), tensor.stride(), offset
-
-
-class CopyOut:
-    """Copies some results of calls into memory of their own.
-
-    What never changes between calls (layouts, which results share memory) is worked out once; no tensor is kept.
-    """
-
-    def __init__(self, results: Sequence[Any], positions: Sequence[int]) -> None:
-        self.positions = tuple(positions)
-        first: dict[int, int] = {}
-        own: list[tuple[int, torch.Tensor]] = []
-        self._twins: list[tuple[int, int]] = []
-        for n in positions:
-            tensor = results[n]
-            if id(tensor) in first:
-                self._twins.append((n, first[id(tensor)]))
-            elif isinstance(tensor, torch.Tensor):
-                first[id(tensor)] = n
-                own.append((n, tensor))
-        shared = Counter(t.untyped_storage().data_ptr() for _, t in own)
-        leaders: dict[int, tuple[int, torch.Tensor]] = {}
-        self._whole: list[int] = []
-        """Results that are laid on a copy of their storage."""
-        self._parts: list[tuple[int, fast.ViewSpec]] = []
-        """Views of these: they share the count of writes."""
-        simple: dict[torch.dtype, list[int]] = {}
-        self.copied_bytes = 0
-        for n, tensor in own:
-            storage = tensor.untyped_storage()
-            alone = shared[storage.data_ptr()] == 1 and not overlaps_itself(tensor)
-            if alone or not tensor.numel():
-                simple.setdefault(tensor.dtype, []).append(n)
-                self.copied_bytes += num_bytes(tensor)
-                continue
-            if storage.data_ptr() not in leaders:
-                self.copied_bytes += storage.nbytes()
-            position, leader = leaders.setdefault(storage.data_ptr(), (n, tensor))
-            part = None if leader is tensor else part_of(leader, tensor, position)
-            if part is None:
-                self._whole.append(n)
-            else:
-                self._parts.append((n, part))
-        self._simple = [(group, fast.taker(group)) for group in map(tuple, simple.values())]
-
-    def run(self, results: list[Any]) -> None:
-        """Copy what `results` has, and put the copies there, on the current stream.
-
-        **Lifetime:** the copies are the caller's; copies of outputs that share memory share memory.
-        """
-        for positions, take in self._simple:
-            fast.put(results, positions, fast.copies(take(results)))
-        storages: dict[int, torch.UntypedStorage] = {}
-        for n in self._whole:
-            source = results[n].untyped_storage()
-            if source.data_ptr() not in storages:
-                storages[source.data_ptr()] = source.clone()
-            results[n] = torch_private.on_storage(storages[source.data_ptr()], results[n])
-        for n, part in self._parts:
-            (results[n],) = fast.views(results, (part,))
-        for n, twin in self._twins:
-            results[n] = results[twin]
+    source, layout = inputs[index], layout_of(output)
+    offset = output.storage_offset() * output.dtype.itemsize
+    offset -= source.storage_offset() * source.dtype.itemsize
+    return InputAlias(index, offset == 0 and layout == layout_of(source), layout, offset)

@@ -40,7 +40,8 @@ log = logging.getLogger(__name__)
 
 
 _LETTING_GO = 0.001
-"""Seconds, once a backward: autograd's own thread lets go of gradients when whoever called it goes on already."""
+"""Seconds, once a backward: autograd's own thread lets go of gradients when whoever called it goes on already, and nothing
+tells when it has; gradients that seem to be kept are given a pool of their own for good."""
 
 
 class StorageSet:
@@ -131,13 +132,6 @@ class Member(Protocol):
 
     def forget_recordings(self) -> None:
         """Drop recordings, but not what is known of calls."""
-
-
-class MovesApart(Protocol):
-    """A backward's partition."""
-
-    def move_apart(self, by: "Recording") -> None:
-        """Have outputs lie where `by` does not write, from now on."""
 
 
 class _Slot:
@@ -285,11 +279,6 @@ class Owner:
         self._slots.append(_Slot())
         return len(self._slots) - 1
 
-    def released(self, slot: int) -> dict[int, tuple[int, ...]]:
-        """`Recording.released` of what is recorded in a slot now."""
-        blocks = {r.birth: r.memory.released() for r in self._slots[slot].recordings}
-        return {birth: numbers for birth, numbers in blocks.items() if numbers}
-
     def _rescue_lost(self, slot: _Slot) -> bool:
         """Move what a capture into this slot could come to lie on; returns whether nothing of that is left."""
         lost = slot.lost()
@@ -302,9 +291,10 @@ class Owner:
 
     def begin_recording(self, slot: int) -> dict[int, tuple[int, ...]]:
         """Give what nobody holds back to the pool; returns `Recording.released` of what is recorded now."""
-        for recording in self._slots[slot].recordings:
+        recordings = self._slots[slot].recordings
+        for recording in recordings:
             recording.memory.release_unheld()
-        return self.released(slot)
+        return {r.birth: found for r in recordings if (found := r.memory.released())}
 
     def block_at(self, slot: int, address: int) -> "tuple[Recording, int, int] | None":
         """The recording that keeps the block at an address, the block's number and its own references to it."""

@@ -452,9 +452,7 @@ class PartitionRunner:
                 )
                 if self._check_layout:
                     self.written |= recording.written
-                if not recording.fits(args) or (
-                    self._check_layout and shared_with_written(args, self.written)
-                ):
+                if self._check_layout and shared_with_written(args, self.written):
                     recording.close(whole_pool=False)
                     return None
                 return recording

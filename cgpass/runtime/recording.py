@@ -9,7 +9,8 @@ Note [Placeholders are shared]
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,10 +19,13 @@ from cgpass.errors import StagingError
 from cgpass.runtime import fast
 from cgpass.runtime.driver import BoxedCallable, CapturedGraph
 from cgpass.runtime.inputs import Layout, Placeholder, copies_in, layout_of, num_bytes, place_of
-from cgpass.runtime.outputs import CopyOut, InputAlias, OutputMemory, alias_of_input, part_of
-from cgpass.runtime.owner import MovesApart, Owner
+from cgpass.runtime.outputs import InputAlias, OutputMemory, alias_of_input
+from cgpass.runtime.owner import Owner
 from cgpass.runtime.writes import SaidToBeWritten, Watched, counting, has_place
 from cgpass.telemetry import CallStats
+
+if TYPE_CHECKING:
+    from cgpass.runtime.partition import PartitionRunner
 
 
 class Recording:
@@ -30,7 +34,7 @@ class Recording:
     Whoever calls `run` checks before that a call's inputs match.
     """
 
-    backward: MovesApart | None = None
+    backward: "PartitionRunner | None" = None
     """What made it, if its gradients can have a pool that forwards don't write. See `Owner.rescue`."""
     made_for: tuple[int, ...] = ()
     """Identities of the storages that it reads in place: of layers whose parameters come to one place in turn, one's."""
@@ -86,11 +90,9 @@ class Recording:
         self.own: dict[int, int] = {}
         """Which of the memory's tensors an output is, by position."""
         self._outputs = list(outputs)
-        self._copies_out: CopyOut | None = None
         self._take_over(outputs, staged, visible, read)
         del outputs
         self._sort_aliases(staged)
-        self._arrange()
 
     def _take_over(
         self,
@@ -122,6 +124,8 @@ class Recording:
                 numbers[id(output)] = len(own)
                 own.append(output)
             self.own[n] = numbers[id(output)]
+            self._outputs[n] = None
+        self._own_at, self._take_own = tuple(self.own), fast.taker(tuple(self.own.values()))
         shown = {number for n, number in self.own.items() if visible is None or n in visible}
         used = {number for n, number in self.own.items() if n in read}
         uses = [(n in shown, n in used) for n in range(len(own))]
@@ -134,55 +138,21 @@ class Recording:
         """Outputs that are (views of) inputs."""
         self.viewed = frozenset(a.index for _, a in aliases if not a.identity)
         """Inputs that outputs are views of; such outputs are laid out as if the inputs were as they were."""
-        views = [(n, a) for n, a in aliases if a.is_plain_view_of(staged[a.index])]
-        self._views_at = tuple(n for n, _ in views)
-        self._views = tuple(a.as_view() for _, a in views)
-        same = [(n, a) for n, a in aliases if a.identity]
-        self._same_at = tuple(n for n, _ in same)
-        self._same_of = fast.taker(tuple(a.index for _, a in same))
-        fast_ones = {*self._views_at, *self._same_at}
-        self._other_aliases = [(n, a) for n, a in aliases if n not in fast_ones]
-        self._retyped = [a for _, a in aliases if a.dtype != staged[a.index].dtype]
+        same = {n: a.index for n, a in aliases if a.identity}
+        self._same_at, self._same_of = tuple(same), fast.taker(tuple(same.values()))
+        views = {n: spec for n, a in aliases if (spec := a.view_of(staged[a.index])) is not None}
+        self._views_at, self._views = tuple(views), tuple(views.values())
+        self._other_aliases = [(n, a) for n, a in aliases if n not in same and n not in views]
 
     def seal(self) -> None:
         """Note that nobody but this recording holds its outputs; to be called once, last of all."""
         self.memory.seal()
 
-    def _arrange(self) -> None:
-        """Work out what never changes between replays."""
-        tensors = self.memory.tensors
-        for n, number in self.own.items():
-            self._outputs[n] = tensors[number]
-        first: dict[int, int] = {}
-        for n, number in self.own.items():
-            first.setdefault(number, n)
-        self._twins = [(n, first[k]) for n, k in self.own.items() if first[k] != n]
-        leaders: dict[int, int] = {}
-        self._followers: list[tuple[int, fast.ViewSpec]] = []
-        self._empty: list[tuple[int, torch.Tensor]] = []
-        """Outputs without memory, made anew in each call: who gets one may enlarge it (`out=`, say)."""
-        for number, n in list(first.items()):
-            storage = tensors[number].untyped_storage()
-            leader = leaders.setdefault(storage._cdata, n)
-            spec = part_of(self._outputs[leader], tensors[number], leader)
-            if leader != n and spec is not None:
-                self._followers.append((n, spec))
-                del first[number]
-            elif not storage.nbytes():
-                self._empty.append((n, tensors[number]))
-                del first[number]
-        self._escaping_at = tuple(first.values())
-        self._escaping = tuple(tensors[number] for number in first)
-
     def may_replay(self, args: Sequence[Any]) -> bool:
-        """Whether a replay can make its outputs, and writes no inputs that somebody else holds."""
-        if self.closed or (self._retyped and not self.fits(args)):
+        """Whether a replay writes no inputs that somebody else holds."""
+        if self.closed:
             return False
         return not self._consumed or fast.exclusive(args, self._consumed, self._users)
-
-    def fits(self, args: Sequence[Any]) -> bool:
-        """Whether outputs that are inputs seen as another dtype can be made of these; without graphs they raise."""
-        return all(alias.fits(args[alias.index]) for alias in self._retyped)
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """Copy in what moves, replay, and hand out the outputs.
@@ -199,19 +169,7 @@ class Recording:
             if self._counts_writes and not args[i].is_inference():
                 torch.autograd.graph.increment_version(args[i])
         outputs = self._outputs.copy()
-        if torch.is_inference_mode_enabled():  # what is made in it are inference tensors
-            made = [torch_private.on_storage(t.untyped_storage(), t) for t in self._escaping]
-        else:
-            made = fast.aliases(self._escaping)
-        fast.put(outputs, self._escaping_at, made)
-        for n, like in self._empty:
-            storage = torch.UntypedStorage(0, device=like.device)
-            outputs[n] = torch_private.on_storage(storage, like)
-        if self._followers:  # what shares memory shares the count of writes
-            for n, spec in self._followers:
-                (outputs[n],) = fast.views(outputs, (spec,))
-        for n, twin in self._twins:
-            outputs[n] = outputs[twin]
+        fast.put(outputs, self._own_at, self._take_own(self.memory.aliases()))
         fast.put(outputs, self._views_at, fast.views(args, self._views))
         fast.put(outputs, self._same_at, self._same_of(args))
         for n, alias in self._other_aliases:
@@ -220,10 +178,7 @@ class Recording:
 
     def copy_out(self, results: list[Any]) -> int:
         """Put copies of its own outputs in their place, for the caller to keep; returns bytes copied."""
-        if self._copies_out is None:
-            self._copies_out = CopyOut(results, tuple(self.own))
-        self._copies_out.run(results)
-        return self._copies_out.copied_bytes
+        return fast.copy_out(results, self._own_at)
 
     # ---- what is held
 
@@ -231,7 +186,6 @@ class Recording:
         """Move held outputs to memory of their own; returns bytes copied. Where that fails it is never replayed again."""
         closed, self.closed = self.closed, True
         copied = self.memory.rescue(blocks)
-        self._arrange()
         self.closed = closed
         self._stats.rescues += copied > 0
         self._stats.rescued_bytes += copied
@@ -288,25 +242,17 @@ class Gifts:
         return consumed
 
 
+@dataclass(frozen=True)
 class Recorder:
     """Stages inputs, has the driver record, and takes over what it returns."""
 
-    def __init__(
-        self,
-        fn: BoxedCallable,
-        layout: Layout,
-        owner: Owner,
-        *,
-        opaque: bool,
-        finds_writes: bool,
-        stats: CallStats,
-    ) -> None:
-        self._fn = fn
-        self._layout = layout
-        self._owner = owner
-        self.opaque = opaque
-        self._finds_writes = finds_writes
-        self._stats = stats
+    fn: BoxedCallable
+    layout: Layout
+    owner: Owner
+    opaque: bool
+    finds_writes: bool
+    """Whether to look for inputs that are written, since nobody tells."""
+    stats: CallStats
 
     def record(
         self,
@@ -323,19 +269,26 @@ class Recorder:
         calls wrote, besides those that the layout knows. Raises `CaptureError` where the callable gives an input another
         shape, and `StagingError` where no placeholder can stand for one.
         """
-        owner, layout = self._owner, self._layout
+        owner, layout = self.owner, self.layout
         released = owner.begin_recording(slot)
         gifts = Gifts(owner, slot, args, [i for i in layout.pooled if i not in copied])
         placeholders = self._placeholders(args, sorted({*layout.copied, *copied}))
         staged = [placeholders[i].tensor if i in placeholders else a for i, a in enumerate(args)]
-        if self._finds_writes:
+        if self.finds_writes:
             staged = [counting(value) for value in staged]
         passed = staged.copy()
         gifts.put_into(passed)
-        watched = staged if self._finds_writes else ()
+        watched = staged if self.finds_writes else ()
         before, said = Watched(watched), SaidToBeWritten(watched)
+
+        def fn(args: list[Any]) -> Sequence[Any]:
+            # Inside of the driver's own watching: what it sees lies where the graph has it.
+            with said:
+                return self.fn(args)
+
+        if not self.finds_writes:
+            fn = self.fn
         try:
-            fn = self._watched_by(said) if self._finds_writes else self._fn
             with torch_private.autocast_cache_off():
                 graph, outputs = owner.driver.record(fn, passed, opaque=self.opaque, slot=slot)
         finally:
@@ -351,30 +304,22 @@ class Recorder:
             visible=uses[0],
             read=uses[1],
             consumes=consumes,
-            outside=self._outside(said, outputs, slot) if self._finds_writes else None,
+            outside=self._outside(said, outputs, slot) if self.finds_writes else None,
             released=released,
-            counts_writes=self._finds_writes,
+            counts_writes=self.finds_writes,
             birth=owner.next_birth(),
             slot=slot,
-            stats=self._stats,
+            stats=self.stats,
         )
         del outputs
         recording.seal()
         return recording
 
-    def _watched_by(self, said: SaidToBeWritten) -> BoxedCallable:
-        def fn(args: list[Any]) -> Sequence[Any]:
-            # Inside of the driver's own watching: what it sees lies where the graph has it.
-            with said:
-                return self._fn(args)
-
-        return fn
-
     def _outside(
         self, said: SaidToBeWritten, outputs: Sequence[Any], slot: int
     ) -> dict[int, torch.UntypedStorage]:
         """What the callable read or returned that is neither an input nor made by it, by address."""
-        owner = self._owner
+        owner = self.owner
         found = dict(said.outside)
         found.update(
             (value.untyped_storage().data_ptr(), value.untyped_storage())
@@ -391,14 +336,15 @@ class Recorder:
     def _placeholders(self, args: Sequence[Any], copied: Sequence[int]) -> dict[int, Placeholder]:
         """Copies of inputs. See Note [Placeholders are shared]."""
         numbers: Counter[tuple[Any, ...]] = Counter()
-        found: dict[int, Placeholder] = {}
+        known, found = self.owner.placeholders, dict[int, Placeholder]()
         for i in copied:
-            value, info = args[i], self._layout.infos[i]
-            like = layout_of(value)
-            key = (numbers[like], *like, *(place_of(value) if info.whole_storage else ()))
+            value, info = args[i], self.layout.infos[i]
+            like, whole = layout_of(value), info.whole_storage
+            key = (numbers[like], *like, *(place_of(value) if whole else ()))
             numbers[like] += 1
             try:
-                found[i] = self._placeholder(key, value, whole_storage=info.whole_storage)
+                found[i] = known.get(key) or Placeholder(value, whole_storage=whole)
+                known[key] = found[i]
                 found[i].copy_from(value)
             except (torch.OutOfMemoryError, MemoryError):
                 raise
@@ -406,13 +352,4 @@ class Recorder:
                 raise StagingError(
                     f"{info.name} can't be given memory of fixed address ({type(error).__name__}: {error})"
                 ) from error
-        return found
-
-    def _placeholder(
-        self, key: tuple[Any, ...], value: torch.Tensor, *, whole_storage: bool
-    ) -> Placeholder:
-        known = self._owner.placeholders
-        found = known.get(key)
-        if found is None:
-            found = known[key] = Placeholder(value, whole_storage=whole_storage)
         return found

@@ -24,11 +24,10 @@ def randn(seed):
 class Function:
     """Gradients are as given; that of the input comes after those of the leaves."""
 
-    def __init__(self, leaves=None, gradients=None, *, once=True, saved=()):
+    def __init__(self, leaves=None, gradients=None):
         self.leaves = leaves or [randn(n).requires_grad_() for n in range(NUM)]
         self.gradients = gradients or [randn(10 + n) for n in range(len(self.leaves))]
-        self.once = once
-        self.saved = list(saved)
+        self.saved = [torch.ones(3)]
         self.made = []
 
     def __call__(self):
@@ -36,17 +35,15 @@ class Function:
         self.behind = behind = x.clone()
         out, positions = [torch.ones(3)], tuple(range(len(self.leaves) + 1))
         inputs = (*self.leaves, behind)
-        fast.attach(
-            self.run, (), inputs, positions, out, (0,), self.saved, [], "Node", True, self.once
-        )
+        fast.attach(self.run, (), inputs, positions, out, (0,), self.saved, [], "Node")
         self.fn = out[0].grad_fn
         return out[0]
 
     def run(self, rest, saved, grads):
         saved.clear()
         grads.clear()
-        made = [g.clone() for g in self.gradients]
-        self.made = [0 if g.is_sparse else g.data_ptr() for g in made]
+        made = [None if g is None else g.clone() for g in self.gradients]
+        self.made = [0 if g is None or g.is_sparse else g.data_ptr() for g in made]
         return [*made, torch.zeros(3)]
 
     def grads(self):

@@ -79,41 +79,21 @@ def recorded(visible, second_reads=False, **settings):
     return Executor(plan, owner), first
 
 
-def test_visible_outputs_lie_in_the_pool_until_a_replay_would_overwrite_them():
-    executor, first = recorded(visible=(0, 1))
-    for value in range(6):
-        a, b = executor([X * value])
+@pytest.mark.parametrize("outputs", ["shared", "owned"])
+def test_visible_outputs_that_are_held_call_after_call(outputs):
+    executor, first = recorded(visible=(0, 1), outputs=outputs)
+    kept = []
+    for value in range(8):
+        kept.append(executor([X * value]))
+        in_pool = [executor.owner.is_pool_storage(t) for t in kept[-1]]
+        assert in_pool == [value > 0 and outputs == "shared"] * 2
+    for value, (a, b) in enumerate(kept):
         assert (a.tolist(), b.tolist()) == ([2.0 * value] * 2, [3.0 * value] * 2)
-        if value:
-            assert all(executor.owner.is_pool_storage(t) for t in (a, b))
-        del a, b
-    assert counts(first) == (1, 1, 5, 0)
-    assert first.stats.copied_bytes == 5 * 8, "the inputs alone"
-    assert first.stats.rescues == 0
-
-
-def test_visible_outputs_that_are_held_call_after_call_are_moved():
-    executor, first = recorded(visible=(0, 1))
-    kept = [executor([X * value]) for value in range(8)]
-    assert [(a.tolist(), b.tolist()) for a, b in kept] == [
-        ([2.0 * v] * 2, [3.0 * v] * 2) for v in range(8)
-    ]
     assert counts(first) == (1, 1, 7, 0)
-    assert (first.stats.rescues, first.stats.rescued_bytes) == (6, 6 * 16)
-    assert first.stats.copied_bytes == 7 * 8, "the inputs alone"
-    assert not any(executor.owner.is_pool_storage(t) for pair in kept[:-1] for t in pair)
-
-
-def test_outputs_are_copied_from_the_first_replay_on():
-    executor, first = recorded(visible=(0, 1), outputs="owned")
-    kept = [executor([X * value]) for value in range(5)]
-    assert [(a.tolist(), b.tolist()) for a, b in kept] == [
-        ([2.0 * v] * 2, [3.0 * v] * 2) for v in range(5)
-    ]
-    assert counts(first) == (1, 1, 4, 0)
-    assert first.stats.copied_bytes == 4 * (8 + 16)
-    assert first.stats.rescues == 0
-    assert not any(executor.owner.is_pool_storage(t) for t in kept[-1])
+    stats = first.stats
+    moved, copied = ((6, 96), 0) if outputs == "shared" else ((0, 0), 16)
+    assert (stats.rescues, stats.rescued_bytes) == moved
+    assert stats.copied_bytes == 7 * (8 + copied)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +102,6 @@ def test_outputs_are_copied_from_the_first_replay_on():
         ((0, 1), False, set()),
         ((0, 1), True, {0}),
         ((1,), False, {0}),
-        ((1,), True, {0}),
-        ((), False, {0, 1}),
     ],
 )
 def test_a_runner_is_told_who_gets_its_outputs(visible, second_reads, read):

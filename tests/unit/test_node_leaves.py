@@ -1,30 +1,29 @@
 """Leaves whose gradients the compiled node has added at once, and those that it leaves to autograd's engine."""
 
+import contextlib
+import threading
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.leaves import ALL, NUM, ONE, TWO, Function, randn, visits
 
 
-def test_all_but_one_are_added_by_the_node():
+@pytest.mark.parametrize("there", [False, True])
+def test_all_but_one_are_added_by_the_node(there):
     fn = Function()
-    assert visits(fn().sum().backward) == ONE
-    ends = [f.variable for f, _ in fn.fn.next_functions[:NUM]]
-    assert all(end is leaf for end, leaf in zip(ends, fn.leaves, strict=True))
-    for grad, expected in zip(fn.grads(), fn.gradients, strict=True):
-        assert torch.equal(grad, expected)
-    assert [grad.data_ptr() for grad in fn.grads()] == fn.made, "nobody else holds them: no copy"
-
-
-def test_what_is_there_is_added_to_in_place():
-    fn = Function()
-    for leaf in fn.leaves:
+    for leaf in fn.leaves if there else ():
         leaf.grad = torch.full((3,), 0.1)
     before = fn.grads()
     assert visits(fn().sum().backward) == ONE
+    ends = [f.variable for f, _ in fn.fn.next_functions[:NUM]]
+    assert all(end is leaf for end, leaf in zip(ends, fn.leaves, strict=True))
     for old, new, gradient in zip(before, fn.grads(), fn.gradients, strict=True):
-        assert old is new
-        assert torch.equal(new, torch.full((3,), 0.1) + gradient)
+        assert torch.equal(new, torch.full((3,), 0.1) + gradient if there else gradient)
+        assert old is (new if there else None)
+    if not there:
+        assert [grad.data_ptr() for grad in fn.grads()] == fn.made, "nobody holds them: no copy"
 
 
 @pytest.mark.parametrize("sharing", [range(9), (7, 8), (0, 3)])
@@ -49,7 +48,7 @@ def test_leaves_that_have_one_gradient_get_theirs_in_autograds_order(sharing, as
 def test_what_somebody_holds_is_copied():
     held = [randn(n) for n in range(NUM)]
     fn = Function(gradients=held)
-    fn.run = lambda rest, saved, grads: [*held, torch.zeros(3)]
+    fn.run = lambda rest, saved, grads: [saved.clear(), *held, torch.zeros(3)][1:]
     assert visits(fn().sum().backward) == ONE
     for grad, gradient in zip(fn.grads(), held, strict=True):
         assert torch.equal(grad, gradient)
@@ -59,12 +58,11 @@ def test_what_somebody_holds_is_copied():
 def test_a_leaf_that_gets_no_gradient():
     fn = Function()
     fn.gradients[1:3] = [None, None]
-    fn.run = lambda rest, saved, grads: [
-        *(None if g is None else g.clone() for g in fn.gradients),
-        torch.zeros(3),
-    ]
     assert visits(fn().sum().backward) == TWO + 1
     assert [g is None for g in fn.grads()] == [False, True, True, False]
+
+
+# ---- leaves that are left to the engine
 
 
 def test_leaves_that_others_use_too_get_the_sum_of_all():
@@ -75,6 +73,19 @@ def test_leaves_that_others_use_too_get_the_sum_of_all():
     assert visits((fn().sum() + others).backward) == ALL
     expected = torch.full((3,), 1e8) + torch.full((3,), 4.0)  # one after the other: 1e8
     assert all(torch.equal(grad, expected) for grad in fn.grads())
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_two_backwards_of_graphs_that_both_live(in_turn):
+    fn, other = Function(), Function()
+    other.leaves = fn.leaves
+    first, second = fn(), other()
+    assert visits(first.sum().backward) == ALL, "another node leads to the leaves, too"
+    if in_turn:
+        del first, fn.fn, fn.behind
+    assert visits(second.sum().backward) == (ONE if in_turn else ALL)
+    for grad, a, b in zip(fn.grads(), fn.gradients, other.gradients, strict=True):
+        assert torch.equal(grad, a + b)
 
 
 def hook_on_leaf(leaf, called):
@@ -106,7 +117,6 @@ def hook_before_accumulator(leaf, called):
     [
         (hook_on_leaf, False),
         (hook_on_leaf, True),
-        (hook_after_accumulation, False),
         (hook_after_accumulation, True),
         (hook_on_accumulator, True),
         (hook_before_accumulator, True),
@@ -124,62 +134,257 @@ def test_hooks_are_met(hook, after):
     assert torch.equal(fn.leaves[3].grad, fn.gradients[3])
 
 
-def test_an_accumulator_that_somebody_holds():
+class Handles(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def own_dtype(fn):
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("gradients have one dtype")
+    fn.leaves[2].grad_dtype = torch.bfloat16
+    return fn.gradients[2].bfloat16()
+
+
+def sparse(fn):
+    fn.gradients[2] = fn.gradients[2].to_sparse()
+    return fn.gradients[2].to_dense()
+
+
+def sparse_there(fn):
+    fn.leaves[2].grad = torch.ones(3).to_sparse()
+    return torch.ones(3) + fn.gradients[2]
+
+
+def other_dtype(fn):
+    expected, fn.gradients[2] = fn.gradients[2], fn.gradients[2].double()
+    return expected
+
+
+def expanded(fn):
+    expected, fn.gradients[2] = fn.gradients[2] * 2, fn.gradients[2].expand(2, 3)
+    return expected
+
+
+def subclass(fn):
+    fn.leaves[2] = randn(1).as_subclass(Handles).requires_grad_()
+    return fn.gradients[2]
+
+
+def held(fn):
+    fn.held = fn.leaves[2].view_as(fn.leaves[2]).grad_fn.next_functions[0][0]
+    return fn.gradients[2]
+
+
+@pytest.mark.parametrize(
+    "odd", [own_dtype, sparse, sparse_there, other_dtype, expanded, subclass, held]
+)
+def test_a_leaf_that_is_odd_is_left_to_the_engine(odd):
     fn = Function()
-    held = fn.leaves[1].view_as(fn.leaves[1]).grad_fn.next_functions[0][0]
+    expected = odd(fn)
     assert visits(fn().sum().backward) == TWO
-    assert held.variable is fn.leaves[1]
-
-
-@pytest.mark.parametrize("odd", ["dtype", "expanded", "sparse", "frozen"])
-def test_gradients_that_autograd_converts_or_leaves_out(odd):
-    fn = Function()
-    gradient = fn.gradients[2]
-    expected = gradient
-    if odd == "dtype":
-        fn.gradients[2] = gradient.double()
-    elif odd == "expanded":
-        fn.gradients[2] = gradient.expand(2, 3)
-        expected = gradient * 2
-    elif odd == "sparse":
-        fn.gradients[2] = gradient.to_sparse()
-        expected = fn.gradients[2]
-    out = fn()
-    if odd == "frozen":
-        fn.leaves[2].requires_grad_(False)
-        expected = None
-    found = visits(out.sum().backward)
-    assert found == (ONE if odd == "frozen" else TWO)
-    grad = fn.leaves[2].grad
-    if expected is None:
-        assert grad is None
-    else:
-        assert grad.layout == expected.layout
-        assert torch.equal(grad.to_dense(), expected.to_dense())
+    assert torch.equal(fn.leaves[2].grad.to_dense(), expected)
     assert torch.equal(fn.leaves[3].grad, fn.gradients[3])
 
 
-def test_a_sparse_gradient_that_is_there():
+def test_a_leaf_that_was_frozen_gets_nothing():
     fn = Function()
-    fn.leaves[2].grad = torch.ones(3).to_sparse()
-    assert visits(fn().sum().backward) == TWO
-    assert torch.equal(fn.leaves[2].grad.to_dense(), torch.ones(3) + fn.gradients[2])
+    out = fn()
+    fn.leaves[2].requires_grad_(False)
+    out.sum().backward()
+    assert [g is None for g in fn.grads()] == [False, False, True, False]
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="gradients have one dtype")
-def test_gradients_of_a_dtype_of_their_own():
+# ---- backwards that are left to the engine
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize("how", ["hooked", "retained", "was retained", "differentiated", "mode"])
+def test_backwards_that_come_to_all_leaves(how):
+    fn, seen, times, mode = Function(), [], 1, contextlib.nullcontext()
+    out = fn()
+    options = {"retain_graph": True} if how == "retained" else {}
+    if how == "hooked":
+        fn.fn.register_hook(lambda given, _: seen.extend(given))
+    elif how == "was retained":  # another thread may be in the backward that retained it
+        out.sum().backward(retain_graph=True)
+        times = 2
+    elif how == "differentiated":
+        options = {"create_graph": True, "retain_graph": False}
+    elif how == "mode":
+        mode = Listed()
+    loss = out.sum()
+    with mode:
+        assert visits(loss.backward, **options) == ALL
+    for grad, gradient in zip(fn.grads(), fn.gradients, strict=True):
+        assert torch.equal(grad, gradient * times)
+        assert grad.requires_grad is (how == "differentiated")
+    assert len(seen) == (NUM + 1 if how == "hooked" else 0)
+    if how == "mode":
+        assert mode.ops.count(torch.ops.aten.detach.default) >= NUM
+
+
+class Listed(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_named_inputs():
     fn = Function()
-    fn.leaves[2].grad_dtype = torch.bfloat16
-    assert visits(fn().sum().backward) == TWO
-    assert torch.equal(fn.leaves[2].grad, fn.gradients[2].bfloat16())
+    found = torch.autograd.grad(fn().sum(), fn.leaves)
+    assert fn.grads() == [None] * NUM
+    assert all(torch.equal(a, b) for a, b in zip(found, fn.gradients, strict=True))
+    fn().sum().backward(inputs=fn.leaves[1:3])
+    assert [grad is not None for grad in fn.grads()] == [False, True, True, False]
 
 
-def test_a_subclass_that_handles_operators():
-    class Handles(torch.Tensor):
-        @classmethod
-        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
+@pytest.mark.parametrize("within", [False, True])
+def test_a_node_that_is_called_by_itself_adds_to_nothing(within):
+    fn, found = Function(), []
+    out, z = fn(), torch.ones(3, requires_grad=True)
+    if within:  # in a backward of something else
+        z.register_hook(lambda g: found.extend(fn.fn(torch.ones(3))))
+        (z * 2).sum().backward()
+    else:
+        found.extend(fn.fn(torch.ones(3)))
+    assert fn.grads() == [None] * NUM
+    assert all(torch.equal(a, b) for a, b in zip(found, fn.gradients, strict=False))
+    del out
+
+
+@pytest.mark.parametrize("hooked", ["output", "node"])
+def test_a_hook_that_calls_the_node_before_autograd_does(hooked):
+    fn, found = Function(), []
+    out = fn()
+
+    def call(gradient):
+        if not found:
+            found.extend(fn.fn(torch.ones(3)))
+
+    (out.register_hook if hooked == "output" else fn.fn.register_prehook)(call)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        out.sum().backward()
+    assert fn.grads() == [None] * NUM
+    assert all(torch.equal(a, b) for a, b in zip(found, fn.gradients, strict=False))
+
+
+def test_anomalies_are_detected():
+    fn = Function()
+    fn.gradients[2] = torch.full((3,), torch.nan)
+    with (
+        pytest.warns(UserWarning, match="Traceback of forward call"),
+        torch.autograd.set_detect_anomaly(True),
+        pytest.raises(RuntimeError, match="returned nan values in its 2th output"),
+    ):
+        fn().sum().backward()
+    assert fn.grads() == [None] * NUM
+
+
+# ---- the edges
+
+
+@pytest.mark.parametrize("call", ["next_functions", "grad", "backward", "all"])
+def test_a_hook_that_looks_at_what_is_gone(call):
+    """The engine finds the way by the edges: without one to the leaf it would leave out the node, which refuses."""
+    fn, refused, ends = Function(), [], []
+    out, leaf = fn(), fn.leaves[2]
+    with_another_way = (out * 2).sum() + (leaf * 3).sum()
+
+    def go_through(gradient):
+        if refused or ends:
+            return
+        ends.extend(fn.fn.next_functions)
+        try:
+            if call == "grad":
+                torch.autograd.grad(with_another_way, [leaf])
+            elif call == "backward":
+                with_another_way.backward(inputs=[leaf])
+            elif call == "all":
+                with_another_way.backward()
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    fn.behind.register_hook(go_through)
+    # another way leads to the one leaf
+    assert visits(out.sum().backward) >= TWO
+    assert [end.variable for end, _ in ends[:NUM]] == fn.leaves
+    assert ends[NUM][0] is fn.behind.grad_fn
+    if call != "next_functions":
+        assert "backward through the graph a second time" in refused[0]
+    if call != "all":
+        assert torch.equal(leaf.grad, fn.gradients[2])
+
+
+@pytest.mark.parametrize("where", ["addition", "elsewhere"])
+def test_a_backward_that_fails_leaves_the_edges_in_place(where):
+    fn = Function()
+    out = fn()
+
+    def fails(gradient):
+        raise ValueError("not this time")
+
+    if where == "addition":
+        fn.leaves[2].grad = torch.zeros(1).expand(3)
+    else:
+        fn.behind.register_hook(fails)
+    with pytest.raises((RuntimeError, ValueError), match=r"single memory location|not this time"):
+        out.sum().backward()
+    assert all(end is not None for end, _ in fn.fn.next_functions)
+    assert torch.equal(fn.leaves[1].grad, fn.gradients[1])
+    assert (fn.leaves[3].grad is None) is (where == "addition")
+
+
+# ---- threads
+
+
+def test_threads_that_train_the_same_leaves():
+    leaves = [torch.zeros(3, requires_grad=True) for _ in range(64)]
+    ones = [torch.ones(3) for _ in leaves]
+    for leaf in leaves:
+        leaf.grad = torch.zeros(3)
+    errors = []
+
+    def train():
+        try:
+            for _ in range(50):
+                Function(leaves, ones)().sum().backward()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert all(leaf.grad.tolist() == [200.0] * 3 for leaf in leaves)
+
+
+def test_what_is_saved_stays_while_a_hook_unpacks_it_and_another_thread_is_done_with_it():
+    inside, released = threading.Event(), threading.Event()
+
+    def unpack(tensor):
+        if threading.current_thread().name == "keeps" and not inside.is_set():
+            inside.set()
+            released.wait(60)
+        return tensor
 
     fn = Function()
-    fn.leaves[1] = randn(1).as_subclass(Handles).requires_grad_()
-    assert visits(fn().sum().backward) == TWO
+    fn.saved = [torch.ones(1 << 16) for _ in range(8)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        out = fn()
+    fn.behind.register_hook(lambda gradient: released.set())
+    keeps, drops = (out * 1).sum(), (out * 2).sum()
+    thread = threading.Thread(target=lambda: keeps.backward(retain_graph=True), name="keeps")
+    thread.start()
+    inside.wait(60)
+    drops.backward()
+    thread.join()
+    for grad, gradient in zip(fn.grads(), fn.gradients, strict=True):
+        assert torch.equal(grad, gradient + gradient)

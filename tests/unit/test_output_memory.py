@@ -1,9 +1,14 @@
-"""Who holds an output, how what is held moves, and who owns the memory under it."""
+"""Who holds an output, how what is held moves, who owns the memory under it, and what a replay would overwrite."""
+
+import gc
+import weakref
 
 import pytest
 import torch
 
 from cgpass import torch_private
+from cgpass.runtime.outputs import OutputMemory
+from cgpass.runtime.owner import LiveOutputs
 from tests.unit.memories import (
     BOTH,
     INTERNAL,
@@ -15,6 +20,7 @@ from tests.unit.memories import (
     replay,
     saved,
     seal,
+    users,
 )
 
 HOLDERS = {
@@ -29,22 +35,19 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("kind", HOLDERS)
-def test_every_holder_counts(kind):
-    memory = seal(ramps(1))
-    assert not memory.any_held()
-    holder = HOLDERS[kind][0](hand_out(memory)[0])
-    assert memory.any_held()
-    assert memory.held() == [0]
-    del holder
-    assert not memory.any_held()
-    assert memory.held() == []
-
-
-@pytest.mark.parametrize("kind", HOLDERS)
-def test_a_rescue_moves_the_holder_and_not_the_recording(kind):
+def test_every_holder_counts_and_a_rescue_moves_it_and_not_the_recording(kind):
     hold, read = HOLDERS[kind]
     memory = seal(ramps(1))
     where = memory.addresses()
+    for _ in range(2):
+        assert not memory.any_held()
+        assert memory.held() == []
+        holder = hold(hand_out(memory)[0])
+        assert memory.any_held()
+        assert memory.held() == memory.held([0]) == [0]
+        assert memory.held(()) == []
+        kept, holder = holder, None
+        del kept
     holder = hold(hand_out(memory)[0])
     assert memory.rescue([0]) == 16
     assert not memory.any_held()
@@ -113,6 +116,7 @@ def test_outputs_that_share_a_block_are_held_and_moved_together():
     assert transposed.stride() == (1, 3)
     whole.fill_(7)
     assert transposed.tolist() == [[7, 7]] * 3, "the new stand-ins share memory again"
+    assert (transposed._version, hand_out(memory)[0]._version) == (1, 0)
     assert end.tolist() == [4, 5]
 
 
@@ -131,23 +135,26 @@ def test_lazy_bits_stay(lazy):
         ).copy_(torch.tensor([1 + 2j, 3 - 1j]))
 
 
-def test_empty_outputs_are_no_memory():
+@pytest.mark.parametrize("inference", [False, True])
+def test_empty_outputs_are_no_memory(inference):
     memory = seal(lambda: [torch.empty(0, 3), torch.zeros(2)])
-    empty, tensor = hand_out(memory)
+    with torch.inference_mode(inference):
+        empty, tensor = hand_out(memory)
+    assert empty.is_inference() is tensor.is_inference() is inference
     assert empty.shape == (0, 3)
     del tensor
     assert not memory.any_held()
     assert len(memory.addresses()) == 1
     assert memory.rescue([]) == 0
+    with torch.inference_mode(inference):
+        empty.resize_(4, 3)
+        assert hand_out(memory)[0].untyped_storage().nbytes() == 0
 
 
 @pytest.mark.parametrize(
     ("uses", "held", "expected"),
     [
-        ([SHOWN], [0], True),
         ([INTERNAL], [0], False),
-        ([BOTH], [0], True),
-        ([SHOWN, INTERNAL], [0], True),
         ([SHOWN, INTERNAL], [0, 1], False),
         ([BOTH, INTERNAL], [0], True),
         ([BOTH, SHOWN], [0], True),
@@ -157,7 +164,7 @@ def test_what_may_move(uses, held, expected):
     memory = seal(ramps(len(uses)), *uses)
     kept = [t for n, t in enumerate(hand_out(memory)) if n in held]
     assert memory.can_rescue(held) is expected
-    assert len(kept) == len(held)
+    del kept
 
 
 def test_an_output_that_the_backward_reads_stays_while_the_backward_is_to_come():
@@ -168,3 +175,166 @@ def test_an_output_that_the_backward_reads_stays_while_the_backward_is_to_come()
     del internal
     assert memory.can_rescue([0])
     assert len([both, shown]) == 2
+
+
+# ---- who owns it
+
+
+class Watched:
+    """Memory, and whether the driver's outputs under it are still alive."""
+
+    def __init__(self, count=1):
+        outputs = ramps(count)()
+        self._owners = [torch_private.WeakStorage(t.untyped_storage()) for t in outputs]
+        self.memory = OutputMemory(outputs, [SHOWN] * count)
+        del outputs
+        self.memory.seal()
+
+    def alive(self):
+        return [weak.get() is not None for weak in self._owners]
+
+
+def test_blocks_are_kept_until_they_are_released():
+    watched = Watched(2)
+    memory = watched.memory
+    assert memory.released() == ()
+    held = hand_out(memory)[0]
+    memory.release_unheld()
+    assert memory.released() == (1,)
+    assert watched.alive() == [True, False]
+    del held
+    assert memory.released() == (1,), "nobody asked yet"
+    memory.release_unheld()
+    assert memory.released() == (0, 1)
+    assert watched.alive() == [False, False]
+
+
+def test_a_block_is_given_and_taken_back():
+    watched = Watched()
+    memory = watched.memory
+    (address,) = memory.addresses()
+    assert memory.num_users(address + 8) is None
+    number, references = memory.num_users(address)
+    assert (number, references) == (0, users(memory.tensors[0]))
+    storage = memory.give(0)
+    assert storage.data_ptr() == address
+    assert memory.num_users(address) is None
+    assert memory.released() == (0,)
+    memory.take_back(0, storage)
+    del storage
+    assert memory.num_users(address) == (number, references)
+    assert watched.alive() == [True]
+    memory.give(0)
+    assert watched.alive() == [False]
+
+
+def test_letting_go_leaves_kept_blocks_to_their_holders_without_a_copy():
+    watched = Watched(2)
+    held = hand_out(watched.memory)[0]
+    address = held.data_ptr()
+    assert watched.memory.let_go() == 0
+    assert held.data_ptr() == address
+    del watched.memory
+    gc.collect()
+    assert watched.alive()[1] is False
+    others = [torch.full((4,), -1.0) for _ in range(64)]
+    assert address not in {t.data_ptr() for t in others}
+    assert held.tolist() == [0, 1, 2, 3]
+
+
+def test_letting_go_copies_what_was_released_and_is_held():
+    buffer = torch.arange(8.0)  # stands for the pool
+    memory = seal(lambda: [buffer[:], torch.arange(4.0)])
+    kept = hand_out(memory)[1]
+    memory.release_unheld()
+    held = hand_out(memory)[0]
+    assert memory.released() == (0,)
+    assert memory.let_go() == 32
+    del memory
+    buffer.fill_(-1)
+    assert held.tolist() == [*range(8)]
+    assert kept.tolist() == [0, 1, 2, 3]
+    assert held.data_ptr() != buffer.data_ptr()
+
+
+def test_rescued_memory_goes_with_its_last_holder():
+    memory = seal(ramps(1))
+    (held,) = hand_out(memory)
+    memory.rescue([0])
+    weak = torch_private.WeakStorage(held.untyped_storage())
+    gone = weakref.ref(held)
+    del held
+    assert gone() is None
+    assert weak.get() is None
+
+
+# ---- what a replay would overwrite
+
+
+class Made:
+    """A recording, as far as its outputs matter."""
+
+    def __init__(self, birth, count=1, released=None):
+        self.birth = birth
+        self.released = released or {}
+        uses = [(True, False)] * count
+        self.memory = OutputMemory([torch.zeros(4) for _ in uses], uses)
+        self.memory.seal()
+
+    def hand_out(self):
+        return self.memory.aliases()
+
+
+def test_the_youngest_held_recording_decides():
+    live = LiveOutputs()
+    assert live.youngest() == -1
+    handed = {}
+    for birth in (1, 2, 5):
+        made = Made(birth)
+        for _ in range(3):
+            made.hand_out()
+            live.push(made)
+        handed[birth] = made.hand_out()
+    assert [birth for birth, *_ in live._stack] == [1, 2, 5], "it does not pile up"
+    assert live.youngest() == 5
+    del handed[2]
+    assert live.youngest() == 5, "an older one let go: nothing changes"
+    live.discard(made)
+    assert live.youngest() == 1
+    del handed[1]
+    assert live.youngest() == -1
+
+
+@pytest.mark.parametrize(("held", "safe"), [(1, True), (2, False), (3, False)])
+def test_a_replay_overwrites_its_own_outputs_and_those_of_younger_ones(held, safe):
+    live, recordings = LiveOutputs(), {birth: Made(birth) for birth in (1, 2, 3)}
+    handed = recordings[held].hand_out()
+    live.push(recordings[held])
+    assert live.is_safe(recordings[2]) is safe
+    expected = [] if safe else [(recordings[held], [0])]
+    assert live.overwritten_by(recordings[2]) == expected
+    del handed
+    assert live.is_safe(recordings[2])
+    assert live.overwritten_by(recordings[2]) == []
+
+
+@pytest.mark.parametrize(("block", "safe"), [(0, False), (1, True)])
+def test_a_replay_overwrites_older_blocks_that_were_free_when_it_was_made(block, safe):
+    live, old = LiveOutputs(), Made(1, count=2)
+    made = Made(2, released={1: (0,)})
+    handed = old.hand_out()[block]
+    live.push(old)
+    assert live.is_safe(made) is safe
+    assert live.overwritten_by(made) == ([] if safe else [(old, [0])])
+    assert live.is_safe(Made(2)), "made while both were kept"
+    del handed
+    assert live.is_safe(made)
+
+
+def test_only_blocks_that_are_held_are_overwritten():
+    live, made = LiveOutputs(), Made(1, count=3)
+    handed = made.hand_out()
+    del handed[1]
+    for _ in range(2):
+        live.push(made)
+    assert live.overwritten_by(made) == [(made, [0, 2])], "once, however often it was handed out"

@@ -1,8 +1,5 @@
 """Storages known as the objects that they are, for as long as they live."""
 
-import sys
-import threading
-
 import torch
 
 from cgpass.runtime.owner import Owner, StorageSet
@@ -26,27 +23,3 @@ def test_storages_that_died_are_not_told_of():
         found.add(torch.ones(4).untyped_storage())
     assert len(found._refs) < 4 * 63
     assert all(storage in found for storage in kept)
-
-
-def test_storages_come_from_several_threads():
-    found, alive = StorageSet(), []
-
-    def add():
-        for number in range(400):
-            storage = torch.ones(4).untyped_storage()
-            found.add(storage)
-            if number % 8 == 0:
-                alive.append(storage)
-
-    threads = [threading.Thread(target=add) for _ in range(4)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert len(alive) == 200
-    assert all(storage in found for storage in alive)
