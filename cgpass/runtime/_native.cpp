@@ -689,17 +689,20 @@ bool has_tensor_hooks(const at::Tensor& parameter) {
   return later && !were_removed<PyFunctionTensorPostAccGradHooks>(*later, name);
 }
 
-// Whether nobody notices when a parameter's gradient is added to its `.grad` without the node that does so.
-bool is_unwatched(const at::Tensor& parameter) {
-  if (!parameter.is_leaf() || !parameter.requires_grad() ||
-      parameter.unsafeGetTensorImpl()->is_python_dispatch() ||
-      parameter.grad_dtype() != parameter.scalar_type() ||
-      torch::autograd::AnomalyMode::is_enabled()) {
-    return false;
+// Whether a parameter has a gradient, or somebody notices when one is added without the node that does so.
+bool is_watched(const at::Tensor& parameter) {
+  const auto* meta = impl::get_autograd_meta(parameter);
+  if (meta == nullptr) return false;
+  if (meta->grad_.defined()) return true;
+  if (!meta->requires_grad_ && !meta->grad_fn_) return false;
+  if (meta->grad_fn_ || parameter.unsafeGetTensorImpl()->is_python_dispatch() ||
+      parameter.grad_dtype() != parameter.scalar_type()) {
+    return true;
   }
-  if (has_tensor_hooks(parameter)) return false;
+  if ((!meta->hooks_.empty() || meta->post_acc_grad_hooks_) && has_tensor_hooks(parameter)) return true;
+  if (meta->grad_accumulator_.expired()) return false;
   const auto accumulator = impl::try_get_grad_accumulator(parameter);
-  return !accumulator || (accumulator->pre_hooks().empty() && accumulator->post_hooks().empty() &&
+  return accumulator && !(accumulator->pre_hooks().empty() && accumulator->post_hooks().empty() &&
                           accumulator->retains_grad_hooks().empty());
 }
 
@@ -713,13 +716,71 @@ PyObject* are(PyObject* const* args) {
   Py_RETURN_TRUE;
 }
 
+// What `contents` walks through. No Python code runs meanwhile, so references are borrowed.
+struct Walk {
+  std::vector<PyObject*> objects;
+  std::vector<int64_t> addresses;
+
+  void through(PyObject* object) {
+    objects.push_back(object);
+    const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+    if (type == THPVariableClass || type == ParameterClass) {
+      const c10::TensorImpl& tensor = *reinterpret_cast<PyTensor*>(object)->cdata.unsafeGetTensorImpl();
+      const c10::StorageImpl* storage = tensor.unsafe_storage().unsafeGetStorageImpl();
+      addresses.push_back(storage == nullptr ? 0 : reinterpret_cast<int64_t>(storage->data()) +
+          tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize()));
+      return;
+    }
+    const bool is_dict = PyDict_Check(object);
+    if (!is_dict && !PyList_Check(object) && !PyTuple_Check(object)) return;
+    if (Py_EnterRecursiveCall(" in containers") != 0) throw PythonErrorSet();
+    PyObject *key, *value;
+    for (Py_ssize_t at = 0; is_dict && PyDict_Next(object, &at, &key, &value);) {
+      objects.push_back(key);
+      through(value);
+    }
+    for (Py_ssize_t k = 0; !is_dict && k < PySequence_Fast_GET_SIZE(object); ++k) {
+      through(PySequence_Fast_ITEMS(object)[k]);
+    }
+    Py_LeaveRecursiveCall();
+  }
+};
+
+// contents(roots, before): a list of all that is in dicts, lists and tuples, and the addresses of the plain tensors among
+// it (of keys not) as 64-bit integers. before is an earlier result, or (): where nothing changed it is returned itself, and
+// where the same objects are there, with its list.
+PyObject* contents(PyObject* const* args) {
+  const Items roots(args[0]), before(args[1]);
+  Walk walk;
+  if (before.size == 2) {
+    walk.objects.reserve(Items(before.items[0]).size + 1);
+    walk.addresses.reserve(Numbers(before.items[1]).size + 1);
+  }
+  for (Py_ssize_t k = 0; k < roots.size; ++k) walk.through(roots.items[k]);
+  PyObject* known = nullptr;
+  if (before.size == 2) {
+    const Items objects(before.items[0]);
+    const Numbers addresses(before.items[1]);
+    if (std::equal(walk.objects.begin(), walk.objects.end(), objects.items, objects.items + objects.size)) {
+      known = before.items[0];
+      if (std::equal(walk.addresses.begin(), walk.addresses.end(), addresses.begin, addresses.end)) {
+        return Py_NewRef(args[1]);
+      }
+    }
+  }
+  const Owned list(known != nullptr ? Py_NewRef(known) : list_of(walk.objects.size(), [&](Py_ssize_t k) {
+    return Py_NewRef(walk.objects[k]);
+  }));
+  const Owned addresses(bytes_of(walk.addresses));
+  return PyTuple_Pack(2, list.object, addresses.object);
+}
+
 // first_watched(leaves): the first that has a gradient, or whose gradient somebody would notice being made; -1
 // for none.
 PyObject* first_watched(PyObject* const* args) {
   const Items leaves(args[0]);
   for (Py_ssize_t k = 0; k < leaves.size; ++k) {
-    const at::Tensor& leaf = tensor_of(leaves.items[k]);
-    if (leaf.grad().defined() || (leaf.requires_grad() && !is_unwatched(leaf))) return PyLong_FromSsize_t(k);
+    if (is_watched(tensor_of(leaves.items[k]))) return PyLong_FromSsize_t(k);
   }
   return PyLong_FromLong(-1);
 }
@@ -1117,6 +1178,7 @@ PyMethodDef methods[] = {
     METHOD(exclusive, 3),
     METHOD(swap_storages, 2),
     METHOD(are, 3),
+    METHOD(contents, 2),
     METHOD(first_watched, 1),
     METHOD(attach, 11),
     {nullptr, nullptr, 0, nullptr}};

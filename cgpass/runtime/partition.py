@@ -410,7 +410,7 @@ class PartitionRunner:
         syncs, self._found_syncs = self._found_syncs, False
         if syncs and self._is_to_blame(args, None):
             return self._fallback.run(args), None
-        self._others = 0
+        self._others, self._moved_before = 0, False
         with self.owner.changing():
             recording = self._attempt(args, seen, found, slot)
             if isinstance(recording, torch.OutOfMemoryError):
