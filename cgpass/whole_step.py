@@ -260,7 +260,10 @@ class TrainStep:
         self._due += 1
         if self._due == self._accumulate:
             self._due = 0
+            params = self._update.params
+            before = sum([parameter._version for parameter in params])
             self._update.run()
+            self._update.counts_writes = sum([p._version for p in params]) != before
             self._update.look()  # optimizers make their state in the first step
 
     def _why_pieces(self) -> str | None:
@@ -412,6 +415,8 @@ class _Update:
         """Of the groups, if all of them can be captured."""
         self.numbers: dict[Any, Any] = {}
         """All that this call's update reads on the host, beside learning rates."""
+        self.counts_writes = False
+        """Whether autograd is told what the optimizers write, as it is not by fused ones of torch 2.14."""
         self.known_as: dict[int, str] = {}
         """Names of parameters, by their `id`s; `params` holds them."""
         self.looks = 0
@@ -672,9 +677,10 @@ class _Whole:
         update.grad_norm = None  # the step itself must not hold what a replay writes
         with torch.no_grad():
             outputs = self._executor([*training.begin(args), *update.read()])
-        if stats.replays != replays:  # else operators said so themselves
-            fast.note_written(self._leaves)
-            fast.note_written(update.state)
+        if stats.replays != replays:  # else operators and the optimizers said so themselves
+            if update.counts_writes:
+                fast.note_written(self._leaves)
+                fast.note_written(update.state)
             torch_private.note_stepped(update.optimizers)
         if update.max_norm is not None:
             update.grad_norm = outputs.pop()

@@ -734,6 +734,9 @@ struct Walk {
     const bool is_dict = PyDict_Check(object);
     if (!is_dict && !PyList_Check(object) && !PyTuple_Check(object)) return;
     if (Py_EnterRecursiveCall(" in containers") != 0) throw PythonErrorSet();
+    const struct Leave {
+      ~Leave() { Py_LeaveRecursiveCall(); }
+    } leave;
     PyObject *key, *value;
     for (Py_ssize_t at = 0; is_dict && PyDict_Next(object, &at, &key, &value);) {
       objects.push_back(key);
@@ -742,7 +745,6 @@ struct Walk {
     for (Py_ssize_t k = 0; !is_dict && k < PySequence_Fast_GET_SIZE(object); ++k) {
       through(PySequence_Fast_ITEMS(object)[k]);
     }
-    Py_LeaveRecursiveCall();
   }
 };
 

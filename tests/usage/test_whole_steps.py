@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import cgpass
 from tests.usage import programs
-from tests.usage.programs import MLP, Block, ConvNet, Tied
+from tests.usage.programs import MLP
 
 STEPS = 10
 
@@ -99,10 +99,6 @@ def copy_module(training):
     training.values += programs.state(copy.deepcopy(training.module))
 
 
-def freeze(training):
-    next(training.module.parameters()).requires_grad_(False)
-
-
 def evaluate(training, number):
     if number % 3 == 2:
         training.module.eval()
@@ -112,19 +108,16 @@ def evaluate(training, number):
 
 
 def average(training, number):
-    with torch.no_grad():
-        if number == 0:
-            training.average = [p.clone() for p in training.module.parameters()]
-        for mean, parameter in zip(training.average, training.module.parameters(), strict=True):
-            mean.lerp_(parameter, 0.1)
-        training.values.append(training.average[0].sum())
-
-
-def stochastic_weight_average(training, number):
+    swa = torch.optim.swa_utils
     if number == 0:
-        training.average = torch.optim.swa_utils.AveragedModel(training.module)
-    training.average.update_parameters(training.module)
-    training.values.append(next(training.average.parameters()).sum())
+        decay = swa.get_ema_multi_avg_fn(0.9)
+        training.averages = [
+            swa.AveragedModel(training.module),
+            swa.AveragedModel(training.module, multi_avg_fn=decay),
+        ]
+    for each in training.averages:
+        each.update_parameters(training.module)
+        training.values.append(next(each.parameters()).sum())
 
 
 class Branches(nn.Module):
@@ -171,18 +164,6 @@ def with_results(module):
     return loss_fn
 
 
-def image_loss(module):
-    return lambda x: module(x.view(4, 3, 8, 8)).square().mean()
-
-
-def token_loss(module):
-    def loss_fn(x):
-        ids = (x.abs() * 4).long().clamp(max=15)
-        return F.cross_entropy(module(ids).flatten(0, 1), ids.flatten())
-
-    return loss_fn
-
-
 def two_terms(module):
     def loss_fn(x):
         return module(x).square().mean() + sum(p.square().sum() for p in module.parameters())
@@ -204,19 +185,9 @@ class NewBuffer(nn.Module):
         return out
 
 
-def replace_in_group(training):
-    params = training.optimizer.param_groups[0]["params"]
-    params[0] = nn.Parameter(torch.ones_like(params[0]))
-
-
 def assign_parameters(training):
     state = {name: value.clone() * 0.5 for name, value in training.module.state_dict().items()}
     training.module.load_state_dict(state, assign=True)
-
-
-def learning_rates_of_all_types(training, number):
-    rates = 0.01, torch.tensor(0.02), 1, torch.tensor(0.5, device=training.session.device)
-    training.optimizer.param_groups[0]["lr"] = rates[number % 4]
 
 
 def steps_by_hand(training, number):
@@ -224,11 +195,6 @@ def steps_by_hand(training, number):
         training.loss_fn(training.session.randn(4, 8)).backward()
         training.optimizer.step()
         training.optimizer.zero_grad()
-
-
-def backward_by_hand(training, number):
-    if number % 4 == 3:
-        training.loss_fn(training.session.randn(4, 8)).backward()
 
 
 def toggle(training, number):
@@ -365,33 +331,24 @@ USES = {
         every=schedule("CosineAnnealingLR", T_max=5), optimizer=groups_of, max_norm=1.0
     ),
     "momentum that changes": use(every=schedule("OneCycleLR", max_lr=0.1, total_steps=20), whole=0),
-    "frozen": use(change=freeze, whole=None),
     "evaluation": use(every=evaluate),
     "a copy of the module": use(change=copy_module),
-    "moving average": use(every=average),
-    "stochastic weight average": use(every=stochastic_weight_average),
-    "dropout": use(make=lambda: nn.Sequential(MLP(), nn.Dropout(0.5), MLP())),
-    "batch norm": use(make=ConvNet, loss_fn=image_loss, shape=(4, 192)),
-    "attention": use(make=Block, shape=(2, 4, 16)),
+    "averages": use(every=average),
     "sparse gradients": use(
         make=lambda: nn.Embedding(16, 8, sparse=True),
         loss_fn=lambda m: lambda x: m((x.abs() * 4).long().clamp(max=15)).square().mean(),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
         whole=0,
     ),
-    "tied weights": use(make=Tied, loss_fn=token_loss),
     "unused parameters": use(make=Branches, max_norm=1.0),
     "checkpointing": use(make=Checkpointed),
     "adapters": use(make=Adapted),
     "a penalty": use(loss_fn=two_terms),
     "accumulated": use(accumulate=3, whole=0),
     "a new buffer in each step": use(make=NewBuffer),
-    "a parameter of the optimizer replaced": use(change=replace_in_group, whole=4),
     "parameters replaced": use(change=assign_parameters, whole=4),
-    "learning rates of all types": use(every=learning_rates_of_all_types),
     "data swapped in every step": use(every=lambda training, _: swap_data(training)),
     "steps by hand": use(every=steps_by_hand),
-    "backwards by hand": use(every=backward_by_hand, whole=STEPS - 3),
     "frozen now and then": use(every=toggle, whole=None),
     "adagrad": use(optimizer=fused(torch.optim.Adagrad), whole=0),
     "nesterov": use(optimizer=fused(torch.optim.SGD, momentum=0.9, nesterov=True)),
@@ -463,6 +420,16 @@ def test_it_replays(way):
     assert counters["recordings"] == 1
     assert counters["replays"] == STEPS - 2
     assert counters["plain_calls"] == 0
+
+
+def test_recordings_go_with_what_they_read(way):
+    training = Training(way.session())
+    for number, batch in enumerate(training.session.batches(4, 8, count=20)):
+        if number % 5 == 3:
+            training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+        training.step(batch)
+    (whole,) = training.step._variants.values()
+    assert len(whole._runner.table.all()) == 1
 
 
 def test_numbers_are_those_of_a_loop_written_by_hand(way):
