@@ -439,7 +439,8 @@ def test_numbers_are_those_of_a_loop_written_by_hand(way):
             module.parameters(), lr=torch.tensor(0.01, device=session.device), fused=True
         )
         values = []
-        for batch in session.batches(4, 8, count=STEPS):
+        for number, batch in enumerate(session.batches(4, 8, count=STEPS)):
+            optimizer.param_groups[0]["lr"].fill_(0.01 * (number + 1))
             loss = call(batch).square().mean()
             loss.backward()
             values.append(nn.utils.clip_grad_norm_(module.parameters(), 0.5))
@@ -450,7 +451,8 @@ def test_numbers_are_those_of_a_loop_written_by_hand(way):
 
     def whole(session):
         training = Training(session, max_norm=0.5)
-        for batch in session.batches(4, 8, count=STEPS):
+        for number, batch in enumerate(session.batches(4, 8, count=STEPS)):
+            training.optimizer.param_groups[0]["lr"] = 0.01 * (number + 1)
             training.run(batch)
             training.values[-2:] = reversed(training.values[-2:])
         return [*training.values, *programs.state(training.module)]
