@@ -3,20 +3,17 @@
 Note [A whole step]
     The loss is compiled as ever, so Dynamo's guards cover the user's Python in each call, and nothing that it reads is
     frozen. Where Dynamo calls the forward graph, a step runs one recording instead: the forward's kernels, the
-    backward's for a gradient of ones, and the optimizer's own `step()`. So a call goes one of three ways:
-
-    whole    one replay, or the same body without a graph, to warm it up
-    in turn  where some of it can't be captured: the parts of forward and backward one after the other, without
-             autograd, then a replay of the update
-    pieces   forward, backward and optimizer one after the other, as the user would write them
+    backward's for a gradient of ones, and the optimizer's own `step()`. A call that can't be so runs in pieces: forward,
+    backward and optimizer one after the other, as the user would write them.
 
     The first call of each variant that Dynamo compiles goes in pieces, since optimizers make their state then, and
-    tells which way the next ones may go (`_why_never`). What may change from call to call is looked at in each
+    tells whether the next ones may be whole (`_why_never`). What may change from call to call is looked at in each
     (`TrainStep._why_pieces`, `_Whole.why_not`): gradients from before, hooks, modes, the optimizer's tensors. What else
-    `step()` reads on the host is in the recording's key: hyperparameters as integers are, and addresses of tensors.
+    `step()` reads on the host is in the recording's key, with the places of the optimizer's tensors (`_Update.read`).
+    One call of native code goes through all that optimizers have, and tells if it is as before.
 
-    Learning rates are tensors while a step runs, in all ways, filled before it from what the groups have. So a schedule
-    costs no recording, and all ways have the same bits. Only hooks on `step()`, which may change them, find them as the
+    Learning rates are tensors while a step runs, in both ways, filled before it from what the groups have. So a schedule
+    costs no recording, and both ways have the same bits. Only hooks on `step()`, which may change them, find them as the
     user left them; with such hooks every call goes in pieces.
 """
 
@@ -25,12 +22,12 @@ import dataclasses
 import inspect
 import logging
 import math
+import operator
 import threading
 import types
 import weakref
-from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -56,7 +53,6 @@ _FIRST: Final = "the first call of a variant"
 _NEW_STATE: Final = "the optimizer has other groups, parameters or state tensors than before; one call makes them known"
 _NEW_NUMBER: Final = "{} has a new value; each new value costs one call, but for learning rates"
 _FOREIGN: Final = "something else than the optimizer's parameters gets gradients; freeze, detach or give it to an optimizer of the step"
-_IN_TURN: Final = "not all of it can be captured, see cgpass.explain(); the optimizer's step is a graph of its own"
 _ITS_LINE: Final = "cgpass.explain(loss_fn, batch) names the line"
 _TOO_OFTEN: Final = "it was compiled torch._dynamo.config.recompile_limit times; keep what changes the same, or make it a tensor"
 _BY_VALUE = (int, float, bool, str, type(None))
@@ -104,7 +100,9 @@ def train_step(
         OptionError: A bad value.
         InputError: `optimizer` or `scaler` is something else, or an optimizer's `step` needs a closure.
     """
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    if not callable(loss_fn):
+        raise InputError(f"loss_fn is a {type(loss_fn).__name__}: give a function or a module")
+    optimizers = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
     if not optimizers:
         raise InputError("optimizer is empty: give one optimizer or several")
     for each in optimizers:
@@ -118,12 +116,16 @@ def train_step(
             )
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise InputError(f"scaler is a {type(scaler).__name__}, not a torch.amp.GradScaler")
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+    if not _is_number(accumulate, int) or accumulate < 1:
         raise OptionError(f"accumulate={accumulate!r}: must be a number of calls, 1 or more")
-    if max_norm is not None and not max_norm > 0:
+    if max_norm is not None and not (_is_number(max_norm, (int, float)) and max_norm > 0):
         raise OptionError(f"max_norm={max_norm!r}: must be a positive number, or None")
     scaler = scaler if scaler is not None and scaler.is_enabled() else None
     return TrainStep(loss_fn, _Update(optimizers, max_norm, scaler), accumulate, options)
+
+
+def _is_number(value: object, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 class TrainStep:
@@ -135,6 +137,8 @@ class TrainStep:
         self.calls = self.whole_calls = 0
         self.in_pieces: Counter[str] = Counter()
         """Calls that did not run as a whole, by the reason."""
+        self.raised: Counter[str] = Counter()
+        """Calls that raised, by the exception."""
         self._name = f"train_step of {getattr(loss_fn, '__qualname__', type(loss_fn).__qualname__)}"
         self._options = parse_options(options, None)
         self._update = update
@@ -179,7 +183,8 @@ class TrainStep:
             before = here.step
             try:
                 return self._call(batch, named, before)
-            except BaseException:
+            except BaseException as error:
+                self.raised[type(error).__name__] += 1
                 here.step = before
                 mend(open_modes)
                 raise
@@ -198,10 +203,10 @@ class TrainStep:
                 )
             self._run_pieces(loss)
             self._learn(call, loss)
-        if call.whole is not None and call.whole.is_one:
+        if call.whole is not None:
             self.whole_calls += 1
         elif self._options.driver != "none":
-            self._note(call.why or (_FIRST if call.whole is None else _IN_TURN))
+            self._note(call.why or _FIRST)
         return (loss.detach(), *more) if more else loss.detach()
 
     def flush(self) -> bool:
@@ -216,11 +221,12 @@ class TrainStep:
 
     def explain(self) -> str:
         """How calls ran, why not as one replay, and what the graphs read, a line each."""
-        pieces = self.calls - self.whole_calls
+        pieces = self.calls - self.whole_calls - self.raised.total()
         lines = [
             f"{self._name}: {many(self.calls, 'call')}, {self.whole_calls} as a whole, {pieces} in pieces"
         ]
         lines += [f"  {number} in pieces: {why}" for why, number in self.in_pieces.most_common()]
+        lines += [f"  {number} raised {error}" for error, number in self.raised.most_common()]
         whole = (each for each in self._variants.values() if isinstance(each, _Whole))
         lines += [f"  {line}" for each in whole for line in each.lines()]
         return "\n".join(lines)
@@ -254,7 +260,10 @@ class TrainStep:
         self._due += 1
         if self._due == self._accumulate:
             self._due = 0
+            params = self._update.params
+            before = sum([parameter._version for parameter in params])
             self._update.run()
+            self._update.counts_writes = sum([p._version for p in params]) != before
             self._update.look()  # optimizers make their state in the first step
 
     def _why_pieces(self) -> str | None:
@@ -287,7 +296,7 @@ class TrainStep:
         call.why = call.why or found
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class _Call:
     """One call of a step, for the graphs that Dynamo comes to in it. See `training.here`."""
 
@@ -296,7 +305,7 @@ class _Call:
     """Why it runs in pieces, as far as that is known."""
     graphs: int = 0
     whole: "_Whole | None" = None
-    """What it ran as a whole, or in turn."""
+    """What it ran as a whole."""
     met: tuple[TrainingCall, _Args, list[Any]] | None = None
     """A graph that it ran in pieces and nobody knows yet, its inputs and outputs."""
 
@@ -349,7 +358,7 @@ class _Rate:
 
 
 class _RatesAsTensors(Mode):
-    """Have groups read the tensors; fused optimizers, which could be captured, say that they can."""
+    """Have groups read the tensors; fused optimizers, which could be captured, say that they can: of each group."""
 
     def __init__(self, rates: Sequence[_Rate]) -> None:
         super().__init__()
@@ -383,6 +392,12 @@ class _NoGradientsAfter(Mode):
             torch_private.forget_step_of_scaler(self._update.scaler)
 
 
+class _Read:
+    """Stands for what an update reads: the same object whenever that is so, in a recording's key."""
+
+    __slots__ = ("__weakref__",)
+
+
 class _Update:
     """Clipping, optimizers, scaler and zero_grad: the same Python in pieces, in warm-ups and in captures."""
 
@@ -400,18 +415,28 @@ class _Update:
         """Of the groups, if all of them can be captured."""
         self.numbers: dict[Any, Any] = {}
         """All that this call's update reads on the host, beside learning rates."""
+        self.counts_writes = False
+        """Whether autograd is told what the optimizers write, as it is not by fused ones of torch 2.14."""
         self.known_as: dict[int, str] = {}
         """Names of parameters, by their `id`s; `params` holds them."""
-        self._known: set[tuple[Any, ...]] = set()
-        """Numbers of earlier calls."""
         self.looks = 0
         """How often the optimizers' tensors were others than before."""
-        self._watched: tuple[Any, ...] | None = None
+        self._known: set[tuple[Any, ...]] = set()
+        """Numbers of earlier calls."""
+        self._groups: list[dict[str, Any]] = []
+        self._contents: tuple[()] | tuple[list[Any], bytes] = ()
+        """All that optimizers have, and where tensors among it lie."""
+        self._structure: tuple[Any, ...] = ()
+        """Which is whose."""
         self._why_never: str | None = None
+        self._reads: weakref.WeakValueDictionary[Any, _Read] = weakref.WeakValueDictionary()
+        """By what is read, kept alive by the keys of recordings."""
+        self._last: tuple[Any, ...] = ()
+        self._read: tuple[tuple[torch.Tensor, ...], _Read] = (), _Read()
 
-    def groups(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
-        """Each group of parameters, with its optimizer."""
-        return ((each, group) for each in self.optimizers for group in each.param_groups)
+    def groups(self) -> list[dict[str, Any]]:
+        """Each group of parameters."""
+        return [group for each in self.optimizers for group in each.param_groups]
 
     def has(self, leaves: Sequence[torch.Tensor]) -> bool:
         """Whether all of these are the optimizers', and each another one."""
@@ -425,7 +450,7 @@ class _Update:
             if scaler is not None:
                 for each in self.optimizers:
                     scaler.unscale_(each)
-            params = [p for _, group in self.groups() for p in group["params"]]
+            params = [p for group in self.groups() for p in group["params"]]
             self.grad_norm = torch.nn.utils.clip_grad_norm_(params, self.max_norm)
         hooked = torch_private.step_hooks(self.optimizers)
         with contextlib.nullcontext() if hooked else _RatesAsTensors(self.rates):
@@ -443,15 +468,12 @@ class _Update:
         for each in self.optimizers:
             each.zero_grad(set_to_none=True)
 
-    # ---- learning rates
-
     def fill_learning_rates(self) -> None:
         """Have the tensors be what the groups' learning rates are now."""
         for rate in self.rates:
-            lr = rate.group["lr"]
+            lr, device = rate.group["lr"], rate.tensor.device
             if lr is rate.filled:
                 continue
-            device = rate.group["params"][0].device
             if isinstance(lr, torch.Tensor) and lr.device == device:
                 rate.tensor, rate.filled = lr, None
             elif rate.filled is None:
@@ -466,14 +488,37 @@ class _Update:
 
     def look(self) -> str | None:
         """Note the tensors of the optimizers, where they are others than before; returns why they are in no graph yet."""
-        if self._watched is None or not fast.is_loaded:
-            return self._look()
-        positions, objects, watch = self._watched
-        now = self._objects()
-        same = len(now) == len(objects) and fast.are(now, positions, objects)
-        if same and fast.unchanged(*watch):
-            return self._why_never
-        return self._look() or _NEW_STATE
+        groups, before = self.groups(), self._contents
+        if fast.is_loaded:
+            root = torch_private.parts_of_optimizers(self.optimizers, groups, self.scaler)
+            now = self._contents = fast.contents(root, before)
+            same = before and now[0] is before[0] and len(groups) == len(self._groups)
+            if same and all(map(operator.is_, groups, self._groups)):
+                return self._why_never
+        self._groups = groups
+        self._look()
+        return self._why_never or (_NEW_STATE if before else None)
+
+    def _look(self) -> None:
+        self.looks += 1
+        self.params = [p for group in self._groups for p in group["params"]]
+        self._why_never = torch_private.why_not_recordable(self.optimizers, self.scaler)
+        params = {id(parameter): n for n, parameter in enumerate(self.params)}
+        objects = self._contents[0] if self._contents else ()
+        self._structure = tuple([x if type(x) is str else params.get(id(x)) for x in objects])
+        tensors = {id(x): x for x in objects if isinstance(x, torch.Tensor)}
+        self.state = [tensor for key, tensor in tensors.items() if key not in params]
+        places = sorted({str(tensor.device) for tensor in (*self.params, *self.state)})
+        if self._why_never is None and len(places) > 1:
+            named = " and ".join(places)
+            self._why_never = f"the optimizer's tensors lie on {named}; keep them on one device"
+        used = [] if self._why_never else self._groups
+        self.rates = [_Rate(group, torch.empty(0, device=places[0])) for group in used]
+        self._last = ()
+        numbers = self._find_numbers()
+        if isinstance(numbers, dict):
+            self.numbers = numbers
+            self._known.add(tuple(numbers.values()))
 
     def why_pieces(self, max_known: int) -> str | None:
         """Why the next update can't be part of a graph, as things stand in this call. To be asked after `look`."""
@@ -482,14 +527,18 @@ class _Update:
         at = fast.first_watched(self.params)
         if at >= 0:
             leaf = self.params[at]
+            name = self.known_as.get(id(leaf))
+            name = name or f"parameter {at} of the optimizer, {[*leaf.shape]},"
             if leaf.grad is not None:
-                return f"{self._name_of(at)} has a gradient from before; call zero_grad() first"
-            return f"{self._name_of(at)} has hooks, or gradients of another dtype; remove them"
+                return f"{name} has a gradient from before; call zero_grad() first"
+            return f"{name} has hooks, or gradients of another dtype; remove them"
         if self.scaler is not None and torch_private.scaler_is_within_a_step(self.scaler):
             return "the scaler's unscale_() or step() was called before the step; leave that to the step"
         found = self._find_numbers()
         if isinstance(found, str):
             return found
+        if found == self.numbers:
+            return None
         last, self.numbers = self.numbers, found
         values = tuple(found.values())
         if values in self._known:
@@ -500,50 +549,21 @@ class _Update:
         new = [_number_name(key) for key, value in found.items() if last.get(key, ...) != value]
         return _NEW_NUMBER.format(", ".join(new[:3]))
 
-    def _name_of(self, at: int) -> str:
-        leaf = self.params[at]
-        return self.known_as.get(id(leaf)) or f"parameter {at} of the optimizer, {[*leaf.shape]},"
-
-    def _objects(self) -> list[Any]:
-        """What groups and states are, one by one, found without a look at each."""
-        found: list[Any] = []
-        for each in self.optimizers:
-            found += [type(each), *each.state, *each.state.values(), *each.param_groups]
-            for group in each.param_groups:
-                found += group["params"]
-        return found
-
-    def _look(self) -> str | None:
-        self.looks += 1
-        self.params = [p for _, group in self.groups() for p in group["params"]]
-        self._why_never = torch_private.why_not_recordable(self.optimizers, self.scaler)
-        entries = [*torch_private.entries_of_optimizers(self.optimizers, self.scaler)]
-        mappings, keys = map(list, zip(*entries, strict=True))
-        values = [mapping.get(name, ...) for mapping, name in entries]
-        self.state = [value for value in values if isinstance(value, torch.Tensor)]
-        places = sorted(map(str, {tensor.device for tensor in (*self.params, *self.state)}))
-        if self._why_never is None and len(places) > 1:
-            named = " and ".join(places)
-            self._why_never = f"the optimizer's tensors lie on {named}; keep them on one device"
-        used = [] if self._why_never else [g for _, g in self.groups() if g["params"]]
-        self.rates = [_Rate(group, torch.empty(0)) for group in used]
-        holders = [
-            s for each in self.optimizers for s in (*each.param_groups, *each.state.values())
-        ]
-        sizes = array("q", map(len, holders)).tobytes()
-        objects = self._objects()
-        watch = (mappings, keys, values, holders, sizes)
-        self._watched = [*range(len(objects))], objects, watch
-        numbers = self._find_numbers()
-        if isinstance(numbers, dict):
-            self.numbers = numbers
-            self._known.add(tuple(numbers.values()))
-        return self._why_never
+    def read(self) -> "tuple[tuple[torch.Tensor, ...], _Read]":
+        """The tensors that an update reads and writes beside parameters, and what stands for all it reads in the key."""
+        rates = [rate.tensor for rate in self.rates]
+        places = self._contents[1:], *[tensor.data_ptr() for tensor in rates]
+        last = self._structure, self.numbers, places
+        if last != self._last:
+            self._last = last
+            key = self._structure, tuple(self.numbers.items()), places
+            self._read = (*self.state, *rates), self._reads.setdefault(key, _Read())
+        return self._read
 
     def _find_numbers(self) -> dict[Any, Any] | str:
         """All that an update reads on the host beside learning rates; or what of it is no number."""
         found: dict[Any, Any] = {}
-        for n, (_, group) in enumerate(self.groups()):
+        for n, group in enumerate(self._groups):
             for name, value in group.items():
                 if name not in _NO_NUMBERS:
                     number = value if type(value) in _BY_VALUE else _by_value(value)
@@ -587,23 +607,18 @@ def _why_never(
         return f"{len(layout.differentiable)} results of the loss require grad; detach all but the loss"
     if returned[layout.differentiable[0]] is not loss or loss.numel() != 1:
         return "the loss is no tensor of one element that requires grad"
-    leaves = [args[n] for n in wanted]
-    if not update.has(leaves):
+    if not update.has([args[n] for n in wanted]):
         return _FOREIGN
     for fn in (forward, backward):
         executor = getattr(fn, "executor", None)
         if executor is None:
             return "a part of it runs without CUDA graphs, or draws random numbers again in the backward"
-        runners = _runners(executor)
-        if not runners:
-            return "nothing of it is captured; cgpass.explain(loss_fn, batch) says why"
-        if any(runner.communicates for runner in runners):
+        runner = executor.plan.steps[0].run if executor.plan.is_one_partition else None
+        if not isinstance(runner, PartitionRunner):
+            return "not all of it can be captured; cgpass.explain(loss_fn, batch) says why"
+        if runner.communicates:
             return "it communicates with other processes"
     return None
-
-
-def _runners(executor: Executor) -> list[PartitionRunner]:
-    return [s.run for s in executor.plan.steps if isinstance(s.run, PartitionRunner)]
 
 
 class _Whole:
@@ -613,18 +628,29 @@ class _Whole:
         """Nothing is recorded yet."""
         graphs: Any = training.graphs
         self._layout, forward, backward, self._positions = graphs
-        self._forward: Executor = forward.executor
-        self._backward: Executor = backward.executor
+        part: PartitionRunner = forward.executor.plan.steps[0].run
+        self._forward = part.fn
+        self._backward: _Boxed = backward.executor.plan.steps[0].run.fn
         self._leaves = [args[n] for n in self._positions]
         self._update = update
-        self._name = name
         self._looks = -1
-        self.is_one = self._forward.plan.is_one_partition and self._backward.plan.is_one_partition
-        """Whether one graph can hold all of it."""
-        if self.is_one:
-            infos = _runners(self._forward)[0].layout.infos
-            update.known_as.update((id(args[n]), infos[n].name) for n in self._positions)
-        self._runner, self._executor = self._made()
+        infos = list(part.layout.infos)
+        for n in self._positions:
+            infos[n] = dataclasses.replace(
+                infos[n], kind=InputKind.STATIC, mutated=True, in_place=True
+            )
+            update.known_as[id(args[n])] = infos[n].name
+        infos.append(InputInfo("the optimizer's tensors", InputKind.IN_PLACE))
+        infos.append(InputInfo("what the optimizer reads", InputKind.OPAQUE))
+        options = dataclasses.replace(part.options, static_input_check="rerecord")
+        self._runner = PartitionRunner(
+            self._body, infos, part.owner, options, name="whole step", opaque=part.opaque
+        )
+        self._runner.name = name
+        num_outputs = self._layout.num_returned + (update.max_norm is not None)
+        visible = frozenset(range(num_outputs))
+        plan = whole_plan(len(infos), num_outputs, self._runner, "captured_0", visible)
+        self._executor = Executor(plan, part.owner, {"captured_0": f"cgpass: {name}"})
 
     def why_not(self, training: TrainingCall, args: _Args) -> str | None:
         """Why a call runs in pieces."""
@@ -646,24 +672,15 @@ class _Whole:
 
     def run(self, training: TrainingCall, args: _Args) -> list[Any]:
         """Run a step; returns what the forward returns."""
-        update = self._update
-        if self._sizes != (len(update.state), len(update.rates), len(update.numbers)):
-            self._runner.close()
-            self._runner, self._executor = self._made()
-        executor, runner = self._executor, self._runner
-        replays = runner.stats.replays
+        update, stats = self._update, self._runner.stats
+        replays = stats.replays
         update.grad_norm = None  # the step itself must not hold what a replay writes
-        inputs = training.begin(args)
-        read = *update.state, *[rate.tensor for rate in update.rates], *update.numbers.values()
         with torch.no_grad():
-            if self.is_one:
-                outputs = executor([*inputs, *read])
-            else:
-                outputs, gradients = self._gradients(inputs, self._forward, self._backward)
-                outputs += executor([*gradients, *self._leaves, *read])
-        if runner.stats.replays != replays:  # else operators said so themselves
-            torch.autograd.graph.increment_version(self._leaves)
-            torch.autograd.graph.increment_version(update.state)
+            outputs = self._executor([*training.begin(args), *update.read()])
+        if stats.replays != replays:  # else operators and the optimizers said so themselves
+            if update.counts_writes:
+                torch.autograd.graph.increment_version(self._leaves)
+                torch.autograd.graph.increment_version(update.state)
             torch_private.note_stepped(update.optimizers)
         if update.max_norm is not None:
             update.grad_norm = outputs.pop()
@@ -673,67 +690,38 @@ class _Whole:
 
     def lines(self) -> list[str]:
         """What the graph reads and is recorded for, and why calls ran without it."""
-        stats, own = self._runner.stats, len(self._update.state) + len(self._update.rates)
+        stats, update = self._runner.stats, self._update
         if not stats.calls:
             return []
         kinds = Counter(info.kind for info in self._runner.layout.infos)
+        own = len(update.state) + len(update.rates)
         about = (
-            f"{'one graph' if self.is_one else 'a graph of the update'}, recorded {many(stats.recordings, 'time')} and "
-            f"replayed {many(stats.replays, 'time')}: reads {many(kinds[InputKind.STATIC] - own, 'parameter')} and "
-            f"{many(own, 'tensor')} of the optimizer in place, copies {many(kinds[InputKind.COPIED], 'input')}; "
-            f"{many(kinds[InputKind.SYMINT], 'number')} in its key"
+            f"one graph, recorded {many(stats.recordings, 'time')} and replayed {many(stats.replays, 'time')}: "
+            f"reads {many(kinds[InputKind.STATIC], 'parameter')} and {many(own, 'tensor')} of the optimizer in place, "
+            f"copies {many(kinds[InputKind.COPIED], 'input')}; "
+            f"{many(kinds[InputKind.SYMINT] + len(update.numbers), 'number')} in its key"
         )
         told = self._runner.reasons.told(dataclasses.asdict(stats))
         return [about, *map(str, told)]
 
-    def _made(self) -> tuple[PartitionRunner, Executor]:
-        update = self._update
-        self._sizes = len(update.state), len(update.rates), len(update.numbers)
-        part = _runners(self._forward)[0]
-        infos = list(part.layout.infos)
-        num_outputs = update.max_norm is not None
-        if self.is_one:
-            body, num_outputs = self._body, num_outputs + self._layout.num_returned
-            for n in self._positions:
-                infos[n] = dataclasses.replace(_in_place(infos[n].name), line=infos[n].line)
-        else:
-            body, leaves = self._update_alone, [f"parameter {n}" for n in self._positions]
-            pooled = InputInfo("a gradient", InputKind.POOLED, mutated=True)
-            infos = [pooled] * len(leaves) + [*map(_in_place, leaves)]
-        infos += [_in_place(f"the optimizer's tensor {n}") for n, _ in enumerate(update.state)]
-        infos += [_in_place("a learning rate", mutated=False)] * len(update.rates)
-        infos += [InputInfo(_number_name(key), InputKind.SYMINT) for key in update.numbers]
-        options = dataclasses.replace(part.options, static_input_check="rerecord")
-        given = body, tuple(infos), part.owner, options
-        runner = PartitionRunner(*given, name="whole step", opaque=self.is_one and part.opaque)
-        runner.name = self._name
-        visible = frozenset(range(num_outputs))
-        plan = whole_plan(len(infos), num_outputs, runner, "captured_0", visible)
-        return runner, Executor(plan, part.owner, {"captured_0": f"cgpass: {self._name}"})
-
-    # ---- what is recorded, and runs plainly before that
-
     def _body(self, args: list[Any]) -> list[Any]:
-        inputs = args[: self._layout.num_inputs]
+        """What is recorded, and runs without a graph before that."""
+        layout, update = self._layout, self._update
+        inputs = args[: layout.num_inputs]
         args.clear()
-        returned, gradients = self._gradients(
-            inputs, _runners(self._forward)[0].fn, _runners(self._backward)[0].fn
-        )
-        return [*returned, *self._apply(gradients)]
+        returned, gradients = self._gradients(inputs)
+        with _NoGradientsAfter(update):
+            for leaf in reversed(self._leaves):
+                leaf.grad = gradients.pop()
+            update.run()
+        return returned if update.max_norm is None else [*returned, update.grad_norm]
 
-    def _update_alone(self, args: list[Any]) -> list[Any]:
-        gradients = args[: len(self._leaves)]
-        args.clear()
-        return self._apply(gradients)
-
-    def _gradients(
-        self, inputs: list[Any], forward: _Boxed, backward: _Boxed
-    ) -> tuple[list[Any], list[torch.Tensor]]:
+    def _gradients(self, inputs: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
         """What the forward returns, and gradients as autograd would put them into `.grad`."""
         layout, scaler = self._layout, self._update.scaler
         taken = _storages(inputs)
         with torch._C._DisableAutocast():
-            outputs = list(forward(inputs))
+            outputs = list(self._forward(inputs))
             returned = outputs[: layout.num_returned]
             saved = [*outputs[layout.checked], *outputs[layout.unchecked]]
             rest = outputs[layout.rest]
@@ -743,25 +731,13 @@ class _Whole:
                 tangent = tangent * torch_private.scale_of(scaler).to(tangent.dtype)
             call = [*rest, *saved, layout.tangents[0](tangent)]
             del rest, saved, tangent
-            gradients = list(backward(call))
+            gradients = list(self._backward(call))
         taken |= _storages(returned)
         found: list[torch.Tensor] = []
         for n, leaf in zip(self._positions, self._leaves, strict=True):
             found.append(_own_gradient(gradients[n], leaf, taken))
             gradients[n] = None
         return returned, found
-
-    def _apply(self, gradients: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        update = self._update
-        with _NoGradientsAfter(update):
-            for leaf in reversed(self._leaves):
-                leaf.grad = gradients.pop()
-            update.run()
-        return [] if update.max_norm is None else [update.grad_norm]
-
-
-def _in_place(name: str, *, mutated: bool = True) -> InputInfo:
-    return InputInfo(name, InputKind.STATIC, mutated=mutated, in_place=True)
 
 
 def _storages(values: Sequence[Any]) -> set[int]:

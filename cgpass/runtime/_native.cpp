@@ -469,14 +469,18 @@ bool is_dense(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.unsafeGetTensorImpl()->is_python_dispatch();
 }
 
-// Whether nobody notices when a leaf's gradient is added to its `.grad` without autograd's engine.
-bool is_unwatched(const at::Tensor& leaf) {
-  if (!leaf.is_leaf() || !leaf.requires_grad() || !is_dense(leaf) ||
-      leaf.grad_dtype() != leaf.scalar_type() || torch::autograd::AnomalyMode::is_enabled() || has_hooks(leaf)) {
-    return false;
+// Whether somebody notices when a leaf's gradient is added to its `.grad` without autograd's engine.
+bool is_watched(const at::Tensor& leaf) {
+  const auto* meta = impl::get_autograd_meta(leaf);
+  if (meta == nullptr || (!meta->requires_grad_ && !meta->grad_fn_)) return false;
+  if (meta->grad_fn_ || !is_dense(leaf) || leaf.grad_dtype() != leaf.scalar_type() ||
+      torch::autograd::AnomalyMode::is_enabled()) {
+    return true;
   }
+  if ((!meta->hooks_.empty() || meta->post_acc_grad_hooks_) && has_hooks(leaf)) return true;
+  if (meta->grad_accumulator_.expired()) return false;
   const auto node = impl::try_get_grad_accumulator(leaf);
-  return !node || (node->pre_hooks().empty() && node->post_hooks().empty() && node->retains_grad_hooks().empty());
+  return node && !(node->pre_hooks().empty() && node->post_hooks().empty() && node->retains_grad_hooks().empty());
 }
 
 // first_watched(leaves): the first that has a gradient, or whose gradient somebody would notice being made; -1 for none.
@@ -484,9 +488,67 @@ PyObject* first_watched(PyObject* const* args) {
   const Items leaves(args[0]);
   for (Py_ssize_t k = 0; k < leaves.size; ++k) {
     const at::Tensor& leaf = leaves.tensor(k);
-    if (leaf.grad().defined() || (leaf.requires_grad() && !is_unwatched(leaf))) return PyLong_FromSsize_t(k);
+    const auto* meta = impl::get_autograd_meta(leaf);
+    if ((meta != nullptr && meta->grad_.defined()) || is_watched(leaf)) return PyLong_FromSsize_t(k);
   }
   return PyLong_FromLong(-1);
+}
+
+// What `contents` walks through. No Python code runs meanwhile, so references are borrowed.
+struct Walk {
+  std::vector<PyObject*> objects;
+  std::vector<int64_t> addresses;
+
+  void through(PyObject* object) {
+    objects.push_back(object);
+    if (THPVariable_CheckTypeExact(Py_TYPE(object))) {
+      const c10::TensorImpl& tensor = *THPVariable_Unpack(object).unsafeGetTensorImpl();
+      const c10::StorageImpl* storage = tensor.unsafe_storage().unsafeGetStorageImpl();
+      addresses.push_back(storage == nullptr ? 0 : reinterpret_cast<int64_t>(storage->data()) +
+          tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize()));
+      return;
+    }
+    const bool is_dict = PyDict_Check(object);
+    if (!is_dict && !PyList_Check(object) && !PyTuple_Check(object)) return;
+    if (Py_EnterRecursiveCall(" in containers") != 0) throw python_error();
+    const struct Leave {
+      ~Leave() { Py_LeaveRecursiveCall(); }
+    } leave;
+    PyObject *key, *value;
+    for (Py_ssize_t at = 0; is_dict && PyDict_Next(object, &at, &key, &value);) {
+      objects.push_back(key);
+      through(value);
+    }
+    for (Py_ssize_t k = 0; !is_dict && k < PySequence_Fast_GET_SIZE(object); ++k) {
+      through(PySequence_Fast_ITEMS(object)[k]);
+    }
+  }
+};
+
+// contents(roots, before): a list of all that is in dicts, lists and tuples, and the addresses of the plain tensors among
+// it (of keys not) as 64-bit integers. before is an earlier result, or (): where nothing changed it is returned itself, and
+// where the same objects are there, with its list.
+PyObject* contents(PyObject* const* args) {
+  const Items roots(args[0]), before(args[1]);
+  Walk walk;
+  if (before.size == 2) walk.objects.reserve(Items(before[0]).size + 1);
+  for (Py_ssize_t k = 0; k < roots.size; ++k) walk.through(roots[k]);
+  Owned list, addresses(made(bytes_of(walk.addresses)));
+  if (before.size == 2) {
+    const Items objects(before[0]);
+    if (std::equal(walk.objects.begin(), walk.objects.end(), objects.items, objects.items + objects.size)) {
+      const int same = PyObject_RichCompareBool(addresses.get(), before[1], Py_EQ);
+      if (same < 0) throw python_error();
+      if (same) return Py_NewRef(args[1]);
+      list = Owned(Py_NewRef(before[0]));
+    }
+  }
+  if (!list) {
+    list = Owned(list_of(static_cast<Py_ssize_t>(walk.objects.size()), [&](Py_ssize_t k) {
+      return Py_NewRef(walk.objects[k]);
+    }));
+  }
+  return PyTuple_Pack(2, list.get(), addresses.get());
 }
 
 // Adds gradients to the `.grad` of leaves at the end of `node`, without autograd's engine, which would have a task for each:
@@ -509,7 +571,7 @@ void add_to_leaves(Node& node, variable_list& gradients) {
   const auto stream = node.stream();  // none for a CPU
   const auto has_place = [&](const Edge& edge, const at::Tensor& gradient) {
     auto* leaf_node = dynamic_cast<AccumulateGrad*>(edge.function.get());
-    if (leaf_node == nullptr || edge.function.use_count() != 1 || !is_unwatched(leaf_node->variable)) return false;
+    if (leaf_node == nullptr || edge.function.use_count() != 1 || is_watched(leaf_node->variable)) return false;
     const at::Tensor &leaf = leaf_node->variable, &before = leaf.grad();
     const auto& expected = leaf_node->input_metadata(0);
     return is_dense(gradient) && (!before.defined() || is_dense(before)) && gradient.sizes() == leaf.sizes() &&
@@ -802,6 +864,7 @@ PyMethodDef methods[] = {
     METHOD(fits, 3),
     METHOD(exclusive, 3),
     METHOD(swap_storages, 2),
+    METHOD(contents, 2),
     METHOD(first_watched, 1),
     METHOD(attach, 9),
     {nullptr, nullptr, 0, nullptr}};

@@ -57,6 +57,7 @@ class Layout:
         self.seeds = tuple(i for i, info in enumerate(infos) if info.is_seed)
         self.mutated = tuple(i for i, info in enumerate(infos) if info.mutated)
         self.objects = positions(InputKind.GENERATOR, InputKind.OPAQUE)
+        self.in_place = positions(InputKind.IN_PLACE)
         self._values = positions(InputKind.SYMINT)
         self._typed = check_layout
         self._whole = tuple(i for i in self.copied if infos[i].whole_storage)
@@ -290,6 +291,7 @@ class Inputs:
         """Storages of the static inputs that are read in place, by what tells them apart; none is kept alive."""
         read = zip(self._layout.checked, array("q", places), strict=True)
         found = [args[i].untyped_storage() for i, address in read if address]
+        found += [tensor.untyped_storage() for i in self._layout.in_place for tensor in args[i]]
         return {storage._cdata: torch_private.WeakStorage(storage) for storage in found}
 
     def remember(self, args: Sequence[Any], new: Iterable[int]) -> None:

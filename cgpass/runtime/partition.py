@@ -398,7 +398,7 @@ class PartitionRunner:
         self, args: list[Any], seen: Seen, found: Found, key: bytes, slot: int
     ) -> Result:
         """Record a call and replay it; where that fails, run it without a graph."""
-        self._unseen = 0
+        self._unseen, self._moved_before = 0, False
         with self.owner.changing():
             recording = self._attempt(args, seen, found, slot)
             if isinstance(recording, torch.OutOfMemoryError):

@@ -2,30 +2,32 @@
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Whose fused kernels take the learning rate as a tensor."""
-_OF_OPTIMIZERS: Final = ("state", "param_groups", "step", "zero_grad", "grad_scale", "found_inf")
+_OF_OPTIMIZERS: Final = ("step", "zero_grad", "grad_scale", "found_inf")
 _OF_GROUPS: Final = ("params", "fused", "foreach", "capturable", "differentiable")
 _OF_SCALERS: Final = ("_scale", "_growth_tracker", "_enabled", "step", "unscale_", "update")
 
 
-def entries_of_optimizers(
-    optimizers: Sequence[torch.optim.Optimizer], scaler: Any
-) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Where the methods, flags and tensors of optimizers and a scaler are: mappings with their keys."""
-    yield vars(torch.optim.Optimizer), "zero_grad"
+def parts_of_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]], scaler: Any
+) -> list[Any]:
+    """Methods, flags, states and parameters of optimizers with these groups, and of a scaler."""
+    found: list[Any] = []
     for each in optimizers:
-        yield vars(type(each)), "step"
-        yield from ((vars(each), name) for name in _OF_OPTIMIZERS)
-        yield from ((group, name) for group in each.param_groups for name in _OF_GROUPS)
-        yield from ((state, name) for state in each.state.values() for name in state)
+        cls, own = type(each), vars(each)
+        found += (cls, cls.step, cls.zero_grad, each.state)
+        found += [own.get(name) for name in _OF_OPTIMIZERS]
+    for group in groups:
+        found += [group.get(name) for name in _OF_GROUPS]
     if scaler is not None:
-        yield from ((vars(scaler), name) for name in _OF_SCALERS)
+        found += [vars(scaler).get(name) for name in _OF_SCALERS]
+    return found
 
 
 def why_not_recordable(optimizers: Sequence[torch.optim.Optimizer], scaler: Any) -> str | None:
@@ -65,7 +67,7 @@ def _why_not_recordable(optimizer: torch.optim.Optimizer, group: Mapping[str, An
         fix = "fused" if "fused" in group else "capturable"
         if fix not in group:
             return f"{name} can't be captured; AdamW(fused=True) or SGD(fused=True) can"
-        return f"{name} reads the device in step(): make it with {fix}=True"
+        return f"no graph can hold step() of this {name}: make it with {fix}=True"
     if group.get("differentiable") or (group.get("fused") and group.get("foreach")):
         return f"{name} has flags that fused=True excludes: foreach or differentiable"
     return None

@@ -106,6 +106,47 @@ def test_members_are_compared_by_identity():
     assert not fast.are(values, (2, 0), (values[2], torch.zeros(2)))
 
 
+def test_contents_tells_what_containers_have_and_where_tensors_lie():
+    tensor, key = torch.zeros(4), torch.nn.Parameter(torch.zeros(2))
+    roots = [{key: {"a": tensor, "b": (1.5, [None])}}, [tensor[1:]], torch.empty(0).to_sparse()]
+    before = fast.contents(roots, ())
+    assert [x for x in before[0] if type(x) is str] == ["a", "b"]
+    assert sum(x is tensor for x in before[0]) == 1
+    assert array("q", before[1]).tolist() == [tensor.data_ptr(), roots[1][0].data_ptr(), 0]
+    assert fast.contents([*roots], before) is before
+    tensor.data = tensor.data.clone()
+    moved = fast.contents(roots, before)
+    assert moved[0] is before[0]
+    assert moved[1] != before[1]
+    for change in (
+        lambda: roots[0][key].update(c=1),
+        lambda: roots[0][key]["b"][1].append(2),
+        lambda: roots[0][key].update(a=torch.zeros(4)),
+        lambda: roots[1].clear(),
+    ):
+        change()
+        now = fast.contents(roots, moved)
+        assert now[0] is not moved[0]
+        moved = now
+    roots[1].append(roots)
+    with pytest.raises(RecursionError):
+        fast.contents(roots, moved)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_first_watched_knows_hooks_that_were_removed(register):
+    leaves = [torch.ones(2, requires_grad=True) for _ in range(3)]
+    assert fast.first_watched(leaves) == -1
+    handles = [getattr(leaves[1], register)(lambda _: None) for _ in range(2)]
+    assert fast.first_watched(leaves) == 1
+    handles[0].remove()
+    assert fast.first_watched(leaves) == 1
+    handles[1].remove()
+    assert fast.first_watched(leaves) == -1
+    leaves[2].grad = torch.ones(2)
+    assert fast.first_watched(leaves) == 2
+
+
 def test_fits():
     given = tensors(3)
     flags = bytes(len(given))
@@ -145,23 +186,6 @@ def test_transforms_are_noticed():
     torch.autograd.grad(Function.apply(x).sum(), x)
     torch.autograd.grad(Function.apply(x), x, torch.eye(3), is_grads_batched=True)
     assert seen == [False, True, True, False, True]
-
-
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_first_watched_knows_hooks_that_were_removed(register):
-    leaves = [torch.ones(2, requires_grad=True) for _ in range(3)]
-    assert fast.first_watched(leaves) == -1
-    handles = [getattr(leaves[1], register)(lambda _: None) for _ in range(2)]
-    for handle in handles:
-        assert fast.first_watched(leaves) == 1
-        handle.remove()
-    assert fast.first_watched(leaves) == -1
-    node = torch.autograd.graph.get_gradient_edge(leaves[0]).node
-    node.register_hook(lambda *_: None)
-    assert fast.first_watched(leaves) == 0
-    del node
-    leaves[2].grad = torch.ones(2)
-    assert fast.first_watched(leaves) == 2
 
 
 # ---- who holds it

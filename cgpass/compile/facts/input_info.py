@@ -19,6 +19,8 @@ class InputKind(enum.Enum):
     """A `torch.Generator`, part of the signature by identity and registered with the graph."""
     OPAQUE = "opaque"
     """Any other object, part of the signature by identity."""
+    IN_PLACE = "in place"
+    """A tuple of tensors that are read and written where they lie; another object stands for their places."""
 
 
 @dataclass(frozen=True)
