@@ -21,24 +21,6 @@ def warnings(caplog):
     return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
 
 
-def test_held_outputs_are_moved():
-    run = runner(lambda x: [x * 2], COPIED)
-    for _ in range(2):
-        call(run, X)
-    (recording,) = run.table.all()
-    (address,) = recording.memory.addresses()
-    for value in range(8):
-        (held,), _ = run.run([X * value])
-        assert held.data_ptr() == address
-        call(run, X)
-        assert held.tolist() == [2.0 * value] * 2
-        assert held.data_ptr() != address
-        del held
-        call(run, X)
-    assert counts(run) == (1, 1, 25, 0)
-    assert (run.stats.rescues, run.stats.rescued_bytes) == (8, 64)
-
-
 def sync(x):
     return [x * x.sum().item()]
 
