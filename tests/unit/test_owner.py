@@ -157,17 +157,26 @@ def test_gradients_that_another_partition_overwrites_have_time_to_be_dropped(own
 def test_an_input_that_a_rescue_moved_is_written_where_it_lies_now():
     owner = Owner(SimulatedDriver())
     first, other = partition(owner=owner), partition(lambda x: [x * 5], owner=owner)
-    writer = runner(lambda w: [w.add_(1) * 2], STATIC, mutated=(0,), owner=owner)
+    writer = runner(lambda w: [w.add_(1)[:1] * 2], STATIC, mutated=(0,), owner=owner)
     recorded(first)
     for _ in range(2):
-        (held,), _ = first.run([X])
-        assert call(writer, held) == [[6, 6]]
-    del held
-    old, new = first.table.all(), [recorded(other)]
-    assert old[0].memory.addresses() == new[0].memory.addresses()
+        assert call(writer, first.run([X])[0][0]) == [[6]]
+    assert recorded(other).memory.addresses() == first.table.all()[0].memory.addresses()
     (held,), _ = other.run([X])
-    assert call(writer, held) == [[12, 12]]
+    assert call(writer, held) == [[12]]
     assert held.tolist() == [6, 6]
+    assert other.stats.rescues == 1
+
+
+def test_an_input_that_had_to_move_before_it_was_recorded_is_read_where_each_call_has_it():
+    owner = Owner(SimulatedDriver())
+    first, other = partition(owner=owner), partition(lambda x: [x * 5], owner=owner)
+    reader = runner(lambda w: [w + 1], STATIC, owner=owner)
+    recorded(first)
+    recorded(other)  # where the first one's output lies, which nobody holds
+    for value in range(6):
+        assert call(reader, first.run([X * value])[0][0]) == [[2 * value + 1.0] * 2]
+    assert reader.stats.replays > 0
 
 
 def test_where_outputs_lie_is_known_while_their_recording_lives():
