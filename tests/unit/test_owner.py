@@ -189,8 +189,22 @@ def test_where_outputs_lie_is_known_while_their_recording_lives():
     first.close()
     assert owner.is_pool_storage(held), "the second one lies there too"
     second.close()
-    assert not owner.is_pool_storage(held)
+    assert not owner._pool_addresses
     assert held.tolist() == [5, 5]
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_recordings_go_before_a_larger_one_unless_a_backward_reads_what_is_held(held):
+    owner = Owner(SimulatedDriver())
+    first = partition(owner=owner, visible=(), read=(0,))
+    second = partition(lambda x: [x * 3], owner=owner, check_layout=True)
+    recording = recorded(first)
+    recorded(second)
+    kept = first.run([X])[0] if held else None
+    for _ in range(2):
+        assert call(second, torch.ones(4)) == [[3] * 4]
+    assert first.table.all() == ([recording] if held else [])
+    del kept
 
 
 @pytest.mark.parametrize("end", ["release", "close", "del"])

@@ -115,7 +115,10 @@ def in_another_thread(function, *args):
         return pool.submit(function, *args).result()
 
 
-def test_what_fails_in_a_thread_that_never_ran_it_is_tried_again(caplog):
+@pytest.mark.parametrize(
+    "on_failure", [None, lambda args, error: pytest.fail("nothing is to blame")]
+)
+def test_what_fails_in_a_thread_that_never_ran_it_is_tried_again(caplog, on_failure):
     made = threading.local()
 
     def fn(x):
@@ -124,7 +127,7 @@ def test_what_fails_in_a_thread_that_never_ran_it_is_tried_again(caplog):
         made.handle = True
         return (x + 1,)
 
-    run = runner(fn, COPIED)
+    run = runner(fn, COPIED, on_failure=on_failure)
     call(run, X)
 
     def twice():
