@@ -256,15 +256,4 @@ def test_letting_go_copies_what_was_released_and_is_held():
     assert held.data_ptr() != buffer.data_ptr()
 
 
-def test_rescued_memory_goes_with_its_last_holder():
-    memory = seal(ramps(1))
-    (held,) = hand_out(memory)
-    memory.rescue([0])
-    weak = torch_private.WeakStorage(held.untyped_storage())
-    gone = weakref.ref(held)
-    del held
-    assert gone() is None
-    assert weak.get() is None
-
-
 # ---- what a replay would overwrite
