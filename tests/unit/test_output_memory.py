@@ -1,7 +1,6 @@
 """Who holds an output, how what is held moves, who owns the memory under it, and what a replay would overwrite."""
 
 import gc
-import weakref
 
 import pytest
 import torch

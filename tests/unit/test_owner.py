@@ -174,12 +174,12 @@ def test_an_input_that_had_to_move_before_it_was_recorded_is_read_where_each_cal
     reader = runner(lambda w: [w + 1], STATIC, owner=owner)
     recorded(first)
     recorded(other)  # where the first one's output lies, which nobody holds
+    kept = []
     for value in range(6):
         held, _ = first.run([X * value])
         assert call(reader, *held) == [[2 * value + 1.0] * 2]
-        kept = held if value == 1 else kept if value > 1 else None
+        kept += held if value == 1 else ()
     assert reader.stats.recordings > 0
-    del kept
 
 
 def test_where_outputs_lie_is_known_while_their_recording_lives():
