@@ -168,20 +168,6 @@ def test_an_input_that_a_rescue_moved_is_written_where_it_lies_now():
     assert other.stats.rescues == 1
 
 
-def test_an_input_that_had_to_move_before_it_was_recorded_is_read_where_each_call_has_it():
-    owner = Owner(SimulatedDriver())
-    first, other = partition(owner=owner), partition(lambda x: [x * 5], owner=owner)
-    reader = runner(lambda w: [w + 1], STATIC, owner=owner)
-    recorded(first)
-    recorded(other)  # where the first one's output lies, which nobody holds
-    kept = []
-    for value in range(6):
-        held, _ = first.run([X * value])
-        assert call(reader, *held) == [[2 * value + 1.0] * 2]
-        kept += held if value == 1 else ()
-    assert reader.stats.recordings > 0
-
-
 def test_where_outputs_lie_is_known_while_their_recording_lives():
     owner = Owner(SimulatedDriver())
     first, second = partition(owner=owner), partition(lambda x: [x * 5], owner=owner)
