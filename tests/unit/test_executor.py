@@ -13,10 +13,6 @@ from tests.unit.runners import COPIED, POOLED, counts, runner
 X = torch.ones(2)
 
 
-def plain(fn):
-    return lambda args: fn(*args)
-
-
 def test_values_are_dropped_at_their_last_use():
     alive = {}
 
@@ -54,17 +50,6 @@ def test_values_are_dropped_at_their_last_use():
         (3,),
     )
     assert Executor(plan, None)([X])[0].tolist() == [5, 5]
-
-
-def test_constants_and_inputs_may_be_outputs():
-    plan = Plan(2, 4, (), (1, 3, 2, 0), constants=((2, None), (3, 7)))
-    a, b = torch.ones(1), torch.zeros(1)
-    executor = Executor(plan, None)
-    for _ in range(2):
-        results = executor([a, b])
-        assert results[0] is b
-        assert results[1:3] == [7, None]
-        assert results[3] is a
 
 
 def recorded(visible, second_reads=False, **settings):
@@ -119,23 +104,3 @@ def test_an_output_that_another_step_reads_is_read_from_the_pool_though_it_is_co
     second = executor.plan.steps[1].run
     assert counts(second) == (1, 1, 4, 0)
     assert second.stats.copied_bytes == 0
-
-
-def test_an_error_in_a_step_leaves_the_executor_usable():
-    fail = []
-
-    def step(args):
-        if fail:
-            raise ValueError("user's")
-        return [args[0] + 1]
-
-    run = runner(lambda x: [x * 2], COPIED)
-    plan = Plan(1, 3, (Step("a", run, (0,), (1,), (0,)), Step("b", step, (1,), (2,), (1,))), (2,))
-    executor = Executor(plan, run.owner)
-    for value in range(3):
-        executor([X * value])
-    fail.append(1)
-    with pytest.raises(ValueError, match="user's"):
-        executor([X])
-    fail.clear()
-    assert executor([X * 5])[0].tolist() == [11, 11]

@@ -17,7 +17,6 @@ from cgpass.compile.facts.text import graph_text
 from cgpass.compile.passes import rng_passes
 from cgpass.compile.passes.base import PassContext, run_passes
 from cgpass.compile.passes.functionalize_rng import RngPairs
-from cgpass.compile.passes.partition import Partition
 from cgpass.compile.passes.split_joint import split_joint
 from cgpass.errors import CheckpointError, PassError
 from tests.graphs import CUDA, calls, cpu, fake_cuda_graph, joint_graph
@@ -136,23 +135,6 @@ aten.normal.float_float bwd_rng_state_3
 aten.randint.low bwd_rng_state_2
 aten.randperm.default bwd_rng_state_1
 aten.bernoulli.p bwd_rng_state_0""",
-    )
-
-
-def test_a_pair_in_an_eager_partition_keeps_its_state():
-    forward, *_ = rewritten(checkpointed(lambda x: (x.sin() * torch.rand_like(x)).sin()), (4,))
-    cut = Partition(unsafe_ops=frozenset(["aten::rand_like"]), min_partition_ops=1)
-    run_passes([cut], forward, PassContext(CUDA, "graph", "forward"))
-    assert_expected_inline(
-        graph_text(forward),
-        """\
-primals_1: float32[4]@cuda = placeholder
-fwd_rng_state_0: Generator = placeholder
-graphsafe_run_with_rng_state: float32[4]@cuda = graphsafe_run_with_rng_state(aten.rand_like.default, primals_1, pin_memory=False, rng_state=fwd_rng_state_0)  # eager_0
-sin: float32[4]@cuda = aten.sin.default(primals_1)  # captured_1
-mul: float32[4]@cuda = aten.mul.Tensor(sin, graphsafe_run_with_rng_state)  # captured_1
-sin_1: float32[4]@cuda = aten.sin.default(mul)  # captured_1
-return (sin_1, primals_1)""",
     )
 
 

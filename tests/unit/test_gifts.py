@@ -33,12 +33,6 @@ def drops_its_input(args):
     return [c.sum(0, keepdim=True), c]
 
 
-def keeps_its_input(args):
-    (a,) = args
-    b = a + 1
-    return [(b * 2).sum(0, keepdim=True), b * 2]
-
-
 def pair(second=drops_its_input, **settings):
     first = maker(lambda x: [x * 3])
     return first, boxed(second, first.owner, **settings)
@@ -136,19 +130,6 @@ def test_what_somebody_holds_is_not_consumed():
     assert second.stats.recordings == 2
 
 
-def test_what_is_held_while_it_is_recorded_is_not_given():
-    first, second = pair()
-    step(first, second, 0)
-    made, _ = first.run([X])
-    held = made[0]
-    outputs, recording = second.run(made)
-    assert recording._consumed == ()
-    assert held.tolist() == [3] * 4
-    del held, outputs
-    found, again = step(first, second, 2)
-    assert (found, again) == (expected(2), recording)
-
-
 def test_inputs_on_one_block_are_given_together():
     def two(args):
         a, b = args
@@ -170,23 +151,3 @@ def test_inputs_on_one_block_are_given_together():
     assert not recording.may_replay(made)
     del held
     assert recording.may_replay(made)
-
-
-def test_a_block_that_was_given_is_free_for_later_recordings_and_guarded():
-    first, second = pair()
-    for value in range(4):
-        step(first, second, value)
-    third = runner(lambda x: [x - 1], COPIED, owner=first.owner)
-    for value in range(4):
-        assert call(third, X * value) == [[value - 1.0] * 4]
-    (made,), (later,) = first.table.all(), third.table.all()
-    assert later.released[made.birth] == (0,)
-    forward, _ = first.run([X * 7])
-    if set(later.memory.addresses()) & set(made.memory.addresses()):
-        assert not first.owner.is_safe(later)
-    kept, _ = third.run([X * 5])
-    assert forward[0].tolist() == [21] * 4
-    assert kept[0].tolist() == [4] * 4
-    outputs, _ = second.run(forward)
-    assert [t.tolist() for t in outputs] == expected(7)
-    assert kept[0].tolist() == [4] * 4

@@ -97,11 +97,6 @@ def test_inputs_of_a_module_are_named_by_its_parameters_and_its_forward() -> Non
     }
 
 
-def test_inputs_of_a_sequential_are_named_as_in_its_state_dict() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4, bias=False)))
-    assert names_of(model, torch.ones(2, 4)) == {"args[0]", *model.state_dict()}
-
-
 TABLE = torch.ones(4)
 
 

@@ -4,11 +4,9 @@ import operator
 
 import pytest
 import torch
-import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch import fx
 
-import cgpass
 from cgpass import torch_private
 from cgpass.compile.facts import values
 from cgpass.compile.facts.partition_tag import get_tag
@@ -16,7 +14,6 @@ from cgpass.compile.facts.text import graph_text
 from cgpass.compile.passes.base import PassContext, run_passes
 from cgpass.compile.passes.join_collectives import JoinCollectives
 from cgpass.compile.passes.partition import Partition
-from cgpass.runtime.simulated import SimulatedDriver
 from tests.graphs import CUDA, fake_cuda_graph
 
 pytestmark = pytest.mark.skipif(torch_private.wait_tensor() is None, reason="no torch.distributed")
@@ -115,22 +112,6 @@ def test_nothing_is_done_twice():
     assert graph_text(gm) == before
 
 
-def test_simulated_recordings_communicate_with_nobody_and_refuse_what_they_do_not_wait_for():
-    def starts(args):
-        return [collectives.all_reduce(args[0] * 2, "sum", GROUP)]
-
-    def waits(args):
-        return [collectives.wait_tensor(each) for each in starts(args)]
-
-    driver, x = SimulatedDriver(), torch.ones(4)
-    with pytest.raises(RuntimeError, match=r"unjoined work: _c10d_functional.all_reduce"):
-        driver.record(starts, [x], opaque=False)
-    for opaque in (False, True):
-        graph, (out,) = driver.record(waits, [x], opaque=opaque)  # nobody is there to reduce with
-        assert out.shape == x.shape
-        graph.reset()
-
-
 def test_graphs_of_no_collectives_are_left_alone():
     gm = fake_cuda_graph(lambda x: x.sin().tanh().cos(), (4,))
     assert isinstance(gm, fx.GraphModule)
@@ -139,26 +120,3 @@ def test_graphs_of_no_collectives_are_left_alone():
     ).gm
     result = run_passes((JoinCollectives(),), tagged, PassContext(CUDA, "graph", "forward"))
     assert not result.modified
-
-
-@pytest.fixture
-def alone():
-    """A group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD.group_name
-    dist.destroy_process_group()
-
-
-def test_collectives_in_place_are_so_in_replays(alone):
-    def fn(x):
-        y = x * 2
-        same = collectives.wait_tensor(collectives.all_reduce_(y, "sum", alone))
-        return y + 1, same.sin()
-
-    wrapper = cgpass.CUDAGraphWrapper(fn, options={"driver": "simulated"})
-    for _ in range(4):
-        x = torch.randn(8)
-        found = wrapper(x)
-        assert torch.equal(found[0], x * 2 + 1)
-        assert torch.equal(found[1], (x * 2).sin())
-    assert wrapper.stats.replays >= 2

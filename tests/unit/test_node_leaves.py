@@ -188,14 +188,6 @@ def test_a_leaf_that_is_odd_is_left_to_the_engine(odd):
     assert torch.equal(fn.leaves[3].grad, fn.gradients[3])
 
 
-def test_a_leaf_that_was_frozen_gets_nothing():
-    fn = Function()
-    out = fn()
-    fn.leaves[2].requires_grad_(False)
-    out.sum().backward()
-    assert [g is None for g in fn.grads()] == [False, False, True, False]
-
-
 # ---- backwards that are left to the engine
 
 
@@ -233,15 +225,6 @@ class Listed(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.ops.append(func)
         return func(*args, **(kwargs or {}))
-
-
-def test_named_inputs():
-    fn = Function()
-    found = torch.autograd.grad(fn().sum(), fn.leaves)
-    assert fn.grads() == [None] * NUM
-    assert all(torch.equal(a, b) for a, b in zip(found, fn.gradients, strict=True))
-    fn().sum().backward(inputs=fn.leaves[1:3])
-    assert [grad is not None for grad in fn.grads()] == [False, True, True, False]
 
 
 @pytest.mark.parametrize("within", [False, True])
@@ -341,29 +324,6 @@ def test_a_backward_that_fails_leaves_the_edges_in_place(where):
 
 
 # ---- threads
-
-
-def test_threads_that_train_the_same_leaves():
-    leaves = [torch.zeros(3, requires_grad=True) for _ in range(64)]
-    ones = [torch.ones(3) for _ in leaves]
-    for leaf in leaves:
-        leaf.grad = torch.zeros(3)
-    errors = []
-
-    def train():
-        try:
-            for _ in range(50):
-                Function(leaves, ones)().sum().backward()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=train) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert all(leaf.grad.tolist() == [200.0] * 3 for leaf in leaves)
 
 
 def test_what_is_saved_stays_while_a_hook_unpacks_it_and_another_thread_is_done_with_it():

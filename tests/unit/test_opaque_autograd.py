@@ -255,19 +255,6 @@ def test_missing_gradients_and_named_arguments():
     assert kinds(forward) == kinds(backward) == ["captured", "eager", "captured"]
 
 
-def test_inference_hides_it_too():
-    options = {"driver": "simulated", "compiler": "eager", **OPTIONS}
-    before = telemetry.counters()["graphs"]
-    call = torch.compile(layered, backend=cgpass.cgpass, options=options, fullgraph=True)
-    args = torch.randn(4, 3), torch.randn(3, 3), OFFS, None
-    with torch.no_grad():
-        for _ in range(3):
-            torch.testing.assert_close(call(*args), layered(*args))
-    torch.compiler.reset()
-    (graph,) = telemetry.graphs(before)
-    assert kinds(graph) == ["captured", "eager", "captured"]
-
-
 def test_dynamic_sizes():
     def fn(x, w, offs, bias):
         return layered(x, w, offs, bias)

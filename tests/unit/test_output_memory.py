@@ -1,14 +1,12 @@
 """Who holds an output, how what is held moves, who owns the memory under it, and what a replay would overwrite."""
 
 import gc
-import weakref
 
 import pytest
 import torch
 
 from cgpass import torch_private
 from cgpass.runtime.outputs import OutputMemory
-from cgpass.runtime.owner import LiveOutputs
 from tests.unit.memories import (
     BOTH,
     INTERNAL,
@@ -257,84 +255,4 @@ def test_letting_go_copies_what_was_released_and_is_held():
     assert held.data_ptr() != buffer.data_ptr()
 
 
-def test_rescued_memory_goes_with_its_last_holder():
-    memory = seal(ramps(1))
-    (held,) = hand_out(memory)
-    memory.rescue([0])
-    weak = torch_private.WeakStorage(held.untyped_storage())
-    gone = weakref.ref(held)
-    del held
-    assert gone() is None
-    assert weak.get() is None
-
-
 # ---- what a replay would overwrite
-
-
-class Made:
-    """A recording, as far as its outputs matter."""
-
-    def __init__(self, birth, count=1, released=None):
-        self.birth = birth
-        self.released = released or {}
-        uses = [(True, False)] * count
-        self.memory = OutputMemory([torch.zeros(4) for _ in uses], uses)
-        self.memory.seal()
-
-    def hand_out(self):
-        return self.memory.aliases()
-
-
-def test_the_youngest_held_recording_decides():
-    live = LiveOutputs()
-    assert live.youngest() == -1
-    handed = {}
-    for birth in (1, 2, 5):
-        made = Made(birth)
-        for _ in range(3):
-            made.hand_out()
-            live.push(made)
-        handed[birth] = made.hand_out()
-    assert [birth for birth, *_ in live._stack] == [1, 2, 5], "it does not pile up"
-    assert live.youngest() == 5
-    del handed[2]
-    assert live.youngest() == 5, "an older one let go: nothing changes"
-    live.discard(made)
-    assert live.youngest() == 1
-    del handed[1]
-    assert live.youngest() == -1
-
-
-@pytest.mark.parametrize(("held", "safe"), [(1, True), (2, False), (3, False)])
-def test_a_replay_overwrites_its_own_outputs_and_those_of_younger_ones(held, safe):
-    live, recordings = LiveOutputs(), {birth: Made(birth) for birth in (1, 2, 3)}
-    handed = recordings[held].hand_out()
-    live.push(recordings[held])
-    assert live.is_safe(recordings[2]) is safe
-    expected = [] if safe else [(recordings[held], [0])]
-    assert live.overwritten_by(recordings[2]) == expected
-    del handed
-    assert live.is_safe(recordings[2])
-    assert live.overwritten_by(recordings[2]) == []
-
-
-@pytest.mark.parametrize(("block", "safe"), [(0, False), (1, True)])
-def test_a_replay_overwrites_older_blocks_that_were_free_when_it_was_made(block, safe):
-    live, old = LiveOutputs(), Made(1, count=2)
-    made = Made(2, released={1: (0,)})
-    handed = old.hand_out()[block]
-    live.push(old)
-    assert live.is_safe(made) is safe
-    assert live.overwritten_by(made) == ([] if safe else [(old, [0])])
-    assert live.is_safe(Made(2)), "made while both were kept"
-    del handed
-    assert live.is_safe(made)
-
-
-def test_only_blocks_that_are_held_are_overwritten():
-    live, made = LiveOutputs(), Made(1, count=3)
-    handed = made.hand_out()
-    del handed[1]
-    for _ in range(2):
-        live.push(made)
-    assert live.overwritten_by(made) == [(made, [0, 2])], "once, however often it was handed out"

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import time
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_m
 
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.simulated import SimulatedDriver
-from tests.unit.runners import COPIED, POOLED, call, counts, runner
+from tests.unit.runners import COPIED, POOLED, STATIC, call, counts, runner
 
 X = torch.ones(2)
 
@@ -139,6 +140,34 @@ def test_gradients_that_had_to_be_moved_once_get_a_pool_of_their_own():
     assert [r.slot for r in backward.table.all()] == [0]
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_gradients_that_another_partition_overwrites_have_time_to_be_dropped(own, monkeypatch):
+    owner = Owner(SimulatedDriver())
+    forward = partition(owner=owner)
+    backward = partition(lambda x: [x * 3], owner=owner, is_backward=True)
+    recorded(forward)
+    recorded(backward)
+    held = [backward.run([X])[0]]
+    monkeypatch.setattr(time, "sleep", lambda seconds: held.clear())
+    call(backward if own else forward, X)
+    assert (len(held), backward.stats.rescues) == ((1, 1) if own else (0, 0))
+    assert [r.slot for r in backward.table.all()] == [0]
+
+
+def test_an_input_that_a_rescue_moved_is_written_where_it_lies_now():
+    owner = Owner(SimulatedDriver())
+    first, other = partition(owner=owner), partition(lambda x: [x * 5], owner=owner)
+    writer = runner(lambda w: [w.add_(1)[:1] * 2], STATIC, mutated=(0,), owner=owner)
+    recorded(first)
+    for _ in range(2):
+        assert call(writer, first.run([X])[0][0]) == [[6]]
+    assert recorded(other).memory.addresses() == first.table.all()[0].memory.addresses()
+    (held,), _ = other.run([X])
+    assert call(writer, held) == [[12]]
+    assert held.tolist() == [6, 6]
+    assert other.stats.rescues == 1
+
+
 def test_where_outputs_lie_is_known_while_their_recording_lives():
     owner = Owner(SimulatedDriver())
     first, second = partition(owner=owner), partition(lambda x: [x * 5], owner=owner)
@@ -149,8 +178,22 @@ def test_where_outputs_lie_is_known_while_their_recording_lives():
     first.close()
     assert owner.is_pool_storage(held), "the second one lies there too"
     second.close()
-    assert not owner.is_pool_storage(held)
+    assert not owner._pool_addresses
     assert held.tolist() == [5, 5]
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_recordings_go_before_a_larger_one_unless_a_backward_reads_what_is_held(held):
+    owner = Owner(SimulatedDriver())
+    first = partition(owner=owner, visible=(), read=(0,))
+    second = partition(lambda x: [x * 3], owner=owner, check_layout=True)
+    recording = recorded(first)
+    recorded(second)
+    kept = first.run([X])[0] if held else None
+    for _ in range(2):
+        assert call(second, torch.ones(4)) == [[3] * 4]
+    assert first.table.all() == ([recording] if held else [])
+    del kept
 
 
 @pytest.mark.parametrize("end", ["release", "close", "del"])

@@ -178,6 +178,12 @@ def reduce_twice(x):
     return a, wait(reduce(x, "sum", "0"))
 
 
+def read_then_written(x):
+    a = x.relu() * x
+    x.add_(1)
+    return a
+
+
 @pytest.mark.parametrize(
     ("fn", "kind", "unsafe", "count"),
     [
@@ -185,6 +191,7 @@ def reduce_twice(x):
         (draw, values.is_random, "aten::rand_like", 4),
         (check, values.has_side_effect, "aten::_assert_async", 2),
         (reduce_twice, values.is_collective, "aten::sum", 4),
+        (read_then_written, lambda node: node.name in ("mul", "add_"), "aten::mul", 2),
     ],
 )
 def test_what_no_data_orders_keeps_its_order(fn, kind, unsafe, count):

@@ -1,7 +1,5 @@
 """States of recomputed random operators: CUDA's positions through fake generators, whole states on the CPU."""
 
-import threading
-
 import pytest
 import torch
 
@@ -204,22 +202,6 @@ def test_paired_has_another_seed_for_each_pair_and_the_same_for_the_same_step(us
     assert forward([])[0] != first
 
 
-def test_paired_on_the_cpu_follows_the_users_seed():
-    forward = caller_of(through(lambda: torch.rand(4)), "forward", (CPU,), 1, exact=False)
-    backward = caller_of(through(lambda: torch.rand(4)), "backward", (CPU,), 0, exact=False)
-
-    def step():
-        drawn, positions = forward([])
-        assert torch.equal(*backward([positions]), drawn)
-        return drawn
-
-    steps = [step() for _ in range(3)]
-    torch.manual_seed(3)
-    again = [step() for _ in range(3)]
-    assert all(map(torch.equal, steps, again))
-    assert not torch.equal(steps[0], steps[1])
-
-
 # ---- both devices
 
 
@@ -284,34 +266,3 @@ def test_positions_that_hooks_made_something_else_of_are_refused(user):
 
 
 # ---- threads
-
-
-def in_threads(work, count=4):
-    errors = []
-
-    def run():
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors[0]
-
-
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "paired"])
-def test_each_thread_gets_its_own_forwards_numbers(exact):
-    fn = through(lambda: torch.rand(2000))
-    forward = caller_of(fn, "forward", (CPU,), 1, exact=exact)
-    backward = caller_of(fn, "backward", (CPU,), 0, exact=exact)
-
-    def work():
-        for _ in range(50):
-            drawn, positions = forward([])
-            assert torch.equal(*backward([positions]), drawn)
-
-    in_threads(work)

@@ -21,24 +21,6 @@ def warnings(caplog):
     return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
 
 
-def test_held_outputs_are_moved():
-    run = runner(lambda x: [x * 2], COPIED)
-    for _ in range(2):
-        call(run, X)
-    (recording,) = run.table.all()
-    (address,) = recording.memory.addresses()
-    for value in range(8):
-        (held,), _ = run.run([X * value])
-        assert held.data_ptr() == address
-        call(run, X)
-        assert held.tolist() == [2.0 * value] * 2
-        assert held.data_ptr() != address
-        del held
-        call(run, X)
-    assert counts(run) == (1, 1, 25, 0)
-    assert (run.stats.rescues, run.stats.rescued_bytes) == (8, 64)
-
-
 def sync(x):
     return [x * x.sum().item()]
 
@@ -133,7 +115,10 @@ def in_another_thread(function, *args):
         return pool.submit(function, *args).result()
 
 
-def test_what_fails_in_a_thread_that_never_ran_it_is_tried_again(caplog):
+@pytest.mark.parametrize(
+    "on_failure", [None, lambda args, error: pytest.fail("nothing is to blame")]
+)
+def test_what_fails_in_a_thread_that_never_ran_it_is_tried_again(caplog, on_failure):
     made = threading.local()
 
     def fn(x):
@@ -142,7 +127,7 @@ def test_what_fails_in_a_thread_that_never_ran_it_is_tried_again(caplog):
         made.handle = True
         return (x + 1,)
 
-    run = runner(fn, COPIED)
+    run = runner(fn, COPIED, on_failure=on_failure)
     call(run, X)
 
     def twice():

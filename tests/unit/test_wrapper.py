@@ -28,23 +28,6 @@ def counts(wrapper):
     return (stats.warmups, stats.recordings, stats.replays, stats.plain_calls)
 
 
-def test_a_written_input_is_written_back():
-    def fn(x, state):
-        state.add_(x)
-        return state * 2
-
-    call = wrap(fn)
-    state = torch.zeros(3)
-    outs = [call(X, state) for _ in range(4)]
-    assert state.tolist() == [4] * 3
-    assert [out[0].item() for out in outs] == [2, 4, 6, 8]
-    other = torch.full((3,), 10.0)
-    call(X, other)
-    assert other.tolist() == [11] * 3
-    assert state.tolist() == [4] * 3
-    assert counts(call) == (1, 1, 4, 0)
-
-
 @dataclasses.dataclass
 class Opaque:
     value: int
@@ -63,16 +46,6 @@ def test_nested_results_keep_their_structure():
         assert found["b"] == OrderedDict(n=3, s="text")
         assert found["c"] == Opaque(4)
     assert call.stats.replays == 3
-
-
-def test_outputs_that_are_inputs_are_those_of_the_call():
-    call = wrap(lambda x: (x.add_(1), x[1:]))
-    for _ in range(4):
-        x = torch.zeros(3)
-        same, part = call(x)
-        assert same is x
-        assert part.data_ptr() == x[1:].data_ptr()
-        assert x.tolist() == [1] * 3
 
 
 def test_values_and_objects_belong_to_the_signature():
@@ -208,22 +181,6 @@ def test_it_warms_up_records_and_replays_and_outputs_are_the_callers_own():
     assert call.stats.replays == 5
 
 
-def test_the_functions_own_error_passes():
-    def fn(x, n):
-        if n > 1:
-            raise ValueError("user's")
-        return x * n
-
-    call = wrap(fn)
-    for n in (1, 1, 2, 2, 1):
-        if n > 1:
-            with pytest.raises(ValueError, match="user's"):
-                call(X, n)
-        else:
-            assert call(X, n).tolist() == [1] * 3
-    assert counts(call) == (1, 1, 2, 0)
-
-
 META = torch.ones(3, device="meta")
 WRONG = "input 1 is a"
 
@@ -256,34 +213,3 @@ def test_static_inputs_that_are_no_positions_are_refused(indices, shown):
         wrap(lambda x: x, static=indices)
     with pytest.raises(DriverUnavailableError, match='driver="cuda" can\'t record inputs on cpu'):
         wrap(lambda x: x, driver="cuda")(X)
-
-
-@pytest.mark.parametrize("outputs", ["shared", "owned"])
-def test_each_integer_may_return_another_structure(outputs):
-    def fn(x, n):
-        return {str(i): x + i for i in range(n)}
-
-    call = wrap(fn, outputs=outputs)
-    held = [call(X, 1 + number % 4) for number in range(24)]
-    for number, out in enumerate(held):
-        assert sorted(out) == [str(i) for i in range(1 + number % 4)]
-        assert all(value.tolist() == [1.0 + int(key)] * 3 for key, value in out.items())
-
-
-@pytest.mark.parametrize("outputs", ["shared", "owned"])
-def test_one_tensor_returned_twice_stays_one(outputs):
-    def fn(x):
-        y = x + 1
-        return y, y[1:], y
-
-    call = wrap(fn, outputs=outputs)
-    held = []
-    for number in range(12):
-        first, part, again = call(X * number)
-        assert first is again
-        held.append((first, part))
-        before = first._version
-        part.add_(1)
-        assert first.tolist() == [number + 1, number + 2, number + 2]
-        assert first._version > before, "autograd sees the write through the view"
-    assert [part[0].item() for _, part in held] == [number + 2 for number in range(12)]

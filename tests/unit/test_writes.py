@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from cgpass.runtime.writes import SaidToBeWritten, written_by
 
@@ -34,16 +33,6 @@ def test_written_inputs_are_found_by_schema(fn, written):
 def test_only_the_parts_of_a_storage_that_are_written():
     base = torch.zeros(3, 4)
     assert found(lambda *rows: rows[1].fill_(0), *base, base, base[:, 0]) == {1, 3, 4}
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("inference", [True, False])
-def test_running_statistics(training, inference):
-    def fn(x, mean, var):
-        with torch.inference_mode(inference):
-            F.batch_norm(x, mean, var, training=training)
-
-    assert found(fn, X.view(2, 2), torch.zeros(2), torch.ones(2)) == ({1, 2} if training else set())
 
 
 def test_old_collectives_write_all_but_their_inputs():
