@@ -4,6 +4,7 @@ On CUDA pairs of events around partitions tell their times on the device, of the
 """
 
 import contextlib
+import dataclasses
 import functools
 import sys
 import time
@@ -34,7 +35,7 @@ Key = tuple[int, str]
 
 _TIMED: Final = 4096
 """Calls of partitions in one block that events are recorded around."""
-_NOTHING: Final = dict.fromkeys(telemetry.COUNTS, 0)
+_NOTHING: Final = dataclasses.asdict(telemetry.CallStats())
 _COMPARED: Final = 5
 """Calls that are timed with graphs, and without."""
 SIMULATED: Final = "cpu (simulated graphs: right in what they do, no measure of speed)"
