@@ -204,9 +204,6 @@ class _Clock:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self._begin = _event()
         self._stack.callback(telemetry.listen(self._add))
-        for number, (_, runs) in telemetry.graph_runs().items():
-            for run in runs:
-                self._add(number, run)
         return self
 
     def __exit__(self, *raised: object) -> None:

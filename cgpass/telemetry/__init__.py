@@ -178,8 +178,11 @@ def add_run(graph: int, run: GraphRun) -> None:
 
 
 def listen(listener: Callable[[int, GraphRun], None]) -> Callable[[], None]:
-    """Have `listener` told of what runs each graph that is compiled from now on, until the result is called."""
+    """Have `listener` told of what runs each graph, now and later, until the result is called."""
     _registry.listeners.append(listener)
+    for number, (_, runs) in graph_runs().items():
+        for run in runs:
+            listener(number, run)
 
     def end() -> None:
         if listener in _registry.listeners:
