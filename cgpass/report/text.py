@@ -210,7 +210,7 @@ _CAUSES: Final = {
     "input": OTHER_FIXES["new_tensor"],
     "other tensors": "leave it where several modules share code; else write into tensors in place (copy_)",
     "memory": "leave it, unless it goes on",
-    "anew": "leave it: recordings were freed (cgpass.reset(), or a failed capture)",
+    "anew": "leave it, unless it goes on",
 }
 """What to do about one more recording, by its cause."""
 
@@ -255,14 +255,29 @@ def text(report: Facts) -> str:
 
 
 def by_function(graphs: Iterable[GraphReport]) -> list[tuple[str, list[GraphReport]]]:
-    """Graphs by the function that they belong to, and where that begins."""
+    """Graphs by the function that they belong to, and where that begins; compilations that are alike are one."""
     found: dict[object, list[GraphReport]] = {}
     for graph in graphs:
         key = ("graph", graph.number) if graph.function is None else graph.function
         found.setdefault(key, []).append(graph)
-    return [
-        (each[0].place or "a function without a line of its own", each) for each in found.values()
-    ]
+    alike: list[list[list[GraphReport]]] = []
+    for each in found.values():
+        for others in alike:
+            if _bare(each) == _bare(others[0]):
+                others.append(each)
+                break
+        else:
+            alike.append([each])
+    return [(_place(each[0][0], len(each)), each[0]) for each in alike]
+
+
+def _bare(graphs: Iterable[GraphReport]) -> list[GraphReport]:
+    return [replace(graph, number=0, function=None) for graph in graphs]
+
+
+def _place(graph: GraphReport, times: int) -> str:
+    place = graph.place or "a function without a line of its own"
+    return place if times == 1 else f"{place}, compiled {times} times, each time like this"
 
 
 def _graph(graph: GraphReport) -> Iterator[str]:

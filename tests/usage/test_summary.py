@@ -247,7 +247,9 @@ def test_the_recompile_limit_is_named(fn, place):
         "it was compiled 8 times, as often as torch._dynamo.config.recompile_limit allows, the last time since backend or "
         "options were others. Calls that fit nothing compiled run in eager"
     )
-    (line,) = [each for each in cgpass.summary().splitlines() if "left to eager" in each]
+    head, *lines = cgpass.summary().splitlines()
+    assert head.endswith(" eager (0 operators) (8 times)")
+    (line,) = [each for each in lines if "left to eager" in each]
     assert line == (
         f"left to eager: {place}: {said} [recompile_limit]; compile it once, with one set of options, or call "
         "torch.compiler.reset() before it gets others"
