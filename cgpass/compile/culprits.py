@@ -13,7 +13,7 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -135,9 +135,7 @@ class FailedCapture:
         if finding.clean and not is_capture_error(error):
             raise error  # it comes from neither the partition nor the capture
         why = first_line(error)
-        self._runs_plainly(
-            why, [Reason("capture", "", why, OTHER_FIXES["capture"], spans(self._gm))]
-        )
+        self._runs_plainly([Reason("capture", "", why, OTHER_FIXES["capture"], spans(self._gm))])
         return Outcome(why)
 
     def forget(self) -> None:
@@ -158,7 +156,7 @@ class FailedCapture:
         found = (why_not_capturable(node, torch.device("meta")) for node in culprits)
         reasons = [reason for reason in found if reason is not None]
         why = "; ".join(dict.fromkeys(map(str, reasons)))
-        self._runs_plainly(why, reasons)
+        self._runs_plainly(reasons)
         if self._refuses:
             raise CaptureError(
                 f'{self._what} can\'t be captured as a whole, and on_skip="raise" refuses its calls; with "warn" all but '
@@ -166,9 +164,11 @@ class FailedCapture:
             ) from error
         return Outcome(why, again=self._operators.add(culprits))
 
-    def _runs_plainly(self, why: str, reasons: Sequence[Reason]) -> None:
-        why = f'on_skip="raise" refuses its calls: {why}' if self._refuses else why
-        part = PartitionSummary(self._name, False, self._num_ops, tuple(reasons), told=why)
+    def _runs_plainly(self, reasons: Sequence[Reason]) -> None:
+        if self._refuses:
+            refuses = 'on_skip="raise" refuses its calls: {}'
+            reasons = [replace(each, detail=refuses.format(each.detail)) for each in reasons]
+        part = PartitionSummary(self._name, False, self._num_ops, tuple(reasons))
         telemetry.replace_partition(self._graph, part)
 
 

@@ -88,7 +88,7 @@ def left_to_eager(before: Sequence[Any], earlier: str = _EARLIER) -> list[Reason
     for function, each in _last(notes).items():
         if id(each) not in old and torch_private.was_given_up(each):
             found.append(_described(function, each))
-    for function, each in _last(_since_reset(notes)).items():
+    for function, each in _last(torch_private.compilations(since_reset=True)).items():
         is_ours = torch_private.is_ours(each) or (function[0], function[-1]) in ours
         if id(each) in old and is_ours and len(function) > 1 and torch_private.was_given_up(each):
             reason = _described(function, each)
@@ -132,22 +132,6 @@ def _function_of(noted: torch_private.GraphBreak) -> str:
     file, name = noted.function
     is_torchs = file.endswith(_WRAPPER)
     return "module" if is_torchs else f"{os.path.basename(file)} in {function_name(name)}"
-
-
-def _since_reset(notes: Sequence[Any]) -> Sequence[Any]:
-    """The newest of some notes of compilations: those since `torch.compiler.reset()`, which numbers functions anew."""
-    newest: dict[str, int] = {}
-    for i in range(len(notes) - 1, -1, -1):
-        frame, _, number = str(notes[i].compile_id).rpartition("/")
-        if notes[i].co_name is None or not (frame and number.isdecimal()):
-            continue
-        _, _, of_frame = frame.rpartition("/")
-        if of_frame.isdecimal() and int(of_frame) >= torch_private.frames_compiled():
-            return notes[i + 1 :]
-        if frame in newest and int(number) >= newest[frame]:
-            return notes[i + 1 :]
-        newest[frame] = int(number)
-    return notes
 
 
 def _last(notes: Iterable[Any]) -> dict[Function, Any]:

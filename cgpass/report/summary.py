@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+from collections import Counter
 from collections.abc import Iterator
 
 from cgpass import telemetry, torch_private
@@ -11,7 +12,7 @@ from cgpass.runtime import native
 
 
 def summary() -> str:
-    """What this process compiled, or compiled or called since `cgpass.reset()`, a few lines for each graph.
+    """What this process compiled, or compiled or called since `cgpass.reset()`, a few lines for each graph. Graphs that are alike are told of once.
 
     Partitions captured and eager, and why. Below each graph, the graph break it ends at, and partitions some of whose
     calls ran without a graph or warmed up again and again, and why. Then graph breaks that no graph ends at, modules of
@@ -19,13 +20,17 @@ def summary() -> str:
     gave up as a whole are named by `explain` alone. Then training steps and what `make_graphed_callables` returned, and
     how they were called. Last, whether the native code is in use, unless nothing was to be recorded.
     """
-    lines, listed = [], telemetry.summarised()
+    blocks, listed = Counter[tuple[str, ...]](), telemetry.summarised()
     for graph, runs in listed:
-        lines.append(str(graph))
+        head, *block = str(graph).splitlines()
         if graph.graph_break is not None and graph.direction != "backward":
-            lines.append(f"  {graph.graph_break.ending}")
+            block.append(f"  {graph.graph_break.ending}")
         parts = {name: part for run in runs for name, part in run.parts.items()}
-        lines += [f"  {name}: {why}" for name, part in parts.items() for why in part.reasons]
+        block += [f"  {name}: {why}" for name, part in parts.items() for why in part.reasons]
+        blocks[head, *block] += 1
+    lines = []
+    for (head, *block), times in blocks.items():
+        lines += [f"{head} ({times} times)" if times > 1 else head, *block]
     graphs = [graph for graph, _ in listed]
     told = {graph.graph_break for graph in graphs}
     earlier = {each for each in torch_private.graph_breaks() if each.earlier}

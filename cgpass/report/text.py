@@ -1,9 +1,10 @@
 """What reports say: the headline, what costs most, and all of it as text of at most 100 columns."""
 
+import math
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from cgpass.report.model import Facts, GraphReport, PartitionReport
@@ -140,88 +141,67 @@ def facts(report: Facts) -> Iterator[str]:
 # ---- what costs most
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that costs time, and what to do about it."""
+def findings(report: Facts) -> list[Reason]:
+    """What costs time, most first; what is to be left as it is last. Operators with one cause at one line are one.
 
-    where: str
-    cause: str
-    fix: str
-    code: str
-    weight: float = 0.0
-    """Operators that ran without a graph for it, in all calls; endless for what is not counted."""
-    ops: tuple[str, ...] = ()
-    """The operators to blame."""
-    count: int = 1
-    """Of partitions, or of operators."""
-
-    @property
-    def what(self) -> str:
-        """Operators and cause."""
-        ops = list(dict.fromkeys(self.ops))
-        return f"{listed(ops, 8)}: {self.cause}" if ops else self.cause
-
-    @property
-    def times(self) -> str:
-        """How often it was found, to stand behind the place."""
-        return f" ({self.count} times)" if self.count > 1 else ""
+    Each names its place as its line, and the operators to blame.
+    """
+    found: dict[object, list[tuple[float, Reason]]] = {}
+    for weight, each in _found(report):
+        key = (each.line, each.code, each.fix, not each.op and each.detail)
+        found.setdefault(key, []).append((weight, each))
+    joined = []
+    for alike in found.values():
+        ops = [each.op for _, each in alike if each.op]
+        count = sum(each.count for _, each in alike)
+        reason = replace(alike[0][1], op=listed([*dict.fromkeys(ops)], 8), count=count)
+        joined.append((sum(weight for weight, _ in alike), reason))
+    joined.sort(key=lambda pair: (pair[1].fix.startswith("leave it"), -pair[0]))
+    return [each for _, each in joined]
 
 
-def findings(report: Facts) -> list[Finding]:
-    """What costs time, most first; what is to be left as it is last. Operators with one cause at one line are one."""
-    found: dict[tuple[str, ...], Finding] = {}
-    for each in _all_findings(report):
-        key = (each.where, each.code, each.fix, "" if each.ops else each.cause)
-        if (first := found.get(key)) is not None:
-            weight, count = first.weight + each.weight, first.count + each.count
-            each = replace(first, weight=weight, count=count, ops=first.ops + each.ops)
-        found[key] = each
-    return sorted(found.values(), key=lambda each: (each.fix.startswith("leave it"), -each.weight))
-
-
-def _all_findings(report: Facts) -> Iterator[Finding]:
+def _found(report: Facts) -> Iterator[tuple[float, Reason]]:
+    """Each thing that costs time, and operators that ran without a graph for it; endless for what is not counted."""
     for reason in report.left_to_eager:
         because = f"because of {reason.line}: " if reason.line else ""
         where = f"{reason.rest or 'a function without a line of its own'} runs in eager"
-        yield Finding(where, f"{because}{reason.detail}", reason.fix, reason.code, float("inf"))
+        yield math.inf, replace(reason, line=where, detail=f"{because}{reason.detail}")
     for reason in report.graph_breaks:
-        yield _of_reason(reason, "", float("inf"))
+        yield math.inf, reason
     for reason in report.recompilations:
-        yield _of_reason(reason, "", 0)
+        yield 0, reason
     for graph in report.graphs:
         weight = graph.calls * graph.num_ops
         for reason in graph.why if graph.skip is not None else ():
-            yield _of_reason(reason, graph.name, weight)
+            yield weight, _at(graph.name, reason)
         if graph.skip is not None and not graph.why:
-            what, _, fix = graph.skip.partition("; ")
-            yield Finding(graph.name, f"it runs without CUDA graphs: {what}", fix, "", weight)
+            why, _, fix = graph.skip.partition("; ")
+            yield weight, Reason("", "", f"it runs without CUDA graphs: {why}", fix, graph.name)
         for part in graph.partitions:
             yield from _of_partition(f"{graph.name}, {part.name}", part)
 
 
-def _of_reason(reason: Reason, where: str, weight: float) -> Finding:
-    ops = (reason.op,) if reason.op else ()
-    place = reason.line or where or "no known line"
-    return Finding(place, reason.detail, reason.fix, reason.code, weight, ops, reason.count)
+def _at(where: str, reason: Reason) -> Reason:
+    return replace(reason, line=reason.line or where)
 
 
-def _of_partition(where: str, part: PartitionReport) -> Iterator[Finding]:
+def _of_partition(where: str, part: PartitionReport) -> Iterator[tuple[float, Reason]]:
     lost = (part.calls - part.replays) * part.num_ops
     for reason in part.reasons:
-        yield _of_reason(reason, where, lost or part.calls)
+        yield lost or part.calls, _at(where, reason)
     for each in part.copied_inputs:
         if each.moved:
-            what = f"{each.name} is at a new place: its {size(each.num_bytes)} are copied in each such call"
-            yield Finding(each.line or where, what, OTHER_FIXES["new_tensor"], "moved", 1)
+            moved = f"{each.name} is at a new place: its {size(each.num_bytes)} are copied in each such call"
+            yield 1, Reason("moved", "", moved, OTHER_FIXES["new_tensor"], each.line or where)
     causes = Counter(note.cause for note in part.recordings if note.cause != "first")
     for cause, count in causes.items():
         notes = [note for note in part.recordings if note.cause == cause]
-        what = f"{many(count, 'more recording')} ({cause}): {notes[-1].detail}"
-        yield Finding(where, what, _CAUSES.get(cause, _DROP), cause, count)
+        more = f"{many(count, 'more recording')} ({cause}): {notes[-1].detail}"
+        yield count, Reason(cause, "", more, _CAUSES.get(cause, _DROP), where)
     if rescues := part.counts.get("rescues", 0):
-        moved = size(part.counts.get("rescued_bytes", 0))
-        what = f"outputs still referenced were copied {many(rescues, 'time')} ({moved})"
-        yield Finding(where, what, _DROP, "rescues", rescues)
+        copied = size(part.counts.get("rescued_bytes", 0))
+        held = f"outputs still referenced were copied {many(rescues, 'time')} ({copied})"
+        yield rescues, Reason("rescues", "", held, _DROP, where)
 
 
 _CAUSES: Final = {
@@ -230,9 +210,15 @@ _CAUSES: Final = {
     "input": OTHER_FIXES["new_tensor"],
     "other tensors": "leave it where several modules share code; else write into tensors in place (copy_)",
     "memory": "leave it, unless it goes on",
-    "anew": "leave it: recordings were freed (cgpass.reset(), or a failed capture)",
+    "anew": "leave it, unless it goes on",
 }
 """What to do about one more recording, by its cause."""
+
+
+def what(reason: Reason) -> str:
+    """Operators, cause and code."""
+    cause = f"{reason.op}: {reason.detail}" if reason.op else reason.detail
+    return f"{cause} [{reason.code}]" if reason.code else cause
 
 
 # ---- all of it
@@ -249,10 +235,9 @@ def text(report: Facts) -> str:
     if found:
         lines += ["", "What costs most:"]
         for number, each in enumerate(found[:_LISTED], 1):
-            code = f" [{each.code}]" if each.code else ""
-            head = f"{number:3}. "
-            lines += wrapped(f"{head}{each.where}{each.times}".strip(), 2, 3)
-            lines += wrapped(f"{each.what}{code}", 5)
+            times = f" ({each.count} times)" if each.count > 1 else ""
+            lines += wrapped(f"{number}. {each.line}{times}", 2, 3)
+            lines += wrapped(what(each), 5)
             lines += wrapped(f"Do: {each.fix}", 5) if each.fix else []
         if len(found) > _LISTED:
             lines += wrapped(
@@ -270,14 +255,29 @@ def text(report: Facts) -> str:
 
 
 def by_function(graphs: Iterable[GraphReport]) -> list[tuple[str, list[GraphReport]]]:
-    """Graphs by the function that they belong to, and where that begins."""
+    """Graphs by the function that they belong to, and where that begins; compilations that are alike are one."""
     found: dict[object, list[GraphReport]] = {}
     for graph in graphs:
         key = ("graph", graph.number) if graph.function is None else graph.function
         found.setdefault(key, []).append(graph)
-    return [
-        (each[0].place or "a function without a line of its own", each) for each in found.values()
-    ]
+    alike: list[list[list[GraphReport]]] = []
+    for each in found.values():
+        for others in alike:
+            if _bare(each) == _bare(others[0]):
+                others.append(each)
+                break
+        else:
+            alike.append([each])
+    return [(_place(each[0][0], len(each)), each[0]) for each in alike]
+
+
+def _bare(graphs: Iterable[GraphReport]) -> list[GraphReport]:
+    return [replace(graph, number=0, function=None) for graph in graphs]
+
+
+def _place(graph: GraphReport, times: int) -> str:
+    place = graph.place or "a function without a line of its own"
+    return place if times == 1 else f"{place}, compiled {times} times, each time like this"
 
 
 def _graph(graph: GraphReport) -> Iterator[str]:

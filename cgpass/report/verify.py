@@ -5,7 +5,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -17,6 +17,9 @@ from cgpass.runtime.rng import put_on_the_device
 from cgpass.runtime.writes import has_place
 
 log = logging.getLogger(__name__)
+
+_ALONE: Final = "cgpass.verify: %s: what communicates can't run once more alone: not verified"
+_NOISE: Final = "cgpass.verify: %s: runs without graphs differ among themselves: not verified"
 
 
 def verify(every: int = 1) -> "Verification":
@@ -50,85 +53,74 @@ class Verification(contextlib.ExitStack):
         self.checked = 0
         """Calls of partitions that were compared."""
         self._every = every
-        self._warned: set[str] = set()
+        self._warned = functools.cache(log.warning)
         self.callback(telemetry.listen(self._add))
-        for number, (_, runs) in telemetry.graph_runs().items():
-            for run in runs:
-                self._add(number, run)
 
-    def _add(self, number: int, run: telemetry.GraphRun) -> None:
+    def _add(self, _: int, run: telemetry.GraphRun) -> None:
         if isinstance(executor := run.live(), Executor):
-            name = telemetry.graph_runs()[number][0].name
-            self.callback(executor.wrap(functools.partial(self._wrapped, name)))
+            self.callback(executor.wrap(self._wrapped))
 
-    def _wrapped(self, graph: str, step: Step, run: Run) -> Run:
+    def _wrapped(self, step: Step, run: Run) -> Run:
         runner, calls = step.run, itertools.count(1)
         if not isinstance(runner, PartitionRunner):
             return run
-        place = graph.replace(" of ", f" {step.name} of ", 1) if " of " in graph else step.name
 
         def checked(args: list[Any]) -> Any:
             if next(calls) % self._every or runner.owner.bypassed:
                 return run(args)
             if runner.communicates:
-                self._warn_once(place, "what communicates can't run once more alone: not verified")
+                self._warned(_ALONE, runner.name)
                 return run(args)
-            return self._check(place, step, runner, run, args)
+            return self._check(step.made, runner, run, args)
 
         return checked
 
     def _check(
-        self, place: str, step: Step, runner: PartitionRunner, run: Run, args: list[Any]
+        self, made: Sequence[str], runner: PartitionRunner, run: Run, args: list[Any]
     ) -> Any:
         layout, device = runner.layout, runner.owner.driver.device
         written = sorted({*layout.mutated, *runner.written})
         generators = [value for value in args if isinstance(value, torch.Generator)]
         generators += map(torch_private.default_generator, {torch.device("cpu"), device})
 
-        def states() -> list[torch.Tensor]:
-            return [generator.get_state() for generator in generators]
+        def found(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+            return [*outputs, *(inputs[i] for i in written), *(g.get_state() for g in generators)]
 
-        def named(outputs: Sequence[Any], inputs: Sequence[Any]) -> dict[str, Any]:
-            made = (f" ({name})" for name in step.made)
-            found = {f"output {n}{next(made, '')}": value for n, value in enumerate(outputs)}
-            found |= {f"input {layout.infos[i].name}, which it writes,": inputs[i] for i in written}
-            drawn = "the state of generator {} (random numbers were not drawn as without a graph)"
-            return found | {drawn.format(n): state for n, state in enumerate(states())}
-
-        def without_a_graph() -> dict[str, Any]:
+        def without_a_graph() -> list[Any]:
             values = _copied(copies, written)
             put_on_the_device(values, layout.seeds, device)
             inputs = list(values)
             for generator, state in zip(generators, before, strict=True):
                 generator.set_state(state)
             with torch.inference_mode(False), torch.no_grad():
-                return named(runner.fn(values), inputs)
+                return found(runner.fn(values), inputs)
 
-        before, copies, inputs = states(), _copied(args, [*written, *layout.pooled]), list(args)
+        before, inputs = [generator.get_state() for generator in generators], list(args)
+        copies = _copied(args, [*written, *layout.pooled])
         result = run(args)
         if result[1] is None:
             return result
         self.checked += 1
-        ours, after = named(result[0], inputs), states()
+        ours = found(result[0], inputs)
+        given = dict(enumerate(made))
+        names = [f"output {n} ({given.get(n, 'unnamed')})" for n in range(len(result[0]))]
+        names += [f"input {layout.infos[i].name}, which it writes," for i in written]
+        drawn = "the state of generator {} (random numbers were not drawn as without a graph)"
+        names += map(drawn.format, range(len(generators)))
         try:
             plain = without_a_graph()
-            if how := _difference(ours, plain):
-                if not _difference(plain, without_a_graph()):
-                    raise VerificationError(
-                        f"cgpass.verify: {place}: {how}. This is a fault of the capture: name the operator in unsafe_ops, "
-                        "and report it."
-                    )
-                why = "but runs without graphs differ among themselves, too: not verified"
-                self._warn_once(place, f"{how}, {why}")
+            different = next(filter(None, map(_difference, names, ours, plain)), None)
+            if different and any(map(_difference, names, plain, without_a_graph())):
+                self._warned(_NOISE, runner.name)
+            elif different:
+                raise VerificationError(
+                    f"cgpass.verify: {runner.name}: {different}. This is a fault of the capture: name the operator in "
+                    "unsafe_ops, and report it."
+                )
         finally:
-            for generator, state in zip(generators, after, strict=True):
+            for generator, state in zip(reversed(generators), reversed(ours), strict=False):
                 generator.set_state(state)
         return result
-
-    def _warn_once(self, place: str, why: str) -> None:
-        if place not in self._warned:
-            self._warned.add(place)
-            log.warning("cgpass.verify: %s: %s", place, why)
 
 
 def _copied(args: Sequence[Any], positions: Sequence[int]) -> list[Any]:
@@ -142,20 +134,18 @@ def _copied(args: Sequence[Any], positions: Sequence[int]) -> list[Any]:
     ]
 
 
-def _difference(ours: dict[str, Any], plain: dict[str, Any]) -> str | None:
-    """The first value that differs, and how; None if all are the same bit by bit."""
-    for name, a in ours.items():
-        b = plain[name]
-        if not isinstance(a, torch.Tensor):
-            if a is not b and a != b:
-                return f"{name} is {a!r}, and {b!r} without a graph"
-        elif not (a.is_sparse or a.is_nested or not a.numel()):
-            unequal = (_bits(a) != _bits(b)).any(dim=-1)
-            if count := int(unequal.sum()):
-                index = [int(n) for n in torch.unravel_index(unequal.nonzero()[0, 0], a.shape)]
-                kind = f"{str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
-                return f"{name} ({kind}) differs in {count} of {a.numel()} elements from what it is without a graph, first at {index}"
-    return None
+def _difference(name: str, a: Any, b: Any) -> str | None:
+    """How a value differs from what it is without a graph; None if it is the same bit by bit."""
+    if not isinstance(a, torch.Tensor):
+        return None if a is b or a == b else f"{name} is {a!r}, and {b!r} without a graph"
+    if a.is_sparse or a.is_nested or not a.numel():
+        return None
+    unequal = (_bits(a) != _bits(b)).any(dim=-1)
+    if not (count := int(unequal.sum())):
+        return None
+    first = [int(n) for n in torch.unravel_index(unequal.nonzero()[0, 0], a.shape)]
+    kind = f"{str(a.dtype).removeprefix('torch.')}{list(a.shape)}"
+    return f"{name} ({kind}) differs in {count} of {a.numel()} elements from what it is without a graph, first at {first}"
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ On CUDA pairs of events around partitions tell their times on the device, of the
 """
 
 import contextlib
+import dataclasses
 import functools
 import sys
 import time
@@ -34,7 +35,7 @@ Key = tuple[int, str]
 
 _TIMED: Final = 4096
 """Calls of partitions in one block that events are recorded around."""
-_NOTHING: Final = dict.fromkeys(telemetry.COUNTS, 0)
+_NOTHING: Final = dataclasses.asdict(telemetry.CallStats())
 _COMPARED: Final = 5
 """Calls that are timed with graphs, and without."""
 SIMULATED: Final = "cpu (simulated graphs: right in what they do, no measure of speed)"
@@ -203,9 +204,6 @@ class _Clock:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self._begin = _event()
         self._stack.callback(telemetry.listen(self._add))
-        for number, (_, runs) in telemetry.graph_runs().items():
-            for run in runs:
-                self._add(number, run)
         return self
 
     def __exit__(self, *raised: object) -> None:

@@ -237,6 +237,11 @@ class History:
         moved = [i for i, (a, b) in zip(layout.checked, pairs, strict=True) if a != b]
         if not moved:
             values = names([i for i in layout.pooled if args[i].numel()])
+            if not values:
+                return (
+                    "anew",
+                    "memory was laid out anew for a larger call; the largest first avoids it",
+                )
             return "memory", f"values of other partitions lie elsewhere: {values}"
         known = zip(layout.parameters, self._tensors, tensors, strict=False)
         others = [i for i, a, b in known if a != b]

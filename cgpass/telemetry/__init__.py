@@ -1,6 +1,7 @@
 """Counters, and the graphs that they are of: what was captured, what was not, how often. No policy."""
 
 import dataclasses
+import itertools
 import logging
 import sys
 import threading
@@ -63,16 +64,6 @@ class Tally:
     """Calls of one graph. A plain integer: the hot path adds to it."""
 
     calls: int = 0
-    before: int = 0
-    """Those before the summary began."""
-
-
-COUNTS: Final = tuple(spec.name for spec in dataclasses.fields(CallStats))
-
-
-def counts_of(stats: CallStats) -> dict[str, int]:
-    """Counts by name, as they are now."""
-    return {name: getattr(stats, name) for name in COUNTS}
 
 
 class ByHand(CallStats):
@@ -102,11 +93,11 @@ class PartitionRun:
     @property
     def reasons(self) -> tuple[Reason, ...]:
         """Why calls of it ran without a graph, or warmed up again and again."""
-        return self.call_reasons.told(counts_of(self.stats))
+        return self.call_reasons.told(dataclasses.asdict(self.stats))
 
     def now(self) -> tuple[dict[str, int], Noted]:
         """Its counts and what was noted of its calls, to compare with later."""
-        return counts_of(self.stats), self.call_reasons.noted()
+        return dataclasses.asdict(self.stats), self.call_reasons.noted()
 
 
 @dataclass(frozen=True)
@@ -130,16 +121,9 @@ class _Registry:
     """By number, oldest first, each with what runs it."""
     others: weakref.WeakKeyDictionary[Any, int] = field(default_factory=weakref.WeakKeyDictionary)
     """What runs beside compiled graphs, and its calls when the summary began."""
-    functions: int = 0
-    since: int = 0
-    """Graphs that were compiled before the summary began."""
+    since: dict[int, int] = field(default_factory=dict)
+    """Calls of graphs when the summary began, by number."""
     listeners: list[Callable[[int, GraphRun], None]] = field(default_factory=list)
-
-    def count(self, parts: Sequence[PartitionSummary], sign: int) -> None:
-        """Count partitions, or no longer. The lock is held."""
-        self.compiled.partitions_captured += sign * sum(p.captured for p in parts)
-        self.compiled.partitions_eager += sign * sum(not p.captured for p in parts)
-        self.compiled.skips += sign * sum(p.skipped for p in parts)
 
 
 _registry = _Registry()
@@ -169,11 +153,8 @@ def others() -> list[Any]:
         return [each for each, before in _registry.others.items() if each.calls > before]
 
 
-def new_function() -> int:
-    """A number for one more function that is compiled; its graphs carry it."""
-    with _registry.lock:
-        _registry.functions += 1
-        return _registry.functions - 1
+new_function: Final = itertools.count().__next__
+"""Gives a number for one more function that is compiled; its graphs carry it."""
 
 
 def add_graph(summary: GraphSummary) -> int:
@@ -182,7 +163,6 @@ def add_graph(summary: GraphSummary) -> int:
         number = _registry.compiled.graphs
         _registry.graphs[number] = summary, ()
         _registry.compiled.graphs += 1
-        _registry.count(summary.partitions, 1)
         return number
 
 
@@ -198,8 +178,11 @@ def add_run(graph: int, run: GraphRun) -> None:
 
 
 def listen(listener: Callable[[int, GraphRun], None]) -> Callable[[], None]:
-    """Have `listener` told of what runs each graph that is compiled from now on, until the result is called."""
+    """Have `listener` told of what runs each graph, now and later, until the result is called."""
     _registry.listeners.append(listener)
+    for number, (_, runs) in graph_runs().items():
+        for run in runs:
+            listener(number, run)
 
     def end() -> None:
         if listener in _registry.listeners:
@@ -211,13 +194,10 @@ def listen(listener: Callable[[int, GraphRun], None]) -> Callable[[], None]:
 def replace_partition(graph: int, part: PartitionSummary) -> None:
     """Note what the partition of this name is now."""
     with _registry.lock:
-        if graph not in _registry.graphs:
-            return
-        summary, runs = _registry.graphs[graph]
-        partitions = tuple(part if p.name == part.name else p for p in summary.partitions)
-        _registry.graphs[graph] = dataclasses.replace(summary, partitions=partitions), runs
-        _registry.count(summary.partitions, -1)
-        _registry.count(partitions, 1)
+        if graph in _registry.graphs:
+            summary, runs = _registry.graphs[graph]
+            partitions = tuple(part if p.name == part.name else p for p in summary.partitions)
+            _registry.graphs[graph] = dataclasses.replace(summary, partitions=partitions), runs
 
 
 def remove_function(function: int) -> None:
@@ -226,7 +206,6 @@ def remove_function(function: int) -> None:
         for number, (summary, _) in list(_registry.graphs.items()):
             if summary.function == function:
                 del _registry.graphs[number]
-                _registry.count(summary.partitions, -1)
 
 
 def counters() -> dict[str, int]:
@@ -236,8 +215,14 @@ def counters() -> dict[str, int]:
     as when a function is compiled again after a failed capture, or a partition tried again after `cgpass.reset()`.
     """
     with _registry.lock:
-        calls = {name: sum(getattr(s, name) for s in _registry.calls) for name in COUNTS}
-        return dataclasses.asdict(_registry.compiled) | calls
+        counts = dataclasses.asdict(_registry.compiled)
+        for spec in dataclasses.fields(CallStats):
+            counts[spec.name] = sum(getattr(stats, spec.name) for stats in _registry.calls)
+        parts = [part for graph, _ in _registry.graphs.values() for part in graph.partitions]
+    counts["partitions_captured"] = sum(part.captured for part in parts)
+    counts["partitions_eager"] = len(parts) - counts["partitions_captured"]
+    counts["skips"] += sum(part.skipped for part in parts)
+    return counts
 
 
 def graph_runs() -> dict[int, tuple[GraphSummary, tuple[GraphRun, ...]]]:
@@ -259,12 +244,9 @@ def calls_of(runs: Sequence[GraphRun]) -> int:
 def begin_summary() -> None:
     """Have summaries list only what is compiled or called from now on."""
     with _registry.lock:
-        _registry.since = _registry.compiled.graphs
+        _registry.since = {n: calls_of(runs) for n, (_, runs) in _registry.graphs.items()}
         for each in list(_registry.others):
             _registry.others[each] = each.calls
-        for _, runs in _registry.graphs.values():
-            for run in runs:
-                run.tally.before = run.tally.calls
 
 
 def summarised() -> list[tuple[GraphSummary, tuple[GraphRun, ...]]]:
@@ -272,7 +254,7 @@ def summarised() -> list[tuple[GraphSummary, tuple[GraphRun, ...]]]:
     return [
         (graph, runs)
         for number, (graph, runs) in graph_runs().items()
-        if number >= _registry.since or any(run.tally.calls > run.tally.before for run in runs)
+        if _registry.since.get(number) != calls_of(runs)
     ]
 
 

@@ -108,7 +108,8 @@ class Reason:
         """One line for messages and reports."""
         place = f" at {self.line}" if self.line else ""
         about = f"{self.op}{place}: " if self.op or place else ""
-        return f"{about.lstrip()}{self.detail} [{self.code}]; {self.fix}"
+        more = f" (and {self.count - 1} more)" if self.count > 1 else ""
+        return f"{about.lstrip()}{self.detail} [{self.code}]; {self.fix}{more}"
 
 
 _FEW: Final = 4

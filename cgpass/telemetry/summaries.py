@@ -20,8 +20,6 @@ class PartitionSummary:
     """Operators of its graph, before any are fused."""
     reasons: tuple[Reason, ...] = ()
     """Why it is not captured, one for each operator to blame."""
-    told: str = ""
-    """Said instead of the reasons, in one line."""
 
     @property
     def skipped(self) -> bool:
@@ -31,11 +29,7 @@ class PartitionSummary:
     @property
     def lines(self) -> tuple[str, ...]:
         """A line for each reason."""
-        if self.told:
-            return (self.told,)
-        found = counted(self.reasons)
-        more = (f" (and {each.count - 1} more)" * (each.count > 1) for each in found)
-        return tuple(map("{}{}".format, found, more))
+        return tuple(map(str, counted(self.reasons)))
 
 
 @dataclass(frozen=True)

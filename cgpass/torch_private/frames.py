@@ -9,8 +9,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+_forgotten: Any = None
+"""The newest note of what Dynamo forgot."""
 
-def compilations() -> list[Any]:
+
+def compilations(*, since_reset: bool = False) -> list[Any]:
     """Return what torch noted of compilations, oldest first: which function each was of, how it went, why it was needed.
 
     Backwards that are compiled when they first run are among them, without a function's name. Dynamo is not loaded for
@@ -19,15 +22,9 @@ def compilations() -> list[Any]:
     Source: torch/_dynamo/utils.py `CompilationMetrics`, `get_compilation_metrics`, 2.11 to 2.15.
     """
     utils = sys.modules.get("torch._dynamo.utils")
-    return [] if utils is None else list(utils.get_compilation_metrics())
-
-
-def frames_compiled() -> int:
-    """Functions that Dynamo was to compile since `torch.compiler.reset()`; their numbers in notes are below it.
-
-    Source: torch/_dynamo/convert_frame.py `FRAME_COUNTER`, 2.11 to 2.15.
-    """
-    return getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)
+    notes = [] if utils is None else list(utils.get_compilation_metrics())
+    old = [i for i, note in enumerate(notes) if since_reset and note is _forgotten]
+    return notes[old[0] + 1 :] if old else notes
 
 
 def note_compilations(limit: int) -> int | None:
@@ -120,11 +117,13 @@ def note_graph_breaks() -> None:
     log = getattr(kind, "log_graph_break", None)
     if kind is None or log is None or hasattr(log, "_notes_for_cgpass"):
         return
+    from torch._dynamo import eval_frame
     from torch._guards import CompileContext
 
     @functools.wraps(log)
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_for_us(self):
+        if (backend := _backend_of_ours(self)) is not None:
+            eval_frame.cached_backends.setdefault(id(backend), backend)  # as `register_backend`
             error = kwargs.get("exc", args[-1] if args else None)
             _graph_breaks.append(
                 GraphBreak(
@@ -141,19 +140,19 @@ def note_graph_breaks() -> None:
     kind.log_graph_break = noting
 
 
-def _is_for_us(translator: Any) -> bool:
-    """Tell if what is compiled goes to our backend, by whatever name.
+def _backend_of_ours(translator: Any) -> Any:
+    """Return our backend, by whatever name, if what is compiled goes to it.
 
     Source: torch/_dynamo/repro/after_dynamo.py `WrapBackendDebug`, 2.11 to 2.15.
     """
-    backend = getattr(getattr(translator, "output", None), "compiler_fn", None)
+    ours, backend = None, getattr(getattr(translator, "output", None), "compiler_fn", None)
     while backend is not None:
         name = getattr(backend, "_compiler_name", None) or getattr(backend, "__name__", None)
         if str(name).startswith("cgpass"):
-            return True
+            ours = backend
         inside = ("_torchdynamo_orig_backend", "compiler_fn", "func")
         backend = next((found for each in inside if (found := getattr(backend, each, None))), None)
-    return False
+    return ours
 
 
 def graph_breaks() -> list[GraphBreak]:
@@ -163,6 +162,8 @@ def graph_breaks() -> list[GraphBreak]:
 
 def end_notes() -> None:
     """Note that Dynamo forgets all that it compiled so far, and numbers functions anew."""
+    global _forgotten
+    _forgotten = next(reversed(compilations()), None)
     _ours.clear()
     for each in graph_breaks():
         each.over = True

@@ -314,6 +314,11 @@ def test_a_break_that_gives_up_all_of_a_function_is_named_until_a_reset():
         assert left.detail.startswith(f"{before}graph break: the host reads a tensor's value")
         assert left.fix.endswith(CALLED)
         assert f"{place} runs in eager because of {at(gives_up)}: " in joined(report)
+    for _ in range(2):  # it was wrapped long before the second
+        torch.compiler.reset()
+        assert cgpass.explain(chain, X, training=False).left_to_eager == ()
+        torch.compiler.reset()
+        call(X)
     torch.compiler.reset()
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         report = cgpass.explain(gives_up, X, training=False)

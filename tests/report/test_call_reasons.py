@@ -1,18 +1,19 @@
 """Why calls of what was captured ran without a graph: every such code is provoked, and says what to do."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 
 import cgpass
 from cgpass.report import check
-from cgpass.telemetry import counts_of
 from cgpass.telemetry.reason import NEW, OTHER_FIXES, CallReasons
 from tests.report.calls import BLAMED, CALLS
 
 
 def told(run):
-    return run.reasons.told(counts_of(run.stats))
+    return run.reasons.told(dataclasses.asdict(run.stats))
 
 
 ALONE = {"capture", "out_of_memory", "passing"}

@@ -14,7 +14,7 @@ import cgpass
 from cgpass import telemetry
 from cgpass.errors import InputError, OptionError
 from cgpass.report import watch
-from cgpass.report.report import Report
+from cgpass.report.report import Report, html
 from tests.usage.programs import counted
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
@@ -182,6 +182,28 @@ def test_watching_adds_nothing_to_a_step():
     with cgpass.explain():
         assert all(each._steps is steps for each, steps in zip(executors, before, strict=True))
     assert all(each._steps is steps for each, steps in zip(executors, before, strict=True))
+
+
+def test_compilations_that_are_alike_are_told_of_once():
+    call = torch.compile(split, backend="cgpass", dynamic=False)
+    with cgpass.explain() as report:
+        for rows in (2, 3, 4):
+            call(torch.ones(rows, 8))
+    text = " ".join(str(report).split())
+    assert text.count(" in split, compiled 3 times, each time like this inference: 1 call") == 1
+    assert text.count("inference: ") == html(report).count("<h3>") == 1
+
+
+def test_recordings_that_a_larger_call_had_made_anew_say_so():
+    call = torch.compile(split, backend="cgpass", dynamic=True)
+    with cgpass.explain() as report:
+        for rows in (2, 4, 2, 4, 2):
+            call(torch.ones(rows, 8))
+    notes = [note for part in report.partitions for note in part.recordings]
+    assert {note.cause for note in notes} == {"first", "shape", "anew"}
+    assert "memory was laid out anew for a larger call; the largest first avoids it" in {
+        note.detail for note in notes
+    }
 
 
 # ---- calls that explain makes

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cgpass import __main__ as command
 from cgpass.errors import ReportError
 from cgpass.report.report import SCHEMA, Report, diff, html
-from cgpass.report.text import NOTHING, findings, headline, milliseconds, share, size
+from cgpass.report.text import NOTHING, findings, headline, milliseconds, share, size, what
 from cgpass.telemetry.reason import Reason
 from tests.report.samples import READ, sample
 
@@ -124,8 +124,8 @@ def test_what_is_to_be_left_comes_last_and_what_is_alike_is_counted():
         left_to_eager=(),
     )
     found = findings(report)
-    assert (found[0].where, found[0].times) == ("a.py:2 in f", " (3 times)")
-    assert found[-1].what == "the backward is called"
+    assert (found[0].line, found[0].count) == ("a.py:2 in f", 3)
+    assert found[-1].detail == "the backward is called"
 
 
 def test_without_a_device_the_share_is_of_operators():
@@ -228,7 +228,7 @@ def test_it_says_what_the_text_says():
     report = sample()
     found = " ".join(page(report).text.split())
     for each in findings(report):
-        for words in (each.where, each.what, each.fix, each.code):
+        for words in (each.line, what(each), each.fix):
             assert " ".join(words.split()) in found
     for words in (headline(report), "NVIDIA H200", "2026-01-01 12:00", "train.py", "Model.forward"):
         assert words in found
