@@ -387,6 +387,7 @@ PyObject* copy_out(PyObject* const* args) {
       num_bytes += has_gaps ? size : source.numel();
       if (has_gaps) {
         laid_on(tensor, copy).copy_(tensor.detach());
+        copy.version = c10::VariableVersion(0);  // it counted this
       } else {
         sources.push_back(std::move(source));
         targets.push_back(copy.bytes);
