@@ -3,6 +3,7 @@
 
 #define AT_PER_OPERATOR_HEADERS  // half the time to compile
 #include <ATen/EmptyTensor.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/_foreach_copy_ops.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
@@ -338,36 +339,69 @@ PyObject* aliases(PyObject* const* args) {
 }
 
 // copy_out(results, positions): put copies of strided tensors in their place in a list, on the current stream; returns the
-// bytes copied. Lifetime: the copies are the caller's; what was one tensor, or shared memory, does so again.
+// bytes copied. Lifetime: the copies are the caller's; what was one tensor, or shared memory, does so again. Of a storage
+// that is what its tensors span, and of one with gaps its elements alone. Strides stay, and addresses modulo 64: the bits of
+// what operators compute of them may depend on both.
 PyObject* copy_out(PyObject* const* args) {
   const Items results(args[0]), positions(args[1]);
   struct Copy {
+    const at::Tensor* of = nullptr;
+    bool is_of_one = true;
+    int64_t begin = INT64_MAX, end = 0;
     at::Tensor bytes;
-    c10::VariableVersion version;
+    c10::VariableVersion version = c10::VariableVersion(0);
   };
   ska::flat_hash_map<const void*, Copy> copies;
-  std::vector<at::Tensor> sources, targets;
-  Py_ssize_t num_bytes = 0;
   for (Py_ssize_t k = 0; k < positions.size; ++k) {
-    const c10::Storage& storage = results.tensor(positions.number(k)).storage();
-    Copy& copy = copies[storage.unsafeGetStorageImpl()];
-    if (copy.bytes.defined()) continue;
-    sources.push_back(bytes_on(storage));
-    targets.push_back(at::empty_like(sources.back()));
-    copy = {targets.back(), c10::VariableVersion(0)};
-    num_bytes += static_cast<Py_ssize_t>(storage.nbytes());
+    const at::Tensor& tensor = results.tensor(positions.number(k));
+    Copy& copy = copies[tensor.storage().unsafeGetStorageImpl()];
+    copy.is_of_one = copy.of == nullptr || (copy.is_of_one && copy.of->is_same(tensor));
+    copy.of = &tensor;
+    if (tensor.numel() == 0) continue;
+    const int64_t offset = tensor.storage_offset(), size = static_cast<int64_t>(tensor.itemsize());
+    const size_t end = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), size, offset);
+    copy.begin = std::min(copy.begin, offset * size);
+    copy.end = std::max(copy.end, static_cast<int64_t>(end));
   }
-  if (!sources.empty()) at::_ops::_foreach_copy_::call(targets, sources, false);
+  const auto laid_on = [](const at::Tensor& tensor, const Copy& copy) {
+    auto alias = tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(copy.version, true);
+    alias->set_storage_keep_dtype(copy.bytes.storage());
+    const int64_t begin = copy.begin / static_cast<int64_t>(tensor.itemsize());
+    alias->set_storage_offset(tensor.numel() == 0 ? 0 : tensor.storage_offset() - begin);
+    return at::Tensor(std::move(alias));
+  };
+  std::vector<at::Tensor> sources, targets;
+  int64_t num_bytes = 0;
+  {
+    const py::gil_scoped_release no_gil;
+    for (auto& [_, copy] : copies) {
+      const at::Tensor& tensor = *copy.of;
+      const int64_t size = static_cast<int64_t>(tensor.nbytes()), span = copy.end - copy.begin;
+      const bool has_gaps = copy.is_of_one && size < span && !tensor.is_conj() && !tensor.is_neg() &&
+          !tensor.is_quantized() && at::has_internal_overlap(tensor) != at::MemOverlap::Yes;
+      copy.begin = std::min(copy.begin, copy.end) / 64 * 64;
+      at::Tensor source = bytes_on(tensor.storage());
+      source.unsafeGetTensorImpl()->set_sizes_contiguous({copy.end - copy.begin});
+      source.unsafeGetTensorImpl()->set_storage_offset(copy.begin);
+      copy.bytes = at::empty_like(source);
+      num_bytes += has_gaps ? size : source.numel();
+      if (has_gaps) {
+        laid_on(tensor, copy).copy_(tensor.detach());
+        copy.version = c10::VariableVersion(0);  // it counted this
+      } else {
+        sources.push_back(std::move(source));
+        targets.push_back(copy.bytes);
+      }
+    }
+    if (!sources.empty()) at::_ops::_foreach_copy_::call(targets, sources, false);
+  }
   ska::flat_hash_map<PyObject*, PyObject*> twins;
   Owned made_of(list_of(positions.size, [&](Py_ssize_t k) {
     PyObject* original = results[positions.number(k)];
     PyObject*& twin = twins[original];
     if (twin != nullptr) return Py_NewRef(twin);
     const at::Tensor& tensor = tensor_of(original);
-    const Copy& copy = copies[tensor.storage().unsafeGetStorageImpl()];
-    auto alias = tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(copy.version, true);
-    alias->set_storage_keep_dtype(copy.bytes.storage());
-    return twin = THPVariable_Wrap(at::Tensor(std::move(alias)));
+    return twin = THPVariable_Wrap(laid_on(tensor, copies[tensor.storage().unsafeGetStorageImpl()]));
   }));
   for (Py_ssize_t k = 0; k < positions.size; ++k) {
     PyObject* copy = Py_NewRef(PyList_GET_ITEM(made_of.get(), k));
@@ -571,8 +605,9 @@ void add_to_leaves(Node& node, variable_list& gradients) {
   const auto stream = node.stream();  // none for a CPU
   const auto has_place = [&](const Edge& edge, const at::Tensor& gradient) {
     auto* leaf_node = dynamic_cast<AccumulateGrad*>(edge.function.get());
-    if (leaf_node == nullptr || edge.function.use_count() != 1 || is_watched(leaf_node->variable)) return false;
+    if (leaf_node == nullptr || edge.function.use_count() != 1) return false;
     const at::Tensor &leaf = leaf_node->variable, &before = leaf.grad();
+    if (!leaf.requires_grad() || is_watched(leaf)) return false;  // hooks see what is then dropped
     const auto& expected = leaf_node->input_metadata(0);
     return is_dense(gradient) && (!before.defined() || is_dense(before)) && gradient.sizes() == leaf.sizes() &&
         gradient.device() == leaf.device() && gradient.scalar_type() == leaf.scalar_type() &&

@@ -116,6 +116,7 @@ def test_signals_in_the_middle_of_calls(name, monkeypatch):
 
 def outcome(name):
     """A program and a session with graphs that has run it, and its values without."""
+    torch.compiler.reset()  # whatever earlier tests compiled or gave up
     sessions = [Session(driver) for driver in ("none", "simulated")]
     for session in sessions:
         values_of(session, PROGRAMS[name])

@@ -216,11 +216,14 @@ def test_parameters_may_be_swapped_while_a_result_is_held(way):
 
 def test_parameters_that_are_frozen_before_the_backward(way):
     session, plain, module, call = made(way)
-    x = session.randn(4, 8)
+    x, seen = session.randn(4, 8), []
     for fn, each in ((plain, plain), (call, module)):
-        loss = fn(x).square().sum()
         frozen, *others = each.parameters()
+        hook = frozen.register_hook(seen.append)
+        loss = fn(x).square().sum()
         frozen.requires_grad_(False)
         loss.backward()
+        hook.remove()
         assert frozen.grad is None
         assert all(p.grad is not None for p in others)
+    torch.testing.assert_close(*seen)
