@@ -1,5 +1,6 @@
 """What sees or changes the operators that a thread calls: modes, fake tensors', too, transforms, autograd, autocast."""
 
+import concurrent.futures
 import contextlib
 import functools
 import sys
@@ -33,21 +34,12 @@ def without_modes() -> Iterator[None]:
 
 
 def _dispatch_keys() -> tuple[Any, Any]:
-    return (
-        torch._C._dispatch_tls_local_include_set(),
-        torch._C._dispatch_tls_local_exclude_set(),
-    )
+    keys = torch._C
+    return keys._dispatch_tls_local_include_set(), keys._dispatch_tls_local_exclude_set()
 
 
-def _in_a_thread(fn: Callable[[], Any]) -> Any:
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(fn()))
-    thread.start()
-    thread.join()
-    return found[0]
-
-
-_KEYS_OF_A_THREAD = _in_a_thread(_dispatch_keys)
+with concurrent.futures.ThreadPoolExecutor(1) as _threads:
+    _KEYS_OF_A_THREAD = _threads.submit(_dispatch_keys).result()
 """Dispatch keys that a thread starts with: whoever imports this may have others. Fake tensors' kernels run with the
 meta device's (torch/_subclasses/fake_tensor.py `in_kernel_invocation_manager`, 2.11 to 2.15)."""
 
