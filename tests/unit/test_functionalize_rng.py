@@ -12,6 +12,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from cgpass.compile.facts.partition_tag import get_tag
 from cgpass.compile.facts.rng_pairs import PAIR, pair_random_ops, require_drawn_once
 from cgpass.compile.facts.text import graph_text
 from cgpass.compile.passes import rng_passes
@@ -143,17 +144,9 @@ def test_a_pair_in_an_eager_partition_keeps_its_state():
     forward, *_ = rewritten(checkpointed(lambda x: (x.sin() * torch.rand_like(x)).sin()), (4,))
     cut = Partition(unsafe_ops=frozenset(["aten::rand_like"]), min_partition_ops=1)
     run_passes([cut], forward, PassContext(CUDA, "graph", "forward"))
-    assert_expected_inline(
-        graph_text(forward),
-        """\
-primals_1: float32[4]@cuda = placeholder
-fwd_rng_state_0: Generator = placeholder
-graphsafe_run_with_rng_state: float32[4]@cuda = graphsafe_run_with_rng_state(aten.rand_like.default, primals_1, pin_memory=False, rng_state=fwd_rng_state_0)  # eager_0
-sin: float32[4]@cuda = aten.sin.default(primals_1)  # captured_1
-mul: float32[4]@cuda = aten.mul.Tensor(sin, graphsafe_run_with_rng_state)  # captured_1
-sin_1: float32[4]@cuda = aten.sin.default(mul)  # captured_1
-return (sin_1, primals_1)""",
-    )
+    (drawn,) = (node for node in forward.graph.nodes if "rng_state" in node.kwargs)
+    assert drawn.kwargs["rng_state"].name == "fwd_rng_state_0"
+    assert str(get_tag(drawn)) == "eager_0"
 
 
 def saves_noise(ctx, op, *args, **kwargs):

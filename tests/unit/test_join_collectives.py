@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from torch import fx
 
 import cgpass
 from cgpass import torch_private
@@ -107,8 +106,9 @@ def test_a_result_that_nobody_reads_is_joined_too():
     assert all(any(u.target is torch_private.wait_tensor() for u in r.users) for r in results)
 
 
-def test_nothing_is_done_twice():
-    gm = joined(waited_elsewhere, (4,))
+@pytest.mark.parametrize("fn", [waited_elsewhere, lambda x: x.sin().tanh().cos()])
+def test_nothing_is_done_twice_or_without_collectives(fn):
+    gm = joined(fn, (4,))
     before = graph_text(gm)
     result = run_passes((JoinCollectives(),), gm, PassContext(CUDA, "graph", "forward"))
     assert not result.modified
@@ -129,16 +129,6 @@ def test_simulated_recordings_communicate_with_nobody_and_refuse_what_they_do_no
         graph, (out,) = driver.record(waits, [x], opaque=opaque)  # nobody is there to reduce with
         assert out.shape == x.shape
         graph.reset()
-
-
-def test_graphs_of_no_collectives_are_left_alone():
-    gm = fake_cuda_graph(lambda x: x.sin().tanh().cos(), (4,))
-    assert isinstance(gm, fx.GraphModule)
-    tagged = run_passes(
-        (Partition(frozenset({"aten::tanh"}), 1),), gm, PassContext(CUDA, "graph", "forward")
-    ).gm
-    result = run_passes((JoinCollectives(),), tagged, PassContext(CUDA, "graph", "forward"))
-    assert not result.modified
 
 
 @pytest.fixture

@@ -93,11 +93,6 @@ def test_twice_is_once_and_the_tagged_graph_stays():
     assert graph_text(twice.gm) == text
 
 
-def test_graph_without_partitions_is_left_alone():
-    gm = fake_cuda_graph(lambda x: x, (4,))
-    assert outline(gm) is gm
-
-
 def test_untagged_graph_is_refused():
     gm = fake_cuda_graph(two_eager, (4,))
     with pytest.raises(PassError, match=r"node 'exp' \(aten.exp.default\) belongs to no partition"):
@@ -157,59 +152,13 @@ def dynamic_sizes(x, w):
 def test_symbols_reach_submodules():
     gm = on_cpu(dynamic_sizes, torch.ones(6, 4), torch.ones(12), mode="symbolic")
     outlined = outline(gm, CPU)
-    assert_expected_inline(
-        graph_text(outlined),
-        """\
-x_1: float32[s0, 4]@cpu = placeholder
-w_1: float32[2*s0]@cpu = placeholder
-sym_size_int: SymInt(s0) = aten.sym_size.int(x_1, 0)
-captured_0: (float32[4*s0]@cpu, float32[4*s0]@cpu, float32[]@cpu) = captured_0(x_1, w_1, sym_size_int)  # captured_0
-mul_1: float32[4*s0]@cpu = getitem(captured_0, 0)
-add_1: float32[4*s0]@cpu = getitem(captured_0, 1)
-mul_5: float32[]@cpu = getitem(captured_0, 2)
-eager_1: (float32[u0, 1]@cpu) = eager_1(mul_1, sym_size_int)  # eager_1
-mul_3: float32[u0, 1]@cpu = getitem(eager_1, 0)
-mul_6: SymInt(2*s0) = mul(sym_size_int, 2)
-return (add_1, mul_3, mul_5, mul_6)
-captured_0:
-    x_1: float32[s0, 4]@cpu = placeholder
-    w_1: float32[2*s0]@cpu = placeholder
-    sym_size_int: SymInt(s0) = placeholder
-    mul: SymInt(4*s0) = mul(sym_size_int, 4)
-    view: float32[4*s0]@cpu = aten.view.default(x_1, [mul])
-    mul_1: float32[4*s0]@cpu = aten.mul.Tensor(view, sym_size_int)
-    mul_2: SymInt(2*s0) = mul(sym_size_int, 2)
-    ones: float32[2*s0]@cpu = aten.ones.default([mul_2], device=cpu, pin_memory=False)
-    add: float32[2*s0]@cpu = aten.add.Tensor(ones, w_1)
-    add_1: float32[4*s0]@cpu = aten.add.Tensor(mul_1, 1)
-    sum_1: float32[]@cpu = aten.sum.default(add)
-    mul_4: SymInt(2*s0) = mul(sym_size_int, 2)
-    mul_5: float32[]@cpu = aten.mul.Tensor(sum_1, mul_4)
-    return (mul_1, add_1, mul_5)
-eager_1:
-    mul_1: float32[4*s0]@cpu = placeholder
-    sym_size_int: SymInt(s0) = placeholder
-    nonzero: int64[u0, 1]@cpu = aten.nonzero.default(mul_1)
-    _to_copy: float32[u0, 1]@cpu = aten._to_copy.default(nonzero, dtype=float32)
-    mul_3: float32[u0, 1]@cpu = aten.mul.Tensor(_to_copy, 3)
-    return (mul_3,)""",
-    )
+    assert inputs(outlined.captured_0) == ["x_1", "w_1", "sym_size_int"]
+    assert inputs(outlined.eager_1) == ["mul_1", "sym_size_int"]
+    assert not list(outlined.children())[2:]
     x, w = torch.randn(5, 4), torch.randn(10)
     expected, found = gm(x, w), outlined(x, w)
     assert all(torch.equal(a, b) for a, b in zip(expected[:3], found[:3], strict=True))
     assert found[3] == expected[3] == 10
-
-
-def test_number_read_from_a_tensor_goes_from_submodule_to_submodule():
-    def scale_by_sum(x):
-        n = x.sum().item()
-        return (x + 1) * (n * 2)
-
-    gm = on_cpu(scale_by_sum, torch.ones(3), mode="symbolic")
-    outlined = outline(gm, CPU)
-    x = torch.randn(3)
-    assert torch.equal(outlined(x), gm(x))
-    assert len(list(outlined.children())) == 2
 
 
 # ---- random graphs

@@ -79,6 +79,12 @@ def text(gm):
     return "\n".join(lines)
 
 
+def of_collectives(gm):
+    """Partition and name of each collective, in order."""
+    found = filter(values.is_collective, gm.graph.nodes)
+    return [f"{get_tag(node)}: {node.target._opname}" for node in found]
+
+
 def tensor_parallel(mesh):
     def fn(x, up, down):
         x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
@@ -127,38 +133,13 @@ captured_2: all_reduce_1 [2, 4] = (mm_2, sum, 0)
 captured_2: wait_tensor_1 [2, 4] = (all_reduce_1)
 return wait_tensor_1, input_1, relu_1, input_3, input_2""",
     )
-    assert_expected_inline(
-        text(backward),
-        """\
-captured_0: t_1 [4, 2] = (input_5)
-captured_0: mm_1 [4, 8] = (t_1, input_2)
-captured_0: mm_2 [2, 8] = (input_5, input_3)
-captured_0: threshold_backward_1 [2, 8] = (mm_2, input_2, 0)
-captured_0: t_2 [8, 2] = (threshold_backward_1)
-captured_0: mm_3 [8, 4] = (t_2, input_1)
-captured_0: mm_4 [2, 4] = (threshold_backward_1, input_4)
-captured_0: all_reduce_1 [2, 4] = (mm_4, sum, 0)
-captured_0: wait_tensor_1 [2, 4] = (all_reduce_1)
-return wait_tensor_1, mm_3, mm_1""",
-    )
+    assert of_collectives(backward) == ["captured_0: all_reduce", "captured_0: wait_tensor"]
 
 
 def test_sharded_parameters_are_gathered_and_gradients_scattered_in_the_graphs(mesh):
     forward, backward = partitioned(*sharded(mesh))
-    assert_expected_inline(
-        text(forward),
-        """\
-captured_0: all_gather_into_tensor_1 [8, 4] = (input_1, 2, 0)
-captured_0: wait_tensor_1 [8, 4] = (all_gather_into_tensor_1)
-captured_0: t_1 [4, 8] = (wait_tensor_1)
-captured_0: mm_1 [2, 8] = (input_2, t_1)
-captured_0: relu_1 [2, 8] = (mm_1)
-captured_0: all_gather_into_tensor_2 [4, 8] = (input_3, 2, 0)
-captured_0: wait_tensor_2 [4, 8] = (all_gather_into_tensor_2)
-captured_0: t_2 [8, 4] = (wait_tensor_2)
-captured_0: mm_2 [2, 4] = (relu_1, t_2)
-return mm_2, input_2, relu_1, wait_tensor_2, wait_tensor_1""",
-    )
+    gathers = ["captured_0: all_gather_into_tensor", "captured_0: wait_tensor"]
+    assert of_collectives(forward) == [*gathers, *gathers]
     assert_expected_inline(
         text(backward),
         """\
@@ -195,56 +176,13 @@ def sharded_otherwise(mesh):
 
 def test_one_sharded_dimension_is_exchanged_for_another_in_the_graphs(mesh):
     forward, backward = partitioned(*sharded_otherwise(mesh))
-    assert_expected_inline(
-        text(forward),
-        """\
-captured_0: relu_1 [4, 8] = (input_1)
-captured_0: shard_dim_alltoall_1 [8, 4] = (relu_1, 0, 1, 0)
-captured_0: t_1 [4, 3] = (input_2)
-captured_0: mm_1 [8, 3] = (shard_dim_alltoall_1, t_1)
-return mm_1, shard_dim_alltoall_1, input_2, relu_1""",
-    )
-    assert_expected_inline(
-        text(backward),
-        """\
-captured_0: t_1 [3, 8] = (input_4)
-captured_0: mm_1 [3, 4] = (t_1, input_1)
-captured_0: mm_2 [8, 4] = (input_4, input_2)
-captured_0: shard_dim_alltoall_1 [4, 8] = (mm_2, 1, 0, 0)
-captured_0: threshold_backward_1 [4, 8] = (shard_dim_alltoall_1, input_3, 0)
-return threshold_backward_1, mm_1""",
-    )
+    assert of_collectives(forward) == of_collectives(backward)
+    assert of_collectives(backward) == ["captured_0: shard_dim_alltoall"]
     forward, _ = partitioned(*sharded_otherwise(mesh), collectives=False)
-    exchange = next(n for n in forward.graph.nodes if "shard_dim_alltoall" in str(n.target))
-    assert values.is_collective(exchange)
-    assert str(get_tag(exchange)) == "eager_1"
+    assert of_collectives(forward) == ["eager_1: shard_dim_alltoall"]
 
 
 def test_collectives_that_may_not_be_captured_lie_between(mesh):
     forward, backward = partitioned(*tensor_parallel(mesh), collectives=False)
-    assert_expected_inline(
-        text(forward),
-        """\
-captured_0: t_1 [4, 8] = (input_2)
-captured_0: mm_1 [2, 8] = (input_1, t_1)
-captured_0: relu_1 [2, 8] = (mm_1)
-captured_0: t_2 [8, 4] = (input_3)
-captured_0: mm_2 [2, 4] = (relu_1, t_2)
-eager_1: all_reduce_1 [2, 4] = (mm_2, sum, 0)
-eager_1: wait_tensor_1 [2, 4] = (all_reduce_1)
-return wait_tensor_1, input_1, relu_1, input_3, input_2""",
-    )
-    assert_expected_inline(
-        text(backward),
-        """\
-captured_0: t_1 [4, 2] = (input_5)
-captured_0: mm_1 [4, 8] = (t_1, input_2)
-captured_0: mm_2 [2, 8] = (input_5, input_3)
-captured_0: threshold_backward_1 [2, 8] = (mm_2, input_2, 0)
-captured_0: t_2 [8, 2] = (threshold_backward_1)
-captured_0: mm_3 [8, 4] = (t_2, input_1)
-captured_0: mm_4 [2, 4] = (threshold_backward_1, input_4)
-eager_1: all_reduce_1 [2, 4] = (mm_4, sum, 0)
-eager_1: wait_tensor_1 [2, 4] = (all_reduce_1)
-return wait_tensor_1, mm_3, mm_1""",
-    )
+    assert of_collectives(forward) == ["eager_1: all_reduce", "eager_1: wait_tensor"]
+    assert of_collectives(backward) == ["eager_1: all_reduce", "eager_1: wait_tensor"]
