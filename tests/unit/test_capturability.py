@@ -88,96 +88,61 @@ def sparse():
         return torch.ones(3).to_sparse()
 
 
-# By code: what provokes it, the operator to blame, and the line where `placed` has it be written.
 PROVOKED = {
-    "unsafe_ops": (
-        lambda: reasons(torch.sin, (3,), unsafe_ops=frozenset({"aten::sin"})),
-        "aten.sin.default",
-        41,
-    ),
-    "failed_capture": (lambda: [why(proven("failed_capture"))], "aten.sin.default", 42),
-    "python_call": (lambda: [why(by_hand(sorted, "x"))], "sorted", 42),
-    "opaque_autograd": (
-        lambda: reasons(hidden_op(formula_that_reads._opoverload), (3,)),
-        "cgpass_tests.formula_that_reads.default",
-        41,
-    ),
-    "cudagraph_unsafe": (lambda: reasons(tagged, (3,)), "cgpass_tests.tagged.default", 41),
-    "host_read": (
-        lambda: reasons(lambda x: x.sum().item(), (3,)),
-        "aten._local_scalar_dense.default",
-        42,
-    ),
-    "dynamic_shape": (lambda: reasons(torch.nonzero, (3,)), "aten.nonzero.default", 41),
-    "host_state": (
-        lambda: [why(by_hand(aten.resize_.default, "x", [2]))],
-        "aten.resize_.default",
-        42,
-    ),
-    "host_sync": (lambda: reasons(lambda x: torch.histc(x, 4), (3,)), "aten.histc.default", 41),
-    "side_effect": (
-        lambda: [why(with_effects(plain._opoverload))],
-        "with_effects(cgpass_tests.plain.default)",
-        42,
-    ),
-    "effect_token": (
-        lambda: [why(by_hand(torch.ops.prims._make_token.default, value=token()))],
-        "prims._make_token.default",
-        42,
-    ),
-    "bool_index": (lambda: reasons(lambda x: x[x > 0], (3,)), "aten.index.Tensor", 42),
-    "control_flow": (lambda: [why(by_hand(hops.cond, "x"))], "cond", 42),
-    "higher_order_op": (
-        lambda: [why(by_hand(hops.run_and_save_rng_state, aten.rand_like.default, "x"))],
-        "run_and_save_rng_state",
-        42,
-    ),
-    "nested_graph": (
-        lambda: [why(by_hand(hops.invoke_subgraph, "body", "name", "x", body=reading_body()))],
-        "invoke_subgraph",
-        42,
-    ),
-    "other_device": (
-        lambda: reasons(torch.sin, Spec((3,), device="cuda:1")),
-        "aten.sin.default",
-        41,
-    ),
-    "cpu_number": (lambda: reasons(torch.sin, cpu()), "aten.sin.default", 41),
-    "cpu_tensor": (lambda: reasons(torch.sin, cpu(3)), "aten.sin.default", 41),
-    "device_to_host": (lambda: reasons(lambda x: x.cpu(), (3,)), "aten._to_copy.default", 41),
-    "host_to_device": (lambda: reasons(lambda x: x.to(CUDA), cpu(3)), "aten._to_copy.default", 41),
-    "lifted": (lambda: [why(lifted_copy())], "aten._to_copy.default", 42),
-    "cpu_scalar": (lambda: reasons(torch.mul, (3,), cpu()), "aten.mul.Tensor", 41),
-    "layout": (
-        lambda: [
-            why_not_capturable(by_hand(aten.add.Tensor, 1, 2, value=sparse()), torch.device("cpu"))
-        ],
-        "aten.add.Tensor",
-        42,
-    ),
-    "unbacked_size": (lambda: reasons(lambda x: x.nonzero() + 1, (3,))[1:], "aten.add.Tensor", 42),
-    "host_scalar": (lambda: reasons(lambda x: x * x.sum().item(), (3,))[1:], "aten.mul.Tensor", 43),
-    "host_only": (
-        lambda: [why(by_hand(aten.sym_constrain_range.default, 3, value=()))],
-        "aten.sym_constrain_range.default",
-        42,
-    ),
-    "expandable_segments": (
-        lambda: [
-            why_not_capturable(
-                by_hand(torch.ops._c10d_functional.all_reduce.default, "x", "sum", "0"),
-                CUDA,
-                collectives=False,
-            )
-        ],
-        "_c10d_functional.all_reduce.default",
-        42,
-    ),
-    "torch_unsafe": (
-        lambda: [why(by_hand(aten._fused_moving_avg_obs_fq_helper_functional.default, "x"))],
-        "aten._fused_moving_avg_obs_fq_helper_functional.default",
-        42,
-    ),
+    "unsafe_ops": lambda: reasons(torch.sin, (3,), unsafe_ops=frozenset({"aten::sin"})),
+    "failed_capture": lambda: [why(proven("failed_capture"))],
+    "python_call": lambda: [why(by_hand(sorted, "x"))],
+    "opaque_autograd": lambda: reasons(hidden_op(formula_that_reads._opoverload), (3,)),
+    "cudagraph_unsafe": lambda: reasons(tagged, (3,)),
+    "host_read": lambda: reasons(lambda x: x.sum().item(), (3,)),
+    "dynamic_shape": lambda: reasons(torch.nonzero, (3,)),
+    "host_state": lambda: [why(by_hand(aten.resize_.default, "x", [2]))],
+    "host_sync": lambda: reasons(lambda x: torch.histc(x, 4), (3,)),
+    "side_effect": lambda: [why(with_effects(plain._opoverload))],
+    "effect_token": lambda: [why(by_hand(torch.ops.prims._make_token.default, value=token()))],
+    "bool_index": lambda: reasons(lambda x: x[x > 0], (3,)),
+    "control_flow": lambda: [why(by_hand(hops.cond, "x"))],
+    "higher_order_op": lambda: [
+        why(by_hand(hops.run_and_save_rng_state, aten.rand_like.default, "x"))
+    ],
+    "nested_graph": lambda: [
+        why(by_hand(hops.invoke_subgraph, "body", "name", "x", body=reading_body()))
+    ],
+    "other_device": lambda: reasons(torch.sin, Spec((3,), device="cuda:1")),
+    "cpu_number": lambda: reasons(torch.sin, cpu()),
+    "cpu_tensor": lambda: reasons(torch.sin, cpu(3)),
+    "device_to_host": lambda: reasons(lambda x: x.cpu(), (3,)),
+    "host_to_device": lambda: reasons(lambda x: x.to(CUDA), cpu(3)),
+    "lifted": lambda: [why(lifted_copy())],
+    "cpu_scalar": lambda: reasons(torch.mul, (3,), cpu()),
+    "layout": lambda: [
+        why_not_capturable(by_hand(aten.add.Tensor, 1, 2, value=sparse()), torch.device("cpu"))
+    ],
+    "unbacked_size": lambda: reasons(lambda x: x.nonzero() + 1, (3,))[1:],
+    "host_scalar": lambda: reasons(lambda x: x * x.sum().item(), (3,))[1:],
+    "host_only": lambda: [why(by_hand(aten.sym_constrain_range.default, 3, value=()))],
+    "expandable_segments": lambda: [
+        why_not_capturable(
+            by_hand(torch.ops._c10d_functional.all_reduce.default, "x", "sum", "0"),
+            CUDA,
+            collectives=False,
+        )
+    ],
+    "torch_unsafe": lambda: [
+        why(by_hand(aten._fused_moving_avg_obs_fq_helper_functional.default, "x"))
+    ],
+}
+
+
+# By code: the operator to blame, and the line where `placed` has it be written; some of each kind.
+BLAMED = {
+    "failed_capture": ("aten.sin.default", 42),
+    "opaque_autograd": ("cgpass_tests.formula_that_reads.default", 41),
+    "host_read": ("aten._local_scalar_dense.default", 42),
+    "side_effect": ("with_effects(cgpass_tests.plain.default)", 42),
+    "nested_graph": ("invoke_subgraph", 42),
+    "unbacked_size": ("aten.add.Tensor", 42),
+    "host_scalar": ("aten.mul.Tensor", 43),
 }
 
 
@@ -212,15 +177,16 @@ def test_every_reason_is_provoked_and_has_a_fix():
 
 @pytest.mark.parametrize("code", PROVOKED)
 def test_a_node_is_refused_with_its_reason(code):
-    provoke, op, line = PROVOKED[code]
-    found = provoke()
+    found = PROVOKED[code]()
     assert [reason.code for reason in found] == [code]
     (reason,) = found
-    assert (reason.op, reason.line) == (op, written_at(line))
+    op, line = BLAMED.get(code, (reason.op, None))
+    assert reason.op == op
+    assert line is None or reason.line == written_at(line)
     own = {"dynamic_shape": "nonzero", "host_sync": "histc"}
     fix = op_tables.OPERATOR_FIXES[own[code]] if code in own else op_tables.FIXES[code]
     assert reason.fix == fix
-    assert str(reason).startswith(f"{op} at {written_at(line)}: {reason.detail} [{code}]; ")
+    assert str(reason).startswith(f"{op} at {reason.line}: {reason.detail} [{code}]; ")
     assert "\n" not in str(reason)
 
 
