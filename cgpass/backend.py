@@ -82,7 +82,7 @@ def cgpass(
     check_names(parsed)
     if parsed.driver != "none" and (parsed.driver != "auto" or torch.cuda.is_available()):
         native.loader.start(parsed.progress)
-    return Compilation(parsed).compile(gm, example_inputs)
+    return Compilation(parsed, gm).compile(gm, example_inputs)
 
 
 def reset() -> None:
@@ -118,19 +118,21 @@ class Compilation:
     The callables it makes keep it, and with it the owner of their recordings, alive.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, gm: fx.GraphModule) -> None:
         self.options = options
         self._owner: Owner | None = None
         self._num_fwd_outputs = 0
-        self._names: dict[int, str] = {}
+        self._names = dict(enumerate(torch_private.input_names(gm)))
         self._saved: dict[str, InputKind] = {}
         self._parameters: frozenset[int] = frozenset()
         """Inputs of the forward that are parameters or buffers, and outputs of the backward that are their gradients."""
-        self._source = tracing.NOWHERE
+        self._source = tracing.Source(begins_at(gm), torch_private.current_trace_id())
         self._function = telemetry.new_function()
         self._failed = FailedOperators(self._function)
-        self._graph_break: Reason | None = None
-        self._skips = Skips(options)
+        self._graph_break = graph_break_of(gm)
+        self._skips = Skips(
+            options, self._source, self._function, self._graph_break, self._failed.told
+        )
         self._training = TrainingCall()
         self._cache = GraphCache(self._inductor_compile)
 
@@ -138,13 +140,6 @@ class Compilation:
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Hand the graph to AOTAutograd with our split and our compilers."""
-        self._names = dict(enumerate(torch_private.input_names(gm)))
-        self._source = tracing.Source(begins_at(gm), torch_private.current_trace_id())
-        self._graph_break = graph_break_of(gm)
-        self._training = TrainingCall()
-        self._skips = Skips(
-            self.options, self._source, self._function, self._graph_break, self._failed.told
-        )
         # Its device is found after AOTAutograd only; no pass of this stage asks for it.
         context = PassContext(device=torch.device("meta"), stage="dynamo", direction="joint")
         gm = run_passes(dynamo_passes(), gm, context).gm

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal
 
@@ -208,11 +208,16 @@ def _warn_of(unknown: str) -> None:
 
 
 def _from_text(variable: str, name: str, text: str) -> Any:
-    read = _READERS.get(name, int if "at_least" in _SPECS[name].metadata else str)
+    value: Any = text.strip()
     try:
-        value = read(text.strip())
+        if "at_least" in _SPECS[name].metadata:
+            value = int(value)
+        elif name == "inductor":
+            value = json.loads(value)
+        elif name == "unsafe_ops":
+            value = [item.strip() for item in value.split(",") if item.strip()]
     except ValueError:
-        value = text  # refused below, with the text as the user wrote it
+        value = text  # refused below, as the user wrote it
     if name == "inductor" and not isinstance(value, Mapping):
         raise OptionError(
             f"cgpass: environment variable {variable} must hold Inductor config names and values as JSON, "
@@ -243,7 +248,7 @@ def _validated(name: str, value: Any, where: str | None = None) -> Any:
         return _one_of(value, metadata["allowed"], where)
     if "at_least" in metadata:
         return _whole_number(value, metadata["at_least"], where)
-    return _CHECKS[name](value, where)
+    return (_operators if name == "unsafe_ops" else _config_patches)(value, where)
 
 
 def _one_of(value: Any, allowed: tuple[str, ...], where: str) -> str:
@@ -302,14 +307,3 @@ def _shown(value: Any) -> str:
     text = repr(value)
     text = text if len(text) <= 60 else text[:57] + "..."
     return f"{text} ({type(value).__name__})"
-
-
-_CHECKS: Final[dict[str, Callable[[Any, str], Any]]] = {
-    "unsafe_ops": _operators,
-    "inductor": _config_patches,
-}
-
-_READERS: Final[dict[str, Callable[[str], Any]]] = {
-    "unsafe_ops": lambda text: tuple(item.strip() for item in text.split(",") if item.strip()),
-    "inductor": json.loads,
-}

@@ -31,10 +31,10 @@ class Skips:
     def __init__(
         self,
         options: Options,
-        source: tracing.Source = tracing.NOWHERE,
-        function: int | None = None,
-        graph_break: Reason | None = None,
-        told: bool = False,
+        source: tracing.Source,
+        function: int,
+        graph_break: Reason | None,
+        told: bool,
     ) -> None:
         self._told = told
         self._options = options
