@@ -126,6 +126,14 @@ traceable.register_autograd(
 )
 
 
+@torch.library.custom_op("cgpass_tests::no_formula", mutates_args=())
+def no_formula(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+no_formula.register_fake(torch.empty_like)
+
+
 @torch.library.custom_op("cgpass_tests::of_list", mutates_args=())
 def of_list(xs: list[torch.Tensor]) -> torch.Tensor:
     return xs[0] + xs[1]
@@ -299,6 +307,7 @@ def test_inside_a_checkpoint():
     "call",
     [
         traceable,
+        no_formula,
         lambda x: of_list([x, x]),
         lambda x: marked(x)[0],
         lambda x: by_keyword(x, power=3),
