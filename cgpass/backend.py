@@ -34,7 +34,7 @@ from cgpass.compile.warm_start import GraphCache
 from cgpass.errors import DoubleBackwardError, DriverUnavailableError
 from cgpass.options import Options
 from cgpass.runtime import native
-from cgpass.runtime.driver import CUDADriver, GraphDriver
+from cgpass.runtime.driver import CUDADriver
 from cgpass.runtime.gathered import give_gathered_a_pool, give_pool_back
 from cgpass.runtime.owner import Owner, release_all
 from cgpass.runtime.rng import caller_of
@@ -82,7 +82,7 @@ def cgpass(
     check_names(parsed)
     if parsed.driver != "none" and (parsed.driver != "auto" or torch.cuda.is_available()):
         native.loader.start(parsed.progress)
-    return Compilation(parsed).compile(gm, example_inputs)
+    return Compilation(parsed, gm).compile(gm, example_inputs)
 
 
 def reset() -> None:
@@ -118,19 +118,21 @@ class Compilation:
     The callables it makes keep it, and with it the owner of their recordings, alive.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, gm: fx.GraphModule) -> None:
         self.options = options
         self._owner: Owner | None = None
         self._num_fwd_outputs = 0
-        self._names: dict[int, str] = {}
+        self._names = dict(enumerate(torch_private.input_names(gm)))
         self._saved: dict[str, InputKind] = {}
         self._parameters: frozenset[int] = frozenset()
         """Inputs of the forward that are parameters or buffers, and outputs of the backward that are their gradients."""
-        self._source = tracing.NOWHERE
+        self._source = tracing.Source(begins_at(gm), torch_private.current_trace_id())
         self._function = telemetry.new_function()
         self._failed = FailedOperators(self._function)
-        self._graph_break: Reason | None = None
-        self._skips = Skips(options)
+        self._graph_break = graph_break_of(gm)
+        self._skips = Skips(
+            options, self._source, self._function, self._graph_break, self._failed.told
+        )
         self._training = TrainingCall()
         self._cache = GraphCache(self._inductor_compile)
 
@@ -138,13 +140,6 @@ class Compilation:
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Hand the graph to AOTAutograd with our split and our compilers."""
-        self._names = dict(enumerate(torch_private.input_names(gm)))
-        self._source = tracing.Source(begins_at(gm), torch_private.current_trace_id())
-        self._graph_break = graph_break_of(gm)
-        self._training = TrainingCall()
-        self._skips = Skips(
-            self.options, self._source, self._function, self._graph_break, self._failed.told
-        )
         # Its device is found after AOTAutograd only; no pass of this stage asks for it.
         context = PassContext(device=torch.device("meta"), stage="dynamo", direction="joint")
         gm = run_passes(dynamo_passes(), gm, context).gm
@@ -165,17 +160,18 @@ class Compilation:
                 cache_key=self._cache.key,
                 restore=self._cache.restore,
             )
-        return torch_private.compile_with_aten(
-            gm,
-            example_inputs,
-            forward=self._compile_by(Compiler(compiler="eager", direction="forward")),
-            backward=self._compile_by(Compiler(compiler="eager", direction="backward")),
-            inference=self._compile_by(Compiler(compiler="eager", direction="inference")),
-            partition_fn=functools.partial(self._split, compiler="eager"),
-        )
+        directions: tuple[Direction, ...] = ("forward", "backward", "inference")
+        compilers: dict[str, Any] = {
+            each: functools.partial(
+                self._compile_graph, compiler=Compiler(compiler="eager", direction=each)
+            )
+            for each in directions
+        }
+        split = functools.partial(self._split, compiler="eager")
+        return torch_private.compile_with_aten(gm, example_inputs, partition_fn=split, **compilers)
 
     def _split(self, joint: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
-        if not torch_private.is_nested_joint(inputs):
+        if inputs:  # else it is the body of an `invoke_subgraph`
             self._num_fwd_outputs = settings["num_fwd_outputs"]
             self._training.forget()  # what could be had of a kept pair, of which the backward could not
             telemetry.compile_stats.joint_graphs += 1
@@ -205,9 +201,6 @@ class Compilation:
             whole_graph_settings=tuple(settings.items()),
         )
         return self._compile_graph(gm, example_inputs, compiler)
-
-    def _compile_by(self, compiler: Compiler) -> Callable[..., Boxed]:
-        return functools.partial(self._compile_graph, compiler=compiler)
 
     # ---- one graph
 
@@ -300,11 +293,12 @@ class Compilation:
         if target.records:
             self._skips.warn_of_replaced(gm, direction)
             self._skips.report(reasons, direction)
+        returned = self._num_fwd_outputs if direction == "forward" else len(graph_outputs(gm))
         build = GraphBuilder(
             options=self.options,
             owner=self._owner_on,
             names=self._user_names(gm),
-            visible=self._visible_outputs(gm, direction),
+            visible=frozenset(range(returned)),  # all but the saved tensors
             compiler=compiler,
             kinds=kinds,
             target=target,
@@ -326,11 +320,6 @@ class Compilation:
         static = torch_private.static_input_indices(gm, inference=direction == "inference")
         return {placeholders[i].name: InputKind.STATIC for i in static}
 
-    def _visible_outputs(self, gm: fx.GraphModule, direction: Direction) -> frozenset[int]:
-        """Positions of a graph's outputs that the user gets: all but the saved tensors."""
-        num_outputs = len(graph_outputs(gm))
-        return frozenset(range(self._num_fwd_outputs if direction == "forward" else num_outputs))
-
     def _user_names(self, gm: fx.GraphModule) -> dict[str, str]:
         """What the user calls each input of a forward or inference graph, by placeholder name."""
         names: dict[str, str] = {}
@@ -346,11 +335,6 @@ class Compilation:
     def _owner_on(self, device: torch.device) -> Owner:
         """The owner of this function's recordings."""
         if self._owner is None:
-            limit = self.options.max_pending_calls
-            self._owner = Owner(self._driver(device), max_pending_calls=limit)
+            driver = SimulatedDriver(device) if device.type == "cpu" else CUDADriver(device)
+            self._owner = Owner(driver, max_pending_calls=self.options.max_pending_calls)
         return self._owner
-
-    def _driver(self, device: torch.device) -> GraphDriver:
-        if device.type == "cpu":
-            return SimulatedDriver(device)
-        return CUDADriver(device)

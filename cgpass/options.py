@@ -1,14 +1,14 @@
 """What a user can set: `Options`, the process-wide defaults and the `CGPASS_*` variables."""
 
 import difflib
+import functools
 import json
 import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from types import TracebackType
 from typing import Any, Final, Literal
 
 from cgpass.errors import OptionError
@@ -116,17 +116,6 @@ class Options:
         return cls(**{**_defaults(), **_known(options or {})})
 
 
-REMOVED: Final = {
-    "max_static_sets": "max_recordings counts for each set of parameters and buffers",
-    "max_rerecords": "a parameter that moves is copied, up to max_copied_mib a call",
-    "num_warmup_calls": "one call without a graph comes before each recording",
-    "capture_policy": "what can be captured is; min_partition_ops leaves out small partitions",
-    "annotate_kernels": "torch.profiler names each partition's call",
-    "keep_graphs": "cgpass.explain lists the recordings with their causes",
-    "parameter_grads": "cgpass.train_step runs the whole step as one graph",
-}
-"""Options of before, and what is there instead."""
-
 _SPECS: Final = {spec.name: spec for spec in fields(Options)}
 
 
@@ -140,24 +129,15 @@ class _SetDefaults:
     def __enter__(self) -> Options:
         return current_defaults()
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         with _lock:
             for name in self._changed:
-                if name in self._before:
-                    _overrides[name] = self._before[name]
-                else:
-                    _overrides.pop(name, None)
+                _overrides.pop(name, None)
+            _overrides.update(self._before)
 
 
 _lock: Final = threading.Lock()
 _overrides: Final[dict[str, Any]] = {}
-_told_unknown: Final[set[str]] = set()
-"""Environment variables of which it was said that they are no options."""
 
 
 def set_defaults(**options: Any) -> _SetDefaults:
@@ -212,23 +192,32 @@ def _from_environment() -> dict[str, Any]:
             )
         elif variable not in _SCRIPTS_OWN:
             unknown.append(variable)
-    if not _told_unknown.issuperset(unknown):
-        _told_unknown.update(unknown)
-        log.warning(
-            "cgpass: environment variables that are no options are ignored: %s; options are %s followed by one of %s",
-            ", ".join(unknown),
-            _ENV_PREFIX,
-            ", ".join(name.upper() for name in _SPECS),
-        )
+    if unknown:
+        _warn_of(", ".join(unknown))
     return found
 
 
+@functools.cache
+def _warn_of(unknown: str) -> None:
+    log.warning(
+        "cgpass: environment variables that are no options are ignored: %s; options are %s followed by one of %s",
+        unknown,
+        _ENV_PREFIX,
+        ", ".join(name.upper() for name in _SPECS),
+    )
+
+
 def _from_text(variable: str, name: str, text: str) -> Any:
-    read = _READERS.get(name, int if "at_least" in _SPECS[name].metadata else str)
+    value: Any = text.strip()
     try:
-        value = read(text.strip())
+        if "at_least" in _SPECS[name].metadata:
+            value = int(value)
+        elif name == "inductor":
+            value = json.loads(value)
+        elif name == "unsafe_ops":
+            value = [item.strip() for item in value.split(",") if item.strip()]
     except ValueError:
-        value = text  # refused below, with the text as the user wrote it
+        value = text  # refused below, as the user wrote it
     if name == "inductor" and not isinstance(value, Mapping):
         raise OptionError(
             f"cgpass: environment variable {variable} must hold Inductor config names and values as JSON, "
@@ -239,8 +228,6 @@ def _from_text(variable: str, name: str, text: str) -> Any:
 
 def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in options:
-        if name in REMOVED:
-            raise OptionError(f"cgpass: option {name!r} was removed: {REMOVED[name]}.")
         if name not in _SPECS:
             nearest = _nearest(name)
             hint = f"did you mean {nearest!r}?" if nearest else f"known: {', '.join(_SPECS)}."
@@ -261,13 +248,13 @@ def _validated(name: str, value: Any, where: str | None = None) -> Any:
         return _one_of(value, metadata["allowed"], where)
     if "at_least" in metadata:
         return _whole_number(value, metadata["at_least"], where)
-    return _CHECKS[name](value, where)
+    return (_operators if name == "unsafe_ops" else _config_patches)(value, where)
 
 
 def _one_of(value: Any, allowed: tuple[str, ...], where: str) -> str:
     if isinstance(value, str) and value in allowed:
         return value
-    matches = difflib.get_close_matches(value.lower(), allowed, n=1) if _is_text(value) else []
+    matches = difflib.get_close_matches(str(value).lower(), allowed, n=1)
     hint = f"; did you mean {matches[0]!r}?" if matches else "."
     raise OptionError(
         f"cgpass: {where} must be one of {', '.join(map(repr, allowed))}, got {_shown(value)}{hint}"
@@ -286,7 +273,7 @@ def _operators(value: Any, where: str) -> tuple[str, ...]:
             f"cgpass: {where} must be a tuple or list of operator names, got {_shown(value)}."
         )
     for item in value:
-        if not (_is_text(item) and _OPERATOR.fullmatch(item)):
+        if not (isinstance(item, str) and _OPERATOR.fullmatch(item)):
             raise OptionError(
                 f"cgpass: {where} must hold names of the form 'ns::op' or 'ns::op.overload', "
                 f"got {_shown(item)}{_operator_hint(item)}"
@@ -308,7 +295,7 @@ def _config_patches(value: Any, where: str) -> dict[str, Any]:
             f"got {_shown(value)}."
         )
     for name in value:
-        if not _is_text(name):
+        if not isinstance(name, str):
             raise OptionError(
                 f"cgpass: {where} must have Inductor config names (str) as keys, "
                 f"got {_shown(name)}."
@@ -316,22 +303,7 @@ def _config_patches(value: Any, where: str) -> dict[str, Any]:
     return dict(value)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _shown(value: Any) -> str:
     text = repr(value)
     text = text if len(text) <= 60 else text[:57] + "..."
     return f"{text} ({type(value).__name__})"
-
-
-_CHECKS: Final[dict[str, Callable[[Any, str], Any]]] = {
-    "unsafe_ops": _operators,
-    "inductor": _config_patches,
-}
-
-_READERS: Final[dict[str, Callable[[str], Any]]] = {
-    "unsafe_ops": lambda text: tuple(item.strip() for item in text.split(",") if item.strip()),
-    "inductor": json.loads,
-}

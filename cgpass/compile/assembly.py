@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +31,6 @@ from cgpass.compile.plan import build_plan, outputs_made, plan_as_dict, whole_pl
 from cgpass.compile.skips import OFF, counted
 from cgpass.options import Options
 from cgpass.runtime.collectives import may_be_captured
-from cgpass.runtime.driver import GraphDriver
 from cgpass.runtime.executor import Executor, Plan
 from cgpass.runtime.owner import Owner
 from cgpass.runtime.partition import PartitionRunner
@@ -153,9 +151,6 @@ class GraphBuilder:
         """`gm` as it is now: Inductor changes the graph that it compiles."""
         return copy_of(gm) if self.compiler.opaque and self.target.records else gm
 
-    def _driver(self, device: torch.device) -> GraphDriver:
-        return self.owner(device).driver
-
     def _infos(self, gm: fx.GraphModule) -> tuple[InputInfo, ...]:
         placeholders = gm.graph.find_nodes(op="placeholder")
         kinds = [self.kinds.get(node.name, InputKind.COPIED) for node in placeholders]
@@ -181,12 +176,13 @@ class GraphBuilder:
         named = f"{self.compiler.direction} {name}"
         # Of what communicates, other processes take no part in the runs that find the culprit.
         communicates = any(map(is_collective, original.graph.nodes))
+        owner = self.owner(self.target.device)
         on_failure = FailedCapture(
             original,
             graph,
             name,
             self.failed,
-            None if communicates else functools.partial(self._driver, self.target.device),
+            None if communicates else owner.driver,
             what=self.source.of(named),
             refuses=self.options.on_skip == "raise",
             as_traced=inputs_as_traced(original, otherwise)(list),
@@ -194,7 +190,7 @@ class GraphBuilder:
         return PartitionRunner(
             fn,
             infos,
-            self.owner(self.target.device),
+            owner,
             self.options,
             name=named,
             on_failure=on_failure,

@@ -44,9 +44,9 @@ class Compiler:
 
     def whole(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         """Compile a graph that is one partition exactly as `torch.compile` would."""
-        seeds = seed_positions(gm)
         if self.compiler == "eager":
-            return read_on_the_host(torch_private.boxed_graph_module(gm), seeds)
+            return self.eager(gm)
+        seeds = seed_positions(gm)
         settings = dict(self.whole_graph_settings)
         if self.direction == "backward":
             keep_contiguous(gm, self.parameters)
@@ -57,9 +57,9 @@ class Compiler:
 
         Every output keeps the strides its fake tensor has, since other partitions were traced with them.
         """
-        seeds = seed_positions(gm)
         if self.compiler == "eager":
-            return read_on_the_host(torch_private.boxed_graph_module(gm), seeds)
+            return self.eager(gm)
+        seeds = seed_positions(gm)
         gm.graph.output_node().meta["user_visible_output_idxs"] = [
             i for i, value in enumerate(graph_outputs(gm)) if isinstance(value, fx.Node)
         ]

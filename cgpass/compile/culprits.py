@@ -111,7 +111,7 @@ class FailedCapture:
         graph: int,
         name: str,
         operators: FailedOperators,
-        driver: Callable[[], GraphDriver] | None,
+        driver: GraphDriver | None,
         *,
         what: str,
         refuses: bool,
@@ -147,7 +147,7 @@ class FailedCapture:
         if self._driver is None:
             return Finding(clean=False)
         with contextlib.suppress(torch.OutOfMemoryError):
-            return find_culprits(self._gm, list(self._as_traced(list(args))), self._driver())
+            return find_culprits(self._gm, list(self._as_traced(list(args))), self._driver)
         return Finding(clean=False)
 
     def _blame(self, culprits: Mapping[fx.Node, tuple[str, str]], error: Exception) -> Outcome:

@@ -15,7 +15,6 @@ from cgpass.compile.facts.values import num_ops
 from cgpass.compile.option_names import overloads
 from cgpass.errors import CaptureError
 from cgpass.options import Options
-from cgpass.runtime.driver import BoxedCallable
 from cgpass.telemetry import Tally, tracing
 from cgpass.telemetry.reason import Reason
 from cgpass.telemetry.summaries import GraphSummary
@@ -26,32 +25,16 @@ OFF: Final = 'driver="none" turns them off'
 """What a summary says of graphs that nobody wants captured."""
 
 
-class PlainGraph:
-    """Calls a whole graph that nothing is captured of."""
-
-    owner = None
-    """As of an `Executor` that records nothing."""
-
-    def __init__(self, fn: BoxedCallable) -> None:
-        self.tally = Tally()
-        self._fn = fn
-
-    def __call__(self, args: list[Any]) -> Any:
-        """Run it; the list is emptied."""
-        self.tally.calls += 1
-        return self._fn(args)
-
-
 class Skips:
     """Of one function: compiles the graphs of which nothing is captured, and tells of what is not."""
 
     def __init__(
         self,
         options: Options,
-        source: tracing.Source = tracing.NOWHERE,
-        function: int | None = None,
-        graph_break: Reason | None = None,
-        told: bool = False,
+        source: tracing.Source,
+        function: int,
+        graph_break: Reason | None,
+        told: bool,
     ) -> None:
         self._told = told
         self._options = options
@@ -74,15 +57,9 @@ class Skips:
             CaptureError: The user wants no graph to run without a CUDA graph.
         """
         asked = self._options.driver != "auto" or any(d.type == "cuda" for d in devices(gm))
-        direction = compiler.direction
-        graph = self._add(gm, direction, why, reasons)
-        if asked and self._options.driver != "none":
-            telemetry.compile_stats.skips += 1
-            text = f"{self._source.graph(direction)} runs without CUDA graphs: {why}"
-            self._tell(text, anew=not reasons or any(map(self._is_new, reasons)))
-        else:
-            log.info("%s runs without CUDA graphs: %s", self._source.graph(direction), why)
-        return counted(graph, compiler.whole(gm, example_inputs))
+        is_skip = asked and self._options.driver != "none"
+        anew = not reasons or any(map(self._is_new, reasons))
+        return self._compiled(gm, example_inputs, compiler, why, reasons, is_skip, anew)
 
     def run_uncaptured(
         self,
@@ -93,19 +70,44 @@ class Skips:
     ) -> Boxed:
         """As `run_plainly`, for a graph of which nothing is captured; one too small to be worth it is no skip."""
         blockers = [reason for reason in reasons if not reason.is_chosen]
-        if reasons and not blockers:
-            why = (
-                "fewer of its operators do work on the device (views don't count) than "
-                f"min_partition_ops={self._options.min_partition_ops}"
-            )
-            if all(reason.code in ("no_work", "effect_token") for reason in reasons):
-                why = "it launches no work on the device"
-            graph = self._add(gm, compiler.direction, why, reasons)
-            where = self._source.graph(compiler.direction)
-            log.info("%s runs without CUDA graphs: %s", where, why)
-            return counted(graph, compiler.whole(gm, example_inputs))
-        why = "; ".join(dict.fromkeys(map(str, blockers))) or "it has no operators"
-        return self.run_plainly(gm, example_inputs, compiler, why, blockers)
+        if blockers or not reasons:
+            why = "; ".join(dict.fromkeys(map(str, blockers))) or "it has no operators"
+            return self.run_plainly(gm, example_inputs, compiler, why, blockers)
+        why = (
+            "fewer of its operators do work on the device (views don't count) than "
+            f"min_partition_ops={self._options.min_partition_ops}"
+        )
+        if all(reason.code in ("no_work", "effect_token") for reason in reasons):
+            why = "it launches no work on the device"
+        return self._compiled(gm, example_inputs, compiler, why, reasons)
+
+    def _compiled(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        compiler: Compiler,
+        why: str,
+        reasons: Sequence[Reason],
+        is_skip: bool = False,
+        anew: bool = True,
+    ) -> Boxed:
+        direction = compiler.direction
+        skip, found, ops = why, tuple(reasons), num_ops(gm)
+        if self._options.driver == "none":
+            skip, found = OFF, ()
+        summary = GraphSummary(
+            direction, (), skip, ops, self._source.place, found, self._function, self._graph_break
+        )
+        told = {"runs_without_cuda_graphs": skip, "num_ops": ops, "reasons": list(map(str, found))}
+        tracing.add_json(f"{direction}_plan", lambda: told)
+        graph = telemetry.add_graph(summary)
+        text = f"{self._source.graph(direction)} runs without CUDA graphs: {why}"
+        if is_skip:
+            telemetry.compile_stats.skips += 1
+            self._tell(text, anew=anew)
+        else:
+            log.info("%s", text)
+        return counted(graph, compiler.whole(gm, example_inputs))
 
     def report(self, reasons: Sequence[Reason], direction: Direction) -> None:
         """One message per graph for everything in it that can't be captured.
@@ -140,19 +142,6 @@ class Skips:
                 direction,
             )
 
-    def _add(
-        self, gm: fx.GraphModule, direction: Direction, skip: str, reasons: Sequence[Reason]
-    ) -> int:
-        if self._options.driver == "none":
-            skip, reasons = OFF, ()
-        found, ops = tuple(reasons), num_ops(gm)
-        summary = GraphSummary(
-            direction, (), skip, ops, self._source.place, found, self._function, self._graph_break
-        )
-        told = {"runs_without_cuda_graphs": skip, "num_ops": ops, "reasons": list(map(str, found))}
-        tracing.add_json(f"{direction}_plan", lambda: told)
-        return telemetry.add_graph(summary)
-
     def _is_new(self, reason: Reason) -> bool:
         """Tell if the user was not told of what can't be captured when that failed."""
         return self._options.on_skip == "raise" or not (
@@ -168,10 +157,11 @@ class Skips:
 
 def counted(graph: int, fn: Boxed) -> Boxed:
     """Wrap a compiled graph of which nothing is captured, so that its calls are counted."""
-    plain = PlainGraph(fn)
-    telemetry.add_run(graph, telemetry.GraphRun(plain.tally, {}, weakref.ref(plain)))
+    tally = Tally()
 
     def call(args: list[Any]) -> Any:
-        return plain(args)
+        tally.calls += 1
+        return fn(args)
 
+    telemetry.add_run(graph, telemetry.GraphRun(tally, {}, weakref.ref(call)))
     return torch_private.mark_boxed(call)

@@ -22,8 +22,6 @@ from cgpass.runtime import fast
 
 
 class _Here(threading.local):
-    """What this thread does."""
-
     step: Any = None
     """The training step that this thread is in, if it is in one: see `whole_step.py`. Its `call(training, args, run)` runs
     what a forward is the beginning of, or with `run` the forward alone; `note_graph(why)` notes a graph that no step can
@@ -73,8 +71,7 @@ class TrainingCall:
         if self._layout is None:
             return
         given = {n for n, output in enumerate(outputs) if isinstance(output, fx.Node)}
-        wanted = [n for n in self._layout.requiring_grad if n in given]
-        self._wanted = tuple(wanted)
+        self._wanted = tuple(n for n in self._layout.requiring_grad if n in given)
         self._detached = tuple(n for n in self._layout.requiring_grad if n not in given)
         self._backward = fn
 
@@ -134,12 +131,7 @@ class TrainingCall:
         """Layout, forward, backward, and the inputs that get gradients, once both graphs are there."""
         if self._layout is None or self._forward is None or self._backward is None:
             return None
-        return (
-            self._layout,
-            self._forward,
-            self._backward,
-            self._wanted,
-        )
+        return self._layout, self._forward, self._backward, self._wanted
 
     def begin(self, args: Sequence[Any]) -> list[Any]:
         """Inputs of the forward graph, for those of a call, which counts as having written what the graph writes."""

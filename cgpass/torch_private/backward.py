@@ -168,31 +168,27 @@ def _once_differentiable(
 
     def once(ctx: Any, *grads: Any) -> Any:
         found = tuple(backward(ctx, *grads))
-        return _raising_later(error, found) if torch.is_grad_enabled() else found
+        if not torch.is_grad_enabled():
+            return found
+        return _only_once(error, torch.empty(0, requires_grad=True), *found)
 
     skip(once)  # where a compiled function calls the backward, Dynamo looks at each frame in it
     return once
 
 
-@outside_dynamo
-def _raising_later(error: Callable[[], Exception], gradients: Any) -> tuple[Any, ...]:
-    """Gradients under `create_graph=True`: theirs raise."""
-    found = list(gradients)
-    places = [n for n, value in enumerate(found) if isinstance(value, torch.Tensor)]
-    if places:
-        leaf = torch.empty(0, requires_grad=True)
-        made = _OnlyOnce.apply(error, leaf, *(found[n] for n in places))
-        for n, value in zip(places, made, strict=True):
-            found[n] = value
-    return tuple(found)
-
-
 class _OnlyOnce(torch.autograd.Function):
+    """Gradients under `create_graph=True`: theirs raise."""
+
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:  # pyrefly: ignore[bad-override]
-        ctx.error, _, *tensors = args
-        return tuple(tensor.detach() for tensor in tensors)
+    def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:  # pyrefly: ignore[bad-override]
+        ctx.error, _, *found = args
+        return tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in found)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pyrefly: ignore[bad-override]
         raise ctx.error()
+
+
+@outside_dynamo
+def _only_once(*args: Any) -> Any:
+    return _OnlyOnce.apply(*args)

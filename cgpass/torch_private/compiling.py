@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 
-Restore = Callable[[Any, Mapping[str, Any]], Callable[[list[Any]], Any]]
+restoring: contextvars.ContextVar[Any] = contextvars.ContextVar("restoring", default=None)
 
 
-restoring: contextvars.ContextVar[Restore | None] = contextvars.ContextVar(
-    "restoring", default=None
-)
+def traced_metadata() -> Any:
+    """Return what AOTAutograd knows of the graph that it compiles now, None outside of that."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    return None if context is None else context.fw_metadata
 
 
 def compile_with_inductor(
@@ -25,7 +28,7 @@ def compile_with_inductor(
     partition_fn: Callable[..., Any],
     config_patches: Mapping[str, Any],
     cache_key: str | None = None,
-    restore: Restore | None = None,
+    restore: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Run `compile_fx` with our split and our compiler of the split graphs.
 
@@ -149,11 +152,7 @@ def report_output_strides(strides: Sequence[tuple[Any, ...] | None]) -> None:
 
 def static_input_indices(gm: torch.fx.GraphModule, *, inference: bool) -> tuple[int, ...]:
     """Positions of a forward or inference graph's inputs that AOTAutograd knows to keep their address."""
-    from torch._guards import TracingContext
-
-    context = TracingContext.try_get()
-    metadata = None if context is None else context.fw_metadata
-    if metadata is None:
+    if (metadata := traced_metadata()) is None:
         return ()
     shift = 0
     if inference and _counts_tokens_as_inputs():
@@ -184,10 +183,7 @@ def donate_no_buffers() -> None:
 
     Source: torch/_functorch/_aot_autograd/graph_compile.py `fw_metadata.bw_donated_idxs`, 2.11 to 2.15.
     """
-    from torch._guards import TracingContext
-
-    context = TracingContext.try_get()
-    donated = None if context is None else getattr(context.fw_metadata, "bw_donated_idxs", None)
+    donated = getattr(traced_metadata(), "bw_donated_idxs", None)
     if donated is not None:
         donated.clear()  # the metadata of wrapped and of plain tensors share this list
 
@@ -253,10 +249,8 @@ def min_cut_partition(
     joint: torch.fx.GraphModule,
     joint_inputs: Sequence[Any],
     *,
-    compiler: str,
-    num_fwd_outputs: int,
-    static_lifetime_input_indices: list[int] | None = None,
     random: Sequence[torch.fx.Node] = (),
+    **settings: Any,
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """AOTAutograd's min-cut split of a joint graph into forward and backward.
 
@@ -271,21 +265,7 @@ def min_cut_partition(
         replaced(compile_utils, "rand_ops", kept_apart),
         replaced(partitioners, "functionalize_rng_ops", lambda joint, fw, bw, num_sym: (fw, bw)),
     ):
-        return min_cut_rematerialization_partition(
-            joint,
-            joint_inputs,
-            compiler=compiler,
-            num_fwd_outputs=num_fwd_outputs,
-            static_lifetime_input_indices=static_lifetime_input_indices,
-        )
-
-
-def is_nested_joint(joint_inputs: Sequence[Any]) -> bool:
-    """Tell if AOTAutograd asks for a split of the body of an `invoke_subgraph`: it gives no inputs then.
-
-    Source: torch/_functorch/_aot_autograd/graph_compile.py `run_joint_graph_passes_on_hops`, 2.11 to 2.15.
-    """
-    return not joint_inputs
+        return min_cut_rematerialization_partition(joint, joint_inputs, **settings)
 
 
 @contextlib.contextmanager

@@ -2,8 +2,6 @@
 
 import contextlib
 import ctypes
-import functools
-import sys
 from typing import Any
 
 import torch
@@ -64,16 +62,8 @@ def release_pool(device: int, pool: tuple[int, int]) -> None:
 
 
 def pool_segments(pool: tuple[int, int]) -> list[dict[str, Any]]:
-    """Return what the allocator has of a pool, from its own records: `torch.cuda.memory_snapshot`'s segments.
-
-    torch 2.11 drops a reference too many to what it is asked with: past 256 pools that frees numbers that are in use,
-    and before Python 3.12 `False` in the end. There, it is given one more of each.
-    """
-    numbers = [_Number(number) for number in pool]
-    given = [*numbers, False] if _drops_references() else []
-    for each in given:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
-    return torch.cuda.memory_snapshot((numbers[0], numbers[1]), include_traces=False)
+    """Return what the allocator has of a pool, from its own records: `torch.cuda.memory_snapshot`'s segments."""
+    return torch.cuda.memory_snapshot(_held_once_more(pool), include_traces=False)
 
 
 def uses_expandable_segments() -> bool | None:
@@ -83,29 +73,21 @@ def uses_expandable_segments() -> bool | None:
     """
     if not torch.cuda.is_initialized():
         return None
-    numbers = (_Number(0), _Number(2**40))  # of no pool
-    for each in (*numbers, False) if _drops_references() else ():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
-    found: Any = torch._C._cuda_memorySnapshot((*numbers, False))
+    of_no_pool = _held_once_more((0, 2**40))
+    found: Any = torch._C._cuda_memorySnapshot((*of_no_pool, False))
     return found.get("allocator_settings", {}).get("expandable_segments")
 
 
-class _Number(int):
-    """No object that anybody else uses."""
+def _held_once_more(pool: tuple[int, int]) -> tuple[int, int]:
+    """Return a pool to ask the allocator about, with a reference for torch 2.11 to drop.
 
-
-@functools.cache
-def _drops_references() -> bool:
-    """Tell if asking for a pool's memory drops a reference too many to the pool's numbers."""
-    number = _Number(0)
-    held = [number, number]  # more than can be dropped
-    before = sys.getrefcount(number)
-    torch.cuda.memory_snapshot((number, _Number(2**40)), include_traces=False)  # of no pool
-    dropped = before - sys.getrefcount(number)
-    for _ in range(dropped):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
-    del held
-    return dropped > 0
+    That drops one too many to each number and to `include_traces`: past 256 pools numbers that are in use were freed,
+    and before Python 3.12 `False` in the end. Later versions leave it: some bytes for each question.
+    """
+    first, second = pool
+    for each in (first, second, False):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+    return first, second
 
 
 def current_raw_stream(device: int) -> int:

@@ -12,9 +12,6 @@ from cgpass.torch_private.process_groups import has_process_groups
 from cgpass.torch_private.storages import has_symbolic_sizes
 from cgpass.torch_private.training_graphs import knows_external_objects
 
-NAMESPACES = frozenset({"aten", "prims", "inductor_prims"})
-"""Of torch's own operators."""
-
 
 def told_by_no_key() -> tuple[Any, ...] | None:
     """Return what a trace depends on beside what AOTAutograd's key has in every version, None if nothing is to be kept.

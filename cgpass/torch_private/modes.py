@@ -1,5 +1,6 @@
 """What sees or changes the operators that a thread calls: modes, fake tensors', too, transforms, autograd, autocast."""
 
+import concurrent.futures
 import contextlib
 import functools
 import sys
@@ -33,21 +34,12 @@ def without_modes() -> Iterator[None]:
 
 
 def _dispatch_keys() -> tuple[Any, Any]:
-    return (
-        torch._C._dispatch_tls_local_include_set(),
-        torch._C._dispatch_tls_local_exclude_set(),
-    )
+    keys = torch._C
+    return keys._dispatch_tls_local_include_set(), keys._dispatch_tls_local_exclude_set()
 
 
-def _in_a_thread(fn: Callable[[], Any]) -> Any:
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(fn()))
-    thread.start()
-    thread.join()
-    return found[0]
-
-
-_KEYS_OF_A_THREAD = _in_a_thread(_dispatch_keys)
+with concurrent.futures.ThreadPoolExecutor(1) as _threads:
+    _KEYS_OF_A_THREAD = _threads.submit(_dispatch_keys).result()
 """Dispatch keys that a thread starts with: whoever imports this may have others. Fake tensors' kernels run with the
 meta device's (torch/_subclasses/fake_tensor.py `in_kernel_invocation_manager`, 2.11 to 2.15)."""
 
@@ -115,20 +107,6 @@ in_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether a transform of `torch.func` is running: vmap, grad, jvp and what is made of them."""
 
 
-def in_vmap_or_functorch() -> bool:
-    """Tell if a transform is running, or the vmap that autograd batches gradients with.
-
-    Source: aten/src/ATen/LegacyVmapMode.cpp and aten/src/ATen/functorch/DynamicLayer.cpp, 2.11 to 2.15.
-    """
-    return any(map(torch._C._dispatch_tls_is_dispatch_key_included, _transform_keys()))
-
-
-@functools.cache
-def _transform_keys() -> tuple[Any, ...]:
-    parse = torch._C._parse_dispatch_key
-    return parse("VmapMode"), parse("FuncTorchDynamicLayerFrontMode")
-
-
 def in_forward_ad() -> bool:
     """Tell if a level of forward-mode AD is open."""
     return torch.autograd.forward_ad._current_level >= 0
@@ -155,6 +133,15 @@ def has_default_saved_tensors_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+_TRANSFORMS: tuple[Any, ...] = tuple(
+    map(torch._C._parse_dispatch_key, ("VmapMode", "FuncTorchDynamicLayerFrontMode"))
+)
+"""Keys of transforms, and of the vmap that autograd batches gradients with.
+
+Source: aten/src/ATen/LegacyVmapMode.cpp and aten/src/ATen/functorch/DynamicLayer.cpp, 2.11 to 2.15.
+"""
+
+
 def autograd_is_plain() -> bool:
     """Tell if autograd records operators as it does by default: no transform, mode, anomaly detection or the like."""
     return (
@@ -162,7 +149,7 @@ def autograd_is_plain() -> bool:
         and not torch.is_inference_mode_enabled()
         and not torch.is_anomaly_enabled()
         and torch._C._len_torch_dispatch_stack() == 0
-        and not in_vmap_or_functorch()
+        and not any(map(torch._C._dispatch_tls_is_dispatch_key_included, _TRANSFORMS))
         and torch.autograd.forward_ad._current_level < 0
         and not compiled_autograd_is_on()
     )

@@ -6,17 +6,8 @@ from typing import Any
 
 import torch
 
-
-def has_autograd_formula(op: torch._ops.OpOverload) -> bool:
-    """Tell if `op` was made by `torch.library.custom_op` and given a Python autograd formula."""
-    from torch._library.custom_ops import OPDEFS
-
-    definition = OPDEFS.get(op._schema.name)
-    return (
-        definition is not None
-        and definition._opoverload is op
-        and definition._backward_fn is not None
-    )
+NAMESPACES = frozenset({"aten", "prims", "inductor_prims"})
+"""Of torch's own operators."""
 
 
 def custom_op(qualname: str) -> torch._ops.OpOverload:
@@ -28,14 +19,16 @@ def custom_op(qualname: str) -> torch._ops.OpOverload:
 
 def autograd_formula(
     op: torch._ops.OpOverload,
-) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
-    """The `setup_context`, if there is one, and the `backward` that were registered for a custom operator.
+) -> tuple[Callable[..., Any] | None, Callable[..., Any]] | None:
+    """The `setup_context`, if there is one, and the `backward` that `torch.library.custom_op`'s `op` has; None if none.
 
     Source: torch/_library/custom_ops.py `CustomOpDef.register_autograd`, 2.11 to 2.15.
     """
     from torch._library.custom_ops import OPDEFS
 
-    definition = OPDEFS[op._schema.name]
+    definition = OPDEFS.get(op._schema.name)
+    if definition is None or definition._opoverload is not op or definition._backward_fn is None:
+        return None
     return definition._setup_context_fn, definition._backward_fn
 
 
@@ -47,7 +40,7 @@ def cpu_implementation(op: object) -> Callable[..., Any] | None:
     """
     keys = torch._C.DispatchKey
     if isinstance(op, torch._ops.OpOverload):
-        if op.namespace in ("aten", "prims", "inductor_prims"):
+        if op.namespace in NAMESPACES:
             return None
         return functools.partial(op.redispatch, torch._C.DispatchKeySet(keys.CPU))
     if isinstance(op, torch._ops.HigherOrderOperator) and "auto_functionalized" in op.name():

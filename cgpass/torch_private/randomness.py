@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cgpass.torch_private.modes import mode_of
-
 
 def default_generator(device: torch.device) -> torch.Generator:
     """The generator that random operators on a device draw from unless told otherwise."""
@@ -16,19 +14,6 @@ def default_generator(device: torch.device) -> torch.Generator:
     module: Any = torch.get_device_module(device)
     index = module.current_device() if device.index is None else device.index
     return module.default_generators[index]
-
-
-def sample_generator(device: torch.device) -> torch.Generator:
-    """A generator for a placeholder's fake value; any will do where the device isn't there."""
-    if device.type == "cuda" and torch.cuda.is_available():
-        return default_generator(device).clone_state()
-    return torch.Generator()
-
-
-def fake_like(fake: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A fake int64 tensor on the CPU, of the same fake mode as another."""
-    with mode_of(fake):
-        return torch.empty(shape, dtype=torch.int64, device="cpu")
 
 
 def run_with_rng_state() -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from cgpass.torch_private.compiling import traced_metadata
 from cgpass.torch_private.modes import has_default_saved_tensors_hooks, uses_compiled_autograd
 
 
@@ -45,10 +46,7 @@ def training_layout() -> TrainingLayout | None:
     Source: torch/_functorch/_aot_autograd/runtime_wrappers.py `AOTDispatchAutograd` and schemas.py
     `ViewAndMutationMeta`, 2.11 to 2.15.
     """
-    from torch._guards import TracingContext
-
-    context = TracingContext.try_get()
-    metadata: Any = None if context is None else context.fw_metadata
+    metadata = traced_metadata()
     if metadata is None or uses_compiled_autograd() or has_default_saved_tensors_hooks():
         return None
     if knows_external_objects():

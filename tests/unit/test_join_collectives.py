@@ -4,9 +4,10 @@ import operator
 
 import pytest
 import torch
+import torch.distributed as dist
 from expecttest import assert_expected_inline
-from torch import fx
 
+import cgpass
 from cgpass import torch_private
 from cgpass.compile.facts import values
 from cgpass.compile.facts.partition_tag import get_tag
@@ -14,6 +15,7 @@ from cgpass.compile.facts.text import graph_text
 from cgpass.compile.passes.base import PassContext, run_passes
 from cgpass.compile.passes.join_collectives import JoinCollectives
 from cgpass.compile.passes.partition import Partition
+from cgpass.runtime.simulated import SimulatedDriver
 from tests.graphs import CUDA, fake_cuda_graph
 
 pytestmark = pytest.mark.skipif(torch_private.wait_tensor() is None, reason="no torch.distributed")
@@ -104,19 +106,49 @@ def test_a_result_that_nobody_reads_is_joined_too():
     assert all(any(u.target is torch_private.wait_tensor() for u in r.users) for r in results)
 
 
-def test_nothing_is_done_twice():
-    gm = joined(waited_elsewhere, (4,))
+@pytest.mark.parametrize("fn", [waited_elsewhere, lambda x: x.sin().tanh().cos()])
+def test_nothing_is_done_twice_or_without_collectives(fn):
+    gm = joined(fn, (4,))
     before = graph_text(gm)
     result = run_passes((JoinCollectives(),), gm, PassContext(CUDA, "graph", "forward"))
     assert not result.modified
     assert graph_text(gm) == before
 
 
-def test_graphs_of_no_collectives_are_left_alone():
-    gm = fake_cuda_graph(lambda x: x.sin().tanh().cos(), (4,))
-    assert isinstance(gm, fx.GraphModule)
-    tagged = run_passes(
-        (Partition(frozenset({"aten::tanh"}), 1),), gm, PassContext(CUDA, "graph", "forward")
-    ).gm
-    result = run_passes((JoinCollectives(),), tagged, PassContext(CUDA, "graph", "forward"))
-    assert not result.modified
+def test_simulated_recordings_communicate_with_nobody_and_refuse_what_they_do_not_wait_for():
+    def starts(args):
+        return [collectives.all_reduce(args[0] * 2, "sum", GROUP)]
+
+    def waits(args):
+        return [collectives.wait_tensor(each) for each in starts(args)]
+
+    driver, x = SimulatedDriver(), torch.ones(4)
+    with pytest.raises(RuntimeError, match=r"unjoined work: _c10d_functional.all_reduce"):
+        driver.record(starts, [x], opaque=False)
+    for opaque in (False, True):
+        graph, (out,) = driver.record(waits, [x], opaque=opaque)  # nobody is there to reduce with
+        assert out.shape == x.shape
+        graph.reset()
+
+
+@pytest.fixture
+def alone():
+    """A group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD.group_name
+    dist.destroy_process_group()
+
+
+def test_collectives_in_place_are_so_in_replays(alone):
+    def fn(x):
+        y = x * 2
+        same = collectives.wait_tensor(collectives.all_reduce_(y, "sum", alone))
+        return y + 1, same.sin()
+
+    wrapper = cgpass.CUDAGraphWrapper(fn, options={"driver": "simulated"})
+    for _ in range(4):
+        x = torch.randn(8)
+        found = wrapper(x)
+        assert torch.equal(found[0], x * 2 + 1)
+        assert torch.equal(found[1], (x * 2).sin())
+    assert wrapper.stats.replays >= 2

@@ -124,23 +124,6 @@ def test_a_limit_costs_few_switches():
     assert fewest <= found <= 1.2 * fewest
 
 
-@settings(max_examples=60, deadline=None)
-@given(problems(most=6))
-def test_an_order_as_good_as_any_stays(p):
-    best = find_order(p, 0.05)
-    names = {node: at for at, node in enumerate(best)}
-    moved = problem(
-        [p.captured[n] for n in best],
-        [[names[b] for b in p.predecessors[n]] for n in best],
-        [p.allocated_bytes[n] for n in best],
-        [[names[b] for b in p.reads[n]] for n in best],
-        {names[n] for n in p.kept},
-    )
-    limit_is_the_same = peak_bytes(p, best) == peak_bytes(p, range(len(p)))
-    if limit_is_the_same:
-        assert find_order(moved, 0.05) == tuple(range(len(p)))
-
-
 def test_memory_limit_keeps_big_values_apart():
     # Gathering the eager nodes would hold all three big values at once.
     p = problem([E, C, E, C, E, C], [[], [0], [], [2], [], [4]], [100, 1, 100, 1, 100, 1])

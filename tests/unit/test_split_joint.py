@@ -74,10 +74,3 @@ def test_an_input_without_gradient_gets_none():
     _, backward = split(joint)
     gradients = backward.graph.output_node().args[0]
     assert sorted(grad is None for grad in gradients) == [False, True]
-
-
-def test_an_unknown_keyword_of_a_later_torch_is_ignored():
-    joint = joint_graph(product, (3, 4), (4,))
-    joint.kwargs["something_new"] = True
-    forward, _ = split(joint)
-    assert names(forward, "placeholder") == ["primals_1", "primals_2"]

@@ -126,7 +126,8 @@ def _save_positions(
         place += 1
     output = fw.graph.output_node()
     like = next(node for node in fw.graph.nodes if values.tensors(node))
-    value = torch_private.fake_like(values.tensors(like)[0], (len(devices), 2))
+    with torch_private.mode_of(values.tensors(like)[0]):
+        value = torch.empty((len(devices), 2), dtype=torch.int64, device="cpu")
     with fw.graph.inserting_before(output):
         saved = fw.graph.call_function(
             torch.ops.aten.empty.memory_format,

@@ -50,7 +50,10 @@ class FunctionalizeRng(Pass):
         for number, device in enumerate(devices):
             with gm.graph.inserting_after(last):
                 last = gm.graph.placeholder(f"{prefix}_rng_state_{number}")
-            last.meta["val"] = torch_private.sample_generator(device)
+            value = torch.Generator()  # any will do where the device isn't there
+            if device.type == "cuda" and torch.cuda.is_available():
+                value = torch_private.default_generator(device).clone_state()
+            last.meta["val"] = value
             states.append(last)
         for node in [n for n in gm.graph.nodes if PAIR in n.meta]:
             _rewrite(gm, node, states[node.meta[PAIR]])

@@ -71,9 +71,8 @@ def _custom_op(target: object) -> torch._ops.OpOverload | None:
     """The custom operator with a Python formula that a node calls; Dynamo leaves packets in its graph."""
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, "default", None)
-    if isinstance(target, torch._ops.OpOverload) and torch_private.has_autograd_formula(target):
-        return target
-    return None
+    is_operator = isinstance(target, torch._ops.OpOverload)
+    return target if is_operator and torch_private.autograd_formula(target) else None
 
 
 def _try_formula(node: fx.Node, op: torch._ops.OpOverload) -> Exception | None:
@@ -167,7 +166,9 @@ def run_formula(
     grads: Sequence[torch.Tensor | None],
 ) -> tuple[torch.Tensor | None, ...]:
     """Run an operator's formula as `torch.library` would; the gradients may alias inputs and each other."""
-    setup, backward = torch_private.autograd_formula(op)
+    formula = torch_private.autograd_formula(op)
+    assert formula is not None
+    setup, backward = formula
     if setup is not None:
         output = outputs[0] if len(op._schema.returns) == 1 else tuple(outputs)
         setup(ctx=ctx, inputs=inputs, output=output)

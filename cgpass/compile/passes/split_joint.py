@@ -21,9 +21,8 @@ def split_joint(
     joint_inputs: Sequence[Any],
     *,
     num_fwd_outputs: int,
-    static_lifetime_input_indices: Sequence[int] | None = None,
     compiler: Literal["inductor", "eager"],
-    **_: Any,
+    **settings: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Cut where the fewest bytes are saved for the backward; AOTAutograd's `partition_fn`.
 
@@ -34,23 +33,20 @@ def split_joint(
     Raises:
         CheckpointError: Random numbers that a checkpoint's recomputation could not draw again.
     """
-    nested = torch_private.is_nested_joint(joint_inputs)
+    nested = not joint_inputs  # the body of an `invoke_subgraph`
     random = [node for node in joint.graph.nodes if is_random(node)]
     again = random if torch_private.recomputes_unmarked(joint) else recomputed_random_ops(joint)
     traced_again = torch_private.uses_compiled_autograd()
     on_cpu = [node for node in again if compiler == "inductor" and runs_on(node, "cpu")]
     saved = again if traced_again else on_cpu
     save_random_ops(joint, nested=nested, also=saved)
-    indices = None
-    if static_lifetime_input_indices is not None:
-        indices = list(static_lifetime_input_indices)
     fw, bw = torch_private.min_cut_partition(
         joint,
         joint_inputs,
         compiler=compiler,
         num_fwd_outputs=num_fwd_outputs,
-        static_lifetime_input_indices=indices,
         random=random,
+        **settings,
     )
     require_drawn_once(fw, bw, saved)
     if not nested and not traced_again:
