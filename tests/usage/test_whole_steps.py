@@ -646,8 +646,8 @@ REASONS = {
         "2 results of the loss require grad; detach all but the loss",
     ),
     "a part that can't be captured": (
-        {"make": HalfOnHost},
-        "not all of it can be captured; cgpass.explain(loss_fn, batch) says why",
+        {"make": HalfOnHost, "max_norm": 0.1},
+        "not all of it can be captured, see cgpass.explain(loss_fn, batch); the optimizer's step is a graph of its own",
     ),
 }
 
@@ -662,6 +662,28 @@ def test_pieces_say_why(way, name, caplog):
     assert why in program.step.explain()
     assert any(why in record.getMessage() for record in caplog.records)
     assert why in cgpass.summary()
+
+
+@pytest.mark.parametrize("scaler", [False, True])
+def test_parts_that_cannot_be_captured_run_in_turn(way, scaler):
+    def change(training, number):
+        if number == 4:
+            training.optimizer.param_groups[0]["weight_decay"] = 0.5
+        if number == 7:
+            swap_data(training)
+
+    def program(session):
+        scale = torch.amp.GradScaler(session.device.type, 2.0**8) if scaler else None
+        settings = {"loss_fn": with_results, "scaler": scale, "max_norm": 0.1}
+        made = use(make=HalfOnHost, every=change, **settings)
+        values = made(session)
+        if session.options["driver"] != "none":
+            text = made.step.explain()
+            assert f"{STEPS - 2} in pieces: not all of it can be captured" in text
+            assert "a graph of the update, recorded 3 times and replayed 5 times" in text
+        return values
+
+    compared(way, program)
 
 
 def test_accumulation_adds_up(way):
