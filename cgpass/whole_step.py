@@ -148,7 +148,7 @@ class TrainStep:
         self._due = 0
         """Calls since the last update."""
         self._lock = threading.RLock()
-        fn = _detaching(loss_fn)
+        self._fn = fn = _detaching(loss_fn)
         given: Any = (
             dataclasses.asdict(options) if isinstance(options, Options) else {**(options or {})}
         )
@@ -243,7 +243,8 @@ class TrainStep:
 
     def _forward(self, call: "_Call", batch: _Args, named: dict[str, Any]) -> _Args:
         self._too_often = self._too_often and bool(self._variants)  # none: all was forgotten
-        if self._broken_at is None and not self._too_often:
+        broken_at = self._broken_at
+        if broken_at is None and not self._too_often:
             try:
                 return self._compiled(batch, named)
             except torch_private.not_one_graph() as error:
@@ -251,10 +252,13 @@ class TrainStep:
                     raise
                 self._too_often = torch_private.is_recompile_limit(error)
                 if not self._too_often:
-                    self._broken_at = next(iter(str(error).strip().splitlines()), "")
-        if self._broken_at is not None:
-            call.why = f"the loss is not one graph: {self._broken_at}; {_ITS_LINE}"
-        return self._broken(batch, named)
+                    broken_at = next(iter(str(error).strip().splitlines()), "")
+        if broken_at is not None:
+            call.why = f"the loss is not one graph: {broken_at}; {_ITS_LINE}"
+        # If the loss raises, its next call may be one graph: Dynamo must not come to know it as several before.
+        found = (self._broken if broken_at is self._broken_at else self._fn)(batch, named)
+        self._broken_at = broken_at
+        return found
 
     def _run_pieces(self, loss: torch.Tensor) -> None:
         scaler = self._update.scaler
@@ -739,7 +743,6 @@ class _Whole:
     def _gradients(self, inputs: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
         """What the forward returns, and gradients as autograd would put them into `.grad`."""
         layout, scaler = self._layout, self._update.scaler
-        taken = _storages(inputs)
         with torch._C._DisableAutocast():
             outputs = list(self._forward(inputs))
             returned = outputs[: layout.num_returned]
@@ -752,25 +755,18 @@ class _Whole:
             call = [*rest, *saved, layout.tangents[0](tangent)]
             del rest, saved, tangent
             gradients = list(self._backward(call))
-        taken |= _storages(returned)
         found: list[torch.Tensor] = []
         for n, leaf in zip(self._positions, self._leaves, strict=True):
-            found.append(_own_gradient(gradients[n], leaf, taken))
+            found.append(_own_gradient(gradients[n], leaf))
             gradients[n] = None
         return returned, found
 
 
-def _storages(values: Sequence[Any]) -> set[int]:
-    return {x.untyped_storage().data_ptr() for x in values if isinstance(x, torch.Tensor)}
-
-
-def _own_gradient(gradient: torch.Tensor, leaf: torch.Tensor, taken: set[int]) -> torch.Tensor:
-    """A gradient as autograd puts it into `.grad`: laid out as the parameter, in memory of its own.
+def _own_gradient(gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """A gradient as autograd puts it into `.grad`: laid out as the parameter. Its memory is its own: see `OwnGradients`.
 
     Source: torch/csrc/autograd/functions/accumulate_grad.h.
     """
-    address = gradient.untyped_storage().data_ptr()
-    if gradient.stride() == leaf.stride() and address not in taken:
-        taken.add(address)
+    if gradient.stride() == leaf.stride():
         return gradient
     return torch.empty_like(leaf).copy_(gradient)

@@ -415,9 +415,13 @@ def compared(way, program, **options):
 
 
 def test_it_replays(way):
+    """A step holds none of its results itself: nothing is copied out of the graph's memory."""
     with programs.counted() as counters:
-        way.run(USES["plain"])
+        training = Training(way.session(), max_norm=1.0)
+        for batch in training.session.batches(4, 8, count=STEPS):
+            training.step(batch)
     assert counters["recordings"] == 1
+    assert counters["rescued_bytes"] == 0
     assert counters["replays"] == STEPS - 2
     assert counters["plain_calls"] == 0
 
@@ -573,6 +577,28 @@ def interrupted(session):
             assert all(p.grad is None for p in training.module.parameters())
             assert " 1 raised " in training.step.explain()
         training.run(batch)
+    return training.found()
+
+
+def raising(session):
+    """A loss that raises once is one graph in the next call."""
+
+    def loss_of(module):
+        def loss_fn(x, *, bad):
+            if bad:
+                raise ValueError("bad")
+            return module(x).square().mean()
+
+        return loss_fn
+
+    training = Training(session, loss_fn=loss_of)
+    for number, batch in enumerate(session.batches(4, 8, count=STEPS)):
+        if number in (0, 5):
+            with pytest.raises(ValueError, match="bad"):
+                training.step(batch, bad=True)
+        training.run(batch, bad=False)
+    if session.options["driver"] != "none":
+        assert training.step.whole_calls == STEPS - 1, training.step.explain()
     return training.found()
 
 
@@ -742,6 +768,25 @@ def test_a_capture_that_fails_leaves_the_scaler_as_it_was(way, monkeypatch):
     compared(way, program)
 
 
+def test_an_interrupted_capture_leaves_no_gradients(way, monkeypatch):
+    training = Training(way.session(), max_norm=1.0)
+    batches, clip = training.session.batches(4, 8, count=6), nn.utils.clip_grad_norm_
+    for batch in batches[:2]:
+        training.run(batch)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        training.run(batches[2])
+    assert not programs.gradients(training.module)
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", clip)
+    for batch in batches[3:]:
+        training.run(batch)
+    assert training.step.whole_calls == 4
+
+
 def test_one_step_called_by_several_threads(way):
     def program(session):
         training = Training(session)
@@ -802,7 +847,7 @@ def fed_back(session):
 
 
 PROGRAMS = (
-    *(two_optimizers, under_autocast, two_steps, arguments, sizes, resumed, interrupted),
+    *(two_optimizers, under_autocast, two_steps, arguments, sizes, resumed, interrupted, raising),
     *(adversaries, fed_back),
 )
 
