@@ -3,8 +3,9 @@
 Note [A whole step]
     The loss is compiled as ever, so Dynamo's guards cover the user's Python in each call, and nothing that it reads is
     frozen. Where Dynamo calls the forward graph, a step runs one recording instead: the forward's kernels, the
-    backward's for a gradient of ones, and the optimizer's own `step()`. A call that can't be so runs in pieces: forward,
-    backward and optimizer one after the other, as the user would write them.
+    backward's for a gradient of ones, and the optimizer's own `step()`. Where some of the loss can't be captured, the
+    parts of forward and backward run in turn, without autograd, and the recording is that of the update. A call that
+    can't be so either runs in pieces: forward, backward and optimizer one after the other, as the user would write them.
 
     The first call of each variant that Dynamo compiles goes in pieces, since optimizers make their state then, and
     tells whether the next ones may be whole (`_why_never`). What may change from call to call is looked at in each
@@ -53,6 +54,7 @@ _FIRST: Final = "the first call of a variant"
 _NEW_STATE: Final = "the optimizer has other groups, parameters or state tensors than before; one call makes them known"
 _NEW_NUMBER: Final = "{} has a new value; each new value costs one call, but for learning rates"
 _FOREIGN: Final = "something else than the optimizer's parameters gets gradients; freeze, detach or give it to an optimizer of the step"
+_IN_TURN: Final = "not all of it can be captured, see cgpass.explain(loss_fn, batch); the optimizer's step is a graph of its own"
 _ITS_LINE: Final = "cgpass.explain(loss_fn, batch) names the line"
 _TOO_OFTEN: Final = "it was compiled torch._dynamo.config.recompile_limit times; keep what changes the same, or make it a tensor"
 _BY_VALUE = (int, float, bool, str, type(None))
@@ -146,7 +148,7 @@ class TrainStep:
         self._due = 0
         """Calls since the last update."""
         self._lock = threading.RLock()
-        fn = _detaching(loss_fn)
+        self._fn = fn = _detaching(loss_fn)
         given: Any = (
             dataclasses.asdict(options) if isinstance(options, Options) else {**(options or {})}
         )
@@ -203,10 +205,10 @@ class TrainStep:
                 )
             self._run_pieces(loss)
             self._learn(call, loss)
-        if call.whole is not None:
+        if call.whole is not None and call.whole.is_one:
             self.whole_calls += 1
         elif self._options.driver != "none":
-            self._note(call.why or _FIRST)
+            self._note(call.why or (_FIRST if call.whole is None else _IN_TURN))
         return (loss.detach(), *more) if more else loss.detach()
 
     def flush(self) -> bool:
@@ -241,7 +243,8 @@ class TrainStep:
 
     def _forward(self, call: "_Call", batch: _Args, named: dict[str, Any]) -> _Args:
         self._too_often = self._too_often and bool(self._variants)  # none: all was forgotten
-        if self._broken_at is None and not self._too_often:
+        broken_at = self._broken_at
+        if broken_at is None and not self._too_often:
             try:
                 return self._compiled(batch, named)
             except torch_private.not_one_graph() as error:
@@ -249,10 +252,13 @@ class TrainStep:
                     raise
                 self._too_often = torch_private.is_recompile_limit(error)
                 if not self._too_often:
-                    self._broken_at = next(iter(str(error).strip().splitlines()), "")
-        if self._broken_at is not None:
-            call.why = f"the loss is not one graph: {self._broken_at}; {_ITS_LINE}"
-        return self._broken(batch, named)
+                    broken_at = next(iter(str(error).strip().splitlines()), "")
+        if broken_at is not None:
+            call.why = f"the loss is not one graph: {broken_at}; {_ITS_LINE}"
+        # If the loss raises, its next call may be one graph: Dynamo must not come to know it as several before.
+        found = (self._broken if broken_at is self._broken_at else self._fn)(batch, named)
+        self._broken_at = broken_at
+        return found
 
     def _run_pieces(self, loss: torch.Tensor) -> None:
         scaler = self._update.scaler
@@ -305,7 +311,7 @@ class _Call:
     """Why it runs in pieces, as far as that is known."""
     graphs: int = 0
     whole: "_Whole | None" = None
-    """What it ran as a whole."""
+    """What it ran as a whole, or in turn."""
     met: tuple[TrainingCall, _Args, list[Any]] | None = None
     """A graph that it ran in pieces and nobody knows yet, its inputs and outputs."""
 
@@ -613,12 +619,16 @@ def _why_never(
         executor = getattr(fn, "executor", None)
         if executor is None:
             return "a part of it runs without CUDA graphs, or draws random numbers again in the backward"
-        runner = executor.plan.steps[0].run if executor.plan.is_one_partition else None
-        if not isinstance(runner, PartitionRunner):
-            return "not all of it can be captured; cgpass.explain(loss_fn, batch) says why"
-        if runner.communicates:
+        runners = _runners(executor)
+        if not runners:
+            return "nothing of it is captured; cgpass.explain(loss_fn, batch) says why"
+        if any(runner.communicates for runner in runners):
             return "it communicates with other processes"
     return None
+
+
+def _runners(executor: Executor) -> list[PartitionRunner]:
+    return [step.run for step in executor.plan.steps if isinstance(step.run, PartitionRunner)]
 
 
 class _Whole:
@@ -628,26 +638,36 @@ class _Whole:
         """Nothing is recorded yet."""
         graphs: Any = training.graphs
         self._layout, forward, backward, self._positions = graphs
-        part: PartitionRunner = forward.executor.plan.steps[0].run
-        self._forward = part.fn
-        self._backward: _Boxed = backward.executor.plan.steps[0].run.fn
+        self._forward: _Boxed = forward.executor
+        self._backward: _Boxed = backward.executor
+        part = _runners(forward.executor)[0]
+        self.is_one = all(fn.executor.plan.is_one_partition for fn in (forward, backward))
+        """Whether one graph can hold all of it."""
         self._leaves = [args[n] for n in self._positions]
         self._update = update
         self._looks = -1
-        infos = list(part.layout.infos)
-        for n in self._positions:
+        infos, leaves = list(part.layout.infos), self._positions
+        if self.is_one:
+            self._forward, self._backward = part.fn, _runners(backward.executor)[0].fn
+            update.known_as.update((id(args[n]), infos[n].name) for n in leaves)
+        else:
+            gradient = InputInfo("a gradient", InputKind.POOLED, mutated=True)
+            infos = [gradient, InputInfo("a parameter", InputKind.STATIC)]
+            infos = [info for info in infos for _ in leaves]
+            leaves = range(len(leaves), 2 * len(leaves))
+        for n in leaves:
             infos[n] = dataclasses.replace(
                 infos[n], kind=InputKind.STATIC, mutated=True, in_place=True
             )
-            update.known_as[id(args[n])] = infos[n].name
         infos.append(InputInfo("the optimizer's tensors", InputKind.IN_PLACE))
         infos.append(InputInfo("what the optimizer reads", InputKind.OPAQUE))
         options = dataclasses.replace(part.options, static_input_check="rerecord")
+        opaque = self.is_one and part.opaque
         self._runner = PartitionRunner(
-            self._body, infos, part.owner, options, name="whole step", opaque=part.opaque
+            self._body, infos, part.owner, options, name="whole step", opaque=opaque
         )
         self._runner.name = name
-        num_outputs = self._layout.num_returned + (update.max_norm is not None)
+        num_outputs = self.is_one * self._layout.num_returned + (update.max_norm is not None)
         visible = frozenset(range(num_outputs))
         plan = whole_plan(len(infos), num_outputs, self._runner, "captured_0", visible)
         self._executor = Executor(plan, part.owner, {"captured_0": f"cgpass: {name}"})
@@ -676,7 +696,11 @@ class _Whole:
         replays = stats.replays
         update.grad_norm = None  # the step itself must not hold what a replay writes
         with torch.no_grad():
-            outputs = self._executor([*training.begin(args), *update.read()])
+            inputs, outputs = training.begin(args), []
+            if not self.is_one:
+                outputs, inputs = self._gradients(inputs)
+                inputs += self._leaves
+            outputs += self._executor([*inputs, *update.read()])
         if stats.replays != replays:  # else operators and the optimizers said so themselves
             if update.counts_writes:
                 torch.autograd.graph.increment_version(self._leaves)
@@ -696,7 +720,7 @@ class _Whole:
         kinds = Counter(info.kind for info in self._runner.layout.infos)
         own = len(update.state) + len(update.rates)
         about = (
-            f"one graph, recorded {many(stats.recordings, 'time')} and replayed {many(stats.replays, 'time')}: "
+            f"{'one graph' if self.is_one else 'a graph of the update'}, recorded {many(stats.recordings, 'time')} and replayed {many(stats.replays, 'time')}: "
             f"reads {many(kinds[InputKind.STATIC], 'parameter')} and {many(own, 'tensor')} of the optimizer in place, "
             f"copies {many(kinds[InputKind.COPIED], 'input')}; "
             f"{many(kinds[InputKind.SYMINT] + len(update.numbers), 'number')} in its key"
@@ -706,10 +730,10 @@ class _Whole:
 
     def _body(self, args: list[Any]) -> list[Any]:
         """What is recorded, and runs without a graph before that."""
-        layout, update = self._layout, self._update
-        inputs = args[: layout.num_inputs]
+        update = self._update
+        inputs = args[: self._layout.num_inputs if self.is_one else len(self._leaves)]
         args.clear()
-        returned, gradients = self._gradients(inputs)
+        returned, gradients = self._gradients(inputs) if self.is_one else ([], inputs)
         with _NoGradientsAfter(update):
             for leaf in reversed(self._leaves):
                 leaf.grad = gradients.pop()
@@ -719,7 +743,6 @@ class _Whole:
     def _gradients(self, inputs: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
         """What the forward returns, and gradients as autograd would put them into `.grad`."""
         layout, scaler = self._layout, self._update.scaler
-        taken = _storages(inputs)
         with torch._C._DisableAutocast():
             outputs = list(self._forward(inputs))
             returned = outputs[: layout.num_returned]
@@ -732,25 +755,18 @@ class _Whole:
             call = [*rest, *saved, layout.tangents[0](tangent)]
             del rest, saved, tangent
             gradients = list(self._backward(call))
-        taken |= _storages(returned)
         found: list[torch.Tensor] = []
         for n, leaf in zip(self._positions, self._leaves, strict=True):
-            found.append(_own_gradient(gradients[n], leaf, taken))
+            found.append(_own_gradient(gradients[n], leaf))
             gradients[n] = None
         return returned, found
 
 
-def _storages(values: Sequence[Any]) -> set[int]:
-    return {x.untyped_storage().data_ptr() for x in values if isinstance(x, torch.Tensor)}
-
-
-def _own_gradient(gradient: torch.Tensor, leaf: torch.Tensor, taken: set[int]) -> torch.Tensor:
-    """A gradient as autograd puts it into `.grad`: laid out as the parameter, in memory of its own.
+def _own_gradient(gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """A gradient as autograd puts it into `.grad`: laid out as the parameter. Its memory is its own: see `OwnGradients`.
 
     Source: torch/csrc/autograd/functions/accumulate_grad.h.
     """
-    address = gradient.untyped_storage().data_ptr()
-    if gradient.stride() == leaf.stride() and address not in taken:
-        taken.add(address)
+    if gradient.stride() == leaf.stride():
         return gradient
     return torch.empty_like(leaf).copy_(gradient)

@@ -77,6 +77,8 @@ class PartitionRunner:
     """Keys to be remembered once it is known how far their operators draw."""
     _started = 0.0
     """When the last attempt to record began."""
+    _moved: tuple[int, int] = 0, 0
+    """The last call that read at new places what can't be copied, and how many such calls it ended, one after another."""
 
     def __init__(
         self,
@@ -119,7 +121,7 @@ class PartitionRunner:
         """Pools before this one do not suit (see `move_apart`); bytes that move of the largest call recorded."""
         self._unseen = 0
         """Calls since the last recording whose key was new, for a warning."""
-        self._moved_before = self._tried_anew = False
+        self._tried_anew = False
         self.stats: CallStats = new_call_stats()
         self.reasons = CallReasons()
         """Why calls ran without a graph."""
@@ -356,6 +358,10 @@ class PartitionRunner:
         self._unseen += 1
         names = describe_tensors(infos, args, found.new or found.absent)
         why_not = _CANNOT_BE_COPIED.get(found.code or "", "").format(self.options.max_copied_mib)
+        last, in_a_row = self._moved
+        in_a_row = in_a_row + 1 if last == self.stats.calls - 1 else 1
+        if why_not:
+            self._moved = self.stats.calls, in_a_row
         if self._unseen >= 2 * self.options.max_recordings:
             cause, fix = f"each came with other parameters: {names}", _WRITE_IN_PLACE
             if code == "new_shape":
@@ -363,11 +369,10 @@ class PartitionRunner:
             text = f"{self._unseen} calls came that were never recorded, since {cause}"
             self._say_once("unseen", f"{text}. {fix}")
             why = None if code == "new_shape" else text
-        elif why_not and self._moved_before:
+        elif why_not and in_a_row > 2:
             fix = _WRITE_IN_PLACE if found.new else _LEAVE_IN_PLACE
             why = f"{names} lie at a new place in every call, and {why_not}"
             self._say_once("places", f"{why}: such calls run without a graph. {fix}")
-        self._moved_before = bool(why_not)
         if why is not None:
             told = why, self._named(new)[1]
             self.reasons.note(code, lambda: told)
@@ -398,7 +403,7 @@ class PartitionRunner:
         self, args: list[Any], seen: Seen, found: Found, key: bytes, slot: int
     ) -> Result:
         """Record a call and replay it; where that fails, run it without a graph."""
-        self._unseen, self._moved_before = 0, False
+        self._unseen = 0
         with self.owner.changing():
             recording = self._attempt(args, seen, found, slot)
             if isinstance(recording, torch.OutOfMemoryError):

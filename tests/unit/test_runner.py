@@ -370,6 +370,17 @@ def test_what_is_too_large_to_be_copied_call_after_call_is_named_once(caplog):
     ]
 
 
+@pytest.mark.parametrize("moves", [{10: 1, 20: 2}, {10: 1, 11: 2}, {10: 1, 11: 0, 20: 2}])
+def test_what_moves_now_and_then_is_not_said_to_move_in_every_call(moves, caplog):
+    run = runner(lambda x, w: [x * w], COPIED, STATIC, max_copied_mib=0)
+    places = [X.clone() for _ in range(3)]
+    w = places[0].clone()
+    for n in range(28):
+        w.data = places[moves.get(n, 0)] if n in moves or n == 0 else w.data
+        run.run([X, w])
+    assert not warnings(caplog)
+
+
 def test_one_more_call_without_a_graph_leaves_known_how_far_operators_draw():
     """Recordings go by what an earlier call of the same key learnt."""
     run, value = runner(lambda p, x: [p * x], POOLED, COPIED), torch.ones(2)

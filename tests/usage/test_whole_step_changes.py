@@ -177,6 +177,13 @@ def states_in_another_order(training):
     state.update(zip(keys, values, strict=True))
 
 
+def names_of_each_other(state):
+    """Which lie where they lay, in the same order."""
+    values = [tensor.abs_() for tensor in state.values()]
+    state.clear()
+    state.update(zip(("step", "exp_avg_sq", "exp_avg"), values, strict=True))
+
+
 def set_scale(value):
     def change(training):
         for name, number in (("grad_scale", value), ("found_inf", 0.0)):
@@ -244,6 +251,7 @@ TENSORS = {
     "states": replaced_states,
     "states of each other": swapped_states,
     "states in another order": states_in_another_order,
+    "states with names of each other": each_state(names_of_each_other),
     "state tensors": each_state(new_tensor_of_states),
     "state in place": (each_state(lambda state: state["exp_avg"].mul_(0.5)), 4),
     "steps of the state": (each_state(lambda state: state["step"].fill_(2)), 4),

@@ -415,9 +415,13 @@ def compared(way, program, **options):
 
 
 def test_it_replays(way):
+    """A step holds none of its results itself: nothing is copied out of the graph's memory."""
     with programs.counted() as counters:
-        way.run(USES["plain"])
+        training = Training(way.session(), max_norm=1.0)
+        for batch in training.session.batches(4, 8, count=STEPS):
+            training.step(batch)
     assert counters["recordings"] == 1
+    assert counters["rescued_bytes"] == 0
     assert counters["replays"] == STEPS - 2
     assert counters["plain_calls"] == 0
 
@@ -576,6 +580,28 @@ def interrupted(session):
     return training.found()
 
 
+def raising(session):
+    """A loss that raises once is one graph in the next call."""
+
+    def loss_of(module):
+        def loss_fn(x, *, bad):
+            if bad:
+                raise ValueError("bad")
+            return module(x).square().mean()
+
+        return loss_fn
+
+    training = Training(session, loss_fn=loss_of)
+    for number, batch in enumerate(session.batches(4, 8, count=STEPS)):
+        if number in (0, 5):
+            with pytest.raises(ValueError, match="bad"):
+                training.step(batch, bad=True)
+        training.run(batch, bad=False)
+    if session.options["driver"] != "none":
+        assert training.step.whole_calls == STEPS - 1, training.step.explain()
+    return training.found()
+
+
 def held(session):
     """Losses and norms of all steps are held, and are what they were."""
     training = Training(session, max_norm=1.0)
@@ -646,8 +672,8 @@ REASONS = {
         "2 results of the loss require grad; detach all but the loss",
     ),
     "a part that can't be captured": (
-        {"make": HalfOnHost},
-        "not all of it can be captured; cgpass.explain(loss_fn, batch) says why",
+        {"make": HalfOnHost, "max_norm": 0.1},
+        "not all of it can be captured, see cgpass.explain(loss_fn, batch); the optimizer's step is a graph of its own",
     ),
 }
 
@@ -662,6 +688,28 @@ def test_pieces_say_why(way, name, caplog):
     assert why in program.step.explain()
     assert any(why in record.getMessage() for record in caplog.records)
     assert why in cgpass.summary()
+
+
+@pytest.mark.parametrize("scaler", [False, True])
+def test_parts_that_cannot_be_captured_run_in_turn(way, scaler):
+    def change(training, number):
+        if number == 4:
+            training.optimizer.param_groups[0]["weight_decay"] = 0.5
+        if number == 7:
+            swap_data(training)
+
+    def program(session):
+        scale = torch.amp.GradScaler(session.device.type, 2.0**8) if scaler else None
+        settings = {"loss_fn": with_results, "scaler": scale, "max_norm": 0.1}
+        made = use(make=HalfOnHost, every=change, **settings)
+        values = made(session)
+        if session.options["driver"] != "none":
+            text = made.step.explain()
+            assert f"{STEPS - 2} in pieces: not all of it can be captured" in text
+            assert "a graph of the update, recorded 3 times and replayed 5 times" in text
+        return values
+
+    compared(way, program)
 
 
 def test_accumulation_adds_up(way):
@@ -718,6 +766,25 @@ def test_a_capture_that_fails_leaves_the_scaler_as_it_was(way, monkeypatch):
         return training.found()
 
     compared(way, program)
+
+
+def test_an_interrupted_capture_leaves_no_gradients(way, monkeypatch):
+    training = Training(way.session(), max_norm=1.0)
+    batches, clip = training.session.batches(4, 8, count=6), nn.utils.clip_grad_norm_
+    for batch in batches[:2]:
+        training.run(batch)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        training.run(batches[2])
+    assert not programs.gradients(training.module)
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", clip)
+    for batch in batches[3:]:
+        training.run(batch)
+    assert training.step.whole_calls == 4
 
 
 def test_one_step_called_by_several_threads(way):
@@ -780,7 +847,7 @@ def fed_back(session):
 
 
 PROGRAMS = (
-    *(two_optimizers, under_autocast, two_steps, arguments, sizes, resumed, interrupted),
+    *(two_optimizers, under_autocast, two_steps, arguments, sizes, resumed, interrupted, raising),
     *(adversaries, fed_back),
 )
 
