@@ -63,19 +63,7 @@ def capture_time_hooks(hooks: object, num_callables: int) -> list[HookSet]:
     Raises:
         GraphedArgumentError: Another number of entries than callables, or as for `HookSet`.
     """
-    return _per_callable(hooks, num_callables, "capture_time_hooks", CAPTURE_TIME)
-
-
-def warmup_hooks(hooks: object, num_callables: int) -> tuple[HookSet, list[HookSet]]:
-    """The set that runs once for all, and one per callable."""
-    once, each = (hooks, None) if isinstance(hooks, Mapping) else (None, hooks)
-    where = "warmup_hooks"
-    return HookSet(once, WARM_UP, where), _per_callable(each, num_callables, where, WARM_UP)
-
-
-def _per_callable(
-    hooks: object, num_callables: int, where: str, names: Sequence[str]
-) -> list[HookSet]:
+    where = "capture_time_hooks"
     if hooks is None:
         hooks = [None] * num_callables
     if not isinstance(hooks, list | tuple):
@@ -85,7 +73,7 @@ def _per_callable(
             f"make_graphed_callables: {where} has {len(hooks)} entries for {num_callables} callables. Give one each, "
             "None where there is nothing to run."
         )
-    return [HookSet(each, names, f"{where}[{i}]") for i, each in enumerate(hooks)]
+    return [HookSet(each, CAPTURE_TIME, f"{where}[{i}]") for i, each in enumerate(hooks)]
 
 
 def _wrong(where: str, wanted: str, got: object) -> GraphedArgumentError:

@@ -44,14 +44,11 @@ class GraphedOptions:
     capture_time_hooks: Sequence[Hooks | None] | None = None
     """One entry per callable: what runs around its warm-ups and captures, never on a replay."""
 
-    warmup_hooks: Hooks | Sequence[Hooks | None] | None = None
-    """What runs around all warm-ups, once; or one entry per callable, around the warm-ups of that one."""
+    warmup_hooks: Hooks | None = None
+    """What runs around all warm-ups, once."""
 
     own_grads: bool = True
     """Whether gradients keep their values while held; else the next replay overwrites them, in `.grad`, too: no accumulation."""
-
-    static_input_check: Literal["rerecord", "error", "off"] = "rerecord"
-    """What a moved parameter or buffer does; `off` only where they provably never move."""
 
     max_rerecords: int = 16
     """Recordings made because parameters moved, or a call whose backward is due needs an earlier one, before further calls
@@ -117,7 +114,6 @@ def _at_least(least: int) -> tuple[Callable[[Any], bool], str]:
 
 _FLAG = (lambda value: isinstance(value, bool), "a bool")
 _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "static_input_check": _one_of("rerecord", "error", "off"),
     "driver": _one_of("auto", "cuda", "simulated", "none"),
     "num_warmup_iters": _at_least(1),
     "max_rerecords": _at_least(0),

@@ -128,7 +128,7 @@ class Pair:
         self.forward = forward = self._record(fn, args, kinds, "forward", uses=(results, saved))
         assert d.structure is not None
         self.structure, self._layouts = d.structure, layouts
-        self.key, self._num_results = d.statics.key_of(d.statics.now()), len(results)
+        self.key, self._num_results = fast.layouts(d.statics.now()), len(results)
         self._sort(inputs, members, sorted(saved))
         kept = owner.driver.live_blocks(self._slot).keys() - before.keys()
         graph.keeps_memory = bool(kept.difference(forward.memory.addresses()))

@@ -172,7 +172,7 @@ def test_arguments_that_can_not_be(setting):
     [
         ({"num_warmup_iters": 0}, "'num_warmup_iters' must be an int >= 1, got 0"),
         ({"own_grads": 1}, "'own_grads' must be a bool, got 1"),
-        ({"static_input_check": "no"}, "must be one of 'rerecord', 'error', 'off', got 'no'"),
+        ({"driver": "no"}, "must be one of 'auto', 'cuda', 'simulated', 'none', got 'no'"),
         ({"rng_tracker": {}}, "'rng_tracker' must be a cgpass.RNGStatesTracker or None"),
         ({"num_warmup_iter": 3}, "unknown option 'num_warmup_iter'; did you mean 'num_warmup_it"),
         ({"num_layers_per_chunk": 2}, "'num_layers_per_chunk' needs an order"),
