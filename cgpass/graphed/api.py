@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -35,7 +35,6 @@ def make_graphed_callables(
     sample_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     modules: Sequence[Any] = (),
     options: GraphedOptions | Mapping[str, Any] | None = None,
-    **unknown: Never,
 ) -> Any:
     """Record forward and backward of modules or functions as CUDA graphs, and return what replays them.
 
@@ -55,7 +54,6 @@ def make_graphed_callables(
             their modes are looked at. For a tuple of callables one such sequence each. A module, or a method of one,
             names itself.
         options: Everything else; see `GraphedOptions`.
-        unknown: Refused, with where it belongs: torch's and TransformerEngine's functions have options as arguments.
 
     Returns:
         A function for each function and a module for each module (a shallow copy which shares parameters, buffers and
@@ -67,11 +65,11 @@ def make_graphed_callables(
     Raises:
         GraphedArgumentError: Callables or samples can't be used, or something gets no gradient.
         ScheduleError: The order can't be run.
-        OptionError: An unknown option, a bad value, or an option that was not given in `options`.
+        OptionError: An unknown option or a bad value.
         HookError: A hook returned something.
         CaptureError: A callable can't be captured; random number states, gradients and buffers are as before.
     """
-    given = GraphedOptions.parse(options, unknown)
+    given = GraphedOptions.parse(options)
     several = isinstance(callables, tuple)
     fns = callables if isinstance(callables, tuple) else (callables,)
     args = _each("sample_args", sample_args, _is_tuple, "a tuple of arguments", several)

@@ -52,7 +52,10 @@ class GraphedFunction:
         """Args: description: what is called. group: what records; None to run without a graph always."""
         self._pass = description
         self._group = group
-        self._plain = description.run
+        self.ungraphed: Any = description.run
+        """What runs the callable without a graph."""
+        self.stats = description.stats
+        """Counts of calls, recordings and replays."""
         self._pairs: dict[Key, list[Pair]] = {}
         self._last: Key | None = None
         self._num_rerecords = 0
@@ -61,11 +64,6 @@ class GraphedFunction:
         self.__name__ = description.name
         if group is not None:
             group.members.append(self._free)
-
-    @property
-    def stats(self) -> Any:
-        """Counts of calls, recordings and replays."""
-        return self._pass.stats
 
     def add(self, pair: Pair) -> None:
         """Take a recording."""
@@ -85,7 +83,7 @@ class GraphedFunction:
             InputError: The arguments don't fit the sample.
         """
         if torch_private.is_exporting():
-            return self._plain(*args, **kwargs)
+            return self.ungraphed(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _outside_dynamo(self, args, kwargs)
         has_grad = torch.is_grad_enabled()
@@ -166,7 +164,7 @@ class GraphedFunction:
         self._pass.stats.plain_calls += 1
         if why is not None:
             self._pass.tell(f"runs without a graph: {why}.")
-        return self._plain(*args, **kwargs)
+        return self.ungraphed(*args, **kwargs)
 
     def count_plain_call(self) -> None:
         """Count a call that somebody else runs without a graph."""
@@ -225,18 +223,13 @@ class GraphedFunction:
             self._group.members.remove(self._free)
         self._group = None
 
-    @property
-    def ungraphed(self) -> Any:
-        """What runs the callable without a graph."""
-        return self._plain
-
     def run_with(self, plain: Any) -> None:
         """Have another function run the callable without a graph, and be recorded."""
-        self._plain = self._pass.run = plain
+        self.ungraphed = self._pass.run = plain
 
     def __reduce__(self) -> Any:
         """Copies and pickles are of the callable alone."""
-        return _itself, (self._plain,)
+        return _itself, (self.ungraphed,)
 
     @property
     def splits_backward(self) -> bool:

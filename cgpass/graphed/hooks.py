@@ -25,36 +25,34 @@ class HookSet:
             GraphedArgumentError: No mapping, an unknown name, or something that can't be called.
         """
         self._where = where
-        self._functions: dict[str, tuple[Callable[..., Any], ...]] = {}
         if not isinstance(hooks, Mapping | None):
             raise _wrong(where, "a dict of hook names and functions or None", hooks)
-        for name, given in (hooks or {}).items():
+        self._functions: dict[str, Callable[..., Any]] = dict(hooks or {})
+        for name, function in self._functions.items():
             if name not in names:
                 raise GraphedArgumentError(
                     f"make_graphed_callables: {where} has an unknown hook {name!r}; known: {', '.join(names)}."
                 )
-            functions = (given,) if callable(given) else given
-            if not isinstance(functions, list | tuple) or not all(map(callable, functions)):
-                raise _wrong(f"{where}[{name!r}]", "a function or a sequence of functions", given)
-            self._functions[name] = tuple(functions)
+            if not callable(function):
+                raise _wrong(f"{where}[{name!r}]", "a function", function)
 
     def __bool__(self) -> bool:
         """Whether there are any."""
-        return any(self._functions.values())
+        return bool(self._functions)
 
     def run(self, name: str, *args: Any) -> None:
-        """Call the functions of one moment in order.
+        """Call the function of one moment.
 
         Raises:
-            HookError: One of them returned something.
+            HookError: It returned something.
         """
-        for position, function in enumerate(self._functions.get(name, ())):
-            result = function(*args)
-            if result is not None:
-                raise HookError(
-                    f"make_graphed_callables: {self._where}[{name!r}][{position}] returned a {type(result).__name__}. "
-                    "Hooks can't replace arguments or results: have it return None."
-                )
+        function = self._functions.get(name)
+        result = None if function is None else function(*args)
+        if result is not None:
+            raise HookError(
+                f"make_graphed_callables: {self._where}[{name!r}] returned a {type(result).__name__}. Hooks can't replace "
+                "arguments or results: have it return None."
+            )
 
 
 def capture_time_hooks(hooks: object, num_callables: int) -> list[HookSet]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cgpass.errors import GraphedArgumentError, InputError
+from cgpass.graphed.values import firsts
 from cgpass.runtime import fast
 from cgpass.runtime.inputs import check_tensor
 
@@ -44,19 +45,19 @@ class Statics:
         self.names: list[str] = []
         self.required = required
         """Whether each parameter is expected to get a gradient."""
-        named = _named(modules)
+        found = named(modules)
         tops = set() if moded else {id(top) for top in modules}
         self._entries: list[tuple[Any, Any, Any, str]] = []
         """Dictionaries, keys, what was there, and what a message calls it."""
         self._sizes: list[tuple[Any, int, str]] = []
-        for path, m in named:
+        for path, m in found:
             self._note(path, m, moded=id(m) not in tops, hooked=m is not around)
         holders, keys, values, _ = zip(*self._entries, strict=True) if self._entries else [()] * 4
         sizes = array("q", [size for _, size, _ in self._sizes]).tobytes()
         sized = [holder for holder, _, _ in self._sizes]
         self._compared = list(holders), list(keys), list(values), sized, sizes
         for kind in ("_parameters", "_buffers"):
-            for path, inner in named:
+            for path, inner in found:
                 holder = getattr(inner, kind)
                 for key, tensor in holder.items():
                     full = f"{path}.{key}".lstrip(".")
@@ -115,10 +116,7 @@ class Statics:
 
     def firsts(self) -> tuple[int, ...]:
         """Positions of the tensors in `now()`, each once."""
-        positions: dict[int, int] = {}
-        for i, tensor in enumerate(self.now()):
-            positions.setdefault(id(tensor), i)
-        return tuple(positions.values())
+        return tuple(sorted(set(firsts(self.now()))))
 
     def distinct(self) -> list[torch.Tensor]:
         """The tensors as they are, each once."""
@@ -158,7 +156,7 @@ def _entry(holder: Any, key: Any) -> Any:
     return holder[key] if key in holder else ...  # noqa: SIM401  TorchScript's have no `get`
 
 
-def _named(modules: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
+def named(modules: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
     """All modules in some, each once, with their paths: empty ones for those that are in no other one."""
     found: dict[int, tuple[str, torch.nn.Module]] = {}
     for top in modules:
