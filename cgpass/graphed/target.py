@@ -44,7 +44,9 @@ class Target:
                     f"has a wrapped module, a {kind}, whose hooks no replay runs. Record the module inside, then wrap"
                 )
             if isinstance(inner, LazyModuleMixin):  # of another class from its first call on
-                raise self._refusal(f"has a lazy module that has not run yet, a {kind}: call it")
+                raise self._refusal(
+                    f"has a lazy module that has not run yet, a {kind}: call it once"
+                )
         for kind in HOOKS:
             if self.module is not None and getattr(self.module, kind):
                 raise self._refusal(
