@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from cgpass.errors import DriverUnavailableError, GraphedArgumentError
-from cgpass.graphed import hooks as hooks_of
 from cgpass.graphed.binding import Binding
 from cgpass.graphed.callables import GraphedFunction, Group
+from cgpass.graphed.hooks import WARM_UP, HookSet, capture_time_hooks
 from cgpass.graphed.modules import with_forward
 from cgpass.graphed.options import GraphedOptions
 from cgpass.graphed.pair import Pair
@@ -35,7 +35,6 @@ def make_graphed_callables(
     sample_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     modules: Sequence[Any] = (),
     options: GraphedOptions | Mapping[str, Any] | None = None,
-    **unknown: Never,
 ) -> Any:
     """Record forward and backward of modules or functions as CUDA graphs, and return what replays them.
 
@@ -55,7 +54,6 @@ def make_graphed_callables(
             their modes are looked at. For a tuple of callables one such sequence each. A module, or a method of one,
             names itself.
         options: Everything else; see `GraphedOptions`.
-        unknown: Refused, with where it belongs: torch's and TransformerEngine's functions have options as arguments.
 
     Returns:
         A function for each function and a module for each module (a shallow copy which shares parameters, buffers and
@@ -67,11 +65,11 @@ def make_graphed_callables(
     Raises:
         GraphedArgumentError: Callables or samples can't be used, or something gets no gradient.
         ScheduleError: The order can't be run.
-        OptionError: An unknown option, a bad value, or an option that was not given in `options`.
+        OptionError: An unknown option or a bad value.
         HookError: A hook returned something.
         CaptureError: A callable can't be captured; random number states, gradients and buffers are as before.
     """
-    given = GraphedOptions.parse(options, unknown)
+    given = GraphedOptions.parse(options)
     several = isinstance(callables, tuple)
     fns = callables if isinstance(callables, tuple) else (callables,)
     args = _each("sample_args", sample_args, _is_tuple, "a tuple of arguments", several)
@@ -82,8 +80,8 @@ def make_graphed_callables(
     schedule = _schedule(len(fns), len(args), given)
     if not fns:
         return ()
-    capture_hooks = hooks_of.capture_time_hooks(given.capture_time_hooks, len(fns))
-    once, warmup_hooks = hooks_of.warmup_hooks(given.warmup_hooks, len(fns))
+    capture_hooks = capture_time_hooks(given.capture_time_hooks, len(fns))
+    around_warmups = HookSet(given.warmup_hooks, WARM_UP, "warmup_hooks")
     named: list[Any] = [()] * len(fns)
     if not several or not _is_tuple(modules) or modules:
         form = "a tuple of the modules that a function uses, as in modules=(model,)"
@@ -102,7 +100,6 @@ def make_graphed_callables(
             statics=statics[i],
             find_statics=find_statics[i],
             hooks=capture_hooks[i],
-            warmup_hooks=warmup_hooks[i],
             options=given,
             stats=new_call_stats(targets[i].name),
             with_grad=torch.is_grad_enabled(),
@@ -113,7 +110,7 @@ def make_graphed_callables(
     group = _group(given, device)  # after all that may refuse
     functions = [GraphedFunction(each, group) for each in passes]
     if group is not None:
-        _record(group, schedule, passes, functions, once)
+        _record(group, schedule, passes, functions, around_warmups)
     results: list[Any] = list(functions)
     for number, i in enumerate(schedule.callables):
         module = targets[i].module
@@ -127,20 +124,18 @@ def _record(
     schedule: Schedule,
     passes: list[Pass],
     functions: list[GraphedFunction],
-    once: hooks_of.HookSet,
+    around_warmups: HookSet,
 ) -> None:
     """Warm every forward up, with its backward, and record all."""
     owner = group.owner
     try:
         with prepared(passes[0], owner.driver.device), owner.lock, torch.no_grad():
             pairs = [Pair(d, owner, None if d.backward_dw else 0) for d in passes]
-            once.run("pre_warmup")
+            around_warmups.run("pre_warmup")
             for number in schedule.forwards:
                 d, states = passes[number], pairs[number].states
-                d.warmup_hooks.run("pre_warmup", d.hooked)
                 d.warm_up(owner.driver, states, d.options.num_warmup_iters, pool=True)
-                d.warmup_hooks.run("post_warmup", d.hooked)
-            once.run("post_warmup")
+            around_warmups.run("post_warmup")
             _record_all(schedule, pairs)
             for function, pair in zip(functions, pairs, strict=True):
                 function.add(pair)

@@ -7,7 +7,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cgpass.errors import InputError
-from cgpass.graphed.values import equal
+from cgpass.graphed.values import equal, firsts
 from cgpass.runtime import fast
 from cgpass.runtime.inputs import check_tensor, overlaps_itself
 
@@ -50,7 +50,7 @@ class Binding:
         ]
         """Tensors like them, that nobody changes."""
         self._may_require_grad = bytes([t.requires_grad for t in tensors])
-        self._firsts = _firsts(tensors)
+        self._firsts = firsts(tensors)
         self._distinct = sorted(set(self._firsts))
         self._repeats = [(i, first) for i, first in enumerate(self._firsts) if i != first]
         self.samples = [_dense(tensors[i]) for i in self._distinct]
@@ -151,12 +151,6 @@ def _dense(sample: torch.Tensor) -> torch.Tensor:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _firsts(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """For each one the first position of the same object."""
-    known: dict[int, int] = {}
-    return [known.setdefault(id(tensor), i) for i, tensor in enumerate(tensors)]
 
 
 def _flattened(

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cgpass import torch_private
-from cgpass.errors import StaticInputMovedError
 from cgpass.graphed.pair import Pair, in_place
-from cgpass.graphed.statics import MemberGoneError, Statics
+from cgpass.graphed.statics import Statics
 from cgpass.graphed.warmup import Pass, prepared
 from cgpass.runtime import fast
 from cgpass.runtime.changes import mend, open_modes
@@ -53,8 +52,10 @@ class GraphedFunction:
         """Args: description: what is called. group: what records; None to run without a graph always."""
         self._pass = description
         self._group = group
-        self._plain = description.run
-        self._check = description.options.static_input_check
+        self.ungraphed: Any = description.run
+        """What runs the callable without a graph."""
+        self.stats = description.stats
+        """Counts of calls, recordings and replays."""
         self._pairs: dict[Key, list[Pair]] = {}
         self._last: Key | None = None
         self._num_rerecords = 0
@@ -64,14 +65,8 @@ class GraphedFunction:
         if group is not None:
             group.members.append(self._free)
 
-    @property
-    def stats(self) -> Any:
-        """Counts of calls, recordings and replays."""
-        return self._pass.stats
-
     def add(self, pair: Pair) -> None:
         """Take a recording."""
-        pair.statics.note()  # a first run may have set hooks
         key = pair.statics, pair.key, fast.requiring_grad(pair.statics.now())
         self._pairs.setdefault(key, []).append(pair)
         self._last = key
@@ -86,10 +81,9 @@ class GraphedFunction:
 
         Raises:
             InputError: The arguments don't fit the sample.
-            StaticInputMovedError: A parameter or buffer moved and `static_input_check` is "error".
         """
         if torch_private.is_exporting():
-            return self._plain(*args, **kwargs)
+            return self.ungraphed(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _outside_dynamo(self, args, kwargs)
         has_grad = torch.is_grad_enabled()
@@ -139,59 +133,24 @@ class GraphedFunction:
             return "it was recorded under other autocast settings, or in another fork of its rng_tracker"
         if torch.is_grad_enabled() and not self._pass.with_grad:
             return "it was recorded under torch.no_grad()"
-        if statics.unchanged():
-            return None
-        if not statics.has_its_modes():
-            return "modules are in another mode (training or eval) than when it was recorded"
-        if self._check == "off":
-            return None
-        if not statics.has_its_members():
-            self._follow_members()
-            return None
-        names = statics.other_hooks()
-        if names and self._pairs and not self._moved(statics):
-            return f"hooks or forward of {names} are others than when it was recorded (reset() records them)"
-        if names:
+        if not self._pairs:
             self._pass.use_statics(self._pass.find_statics())
-        return None
-
-    def _moved(self, statics: Statics) -> bool:
-        """Whether parameters lie elsewhere than in the last call, so that all is recorded anew."""
-        try:
-            return self._last is not None and statics.key_of(statics.now()) != self._last[1]
-        except MemberGoneError:
-            return True
-
-    def _follow_members(self) -> None:
-        """Have the modules' submodules, parameters and buffers as they are now."""
-        d = self._pass
-        if self._check == "error":
-            raise StaticInputMovedError(
-                f"{d.name}: its modules have other members than when it was recorded: {d.statics.other_members()}. Keep "
-                'them, or use static_input_check="rerecord".'
+        elif not statics.unchanged():
+            return (
+                f"{statics.changes()} changed since it was recorded (reset() has it recorded again)"
             )
-        known = {id(key[0]): key[0] for key in self._pairs}
-        before = [each for each in known.values() if each.fits()]
-        d.use_statics(before[0] if before else d.find_statics())
-
-    def _key(self) -> tuple[Key, list[torch.Tensor]]:
-        statics = self._pass.statics
-        try:
-            now = statics.now()
-            key = statics.key_of(now)
-        except MemberGoneError:
-            self._follow_members()
-            return self._key()
-        return (statics, key, fast.requiring_grad(now)), now
+        return None
 
     def _pair(
         self, owner: Owner, tensors: list[torch.Tensor]
     ) -> tuple[Pair | None, list[torch.Tensor]]:
         """The pair to be replayed, and parameters and buffers as they are."""
-        if self._check == "off" and self._last is not None:
-            key, now = self._last, self._pass.statics.now()
-        else:
-            key, now = self._key()
+        statics = self._pass.statics
+        try:
+            now = statics.now()
+            key = statics, fast.layouts(now), fast.requiring_grad(now)
+        except (KeyError, TypeError, AttributeError):  # one was removed
+            return None, []
         pairs = self._pairs.get(key, [])
         for is_ready in (owner.is_safe, owner.rescue):
             for pair in pairs:
@@ -205,7 +164,7 @@ class GraphedFunction:
         self._pass.stats.plain_calls += 1
         if why is not None:
             self._pass.tell(f"runs without a graph: {why}.")
-        return self._plain(*args, **kwargs)
+        return self.ungraphed(*args, **kwargs)
 
     def count_plain_call(self) -> None:
         """Count a call that somebody else runs without a graph."""
@@ -221,21 +180,15 @@ class GraphedFunction:
         """Record for parameters elsewhere, or beside what a pending call needs; None if that can't be."""
         d, old = self._pass, self._last
         if old is not None:
-            moved = "results of earlier calls are still referenced, or wait for their backward"
-            if not held:
-                moved = key[0].moved(old[1], key[1]) if old[0] is key[0] else old[0].other_members()
-            if moved and not held and self._check == "error":
-                raise StaticInputMovedError(
-                    f"{d.name}: parameters or buffers moved since it was recorded: {moved}. Keep them where they are, "
-                    'or use static_input_check="rerecord".'
-                )
             # Parameters that are computed in each call (functional_call) lie elsewhere each time.
             is_computed = any(t.grad_fn is not None for t in key[0].now())
             if self._num_rerecords >= d.options.max_rerecords or is_computed:
                 return None
             self._num_rerecords += 1
             d.stats.rerecordings += 1
-            log.info("%s records again (%d): %s", d.name, self._num_rerecords, moved)
+            why = "results of earlier calls are still referenced, or wait for their backward"
+            why = why if held else "parameters or buffers moved"
+            log.info("%s records again (%d): %s", d.name, self._num_rerecords, why)
         pair = Pair(d, owner)
         with in_place(key[0]) if d.hooks else contextlib.nullcontext():
             with prepared(d, owner.driver.device):
@@ -244,7 +197,7 @@ class GraphedFunction:
             pair.after_forward()
         self.add(pair)
         # Hooks may move parameters: where they had them, this call's own may never be.
-        same = pair.statics is key[0] and pair.key == key[1] == key[0].key_of(key[0].now())
+        same = pair.statics is key[0] and pair.key == key[1] == fast.layouts(key[0].now())
         return pair if same or old is None else None
 
     # ---- end
@@ -270,18 +223,13 @@ class GraphedFunction:
             self._group.members.remove(self._free)
         self._group = None
 
-    @property
-    def ungraphed(self) -> Any:
-        """What runs the callable without a graph."""
-        return self._plain
-
     def run_with(self, plain: Any) -> None:
         """Have another function run the callable without a graph, and be recorded."""
-        self._plain = self._pass.run = plain
+        self.ungraphed = self._pass.run = plain
 
     def __reduce__(self) -> Any:
         """Copies and pickles are of the callable alone."""
-        return _itself, (self._plain,)
+        return _itself, (self.ungraphed,)
 
     @property
     def splits_backward(self) -> bool:

@@ -72,6 +72,8 @@ class Differentiated:
         self._edges: list[Any] = []
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """Of functions and checkpoints in the graph: their dictionaries, and what is in them while the graph runs."""
+        self._attributes_of_forward = self._attributes
+        """The same after the forward, for each backward: one may let go of what it read (`ctx.x = None`)."""
         self.result: Any = None
         """What the callable returned, until `separate`."""
         self.with_grad: list[int] = []
@@ -175,6 +177,7 @@ class Differentiated:
         each = None
         self.keeps_inputs = is_opaque or _are_kept(self._inputs, saved)
         self._take_attributes(holders.values())
+        self._attributes_of_forward = self._attributes
         return saved
 
     def _take_attributes(self, holders: Iterable[dict[str, Any]]) -> None:
@@ -246,6 +249,7 @@ class Differentiated:
 
         The lists are emptied.
         """
+        self._attributes = self._attributes_of_forward
         self._saved, self._left = list(saved), list(self._uses)
         known = [*saved, *grads, *members]
         taken = {t.untyped_storage().data_ptr() for t in known if has_place(t)}

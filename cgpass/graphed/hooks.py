@@ -25,36 +25,34 @@ class HookSet:
             GraphedArgumentError: No mapping, an unknown name, or something that can't be called.
         """
         self._where = where
-        self._functions: dict[str, tuple[Callable[..., Any], ...]] = {}
         if not isinstance(hooks, Mapping | None):
             raise _wrong(where, "a dict of hook names and functions or None", hooks)
-        for name, given in (hooks or {}).items():
+        self._functions: dict[str, Callable[..., Any]] = dict(hooks or {})
+        for name, function in self._functions.items():
             if name not in names:
                 raise GraphedArgumentError(
                     f"make_graphed_callables: {where} has an unknown hook {name!r}; known: {', '.join(names)}."
                 )
-            functions = (given,) if callable(given) else given
-            if not isinstance(functions, list | tuple) or not all(map(callable, functions)):
-                raise _wrong(f"{where}[{name!r}]", "a function or a sequence of functions", given)
-            self._functions[name] = tuple(functions)
+            if not callable(function):
+                raise _wrong(f"{where}[{name!r}]", "a function", function)
 
     def __bool__(self) -> bool:
         """Whether there are any."""
-        return any(self._functions.values())
+        return bool(self._functions)
 
     def run(self, name: str, *args: Any) -> None:
-        """Call the functions of one moment in order.
+        """Call the function of one moment.
 
         Raises:
-            HookError: One of them returned something.
+            HookError: It returned something.
         """
-        for position, function in enumerate(self._functions.get(name, ())):
-            result = function(*args)
-            if result is not None:
-                raise HookError(
-                    f"make_graphed_callables: {self._where}[{name!r}][{position}] returned a {type(result).__name__}. "
-                    "Hooks can't replace arguments or results: have it return None."
-                )
+        function = self._functions.get(name)
+        result = None if function is None else function(*args)
+        if result is not None:
+            raise HookError(
+                f"make_graphed_callables: {self._where}[{name!r}] returned a {type(result).__name__}. Hooks can't replace "
+                "arguments or results: have it return None."
+            )
 
 
 def capture_time_hooks(hooks: object, num_callables: int) -> list[HookSet]:
@@ -63,19 +61,7 @@ def capture_time_hooks(hooks: object, num_callables: int) -> list[HookSet]:
     Raises:
         GraphedArgumentError: Another number of entries than callables, or as for `HookSet`.
     """
-    return _per_callable(hooks, num_callables, "capture_time_hooks", CAPTURE_TIME)
-
-
-def warmup_hooks(hooks: object, num_callables: int) -> tuple[HookSet, list[HookSet]]:
-    """The set that runs once for all, and one per callable."""
-    once, each = (hooks, None) if isinstance(hooks, Mapping) else (None, hooks)
-    where = "warmup_hooks"
-    return HookSet(once, WARM_UP, where), _per_callable(each, num_callables, where, WARM_UP)
-
-
-def _per_callable(
-    hooks: object, num_callables: int, where: str, names: Sequence[str]
-) -> list[HookSet]:
+    where = "capture_time_hooks"
     if hooks is None:
         hooks = [None] * num_callables
     if not isinstance(hooks, list | tuple):
@@ -85,7 +71,7 @@ def _per_callable(
             f"make_graphed_callables: {where} has {len(hooks)} entries for {num_callables} callables. Give one each, "
             "None where there is nothing to run."
         )
-    return [HookSet(each, names, f"{where}[{i}]") for i, each in enumerate(hooks)]
+    return [HookSet(each, CAPTURE_TIME, f"{where}[{i}]") for i, each in enumerate(hooks)]
 
 
 def _wrong(where: str, wanted: str, got: object) -> GraphedArgumentError:

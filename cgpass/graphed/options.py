@@ -1,7 +1,6 @@
 """`GraphedOptions`: how `make_graphed_callables` warms up, records and checks."""
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -9,10 +8,8 @@ from typing import Any, Literal, TypeAlias
 from cgpass.errors import OptionError
 from cgpass.recompute.tracker import RNGStatesTracker
 
-HookFunctions: TypeAlias = Callable[..., None] | Sequence[Callable[..., None]]
-"""One function, or several that are called in this order."""
-Hooks: TypeAlias = Mapping[str, HookFunctions]
-"""By name of the moment."""
+Hooks: TypeAlias = Mapping[str, Callable[..., None]]
+"""Functions, by name of the moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +41,11 @@ class GraphedOptions:
     capture_time_hooks: Sequence[Hooks | None] | None = None
     """One entry per callable: what runs around its warm-ups and captures, never on a replay."""
 
-    warmup_hooks: Hooks | Sequence[Hooks | None] | None = None
-    """What runs around all warm-ups, once; or one entry per callable, around the warm-ups of that one."""
+    warmup_hooks: Hooks | None = None
+    """What runs around all warm-ups, once."""
 
     own_grads: bool = True
     """Whether gradients keep their values while held; else the next replay overwrites them, in `.grad`, too: no accumulation."""
-
-    static_input_check: Literal["rerecord", "error", "off"] = "rerecord"
-    """What a moved parameter or buffer does; `off` only where they provably never move."""
 
     max_rerecords: int = 16
     """Recordings made because parameters moved, or a call whose backward is due needs an earlier one, before further calls
@@ -79,51 +73,31 @@ class GraphedOptions:
             )
 
     @classmethod
-    def parse(
-        cls, options: "Mapping[str, Any] | GraphedOptions | None", arguments: Mapping[str, Any]
-    ) -> "GraphedOptions":
-        """Read what a user gave as `options=`, and refuse other arguments: torch's function has options as such.
+    def parse(cls, options: "Mapping[str, Any] | GraphedOptions | None") -> "GraphedOptions":
+        """Read what a user gave as `options=`.
 
         Raises:
-            OptionError: An option that is an argument, an unknown name (with the nearest known one), or a bad value.
+            OptionError: An unknown name or a bad value.
         """
-        known = [field.name for field in dataclasses.fields(cls)]
-        if arguments:
-            raise OptionError(
-                f"make_graphed_callables: {', '.join(arguments)} can't be given as arguments; options are given as "
-                f"options=cgpass.GraphedOptions(...): {', '.join(known)}."
-            )
         if isinstance(options, GraphedOptions):
             return options
         if not isinstance(options, Mapping | None):
             raise OptionError(
                 f"make_graphed_callables: options must be a GraphedOptions or a dict, got {type(options).__name__}."
             )
-        for name in options or {}:
-            if name not in known:
-                nearest = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(known)}."
-                raise OptionError(f"make_graphed_callables: unknown option {name!r}; {hint}")
+        known = [field.name for field in dataclasses.fields(cls)]
+        if unknown := [name for name in options or {} if name not in known]:
+            raise OptionError(
+                f"make_graphed_callables: unknown option {unknown[0]!r}; known: {', '.join(known)}."
+            )
         return cls(**(options or {}))
 
 
-def _one_of(*allowed: str) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: value in allowed, f"one of {', '.join(map(repr, allowed))}"
-
-
-def _at_least(least: int) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: type(value) is int and value >= least, f"an int >= {least}"
-
-
-_FLAG = (lambda value: isinstance(value, bool), "a bool")
+_DRIVERS = ("auto", "cuda", "simulated", "none")
 _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "static_input_check": _one_of("rerecord", "error", "off"),
-    "driver": _one_of("auto", "cuda", "simulated", "none"),
-    "num_warmup_iters": _at_least(1),
-    "max_rerecords": _at_least(0),
-    "allow_unused_input": _FLAG,
-    "own_grads": _FLAG,
-    "patch_modules": _FLAG,
+    "driver": (lambda value: value in _DRIVERS, f"one of {', '.join(map(repr, _DRIVERS))}"),
+    "num_warmup_iters": (lambda value: type(value) is int and value > 0, "an int >= 1"),
+    "max_rerecords": (lambda value: type(value) is int and value >= 0, "an int >= 0"),
     "rng_tracker": (
         lambda value: isinstance(value, RNGStatesTracker | None),
         "a cgpass.RNGStatesTracker or None",

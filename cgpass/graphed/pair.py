@@ -63,7 +63,7 @@ class Call:
     of it for ever, since Python's garbage collector does not see into the node.
     """
 
-    __slots__ = ("__weakref__", "done", "members", "name", "pair", "position")
+    __slots__ = ("__weakref__", "members", "name", "pair", "position")
 
     def __init__(self, pair: "Pair", members: list[torch.Tensor], position: Any) -> None:
         self.pair: Pair | None = pair
@@ -71,11 +71,10 @@ class Call:
         self.members = members
         """Parameters and buffers of the forward, held as autograd would."""
         self.position = position
-        self.done = False
 
     def settle(self) -> None:
         """Nothing more is to come."""
-        self.done, self.pair, self.members = True, None, []
+        self.pair, self.members = None, []
 
 
 class Pair:
@@ -128,7 +127,7 @@ class Pair:
         self.forward = forward = self._record(fn, args, kinds, "forward", uses=(results, saved))
         assert d.structure is not None
         self.structure, self._layouts = d.structure, layouts
-        self.key, self._num_results = d.statics.key_of(d.statics.now()), len(results)
+        self.key, self._num_results = fast.layouts(d.statics.now()), len(results)
         self._sort(inputs, members, sorted(saved))
         kept = owner.driver.live_blocks(self._slot).keys() - before.keys()
         graph.keeps_memory = bool(kept.difference(forward.memory.addresses()))
@@ -256,7 +255,7 @@ class Pair:
         if self.closed or not (self.graph.keeps_memory or self._weight_grads):
             return not self.closed
         call = None if self._call is None else self._call()
-        return call is None or call.done
+        return call is None or call.pair is None
 
     def why_not(self, tensors: Sequence[torch.Tensor]) -> str | None:
         """Why a replay can't take these arguments."""
@@ -328,9 +327,8 @@ class Pair:
         saved, members, grads = args[: self._num_saved], args[self._num_saved : end], args[end:]
         grads = grads[:num_grads]
         args.clear()
-        if (
-            self.description.backward_dw is not None
-        ):  # which keeps them: placeholders are others' by then
+        # backward_dw keeps them: placeholders are others' by then
+        if self.description.backward_dw is not None:
             grads = [grad.clone() for grad in grads]
         with no_autocast_cache():
             return self.graph.backward(saved, grads, members, self._wanted)
@@ -342,9 +340,8 @@ class Pair:
         if recording is None and not self.closed:
             if self._records and len(self._backwards) > d.options.max_rerecords:
                 self._leave_plain("it reads other memory than max_rerecords recordings of it do")
-            if self._records and key == self._layout.static_key(
-                args
-            ):  # no rescue moved what is read
+            # no rescue moved what is read
+            if self._records and key == self._layout.static_key(args):
                 recording = self._record_in_call(args)
         if recording is None:
             d.stats.plain_calls += 1

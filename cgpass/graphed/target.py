@@ -7,7 +7,7 @@ import torch
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from cgpass.errors import GraphedArgumentError
-from cgpass.graphed.statics import HOOKS, Statics
+from cgpass.graphed.statics import HOOKS, Statics, named
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
 """Classes whose hooks reduce or gather around the module."""
@@ -22,8 +22,7 @@ class Target:
         """Check that it can be.
 
         Raises:
-            GraphedArgumentError: It has hooks, its buffers require grad, or it is or has a wrapper such as
-                DistributedDataParallel.
+            GraphedArgumentError: It has hooks, or it is or has a wrapper such as DistributedDataParallel.
         """
         if not callable(fn):
             raise GraphedArgumentError(
@@ -37,39 +36,26 @@ class Target:
         owner = self.module or getattr(fn, "__self__", None)
         if isinstance(owner, torch.nn.Module) and owner not in self.modules:
             self.modules.insert(0, owner)
-        for module in self.modules:
-            for path, inner in module.named_modules():
-                kinds = {
-                    base.__name__ for base in type(inner).__mro__ if "torch." in base.__module__
-                }
-                kind = type(inner).__name__ + f" at {path!r}" * bool(path)
-                if kinds.intersection(_WRAPPERS):
-                    raise self._refusal(
-                        f"has a module that is already wrapped, a {kind}, whose hooks would not run on a replay. Record "
-                        "the module inside, then wrap"
-                    )
-                if isinstance(
-                    inner, LazyModuleMixin
-                ):  # it is of another class from its first call on
-                    raise self._refusal(
-                        f"has a lazy module that has not run yet, a {kind}: call it once before"
-                    )
-        if self.module is not None:
-            self._check_module(self.module)
-
-    def _refusal(self, why: str) -> GraphedArgumentError:
-        return GraphedArgumentError(f"make_graphed_callables: {self.name} {why}.")
-
-    def _check_module(self, module: torch.nn.Module) -> None:
+        for path, inner in named(self.modules):
+            kinds = {base.__name__ for base in type(inner).__mro__ if "torch." in base.__module__}
+            kind = type(inner).__name__ + f" at {path!r}" * bool(path)
+            if kinds.intersection(_WRAPPERS):
+                raise self._refusal(
+                    f"has a wrapped module, a {kind}, whose hooks no replay runs. Record the module inside, then wrap"
+                )
+            if isinstance(inner, LazyModuleMixin):  # of another class from its first call on
+                raise self._refusal(
+                    f"has a lazy module that has not run yet, a {kind}: call it once"
+                )
         for kind in HOOKS:
-            if getattr(module, kind):
+            if self.module is not None and getattr(self.module, kind):
                 raise self._refusal(
                     f"has hooks ({kind.strip('_')}), which a replay would not run. Register them on what "
                     "make_graphed_callables returns, or use capture_time_hooks"
                 )
-        for key, buffer in module.named_buffers():
-            if buffer.requires_grad:
-                raise self._refusal(f"has a buffer that requires grad, {key}. Make it a parameter")
+
+    def _refusal(self, why: str) -> GraphedArgumentError:
+        return GraphedArgumentError(f"make_graphed_callables: {self.name} {why}.")
 
     def statics(self, device: torch.device, *, moded: bool) -> Statics:
         """What it reads besides its arguments, on a device; with the mode of the module itself, or without."""

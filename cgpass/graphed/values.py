@@ -54,6 +54,12 @@ class OutputStructure:
         return pytree.tree_unflatten(leaves, self.spec)
 
 
+def firsts(objects: Sequence[Any]) -> list[int]:
+    """For each one the first position of the same object."""
+    known: dict[int, int] = {}
+    return [known.setdefault(id(each), i) for i, each in enumerate(objects)]
+
+
 def equal(a: object, b: object) -> bool:
     """Whether two values are alike for a graph, which has the first in it: numbers of one type and sign."""
     if a is b:

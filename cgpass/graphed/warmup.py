@@ -47,7 +47,6 @@ class Pass:
     find_statics: Callable[[], Statics]
     """Finds them anew, when modules have other members than they had."""
     hooks: HookSet
-    warmup_hooks: HookSet
     options: GraphedOptions
     stats: CallStats
     with_grad: bool
@@ -85,9 +84,9 @@ class Pass:
             self._warm_up_once(run, states)
             self._refuse_strangers()
             self.stats.warmups += 1
-            if not self.statics.has_its_members():  # made by a first call
+            if not self.statics.unchanged():  # by a first call
                 self.use_statics(self.find_statics())
-                iterations = max(iterations, number + 1)
+                iterations = max(iterations, 2)
         self._refuse_unused()
 
     def tell(self, what: str) -> None:
@@ -181,7 +180,7 @@ class Pass:
 
     def _refuse_strangers(self) -> None:
         strangers, self._strangers = self._strangers, []
-        if not self.statics.has_its_members():
+        if not self.statics.unchanged():
             return
         for leaf in [leaf for ref in strangers if (leaf := ref()) is not None]:
             owned = any(leaf is own for own in self.statics.now())

@@ -71,11 +71,8 @@ def test_another_tensor_to_add_gradients_to(setting):
         for _ in range(2):
             graphed(x).sum().backward()
         torch.testing.assert_close(place, 2 * want)
-    assert graphed.graphed.stats.rerecordings == 1
-    strict = setting.graphed(module, (x,), allow_unused_input=True, static_input_check="error")
-    module.weight.main_grad = torch.zeros_like(first)
-    with pytest.raises(cgpass.errors.StaticInputMovedError, match=r"weight\.main_grad"):
-        strict(x)
+    stats = graphed.graphed.stats
+    assert (stats.rerecordings, stats.plain_calls) == (0, 2)
 
 
 CHECKPOINTS = {
