@@ -43,6 +43,13 @@ def make_graphed_callables(
     copies. Host code does not run on a replay: what a callable reads from anything but tensor arguments, parameters
     and buffers is frozen, autocast settings included.
 
+    Example:
+        >>> layer = cgpass.make_graphed_callables(torch.nn.Linear(4, 2), (torch.randn(3, 4),))
+        >>> layer(torch.ones(3, 4)).sum().backward()
+        >>> layer.weight.grad
+        tensor([[3., 3., 3., 3.],
+                [3., 3., 3., 3.]])
+
     Args:
         callables: A module, a function, or a tuple of them.
         sample_args: Arguments of one call, as a tuple; for a tuple of callables one such tuple each (with an order:

@@ -37,6 +37,13 @@ def checkpoint(
     captured, if it is a `cgpass.CheckpointedGraph`. In a function that `torch.compile` compiles, this is
     `torch.utils.checkpoint.checkpoint`. Inside transforms of `torch.func` and forward-mode AD `fn` runs plainly.
 
+    Example:
+        >>> x = torch.ones(100, requires_grad=True)
+        >>> y = cgpass.checkpoint(torch.nn.functional.dropout, x)
+        >>> y.sum().backward()
+        >>> torch.equal(x.grad, y)  # both dropped the same
+        True
+
     Args:
         fn: Any function or module; it must compute the same both times. Module hooks run both times.
         *args: Its arguments, tensors in nested tuples, lists and dictionaries included. None need require grad.

@@ -53,12 +53,13 @@ class RNGStatesTracker:
     """Random number states by name, each of which a block of code can draw from.
 
     Tensor parallelism needs some random operators to differ between ranks and others to agree; a state with a seed
-    of its own for the former gives both:
+    of its own for the former gives both.
 
-        tracker = cgpass.RNGStatesTracker()
-        tracker.add("model-parallel-rng", 1234 + rank)
-        with tracker.fork():
-            x = dropout(x)
+    Example:
+        >>> tracker = cgpass.RNGStatesTracker()
+        >>> tracker.add("model-parallel-rng", 1234)  # plus the rank
+        >>> with tracker.fork():  # the default generator goes on after it as if nothing had been drawn
+        ...     x = torch.nn.functional.dropout(torch.ones(4))
 
     On CUDA `fork` exchanges handles of states, which works while a graph is being captured; the states have to be
     registered with that graph (`generators`, or `cgpass.CheckpointedGraph(rng_tracker=...)`). On CPU it copies them.

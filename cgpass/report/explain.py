@@ -58,12 +58,19 @@ def explain(
 ) -> Report | contextlib.AbstractContextManager[Report]:
     """Say what of some calls ran in CUDA graphs, what not, for which reason, at which line, and what to do.
 
-        with cgpass.explain() as report:  # watches what runs inside; there the report tells of what ran so far
-            train(5)
-        print(report)
-        print(cgpass.explain(model, batch))  # the same around a few calls
+    Example:
+        >>> model, batch = torch.nn.Linear(4, 4), torch.randn(2, 4)
+        >>> report = cgpass.explain(model, batch)  # print it, or report.save("report.html")
+        >>> captured, all_operators = report.work
+        >>> captured == all_operators
+        True
+        >>> with cgpass.explain() as report:  # watches calls of your own
+        ...     torch.compile(model, backend="cgpass")(batch).sum().backward()
+        >>> [graph.direction for graph in report.graphs]
+        ['forward', 'backward']
 
-    A block runs nothing itself and changes nothing. Other threads' calls count, too.
+    A block runs nothing itself and changes nothing. Other threads' calls count, too. Inside of it the report tells of
+    what ran so far.
 
     With a function, up to 13 calls run, with their backward. What is not compiled yet is compiled with
     `backend="cgpass"`, anew each time. A batch by itself is given as data loaders mean it: a mapping by name

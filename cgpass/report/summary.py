@@ -54,9 +54,14 @@ def summary() -> str:
 def expect(**counts: int) -> Iterator[dict[str, int]]:
     """Fail unless some of `cgpass.counters()` grow inside by exactly so much.
 
-        train(first_batches)
-        with cgpass.expect(replays=2 * len(other_batches), plain_calls=0):  # a forward and a backward each
-            train(other_batches)
+    Example:
+        >>> compiled = torch.compile(torch.nn.Linear(4, 4), backend="cgpass")
+        >>> def train(steps):
+        ...     for _ in range(steps):
+        ...         compiled(torch.randn(2, 4)).sum().backward()
+        >>> train(2)
+        >>> with cgpass.expect(replays=2 * 3, plain_calls=0):  # a forward and a backward each
+        ...     train(3)
 
     Expect `replays`, not only the absence of something else: calls of a graph that is left alone as a whole, since it
     is too small or not on CUDA, are in no counter. `cgpass.summary()` lists it.

@@ -25,8 +25,12 @@ _NOISE: Final = "cgpass.verify: %s: runs without graphs differ among themselves:
 def verify(every: int = 1) -> "Verification":
     """Check replays against runs without a graph, from now on or for a `with` block.
 
-        with cgpass.verify(every=100):
-            train()
+    Example:
+        >>> compiled = torch.compile(torch.nn.Linear(4, 4).eval(), backend="cgpass")
+        >>> with torch.no_grad(), cgpass.verify(every=2) as checks:
+        ...     results = [compiled(torch.randn(2, 4)) for _ in range(5)]
+        >>> checks.checked
+        2
 
     Of each captured partition every n-th call also runs without a graph, on copies of the inputs and with the random
     numbers that the replay drew; what it returns and writes is compared bit by bit. That waits for the device.

@@ -35,6 +35,11 @@ class CUDAGraphWrapper:
     read where they lie and recorded again when they move. Inputs that `fn` writes are written back; a call in which
     such an input shares memory with another one runs plainly.
 
+    Example:
+        >>> scaled = cgpass.CUDAGraphWrapper(lambda x, factor: (x * factor).relu())
+        >>> [scaled(torch.tensor([float(i)]), 2).item() for i in range(4)]
+        [0.0, 2.0, 4.0, 6.0]
+
     `fn` is called with positional arguments, under `torch.no_grad()`, and may return any nested structure of plain
     tensors and other values. A replay makes its outputs anew, so tensors that it makes itself may be no subclass (nor
     `torch.nn.Parameter`) and may not require grad: such a call raises. Its Python code does not run on a replay: what

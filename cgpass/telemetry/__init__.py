@@ -213,6 +213,14 @@ def counters() -> dict[str, int]:
 
     `partitions_captured`, `partitions_eager` and `skips` say what all graphs compiled so far are now: they also fall,
     as when a function is compiled again after a failed capture, or a partition tried again after `cgpass.reset()`.
+
+    Example:
+        >>> compiled = torch.compile(torch.nn.Linear(4, 4).eval(), backend="cgpass")
+        >>> before = cgpass.counters()["replays"]
+        >>> with torch.no_grad():
+        ...     results = [compiled(torch.randn(2, 4)) for _ in range(5)]
+        >>> cgpass.counters()["replays"] - before  # the first call warmed up
+        4
     """
     with _registry.lock:
         counts = dataclasses.asdict(_registry.compiled)

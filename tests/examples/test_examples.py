@@ -134,7 +134,8 @@ def test_moe(run):
     captured, everything = map(int, re.match(r"(\d+) of (\d+) ", batched).groups())
     assert captured == everything
     if not torch.cuda.is_available():  # where grouped products have kernels that ask for nothing
-        assert re.search(r"transformers.grouped_mm_fallback.default \[\w+\]: its ", grouped)
+        assert "transformers.grouped_mm_fallback.default [failed_capture]: " in grouped
+        assert "_backward.default [failed_capture]: " in grouped
 
 
 def test_huggingface_trainer(run):

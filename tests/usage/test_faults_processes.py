@@ -139,9 +139,13 @@ def test_a_report_that_cannot_be_written(kind, tmp_path, monkeypatch):
         monkeypatch.setattr(Path, "write_text", write_half)
     elif kind == "a folder":
         (tmp_path / "folder.json").mkdir()
-    wanted = {"full": path, "a folder": tmp_path / "folder.json"}
-    with pytest.raises(cgpass.errors.ReportError, match="can't be written"):
-        report.save(wanted.get(kind, tmp_path / "nowhere" / "report.json"))
+    wanted, message = {
+        "no such folder": (tmp_path / "nowhere" / "report.json", "nowhere' to save the report in"),
+        "a folder": (tmp_path / "folder.json", "can't be written"),
+        "full": (path, "can't be written"),
+    }[kind]
+    with pytest.raises(cgpass.errors.ReportError, match=message):
+        report.save(wanted)
     assert path.read_text() == before
     assert not list(tmp_path.glob("*.part"))
 
