@@ -136,13 +136,34 @@ PROVOKED = {
 
 # By code: the operator to blame, and the line where `placed` has it be written; some of each kind.
 BLAMED = {
+    "unsafe_ops": ("aten.sin.default", 41),
     "failed_capture": ("aten.sin.default", 42),
+    "python_call": ("sorted", 42),
     "opaque_autograd": ("cgpass_tests.formula_that_reads.default", 41),
+    "cudagraph_unsafe": ("cgpass_tests.tagged.default", 41),
     "host_read": ("aten._local_scalar_dense.default", 42),
+    "dynamic_shape": ("aten.nonzero.default", 41),
+    "host_state": ("aten.resize_.default", 42),
+    "host_sync": ("aten.histc.default", 41),
     "side_effect": ("with_effects(cgpass_tests.plain.default)", 42),
+    "effect_token": ("prims._make_token.default", 42),
+    "bool_index": ("aten.index.Tensor", 42),
+    "control_flow": ("cond", 42),
+    "higher_order_op": ("run_and_save_rng_state", 42),
     "nested_graph": ("invoke_subgraph", 42),
+    "other_device": ("aten.sin.default", 41),
+    "cpu_number": ("aten.sin.default", 41),
+    "cpu_tensor": ("aten.sin.default", 41),
+    "device_to_host": ("aten._to_copy.default", 41),
+    "host_to_device": ("aten._to_copy.default", 41),
+    "lifted": ("aten._to_copy.default", 42),
+    "cpu_scalar": ("aten.mul.Tensor", 41),
+    "layout": ("aten.add.Tensor", 42),
     "unbacked_size": ("aten.add.Tensor", 42),
     "host_scalar": ("aten.mul.Tensor", 43),
+    "host_only": ("aten.sym_constrain_range.default", 42),
+    "expandable_segments": ("_c10d_functional.all_reduce.default", 42),
+    "torch_unsafe": ("aten._fused_moving_avg_obs_fq_helper_functional.default", 42),
 }
 
 

@@ -284,7 +284,7 @@ def a_buffer_is_replaced_in_the_forward_and_every_value_kept(session):
         yield [module.state]
 
 
-@ways(most={"recordings": 1})
+@ways(replays="none", most={"recordings": 1})
 def a_state_that_is_assigned_in_every_call_and_kept(session):
     """Another module's parameters, or these at a new place? Either way nothing is recorded for one of them."""
     module, call = session.compiled(MLP)
